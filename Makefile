@@ -29,6 +29,10 @@ RELEASES := 0.12.3 0.14.0 0.15.3
 GPU_PYTHON ?= $(BIN)/python
 WHEEL_VENV ?= $(VENV)-wheel
 WHEEL_BIN := $(WHEEL_VENV)/bin
+# Pythons that the wheel is tried with: those found here of all that it supports.
+PYTHONS ?= $(shell for v in 3.11 3.12 3.13 3.14; do \
+             for p in python$$v $(HOME)/.pyenv/versions/$$v.*/bin/python; do \
+               $$p -c 'import ensurepip, venv' 2>/dev/null && echo $$p && break; done; done; true)
 MEGATRON_PIP  := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 ASSETS := src/transaxle/reports/assets
@@ -40,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 QUICK := -m 'not oracle and not journey and not megatron and not vllm and not golden and not peers and not slow and not gpu' --quick --examples 10
 
-.PHONY: help demo check test golden tables oracle journeys megatron vllm gpu fuzz mutants bench bench-compare docs charts wheel lint format clean
+.PHONY: help demo check test golden tables oracle journeys megatron vllm gpu fuzz mutants bench bench-compare docs charts wheel release-check lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -60,6 +64,7 @@ help:
 	@echo 'make bench-compare BASE=REV  the same beside those of another revision'
 	@echo 'make docs    the documentation, in build/docs/index.html'
 	@echo 'make wheel   what is published, in dist/: the source and two wheels, checked'
+	@echo 'make release-check  whether the wheel in dist/ installs and works without torch, with each Python found here'
 	@echo 'make charts  the part of ECharts that reports draw with, from npm (to raise its version)'
 	@echo 'make format  let ruff fix what it can'
 	@echo 'make clean   remove everything these commands made'
@@ -148,6 +153,10 @@ wheel: $(WHEEL_VENV)/.all
 	rm -r dist/built
 	$(WHEEL_BIN)/twine check --strict dist/*
 	$(WHEEL_BIN)/check-wheel-contents dist/*.whl
+
+release-check:
+	@echo 'Pythons: $(PYTHONS)'
+	@for python in $(PYTHONS); do $$python tests/release_check.py dist/transaxle-*-manylinux*.whl || exit 1; done
 
 # The result is in the repository, so nobody needs npm to build or install the package. Versions and hashes of what it is
 # made of are in charts/package-lock.json; scripts of packages do not run.

@@ -18,7 +18,7 @@ from transaxle.cli.screen import Screen
 @contextmanager
 def _every(seconds: float) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(screen_module, "_EVERY", seconds)
+        patch.setattr(screen_module, "_LINE_SECONDS", seconds)
         yield
 
 
