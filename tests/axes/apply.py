@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 
 from transaxle.axes.geometry import BoxCopy, Interval
-from transaxle.axes.layout.bind import Bound, bind, group, score, split_slot
+from transaxle.axes.layout.bind import BoundNames, bind, group, score, split_slot
 from transaxle.axes.layout.relayout import Copier, Shape, Target
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Family, Recode, Sizes
@@ -120,7 +120,7 @@ def only(text: str) -> Family:
 
 def bound_to(
     family: Family, dialect: str, store: Store, sizes: Sizes, encodings: Mapping[str, str] | None = None
-) -> Bound:
+) -> BoundNames:
     """Read a store's names through a dialect."""
     names = list(store.entries)
     read = family.dialect(dialect)

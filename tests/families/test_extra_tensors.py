@@ -34,7 +34,7 @@ SWEPT = 80
 def _stored(family: Family, dialect: Dialect, sizes: Sizes) -> Shapes | None:
     """The tensors of a model; None where the keys of its config are others than those here."""
     try:
-        return dict(Model(family, sizes, tp=0).stored(dialect))
+        return dict(Model(family, sizes, tp=0).stored_shapes(dialect))
     except (TransaxleError, KeyError):
         return None
 

@@ -205,7 +205,7 @@ def model_of(name: str) -> tuple[dict[str, Any], Shapes, Shapes]:
             if all(sizes.holds(condition, index, there) for condition in conditions):
                 numbers = line.name.numbering(known).numbers(position)
                 layers[line.name.format(tuple(n or 0 for n in numbers))] = line.expression.layout(sizes.at(index)).shape
-    return config, dict(Model(family, sizes, tp=0).stored(hf)), layers
+    return config, dict(Model(family, sizes, tp=0).stored_shapes(hf)), layers
 
 
 def _stacked(layers: Shapes) -> Shapes:

@@ -1,25 +1,26 @@
-"""Where elements lie: pieces of logical tensors, nested strides, the chunks of a mesh, and the ranges of an axis.
+"""Box arithmetic: pieces of logical tensors, nested strides, the chunks of a mesh, and ranges of axis indices.
 
-**Pieces**: which box of a logical tensor one chunk of a stored tensor holds, and where.
+**Pieces**: which box of a logical tensor one chunk of a stored tensor contains, and at which offset and strides.
 
-`pieces` lowers a layout, whole or cut, to pieces; a `PieceOverlap` intersects a source piece with a target piece into
-one strided copy. Nothing else moves data: relayouts, resharding, box reads and rank-local plans are all such meetings.
+`pieces` lowers a layout, whole or cut, to pieces. A `PieceOverlap` intersects a source piece with a target piece into
+one strided copy. Nothing else moves data: relayouts, resharding, box reads and rank-local plans all consist of such
+copies.
 
-**Nested strides**: where the elements of a box lie in one dimension of memory, and how an interval cuts them.
+**Nested strides**: the positions of a box's elements in one dimension of memory, and how an interval cuts them.
 
-A *nested* list of `(size, stride)` loops, outermost first, has each stride at least as large as everything inside it
-spans, so positions grow with the lexicographic order of the indices. Three facts follow and carry the whole algebra:
-an interval of positions holds a contiguous range of that order (`rank`), such a range is at most `2k-1` boxes
+In a *nested* list of `(size, stride)` loops, outermost first, each stride is at least as large as the span of
+everything inside it, so positions grow with the lexicographic order of the indices. The whole algebra rests on three
+facts: an interval of positions contains a contiguous range of that order (`rank`), such a range is at most `2k-1` boxes
 (`lexicographic_boxes`), and two adjacent loops that tile each other are one loop (`coalesce`).
 
-**Chunk rules**: which positions of a stored dim a rank of the mesh holds.
+**Chunk rules**: which positions of a stored dim each rank of a mesh gets.
 
 Every rule maps a list of intervals and a rank to a list of intervals, so mesh dims compose left to right. A rule is
-data; the oracle is what torch does with `arange`.
+data; the tests compare it with torch's own chunking of an `arange`.
 
-**Ranges**: which positions of a stored dim belong to given indices of its axes.
+**Ranges**: which positions of a stored dim belong to a range of indices of its axes.
 
-`divide` solves the opposite problem: it reads off the shards how a dim was cut.
+`divide` solves the inverse problem: it infers from the shapes of the shards how a dim was cut.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def rank(loops: Sequence[tuple[int, int]], position: int) -> int:
-    """Count the elements of nested loops that lie before `position`.
+    """Count the elements of nested loops at positions before `position`.
 
     Post-condition: `rank(loops, p) == sum(q < p for q in positions(loops))`, for any integer `p`.
     """
@@ -75,7 +76,7 @@ def lexicographic_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator
     inner = prod(inner_shape)
     first, head = divmod(start, inner)
     last, tail = divmod(stop, inner)
-    # The range lies inside one index of the outermost axis.
+    # The whole range is inside one index of the outermost axis.
     if first == last:
         for box in lexicographic_boxes(inner_shape, head, tail):
             yield ((first, first + 1), *box)
@@ -104,9 +105,9 @@ Loop = tuple[int, int, int]
 
 
 def coalesce(loops: Sequence[Loop]) -> tuple[Loop, ...]:
-    """Order the loops of a copy by target stride and join those that are one run on both sides.
+    """Sort the loops of a copy by target stride, and merge loops that are contiguous in both source and target.
 
-    Post-conditions: the same set of `(source, target)` positions, in target order; loops of size 1 are gone.
+    Post-conditions: the same set of `(source, target)` positions, in target order; no loop of size 1 remains.
     """
     joined: list[Loop] = []
     for size, source, target in sorted((loop for loop in loops if loop[0] != 1), key=lambda loop: -loop[2]):
@@ -120,22 +121,22 @@ def coalesce(loops: Sequence[Loop]) -> tuple[Loop, ...]:
 
 
 Interval = tuple[int, int]
-"""`[start, stop)` positions of a stored dim."""
+"""Positions `[start, stop)` of a stored dim."""
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A box of one logical tensor and the strided place where a chunk keeps it."""
+    """A box of one logical tensor, with its offset and strides in one chunk of a stored tensor."""
 
     box: Mapping[str, Interval]
-    """Axis -> `[start, stop)` indices."""
+    """Axis -> interval of its indices."""
     offset: int
-    """Elements from the beginning of the chunk to the box's first element."""
+    """Elements from the beginning of the chunk to the first element of the box."""
     strides: Mapping[str, int]
-    """Axis -> elements between neighbours along it, in the chunk."""
+    """Axis -> elements of the chunk between two neighbours along the axis."""
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements in the box."""
         count = 1
         for start, stop in self.box.values():
             count *= stop - start
@@ -143,18 +144,18 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class BoxCopy(msgspec.Struct, frozen=True):
-    """One box copy between two chunks."""
+    """One strided copy of a box from a source chunk into a target chunk."""
 
     source_offset: int
-    """First element in the source chunk."""
+    """Offset of the first element in the source chunk, in elements."""
     target_offset: int
-    """First element in the target chunk."""
+    """Offset of the first element in the target chunk, in elements."""
     loops: tuple[Loop, ...]
-    """`(size, source stride, target stride)`, in target order, coalesced."""
+    """`(size, source stride, target stride)` of each loop, coalesced and in target order."""
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements that the copy moves."""
         count = 1
         for loop in self.loops:
             count *= loop[0]
@@ -162,7 +163,7 @@ class BoxCopy(msgspec.Struct, frozen=True):
 
 
 def cut(share: Share, start: int, stop: int) -> list[tuple[tuple[Interval, ...], int]]:
-    """Cut a component's share of a dim by the interval `[start, stop)` of that dim.
+    """Cut a logical tensor's share of a stored dim by the interval `[start, stop)` of that dim.
 
     Returns:
         `(index interval per axis of the share, position of its first element)`, in stored order: at most `2k-1`
@@ -176,7 +177,7 @@ def cut(share: Share, start: int, stop: int) -> list[tuple[tuple[Interval, ...],
 
 
 Cut = Callable[[Share, int, int], list[tuple[tuple[Interval, ...], int]]]
-"""`cut`, or what remembers its results."""
+"""Signature of `cut`, also of versions that cache its results."""
 
 
 def pieces(
@@ -186,17 +187,17 @@ def pieces(
     strides: Sequence[int] | None = None,
     cut: Cut = cut,
 ) -> tuple[Piece, ...]:
-    """Lower a component's share of a chunk of a stored tensor to pieces.
+    """Lower one logical tensor's part of a chunk of a stored tensor to pieces.
 
     Args:
-        layout: the stored tensor.
-        component: the logical tensor.
-        intervals: per stored dim, the positions that the chunk holds, in chunk order; None: the whole tensor.
+        layout: layout of the stored tensor.
+        component: name of the logical tensor.
+        intervals: per stored dim, the intervals that the chunk contains, in chunk order; None: the whole tensor.
         strides: element strides of the chunk; None: row-major.
-        cut: cuts a share.
+        cut: function that cuts a share; `cut`, or a cached version of it.
 
     Returns:
-        Disjoint pieces whose union is what the chunk holds of the component.
+        Disjoint pieces, whose union is everything in the chunk that belongs to the logical tensor.
     """
     shares = layout.shares[component]
     if intervals is None:
@@ -228,21 +229,25 @@ def pieces(
 
 
 class PieceOverlap:
-    """Where two pieces of one logical tensor meet, for all sources that differ in the indices in their names alone.
+    """The overlap of a source piece and a target piece of one logical tensor, for every source with such a piece.
+
+    Sources that differ only in the indices in their names share one overlap; `at` gives the copy for each of them.
 
     Args:
-        source: a piece of a logical tensor.
-        target: another piece of the same.
-        named: the axes that live in the source's name.
-        target_index: the axes that live in the target's name, with its indices.
+        source: a piece of a logical tensor in the source.
+        target: a piece of the same logical tensor in the target.
+        name_axes: the axes whose index is in the source's name.
+        target_index: axis -> index, for the axes whose index is in the target's name.
 
-    An axis that only the target has is a copy axis: it is written for every index (broadcast). The source has no axis
-    that the target lacks.
+    An axis that only the target has is a copy axis: the value is written for every index (broadcast). The source has no
+    axis that the target lacks.
     """
 
     __slots__ = ("_loops", "_named", "_same", "_source_offset", "_target_offset", "size")
 
-    def __init__(self, source: Piece, target: Piece, named: Container[str], target_index: Mapping[str, int]) -> None:
+    def __init__(
+        self, source: Piece, target: Piece, name_axes: Container[str], target_index: Mapping[str, int]
+    ) -> None:
         self._named: list[tuple[str, int, int, int]] = []
         self._same: list[tuple[str, int]] = []
         source_offset, target_offset = source.offset, target.offset
@@ -250,7 +255,7 @@ class PieceOverlap:
         for axis, (low, high) in target.box.items():
             step = target.strides[axis]
             # The source's name fixes this axis: one index of the target's box, or no overlap.
-            if axis in named:
+            if axis in name_axes:
                 self._named.append((axis, low, high, step))
                 continue
             # An axis that the source lacks is a copy axis: source stride 0 repeats one value.
@@ -270,17 +275,16 @@ class PieceOverlap:
                 low, high = source.box[axis]
                 is_empty = is_empty or not low <= index < high
                 source_offset += (index - low) * source.strides[axis]
-            elif axis in named:
+            elif axis in name_axes:
                 self._same.append((axis, index))
         self._source_offset, self._target_offset, self._loops = source_offset, target_offset, coalesce(loops)
         self.size = 0 if is_empty else prod(size for size, _, _ in self._loops)
-        """Number of elements of each move."""
+        """Number of elements in each copy; 0 where the pieces do not overlap."""
 
     def at(self, source_index: Mapping[str, int]) -> BoxCopy | None:
-        """Return the copy from a source with these indices in its name; None where the pieces share nothing.
+        """Return the copy from the source whose name has these indices; None where the two pieces do not overlap.
 
-        Post-condition: for every index of the logical tensor that both pieces hold, and no other, the move holds the
-        pair of its places.
+        Post-condition: the copy moves every element of the logical tensor that is in both pieces, and no other.
         """
         if not self.size:
             return None
@@ -297,49 +301,49 @@ class PieceOverlap:
 
 
 Intervals = tuple[Interval, ...]
-"""Positions held, in local order; the local tensor is their concatenation."""
+"""Intervals of a dim that one rank has, in local order; its local dim is their concatenation."""
 
 
 def whole(length: int) -> Intervals:
-    """Return the intervals of an uncut dim."""
+    """Return the intervals of an uncut dim: one, of its full length."""
     return ((0, length),)
 
 
 def count_positions(intervals: Sequence[Interval]) -> int:
-    """Return the number of positions held."""
+    """Return the total length of some intervals."""
     return sum(stop - start for start, stop in intervals)
 
 
 def take(intervals: Sequence[Interval], start: int, stop: int) -> Intervals:
-    """Return the local positions `[start, stop)` of concatenated intervals, as intervals; adjacent ones are joined."""
-    taken: list[Interval] = []
+    """Return the local positions `[start, stop)` of concatenated intervals as intervals, joining adjacent ones."""
+    intervals_taken: list[Interval] = []
     base = 0
     for first, last in intervals:
         low, high = max(start - base, 0), min(stop - base, last - first)
         if low < high:
-            if taken and taken[-1][1] == first + low:
-                taken[-1] = (taken[-1][0], first + high)
+            if intervals_taken and intervals_taken[-1][1] == first + low:
+                intervals_taken[-1] = (intervals_taken[-1][0], first + high)
             else:
-                taken.append((first + low, first + high))
+                intervals_taken.append((first + low, first + high))
         base += last - first
-    return tuple(taken)
+    return tuple(intervals_taken)
 
 
 class ChunkRule(Protocol):
-    """How `parts` ranks divide the intervals of a dim among them."""
+    """Rule by which `parts` ranks divide the intervals of a dim among them."""
 
     def __call__(self, intervals: Intervals, parts: int, rank: int, /) -> Intervals:
-        """Return the intervals that `rank` of `parts` gets of `intervals`."""
+        """Return the part of `intervals` that `rank`, one of `parts` ranks, gets."""
 
 
 def torch_chunk(count: int, parts: int, rank: int) -> Interval:
-    """Return the rows of `rank` under `torch.chunk`: ceil-sized chunks, the last ones short or empty."""
+    """Return the rows of `rank` under `torch.chunk`: chunks of the rounded-up size, the last ones short or empty."""
     step = -(-count // parts)
     return min(rank * step, count), min((rank + 1) * step, count)
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """DTensor's `Shard`: `torch.chunk`."""
+    """DTensor's `Shard`: cuts a dim as `torch.chunk` does."""
 
     def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
         """See `ChunkRule`."""
@@ -347,34 +351,35 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class StridedShard(msgspec.Struct, frozen=True):
-    """DTensor's `_StridedShard(split_factor)`: chunk into `split_factor`, then chunk each of those over the ranks."""
+    """DTensor's `_StridedShard(split_factor)`: cuts into `split_factor` chunks, then each of them over the ranks."""
 
     split_factor: int
     """Number of outer chunks."""
 
     def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
         """See `ChunkRule`."""
-        taken: list[Interval] = []
+        local: list[Interval] = []
         total = count_positions(intervals)
         for outer in range(self.split_factor):
             # Every rank gets a chunk of each outer chunk, so its local tensor joins `split_factor` pieces.
             start, stop = torch_chunk(total, self.split_factor, outer)
             low, high = torch_chunk(stop - start, parts, rank)
-            taken.extend(take(intervals, start + low, start + high))
-        return take(taken, 0, total)
+            local.extend(take(intervals, start + low, start + high))
+        return take(local, 0, total)
 
 
 class Widths(msgspec.Struct, frozen=True):
-    """Explicit widths per rank (DeepSpeed's uneven cuts); zero widths are fine."""
+    """One explicit width per rank (DeepSpeed's uneven cuts); a width may be zero."""
 
     widths: tuple[int, ...]
-    """Rows of each rank, in rank order."""
+    """Number of rows of each rank, in rank order."""
 
     def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
         """See `ChunkRule`.
 
         Raises:
-            Refused: SHAPE_MISMATCH where the widths do not sum to the length, or are not one per rank.
+            Refused: SHAPE_MISMATCH where the widths do not sum to the length, or their number is not the number of
+                ranks.
         """
         total = count_positions(intervals)
         if len(self.widths) != parts or sum(self.widths) != total:
@@ -384,7 +389,7 @@ class Widths(msgspec.Struct, frozen=True):
 
 
 class Replicated(msgspec.Struct, frozen=True):
-    """Every rank holds all of it, such as kv heads where there are fewer than ranks."""
+    """Every rank gets the whole dim, as with kv heads where there are fewer heads than ranks."""
 
     def __call__(self, intervals: Intervals, _parts: int, _rank: int, /) -> Intervals:
         """See `ChunkRule`."""
@@ -392,40 +397,40 @@ class Replicated(msgspec.Struct, frozen=True):
 
 
 class PerComponent(msgspec.Struct, frozen=True):
-    """One rule per component of a direct sum; the local tensor is the sum of the local shares, in order."""
+    """One rule per component of a direct sum; a rank's local dim concatenates its parts of all components, in order."""
 
     lengths: tuple[int, ...]
-    """Rows of each component, in stored order."""
+    """Number of rows of each component, in stored order."""
     rules: tuple[ChunkRule, ...]
-    """The rule of each component."""
+    """Chunk rule of each component."""
 
     def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
         """See `ChunkRule`.
 
         Raises:
-            Refused: SHAPE_MISMATCH where the components do not sum to the length.
+            Refused: SHAPE_MISMATCH where the lengths of the components do not sum to the length of the dim.
         """
         if sum(self.lengths) != count_positions(intervals):
             raise refuse(
                 "SHAPE_MISMATCH", f"components {list(self.lengths)} do not sum to {count_positions(intervals)} rows"
             )
-        taken: list[Interval] = []
+        local: list[Interval] = []
         base = 0
         for rows, rule in zip(self.lengths, self.rules, strict=True):
-            taken.extend(rule(take(intervals, base, base + rows), parts, rank))
+            local.extend(rule(take(intervals, base, base + rows), parts, rank))
             base += rows
-        return tuple(taken)
+        return tuple(local)
 
 
 class MeshCut(msgspec.Struct, frozen=True):
-    """One mesh dim's effect on a stored tensor."""
+    """How one mesh dim cuts a stored tensor, for one rank."""
 
     dim: int | None
-    """Stored dim that is cut (negative counts from the end); None: replicated."""
+    """Stored dim that is cut (negative: counted from the end); None: replicated."""
     parts: int
     """Size of the mesh dim."""
     rank: int
-    """This rank's coordinate in it."""
+    """Coordinate of this rank along the mesh dim."""
     rule: ChunkRule = Shard()
     """How the dim is divided."""
 
@@ -433,15 +438,15 @@ class MeshCut(msgspec.Struct, frozen=True):
 def place(
     shape: Sequence[int], cuts: Sequence[MeshCut], base: Sequence[Intervals] | None = None
 ) -> tuple[Intervals, ...]:
-    """Return what one rank holds of a stored tensor, per dim; mesh dims compose left to right.
+    """Return the intervals of each stored dim that one rank has; mesh dims compose left to right.
 
     Args:
-        shape: of the stored tensor.
-        cuts: one for each mesh dim.
-        base: what is cut, per dim; None: all of it.
+        shape: shape of the stored tensor.
+        cuts: one cut for each mesh dim.
+        base: intervals of each dim before the cuts; None: the whole tensor.
 
     Raises:
-        Refused: what a rule refuses; SHAPE_MISMATCH for a dim the tensor does not have.
+        Refused: errors of a chunk rule; SHAPE_MISMATCH for a dim that the tensor does not have.
     """
     per_dim = [whole(size) for size in shape] if base is None else list(base)
     for cut in cuts:
@@ -455,62 +460,62 @@ def place(
 
 Indices: TypeAlias = "NDArray[np.int64]"
 Ranges = Mapping[str, tuple[int, int]]
-"""Axis -> first index and the one after the last; an axis that is absent is whole."""
+"""Axis -> `[start, stop)` indices; an axis that is absent has its full range."""
 
 
 def axes_in(node: Node) -> frozenset[str]:
-    """Return the axes that lie in a dim."""
+    """Return the names of the axes in a dim."""
     return frozenset(inner.name for inner in walk(node) if isinstance(inner, Axis))
 
 
 def local_sizes(sizes: Mapping[str, int], ranges: Ranges) -> dict[str, int]:
-    """Return the sizes of all axes when those named have these indices only."""
+    """Return axis sizes, where each axis in `ranges` has the length of its range."""
     return {**sizes, **{axis: stop - start for axis, (start, stop) in ranges.items()}}
 
 
 def positions(node: Node, sizes: Mapping[str, int], ranges: Ranges) -> Intervals:
-    """Return the positions of a dim at which the axes have indices in their ranges.
+    """Return the positions of a dim at which the index of every axis is in its range.
 
     Args:
-        node: the dim.
+        node: the dim, as an expression node.
         sizes: axis -> size in the whole tensor.
-        ranges: the indices.
+        ranges: ranges of indices, by axis.
 
     Returns:
-        Intervals in the order of the dim; the dim of these indices alone is their concatenation.
+        Intervals in the order of the dim. The dim of a tensor with only these indices is their concatenation.
     """
 
-    def moved(index: Mapping[str, Indices]) -> Mapping[str, Indices]:
+    def to_whole_index(index: Mapping[str, Indices]) -> Mapping[str, Indices]:
         return {axis: at + ranges.get(axis, (0, 0))[0] for axis, at in index.items()}
 
-    return positions_of(node, local_sizes(sizes, ranges), sizes, moved)
+    return positions_of(node, local_sizes(sizes, ranges), sizes, to_whole_index)
 
 
 def positions_of(
     node: Node,
     local: Mapping[str, int],
     sizes: Mapping[str, int],
-    moved: Callable[[Mapping[str, Indices]], Mapping[str, Indices]],
+    to_whole_index: Callable[[Mapping[str, Indices]], Mapping[str, Indices]],
 ) -> Intervals:
-    """Return the positions of a dim that a smaller dim of the same axes consists of.
+    """Return the positions, in a full dim, of the elements of a smaller dim with the same axes.
 
     Args:
-        node: the dim.
-        local: axis -> size in the smaller one.
+        node: the dim, as an expression node.
+        local: axis -> size in the smaller dim.
         sizes: axis -> size in the whole tensor.
-        moved: gives the index of each axis in the whole tensor from that of each axis in the smaller one.
+        to_whole_index: maps each axis's indices in the smaller dim to its indices in the whole tensor.
 
     Returns:
         Intervals in the order of the smaller dim.
     """
-    local_layout, full_layout = (_layout(node, axis_sizes) for axis_sizes in (local, sizes))
+    local_layout, full_layout = (_dim_layout(node, axis_sizes) for axis_sizes in (local, sizes))
     full_positions = np.empty(local_layout.shape[0], np.int64)
     for component, (share,) in local_layout.shares.items():
         (full_share,) = full_layout.shares[component]
         grid = np.indices([count for _, count, _ in share.axes])
         index: Mapping[str, Indices] = dict(zip((axis for axis, _, _ in share.axes), grid, strict=True))
         local_positions = share.offset + sum(index[axis] * step for axis, _, step in share.axes)
-        index = moved(index)
+        index = to_whole_index(index)
         full_positions[local_positions] = full_share.offset + sum(
             index[axis] * step for axis, _, step in full_share.axes
         )
@@ -522,7 +527,7 @@ def positions_of(
 
 
 def segment_sizes(node: Node, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the lengths of a dim's segments: several where it is a sum, else one."""
+    """Return the lengths of the segments of a dim; one length where the dim is no sum."""
     return (
         tuple(size_of(segment, sizes) for _, segment in node.segments)
         if isinstance(node, Sum)
@@ -530,21 +535,21 @@ def segment_sizes(node: Node, sizes: Mapping[str, int]) -> tuple[int, ...]:
     )
 
 
-def _layout(node: Node, sizes: Mapping[str, int]) -> Layout:
-    """Return the layout of one dim by itself."""
+def _dim_layout(node: Node, sizes: Mapping[str, int]) -> Layout:
+    """Return the layout of a single dim."""
     fused = any(isinstance(inner, Sum) for inner in walk(node))
-    return Expression("", None if fused else "", (_padding_named(node),)).layout(sizes)
+    return Expression("", None if fused else "", (_name_padding(node),)).layout(sizes)
 
 
-def _padding_named(node: Node) -> Node:
-    """Return a dim whose padding has positions like every component: each under a name of its own."""
+def _name_padding(node: Node) -> Node:
+    """Give each padding segment of a dim a name of its own, so that it gets positions as components do."""
     match node:
         case Merge(parts):
-            return Merge(tuple(map(_padding_named, parts)))
+            return Merge(tuple(map(_name_padding, parts)))
         case Sum(segments):
-            named = (
+            renamed_segments = (
                 (f"{name}.{number}" if name == PADDING else name, part) for number, (name, part) in enumerate(segments)
             )
-            return Sum(tuple(named))
+            return Sum(tuple(renamed_segments))
         case Axis():
             return node

@@ -516,7 +516,7 @@ def _base(adapter: Container, lora: Lora, config: Mapping[str, Any], express: Ex
     named = express(structs.replace(bare, entries={name: _entry(name, name, _ANY, ()) for name in targets}), "", config)
     reading = named.recognised
     tables = Tables(reading.family, named.sizes, tp=0)
-    shapes = {reading.prefix + name: shape for name, shape in tables.stored(reading.dialect)}
+    shapes = {reading.prefix + name: shape for name, shape in tables.stored_shapes(reading.dialect)}
     if not targets <= shapes.keys():
         raise gathered(missing(name, shapes) for name in sorted(targets - shapes.keys()))
     return reading, structs.replace(
@@ -595,7 +595,7 @@ def _lost(changes: Changes, wanted: Mapping[str, Target]) -> Iterator[Refusal]:
 def _misfits(wanted: Mapping[str, Target], dialect: str) -> Iterator[Refusal]:
     """Yield weights whose change is none of the adapter's."""
     for name, target in wanted.items():
-        if target.undescribed:
+        if target.is_identity:
             yield Refusal("UNSUPPORTED", f"{dialect} has no line for it", Where(None, name), WAY)
         elif target.computed:
             message = f"{target.rule}\ncomputes its values, and those of a change would be others"

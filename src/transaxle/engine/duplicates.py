@@ -29,7 +29,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, split_slot
-from transaxle.axes.layout.relayout import Check, Target, unchanged, unlike
+from transaxle.axes.layout.relayout import Check, Target, identity_target, unlike
 from transaxle.axes.notation.computed import AFFINE, AffineSteps, inverse, simplified
 from transaxle.encodings.encoding import Error
 from transaxle.encodings.value_steps import Recoded
@@ -211,7 +211,11 @@ def plan_twins(container: Container, problems: list[Refusal]) -> list[PlannedChe
             continue
         try:
             first, second = (
-                tuple(Source(replace(container, entries={entry.name: entry})).transfers(unchanged(entry.name, entry)))
+                tuple(
+                    Source(replace(container, entries={entry.name: entry})).transfers(
+                        identity_target(entry.name, entry)
+                    )
+                )
                 for entry in (one, other)
             )
         except TransaxleError as error:

@@ -25,8 +25,8 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from transaxle.axes.layout.bind import Bound
-from transaxle.axes.layout.relayout import Target, fill, unchanged
+from transaxle.axes.layout.bind import BoundNames
+from transaxle.axes.layout.relayout import Target, fill, identity_target
 from transaxle.axes.notation.family import Sizes
 from transaxle.encodings.arithmetic.minifloat import widened
 from transaxle.engine.lora import Changes, Lora, LowRank
@@ -247,7 +247,7 @@ class Model(Protocol):
         """Its family and dialect."""
 
     @property
-    def bound(self) -> Bound:
+    def bound(self) -> BoundNames:
         """Its names read through its dialect."""
 
     @property
@@ -297,7 +297,7 @@ def _merged(model: Model, adapter: Container, config: Mapping[str, Any], express
     alike = _alike(adapter, changes, tied)
     if dialect is None:
         prefix, source = "", Source(changed)
-        targets: Mapping[str, Target] = {name: unchanged(name, entry) for name, entry in changed.entries.items()}
+        targets: Mapping[str, Target] = {name: identity_target(name, entry) for name, entry in changed.entries.items()}
     else:
         label, prefix = model.recognised.dialect.label, model.recognised.prefix
         other = express(changed, dialect, None, {**_padding(model), **model.settings.axes})
@@ -400,7 +400,7 @@ def _factors(source: Source, change: LowRank) -> Factors:
 
 
 def _rows(source: Source, entry: Entry) -> RowMajorBytes:
-    return RowMajorBytes(source.container.storage, source.transfers(unchanged(entry.name, entry)))
+    return RowMajorBytes(source.container.storage, source.transfers(identity_target(entry.name, entry)))
 
 
 def _equal(source: Source, first: Entry, second: Entry) -> bool:

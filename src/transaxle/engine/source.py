@@ -25,7 +25,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from transaxle.axes.geometry import BoxCopy, Interval, Loop
-from transaxle.axes.layout.relayout import Copier, Target, TargetPart, is_one_run, unchanged
+from transaxle.axes.layout.relayout import Copier, Target, TargetPart, identity_target, is_one_run
 from transaxle.axes.notation.expression import Layout
 from transaxle.axes.translation.holdings import AlikePart
 from transaxle.errors import Code, TransaxleError, refuse
@@ -384,7 +384,7 @@ class Source:
 
     def _found(self, target: Target, intervals: Intervals | None) -> list[Found]:
         """Return the transfers that fill a target tensor, or a chunk of it, found the long way."""
-        whole = target.moved_whole if intervals is None or _are_all(intervals, target.shape) else None
+        whole = target.whole_source if intervals is None or _are_all(intervals, target.shape) else None
         if whole is not None and is_one_run(self.entries[whole]):
             (extent,) = self.entries[whole].extents
             size = nbytes(target.dtype, target.shape)
@@ -419,7 +419,7 @@ class Source:
         """Return the row-major bytes of an entry as it lies; worth it for small ones."""
         entry = self.entries[name]
         out = np.empty(entry.nbytes, np.uint8)
-        produce(self.container.storage, self.transfers(unchanged(name, entry)), 0, out, Scratch(_SCRATCH))
+        produce(self.container.storage, self.transfers(identity_target(name, entry)), 0, out, Scratch(_SCRATCH))
         return out
 
 

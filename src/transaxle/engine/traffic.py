@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from transaxle.axes.geometry import Interval, Intervals, Shard, axes_in, pieces, take, torch_chunk, whole
 from transaxle.axes.layout.divide import rank_shares
-from transaxle.axes.layout.model_tensors import Index, Kind, Model
+from transaxle.axes.layout.model_tensors import Index, Model, TensorKind
 from transaxle.axes.notation.expression import Axis
 from transaxle.axes.notation.family import Family, Sizes
 from transaxle.encodings.encoding import CASTS
@@ -174,7 +174,9 @@ class Cutter:
         ends = np.cumsum([each + (stage in longer) for stage in range(stages)])
         return int(np.searchsorted(ends, layer, side="right"))
 
-    def held(self, kind: Kind, component: str, axes: Sequence[str], layers: Sequence[Interval] = ()) -> list[HeldBoxes]:
+    def held(
+        self, kind: TensorKind, component: str, axes: Sequence[str], layers: Sequence[Interval] = ()
+    ) -> list[HeldBoxes]:
         """Return what the ranks of every pipeline stage hold, alike ones together, those with nothing left out.
 
         Args:
@@ -203,7 +205,7 @@ class Cutter:
         return tuple(mesh.at(rank, name) for name in names)
 
     def _boxes(
-        self, kind: Kind, component: str, axes: Sequence[str], layers: Sequence[Interval], rank: int
+        self, kind: TensorKind, component: str, axes: Sequence[str], layers: Sequence[Interval], rank: int
     ) -> tuple[tuple[Interval, ...], ...]:
         named, dims = (self._served if self.mesh.serves else self._trained)(kind, rank)
         spans = {axis: list(intervals) for axis, intervals in named.items()}
@@ -218,7 +220,7 @@ class Cutter:
                 found.append(tuple(box.get(axis, (0, 1)) for axis in axes))
         return tuple(sorted(box for box in found if all(start < stop for start, stop in box)))
 
-    def _trained(self, kind: Kind, rank: int) -> tuple[dict[str, Intervals], list[Intervals]]:
+    def _trained(self, kind: TensorKind, rank: int) -> tuple[dict[str, Intervals], list[Intervals]]:
         """Return what a rank of a trainer has of the axes in names, and of the dims."""
         mesh, expression = self.mesh, kind.line.expression
         named = {axis: whole(kind.sizes[axis]) for axis in kind.experts}
@@ -248,7 +250,7 @@ class Cutter:
             dims[dim] = _CHUNK(dims[dim], fsdp, place)
         return named, dims
 
-    def _served(self, kind: Kind, rank: int) -> tuple[dict[str, Intervals], list[Intervals]]:
+    def _served(self, kind: TensorKind, rank: int) -> tuple[dict[str, Intervals], list[Intervals]]:
         """Return what a rank of an engine has of the axes in names, and of the dims."""
         mesh, expression = self.mesh, kind.line.expression
         named = {axis: whole(kind.sizes[axis]) for axis in kind.experts}
@@ -274,7 +276,7 @@ class Cutter:
     def _name(self) -> str:
         return self.mesh.dialect.partition("@")[0]
 
-    def _axis_of_experts(self, kind: Kind) -> str | None:
+    def _axis_of_experts(self, kind: TensorKind) -> str | None:
         """Return the axis that expert-parallel ranks share out of a tensor; None where it is of no experts."""
         expression = kind.line.expression
         for cut in self.family.cuts_of("ep", self._name):
@@ -464,7 +466,7 @@ class _Side:
 
     model: Model
     cutter: Cutter
-    kinds: Mapping[str, Mapping[Index, Kind]]
+    kinds: Mapping[str, Mapping[Index, TensorKind]]
 
     @classmethod
     def of(cls, family: Family, config: Mapping[str, Any], mesh: RankMesh, axes: Mapping[str, int]) -> _Side:
@@ -587,7 +589,7 @@ def _meetings(component: str, trainer: _Side, engine: _Side) -> Iterator[_Meetin
 
 
 def _identity(value: object) -> object:
-    return id(value) if isinstance(value, Kind) else value
+    return id(value) if isinstance(value, TensorKind) else value
 
 
 def _runs(indices: Sequence[Index], own: Sequence[str], inside: Sequence[str], component: str) -> tuple[Interval, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from transaxle.axes.layout.relayout import unchanged
+from transaxle.axes.layout.relayout import identity_target
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, StoredTensor, opened, stateless
 from transaxle.engine.checkpoint.manifest import (
     CHANGED,

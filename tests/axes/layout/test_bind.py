@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.axes.apply import law, only
 from tests.work import assert_linear, calls
-from transaxle.axes.layout.bind import WEIGHT, Bound, bind, group, join_slot, score, split_slot, with_counts
+from transaxle.axes.layout.bind import WEIGHT, BoundNames, bind, group, join_slot, score, split_slot, with_counts
 from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.errors import UsageError
 from transaxle.families import builtin
@@ -44,7 +44,7 @@ def bound(
     dialect: str = "hf",
     family: Family = TOY,
     config: Mapping[str, int] | None = None,
-) -> Bound:
+) -> BoundNames:
     read = family.dialect(dialect)
     assert read is not None
     return bind(names, family, read, Sizes(family, config or {}), prefix)

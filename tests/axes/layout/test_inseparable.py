@@ -122,7 +122,7 @@ def test_scales_of_blocks_stay_where_they_are(rows: int, tile: tuple[int, int]) 
         shape = grid((rows, 3), tile)
         scale = arange(*shape, start=50 * i)
         tiles = dict.fromkeys(source, tile)
-        moved = scales(view.targets[f"blocks.{i}.attn.w"], tile, tiles, named="{}_scale".format, dtype="F32")
+        moved = scales(view.targets[f"blocks.{i}.attn.w"], tile, tiles, scale_name="{}_scale".format, dtype="F32")
         assert fill(Store({f"{name}_scale": scale}), moved.target).tolist() == scale.tolist()
 
 

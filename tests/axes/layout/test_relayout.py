@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.axes import walking
 from tests.axes.apply import HOLE, Entry, Extent, Intervals, Store, arange, fill, law, move, take
 from transaxle.axes.geometry import Interval, MeshCut, StridedShard, place
-from transaxle.axes.layout.relayout import Copier, Origin, Target, TargetPart, unchanged
+from transaxle.axes.layout.relayout import Copier, Origin, Target, TargetPart, identity_target
 from transaxle.axes.notation.expression import parse
 from transaxle.errors import Refused
 
@@ -212,13 +212,13 @@ def test_two_axes_in_the_names_of_the_sources() -> None:
 def test_a_number_alone_may_have_strides() -> None:
     store = Store({"x": np.array(7)})
     store.entries["x"] = Entry("I64", (), (Extent((), (), ()),))
-    assert fill(store, unchanged("x", store.entries["x"])).item() == 7
+    assert fill(store, identity_target("x", store.entries["x"])).item() == 7
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0, 4), (2, 3)])
 def test_unchanged(shape: tuple[int, ...]) -> None:
     store = Store({"any name": arange(*shape)})
-    same = unchanged("any name", store.entries["any name"])
+    same = identity_target("any name", store.entries["any name"])
     assert (same.name, same.dtype, same.shape, same.component) == ("any name", "I64", shape, "")
     np.testing.assert_array_equal(fill(store, same), arange(*shape))
     if shape == (2, 3):

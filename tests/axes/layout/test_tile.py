@@ -59,7 +59,7 @@ def expected(elements: Array, tile: Tile) -> Array | None:
 
 def relaid(target: Target, tile: Tile, store: Store, tiling: Tiling) -> ScaleRelayout:
     tiles = {name: tiling(entry.shape) for name, entry in store.entries.items()}
-    return scales(target, tile, tiles, named=named, dtype=SCALE)
+    return scales(target, tile, tiles, scale_name=named, dtype=SCALE)
 
 
 def refusal(target: Target, tile: Tile, store: Store, tiling: Tiling) -> Refused:
@@ -361,7 +361,7 @@ def test_sources_of_other_tiles_are_unsupported() -> None:
     _, one = moved("blocked", "grouped", tensors, e=2)
     tiles = {name: (128, 128) if name != "up.1" else (64, 128) for name in tensors}
     with pytest.raises(Refused, match=r"up\.0 and up\.1 differ") as caught:
-        scales(one, (1, 128, 128), tiles, named=named, dtype=SCALE)
+        scales(one, (1, 128, 128), tiles, scale_name=named, dtype=SCALE)
     assert caught.value.code == "UNSUPPORTED"
 
 

@@ -165,7 +165,7 @@ def test_interleaved_codes_part_along_whole_rows_with_their_scales(
         assert (target.dtype, target.encoding) == (CODES, MX)
         name = experts()[2 * layer + source]
         np.testing.assert_array_equal(fill(store, target), tensors[name][e, first::step])
-        moved = scales(target, (1, 32), TILING, named=lambda codes: f"{codes}_scales", dtype="U8")
+        moved = scales(target, (1, 32), TILING, scale_name=lambda codes: f"{codes}_scales", dtype="U8")
         np.testing.assert_array_equal(fill(Store(grids), moved.target), grids[f"{name}_scales"][e, first::step])
 
 
@@ -176,7 +176,7 @@ def test_codes_that_would_leave_their_scale_are_refused() -> None:
     target = view.targets["model.layers.0.mlp.experts.gate_and_up_projs"]
     assert (target.encoding, target.shape) == (MX, (3, 64, 64))
     with pytest.raises(Refused, match="BLOCK_MISALIGNED"):
-        scales(target, (1, 1, 32), TILING, named=str, dtype="U8")
+        scales(target, (1, 1, 32), TILING, scale_name=str, dtype="U8")
 
 
 def test_what_is_decoded_is_written_in_the_plain_layout() -> None:

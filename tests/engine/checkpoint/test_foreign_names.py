@@ -162,7 +162,7 @@ def _half_converted(family: str, source: str, target: str, **changed: Any) -> tu
     assert own is not None
     assert wanted is not None
     sizes = Sizes(table, {**EVERY_SIZE, "model_type": family, **changed})
-    shapes = dict(Model(table, sizes, tp=0).stored(own))
+    shapes = dict(Model(table, sizes, tp=0).stored_shapes(own))
     entries = {n: Entry(n, "BF16", s, (Extent((0,) * len(s), s, "file", 0),)) for n, s in shapes.items()}
     bound = bind(list(entries), table, own, sizes, stored=entries)
     view = translate(bound, entries, wanted, sizes)

@@ -1,1 +1,1 @@
-"""Lines bound to a model: axes sized, pieces laid out, one line set against another."""
+"""Table lines applied to a concrete model: axes get sizes, tensors get layouts, lines are compared."""

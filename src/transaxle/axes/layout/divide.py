@@ -1,9 +1,10 @@
-"""Dividing: how a stored tensor was cut over the ranks of a mesh, where only the table can say.
+"""Dividing: inferring from the shapes of shards how a stored tensor was cut over the ranks of a mesh.
 
-A checkpoint without metadata has only the shards' shapes. They do not say along which dim the shards are joined (square
-matrices), nor how a dim that holds several tensors was cut: q, k and v each, or all of them as one. The table does: its
-`cut` statements name the axes that ranks may share out. Together with the whole shape, which the table and the config
-give, the shards' shapes leave one reading or none; where two remain, nobody guesses.
+Without metadata, a checkpoint has only the shapes of its shards. They do not show along which dim to join the shards
+(square matrices), nor how a dim with several tensors was cut: q, k and v each, or all of them as one. A table shows it:
+its `cut` statements name the axes that ranks may share out. Together with the shape of the whole tensor, which follows
+from the table and the config, the shapes of the shards leave one reading or none. Where two remain, the tensor is
+refused.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from transaxle.errors import refuse
 
 Shape = tuple[int, ...]
 Shares = tuple[int, tuple[Intervals, ...]]
-"""The dim that ranks share out, and every rank's positions in it, in local order."""
+"""`(dim, positions)`: the dim that ranks share out, and the positions of every rank in it, in local order."""
 _APART = "'"
 """Suffix that renames an axis in the components that a `cut` statement does not name."""
 
@@ -41,18 +42,18 @@ class Division(msgspec.Struct, frozen=True):
     """How a stored tensor is cut."""
 
     shape: Shape
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dim: int | None
-    """The dim that is cut; None: every rank holds all of it."""
+    """The dim that is cut; None: every rank has the whole tensor."""
     rule: ChunkRule
-    """What each rank holds of that dim."""
+    """Rule that gives the positions of each rank in that dim."""
 
 
 class ListedPositions(msgspec.Struct, frozen=True):
-    """A chunk rule that lists every rank's positions, for dims whose components are each cut by themselves."""
+    """A chunk rule that lists the positions of every rank, for dims whose components are cut separately."""
 
     positions: tuple[Intervals, ...]
-    """Intervals of each rank, in local order."""
+    """Intervals of each rank, in local order, by rank."""
 
     def __call__(self, intervals: Intervals, _parts: int, rank: int, /) -> Intervals:
         """See `ChunkRule`."""
@@ -62,13 +63,13 @@ class ListedPositions(msgspec.Struct, frozen=True):
 def divide(
     expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], shards: Sequence[Shape]
 ) -> Division:
-    """Find how a stored tensor is cut.
+    """Infer how a stored tensor is cut from the shapes of its shards.
 
     Args:
-        expression: what it holds.
-        cuts: the axes that the ranks may share out.
+        expression: expression of the stored tensor.
+        cuts: the axes that ranks may share out.
         sizes: axis -> size in the whole model.
-        shards: the tensor's shape on every rank.
+        shards: shape of the tensor on every rank, in rank order.
 
     Returns:
         The one division that the table allows and that gives shards of these shapes.
@@ -79,7 +80,7 @@ def divide(
     """
     usable = [cut for cut in cuts if cut.tensors is None or not cut.tensors.isdisjoint(expression.components)]
     shape = _whole(expression, usable, sizes, shards)
-    # Keyed by the positions each rank gets: two statements that cut alike are one division, and not ambiguous.
+    # Keyed by the positions of each rank: two statements with the same cut are one division, and not ambiguous.
     divisions = dict(_readings(expression, usable, sizes, shape, shards))
     shard_shapes = ", ".join(str(list(shard)) for shard in shards[:8])
     if len(divisions) > 1:
@@ -102,20 +103,21 @@ def divide(
 
 
 def share_out(expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], ranks: int) -> Shares | None:
-    """Cut a stored tensor evenly over ranks: along the axis of the first statement that applies to it.
+    """Cut a stored tensor evenly over ranks, along the axis of the first `cut` statement that applies to it.
 
     Args:
-        expression: what it holds.
-        cuts: the axes that the ranks may share out.
+        expression: expression of the stored tensor.
+        cuts: `cut` statements, in order of preference.
         sizes: axis -> size in the whole model.
-        ranks: their number.
+        ranks: number of ranks.
 
     Returns:
-        the dim that is cut, and every rank's positions in it; None where every rank holds all of it.
+        the dim that is cut, and the positions of every rank in it; None where every rank has the whole tensor.
 
     Raises:
-        Refused: UNSUPPORTED where the axis does not divide, or padding would be cut.
-        UsageError: UNKNOWN_AXIS where a dim to cut has an axis without a size.
+        Refused: UNSUPPORTED where the axis is not divisible by the number of ranks, or the cut would go through
+            padding.
+        UsageError: UNKNOWN_AXIS where an axis of the dim to be cut has no size.
     """
     for cut in cuts:
         if cut.tensors is not None and cut.tensors.isdisjoint(expression.components):
@@ -127,12 +129,12 @@ def share_out(expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[s
                 raise unknown_axis(unsized[0], f"{expression.text}\n{cut.text}")
             _refuse_padding(expression, node)
             renamed = _apart(node, cut)
-            known = {**sizes, **_marked(renamed, sizes)}
+            all_sizes = {**sizes, **_sizes_of_renamed(renamed, sizes)}
             last = cut.axes[-1]
             total = size(node, sizes) if _leads(renamed, cut.axes) else sizes[last]
-            rest = {} if _leads(renamed, cut.axes) else {last: sizes[last] // ranks}
-            rows = size(renamed, {**known, **rest}) // (1 if rest else ranks)
-            positions = None if total % ranks else _along(renamed, cut.axes, known, [rows] * ranks)
+            local_size = {} if _leads(renamed, cut.axes) else {last: sizes[last] // ranks}
+            rows = size(renamed, {**all_sizes, **local_size}) // (1 if local_size else ranks)
+            positions = None if total % ranks else _along(renamed, cut.axes, all_sizes, [rows] * ranks)
             if positions is None:
                 count = sizes[last] if total == sizes[last] else f"{sizes[last]} ({total} positions)"
                 message = f"{expression.text}\n{cut.text}: {count} does not divide over {ranks} ranks"
@@ -144,26 +146,26 @@ def share_out(expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[s
 def rank_shares(
     expression: Expression, family: Family, dialect: str, sizes: Mapping[str, int], *, tp: int, ep: int = 1
 ) -> Shares | None:
-    """Cut a stored tensor as an inference engine's ranks hold it: by the first statement that applies to it.
+    """Cut a stored tensor as the ranks of an inference engine have it, by the first `cut` statement that applies to it.
 
-    A fused dim is cut in each of its components; a padded one as it is, padding and all, unless the padding has the
-    axis too and is cut with the others. Ranks beyond the number of an axis share its indices where the family says what
-    they share out within one (kv heads, `cut tp = r within g`).
+    A fused dim is cut in each of its components. A padded dim is cut as a whole, padding included, unless the padding
+    has the axis too and is cut like a component. Where there are more ranks than indices of an axis, several ranks
+    share one index, if the family names an inner axis to divide among them (kv heads, `cut tp = r within g`).
 
     Args:
-        expression: what it holds.
-        family: has the `cut` statements.
-        dialect: name of the dialect; what it says itself goes before what holds in every one.
+        expression: expression of the stored tensor.
+        family: the family with the `cut` statements.
+        dialect: name of the dialect; its own statements go before those for all dialects.
         sizes: axis -> size in the whole model.
         tp: number of tensor-parallel ranks.
-        ep: number of ranks that share out experts, the first of them having one more where they do not divide.
+        ep: number of expert-parallel ranks; where the experts are not divisible by it, the first ranks have one more.
 
     Returns:
-        None where every rank holds all of it.
+        the dim that is cut, and the positions of every rank in it; None where every rank has the whole tensor.
 
     Raises:
-        Refused: UNSUPPORTED where an axis does not divide.
-        UsageError: UNKNOWN_AXIS where a dim to cut has an axis without a size.
+        Refused: UNSUPPORTED where an axis is not divisible by the number of ranks.
+        UsageError: UNKNOWN_AXIS where an axis of the dim to be cut has no size.
     """
     for mesh, ranks in (("ep", ep), ("tp", tp)):
         applying = [
@@ -182,8 +184,8 @@ def rank_shares(
                     if spans is None:
                         step = size(node, sizes) // ranks
                         return dim, tuple(((rank * step, (rank + 1) * step),) for rank in range(ranks))
-                    for beside in applying[number + 1 :]:
-                        _step_with(expression, beside, node, sizes, spans)
+                    for further_cut in applying[number + 1 :]:
+                        _step_with(expression, further_cut, node, sizes, spans)
                     return dim, _of_spans(node, cut, sizes, spans)
     return None
 
@@ -196,17 +198,17 @@ def _spans(
     sizes: Mapping[str, int],
     ranks: int,
 ) -> list[dict[str, tuple[int, int]]] | None:
-    """Return which indices of which axes each rank has of a dim; None where the dim is padded and cut as it is."""
+    """Return axis -> index range for every rank; None where the dim is padded and must be cut as a whole."""
     *outer, axis = cut.axes
     count, inner = sizes[axis], within.get(axis)
     whole, sharing = count % ranks == 0, ranks // count if count and ranks % count == 0 else 0
-    if _padded(node, cut.axes):
+    if _has_padding(node, cut.axes):
         count = size(node, sizes)
         if count % ranks == 0:
             return None
     elif cut.mesh.partition("@")[0] == "ep":
-        each, more = divmod(count, ranks)
-        ends = [each * (rank + 1) + min(rank + 1, more) for rank in range(ranks)]
+        experts_per_rank, remainder = divmod(count, ranks)
+        ends = [experts_per_rank * (rank + 1) + min(rank + 1, remainder) for rank in range(ranks)]
         return [{axis: span} for span in zip([0, *ends], ends, strict=False)]
     elif whole and not outer:
         return [{axis: span} for span in _even(count, ranks)]
@@ -218,8 +220,8 @@ def _spans(
 
 
 def _even(count: int, ranks: int) -> list[tuple[int, int]]:
-    each = count // ranks
-    return [(rank * each, (rank + 1) * each) for rank in range(ranks)]
+    share = count // ranks
+    return [(rank * share, (rank + 1) * share) for rank in range(ranks)]
 
 
 def _step_with(
@@ -229,14 +231,14 @@ def _step_with(
     sizes: Mapping[str, int],
     spans: list[dict[str, tuple[int, int]]],
 ) -> None:
-    """Let ranks share out another axis too, which is in other components of the same dim: groups of a state space
-    beside its heads. Ranks beyond the number of its indices share these.
+    """Extend the ranges of ranks by a second axis, of other components in the same dim, such as the groups of a state
+    space beside its heads. Where there are more ranks than indices, several ranks share an index.
     """
     if len(cut.axes) != 1 or cut.tensors is not None or cut.axes[0] not in axes_in(node):
         return
     (axis,) = cut.axes
-    taken = set(spans[0])
-    if any(axis in axes and taken.intersection(axes) for axes in map(expression.axes_of, expression.components)):
+    cut_axes = set(spans[0])
+    if any(axis in axes and cut_axes.intersection(axes) for axes in map(expression.axes_of, expression.components)):
         return
     ranks, count = len(spans), sizes[axis]
     if count % ranks and ranks % count:
@@ -244,34 +246,36 @@ def _step_with(
         raise refuse("UNSUPPORTED", message, hint="Choose another degree of parallelism.")
     sharing = max(1, ranks // count)
     parts = _even(count, ranks // sharing)
-    for rank, each in enumerate(spans):
-        each[axis] = parts[rank // sharing]
+    for rank, span in enumerate(spans):
+        span[axis] = parts[rank // sharing]
 
 
 def _of_spans(node: Node, cut: Cuttable, sizes: Mapping[str, int], spans: Sequence[Ranges]) -> tuple[Intervals, ...]:
-    """Return every rank's positions in a dim, in the components that a statement is of."""
+    """Return the positions of every rank in a dim; components that the statement does not name stay whole."""
     renamed = _apart(node, cut)
-    known = {**sizes, **_marked(renamed, sizes)}
-    there = axes_in(renamed)
-    return tuple(positions(renamed, known, {a: span for a, span in each.items() if a in there}) for each in spans)
+    all_sizes = {**sizes, **_sizes_of_renamed(renamed, sizes)}
+    axes = axes_in(renamed)
+    return tuple(positions(renamed, all_sizes, {a: span for a, span in each.items() if a in axes}) for each in spans)
 
 
-def _padded(node: Node, axes: Sequence[str] = ()) -> bool:
-    """Tell whether a dim has padding, other than padding with all of these axes, which is cut like a component."""
+def _has_padding(node: Node, axes: Sequence[str] = ()) -> bool:
+    """Tell whether a dim has padding; padding with all of the given axes does not count: it is cut like a component."""
     segments = (segment for inner in walk(node) if isinstance(inner, Sum) for segment in inner.segments)
     return any(name == PADDING and not (axes and axes_in(part).issuperset(axes)) for name, part in segments)
 
 
 def _refuse_padding(expression: Expression, node: Node) -> None:
-    if _padded(node):
+    if _has_padding(node):
         raise refuse("UNSUPPORTED", f"{expression.text}\nits padding is split over the ranks too")
 
 
 def _readings(
     expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], shape: Shape, shards: Sequence[Shape]
 ) -> Iterator[tuple[object, tuple[str, Division]]]:
-    """Yield the divisions that give these shards, each with a key that identifies it and the text of its cut."""
-    # Shards as large as the whole cannot be parts of it, so every rank holds all.
+    """Yield `(key, (text of the cut, division))` for the divisions that give these shards; equal divisions share a
+    key.
+    """
+    # Shards of the whole shape are no parts, so every rank has the whole tensor.
     if all(shard == shape for shard in shards):
         yield None, ("no axis", Division(shape, None, Replicated()))
         return
@@ -280,11 +284,11 @@ def _readings(
             if not all(axis in axes_in(node) for axis in cut.axes) or not _alike(shape, shards, dim):
                 continue
             _refuse_padding(expression, node)
-            # Components that the statement does not name must stay whole on every rank; with an axis of another name
-            # they do.
+            # Components that the statement does not name must stay whole on every rank. Renaming their axis makes sure
+            # of that.
             renamed = _apart(node, cut)
             positions = _along(
-                renamed, cut.axes, {**sizes, **_marked(renamed, sizes)}, [shard[dim] for shard in shards]
+                renamed, cut.axes, {**sizes, **_sizes_of_renamed(renamed, sizes)}, [shard[dim] for shard in shards]
             )
             if positions is not None:
                 yield (dim, positions), (cut.text, Division(shape, dim, ListedPositions(positions)))
@@ -293,7 +297,7 @@ def _readings(
 def _whole(
     expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], shards: Sequence[Shape]
 ) -> Shape:
-    """Return the shape of the whole tensor; a dim that is never cut has the size that every rank has."""
+    """Return the shape of the whole tensor; a dim that no cut touches has the size that all shards share."""
     dims = len(expression.dims)
     for shard in shards:
         if len(shard) != dims:
@@ -304,7 +308,7 @@ def _whole(
         unsized = unknown(node, sizes)
         if not unsized:
             shape.append(size(node, sizes))
-        # The size is unknown, but no cut touches this dim: every rank shows it whole.
+        # The size is unknown, but no cut touches this dim: every shard has it whole.
         elif movable.isdisjoint(axes_in(node)) and len({shard[dim] for shard in shards}) == 1:
             shape.append(shards[0][dim])
         else:
@@ -313,60 +317,58 @@ def _whole(
 
 
 def _alike(shape: Shape, shards: Sequence[Shape], dim: int) -> bool:
-    """Tell whether the shards have the whole size along every other dim."""
+    """Tell whether the shards have the full size along every dim but one."""
     return all((*shard[:dim], *shard[dim + 1 :]) == (*shape[:dim], *shape[dim + 1 :]) for shard in shards)
 
 
 def _apart(node: Node, cut: Cuttable) -> Node:
-    """Return a dim in which the components that a cut does not name have axes of their own, so that it leaves them
-    whole.
-    """
+    """Rename the cut axes in the components that the statement does not name, so that the cut leaves them whole."""
     if cut.tensors is None:
         return node
     match node:
         case Sum(segments):
-            return Sum(tuple((name, p if name in cut.tensors else _renamed(p, cut.axes)) for name, p in segments))
+            return Sum(tuple((name, p if name in cut.tensors else _rename_axes(p, cut.axes)) for name, p in segments))
         case Merge(parts):
             return Merge(tuple(_apart(inner, cut) for inner in parts))
         case Axis():
             return node
 
 
-def _renamed(node: Node, axes: Sequence[str]) -> Node:
+def _rename_axes(node: Node, axes: Sequence[str]) -> Node:
     match node:
         case Axis(name):
             return Axis(name + _APART) if name in axes else node
         case Merge(parts):
-            return Merge(tuple(_renamed(inner, axes) for inner in parts))
+            return Merge(tuple(_rename_axes(inner, axes) for inner in parts))
         case Sum():
             return node  # there is no sum inside a sum
 
 
-def _marked(node: Node, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of the renamed axes: those of the axes they stand for."""
+def _sizes_of_renamed(node: Node, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of the renamed axes, equal to those of the original axes."""
     return {axis: sizes[axis.removesuffix(_APART)] for axis in axes_in(node) if axis.endswith(_APART)}
 
 
 def _along(
     node: Node, axes: Sequence[str], sizes: Mapping[str, int], rows: Sequence[int]
 ) -> tuple[Intervals, ...] | None:
-    """Return each rank's positions in a dim if the ranks share out an axis; None if that does not give these rows.
+    """Return the positions of each rank if the ranks share out an axis; None if that does not give these lengths.
 
     Args:
         node: the dim.
-        axes: the axis; or several that are cut as one flattened axis, outermost first, of which each rank has all but
-            the last at full size.
+        axes: the axis; or several axes that are cut as one flattened axis, outermost first: each rank has only the last
+            one in part.
         sizes: axis -> size.
-        rows: length of the dim on every rank.
+        rows: length of the dim on each rank.
     """
-    # Cut along its outermost axis, each rank has one run of rows, even where the rows do not divide into whole indices.
+    # Along the outermost axis each rank has one run of rows, even where a run ends within an index.
     if _leads(node, axes):
         if sum(rows) != size(node, sizes):
             return None
         ends = np.cumsum(rows).tolist()
         return tuple(((end - count, end),) if count else () for end, count in zip(ends, rows, strict=True))
     *outer, inner_axis = axes
-    # Solve for the size of the axis that would give this many rows on each rank.
+    # Solve for the axis size that would give each rank its number of rows.
     counts = [root(node, inner_axis, sizes, count) for count in rows]
     shares = [count for count in counts if count is not None]
     if len(shares) < len(rows) or sum(shares) != sizes[inner_axis]:
@@ -377,24 +379,23 @@ def _along(
 
 
 def _leads(node: Node, axes: Sequence[str]) -> bool:
-    """Tell whether an axis is the outermost of a dim: then every rank holds one run of rows, however fine the cut."""
+    """Tell whether an axis is the outermost of a dim, so that every rank has one run of rows, however fine the cut."""
     outermost = node.parts[0] if isinstance(node, Merge) and node.parts else node
     return len(axes) == 1 and outermost == Axis(axes[0])
 
 
 def _positions(node: Node, axes: Sequence[str], sizes: Mapping[str, int], start: int, count: int) -> Intervals:
-    """Return the positions of a dim that a rank holds, in the rank's order.
+    """Return the positions of a dim that a rank has, in the rank's order.
 
-    The rank's dim is the same expression with a smaller last axis; its shared axes count from the rank's first.
+    The rank's dim is the same expression with a smaller last axis, whose indices count from the rank's first index.
     """
     shape = tuple(sizes[axis] for axis in axes)
 
-    def moved(index: Mapping[str, Indices]) -> Mapping[str, Indices]:
+    def to_global(index: Mapping[str, Indices]) -> Mapping[str, Indices]:
         if not all(axis in index for axis in axes):
             return index
-        # Indices of the rank count from zero within its share: flattened over the cut axes and shifted, they become
-        # those of the whole.
+        # Local indices count from zero: flattened over the cut axes and shifted, they become global ones.
         flat = start + np.ravel_multi_index([index[axis] for axis in axes], (*shape[:-1], count))
         return {**index, **dict(zip(axes, np.unravel_index(flat, shape), strict=True))}
 
-    return positions_of(node, {**sizes, axes[-1]: count}, sizes, moved)
+    return positions_of(node, {**sizes, axes[-1]: count}, sizes, to_global)

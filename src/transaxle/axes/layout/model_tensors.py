@@ -1,6 +1,6 @@
-"""What a model has, from its config alone: the stored tensors of a dialect, those of alike layers as one.
+"""The tensors that a model has in a dialect, derived from its config alone; similar layers are treated as one.
 
-Experts are never enumerated: an axis that expert-parallel ranks share out stays an axis, also where it is in names.
+Experts are never enumerated: the axis of experts stays an axis, even where dialects have it in names.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from transaxle.errors import TransaxleError, refuse
 
 Index = tuple[int, ...]
 _MOST_INDICES = 100_000
-"""Cap on the layers of one kind: a config may claim any number."""
+"""Cap on the number of layers of one kind: a config may claim any number."""
 _ROWS = 128
-"""Megatron pads a vocabulary to so many rows for each tensor-parallel rank, unless it is told otherwise."""
+"""Megatron's default: a vocabulary is padded to a multiple of this number of rows, times the tensor-parallel ranks."""
 _AHEAD = "ahead_"
-"""Begins the names of layers that predict ahead, which engines keep as models of their own."""
+"""Prefix of the logical tensors of multi-token-prediction layers, which engines keep as separate models."""
 _ROUNDS = 12
-"""Cap on the rounds in which conditions that name other tensors settle."""
+"""Cap on the number of rounds in which conditions on other tensors are evaluated."""
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Stored tensors of one line that are alike but for their layer."""
+class TensorKind:
+    """Stored tensors of one line that differ only in their layer."""
 
     line: Line
-    """The line."""
+    """The dialect's line that stores them."""
     sizes: Mapping[str, int]
     """Size of every axis."""
     layout: Layout
-    """Of each of them."""
+    """Layout of each of the tensors."""
     axes: tuple[str, ...]
-    """Axes in its names that number layers."""
+    """Axes in their names that number layers."""
     experts: tuple[str, ...]
-    """Axes in its names that number experts."""
+    """Axes in their names that number experts."""
 
 
 @dataclass
 class Model:
-    """The logical tensors of a model, and where a dialect stores them."""
+    """The logical tensors of a model by its config, and the stored tensors of a dialect for them."""
 
     family: Family
-    """Its family."""
+    """Family of the model."""
     sizes: Sizes
-    """Sizes of its axes, by its config."""
+    """Sizes of the axes, from the model's config."""
     tp: int = 1
-    """Tensor-parallel ranks for which a vocabulary is padded; 0: it is not."""
+    """Number of tensor-parallel ranks that the padding of a vocabulary depends on; 0: no padding."""
     _emptied: dict[frozenset[str], Sizes] = field(default_factory=dict)
     undecided: set[str] = field(default_factory=set)
-    """Logical tensors that the config neither asks for nor excludes, and which are taken as absent."""
+    """Logical tensors that the config neither requires nor excludes; they are treated as absent."""
 
     @cached_property
     def experts(self) -> frozenset[str]:
@@ -65,93 +65,93 @@ class Model:
         return frozenset(axis for cut in self.family.other_cuts if cut.mesh.startswith("ep") for axis in cut.axes)
 
     @cached_property
-    def numbered(self) -> frozenset[str]:
-        """Axes in names that number layers."""
+    def layer_axes(self) -> frozenset[str]:
+        """Axes in stored names that number layers."""
         return self.family.name_axes - self.experts
 
     @cached_property
     def present(self) -> Mapping[str, frozenset[Index]]:
-        """Logical tensor -> the layers in which it exists; one that is another by a tie is not there.
+        """Logical tensor -> the layers in which it exists; a tensor that equals another one by a tie is absent.
 
-        Conditions may name other tensors, in a circle too: what nothing outside of the circle asks for is not there.
-        Layers that predict ahead are so, which trainers and engines keep apart.
+        Conditions may depend on the presence of other tensors, even in a circle. Tensors that only depend on each other
+        are absent. This excludes the multi-token-prediction layers, which trainers and engines keep separately.
 
         Raises:
-            UsageError: UNKNOWN_AXIS where a number of layers is not known.
-            Refused: UNSUPPORTED where experts of one layer are not alike.
+            UsageError: UNKNOWN_AXIS where the number of layers is unknown.
+            Refused: UNSUPPORTED where the experts of a layer differ.
         """
-        there: dict[str, set[Index]] = {name: set() for name in self.family.tensors}
-        asked = {name: list(self._indices(self.axes_of(name))) for name in self.family.tensors}
-        asked = {name: indices for name, indices in asked.items() if name not in self.sizes.originals}
+        layers: dict[str, set[Index]] = {name: set() for name in self.family.tensors}
+        candidates = {name: list(self._indices(self.axes_of(name))) for name in self.family.tensors}
+        candidates = {name: indices for name, indices in candidates.items() if name not in self.sizes.originals}
         for _ in range(_ROUNDS):
-            before = sum(map(len, there.values()))
+            before = sum(map(len, layers.values()))
             self.undecided.clear()
-            for name, indices in asked.items():
+            for name, indices in candidates.items():
                 when = self.family.tensors[name].when
                 self._refuse_experts(when, name)
                 for index in indices:
-                    value = self.holds(when, dict(zip(self.axes_of(name), index, strict=True)), there)
+                    value = self.holds(when, dict(zip(self.axes_of(name), index, strict=True)), layers)
                     if value is None:
                         self.undecided.add(name)
                     elif value:
-                        there[name].add(index)
-            if sum(map(len, there.values())) == before:
+                        layers[name].add(index)
+            if sum(map(len, layers.values())) == before:
                 break
-        return {name: frozenset(indices) for name, indices in there.items()}
+        return {name: frozenset(indices) for name, indices in layers.items()}
 
     def axes_of(self, tensor: str) -> tuple[str, ...]:
         """Return the axes of a logical tensor that number layers."""
-        return tuple(axis for axis in self.family.tensors[tensor].axes if axis in self.numbered)
+        return tuple(axis for axis in self.family.tensors[tensor].axes if axis in self.layer_axes)
 
-    def kinds(self, dialect: Dialect) -> dict[str, dict[Index, Kind]]:
-        """Return what stores each logical tensor in a dialect, by its layer.
+    def kinds(self, dialect: Dialect) -> dict[str, dict[Index, TensorKind]]:
+        """Return, per logical tensor and layer, the kind of stored tensor that contains it in a dialect.
 
         Args:
-            dialect: a dialect of the family; what it has no line for is absent.
+            dialect: a dialect of the family; tensors without a line in it are absent.
 
         Raises:
-            Refused: AMBIGUOUS, UNSUPPORTED where nothing tells which line holds a tensor.
-            UsageError: UNKNOWN_AXIS where a size is not known.
+            Refused: AMBIGUOUS, UNSUPPORTED where it is not clear which line stores a tensor.
+            UsageError: UNKNOWN_AXIS where a size is unknown.
         """
-        found: dict[str, dict[Index, Kind]] = defaultdict(dict)
+        kinds: dict[str, dict[Index, TensorKind]] = defaultdict(dict)
         sure: set[tuple[str, Index]] = set()
-        alike: dict[tuple[Line, tuple[tuple[str, int], ...]], Kind] = {}
+        alike: dict[tuple[Line, tuple[tuple[str, int], ...]], TensorKind] = {}
         for line in dialect.lines:
             if line.read_only:
                 continue
-            axes = tuple(axis for axis in line.name.axes if axis in self.numbered)
+            axes = tuple(axis for axis in line.name.axes if axis in self.layer_axes)
             for index in self._indices(axes) if self._any(line) else ():
-                value = self._stored(line, dict(zip(axes, index, strict=True)))
+                value = self._is_stored(line, dict(zip(axes, index, strict=True)))
                 if value is False:
                     continue
                 kind = self._kind(line, axes, dict(zip(axes, index, strict=True)), alike)
                 for component in line.expression.components:
-                    for at in self._covered(component, axes, index):
-                        other = found[component].get(at)
-                        if other is not None and bool(value) == ((component, at) in sure):
-                            message = f"{line.whole}\n{other.line.whole}\nboth may hold {component}"
+                    for at in self._layers_of(component, axes, index):
+                        earlier = kinds[component].get(at)
+                        if earlier is not None and bool(value) == ((component, at) in sure):
+                            message = f"{line.whole}\n{earlier.line.whole}\nboth may hold {component}"
                             hint = "The config decides which: complete it."
                             raise refuse("AMBIGUOUS", message, hint=hint)
-                        if other is None or value:
-                            found[component][at] = kind
+                        if earlier is None or value:
+                            kinds[component][at] = kind
                         if value:
                             sure.add((component, at))
-        return found
+        return kinds
 
-    def stored(self, dialect: Dialect) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the name and the shape of every stored tensor of a dialect, experts included.
+    def stored_shapes(self, dialect: Dialect) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield name and shape of every stored tensor of a dialect, each expert's included.
 
         Raises:
             TransaxleError: as `kinds`.
         """
-        done: set[tuple[int, Index]] = set()
+        yielded: set[tuple[int, Index]] = set()
         for component, by_layer in self.kinds(dialect).items():
             for layer, kind in by_layer.items():
                 fixed = dict(zip(self.axes_of(component), layer, strict=True))
                 key = id(kind.line), tuple(fixed[axis] for axis in kind.axes)
-                if key in done:
+                if key in yielded:
                     continue
-                done.add(key)
+                yielded.add(key)
                 numbering = kind.line.name.numbering(kind.sizes)
                 spans = [
                     (fixed[axis],) if axis in kind.axes else range(kind.sizes[axis]) for axis in kind.line.name.axes
@@ -162,35 +162,35 @@ class Model:
                         yield kind.line.name.format(tuple(numbers)), kind.layout.shape
 
     def check_decided(self, dialect: Dialect) -> None:
-        """Refuse a config that leaves open whether the model has some matrix; vectors are small enough to be noted.
+        """Refuse a config that leaves open whether the model has some matrix; vectors are small enough to be ignored.
 
         Args:
-            dialect: one whose tensors count.
+            dialect: the dialect whose matrices are checked.
 
         Raises:
-            UsageError: AMBIGUOUS, with the keys that it lacks.
+            UsageError: AMBIGUOUS, with the config keys that are missing.
         """
         lines = [line for line in dialect.lines if not line.read_only and len(line.expression.dims) > 1]
         matrices = {component for line in lines for component in line.expression.components}
-        left = sorted(name for name in self.undecided & matrices if not name.startswith(_AHEAD))
-        if not left:
+        open_tensors = sorted(name for name in self.undecided & matrices if not name.startswith(_AHEAD))
+        if not open_tensors:
             return
-        asked = set[str]().union(*(when.names for name in left if (when := self.family.tensors[name].when)))
-        known = {*self.family.tensors, *self.family.name_axes, *self.family.named, *self.sizes.at({})}
-        keys = sorted(key for key in asked - known if self.sizes.settings.get(key) is None)
+        names = set[str]().union(*(when.names for name in open_tensors if (when := self.family.tensors[name].when)))
+        other_names = {*self.family.tensors, *self.family.name_axes, *self.family.named, *self.sizes.at({})}
+        keys = sorted(key for key in names - other_names if self.sizes.settings.get(key) is None)
         lacks = f": it lacks {', '.join(keys)}" if keys else ""
-        message = f"the config does not say whether the model has {', '.join(left)}{lacks}"
+        message = f"the config does not say whether the model has {', '.join(open_tensors)}{lacks}"
         raise refuse("AMBIGUOUS", message, hint="Add to a copy of the config what the model's defaults are.")
 
     def holds(
-        self, condition: Formula | None, index: Mapping[str, int], there: Mapping[str, Iterable[Index]]
+        self, condition: Formula | None, index: Mapping[str, int], layers: Mapping[str, Iterable[Index]]
     ) -> bool | None:
         """Evaluate a condition at a layer; None where the config does not tell.
 
         Args:
-            condition: the condition.
-            index: the layer.
-            there: logical tensor -> the layers in which it exists.
+            condition: the condition; None is always true.
+            index: axis -> index of the layer.
+            layers: logical tensor -> the layers in which it exists.
         """
         if condition is None:
             return True
@@ -199,11 +199,11 @@ class Model:
             original = self.sizes.originals.get(name, (name,))[-1]
             axes = self.axes_of(original)
             if all(axis in index for axis in axes):
-                present[name] = tuple(index[axis] for axis in axes) in set(there[original])
+                present[name] = tuple(index[axis] for axis in axes) in set(layers[original])
             else:
-                present[name] = bool(there[original])
+                present[name] = bool(layers[original])
         value = self.sizes.holds(condition, index, present)
-        # A key that is null says that there is none of it; a formula takes it for one that is not there.
+        # Configs write null for "has none of it", but a formula treats null as a missing key.
         empty = [key for key in condition.names if key in self.sizes.settings and self.sizes.settings[key] is None]
         return (
             value
@@ -212,21 +212,21 @@ class Model:
         )
 
     def _without(self, keys: frozenset[str]) -> Sizes:
-        """Return sizes by a config in which some keys are false."""
+        """Return the sizes for a config in which some keys are false."""
         if keys not in self._emptied:
             config, settings = self.sizes.config, {**self.sizes.settings, **dict.fromkeys(keys, False)}
             whole = settings if self.sizes.settings is config else {**config, "text_config": settings}
             self._emptied[keys] = Sizes(self.family, whole, self.sizes.given)
         return self._emptied[keys]
 
-    def _stored(self, line: Line, index: Mapping[str, int]) -> bool | None:
-        """Tell whether a line holds a tensor at a layer: all its parts are there, and its condition holds."""
+    def _is_stored(self, line: Line, index: Mapping[str, int]) -> bool | None:
+        """Tell whether a line stores a tensor at a layer: its parts exist and its condition holds. None: unknown."""
         for component in line.expression.components:
             layers = self.present.get(component, frozenset())
-            wanted = set(self._covered(component, tuple(index), tuple(index.values())))
-            if not wanted & layers:
+            covered = set(self._layers_of(component, tuple(index), tuple(index.values())))
+            if not covered & layers:
                 return False
-            if not wanted <= layers:
+            if not covered <= layers:
                 message = f"{line.whole}\nis one tensor for all layers, but {component} is in some of them only"
                 raise refuse("UNSUPPORTED", message, hint="Choose a dialect that names its layers.")
         self._refuse_experts(line.when, line.whole)
@@ -240,11 +240,11 @@ class Model:
             raise refuse("UNSUPPORTED", message, hint="Choose a dialect that names its layers.")
         return next(iter(values), False)
 
-    def _covered(self, component: str, axes: tuple[str, ...], index: Index) -> list[Index]:
-        """Return the layers of a logical tensor that a stored tensor of a layer has."""
-        known, at = self.sizes.at({}), dict(zip(axes, index, strict=True))
-        own = self.axes_of(component)
-        return list(product(*((at[axis],) if axis in at else range(known[axis]) for axis in own)))
+    def _layers_of(self, component: str, axes: tuple[str, ...], index: Index) -> list[Index]:
+        """Return the layers of a logical tensor that are in the stored tensor with this index."""
+        sizes, at = self.sizes.at({}), dict(zip(axes, index, strict=True))
+        layer_axes = self.axes_of(component)
+        return list(product(*((at[axis],) if axis in at else range(sizes[axis]) for axis in layer_axes)))
 
     def _any(self, line: Line) -> bool:
         return all(self.present.get(component) for component in line.expression.components)
@@ -254,9 +254,9 @@ class Model:
         line: Line,
         axes: tuple[str, ...],
         index: Mapping[str, int],
-        alike: dict[tuple[Line, tuple[tuple[str, int], ...]], Kind],
-    ) -> Kind:
-        sizes = self._padded(line, self.sizes.at(index))
+        alike: dict[tuple[Line, tuple[tuple[str, int], ...]], TensorKind],
+    ) -> TensorKind:
+        sizes = self._with_padding(line, self.sizes.at(index))
         experts = tuple(axis for axis in line.name.axes if axis in self.experts)
         needed = sorted({*line.expression.axes, *experts})
         for axis in needed:
@@ -264,33 +264,33 @@ class Model:
                 raise unknown_axis(axis, line.text)
         key = line, tuple((axis, sizes[axis]) for axis in needed)
         if key not in alike:
-            alike[key] = Kind(line, sizes, line.expression.layout(sizes), axes, experts)
+            alike[key] = TensorKind(line, sizes, line.expression.layout(sizes), axes, experts)
         return alike[key]
 
-    def _padded(self, line: Line, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return sizes with those of padding, where nothing says them: as Megatron pads a vocabulary."""
-        found = dict(sizes)
+    def _with_padding(self, line: Line, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Add the size of the vocabulary's padding, by Megatron's rule, where the sizes lack it."""
+        padded_sizes = dict(sizes)
         for node in line.expression.dims if line.expression.padding - sizes.keys() else ():
             segments = node.segments if isinstance(node, Sum) else ()
             (*unsized,) = {axis for name, part in segments if name == PADDING for axis in axes_in(part)} - sizes.keys()
             if len(unsized) == 1:
-                found[unsized[0]] = -size(node, {**sizes, unsized[0]: 0}) % (_ROWS * self.tp or 1)
-        return found
+                padded_sizes[unsized[0]] = -size(node, {**sizes, unsized[0]: 0}) % (_ROWS * self.tp or 1)
+        return padded_sizes
 
     def _indices(self, axes: Iterable[str]) -> Iterator[Index]:
-        known, axes = self.sizes.at({}), tuple(axes)
+        sizes, axes = self.sizes.at({}), tuple(axes)
         for axis in axes:
-            if axis not in known:
+            if axis not in sizes:
                 raise unknown_axis(axis, self.family.name)
-        if prod(known[axis] for axis in axes) > _MOST_INDICES:
-            what = " x ".join(f"{axis}={known[axis]}" for axis in axes)
-            raise refuse("UNSUPPORTED", f"{self.family.name}: {what} is more than {_MOST_INDICES} layers")
-        return product(*(range(known[axis]) for axis in axes))
+        if prod(sizes[axis] for axis in axes) > _MOST_INDICES:
+            counts = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
+            raise refuse("UNSUPPORTED", f"{self.family.name}: {counts} is more than {_MOST_INDICES} layers")
+        return product(*(range(sizes[axis]) for axis in axes))
 
-    def _refuse_experts(self, condition: Formula | None, what: str) -> None:
+    def _refuse_experts(self, condition: Formula | None, rule: str) -> None:
         if condition is not None and not self.experts.isdisjoint(condition.names):
-            raise _unlike(what)
+            raise _unlike(rule)
 
 
-def _unlike(what: str) -> TransaxleError:
-    return refuse("UNSUPPORTED", f"{what}\nits experts are not alike", hint="Plan the conversion of a checkpoint.")
+def _unlike(rule: str) -> TransaxleError:
+    return refuse("UNSUPPORTED", f"{rule}\nits experts are not alike", hint="Plan the conversion of a checkpoint.")

@@ -1,20 +1,19 @@
-"""Relayouts: one checkpoint seen through another dialect, as box copies; and the sizes of axes that this needs.
+"""Relayouts: a checkpoint in another dialect, as box copies; and the axis sizes that this needs.
 
-Every target tensor is lowered to pieces; each piece meets the source pieces of the same logical tensor. The sources'
-names are computed from the indices, never searched. There is no pivot format: the dialects meet in the family's logical
-tensors.
+Every target tensor is lowered to pieces, and each piece overlaps source pieces of the same logical tensor. The names of
+the sources are computed from indices, never searched. There is no intermediate format: the family's logical tensors
+connect the dialects.
 
-**Sizes**: which axes a conversion has to know, and what the stored shapes imply of them.
+**Sizes**: which axis sizes a conversion needs, and which sizes the stored shapes imply.
 
 - Unification: axes that no layout of a conversion separates are treated as one axis. Where `g r c` are adjacent, in
-  that order, in every line that holds a tensor, they move together; their product is one axis, whose size the stored
-  shape tells. So a conversion asks only for the sizes it really needs.
-- `solve` finds sizes that no config gives from the shapes of all tensors of a line: each stored dim is one equation,
-  linear in each axis. `fill` does the same for one stored tensor after unification, and checks its shape against the
-  rule.
-- Inseparable sums: logical tensors that a conversion never takes apart move as one, and need no sizes of their own.
-  Where source and target keep `[(g [q:(r c) | k:c | v:c]) d]` alike, it makes no difference where q ends and k begins:
-  the first tensor of such a sum can have all positions of the dim, and the others none, on both sides.
+that order, in every line with a tensor, they move together. Their product is one axis, whose size the stored shape
+shows. So a conversion needs only the sizes of axes that it separates. - `solve` computes sizes that are not in the
+config from the shapes of all tensors of a line: each stored dim is one equation, linear in each axis. `fill` does the
+same for one stored tensor after unification, and checks its shape against the rule. - Inseparable sums: logical tensors
+that a conversion never separates move as one, and need no sizes of their own. Where source and target have the same
+`[(g [q:(r c) | k:c | v:c]) d]`, it does not matter where q ends and k begins: on both sides the first tensor of the sum
+may get all positions of the dim, and the others none.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ from transaxle.axes.notation.family import PLAIN, Arithmetic, Line, LogicalTenso
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 
 JOIN = "*"
-"""Separates axis names in the name of their product."""
+"""Separator of axis names in the name of their product."""
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def factors(axis: str) -> list[str]:
-    """Return the axes that a product axis joins."""
+    """Return the names of the axes in a product axis."""
     return axis.split(JOIN)
 
 
 def _runs(node: Node, owners: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], list[str]]]:
-    """Yield each run of neighbouring axes, with the components it belongs to."""
+    """Yield each run of adjacent axes in a dim, with the names of the components that have it."""
     match node:
         case Axis(name):
             yield owners, [name]
@@ -72,12 +71,12 @@ class Basis(msgspec.Struct, frozen=True):
     """The axes of a conversion after unification."""
 
     joined: frozenset[tuple[str, str, str]]
-    """(logical tensor, axis, next axis): neighbours that are never separated."""
+    """`(logical tensor, axis, next axis)` for adjacent axes that no expression separates."""
     tied: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Logical tensor -> the one it is stored as."""
+    """Logical tensor -> the logical tensor in whose place it may be read."""
 
     def rewrite(self, expression: Expression) -> Expression:
-        """Return the expression with neighbours that are never separated replaced by their product."""
+        """Return the expression with adjacent axes that are never separated replaced by their product."""
 
         def change(merge: Merge, owners: tuple[str, ...]) -> Merge:
             parts: list[Node] = []
@@ -98,14 +97,15 @@ class Basis(msgspec.Struct, frozen=True):
 
 
 def unify(expressions: Iterable[Expression], tied: Mapping[str, str] = _NONE) -> Basis:
-    """Find the axes that none of the expressions separates.
+    """Find the adjacent axes that none of the expressions separates.
 
     Args:
-        expressions: every line that takes part, of the source and of the target.
-        tied: logical tensor -> the one it may be read from instead: their axes are unified as those of one tensor.
+        expressions: the expressions of all source and target lines in the conversion.
+        tied: logical tensor -> the logical tensor that it may be read from: the axes of both are unified as one
+            tensor's.
 
-    Post-condition: for any sizes, rewriting every expression changes no offset and no stride of any element, and two
-    expressions of one logical tensor still speak of the same axes.
+    Post-condition: for any sizes, rewriting an expression changes no offset and no stride of any element, and two
+    expressions of one logical tensor still have the same axes.
     """
     uses: dict[str, int] = defaultdict(int)
     nexts: dict[tuple[str, str], list[str | None]] = defaultdict(list)
@@ -126,7 +126,7 @@ def unify(expressions: Iterable[Expression], tied: Mapping[str, str] = _NONE) ->
         for (name, axis), followers in nexts.items()
         if followers[0] is not None and len(set(followers)) == 1 and len(followers) == uses[name]
     }
-    # A run inside a sum belongs to several logical tensors: it stays joined only if it can be joined in all of them.
+    # A run outside a sum belongs to several logical tensors: its axes stay joined only if they are in all of them.
     while True:
         broken = {
             (name, axis, after)
@@ -140,7 +140,7 @@ def unify(expressions: Iterable[Expression], tied: Mapping[str, str] = _NONE) ->
 
 
 Shape = tuple[int, ...]
-"""Elements along each dim."""
+"""Number of elements along each dim."""
 
 _NOT_ITS_TABLE = (
     "Correct --axis and --config, if you gave them. If the config is this model's own, the table does not fit it: "
@@ -149,12 +149,14 @@ _NOT_ITS_TABLE = (
 
 
 def unknown(node: Node, sizes: Mapping[str, int]) -> list[str]:
-    """Return the axes of a dim that have no size, each once."""
+    """Return the axes of a dim without a size, each once."""
     return list(dict.fromkeys(p.name for p in walk(node) if isinstance(p, Axis) and p.name not in sizes))
 
 
 def root(node: Node, axis: str, sizes: Mapping[str, int], length: int) -> int | None:
-    """Solve `size(node) == length` for one axis, in which a dim's size is linear; None if no whole number solves it."""
+    """Solve `size(node) == length`, which is linear in each axis, for one axis; None if the solution is no whole
+    number.
+    """
     base = size_of(node, {**sizes, axis: 0})
     step = size_of(node, {**sizes, axis: 1}) - base
     if step == 0:
@@ -164,47 +166,47 @@ def root(node: Node, axis: str, sizes: Mapping[str, int], length: int) -> int | 
 
 
 def with_products(sizes: Mapping[str, int], expression: Expression) -> dict[str, int]:
-    """Add the sizes of an expression's product axes whose factors are known."""
-    known = dict(sizes)
-    for axis in expression.axes - known.keys():
-        if all(factor in known for factor in factors(axis)):
-            known[axis] = prod(known[factor] for factor in factors(axis))
-    return known
+    """Add the sizes of an expression's product axes whose factors are all known."""
+    extended = dict(sizes)
+    for axis in expression.axes - extended.keys():
+        if all(factor in extended for factor in factors(axis)):
+            extended[axis] = prod(extended[factor] for factor in factors(axis))
+    return extended
 
 
 def fill(expression: Expression, shape: Shape, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return sizes for every axis of a stored tensor, solving the unknown ones from its shape.
+    """Return the sizes of all axes of a stored tensor; unknown ones are solved from its shape.
 
     Raises:
-        Refused: SHAPE_MISMATCH where rule and shape disagree.
-        UsageError: UNKNOWN_AXIS where the shape does not tell an axis apart from another.
+        Refused: SHAPE_MISMATCH where the shape does not fit the rule.
+        UsageError: UNKNOWN_AXIS where a dim has several axes of unknown size.
     """
     if len(shape) != len(expression.dims):
         raise mismatch(expression, f"{len(expression.dims)} dims", shape)
-    known = with_products(sizes, expression)
+    all_sizes = with_products(sizes, expression)
     for node, length in zip(expression.dims, shape, strict=True):
-        missing = unknown(node, known)
+        missing = unknown(node, all_sizes)
         if len(missing) > 1:
             raise unknown_axis(missing[0], expression.text, shape)
         if missing:
-            value = root(node, missing[0], known, length)
+            value = root(node, missing[0], all_sizes, length)
             if value is None:
                 raise mismatch(expression, f"a size of {missing[0]} that makes a dim of {length}", shape)
-            known[missing[0]] = value
-    expected = tuple(size_of(node, known) for node in expression.dims)
+            all_sizes[missing[0]] = value
+    expected = tuple(size_of(node, all_sizes) for node in expression.dims)
     if expected != shape:
-        used = ", ".join(f"{axis}={known[axis]}" for axis in sorted(expression.axes) if axis in known)
+        used = ", ".join(f"{axis}={all_sizes[axis]}" for axis in sorted(expression.axes) if axis in all_sizes)
         raise mismatch(expression, f"{list(expected)} ({used})", shape)
-    return known
+    return all_sizes
 
 
 def mismatch(expression: Expression, expected: str, shape: Shape) -> TransaxleError:
-    """Build the refusal of a shape that a rule does not explain."""
+    """Build the refusal of a shape that does not fit its rule."""
     return refuse("SHAPE_MISMATCH", f"{expression.text}\nexpected {expected}, got {list(shape)}", hint=_NOT_ITS_TABLE)
 
 
 def unknown_axis(axis: str, rule: str, shape: Shape | None = None) -> TransaxleError:
-    """Build the refusal of an axis that is needed and unknown."""
+    """Build the refusal of an axis whose size is needed and unknown."""
     axis = factors(axis)[0]
     shape_note = "" if shape is None else f", and the shape {list(shape)} does not determine it"
     return refuse(
@@ -215,29 +217,29 @@ def unknown_axis(axis: str, rule: str, shape: Shape | None = None) -> TransaxleE
 
 
 def solve(equations: Mapping[Expression, Mapping[Shape, Mapping[str, int]]], sizes: Sizes) -> Sizes:
-    """Find axes that the config does not give from shapes, where all equations agree.
+    """Compute sizes that the config lacks from shapes, where all equations agree.
 
     Args:
         equations: expression -> each distinct shape stored under it -> the name index of one such tensor.
-        sizes: what is known.
+        sizes: the sizes known so far.
 
-    An axis on which two tensors disagree (it varies with the layer) is left unknown here; `fill` finds it per tensor.
+    An axis on which two tensors disagree (its size varies with the layer) is left unknown; `fill` solves it per tensor.
     """
     conflicting: set[str] = set()
-    # Each round may make an axis known that leaves another dim with a single unknown.
+    # Each round may solve an axis, after which another dim has only one unknown left.
     while True:
         solutions: dict[str, set[int]] = {}
         for expression, shapes in equations.items():
             for shape, index in shapes.items():
                 if len(shape) != len(expression.dims):
                     continue
-                known = sizes.at(index)
+                known_sizes = sizes.at(index)
                 for node, count in zip(expression.dims, shape, strict=True):
-                    missing = unknown(node, known)
+                    missing = unknown(node, known_sizes)
                     # One equation determines one unknown.
                     if len(missing) != 1 or missing[0] in conflicting:
                         continue
-                    value = root(node, missing[0], known, count)
+                    value = root(node, missing[0], known_sizes, count)
                     if value is not None:
                         solutions.setdefault(missing[0], set()).add(value)
         conflicting |= {axis for axis, values in solutions.items() if len(values) > 1}
@@ -248,25 +250,24 @@ def solve(equations: Mapping[Expression, Mapping[Shape, Mapping[str, int]]], siz
 
 
 NOTHING = "[]"
-"""The axis without a position, of all tensors of such a sum but the first."""
+"""Axis of size 0 that stands for every tensor of an inseparable sum but the first."""
 
 
 def inseparable(
     lines: Iterable[Line], tensors: Mapping[str, LogicalTensor], tied: Container[str], basis: Basis
 ) -> dict[Expression, Expression]:
-    """Find the sums that no line takes apart.
+    """Find the sums whose parts no line separates.
 
     Args:
-        lines: all lines of the source and of the target that take part.
+        lines: all lines of the source and of the target in the conversion.
         tensors: the logical tensors of the family.
-        tied: those that may be read from another one.
+        tied: logical tensors that may be read from another one.
         basis: the axes that no line separates.
 
     Returns:
-        Expression -> the same with the first tensor of its sum in place of the whole sum.
+        Expression -> the same expression with the first tensor of its sum in place of the whole sum.
 
-    Post-condition: between lines of one such expression, the other expression copies the same elements to the same
-    places.
+    Post-condition: between two lines with such an expression, its replacement gives the same copies.
     """
     expressions: dict[Expression, None] = {}
     by_component: dict[str, list[Expression]] = {}
@@ -277,7 +278,7 @@ def inseparable(
     result = {}
     for expression in expressions:
         names = expression.components
-        # Padding has a size that must be known; a tied tensor, and copies along an axis, are read apart from the rest.
+        # The size of padding must be known; a tied tensor, and copies along an axis, are read apart from the rest.
         if len(names) < 2 or any(name == PADDING for name, _ in expression.segments):
             continue
         if any(name in tied or not set(expression.axes_of(name)) <= set(tensors[name].axes) for name in names):
@@ -288,28 +289,28 @@ def inseparable(
 
 
 def _as_first(expression: Expression) -> Expression:
-    first, *others = expression.components
-    parts = ((first, Axis(f"[{' '.join(expression.components)}]")), *((name, Axis(NOTHING)) for name in others))
+    first, *further = expression.components
+    parts = ((first, Axis(f"[{' '.join(expression.components)}]")), *((name, Axis(NOTHING)) for name in further))
     dims = (Sum(parts) if any(isinstance(node, Sum) for node in walk(dim)) else dim for dim in expression.dims)
     return Expression(expression.text, None, tuple(dims))
 
 
 EXACT = (None, None)
-"""No arithmetic, of the source's line nor of the target's."""
+"""Neither the source's line nor the target's has arithmetic."""
 IDENTITY = "#"
-"""Component of a tensor that no table describes."""
+"""Component name of a tensor without a line in any table."""
 
 
 class Chunk(Protocol):
-    """A rectangular chunk of a stored tensor (`formats.Extent`)."""
+    """A rectangular chunk of a stored tensor; implemented by `formats.Extent`."""
 
     @property
     def start(self) -> Shape:
-        """First index in each dim."""
+        """First index along each dim."""
 
     @property
     def shape(self) -> Shape:
-        """Elements along each dim."""
+        """Number of elements along each dim."""
 
     @property
     def strides(self) -> Shape | None:
@@ -317,75 +318,75 @@ class Chunk(Protocol):
 
 
 class Stored(Protocol):
-    """A stored tensor (`formats.Entry`)."""
+    """A stored tensor; implemented by `formats.Entry`."""
 
     @property
     def dtype(self) -> str:
-        """Safetensors code."""
+        """Dtype, as a safetensors code."""
 
     @property
     def shape(self) -> Shape:
-        """Logical elements along each dim."""
+        """Number of logical elements along each dim."""
 
     @property
     def extents(self) -> Sequence[Chunk]:
-        """Chunks that tile it."""
+        """Chunks that tile the tensor."""
 
 
-class Copy(NamedTuple):
+class ChunkCopy(NamedTuple):
     """One box copy from a chunk of a stored tensor into a chunk of a target tensor."""
 
     source: str
-    """Stored tensor name."""
+    """Name of the stored tensor."""
     chunk: int
-    """Number of the source's extent."""
+    """Number of the chunk in the source's `extents`."""
     move: BoxCopy
-    """Offsets and strides in both chunks."""
+    """The box copy: offsets, and strides in both chunks."""
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """One stored tensor that holds part of a logical tensor."""
+    """One stored tensor that contains part of a logical tensor."""
 
     name: str
-    """Stored name."""
+    """Name of the stored tensor."""
     component: str
-    """Logical tensor, as the source's line calls it."""
+    """Logical tensor, as named in the source's line."""
     layout: Layout
-    """How it lies in the stored tensor."""
+    """Layout of the stored tensor."""
     index: Mapping[str, int]
-    """Axes of the logical tensor that live in the stored name, in the order of the name."""
+    """Axis -> index, for axes of the logical tensor in the stored name, in the order of the name."""
 
 
 class TargetPart(NamedTuple):
-    """One logical tensor's part of a target tensor, and the stored tensors it is read from."""
+    """One logical tensor's part of a target tensor, with the stored tensors to read it from."""
 
     component: str
-    """Logical tensor, as the target's line calls it."""
+    """Logical tensor, as named in the target's line."""
     origins: Sequence[Origin]
-    """Disjoint sources, which together are complete, sorted by their indices."""
+    """Disjoint sources that together are complete, sorted by their indices."""
     arithmetic: tuple[Arithmetic | None, Arithmetic | None] = EXACT
-    """Arithmetic of the source's and of the target's line."""
+    """Arithmetic of the source's line and of the target's line."""
 
 
 class Target(msgspec.Struct, frozen=True, eq=False):
-    """A tensor of the target dialect."""
+    """A tensor of the target dialect, and its sources."""
 
     name: str
     """Stored name in the target dialect."""
     dtype: str
-    """Safetensors code: layout never changes it."""
+    """Dtype as a safetensors code; a relayout never changes it."""
     layout: Layout
-    """How its logical tensors lie in it."""
+    """Layout of its logical tensors."""
     index: Mapping[str, int]
-    """Name axes of the target tensor."""
+    """Axis -> index, for the axes in its name."""
     parts: tuple[TargetPart, ...]
-    """Its logical tensors with their sources."""
+    """Its logical tensors, with their sources."""
     rule: str
-    """The target dialect's line as written."""
+    """The line of the target dialect, as written."""
     component: str = ""
-    """The tensor's name in reports: its logical tensors, comma separated."""
+    """Name of the tensor in reports: its logical tensors, separated by commas."""
     encoding: str = PLAIN
-    """Encoding in which it is written, one of `family.WORDS`."""
+    """Encoding in which the tensor is written, one of `family.WORDS` or `PLAIN`."""
 
     @property
     def shape(self) -> Shape:
@@ -393,70 +394,68 @@ class Target(msgspec.Struct, frozen=True, eq=False):
         return self.layout.shape
 
     def at(self, name: str, index: Mapping[str, int], parts: tuple[TargetPart, ...]) -> Target:
-        """Return the same target under another name, with another index: of its sources another part, or others."""
+        """Return the same target with another name, index and sources."""
         return structs.replace(self, name=name, index=index, parts=parts)
 
     @property
     def form(self) -> NumberFormat:
-        """The form in which it is written."""
+        """Dtype and encoding in which the tensor is written."""
         return NumberFormat(self.dtype, self.encoding)
 
     @property
-    def moved_whole(self) -> str | None:
-        """Name of the stored tensor that it is, element by element; None for any other."""
-        if len(self.parts) != 1 or len(self.layout.shares) != 1:  # with one part of several, the others stay out
+    def whole_source(self) -> str | None:
+        """Name of the one stored tensor that has the same elements at the same positions; None where there is none."""
+        if len(self.parts) != 1 or len(self.layout.shares) != 1:  # one part of several would leave the others out
             return None
         origins = self.parts[0].origins
         return origins[0].name if len(origins) == 1 and origins[0].layout is self.layout else None
 
     @property
-    def undescribed(self) -> bool:
-        """Whether no table describes it: it is a stored tensor as it is, under its own name."""
+    def is_identity(self) -> bool:
+        """Whether no table describes the tensor: it is a stored tensor, unchanged."""
         return [part.component for part in self.parts] == [IDENTITY]
 
     @property
     def computed(self) -> bool:
-        """Whether a line of its source or its own has arithmetic."""
-        for part in self.parts:  # noqa: SIM110 - a generator for each of very many takes as long as all else
+        """Whether the line of a source or of the target has arithmetic."""
+        for part in self.parts:  # noqa: SIM110 - for very many targets, creating a generator doubles the time
             if part.arithmetic is not EXACT and part.arithmetic != EXACT:
                 return True
         return False
 
 
 class Check(msgspec.Struct, frozen=True, eq=False):
-    """Two stored copies of one logical tensor that must be equal, bit by bit, before anything is committed; or one that
-    must be zero.
-    """
+    """A condition of the commit: two stored copies of a logical tensor are bitwise equal, or a tensor is all zero."""
 
     first: Target
-    """A stored tensor read in its own layout."""
+    """A stored tensor, read in its own layout."""
     second: Target
-    """The other copy in the same layout; without parts, zeros."""
+    """The other copy in the same layout; a target without parts stands for zeros."""
     why: str
-    """The rule that says they are copies."""
+    """The first line of the refusal: which rule implies that the two are copies."""
     hint: str = ""
-    """What to do where they differ; empty for copies of a tensor."""
+    """What a user can do where they differ; empty for ordinary copies."""
 
     @property
     def zero(self) -> bool:
-        """Whether the first must be zero."""
+        """Whether the tensor is compared with zeros."""
         return not self.second.parts
 
     @property
     def refusal(self) -> Refusal:
-        """Why nothing may be committed, where they differ."""
+        """The refusal where the two differ."""
         return unlike(self.first.name, self.why, self.hint, zero=self.zero)
 
 
 def unlike(name: str, why: str, hint: str, *, zero: bool) -> Refusal:
-    """Return the refusal of a tensor that differs from its copy, or from zeros."""
+    """Build the refusal of a tensor that differs from its copy, or from zeros."""
     if zero:
         return Refusal("UNEXPECTED_TENSOR", f"{why}\nbut it is not all zero", Where(None, name), hint)
     return Refusal("UNEQUAL_COPIES", f"{why}\nbut their bytes differ", Where(None, name), hint)
 
 
 def indices(axes: Sequence[str]) -> Callable[[Sequence[int]], dict[str, int]]:
-    """Return what gives a number to each of some axes: a dict is written out in a fifth of the time of `zip`."""
+    """Return a function that maps numbers to `{axis: number}`; dict literals are five times as fast as `zip`."""
     if len(axes) == 1:
         (only,) = axes
         return lambda numbers: {only: numbers[0]}
@@ -468,24 +467,24 @@ def indices(axes: Sequence[str]) -> Callable[[Sequence[int]], dict[str, int]]:
 
 @lru_cache(maxsize=1024)
 def identity(shape: Shape) -> Layout:
-    """Return the layout of a tensor that no table describes: each dim is an axis. Cached, as models have few shapes."""
+    """Return the layout of a tensor without a table line: each dim is an axis. Cached, as models have few shapes."""
     return Layout(shape, {IDENTITY: tuple(Share(0, ((f"#{dim}", size, 1),)) for dim, size in enumerate(shape))})
 
 
-def unchanged(name: str, stored: Stored) -> Target:
-    """Return the target that is a stored tensor under its own name."""
+def identity_target(name: str, stored: Stored) -> Target:
+    """Return the target for a stored tensor that keeps its name and shape."""
     layout = identity(stored.shape)
     origin = Origin(name, IDENTITY, layout, {})
     return Target(name, stored.dtype, layout, {}, (TargetPart(IDENTITY, (origin,)),), f"{name} = {name}", "")
 
 
 def is_one_run(stored: Stored) -> bool:
-    """Tell whether a stored tensor lies in one dense chunk, row by row."""
+    """Tell whether a stored tensor is one dense, row-major chunk."""
     return len(stored.extents) == 1 and stored.extents[0].strides is None and stored.extents[0].shape == stored.shape
 
 
 _Positions = tuple[tuple[Interval, ...], ...]
-"""Per stored dim, the positions that a chunk holds, in chunk order."""
+"""Per stored dim, the intervals that a chunk contains, in chunk order."""
 
 
 class Copier:
@@ -503,35 +502,35 @@ class Copier:
         target: Target,
         intervals: Sequence[Sequence[Interval]] | None = None,
         strides: Shape | None = None,
-    ) -> Iterator[Copy]:
-        """Yield the copies that fill a target tensor, or the chunk of it that holds `intervals`.
+    ) -> Iterator[ChunkCopy]:
+        """Yield the copies that fill a target tensor, or one chunk of it.
 
         Args:
             target: the tensor.
-            intervals: per stored dim, the positions that the chunk holds, in chunk order; None: all.
+            intervals: per stored dim, the intervals that the chunk contains, in chunk order; None: the whole tensor.
             strides: element strides of the chunk; None: row-major.
 
         Raises:
-            Refused: INCOMPLETE where the sources leave a hole; no copy of that part was wrong, but some are missing.
+            Refused: INCOMPLETE where the sources leave a hole; the copies yielded before are correct.
         """
         positions = None if intervals is None else tuple(map(tuple, intervals))
         for part in target.parts:
-            # Sources and target are cut into pieces of the same logical tensor, so a copy is where two pieces meet; how
-            # either side was packed no longer matters.
+            # Sources and target are cut into pieces of the same logical tensor, so a copy is the overlap of two pieces;
+            # how either side was packed no longer matters.
             for piece in self._lower(target.layout, part.component, positions, strides):
                 copied = 0
-                meetings: dict[tuple[object, ...], PieceOverlap] = {}  # sources that are alike share their pieces
+                overlaps: dict[tuple[object, ...], PieceOverlap] = {}  # similar sources share their pieces
                 for origin in _within(part.origins, piece):
                     for number, source in self._source_pieces(origin, piece, target.index):
                         key = id(source), *origin.index
-                        meeting = meetings.get(key)
-                        if meeting is None:
-                            meeting = meetings[key] = PieceOverlap(source, piece, origin.index, target.index)
-                        move = meeting.at(origin.index)
+                        overlap = overlaps.get(key)
+                        if overlap is None:
+                            overlap = overlaps[key] = PieceOverlap(source, piece, origin.index, target.index)
+                        move = overlap.at(origin.index)
                         if move is not None:
-                            copied += meeting.size
-                            yield Copy(origin.name, number, move)
-                # Origins are disjoint, so the sizes of their moves add up to the piece exactly when there is no hole.
+                            copied += overlap.size
+                            yield ChunkCopy(origin.name, number, move)
+                # Origins are disjoint, so the sizes of their copies add up to the piece exactly when there is no hole.
                 if copied != piece.size:
                     raise refuse(
                         "INCOMPLETE",
@@ -546,24 +545,24 @@ class Copier:
         key = id(layout), component, positions, strides
         lowered = self._pieces.get(key)
         if lowered is None:
-            self._alive.append(layout)  # an identity is a key only as long as its object lives
+            self._alive.append(layout)  # the key has its `id`, which is unique only while the object exists
             lowered = self._pieces[key] = pieces(layout, component, positions, strides, self._cut)
         return lowered
 
     def _cut(self, share: Share, start: int, stop: int) -> list[tuple[tuple[Interval, ...], int]]:
-        """Cut a share, once for all chunks that lie alike along its dim; the layout keeps it alive."""
+        """Cut a share; cached for chunks with the same interval along the dim. The layout keeps the share alive."""
         key = id(share), start, stop
-        found = self._cuts.get(key)
-        if found is None:
-            found = self._cuts[key] = cut(share, start, stop)
-        return found
+        boxes = self._cuts.get(key)
+        if boxes is None:
+            boxes = self._cuts[key] = cut(share, start, stop)
+        return boxes
 
     def _source_pieces(self, origin: Origin, piece: Piece, index: Mapping[str, int]) -> Iterator[tuple[int, Piece]]:
-        """Yield the pieces of the source's chunks that can meet a target piece, with the chunks' numbers."""
+        """Yield the pieces of a source's chunks that may overlap a target piece, with the numbers of the chunks."""
         stored = self.stored[origin.name]
         extents = stored.extents
-        # By far the most common case: one dense chunk, whose pieces depend on the layout alone and are shared by all
-        # tensors alike.
+        # By far the most common case: one dense chunk. Its pieces depend on the layout alone, so all tensors of that
+        # layout share them.
         if is_one_run(stored):
             for source in self._lower(origin.layout, origin.component, None, None):
                 yield 0, source
@@ -571,7 +570,7 @@ class Copier:
         tiling = self._tilings.get(origin.name)
         if tiling is None:
             tiling = self._tilings[origin.name] = _Chunks(extents)
-        for number in tiling.overlapping(_span(origin, piece, index)):
+        for number in tiling.find_overlapping(_span(origin, piece, index)):
             chunk = extents[number]
             positions = tuple([((first, first + size),) for first, size in zip(chunk.start, chunk.shape, strict=True)])
             for source in self._lower(origin.layout, origin.component, positions, chunk.strides):
@@ -579,46 +578,45 @@ class Copier:
 
 
 def _within(origins: Sequence[Origin], piece: Piece) -> Sequence[Origin]:
-    """Return the origins that can meet a piece: those in its box, where their name axes number all of them."""
+    """Return the origins that may overlap a piece: those in its box, if their indices form a full grid; else all."""
     if len(origins) < 3:
         return origins
     first, last = origins[0].index, origins[-1].index
-    # Sorted and without gaps, the place of an origin in the list follows from its index. Experts by the hundred, in
-    # layers by the dozen, are found without a search.
+    # The origins are sorted and without gaps, so the place of an origin in the list follows from its index: no search
+    # through hundreds of experts in dozens of layers.
     counts = [last[axis] - start + 1 for axis, start in first.items()]
     if min(counts, default=0) < 1 or prod(counts) != len(origins):
         return origins
-    wanted: list[range] = []
+    ranges: list[range] = []
     for (axis, low), count in zip(first.items(), counts, strict=True):
         start, stop = piece.box.get(axis, (low, low + count))
-        if not wanted:
+        if not ranges:
             start, stop = max(start, low), min(stop, low + count)
         elif start < low or stop > low + count:
-            return origins  # with gaps, the last origin need not have the highest index of an inner axis
-        wanted.append(range(start, stop))
-    if prod(map(len, wanted)) == len(origins):
+            return origins  # a grid with gaps: the last origin need not have the highest index of an inner axis
+        ranges.append(range(start, stop))
+    if prod(map(len, ranges)) == len(origins):
         return origins
-    found = []
-    for index in product(*wanted):
+    overlapping_origins = []
+    for index in product(*ranges):
         place = 0
         for number, low, count in zip(index, first.values(), counts, strict=True):
             place = place * count + number - low
         origin = origins[place]
         if tuple(origin.index.values()) != index:
             return origins
-        found.append(origin)
-    return found
+        overlapping_origins.append(origin)
+    return overlapping_origins
 
 
 def _span(origin: Origin, piece: Piece, index: Mapping[str, int]) -> list[Interval]:
-    """Return, per stored dim of the source, the positions between which a target piece's elements lie."""
+    """Return, per stored dim of the source, the interval of positions with the elements of a target piece."""
     spans = []
     for share in origin.layout.shares[origin.component]:
         low = high = share.offset
         for axis, size, step in share.axes:
             start, stop = piece.box.get(axis, (0, size))
-            # An axis in the target's name has one index for the whole target, which narrows the span in the source to
-            # it.
+            # An axis in the target's name has one index for the whole target, to which the span is narrowed.
             if axis in index:
                 start, stop = index[axis], index[axis] + 1
             low += start * step
@@ -629,7 +627,7 @@ def _span(origin: Origin, piece: Piece, index: Mapping[str, int]) -> list[Interv
 
 
 class _Chunks:
-    """The chunks of one stored tensor by where they begin, so that a search for those in a region finds few others."""
+    """The chunks of one stored tensor, indexed by where they begin, so that few chunks are tested for a region."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.chunks = chunks
@@ -641,14 +639,14 @@ class _Chunks:
                 self.by_start.setdefault(start, []).append(number)
         self.edges = list(map(_edges, zip(*starts, strict=True), zip(*shapes, strict=True)))
 
-    def overlapping(self, spans: Sequence[Interval]) -> list[int]:
+    def find_overlapping(self, spans: Sequence[Interval]) -> list[int]:
         """Return the numbers of the chunks that overlap a region, in order."""
         near = [
             starts[bisect_right(stops, low) : bisect_left(starts, high)]
             for (starts, stops), (low, high) in zip(self.edges, spans, strict=True)
         ]
-        # Most tensors are cut into a grid, where every combination of starts is a chunk; those that are not may have
-        # more combinations than chunks.
+        # Most tensors are cut into a grid, where every combination of starts is a chunk. Other tensors may have more
+        # combinations than chunks.
         if prod(map(len, near)) > len(self.chunks):
             candidates: Iterable[int] = range(len(self.chunks))
         else:
@@ -657,11 +655,11 @@ class _Chunks:
 
 
 def _edges(starts: Sequence[int], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return where chunks begin along a dim, and the last position before which those up to each of these end.
+    """Return the starts of chunks along a dim, and for each start the highest end of the chunks up to it.
 
     Args:
         starts: first position of each chunk.
-        sizes: number of positions of each.
+        sizes: number of positions of each chunk.
     """
     if sizes.count(sizes[0]) == len(sizes):  # the usual case
         ends = {start: start + sizes[0] for start in set(starts)}
@@ -670,8 +668,8 @@ def _edges(starts: Sequence[int], sizes: Sequence[int]) -> tuple[list[int], list
         for start, size in set(zip(starts, sizes, strict=True)):
             ends[start] = max(ends.get(start, 0), start + size)
     begins = sorted(ends)
-    # Running maxima, not the ends themselves: they ascend even where chunks have different sizes, so that bisect may be
-    # used. Chunks they let through needlessly are dropped afterwards.
+    # Running maxima, not the ends themselves: they ascend even where chunks have different sizes, as bisect requires.
+    # Chunks that pass needlessly are dropped afterwards.
     return begins, list(accumulate((ends[start] for start in begins), max))
 
 
@@ -685,34 +683,34 @@ def _overlaps(chunk: Chunk, spans: Sequence[Interval]) -> bool:
 def chunk_cuts(
     targets: Mapping[str, Target], numbered: Mapping[str, Collection[str]]
 ) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return where chunks begin along the first dims of tensors, without those that are one chunk.
+    """Return per tensor where chunks begin along its first dims; tensors of one chunk are absent.
 
     Args:
-        targets: the tensors.
-        numbered: logical tensor -> axes that other dialects have in its names: layers, experts.
+        targets: target tensors by name.
+        numbered: logical tensor -> axes of it that other dialects have in names, such as layers and experts.
     """
     by_layout: dict[int, tuple[tuple[int, ...], ...]] = {}
-    found = {}
+    cuts = {}
     for name, target in targets.items():
         key = id(target.layout)
         if key not in by_layout:
             by_layout[key] = _cuts(target.layout, numbered)
         if any(len(starts) > 1 for starts in by_layout[key]):
-            found[name] = by_layout[key]
-    return found
+            cuts[name] = by_layout[key]
+    return cuts
 
 
 def _cuts(layout: Layout, numbered: Mapping[str, Collection[str]]) -> tuple[tuple[int, ...], ...]:
     cuts: list[tuple[int, ...]] = []
-    # A router has a row for each expert, and yet is one tensor of its layer in every dialect.
-    own = set[str].intersection(*(set(numbered.get(component, ())) for component in layout.shares))
+    # Not just any axis of experts: a router has a row per expert, and yet is one tensor per layer in every dialect.
+    name_axes = set[str].intersection(*(set(numbered.get(component, ())) for component in layout.shares))
     for dim, size in enumerate(layout.shape):
         shares = [share[dim] for share in layout.shares.values()]
         axes = {share.axes for share in shares}
-        if len(axes) == 1 and all(len(share.axes) == 1 and share.axes[0][0] in own for share in shares):
+        if len(axes) == 1 and all(len(share.axes) == 1 and share.axes[0][0] in name_axes for share in shares):
             cuts.append(tuple(range(size)))
             continue
-        # Parts that lie behind each other, such as gate and up, are chunks of their own.
+        # Consecutive parts, such as gate and up, are separate chunks.
         spans = sorted((share.offset, share.offset + _length(share.axes)) for share in shares)
         if all(end <= begin for (_, end), (begin, _) in pairwise(spans)):
             cuts.append((0, *(begin for begin, _ in spans[1:])))
@@ -721,5 +719,5 @@ def _cuts(layout: Layout, numbered: Mapping[str, Collection[str]]) -> tuple[tupl
 
 
 def _length(axes: tuple[tuple[str, int, int], ...]) -> int:
-    """Return how far a part reaches along a dim."""
+    """Return the length of a part along a dim."""
     return axes[0][1] * axes[0][2] if axes else 1

@@ -23,7 +23,7 @@ import msgspec
 from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, bind, join_slot, split_slot
-from transaxle.axes.layout.relayout import Check, Shape, Stored, unchanged
+from transaxle.axes.layout.relayout import Check, Shape, Stored, identity_target
 from transaxle.axes.notation.expression import parse
 from transaxle.axes.notation.family import Dialect, Family, Line, LogicalTensor, Sizes
 from transaxle.axes.notation.name import Name
@@ -225,7 +225,7 @@ def copy_checks(stems: Sequence[Stem], stored: Mapping[str, Stored]) -> tuple[li
     members = regrouped(regroupings, stacks).targets if regroupings else {}
     checks, problems = [], []
     for copy in copies:
-        own_target, member = unchanged(copy.name, stored[copy.name]), members[copy.name]
+        own_target, member = identity_target(copy.name, stored[copy.name]), members[copy.name]
         if (own_target.dtype, own_target.shape) != (member.dtype, member.shape):
             kinds = " and ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in (member, own_target))
             problems.append(Refusal("UNEQUAL_COPIES", f"{copy.why}\nbut they are {kinds}", Where(None, copy.name)))

@@ -23,7 +23,7 @@ from typing import overload
 import msgspec
 from msgspec.structs import replace
 
-from transaxle.axes.layout.bind import WEIGHT, Bound, Index, split_slot
+from transaxle.axes.layout.bind import WEIGHT, BoundNames, Index, split_slot
 from transaxle.axes.layout.relayout import (
     JOIN,
     NOTHING,
@@ -76,7 +76,7 @@ class Grid(msgspec.Struct, frozen=True):
         )
 
 
-def grids(bound: Bound, stored: Mapping[str, Stored]) -> dict[tuple[Line, str], Grid]:
+def grids(bound: BoundNames, stored: Mapping[str, Stored]) -> dict[tuple[Line, str], Grid]:
     """Return the numbers of the lines whose tensors are alike: of one shape and form, and without gaps.
 
     Args:
@@ -94,7 +94,7 @@ def grids(bound: Bound, stored: Mapping[str, Stored]) -> dict[tuple[Line, str], 
     return found
 
 
-def _have_one_form(names: Mapping[Index, str], bound: Bound, stored: Mapping[str, Stored]) -> bool:
+def _have_one_form(names: Mapping[Index, str], bound: BoundNames, stored: Mapping[str, Stored]) -> bool:
     """Tell whether all tensors have one shape, dtype and encoding."""
     tensors = list(map(stored.__getitem__, names.values()))
     if len(set(map(_DTYPE, tensors))) > 1 or len(set(map(_SHAPE, tensors))) > 1:
@@ -391,7 +391,9 @@ def _sizes_of(place: SourceTensor) -> dict[str, int]:
     return {axis: known[axis] for axis in [*axes, *origin.index] if axis in known}
 
 
-def solved(bound: Bound, stored: Mapping[str, Stored], sizes: Sizes, alike: Mapping[tuple[Line, str], Grid]) -> Sizes:
+def solved(
+    bound: BoundNames, stored: Mapping[str, Stored], sizes: Sizes, alike: Mapping[tuple[Line, str], Grid]
+) -> Sizes:
     """Add the sizes that names and shapes imply.
 
     Args:
@@ -452,7 +454,7 @@ class Holdings:
 
     def __init__(
         self,
-        bound: Bound,
+        bound: BoundNames,
         stored: Mapping[str, Stored],
         sizes: Sizes,
         basis: Basis,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from transaxle.axes.layout.bind import WEIGHT, Bound, Index, join_slot, split_slot, with_kept
+from transaxle.axes.layout.bind import WEIGHT, BoundNames, Index, join_slot, split_slot, with_kept
 from transaxle.axes.layout.relayout import (
     EXACT,
     NOTHING,
@@ -23,9 +23,9 @@ from transaxle.axes.layout.relayout import (
     Stored,
     Target,
     TargetPart,
+    identity_target,
     indices,
     inseparable,
-    unchanged,
     unify,
     unknown_axis,
     with_products,
@@ -229,7 +229,7 @@ class _Translator:
 
     def __init__(
         self,
-        bound: Bound,
+        bound: BoundNames,
         stored: Mapping[str, Stored],
         target: Dialect,
         sizes: Sizes,
@@ -330,7 +330,7 @@ class _Translator:
                 message = f"a tensor without a line in {self.target.label} has a name that this dialect writes"
                 self.refuse([Refusal("NAME_COLLISION", message, Where(None, stored_name))])
             form = self.recode(name, NumberFormat(tensor.dtype, self.bound.encodings.get(stored_name, PLAIN)))
-            own = unchanged(stored_name, tensor)
+            own = identity_target(stored_name, tensor)
             built[name] = replace(own, name=name, dtype=form.dtype, encoding=form.encoding)
         kept = tuple([self.bound.own.get(name, name) for name in kept_names if name not in left_out])
         refusals = tuple(self.refusals.values())
@@ -639,13 +639,13 @@ class _Translator:
         return aliases
 
 
-def _with_state(bound: Bound) -> set[str]:
+def _with_state(bound: BoundNames) -> set[str]:
     """Return the logical tensors that have optimizer state."""
     return {name for line, slot in bound.names if slot != WEIGHT for name in line.expression.components}
 
 
 def _state_lines(
-    bound: Bound, target: Dialect, sizes: Sizes, trained: Collection[str] | None, *, split_by_format: bool
+    bound: BoundNames, target: Dialect, sizes: Sizes, trained: Collection[str] | None, *, split_by_format: bool
 ) -> list[Line]:
     """Return the lines of fused parameters under whose names state is written; see `translate`."""
     found, stored = list[Line](), _with_state(bound)
@@ -663,7 +663,7 @@ def _state_lines(
     return found
 
 
-def _without_state_of(bound: Bound, lines: Collection[Line]) -> tuple[Bound, tuple[str, ...]]:
+def _without_state_of(bound: BoundNames, lines: Collection[Line]) -> tuple[BoundNames, tuple[str, ...]]:
     """Take out the state that is stored under the names of some lines, unless others have such state, too.
 
     Returns:
@@ -706,7 +706,7 @@ def _single_source(origin: Origin, name: str, dtype: str, rule: str) -> Target:
 
 
 def translate(
-    bound: Bound,
+    bound: BoundNames,
     stored: Mapping[str, Stored],
     target: Dialect,
     sizes: Sizes,

@@ -20,8 +20,8 @@ from itertools import islice, product
 
 from msgspec.structs import replace
 
-from transaxle.axes.layout.bind import WEIGHT, Bound, Index, split_slot, undecided
-from transaxle.axes.layout.relayout import Check, Stored, Target, unchanged, unknown_axis
+from transaxle.axes.layout.bind import WEIGHT, BoundNames, Index, refusal_of_undecided, split_slot
+from transaxle.axes.layout.relayout import Check, Stored, Target, identity_target, unknown_axis
 from transaxle.axes.notation.family import Dialect, Formula, Line, LogicalTensor, Sizes
 from transaxle.axes.notation.name import skeleton
 from transaxle.axes.notation.overlap import may_all_hold
@@ -99,7 +99,9 @@ class LineConditions:
                 if other is not line and self.holds(other, at, encoding) is not False:
                     both = sorted((line, other), key=self._by_component[component].index)
                     known = partial(self._holdings.holds, index=index)
-                    found.append(undecided(both, f"can hold {component}", self._holdings.bound.family, known))
+                    found.append(
+                        refusal_of_undecided(both, f"can hold {component}", self._holdings.bound.family, known)
+                    )
         return found
 
 
@@ -173,7 +175,7 @@ class AddedTensors:
         for (line, slot), names in self._holdings.bound.names.items() if self._added else ():
             if slot != WEIGHT or not self.concern(line):
                 continue
-            sources = [unchanged(name, stored[name]) for name in names.values() if name in kept]
+            sources = [identity_target(name, stored[name]) for name in names.values() if name in kept]
             why = f"{line.text}\n{self._target.label} has no such tensor"
             checks = [Check(source, replace(source, parts=()), why, _NONZERO) for source in sources]
             if checks:
@@ -386,7 +388,7 @@ def _may_be_tied(holdings: Holdings) -> bool:
     )
 
 
-def classifies(bound: Bound) -> bool:
+def classifies(bound: BoundNames) -> bool:
     """Tell whether a model has another head, which its table does not know, in place of the one that makes tokens."""
     stored = (component for line, _ in bound.names for component in line.expression.components)
     unknown = (bound.own.get(name, name).removeprefix(bound.prefix) for name in bound.unknown)
@@ -418,7 +420,7 @@ def contradicted(holdings: Holdings) -> Iterator[Refusal]:
                 return
 
 
-def beyond(bound: Bound, sizes: Sizes) -> Iterator[Refusal]:
+def beyond(bound: BoundNames, sizes: Sizes) -> Iterator[Refusal]:
     """Yield one refusal for each rule and axis that names count beyond: of more layers, or experts, than there are.
 
     Kept under their names, they would be missing from the converted model. Layers that predict ahead are kept where the
@@ -515,7 +517,7 @@ def _lacking(holdings: Holdings, tied: Container[str], budget: Iterator[int]) ->
             yield f"{_called(holdings.bound, tensor)} (in no layer)" if numbered else _called(holdings.bound, tensor)
 
 
-def _called(bound: Bound, tensor: LogicalTensor) -> str:
+def _called(bound: BoundNames, tensor: LogicalTensor) -> str:
     """Return the name of a tensor that nothing holds, as the dialect stores it, or else as the family calls it."""
     names = (bound.prefix + line.name.text for line in bound.dialect.lines if _holds(line, tensor))
     return next(names, tensor.name)

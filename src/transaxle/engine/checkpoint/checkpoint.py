@@ -32,8 +32,8 @@ from transaxle.arguments import (
     read_source,
     read_text,
 )
-from transaxle.axes.layout.bind import IN_MEMORY, WEIGHT, Bound, Index, split_slot, without_wrappers
-from transaxle.axes.layout.relayout import Check, Target, unchanged
+from transaxle.axes.layout.bind import IN_MEMORY, WEIGHT, BoundNames, Index, split_slot, without_wrappers
+from transaxle.axes.layout.relayout import Check, Target, identity_target
 from transaxle.axes.notation.family import Dialect, Line, Recode, Sizes, same
 from transaxle.axes.notation.name import is_outer, natural, skeleton
 from transaxle.axes.translation.translate import Translation
@@ -156,7 +156,7 @@ class Checkpoint(TensorSet):
         return self.stored_names.sizes
 
     @property
-    def bound(self) -> Bound:
+    def bound(self) -> BoundNames:
         """The stored names read through the dialect."""
         return self.stored_names.bound
 
@@ -196,7 +196,7 @@ class Checkpoint(TensorSet):
             UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
         """
         if dialect == IDENTITY:
-            targets = {name: unchanged(name, entry) for name, entry in self.container.entries.items()}
+            targets = {name: identity_target(name, entry) for name, entry in self.container.entries.items()}
             return View(targets, (), (), (), {}, (), self.sizes.at({}) if self.family else {})
         target = pick_dialect(self.recognised.family, dialect)
         entries, said = self.catalog.entries, self.settings
@@ -633,7 +633,7 @@ _TABLE = 'add lines for them to a table of your own (--rules FILE, rules="FILE")
 
 
 def foreign(
-    bound: Bound,
+    bound: BoundNames,
     config: Mapping[str, Any],
     target: Dialect,
     beside: Collection[str] = (),
@@ -690,7 +690,7 @@ def foreign(
     return [Refusal(code, "\n".join(lines), where, f"{', '.join(ways[:-1])} or {ways[-1]}")]
 
 
-def _whole(bound: Bound, config: Mapping[str, Any], target: str, *, nested: bool) -> str:
+def _whole(bound: BoundNames, config: Mapping[str, Any], target: str, *, nested: bool) -> str:
     top = config.get("model_type")
     inside = f" after {bound.prefix!r}" if bound.prefix else ""
     if bound.prefix and not nested and not bound.unknown:
@@ -704,7 +704,7 @@ def _whole(bound: Bound, config: Mapping[str, Any], target: str, *, nested: bool
 
 
 def half_converted(
-    bound: Bound, target: Dialect, sizes: Sizes, view: Translation, others: Sequence[Refusal]
+    bound: BoundNames, target: Dialect, sizes: Sizes, view: Translation, others: Sequence[Refusal]
 ) -> list[Refusal]:
     """Refuse tensors that keep their names inside what is converted: no line reads them, or they are in a layer and the
     wanted dialect has none for them. What a dialect leaves out beside the layers are heads and the like.
@@ -756,7 +756,7 @@ def half_converted(
     return refusals
 
 
-def _layer(bound: Bound, name: str, line: Line | None = None) -> str:
+def _layer(bound: BoundNames, name: str, line: Line | None = None) -> str:
     """Return the beginning of a name up to the number of its layer, or the axis of layers where they are one tensor;
     empty for what is in none.
     """
@@ -767,7 +767,7 @@ def _layer(bound: Bound, name: str, line: Line | None = None) -> str:
     return next((axis for axis in axes if axis in bound.family.name_axes), "")
 
 
-def _modules(bound: Bound, name: str) -> Sequence[str]:
+def _modules(bound: BoundNames, name: str) -> Sequence[str]:
     """Return the modules around a tensor, the outermost first; none of a buffer that follows from the config."""
     own = bound.own.get(name, name).removeprefix(bound.prefix)
     if own.endswith(_COMPUTED):
@@ -775,7 +775,7 @@ def _modules(bound: Bound, name: str) -> Sequence[str]:
     return tuple(accumulate(own.split(".")[:-1], "{}.{}".format))
 
 
-def _exists(bound: Bound, sizes: Sizes, line: Line, position: Index, without: Collection[str]) -> bool:
+def _exists(bound: BoundNames, sizes: Sizes, line: Line, position: Index, without: Collection[str]) -> bool:
     """Tell whether a model has what a line holds, without some parts, and no other tensor in its place; so it is where
     no config tells.
     """

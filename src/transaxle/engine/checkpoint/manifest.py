@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from transaxle.axes.geometry import Loop
-from transaxle.axes.layout.relayout import is_one_run, unchanged
+from transaxle.axes.layout.relayout import identity_target, is_one_run
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.source import Source
 from transaxle.errors import Refusal, StorageError, TransaxleError, Where, gathered, refuse
@@ -679,7 +679,7 @@ def _places(entry: Entry, source: Source) -> tuple[Transfer, ...]:
     if is_one_run(entry):
         (extent,) = entry.extents
         return (Transfer(extent.file, extent.offset, 0, entry.nbytes),)
-    return tuple(source.transfers(unchanged(entry.name, entry)))
+    return tuple(source.transfers(identity_target(entry.name, entry)))
 
 
 def _ranges(file: str, container: Container) -> Iterator[tuple[str, int, int]]:

@@ -14,7 +14,7 @@ import msgspec
 from transaxle.arguments import read_text
 from transaxle.axes.layout.bind import (
     OPTIM,
-    Bound,
+    BoundNames,
     bind,
     group,
     refuse_headless,
@@ -646,7 +646,7 @@ class StoredNames:
         return with_counts(sizes, reading.dialect, reading.prefix, names)
 
     @cached_property
-    def bound(self) -> Bound:
+    def bound(self) -> BoundNames:
         """The stored names read through the dialect; the optimizer's state through one of its own, where another of the
         family's reads more of it: a program may save weights under the hub's names, and state under those in memory.
         """

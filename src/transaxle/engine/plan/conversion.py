@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from transaxle.arguments import Degrees
 from transaxle.axes.geometry import coalesce, row_major
-from transaxle.axes.layout.bind import Bound
+from transaxle.axes.layout.bind import BoundNames
 from transaxle.axes.layout.relayout import chunk_cuts
 from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.axes.notation.name import natural
@@ -605,7 +605,7 @@ def _padding(dialect: Dialect) -> set[str]:
     return {axis for line in dialect.lines for axis in line.expression.padding}
 
 
-def counted(bound: Bound, given_sizes: Sizes, all_sizes: Mapping[str, int]) -> dict[str, int]:
+def counted(bound: BoundNames, given_sizes: Sizes, all_sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the name axes whose size nothing states (layers, experts), with the size that the names show.
 
     A gap in their numbers is detected; a missing last layer cannot be, so the reader of a plan is told.

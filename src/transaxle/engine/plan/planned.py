@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from transaxle.axes.layout.bind import Bound
+from transaxle.axes.layout.bind import BoundNames
 from transaxle.axes.layout.relayout import Target
 from transaxle.axes.notation.computed import AffineSteps
 from transaxle.encodings.encoding import Role
@@ -162,7 +162,7 @@ class Route(msgspec.Struct, frozen=True):
 _way: Callable[[Target], tuple[str, str]] = attrgetter("component", "rule")
 
 
-def routes(bound: Bound, targets: Iterable[Target]) -> tuple[Route, ...]:
+def routes(bound: BoundNames, targets: Iterable[Target]) -> tuple[Route, ...]:
     """Group target tensors by rule, beside the rules by which the source's names are read; zeros come from nowhere."""
     rules = {component: line.text for line, _ in bound.names for component in line.expression.components}
     counts = Counter(_way(target) for target in targets if target.parts)

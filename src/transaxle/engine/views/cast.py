@@ -15,8 +15,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from transaxle.axes.layout.bind import WEIGHT, Bound, split_slot
-from transaxle.axes.layout.relayout import unchanged
+from transaxle.axes.layout.bind import WEIGHT, BoundNames, split_slot
+from transaxle.axes.layout.relayout import identity_target
 from transaxle.encodings.conventions.buffer_group import is_of_cache, may_be_codes, may_scale
 from transaxle.encodings.conventions.convention import training_only
 from transaxle.encodings.encoding import CASTS, PLAIN, Error, Wide
@@ -99,10 +99,10 @@ class Caster:
 
     @cached_property
     def _rows(self) -> RowMajorBytes:
-        return RowMajorBytes(self._reader, self._source.transfers(unchanged(self.entry.name, self.entry)))
+        return RowMajorBytes(self._reader, self._source.transfers(identity_target(self.entry.name, self.entry)))
 
 
-def precise(bound: Bound | None) -> frozenset[str]:
+def precise(bound: BoundNames | None) -> frozenset[str]:
     """Return the stored names that keep their dtype unless a pattern names them; see `precise` in tables."""
     if bound is None:
         return frozenset()

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transaxle.axes.layout.bind import WEIGHT, split_slot
-from transaxle.axes.layout.relayout import Target, unchanged
+from transaxle.axes.layout.relayout import Target, identity_target
 from transaxle.axes.notation.family import PLAIN, NumberFormat, Recode
 from transaxle.encodings.conventions.convention import CONVENTIONS, training_only
 from transaxle.encodings.conventions.torchao_convention import NAMES
@@ -303,7 +303,7 @@ class Decoder:
 
     def _buffer(self, role: Role) -> RowMajorBytes:
         name = buffer_name(self.tensor.name, role)
-        return RowMajorBytes(self._reader, self._source.transfers(unchanged(name, self._source.entries[name])))
+        return RowMajorBytes(self._reader, self._source.transfers(identity_target(name, self._source.entries[name])))
 
     @cached_property
     def _scale_dtype(self) -> np.dtype[Any]:

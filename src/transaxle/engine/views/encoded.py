@@ -390,11 +390,11 @@ class _BufferFollower:
 
     def _follow(self, target: Target, tensor: Encoded) -> None:
         """Add a target for each buffer of an encoded tensor."""
-        convention = CONVENTIONS[tensor.convention] if target.undescribed else written_as(tensor)
+        convention = CONVENTIONS[tensor.convention] if target.is_identity else written_as(tensor)
         parts: dict[Role, str] = {}
         for role, buffer, checks in list(self._buffers(target, tensor)):  # all of them, or none
             stored = self.catalog.container.entries[tensor.parts[role]]
-            if target.undescribed:
+            if target.is_identity:
                 name, described = stored.name, (stored.dtype, stored.shape)
             else:
                 name = convention.stored(target.name, role, tensor.encoding)
@@ -426,7 +426,7 @@ class _BufferFollower:
             split_parts = per_matrix and len(target.parts) > 1 and len(target.shape) > 2
             targets = [structs.replace(target, parts=(part,)) for part in target.parts] if split_parts else [target]
             relayouts = [
-                scales(relayout, tile, tiles, named=partial(buffer_name, role=role), dtype=dtype)
+                scales(relayout, tile, tiles, scale_name=partial(buffer_name, role=role), dtype=dtype)
                 for relayout in targets
             ]
             first, *other_targets = (relayout.target for relayout in relayouts)

@@ -17,7 +17,7 @@ from math import prod
 
 import msgspec
 
-from transaxle.axes.layout.bind import WEIGHT, Bound, bind, join_slot, split_slot
+from transaxle.axes.layout.bind import WEIGHT, BoundNames, bind, join_slot, split_slot
 from transaxle.axes.layout.relayout import Shape
 from transaxle.axes.notation.family import Dialect, Line
 from transaxle.axes.notation.name import own_names, skeleton
@@ -129,7 +129,7 @@ class _TableNames(StoredNames):
         return Catalog(self._container, self._container.entries, {}, None, ())
 
     @cached_property
-    def bound(self) -> Bound:
+    def bound(self) -> BoundNames:
         """The names that the table reads."""
         family = self._settings.families[FAMILY]
         return bind(self._table_names, family, family.dialects[0], self.sizes)
