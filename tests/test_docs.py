@@ -322,4 +322,4 @@ def test_statements_of_a_dialect_on_the_notation_page_are_read(statement: str) -
     if not statement.startswith("dialect"):
         statement = f"dialect mine{' like hf' if statement.startswith('without') else ''}\n  {statement}"
         table += _HF
-    assert tables.read(f"{table}{statement}\n", known=families.builtin())
+    assert tables.read(f"{table}{statement}\n", known_families=families.builtin())

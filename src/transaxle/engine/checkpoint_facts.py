@@ -331,7 +331,11 @@ def _said_anew(family: Family) -> list[JsonFacts]:
     """Return the statements of other families that a family replaces by its own."""
     replaced = () if family.written is None else family.written.replaced
     return [
-        {"of": each.taken.owner, "taken": " ".join(each.taken.text.split()), "own": " ".join(each.own.text.split())}
+        {
+            "of": each.inherited.owner,
+            "taken": " ".join(each.inherited.text.split()),
+            "own": " ".join(each.replacement.text.split()),
+        }
         for each in replaced
     ]
 
@@ -405,7 +409,7 @@ def _absent_keys(checkpoint: Checkpoint) -> list[JsonFacts]:
             continue
         keys = sorted(formula.names - sizes.settings.keys() - (family.axes.keys() - {axis}))
         if keys:
-            absent.append({"axis": axis, "keys": keys, "size_from": _MANIFEST if axis in sizes.given else _TENSORS})
+            absent.append({"axis": axis, "keys": keys, "size_from": _MANIFEST if axis in sizes.overrides else _TENSORS})
     return absent
 
 

@@ -30,7 +30,7 @@ from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Check, Target, identity_target, unlike
-from transaxle.axes.notation.computed import AFFINE, AffineSteps, inverse, simplified
+from transaxle.axes.notation.computed import AFFINE, AffineSteps, inverse, simplify
 from transaxle.encodings.encoding import Error
 from transaxle.encodings.value_steps import Recoded
 from transaxle.engine.source import Source
@@ -278,7 +278,7 @@ def steps(target: Target, *, allowed: bool) -> AffineSteps | None:
     changes: list[AffineSteps] = []
     for part in target.parts:
         before, after = (() if rule is None else rule.steps for rule in part.arithmetic)
-        changes.append(() if before == after else simplified((*inverse(before), *after)))
+        changes.append(() if before == after else simplify((*inverse(before), *after)))
     if split_slot(target.name)[1] != WEIGHT:
         # A shift leaves gradients, and so the moments of the optimizer, as they are; nothing else does.
         changes = [

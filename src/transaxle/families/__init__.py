@@ -36,7 +36,7 @@ from transaxle.axes.notation.statement import BLOCK, FAMILY, WORD
 from transaxle.plugins import plugins
 
 if TYPE_CHECKING:
-    from transaxle.axes.notation.written import Written, WrittenTables
+    from transaxle.axes.notation.written import FamilyText, TableFiles
 
 
 GROUP = "transaxle.families"
@@ -224,7 +224,7 @@ def read_all() -> Tables:
     from importlib.resources import files
 
     from transaxle.axes.notation import tables  # what ships is spelled out: few programs read a table as it is written
-    from transaxle.axes.notation.written import WrittenTables
+    from transaxle.axes.notation.written import TableFiles
 
     top = files(__name__)
     names = [item.name for item in top.iterdir()]
@@ -235,7 +235,7 @@ def read_all() -> Tables:
         if file.endswith((_SUFFIX, TRACED_SUFFIX))
     }
     declared = [(word, name, file) for file, text in texts.items() for word, name in _DECLARES.findall(text)]
-    find = WrittenTables({name: file for _, name, file in declared}, texts.__getitem__).base
+    find = TableFiles({name: file for _, name, file in declared}, texts.__getitem__).base
     families = {
         family.name: (family, file)
         for file, text in texts.items()
@@ -268,15 +268,15 @@ def _shipped_family(name: str, file: str) -> Family:
 
 
 @cache
-def _written() -> WrittenTables:
+def _written() -> TableFiles:
     """Return the tables that ship as they are written."""
-    from transaxle.axes.notation.written import WrittenTables
+    from transaxle.axes.notation.written import TableFiles
 
     homes = {**blocks(), **{name: entry.file for name, entry in builtin().entries.items()}}
-    return WrittenTables(homes, table_text)
+    return TableFiles(homes, table_text)
 
 
-def base(name: str) -> Written | None:
+def base(name: str) -> FamilyText | None:
     """Return a family or a block that ships as it is written, with all that it takes over; None where there is none."""
     return _written().base(name)
 
@@ -347,7 +347,7 @@ def with_rules(text: str, file: str) -> Families:
     from transaxle.axes.notation import tables
 
     known = builtin()
-    return Families(known.entries, tables.index(tables.read(text, file=file, known=known, bases=base)))
+    return Families(known.entries, tables.index(tables.read(text, file=file, known_families=known, bases=base)))
 
 
 class _Line(msgspec.Struct, array_like=True, frozen=True):
@@ -408,7 +408,7 @@ def spell_out(family: Family) -> bytes:
             _Dialect(d.version, _texts(d.ignored), tuple(position[line] for line in d.lines), d.name)
             for d in family.dialects
         ),
-        named={name: formula.text for name, formula in family.named.items()},
+        named={name: formula.text for name, formula in family.let_formulas.items()},
         ties=tuple((tie.alias, tie.original, tie.when.text) for tie in family.ties),
         cuts=tuple(map(_cut, family.cuts)),
         other_cuts=tuple(map(_cut, family.other_cuts)),
@@ -448,10 +448,10 @@ def _texts(names: Iterable[Name]) -> tuple[str, ...]:
 def read_spelled(data: bytes) -> Family:
     """Build the family that `spell_out` wrote."""
     spelled = msgspec.json.decode(data, type=_Spelled)
-    named: dict[str, Formula] = {}
+    let_formulas: dict[str, Formula] = {}
 
     def formula(text: str) -> Formula:
-        return Formula(text, named)
+        return Formula(text, let_formulas)
 
     def condition(text: str | None) -> Formula | None:
         return None if text is None else formula(text)
@@ -463,7 +463,7 @@ def read_spelled(data: bytes) -> Family:
         of_state, zeros = each.read_only == "state", number in spelled.else_zeros
         return Line(Name(each.name), expression, condition(each.when), lossy, bool(each.read_only), of_state, zeros)
 
-    named.update({name: formula(text) for name, text in spelled.named.items()})
+    let_formulas.update({name: formula(text) for name, text in spelled.named.items()})
     lines = [line(number, each) for number, each in enumerate(spelled.lines)]
     return Family(
         name=spelled.name,
@@ -474,7 +474,7 @@ def read_spelled(data: bytes) -> Family:
         cuts=tuple(map(_cuttable, spelled.cuts)),
         other_cuts=tuple(map(_cuttable, spelled.other_cuts)),
         within=spelled.within,
-        named=named,
+        let_formulas=let_formulas,
         dialects=tuple(
             Dialect(d.name, d.version, tuple(lines[at] for at in d.lines), tuple(map(Name, d.ignored)))
             for d in spelled.dialects

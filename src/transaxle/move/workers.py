@@ -22,7 +22,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from transaxle.arguments import Size, read_count, read_size
-from transaxle.axes.notation.computed import AffineSteps, applied
+from transaxle.axes.notation.computed import AffineSteps, apply_steps
 from transaxle.errors import refuse
 from transaxle.formats.catalog import numpy_dtype
 from transaxle.formats.storage.copier import Bytes, Steps, load_steps
@@ -393,7 +393,7 @@ def _apply(block: memoryview, dtype: str, arithmetic: AffineSteps) -> None:
     """Apply arithmetic to a block in place."""
     values = np.frombuffer(block, numpy_dtype(dtype))
     try:
-        values[...] = applied(values, arithmetic)
+        values[...] = apply_steps(values, arithmetic)
     except ValueError as error:
         raise refuse("LOSSY", f"the arithmetic has no finite result for the value {error}") from None
 

@@ -102,7 +102,7 @@ def solved(equations: Mapping[str, Mapping[Shape, int]], config: dict[str, objec
     expressions = {
         parse(text): {shape: {"l": layer} for shape, layer in shapes.items()} for text, shapes in equations.items()
     }
-    return dict(solve(expressions, Sizes(TOY, config, given)).given)
+    return dict(solve(expressions, Sizes(TOY, config, given)).overrides)
 
 
 def test_solve_finds_what_all_equations_agree_on() -> None:

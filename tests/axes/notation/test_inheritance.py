@@ -159,7 +159,7 @@ def test_a_family_leaves_tensors_out_with_all_that_speaks_of_them() -> None:
     assert child(nested.format("d")).within == {}
     assert child(nested.format("f")).within == {"f": "d"}
     assert [cut.text for cut in family.cuts] == ["(l d)"]
-    assert family.named == {}
+    assert family.let_formulas == {}
 
 
 PADDED = """
@@ -617,7 +617,7 @@ def test_what_a_family_says_below_a_mount_replaces_what_the_mount_says() -> None
     assert {axis: size.text for axis, size in family.axes.items() if size is not None} == {
         "b_l": "part.layers", "b_d": "part.hidden", "b_f": "wide",
     }  # fmt: skip
-    assert family.named["b_sparse"]({"b_l": 3}) is True
+    assert family.let_formulas["b_sparse"]({"b_l": 3}) is True
     assert family.tensors["b_gate"].axes == ("b_l", "b_f")
     assert family.tensors["b_bias"].when is None
     assert [(tie.alias, tie.when.text) for tie in family.ties] == [("b_extra", "True")]
@@ -654,7 +654,8 @@ def test_what_is_replaced_is_known() -> None:
     )
     assert family.written is not None
     assert [
-        (e.kind, e.name, e.taken.owner, " ".join(e.taken.text.split()), e.own.text) for e in family.written.replaced
+        (e.kind, e.name, e.inherited.owner, " ".join(e.inherited.text.split()), e.replacement.text)
+        for e in family.written.replaced
     ] == [
         ("let", "sparse", "base", "let sparse = l % 2 == 0", "let sparse = True"),
         ("axis", "f", "base", "axes f=inner", "axes f=wide"),
@@ -669,7 +670,7 @@ def test_the_printed_table_is_the_whole_one(name: str) -> None:
     """Read by itself, without anything to take over from, it gives the same family."""
     family, whole = builtin()[name], families.base(name)
     assert whole is not None
-    text = whole.spelled()
+    text = whole.spell_out()
     again = only(text)
     assert " like " not in text
     assert again.axes == family.axes
@@ -688,7 +689,7 @@ def test_the_printed_table_is_the_whole_one(name: str) -> None:
 @pytest.mark.parametrize("text", ["dialect mine of brt", "family mine like brt", "family mine\n mount brt"])
 def test_names_that_are_close_to_one_that_is_not_known(text: str) -> None:
     with pytest.raises(Refused) as caught:
-        tables.read(f"{text}\n", known=builtin(), bases=families.base)
+        tables.read(f"{text}\n", known_families=builtin(), bases=families.base)
     assert "Did you mean bert" in caught.value.hint
     assert len(str(caught.value)) < 400
 

@@ -40,7 +40,7 @@ def test_parts() -> None:
     assert name.literals == ("decoder.", ".experts.weight", "")
     assert name.match("decoder.12.experts.weight0") == (12, 0)
     assert Name("mtp_layers.{l-L}.w").holes == (Hole("l", "-L", None),)
-    assert Name("x.{l-3}").holes[0].added({}) == -3
+    assert Name("x.{l-3}").holes[0].shift_value({}) == -3
     assert [Hole("l", shift, None).shift_axis for shift in ("-L", "+L", "+3", None)] == ["L", "L", None, None]
 
 
@@ -100,12 +100,12 @@ def test_skeletons_tell_names_apart_that_differ_in_more_than_digits() -> None:
 
 
 def test_what_is_added_to_an_index() -> None:
-    assert Hole("m", None, None).added({}) == 0
-    assert Hole("m", "+3", None).added({}) == 3
-    assert Hole("m", "+L", None).added({"L": 61}) == 61
-    assert Hole("l", "-L", None).added({"L": 61}) == -61
+    assert Hole("m", None, None).shift_value({}) == 0
+    assert Hole("m", "+3", None).shift_value({}) == 3
+    assert Hole("m", "+L", None).shift_value({"L": 61}) == 61
+    assert Hole("l", "-L", None).shift_value({"L": 61}) == -61
     with pytest.raises(UsageError, match="--axis L=N") as caught:
-        Hole("m", "+L", None).added({"l": 61})
+        Hole("m", "+L", None).shift_value({"l": 61})
     assert caught.value.code == "UNKNOWN_AXIS"
 
 

@@ -151,7 +151,7 @@ def test_interleaved_codes_part_along_whole_rows_with_their_scales(
     part: str, source: int, first: int, step: int
 ) -> None:
     """Each expert's gate is every other row, and its scales are every other row of the scales: by slicing."""
-    (family,) = tables.read(SPLIT, known=builtin())
+    (family,) = tables.read(SPLIT, known_families=builtin())
     tensors = model(torch.Generator().manual_seed(4))
     store, encodings = stored(tensors, experts())
     grids = {

@@ -104,7 +104,7 @@ def test_the_newest_version_is_a_matter_of_numbers_not_of_order() -> None:
     assert older is not None
     assert older.lines[0].name.text == "z"
     assert toy.dialect("b") is None
-    (extended,) = tables.read("dialect a 0.11 of toy\n  w = x[d]\n", known={"toy": toy})
+    (extended,) = tables.read("dialect a 0.11 of toy\n  w = x[d]\n", known_families={"toy": toy})
     newest = extended.dialect("a")
     assert newest is not None
     assert newest.label == "a@0.11"
@@ -122,7 +122,7 @@ def test_sizes_of_a_table() -> None:
     toy = only(TOY)
     config = {"layers": 3, "hidden": 8, "kv": 2, "heads": [4, 6, 8], "uneven": True, "inner": -3}
     sizes = Sizes(toy, config, {"n": 7})
-    assert sizes.varying == {"l"}
+    assert sizes.layer_axes == {"l"}
     assert sizes.at({"l": 1}) == {"l": 3, "d": 8, "r": 3, "k": 2, "n": 7}
     assert sizes.at({"l": 2})["r"] == 4
     assert "r" not in sizes.at({})  # the number of layers is no index
@@ -130,7 +130,7 @@ def test_sizes_of_a_table() -> None:
     assert sizes.holds(toy.tensors["down"].when, {"l": 2}) is True
     assert sizes.holds(toy.tensors["bias"].when, {"l": 2}) is None
     assert sizes.holds(None, {}) is True
-    assert sizes.giving({"n": 9, "f": 5}).given == {"n": 7, "f": 5}
+    assert sizes.with_solved({"n": 9, "f": 5}).overrides == {"n": 7, "f": 5}
 
 
 def test_a_fraction_of_a_config_gives_a_size_where_it_is_whole() -> None:
@@ -159,7 +159,7 @@ dialect a
     sizes = Sizes(uneven, {"layers": 2, "hidden": 3, "heads": 4, "heads_of": [4, 8]})
     assert sizes.at({}) == {"l": 2, "d": 3}
     assert sizes.at({"l": 1}) == {"l": 2, "d": 3, "r": 8, "w": 16, "v": 16}
-    assert sizes.giving({"r": 5}).at({}) == {"l": 2, "d": 3, "r": 5, "w": 10, "v": 10}
+    assert sizes.with_solved({"r": 5}).at({}) == {"l": 2, "d": 3, "r": 5, "w": 10, "v": 10}
 
 
 def test_sizes_that_are_none() -> None:

@@ -304,9 +304,9 @@ def test_what_shapes_told_once_is_remembered(tmp_path: Path) -> None:
     tx.convert(tmp_path / "out", tmp_path / "back", to="hf")
     assert checkpoints.same(source, tmp_path / "back")
     with tx.open(tmp_path / "out") as checkpoint:
-        assert checkpoint.sizes.given.items() >= {"g": 2, "r": 2, "c": 8, "n": 40, "p": 24}.items()
+        assert checkpoint.sizes.overrides.items() >= {"g": 2, "r": 2, "c": 8, "n": 40, "p": 24}.items()
     with tx.open(tmp_path / "back") as checkpoint:
-        assert "p" not in checkpoint.sizes.given, "it is not padded, and was not meant to be"
+        assert "p" not in checkpoint.sizes.overrides, "it is not padded, and was not meant to be"
     (tmp_path / "out" / "transaxle.json").unlink()
     with pytest.raises(tx.TransaxleError, match="UNKNOWN_AXIS"):
         tx.convert(tmp_path / "out", tmp_path / "again", to="hf")

@@ -122,12 +122,12 @@ def _shrunk(
     firsts: dict[Line, str] = {}
     for name, line in lines.items():
         firsts.setdefault(line, name)
-    counted = {**dict.fromkeys(sizes.family.name_axes, 0), **sizes.given}
+    counted = {**dict.fromkeys(sizes.family.name_axes, 0), **sizes.overrides}
     layers = {name: (line.name.numbering(counted).position(name) or ())[:1] for name, line in lines.items()}
     for line, name in firsts.items():
         shape, others = shapes[name], [other for other in lines if other != name]
         for dim, node in enumerate(line.expression.dims):
-            own = {part.name for part in walk(node) if isinstance(part, Axis) and not sizes.unsized([part.name])}
+            own = {part.name for part in walk(node) if isinstance(part, Axis) and not sizes.lack_formula([part.name])}
             by_layer = {axis for axis in own if sizes.indices_of(axis)}
             if shape[dim] > 1 and any(
                 (own if layers[other] == layers[name] else own - by_layer) & lines[other].expression.axes

@@ -177,7 +177,7 @@ def with_counts(sizes: Sizes, dialect: Dialect, prefix: str, names: Iterable[str
         ]
         if firsts and base is not None:
             counts[base] = max(firsts)
-    return structs.replace(sizes, given={**counts, **sizes.given}) if counts else sizes
+    return structs.replace(sizes, overrides={**counts, **sizes.overrides}) if counts else sizes
 
 
 def bind(
@@ -619,5 +619,5 @@ class _NameReader:
 
     def ignores(self, name: str) -> bool:
         """Tell whether the dialect ignores a name."""
-        may_match = skeleton(name) in self.dialect.ignored_skeletons
+        may_match = skeleton(name) in self.dialect.skeletons_to_ignore
         return may_match and any(pattern.match(name) is not None for pattern in self.dialect.ignored)

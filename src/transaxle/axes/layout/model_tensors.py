@@ -176,7 +176,7 @@ class Model:
         if not open_tensors:
             return
         names = set[str]().union(*(when.names for name in open_tensors if (when := self.family.tensors[name].when)))
-        other_names = {*self.family.tensors, *self.family.name_axes, *self.family.named, *self.sizes.at({})}
+        other_names = {*self.family.tensors, *self.family.name_axes, *self.family.let_formulas, *self.sizes.at({})}
         keys = sorted(key for key in names - other_names if self.sizes.settings.get(key) is None)
         lacks = f": it lacks {', '.join(keys)}" if keys else ""
         message = f"the config does not say whether the model has {', '.join(open_tensors)}{lacks}"
@@ -216,7 +216,7 @@ class Model:
         if keys not in self._emptied:
             config, settings = self.sizes.config, {**self.sizes.settings, **dict.fromkeys(keys, False)}
             whole = settings if self.sizes.settings is config else {**config, "text_config": settings}
-            self._emptied[keys] = Sizes(self.family, whole, self.sizes.given)
+            self._emptied[keys] = Sizes(self.family, whole, self.sizes.overrides)
         return self._emptied[keys]
 
     def _is_stored(self, line: Line, index: Mapping[str, int]) -> bool | None:

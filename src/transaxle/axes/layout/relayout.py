@@ -246,7 +246,7 @@ def solve(equations: Mapping[Expression, Mapping[Shape, Mapping[str, int]]], siz
         agreed = {axis: values.pop() for axis, values in solutions.items() if len(values) == 1}
         if not agreed:
             return sizes
-        sizes = sizes.giving(agreed)
+        sizes = sizes.with_solved(agreed)
 
 
 NOTHING = "[]"

@@ -1,1 +1,1 @@
-"""The notation: names, expressions, families and the tables that hold them."""
+"""The notation: names, expressions, families, and the tables that contain them."""

@@ -1,11 +1,11 @@
-"""Computed values: the arithmetic between what a tensor means and what one framework stores.
+"""Arithmetic between logical values and the values that a framework stores.
 
-    norm - 1           stored is the value less one
+    norm - 1           the stored value is the logical value minus one
     2 * norm + 0.5
-    -exp(A_log)        the functions: exp, and log, its inverse
+    -exp(A_log)        the functions are exp, and log, its inverse
 
-The text is Python's, over one name; each step has an inverse, and so has the whole. Values are computed in float64 and
-rounded once.
+The text is a Python expression over one name. Each step has an inverse, and therefore so has the whole. Values are
+computed in float64 and rounded once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Step = tuple[str, float, float]
-"""What is done to a value: `("affine", a, b)` makes it a * value + b, `("exp", 0, 0)` and `("log", 0, 0)` that
-function of it.
+"""One step on a value `x`: `("affine", a, b)` gives `a * x + b`; `("exp", 0, 0)` and `("log", 0, 0)` give exp(x),
+log(x).
 """
 AffineSteps = tuple[Step, ...]
 AFFINE, EXP, LOG = "affine", "exp", "log"
@@ -29,22 +29,22 @@ _UNCHANGED: Step = (AFFINE, 1.0, 0.0)
 
 
 def parse(text: str) -> AffineSteps | None:
-    """Return the steps of an arithmetic from the logical value to the stored one; None where the text is none."""
+    """Return the steps from the logical value to the stored one; None where the text is no such arithmetic."""
     try:
         steps = _steps(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
         return None
     if isinstance(steps, float) or any(kind == AFFINE and not (scale and isfinite(scale) and isfinite(shift))
                                        for kind, scale, shift in steps):  # fmt: skip
-        return None  # a factor of zero has no way back
+        return None  # a factor of zero has no inverse
     return steps
 
 
 def _steps(node: ast.expr) -> AffineSteps | float:
-    """Return the steps of an expression over the one name, or its value where it has none.
+    """Return the steps of an expression over one name, or its value where it contains no name.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the expression is not supported.
     """
     match node:
         case ast.Constant(int() | float() as value) if not isinstance(value, bool):
@@ -62,42 +62,42 @@ def _steps(node: ast.expr) -> AffineSteps | float:
     raise ValueError
 
 
-def _binary(left: AffineSteps | float, op: ast.operator, right: AffineSteps | float) -> AffineSteps | float:
+def _binary(left_operand: AffineSteps | float, op: ast.operator, right: AffineSteps | float) -> AffineSteps | float:
     if isinstance(right, float):
         match op:
             case ast.Add():
-                return _affine(left, 1.0, right)
+                return _affine(left_operand, 1.0, right)
             case ast.Sub():
-                return _affine(left, 1.0, -right)
+                return _affine(left_operand, 1.0, -right)
             case ast.Mult():
-                return _affine(left, right, 0.0)
+                return _affine(left_operand, right, 0.0)
             case ast.Div() if right:
-                return _affine(left, 1.0 / right, 0.0)
-    elif isinstance(left, float):
+                return _affine(left_operand, 1.0 / right, 0.0)
+    elif isinstance(left_operand, float):
         match op:
             case ast.Add():
-                return _affine(right, 1.0, left)
+                return _affine(right, 1.0, left_operand)
             case ast.Sub():
-                return _affine(right, -1.0, left)
+                return _affine(right, -1.0, left_operand)
             case ast.Mult():
-                return _affine(right, left, 0.0)
+                return _affine(right, left_operand, 0.0)
     raise ValueError
 
 
 def _affine(steps: AffineSteps | float, scale: float, shift: float) -> AffineSteps | float:
-    return steps * scale + shift if isinstance(steps, float) else simplified((*steps, (AFFINE, scale, shift)))
+    return steps * scale + shift if isinstance(steps, float) else simplify((*steps, (AFFINE, scale, shift)))
 
 
 def inverse(steps: AffineSteps) -> AffineSteps:
-    """Return the steps back."""
+    """Return the steps from the stored value back to the logical one."""
     return tuple(
         (AFFINE, 1.0 / scale, -shift / scale) if kind == AFFINE else (_INVERSES[kind], 0.0, 0.0)
         for kind, scale, shift in reversed(steps)
     )
 
 
-def simplified(steps: Iterable[Step]) -> AffineSteps:
-    """Return the same steps, as few as possible."""
+def simplify(steps: Iterable[Step]) -> AffineSteps:
+    """Merge consecutive affine steps, and cancel exp with log."""
     result: list[Step] = []
     for step in steps:
         before = result[-1] if result else _UNCHANGED
@@ -112,8 +112,8 @@ def simplified(steps: Iterable[Step]) -> AffineSteps:
     return tuple(result)
 
 
-def applied(values: NDArray[Any], steps: AffineSteps) -> NDArray[Any]:
-    """Return values of a floating-point type after the steps, in the same type.
+def apply_steps(values: NDArray[Any], steps: AffineSteps) -> NDArray[Any]:
+    """Apply steps to floating-point values; the result has the same dtype.
 
     Raises:
         ValueError: a finite value has no finite result.
@@ -124,18 +124,19 @@ def applied(values: NDArray[Any], steps: AffineSteps) -> NDArray[Any]:
     with np.errstate(all="ignore"):
         for kind, scale, shift in steps:
             after = after * scale + shift if kind == AFFINE else functions[kind](after)
-        result = rounded(after, values.dtype)
+        result = round_to(after, values.dtype)
         lost = np.isfinite(before) & ~np.isfinite(result.astype(np.float64))
     if lost.any():
         raise ValueError(float(before[lost][0]))
     return result
 
 
-def rounded(values: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Round float64 values once to another floating-point type: to the nearest, ties to even."""
-    if dtype.kind == "f":  # numpy's own types
+def round_to(values: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Round float64 values once to another floating-point dtype: to nearest, ties to even."""
+    if dtype.kind == "f":  # a dtype of numpy itself
         return values.astype(dtype)
-    # bfloat16 is rounded from float32. An inexact step to that must not make a tie: its last bit is odd then.
+    # bfloat16 is rounded from float32. Where the first rounding is inexact it must not create a tie for the second one,
+    # so the last bit is set (round to odd).
     with np.errstate(all="ignore"):
         near = values.astype(np.float32)
     bits = near.view(np.uint32)

@@ -1,14 +1,14 @@
-"""Expressions: how the axes of logical tensors lie in the dims of one stored tensor.
+"""Expressions: how the dims of one stored tensor are made of the axes of logical tensors.
 
     gate[f d]                      two dims of one logical tensor
     q[(g r c) d]                   a merged dim, outermost axis first
     [e d [gate:f | up:f]]          a direct sum: two logical tensors one after the other along a dim
     (f [gate: | up:])              interleaved: empty segments of size 1 inside a merged dim
     [[embed:v | 0:p] d]            padding: the segment `0` belongs to no logical tensor
-    conv[x 1 k]                    a dim of size 1; every other size is an axis, so that nothing is left out
+    conv[x 1 k]                    a dim of size 1; every other size is an axis, so that no dim is left out
 
-`parse` reads the text; `Expression.layout` fills in sizes and gives an offset, and one stride per axis, for each
-logical tensor and stored dim. That is all a conversion needs to know about a layout.
+`parse` reads the text. `Expression.layout` fills in sizes, which gives, for each logical tensor and stored dim, an
+offset and one stride per axis. A conversion needs to know no more about a layout.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ PADDING = "0"
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """A named axis."""
+    """A single named axis."""
 
     name: str
 
 
 class Merge(msgspec.Struct, frozen=True):
-    """Nodes merged into one dim, outermost first; a merge of nothing has size 1."""
+    """Nodes merged into one dim, outermost first; a merge of no nodes has size 1."""
 
     parts: tuple[Node, ...]
 
 
 class Sum(msgspec.Struct, frozen=True):
-    """Segments one after the other along a dim; each belongs to one logical tensor."""
+    """Segments one after the other along a dim, each of one logical tensor."""
 
     segments: tuple[tuple[str, Node], ...]
 
@@ -51,16 +51,16 @@ Change = Callable[[Merge, tuple[str, ...]], Merge]
 
 
 class Share(msgspec.Struct, frozen=True):
-    """One logical tensor's share of one stored dim."""
+    """The positions of one stored dim that belong to one logical tensor."""
 
     offset: int
-    """First position in the dim."""
+    """First of these positions in the dim."""
     axes: tuple[tuple[str, int, int], ...]
-    """`(axis, size, stride)` with strides in positions of the dim, outermost first; nested."""
+    """`(axis, size, stride)` as nested loops, outermost first; strides count positions of the dim."""
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """An expression with sizes filled in."""
+    """An expression with the sizes of its axes filled in."""
 
     shape: tuple[int, ...]
     """Shape of the stored tensor."""
@@ -72,9 +72,9 @@ class Expression(msgspec.Struct, frozen=True, dict=True):
     """The parsed right-hand side of a dialect line."""
 
     text: str
-    """As written in the table; it appears in every error."""
+    """The expression as written in the table, for errors."""
     component: str | None
-    """The one logical tensor, or None where sums name them."""
+    """Name of the only logical tensor; None where the segments of a sum name several."""
     dims: tuple[Node, ...]
     """One node per stored dim."""
 
@@ -98,22 +98,22 @@ class Expression(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def padding(self) -> frozenset[str]:
-        """Axes that occur only inside padding, and so have no size in any logical tensor."""
+        """Axes that occur only in padding, and so belong to no logical tensor."""
         inside = {n.name for name, part in self.segments if name == PADDING for n in walk(part) if isinstance(n, Axis)}
         return frozenset(inside.difference(*(self.axes_of(component) for component in self.components)))
 
     def axes_of(self, component: str) -> tuple[str, ...]:
-        """Return the axes that one logical tensor has in the dims, in stored order."""
+        """Return the axes of one logical tensor in the dims, in stored order."""
         return tuple(axis for dim in self.dims for axis in _axes_of(dim, component))
 
     def layout(self, sizes: AxisSizes) -> Layout:
-        """Fill in sizes.
+        """Return the layout for the given axis sizes.
 
         Args:
             sizes: axis -> size, for every axis of the expression.
 
         Raises:
-            KeyError: an axis has no size; callers find sizes first.
+            KeyError: an axis has no size.
         """
         measured = [_measure(dim, sizes) for dim in self.dims]
         return Layout(
@@ -122,12 +122,14 @@ class Expression(msgspec.Struct, frozen=True, dict=True):
         )
 
     def rewrite(self, change: Change) -> Expression:
-        """Return the expression with every merge replaced by `change(merge, the components it belongs to)`."""
+        """Return the expression with every merge replaced by `change(merge, the components that the merge belongs
+        to)`.
+        """
         return Expression(self.text, self.component, tuple(_rewrite(dim, change, self.components) for dim in self.dims))
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """Yield the node and everything in it, in stored order."""
+    """Yield a node and all nodes inside it, in stored order."""
     yield node
     if isinstance(node, Merge):
         for part in node.parts:
@@ -138,7 +140,7 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 def size(node: Node, sizes: AxisSizes) -> int:
-    """Return the number of positions a node takes."""
+    """Return the number of positions that a node has in its dim."""
     return _measure(node, sizes)[0]
 
 
@@ -147,12 +149,12 @@ _WHOLE = Share(0, ())
 
 
 def _share(parts: _Parts, component: str) -> Share:
-    """Return a component's share; a node without sums belongs to every component alike (key None)."""
+    """Return a component's share; a node without sums belongs to every component (key None)."""
     return parts.get(component) or parts.get(None) or _WHOLE
 
 
 def _measure(node: Node, sizes: AxisSizes) -> tuple[int, _Parts]:
-    """Return the size of a node and the share of each component in it (None: every component)."""
+    """Return the size of a node and the share of each component in it (key None: of every component)."""
     match node:
         case Axis(name):
             return sizes[name], {None: Share(0, ((name, sizes[name], 1),))}
@@ -169,17 +171,17 @@ def _measure(node: Node, sizes: AxisSizes) -> tuple[int, _Parts]:
 
 
 def _measure_merge(parts: tuple[Node, ...], sizes: AxisSizes) -> tuple[int, _Parts]:
-    """Measure a merged dim from right to left: a node's stride is the size of everything after it."""
+    """Measure a merged dim from right to left: the stride of a node is the product of the sizes after it."""
     measured = [_measure(part, sizes) for part in parts]
-    named = dict.fromkeys(name for _, inside in measured for name in inside if name is not None)
-    shares: _Parts = dict.fromkeys(named or [None], _WHOLE)
+    component_names = dict.fromkeys(name for _, inside in measured for name in inside if name is not None)
+    shares: _Parts = dict.fromkeys(component_names or [None], _WHOLE)
     stride = 1
     for count, inside in reversed(measured):
         for name, share in shares.items():
             share_inside = inside.get(name) or inside.get(None) or _WHOLE
             axes = tuple((axis, length, step * stride) for axis, length, step in share_inside.axes)
             shares[name] = Share(share.offset + share_inside.offset * stride, axes + share.axes)
-        # Whatever comes further left steps over all `count` positions of this node.
+        # A step of any node further left skips all `count` positions of this node.
         stride *= count
     return stride, shares
 
@@ -212,11 +214,11 @@ _NAME, _NUMBER, _MARK, _END = "name", "number", "mark", "end"
 _KINDS = (_END, _NAME, _NUMBER, _MARK)
 _ONE = "1"
 _DEEPEST = 16
-"""Deepest nesting of brackets; the tables need three."""
+"""Cap on the nesting of brackets; the tables need three levels."""
 
 
 class _Parser:
-    """Recursive descent: one method per rule of the grammar, which the reference gives in EBNF."""
+    """Recursive-descent parser with one method per rule of the grammar, which the reference gives in EBNF."""
 
     def __init__(self, text: str, start: int, *, checked: bool) -> None:
         self.checked = checked
@@ -310,13 +312,13 @@ class _Parser:
         return name, node
 
     def check(self, expression: Expression) -> None:
-        """Refuse what has no meaning: no component or two places for one, an axis twice, sums inside sums."""
+        """Refuse an expression without a meaning: no component, a component or axis twice, a sum inside a sum."""
         for problem in _problems(expression):
             raise refuse("CORRUPT", f"{self.text}\ncolumn {self.start + 1}: expected {problem}", hint=HINT)
 
 
 def _problems(expression: Expression) -> Iterator[str]:
-    """Yield what is wrong with an expression that parses, each as a phrase that follows "expected"."""
+    """Yield the faults of an expression that parses, each as a phrase to follow "expected"."""
     names = expression.components
     sums = [node for dim in expression.dims for node in walk(dim) if isinstance(node, Sum)]
     if expression.component is not None and sums:
@@ -336,14 +338,14 @@ def _problems(expression: Expression) -> Iterator[str]:
 
 
 def parse(text: str, start: int = 0, *, checked: bool = False) -> Expression:
-    """Read an expression.
+    """Parse an expression.
 
     Args:
-        text: the right-hand side of a dialect's line.
-        start: where in that line it begins, so that errors show the column of the line.
-        checked: it was read before without a fault: whether it means something is not asked again.
+        text: the right-hand side of a line in a dialect.
+        start: column of the text in its line, so that errors show the column of the line.
+        checked: the expression was parsed before without a fault, so its meaning is not checked again.
 
     Raises:
-        Refused: CORRUPT, showing the text, the column and what was expected.
+        Refused: CORRUPT, showing the text, the column and the expected token.
     """
     return _Parser(text, start, checked=checked).expression()

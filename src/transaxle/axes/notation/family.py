@@ -1,26 +1,26 @@
 """Families and dialects as values, and the number formats that a dialect's lines may depend on.
 
-A family lists the logical tensors of a model with their named axes; a dialect says, one line per stored tensor, how a
-framework names and packs them. `tables.read` builds both from text.
+A family lists the logical tensors of a model with their named axes. A dialect describes, one line per stored tensor,
+how a framework names and packs them. `tables.read` builds both from text.
 
 A number format is the dtype and encoding of a stored tensor. A layout may depend on it: gpt-oss stores bf16 experts
 transposed, but not its MXFP4 codes. So a line may end in `when mxfp4`, and another line of the same name in `when not
-mxfp4`. The word is true where the tensor at hand is stored, or is about to be written, in that encoding; these words
-are all that the algebra knows of encodings.
+mxfp4`. The word is true where the tensor is stored, or will be written, in that encoding. This package knows nothing
+else of encodings.
 
-**Formulas**: the small arithmetic in which a table says how big an axis is and when a line holds.
+**Formulas**: the small arithmetic for the size of an axis and the condition of a line.
 
     num_attention_heads/num_key_value_heads        exact division, or the size is refused
     head_dim|hidden_size/num_attention_heads       the first of these that is known
-    layer_types[l] == "full_attention"             `l` is the index of the tensor at hand
+    layer_types[l] == "full_attention"             `l` is the index of the tensor in question
     other_setting.num_heads if sliding else 8
     l in moe_layers                                a list, or the text "3,4,5"
-    per_layer_config[l].head_dim | head_dim        an entry of a map: of layer 3, that under "3"
+    per_layer_config[l].head_dim | head_dim        an entry of a map: that of layer 3 is under "3"
     len(layer_types)                               entries of a list, characters of a text
     hybrid_override_pattern[l] == "M"              a character of a text
 
-The syntax is Python's, read with `ast` and evaluated over config keys by a closed list of operations; nothing is ever
-executed. A key that is missing makes the formula unknown (None), which is different from false.
+The syntax is Python's, parsed by `ast` and evaluated over config keys by a closed list of operations; nothing is ever
+executed. A missing key makes the formula unknown (None), which is different from false.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from transaxle.axes.notation.statement import ENCODINGS
 from transaxle.errors import TransaxleError, refuse
 
 if TYPE_CHECKING:
-    from transaxle.axes.notation.written import Written
+    from transaxle.axes.notation.written import FamilyText
 
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -55,7 +55,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def _members(items: Any) -> Any:
-    """Return what `in` searches: some configs write a list of numbers as the text "3,4,5"."""
+    """Return the items that `in` searches; a config may contain a list of numbers as the text "3,4,5"."""
     if isinstance(items, str):
         return [int(item) if item.strip().isdecimal() else item.strip() for item in items.split(",")]
     return items
@@ -76,21 +76,21 @@ _PARTS: tuple[type[ast.AST], ...] = (
     ast.IfExp, ast.Tuple, ast.List, ast.Load, ast.And, ast.Or, ast.Not, ast.USub, ast.Div, ast.BitOr,
     ast.Call, *_ARITHMETIC, *_COMPARE,
 )  # fmt: skip
-"""The closed set of syntax nodes; anything else is refused when the table is read."""
+"""The closed set of syntax nodes; a table with any other node is refused."""
 _MOST_NODES = 1_000
-"""Cap on the nodes of one formula, those of the formulas it names included; real tables need some twenty."""
+"""Cap on the nodes of one formula, including the named formulas in it; real tables need about 20."""
 _LENGTH = "len"
-"""The only function that a formula may call."""
+"""The only function in formulas."""
 
 
 class _InlineNamed(ast.NodeTransformer):
     """Replaces the names of `let` formulas by their syntax trees."""
 
-    def __init__(self, named: Mapping[str, Formula]) -> None:
-        self.named = named
+    def __init__(self, let_formulas: Mapping[str, Formula]) -> None:
+        self.let_formulas = let_formulas
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return self.named[node.id].tree if node.id in self.named else node
+        return self.let_formulas[node.id].tree if node.id in self.let_formulas else node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         node.args = [self.visit(argument) for argument in node.args]
@@ -101,31 +101,32 @@ class Formula(msgspec.Struct, frozen=True, dict=True, eq=False):
     """A formula over config keys and name indices."""
 
     text: str
-    """As written in the table."""
-    named: Mapping[str, Formula] = msgspec.field(default_factory=dict)
-    """Formulas that the text may call by name (`let`)."""
+    """The formula as written in the table."""
+    let_formulas: Mapping[str, Formula] = msgspec.field(default_factory=dict)
+    """Formulas by name (`let`) that the text may use."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Formula) and other.text == self.text
+    def __eq__(self, formula: object) -> bool:
+        return isinstance(formula, Formula) and formula.text == self.text
 
     def __hash__(self) -> int:
         return hash(self.text)
 
     @property
     def always(self) -> bool:
-        """Whether it is the word `True`, or a named formula that is."""
+        """Whether it is `True`, or the name of a formula that is."""
         return isinstance(self.tree, ast.Constant) and self.tree.value is True
 
     @property
     def tree(self) -> ast.expr:
-        """The formula as Python's syntax, named formulas put in."""
-        return self._parsed[0]
+        """Syntax tree of the formula, with named formulas substituted."""
+        return self._parse[0]
 
     @cached_property
-    def _parsed(self) -> tuple[ast.expr, int, frozenset[str]]:
-        """The tree, the number of its nodes, and the names it reads.
+    def _parse(self) -> tuple[ast.expr, int, frozenset[str]]:
+        """The syntax tree, its number of nodes, and the names in it.
 
-        Thirty formulas that each name the last one twice are a tree of a billion nodes: it is never walked.
+        Thirty formulas that each use the previous one twice form a tree of a billion nodes, so the tree is never
+        walked.
         """
         try:
             tree, nodes, names = ast.parse(self.text.strip(), mode="eval").body, 0, set[str]()
@@ -136,14 +137,14 @@ class Formula(msgspec.Struct, frozen=True, dict=True, eq=False):
                 if isinstance(node, ast.Call) and not _is_length(node):
                     raise self._fail("only the call len(X) is allowed in formulas")
                 name = node.id if isinstance(node, ast.Name) and id(node) not in functions else ""
-                named_formula = self.named.get(name)
-                nodes += 1 if named_formula is None else named_formula._parsed[1]
+                named_formula = self.let_formulas.get(name)
+                nodes += 1 if named_formula is None else named_formula._parse[1]
                 names |= {name} if named_formula is None else named_formula.names
             if nodes > _MOST_NODES:
                 raise self._fail(
                     f"together with the formulas that it names it has {nodes:,} parts, more than {_MOST_NODES:,}"
                 )
-            return _InlineNamed(self.named).visit(tree), nodes, frozenset(names - {""})
+            return _InlineNamed(self.let_formulas).visit(tree), nodes, frozenset(names - {""})
         except SyntaxError as error:
             raise self._fail(error.msg) from None
         except (ValueError, RecursionError, MemoryError) as error:
@@ -154,11 +155,11 @@ class Formula(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def names(self) -> frozenset[str]:
-        """The names it reads."""
-        return self._parsed[2]
+        """Config keys, axes and tensors that the formula reads."""
+        return self._parse[2]
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        """Evaluate over `values`; None where a needed value is unknown.
+        """Evaluate the formula over `values`; None where a necessary value is unknown.
 
         Raises:
             Refused: SHAPE_MISMATCH where a division is not exact, CORRUPT where the types do not fit.
@@ -180,7 +181,7 @@ class Formula(msgspec.Struct, frozen=True, dict=True, eq=False):
             case ast.Subscript(value=base, slice=index):
                 return _item(self._value(base, values), self._value(index, values))
             case ast.Call(args=[of]) | ast.UnaryOp(operand=of):
-                return _turned(node, self._value(of, values))
+                return _apply_unary(node, self._value(of, values))
             case ast.BoolOp(op=op, values=parts):
                 return _boolean(isinstance(op, ast.And), (self._value(part, values) for part in parts))
             case ast.IfExp(test=test, body=body, orelse=orelse):
@@ -198,24 +199,24 @@ class Formula(msgspec.Struct, frozen=True, dict=True, eq=False):
                 return self._binary(op, self._value(left, values), right, values)
         raise self._fail(f"{type(node).__name__} is not allowed in formulas")
 
-    def _binary(self, op: ast.operator, left: Any, right: ast.expr, values: Mapping[str, Any]) -> Any:
+    def _binary(self, op: ast.operator, left_value: Any, right: ast.expr, values: Mapping[str, Any]) -> Any:
         """Apply a binary operation; None where an operand is unknown.
 
-        The right operand is passed as syntax, because `a | b` evaluates it only where the left one is unknown.
+        The right operand is a syntax tree, because `a | b` evaluates it only where the left operand is unknown.
         """
         if isinstance(op, ast.BitOr):
-            return left if left is not None else self._value(right, values)
+            return left_value if left_value is not None else self._value(right, values)
         right_value = self._value(right, values)
-        if left is None or right_value is None:
+        if left_value is None or right_value is None:
             return None
-        for operand in (left, right_value):
+        for operand in (left_value, right_value):
             if not isinstance(operand, int | float):  # `%` and `*` mean other things for text and lists
                 raise self._fail(f"{operand!r} is not a number")
         if isinstance(op, ast.Div):
-            if left % right_value:
-                raise refuse("SHAPE_MISMATCH", f"{self.text}: {left} is not divisible by {right_value}")
-            return left // right_value
-        result = _ARITHMETIC[type(op)](left, right_value)
+            if left_value % right_value:
+                raise refuse("SHAPE_MISMATCH", f"{self.text}: {left_value} is not divisible by {right_value}")
+            return left_value // right_value
+        result = _ARITHMETIC[type(op)](left_value, right_value)
         whole = isinstance(result, float) and result.is_integer()  # `mlp_ratio * width`
         return int(result) if whole else result
 
@@ -225,8 +226,8 @@ def _is_length(node: ast.Call) -> bool:
     return names_len and len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred)
 
 
-def _turned(node: ast.Call | ast.UnaryOp, value: Any) -> Any:
-    """Return the length, the logical negation or the negative of a value; None where it is unknown."""
+def _apply_unary(node: ast.Call | ast.UnaryOp, value: Any) -> Any:
+    """Return the length, the logical negation or the negative of a value; None where the value is unknown."""
     if value is None:
         return None
     if isinstance(node, ast.Call):
@@ -235,10 +236,9 @@ def _turned(node: ast.Call | ast.UnaryOp, value: Any) -> Any:
 
 
 def _item(base: Any, index: Any) -> Any:
-    """Return an entry of a mapping or a list, or a character of a text; None where it does not exist: unknown, like a
-    missing key.
+    """Return an entry of a mapping or list, or a character of a text; None where it does not exist, like a missing key.
 
-    The keys of a mapping in JSON are texts: the entry of layer 3 is under "3".
+    The keys of a JSON mapping are texts: the entry of layer 3 is under "3".
     """
     if isinstance(base, Mapping):
         value = base.get(index)
@@ -249,7 +249,7 @@ def _item(base: Any, index: Any) -> Any:
 
 
 def _boolean(conjunction: bool, values: Iterable[Any]) -> bool | None:
-    """Evaluate three-valued `and` / `or`, which stops at the first value that decides."""
+    """Evaluate three-valued `and` / `or`, stopping at the first value that decides."""
     unknown = False
     for value in values:
         if value is None:
@@ -260,211 +260,211 @@ def _boolean(conjunction: bool, values: Iterable[Any]) -> bool | None:
 
 
 PLAIN = ""
-"""The encoding of a tensor whose elements are its values."""
+"""Encoding of a tensor whose elements are its values."""
 WORDS = ENCODINGS
-"""Names of the encodings in conditions. They are reserved: no axis, tensor or formula may have one of them."""
+"""Names of encodings in conditions. They are reserved: no axis, tensor or formula may have such a name."""
 
 
 class NumberFormat(NamedTuple):
-    """The dtype of a stored tensor's elements, and its encoding."""
+    """Dtype and encoding of a stored tensor."""
 
     dtype: str
-    """Safetensors code of its elements, or of its codes."""
+    """Dtype of its elements, or of its codes, as a safetensors code."""
     encoding: str = PLAIN
-    """One of `WORDS`, or `PLAIN`."""
+    """Its encoding: one of `WORDS`, or `PLAIN`."""
 
 
 Recode = Callable[[str, NumberFormat], NumberFormat]
-"""(target name, format of the source) -> format in which it is written."""
+"""`(target name, format of the source) -> format of the target`."""
 
 
 def same(_: str, form: NumberFormat) -> NumberFormat:
-    """Keep every tensor's format: a change of layout changes no number."""
+    """Keep every tensor's format, as a change of layout does."""
     return form
 
 
 def words(encoding: str) -> dict[str, bool]:
-    """Return the truth of each encoding's word for a tensor of this encoding."""
+    """Return encoding name -> truth value, for a tensor in this encoding."""
     return {word: word == encoding for word in WORDS}
 
 
 class LogicalTensor(msgspec.Struct, frozen=True):
-    """A logical tensor of a family."""
+    """A logical tensor of a family, with named axes."""
 
     name: str
-    """Component name used in expressions."""
+    """Name of the tensor in expressions."""
     axes: tuple[str, ...]
-    """Its axes, in canonical order."""
+    """Names of its axes, in canonical order."""
     when: Formula | None = None
     """Condition under which it must exist; None: always. Where the condition is false, it may still exist."""
 
 
 class Tie(msgspec.Struct, frozen=True):
-    """Two logical tensors that share one value, such as a head tied to the embedding."""
+    """Two logical tensors with one value, such as a head tied to the embedding."""
 
     alias: str
-    """The tensor that may be stored as a copy, or not at all."""
+    """Tensor that may be stored as a copy, or not at all."""
     original: str
-    """The tensor that is always stored."""
+    """Tensor that is always stored."""
     when: Formula
-    """When they are tied."""
+    """Condition under which the two are tied."""
 
 
 class Cuttable(msgspec.Struct, frozen=True):
-    """An axis that the ranks of a mesh may share out."""
+    """A `cut` statement: an axis that the ranks along a mesh axis may share out."""
 
     mesh: str
-    """The mesh axis, `tp` or `ep`; `tp@vllm` where a dialect has a cut of its own."""
+    """Mesh axis, `tp` or `ep`; `tp@vllm` for a cut in one dialect only."""
     axes: tuple[str, ...]
-    """The axis; several axes are cut as one flattened axis, outermost first; none: every rank has all."""
+    """The cut axis; several are cut as one flattened axis, outermost first; none: every rank has the whole tensor."""
     tensors: frozenset[str] | None = None
-    """The tensors it applies to; None: every tensor with the axis."""
+    """Tensors that the cut applies to; None: every tensor with the axis."""
 
     @property
     def text(self) -> str:
-        """The cut axes as the table writes them."""
+        """The cut axes as written in the table."""
         return self.axes[0] if len(self.axes) == 1 else f"({' '.join(self.axes)})"
 
 
 class Arithmetic(msgspec.Struct, frozen=True):
-    """How stored values follow from logical ones; it never runs unless asked for."""
+    """Arithmetic from logical to stored values; it runs only on request."""
 
     text: str
-    """As written in the table."""
+    """The arithmetic as written in the table."""
     steps: AffineSteps
-    """From the logical value to the stored one."""
+    """Steps from the logical value to the stored one."""
 
 
 class Line(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """One line of a dialect: a name pattern, and the expression of the tensor stored under it."""
+    """One line of a dialect: a name pattern, and the expression of the tensors stored under it."""
 
     name: Name
     """Pattern of the stored names."""
     expression: Expression
-    """What the tensor holds."""
+    """Expression of the stored tensors."""
     when: Formula | None = None
-    """When the dialect stores it; None: always."""
+    """Condition under which the dialect stores the tensor; None: always."""
     lossy: Arithmetic | None = None
-    """Arithmetic between the logical and the stored values."""
+    """Arithmetic between logical and stored values; None where they are equal."""
     read_only: bool = False
-    """It is no name of a parameter in files that are written now, but that of older ones, or `of_state`."""
+    """Whether new files never have a parameter of this name: older files have it, or only state does (`of_state`)."""
     of_state: bool = False
-    """Optimizer state is written under it: the name of a parameter of which files have parts, by other lines."""
+    """Whether only optimizer state is written under this name; the parameter's parts are written by other lines."""
     else_zeros: bool = False
-    """The dialect's program has this tensor whatever the config says: zeros where the source has none."""
+    """Whether the framework always has this tensor, so that zeros are written where the source has none."""
 
     @property
     def text(self) -> str:
-        """The rule as written, for errors."""
+        """The line without its condition, for errors."""
         return f"{self.name.text} = {self.expression.text}"
 
     @property
     def whole(self) -> str:
-        """The rule with its condition."""
+        """The line with its condition, for errors."""
         return self.text if self.when is None else f"{self.text} when {self.when.text}"
 
     @cached_property
     def by_form(self) -> bool:
-        """Whether its condition asks in which encoding a tensor is."""
+        """Whether the condition depends on the encoding of the tensor."""
         return self.when is not None and not self.when.names.isdisjoint(WORDS)
 
 
 class Dialect(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """How one framework (and one of its versions) stores a family."""
+    """Names and packing of a family's tensors in one framework, or in one of its versions."""
 
     name: str
-    """e.g. `hf`, `torchtitan`."""
+    """Name of the dialect, such as `hf` or `torchtitan`."""
     version: str | None
-    """e.g. `0.2`; None where only one is known."""
+    """Version, such as `0.2`; None where there is only one."""
     lines: tuple[Line, ...]
-    """One line per stored tensor."""
+    """One line per kind of stored tensor."""
     ignored: tuple[Name, ...] = ()
-    """Stored names that hold nothing of the model (recomputable buffers)."""
+    """Patterns of stored names without anything of the model, such as recomputable buffers."""
 
     @property
     def label(self) -> str:
-        """Name, with the version where there is one: `torchtitan@0.2`."""
+        """Name, followed by `@` and the version where there is one: `torchtitan@0.2`."""
         return self.name if self.version is None else f"{self.name}@{self.version}"
 
     @cached_property
     def by_skeleton(self) -> Mapping[str, tuple[Line, ...]]:
-        """Lines a name may match, by the name's skeleton."""
+        """Skeleton of a name -> lines that the name may match."""
         lines_by_skeleton: dict[str, list[Line]] = defaultdict(list)
         for line in self.lines:
             lines_by_skeleton[line.name.skeleton].append(line)
         return {key: tuple(lines) for key, lines in lines_by_skeleton.items()}
 
     @cached_property
-    def ignored_skeletons(self) -> frozenset[str]:
-        """Skeletons of `ignored`."""
+    def skeletons_to_ignore(self) -> frozenset[str]:
+        """Skeletons of the `ignored` patterns."""
         return frozenset(name.skeleton for name in self.ignored)
 
 
 class Family(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """The logical tensors of a model family, and every dialect known for it."""
+    """The logical tensors of a model family, and all known dialects."""
 
     name: str
-    """e.g. `qwen3_moe`."""
+    """Name of the family, such as `qwen3_moe`."""
     model_types: tuple[str, ...]
-    """Values of config.json's `model_type` that mean this family."""
+    """Values of `model_type` in config.json that identify this family."""
     axes: Mapping[str, Formula | None]
-    """Axis -> its size as a formula over the config; None: only shapes and names tell."""
+    """Axis -> formula of its size over the config; None where only shapes and names show it."""
     tensors: Mapping[str, LogicalTensor]
-    """Logical tensors by name."""
+    """Name -> logical tensor."""
     ties: tuple[Tie, ...] = ()
-    """Tensors that may be one."""
+    """Pairs of tensors that may have one value."""
     cuts: tuple[Cuttable, ...] = ()
     """Axes that tensor-parallel ranks may share out."""
     other_cuts: tuple[Cuttable, ...] = ()
     """Axes that expert-parallel ranks may share out, and the cuts of single dialects."""
     within: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Outer axis -> inner axis, for `cut tp = INNER within OUTER`: where there are more ranks than indices of the
-    outer axis (kv heads), the ranks that get the same outer index divide the inner axis (its query heads) among
-    them, and each keeps a full copy of tensors that have the outer axis only.
+    """Outer axis -> inner axis, for `cut tp = INNER within OUTER`. Where there are more ranks than indices of the outer
+    axis (kv heads), ranks with the same outer index divide the inner axis (its query heads) among them, and each has a
+    full copy of tensors that only have the outer axis.
     """
-    named: Mapping[str, Formula] = msgspec.field(default_factory=dict)
-    """Formulas with a name (`let`)."""
+    let_formulas: Mapping[str, Formula] = msgspec.field(default_factory=dict)
+    """Named formulas (`let`), by name."""
     dialects: tuple[Dialect, ...] = ()
     """Known dialects, in table order."""
     wrappers: tuple[str, ...] = ()
-    """Values of `model_type` of larger models that contain this one under `text_config`, and whose tensor names the
-    dialects read as well.
-    """
+    """Values of `model_type` of larger models with this one under `text_config`, whose names the dialects read too."""
     alike: str = ""
-    """Another family with the same names, for which names of tensors alone never mean this one."""
+    """Another family with the same tensor names; names alone always mean that one."""
     precise: frozenset[str] = frozenset()
     """Logical tensors that keep their dtype where all others are cast."""
     added: Mapping[str, Formula] = msgspec.field(default_factory=dict)
-    """Logical tensors that a model adds, so that zeros are the same as none -> where a program may have them."""
-    text: Callable[[], Written | None] | None = None
-    """Finds the table as text; None for a family that was made in memory."""
+    """Optional logical tensor, for which zeros mean the same as absence -> condition for frameworks to have it."""
+    text: Callable[[], FamilyText | None] | None = None
+    """Returns the table as text; None for a family that was built in memory."""
 
     @property
-    def written(self) -> Written | None:
-        """The table as text, with all that it takes over; None for a family that was made in memory."""
+    def written(self) -> FamilyText | None:
+        """The table as text, with everything that it inherits; None for a family that was built in memory."""
         return None if self.text is None else self.text()
 
     @cached_property
     def copies(self) -> Mapping[str, str]:
-        """Logical tensor -> the one that dialects without a name for it have in its place: ties that never hold."""
+        """Logical tensor -> the tensor that dialects without a name for it use in its place (`tie … when False`)."""
         return {tie.alias: tie.original for tie in self.ties if tie.when.text == "False"}
 
     def dialect(self, label: str) -> Dialect | None:
-        """Return the dialect of that name (its newest version) or `name@version`; None where there is none."""
-        named = [d for d in self.dialects if d.name == label]
+        """Return the dialect with a label: `name@version`, or a name, which means its newest version; None if
+        unknown.
+        """
+        versions = [d for d in self.dialects if d.name == label]
         exact = [d for d in self.dialects if d.label == label]
-        return max(named, key=lambda dialect: age(dialect.version), default=None) or next(iter(exact), None)
+        return max(versions, key=lambda dialect: age(dialect.version), default=None) or next(iter(exact), None)
 
     def cuts_of(self, mesh: str, dialect: str) -> tuple[Cuttable, ...]:
-        """Return what the ranks of a mesh axis share out in a dialect; what it says itself comes first.
+        """Return the `cut` statements for a mesh axis in a dialect; those for this dialect alone come first.
 
         Args:
             mesh: `tp` or `ep`.
-            dialect: its name.
+            dialect: name of the dialect.
         """
         every = (*self.cuts, *self.other_cuts)
-        own = tuple(cut for cut in every if cut.mesh == f"{mesh}@{dialect}")
-        return own + tuple(cut for cut in every if cut.mesh == mesh)
+        dialect_cuts = tuple(cut for cut in every if cut.mesh == f"{mesh}@{dialect}")
+        return dialect_cuts + tuple(cut for cut in every if cut.mesh == mesh)
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
@@ -473,12 +473,14 @@ class Family(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def name_axes(self) -> frozenset[str]:
-        """Axes that some dialect keeps in its stored names; in a formula they mean an index, not a size."""
+        """Axes that occur in stored names of some dialect; in a formula they mean an index, not a size."""
         return frozenset(axis for d in self.dialects for line in d.lines for axis in line.name.axes)
 
     @cached_property
-    def numbered_axes(self) -> Mapping[str, frozenset[str]]:
-        """Logical tensor -> axes that some dialect keeps in its stored names: which modules have one of their own."""
+    def name_axes_by_tensor(self) -> Mapping[str, frozenset[str]]:
+        """Logical tensor -> those of its axes that occur in stored names of some dialect, such as layers and
+        experts.
+        """
         numbered: defaultdict[str, set[str]] = defaultdict(set)
         for line in (line for dialect in self.dialects for line in dialect.lines):
             for component in line.expression.components:
@@ -486,71 +488,72 @@ class Family(msgspec.Struct, frozen=True, eq=False, dict=True):
         return {component: frozenset(axes) for component, axes in numbered.items()}
 
 
-_Measured = tuple[dict[str, int], MutableMapping[str, Any]]
-"""Sizes, and the values that formulas see."""
+_SizesAndValues = tuple[dict[str, int], MutableMapping[str, Any]]
+"""Axis sizes, and the values for evaluating formulas."""
 
 
 class Sizes(msgspec.Struct, frozen=True, dict=True):
-    """Axis sizes of one checkpoint: what its config, or the user, says.
+    """Axis sizes of one checkpoint, from its config or from the user.
 
-    In a formula, an axis that lives in names means the index of the tensor at hand, and is unknown without one; any
-    other axis means its size.
+    In a formula, an axis that occurs in names means the index of the tensor in question, and is unknown without one;
+    any other axis means its size.
     """
 
     family: Family
-    """The family whose axes are meant."""
+    """Family with the axes."""
     config: Mapping[str, Any]
-    """config.json; empty where there is none."""
-    given: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Sizes that win over the formulas: the user's, or those solved from shapes."""
+    """Contents of config.json; empty where there is none."""
+    overrides: Mapping[str, int] = msgspec.field(default_factory=dict)
+    """Sizes that win over the formulas: from the user, or solved from shapes."""
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
-        """The part of the config that speaks of this family: nested text models have their own."""
+        """The part of the config for this family: a nested text model has its own section."""
         nested = self.config.get("text_config")
         if isinstance(nested, Mapping) and self.config.get("model_type") not in self.family.model_types:
             return nested
         return self.config
 
     @cached_property
-    def varying(self) -> frozenset[str]:
-        """Name axes on which some size depends (`l`, where heads differ per layer)."""
+    def layer_axes(self) -> frozenset[str]:
+        """Name axes whose index some size depends on, such as `l` where the number of heads differs per layer."""
         formulas = [formula for formula in self.family.axes.values() if formula is not None]
         return frozenset(axis for formula in formulas for axis in formula.names & self.family.name_axes)
 
     def at(self, index: Mapping[str, int]) -> dict[str, int]:
-        """Return every size known for the tensor at `index` (name axis -> its index); at none, those of all tensors.
+        """Return the known sizes for the tensor at `index` (name axis -> index); with an empty index, those of all
+        tensors.
 
         Raises:
-            Refused: what a formula refuses.
+            Refused: errors of a formula.
         """
-        return dict(self._measured(index)[0])
+        return dict(self._measure(index)[0])
 
-    def _measured(self, index: Mapping[str, int]) -> _Measured:
-        """Return the sizes at an index, and the values that formulas see there; cached for layers that are alike."""
+    def _measure(self, index: Mapping[str, int]) -> _SizesAndValues:
+        """Return the sizes at an index, and the values for formulas there; cached for similar layers."""
         key = tuple(index.get(axis) for axis in self._order)
-        measured = self._known.get(key)
+        measured = self._cache.get(key)
         if measured is None:
-            measured = self._known[key] = self._evaluated(index)
+            measured = self._cache[key] = self._evaluate(index)
         return measured
 
     @cached_property
-    def _known(self) -> dict[tuple[int | None, ...], _Measured]:
+    def _cache(self) -> dict[tuple[int | None, ...], _SizesAndValues]:
         return {}
 
     @cached_property
     def _order(self) -> tuple[str, ...]:
-        return tuple(sorted(self.varying))
+        return tuple(sorted(self.layer_axes))
 
-    def _evaluated(self, index: Mapping[str, int]) -> _Measured:
-        """Evaluate the formula of every axis."""
-        sizes: dict[str, int] = dict(self.given)
+    def _evaluate(self, index: Mapping[str, int]) -> _SizesAndValues:
+        """Evaluate the formulas of all axes at an index."""
+        sizes: dict[str, int] = dict(self.overrides)
         hidden = dict.fromkeys(self.family.name_axes)
-        # Chained, not copied: a config may have a hundred thousand keys, and a checkpoint as many tensors.
+        # Chained, not copied: a config may have 100,000 keys, and a checkpoint as many tensors.
         values: ChainMap[str, Any] = ChainMap({**hidden, **index}, cast("dict[str, Any]", self.settings))
         for axis, formula in self.family.axes.items():
-            value = self.given.get(axis)
-            # A size that depends on an index has no value without it, whatever `heads[l] | heads` falls back to.
+            value = self.overrides.get(axis)
+            # A size that depends on an index is unknown without it, even if `heads[l] | heads` has a fallback.
             if value is None and formula is not None and index.keys() >= self._indices[axis]:
                 own_key = {axis: self.settings.get(axis)} if axis in formula.names else {}  # a key of the same name
                 value = formula(ChainMap(own_key, values) if own_key else values)
@@ -563,40 +566,39 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
     def holds(
         self, formula: Formula | None, index: Mapping[str, int], present: Mapping[str, bool] | None = None
     ) -> bool | None:
-        """Evaluate a condition for the tensor at `index`; None where the config does not tell.
+        """Evaluate a condition for the tensor at `index`; None where its value is unknown.
 
         Args:
-            formula: the condition; None always holds.
+            formula: the condition; None is always true.
             index: name axis -> index.
-            present: words of the condition that mean something at hand -> whether it is so: logical tensors that
-                exist there, and encodings (`words`).
+            present: logical tensors and encodings (`words`) -> whether the tensor exists there, or is in this encoding.
         """
         if formula is None:
             return True
         hidden = dict.fromkeys(self.family.name_axes)
-        value = formula(ChainMap({**hidden, **index, **(present or {})}, self._measured(index)[1]))
+        value = formula(ChainMap({**hidden, **index, **(present or {})}, self._measure(index)[1]))
         return None if value is None else bool(value)
 
     @cached_property
     def _indices(self) -> Mapping[str, frozenset[str]]:
-        """Axis -> name axes on whose index its size depends, itself or through other axes."""
+        """Axis -> name axes whose index its size depends on, directly or through other axes."""
         indices: dict[str, frozenset[str]] = {}
         for axis, formula in self.family.axes.items():
-            names = frozenset[str]() if formula is None or axis in self.given else formula.names - {axis}
-            own = names & self.family.name_axes
-            indices[axis] = own.union(*(indices.get(name, frozenset()) for name in names - own))
+            names = frozenset[str]() if formula is None or axis in self.overrides else formula.names - {axis}
+            name_axes = names & self.family.name_axes
+            indices[axis] = name_axes.union(*(indices.get(name, frozenset()) for name in names - name_axes))
         return indices
 
     def indices_of(self, axis: str) -> frozenset[str]:
-        """Return the name axes on whose index the size of an axis depends by its formula, whatever is given."""
+        """Return the name axes whose index the size of an axis depends on by its formula, even if the size is given."""
         return self._by_formula._indices.get(axis, frozenset())
 
-    def unsized(self, axes: Iterable[str]) -> bool:
-        """Tell whether one of some axes has no formula: only shapes tell its size."""
+    def lack_formula(self, axes: Iterable[str]) -> bool:
+        """Tell whether one of the axes has no formula, so that only shapes show its size."""
         return any(self.family.axes[axis] is None for axis in axes)
 
     def first_alike(self, axis: str) -> str:
-        """Return the first axis of the family that has the formula of an axis, and so its size."""
+        """Return the first axis of the family with the same formula as an axis, and so with the same size."""
         return self._alike.get(axis, axis)
 
     @cached_property
@@ -611,8 +613,8 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def originals(self) -> Mapping[str, tuple[str, ...]]:
-        """Logical tensor -> those that it is by ties that hold, the nearest first: of `a = b` and `b = c`, `a` is `b`
-        and `c`. The last one of a chain must be stored; a tie that would close a circle is none.
+        """Logical tensor -> tensors that it equals by ties in force, nearest first: with `a = b` and `b = c`, `a` ->
+        `(b, c)`. The last one must be stored. A tie that would close a cycle is ignored.
         """
         nearest: dict[str, str] = {}
         for tie in self.family.ties:
@@ -620,13 +622,13 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
                 nearest[tie.alias] = tie.original
         return {alias: _chain(alias, nearest) for alias in nearest}
 
-    def giving(self, solved: Mapping[str, int]) -> Sizes:
-        """Return these sizes extended by solved ones; sizes given before win."""
-        return Sizes(self.family, self.config, {**solved, **self.given})
+    def with_solved(self, solved: Mapping[str, int]) -> Sizes:
+        """Return these sizes, extended by solved ones; sizes given before win."""
+        return Sizes(self.family, self.config, {**solved, **self.overrides})
 
 
 def _chain(name: str, nearest: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names that follow one, each the next of the one before."""
+    """Follow a mapping from a name, and return the names on the way."""
     chain: list[str] = []
     while name in nearest:
         name = nearest[name]
@@ -635,5 +637,5 @@ def _chain(name: str, nearest: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def age(version: str | None) -> tuple[int, ...]:
-    """Return a key that sorts versions: `0.10` is newer than `0.9`."""
+    """Return a sort key of versions, by which `0.10` is newer than `0.9`."""
     return tuple(int(number) for number in re.findall("[0-9]+", version or ""))

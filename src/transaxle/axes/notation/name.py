@@ -1,15 +1,15 @@
-"""Name patterns: the axes that live in a stored tensor's name.
+"""Name patterns: stored names with holes for the indices of axes.
 
     model.layers.{l}.mlp.experts.{e}.down_proj.weight      {l} is the index of axis l
     model.layers.{m+L}.eh_proj.weight                      index arithmetic: layer number m + L, L an axis size
     blocks.{2*l+1}.weight                                  every second number: 1, 3, 5
-    experts.{(l e)}.weight                                 both axes counted through: number l * E + e, E the size of e
-    mtp_layers.{l-L}.eh_proj.weight                        the other way: number l - L, for l from L on
-    decoder.layers.{l}.mlp.experts.linear_fc1.weight{e@ep} the index counts from the first one of a rank of mesh axis ep
+    experts.{(l e)}.weight                                 two axes merged: number l * E + e, E the size of e
+    mtp_layers.{l-L}.eh_proj.weight                        the reverse: number l - L, for l from L on
+    decoder.layers.{l}.mlp.experts.linear_fc1.weight{e@ep} the index counts from the first expert of a rank of axis ep
 
-A hole matches a canonical decimal (no sign, no leading zeros, at most ten digits), and literals match exactly: whole
-names, never substrings. `skeleton` maps names that differ in digits only to one key, so a table is searched in constant
-time.
+A hole matches a canonical decimal number (no sign, no leading zeros, at most ten digits), and literals match exactly:
+whole names, never substrings. `skeleton` maps names that differ only in digits to one key, so a table lookup takes
+constant time.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ _ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _RUN = re.compile(rb"0+")
 _SPLIT = re.compile(r"([0-9]+)")
 _MARKS = re.compile("[\0\1]")
-"""Characters that have a meaning in sort keys."""
+"""Characters with a special meaning in sort keys."""
 _DECIMAL = "(0|[1-9][0-9]{0,9})"
 _SEPARATOR = "."
 _NEXT = "\n"
 COMPILED, CHECKPOINTED, FSDP1 = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
-"""Attribute in which `torch.compile`, the checkpoint wrapper and FSDP1 keep the module they are around."""
+"""Attributes in which `torch.compile`, the checkpoint wrapper and FSDP1 keep the module that they wrap."""
 _WRAPPERS = frozenset({COMPILED, CHECKPOINTED, FSDP1})
-"""Segments that torch's wrappers put into the names of a live model's parameters."""
+"""Name segments that torch's wrappers insert into the parameter names of a live model."""
 _PARALLEL = "module"
-"""Segment of DDP and of training loops. Modules may be called so, too: it is a wrapper where nothing is beside it."""
+"""Name segment of DDP and of training loops. An ordinary module may have this name too: the segment is a wrapper's only
+where the parent has no other child.
+"""
 _AROUND = _WRAPPERS | {_PARALLEL, "_forward_module"}
 _OUTER = _AROUND | {"model", "model_state_dict", "model_state", "state_dict"}
-"""Segments that may precede every name of a model without making it part of a larger one."""
+"""Segments that may precede all names of a model without making it part of a larger model."""
 _MARKED = tuple(f"{segment}{_SEPARATOR}" for segment in (*sorted(_WRAPPERS), _PARALLEL))
 
 
@@ -52,11 +54,11 @@ def own_name(name: str) -> str:
 
 
 def own_names(names: Iterable[str], *, outer: bool = False) -> dict[str, str]:
-    """Return names without the segments of wrappers inside them, by the names as they are; empty where none has any.
+    """Return name -> name without the segments of wrappers; empty where no name has any.
 
     Args:
-        names: of parameters, each once.
-        outer: leave out what all of them begin with, too, which is a checkpoint's prefix.
+        names: names of parameters, each once.
+        outer: also strip the segments that all names begin with, which are a checkpoint's prefix.
     """
     listed = list(names)
     text = _NEXT.join(listed)
@@ -71,44 +73,42 @@ def own_names(names: Iterable[str], *, outer: bool = False) -> dict[str, str]:
     alone = _places_of_module(bare.values())
     if alone:
         bare = {name: _without(inner, alone) for name, inner in bare.items()}
-    own = bare if outer else {name: prefix + inner for name, inner in bare.items()}
-    return own if any(name != inner for name, inner in own.items()) else {}
+    stripped = bare if outer else {name: prefix + inner for name, inner in bare.items()}
+    return stripped if any(name != inner for name, inner in stripped.items()) else {}
 
 
 def _places_of_module(names: Collection[str]) -> set[str]:
-    """Return what comes before `module` in some names, where no name has anything else there."""
+    """Return the parents whose only child is `module`."""
     if not any(f"{_PARALLEL}{_SEPARATOR}" in name for name in names):
         return set()
-    beside: dict[str, set[str]] = defaultdict(set)
+    children: dict[str, set[str]] = defaultdict(set)
     for name in names:
         segments = name.split(_SEPARATOR)
         for at, segment in enumerate(segments):
-            beside[_SEPARATOR.join(segments[:at])].add(segment)
-    return {place for place, segments in beside.items() if segments == {_PARALLEL}}
+            children[_SEPARATOR.join(segments[:at])].add(segment)
+    return {place for place, segments in children.items() if segments == {_PARALLEL}}
 
 
 def _without(name: str, places: Container[str]) -> str:
-    """Return a name without the segments that follow some places."""
+    """Return a name without the segments that follow some parents."""
     segments = name.split(_SEPARATOR)
-    kept = (segment for at, segment in enumerate(segments) if _SEPARATOR.join(segments[:at]) not in places)
-    return _SEPARATOR.join(kept)
+    segments_left = (segment for at, segment in enumerate(segments) if _SEPARATOR.join(segments[:at]) not in places)
+    return _SEPARATOR.join(segments_left)
 
 
 def is_outer(prefix: str) -> bool:
-    """Tell whether a prefix consists only of what data parallelism, compilation and training loops put before all
-    names.
-    """
+    """Tell whether a prefix consists only of segments that data parallelism, compilation or training loops add."""
     return _OUTER.issuperset(prefix.split(_SEPARATOR)[:-1])
 
 
 def skeleton(name: str) -> str:
-    """Return the name with every run of digits replaced by one `0`."""
-    return _shortened(name.encode(errors="surrogatepass").translate(_ZEROS))
+    """Return the name with every run of digits replaced by a single `0`."""
+    return _shorten(name.encode(errors="surrogatepass").translate(_ZEROS))
 
 
 def skeletons(names: Sequence[str]) -> list[str]:
-    """Return the skeleton of each of very many names."""
-    text = _joined(names)
+    """Return the skeleton of each name; faster than `skeleton` for many names."""
+    text = _join_lines(names)
     if text is None:
         return list(map(skeleton, names))
     zeros = text.encode(errors="surrogatepass").translate(_ZEROS)
@@ -117,49 +117,49 @@ def skeletons(names: Sequence[str]) -> list[str]:
     return zeros.decode(errors="surrogatepass").split(_NEXT)
 
 
-def _joined(names: Sequence[str]) -> str | None:
-    """Return one text with a line for each name; None where a name has several lines."""
+def _join_lines(names: Sequence[str]) -> str | None:
+    """Join names with newlines; None where a name contains a newline."""
     text = _NEXT.join(names)
     return text if text.count(_NEXT) == len(names) - 1 else None
 
 
 @lru_cache(maxsize=1 << 14)
-def _shortened(zeros: bytes) -> str:
-    """Return a name whose digits are zeros with one for each run. Cached, as few names differ in more than digits."""
+def _shorten(zeros: bytes) -> str:
+    """Replace every run of zeros by one. Cached, as names with the same words have the same skeleton."""
     return _RUN.sub(b"0", zeros).decode(errors="surrogatepass")
 
 
 class Hole(msgspec.Struct, frozen=True):
-    """One index in a name."""
+    """A place for a number in a name pattern."""
 
     axis: str
-    """Axis whose index is written here."""
+    """Axis whose index is the number."""
     shift: str | None
-    """`+` or `-` followed by a number or by an axis, whose size is then added to the index or subtracted from it."""
+    """`+` or `-`, followed by a number or by an axis, whose size is added to or subtracted from the index."""
     mesh: str | None
-    """Mesh axis whose rank's first index is subtracted."""
+    """Mesh axis; the index counts from the first index of a rank along it."""
     factor: int = 1
-    """What the index is multiplied by, before it is shifted."""
+    """Factor of the index, applied before the shift."""
     inner: tuple[str, ...] = ()
-    """Axes that are counted through for each index of `axis`, the outer ones first."""
+    """Further axes that are merged into the number after `axis`, outer ones first."""
 
     @property
     def text(self) -> str:
-        """The hole as a table writes it."""
+        """The hole as written in a table."""
         axes = f"({' '.join((self.axis, *self.inner))})" if self.inner else self.axis
         times = f"{self.factor}*" if self.factor > 1 else ""
         return f"{{{times}{axes}{self.shift or ''}{f'@{self.mesh}' if self.mesh else ''}}}"
 
     @property
     def shift_axis(self) -> str | None:
-        """The axis whose size shifts the index; None where there is none."""
+        """Axis whose size shifts the index; None where there is none."""
         return None if self.shift is None or self.shift[1:].isdigit() else self.shift[1:]
 
-    def added(self, sizes: Mapping[str, int]) -> int:
-        """Return the number added to the index; negative where it is subtracted.
+    def shift_value(self, sizes: Mapping[str, int]) -> int:
+        """Return the shift of the index; negative where it is subtracted.
 
         Raises:
-            UsageError: UNKNOWN_AXIS where it is the size of an axis that is not known.
+            UsageError: UNKNOWN_AXIS where the shift is the size of an axis, and that is unknown.
         """
         if self.shift is None:
             return 0
@@ -175,11 +175,11 @@ class Hole(msgspec.Struct, frozen=True):
             )
         return sign * sizes[axis]
 
-    def counted(self, sizes: Mapping[str, int]) -> Counter:
-        """Return the hole with its sizes filled in.
+    def counter(self, sizes: Mapping[str, int]) -> Counter:
+        """Return the mapping from indices to numbers for some axis sizes.
 
         Raises:
-            UsageError: UNKNOWN_AXIS where a size that it needs is not known.
+            UsageError: UNKNOWN_AXIS where a necessary size is unknown.
         """
         for axis in self.inner:
             if axis not in sizes:
@@ -188,21 +188,21 @@ class Hole(msgspec.Struct, frozen=True):
                     f"the size of axis {axis} is needed for the numbers of {self.text}",
                     hint=f"Give it with --axis {axis}=N, or the model's config.json with --config FILE.",
                 )
-        return Counter(self.factor, self.added(sizes), tuple(sizes[axis] for axis in self.inner))
+        return Counter(self.factor, self.shift_value(sizes), tuple(sizes[axis] for axis in self.inner))
 
 
 class Counter(msgspec.Struct, frozen=True):
-    """How a hole turns the indices of its axes into a number, all sizes known."""
+    """Mapping between the indices of a hole's axes and the number in the name, with all sizes filled in."""
 
     factor: int
-    """What the count is multiplied by."""
+    """Factor of the merged index."""
     shift: int
-    """What is added then."""
+    """Number added after the factor is applied."""
     spans: tuple[int, ...]
-    """Sizes of the axes but the first."""
+    """Sizes of the axes after the first."""
 
     def number(self, indices: Sequence[int]) -> int | None:
-        """Return the number for some indices; None where one is beyond its axis."""
+        """Return the number for some indices; None where an index is beyond the size of its axis."""
         count = indices[0]
         for index, span in zip(indices[1:], self.spans, strict=True):
             if index >= span:
@@ -211,9 +211,9 @@ class Counter(msgspec.Struct, frozen=True):
         return count * self.factor + self.shift
 
     def indices(self, number: int) -> tuple[int, ...] | None:
-        """Return the indices that have a number; None where none have.  Inverse: `number`."""
-        count, rest = divmod(number - self.shift, self.factor)
-        if rest or count < 0:
+        """Return the indices for a number; None where there are none.  Inverse: `number`."""
+        count, remainder = divmod(number - self.shift, self.factor)
+        if remainder or count < 0:
             return None
         indices: list[int] = []
         for span in reversed(self.spans):
@@ -228,12 +228,12 @@ _DIRECT = Counter(1, 0, ())
 
 
 class Name(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """A name pattern: literals and holes in turn."""
+    """A name pattern: literal texts and holes in alternation."""
 
     text: str
-    """As written in the table."""
+    """The pattern as written in the table."""
     start: int = 0
-    """Where in its line it begins, for errors."""
+    """Column of the pattern in its line, for errors."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Name) and other.text == self.text
@@ -274,36 +274,36 @@ class Name(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def literals(self) -> tuple[str, ...]:
-        """Text before, between and after the holes."""
+        """Texts before, between and after the holes."""
         return self._parts[0]
 
     @property
     def holes(self) -> tuple[Hole, ...]:
-        """The indices, in order."""
+        """The holes, in order."""
         return self._parts[1]
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Axes in the name, in order."""
+        """Axes in the holes, in order."""
         return tuple(axis for hole in self.holes for axis in (hole.axis, *hole.inner))
 
     @cached_property
     def inner(self) -> tuple[str, ...]:
-        """Axes whose sizes are needed to tell the numbers of a merged hole apart."""
+        """Axes whose sizes are needed to split merged numbers into indices."""
         return tuple(axis for hole in self.holes for axis in hole.inner)
 
     def numbering(self, sizes: Mapping[str, int]) -> Numbering:
-        """Return how the numbers in this name follow from indices.
+        """Return the mapping between indices and the numbers in this name.
 
         Raises:
-            UsageError: UNKNOWN_AXIS where a size that a number depends on is not known.
+            UsageError: UNKNOWN_AXIS where a size that a number depends on is unknown.
         """
-        counters = tuple(hole.counted(sizes) for hole in self.holes)
+        counters = tuple(hole.counter(sizes) for hole in self.holes)
         return Numbering(self, counters, all(counter == _DIRECT for counter in counters))
 
     @cached_property
     def skeleton(self) -> str:
-        """Key under which a name that may match is found."""
+        """Skeleton of all names that match: the lookup key of the pattern."""
         return skeleton("0".join(self.literals))
 
     @cached_property
@@ -311,16 +311,16 @@ class Name(msgspec.Struct, frozen=True, dict=True, eq=False):
         return re.compile(_DECIMAL.join(re.escape(literal) for literal in self.literals))
 
     def match(self, name: str) -> tuple[int, ...] | None:
-        """Return the numbers in the holes, in order; None if the name does not match. Shifts are still included."""
+        """Return the numbers in the holes, in order, shifts included; None where the name does not match."""
         matched = self._regex.fullmatch(name)
         return None if matched is None else tuple(map(int, matched.groups()))
 
     def match_all(self, names: Sequence[str], before: str) -> list[tuple[int, ...]] | None:
-        """Return what `match` does of each of very many names without the same text before them; None unless all match.
+        """Return `match` of each name without its prefix; None unless all match. Faster than `match` for many names.
 
-        It also returns None for names without holes.
+        It also returns None for patterns without holes.
         """
-        text = _joined(names)
+        text = _join_lines(names)
         if text is None or not self.holes:
             return None
         rows = re.findall(f"^{re.escape(before)}{self._regex.pattern}$", text, re.MULTILINE)
@@ -344,17 +344,17 @@ def _hole(axes: str, shift: str | None, mesh: str | None, factor: int) -> Hole:
 
 
 class Numbering(msgspec.Struct, frozen=True):
-    """The numbers of a name, as its axes count them."""
+    """Mapping between the indices of a name's axes and the numbers in the name."""
 
     name: Name
-    """The name."""
+    """The name pattern."""
     counters: tuple[Counter, ...]
-    """One for each hole."""
+    """One counter for each hole."""
     is_index: bool
-    """Whether the numbers are the indices themselves."""
+    """Whether the numbers equal the indices."""
 
     def numbers(self, position: Sequence[int]) -> tuple[int | None, ...]:
-        """Return the number of each hole for the indices of the name's axes; None where an index is beyond its axis."""
+        """Return the number in each hole for the indices of the name's axes; None where an index is beyond its axis."""
         numbers: list[int | None] = []
         start = 0
         for counter in self.counters:
@@ -367,7 +367,7 @@ class Numbering(msgspec.Struct, frozen=True):
         return tuple(numbers)
 
     def position(self, name: str) -> tuple[int, ...] | None:
-        """Return the indices of the name's axes for which it gives a stored name, or None.  Inverse: `numbers`."""
+        """Return the indices of the name's axes for a stored name; None where there are none.  Inverse: `numbers`."""
         numbers = self.name.match(name)
         if numbers is None or self.is_index:
             return numbers
@@ -381,10 +381,10 @@ class Numbering(msgspec.Struct, frozen=True):
 
 
 def natural(name: str) -> str:
-    """Return a sort key in which `layers.2` comes before `layers.10`.
+    """Return a sort key by which `layers.2` comes before `layers.10`.
 
-    A number becomes a mark below every character, its count of digits, and these: texts are compared in a fraction of
-    the time of tuples.
+    A number becomes a mark below every character, its count of digits, and the digits. Comparing such texts is several
+    times as fast as comparing tuples.
     """
     middle = name.find(".", len(name) // 2)
     return _natural(name) if middle < 0 else _natural(name[:middle]) + _natural(name[middle:])
@@ -392,26 +392,26 @@ def natural(name: str) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _natural(part: str) -> str:
-    """Return a sort key of a half of a name. Cached, as layers and experts share the words around their numbers."""
+    """Return the sort key of half a name. Cached, as layers and experts share the words around their numbers."""
     return ".".join(map(_natural_word, part.split(".")))
 
 
 @lru_cache(maxsize=1 << 14)
 def _natural_word(word: str) -> str:
-    """Return a sort key of a text without dots. Cached, as names have few words, and layers and experts few numbers."""
+    """Return the sort key of a text without dots. Cached, as names consist of few distinct words."""
     if "\0" in word or "\1" in word:
-        word = _MARKS.sub(_escaped, word)
+        word = _MARKS.sub(_escape_mark, word)
     pieces = _SPLIT.split(word)
-    pieces[1::2] = map(_ordered, pieces[1::2])
+    pieces[1::2] = map(_number_key, pieces[1::2])
     return "".join(pieces)
 
 
-def _escaped(mark: re.Match[str]) -> str:
-    """Return a character that marks something in a sort key as one that sorts the same and marks nothing."""
+def _escape_mark(mark: re.Match[str]) -> str:
+    """Return a replacement for a mark character in a text, which has the same order but is no mark."""
     return f"\1{mark[0]}"
 
 
-def _ordered(digits: str) -> str:
-    """Return a sort key of a number."""
+def _number_key(digits: str) -> str:
+    """Return the sort key of a number."""
     significant = digits.lstrip("0")
     return f"\0{chr(len(significant))}{significant}"

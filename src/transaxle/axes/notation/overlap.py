@@ -1,9 +1,8 @@
-"""Overlap: whether two lines of a dialect claim the same stored name, so that the first would swallow the second's
-tensor.
+"""Overlap: whether two lines of a dialect match the same stored name, so that one would hide the other's tensor.
 
-Name patterns are unified: the text between digits must agree, and in each run of digits some number must be in the
-ranges of both holes. Where two patterns share a name, their conditions decide: the lines may share it if only one of
-them can hold.
+Name patterns are unified: the texts between digits must be equal, and in each run of digits some number must be in the
+ranges of both holes. Where two patterns share a name, their conditions decide: two lines may share a name if at most
+one of their conditions can be true.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from transaxle.errors import TransaxleError, refuse
 
 _RUN = re.compile(r"[0-9]+")
 _NUMBERS = 40
-"""How many numbers are tried where the end of a range is unknown, beside those that the lines name."""
+"""Count of numbers to try where the end of a hole's range is unknown, in addition to the ends of known ranges."""
 _NAMES = 200
-"""Cap on the shared names for which the conditions are compared."""
+"""Cap on the number of shared names for which the conditions are compared."""
 _PAIRS = 10_000
-"""Cap on the pairs of lines of one dialect whose names differ in digits only; tables have a few dozen."""
+"""Cap on the pairs of lines of one dialect whose names differ only in digits; tables have a few dozen."""
 _ATOMS = 12
-"""Cap on the atoms of two conditions that are tried in every combination."""
+"""Cap on the atoms of two conditions whose truth values are tried in every combination."""
 _MOST_TIED = 50
-"""Cap on the tensors that may be one by ties; real tables have four."""
+"""Cap on the tensors that are tied to one tensor, directly or not; real tables have four."""
 _NEGATED: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
     ast.NotEq: ast.Eq, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.NotIn: ast.In,
 }  # fmt: skip
 _Run = tuple[str | Hole, ...]
-"""Adjacent digits and holes."""
+"""A run of digits in a pattern: adjacent digits and holes."""
 _LineRuns = tuple[Line, list[_Run]]
 
 
-def overlapping(lines: Iterable[Line], family: Family) -> Iterator[tuple[Line, Line, str]]:
-    """Yield pairs of lines that claim one name, each with such a name.
+def find_overlaps(lines: Iterable[Line], family: Family) -> Iterator[tuple[Line, Line, str]]:
+    """Yield each pair of lines that match a common name, with such a name.
 
     Raises:
-        Refused: CORRUPT where too many lines have names that differ in digits only.
+        Refused: CORRUPT where too many lines have names that differ only in digits.
     """
     pairs = 0
     by_text: dict[str, tuple[list[_LineRuns], dict[str, list[_LineRuns]]]] = {}
@@ -60,7 +59,7 @@ def overlapping(lines: Iterable[Line], family: Family) -> Iterator[tuple[Line, L
             raise refuse("CORRUPT", message, hint="Write the numbers as holes, as in layers.{l}.")
         for earlier, earlier_runs in (*with_holes, *fixed):
             if line.when is None and earlier.when is None and line.name == earlier.name:
-                continue  # the reader of tables says so where the second one stands
+                continue  # the table parser refuses the second line itself
             name = _common(earlier, earlier_runs, line, runs, texts, family)
             if name is not None:
                 yield earlier, line, name
@@ -68,7 +67,7 @@ def overlapping(lines: Iterable[Line], family: Family) -> Iterator[tuple[Line, L
 
 
 def _runs(name: Name) -> tuple[list[str], list[_Run]]:
-    """Split a pattern into what is no digit, and the runs of digits and holes between."""
+    """Split a pattern into the texts without digits, and the runs of digits and holes between them."""
     texts, runs = [""], list[_Run]()
     holes = iter(name.holes)
     run: list[str | Hole] = []
@@ -100,26 +99,28 @@ def _runs(name: Name) -> tuple[list[str], list[_Run]]:
 def _common(
     first: Line, first_runs: list[_Run], second: Line, second_runs: list[_Run], texts: list[str], family: Family
 ) -> str | None:
-    """Return a name that both lines hold, or None."""
-    shared = [list(islice(_shared(a, b, family), _NUMBERS)) for a, b in zip(first_runs, second_runs, strict=True)]
+    """Return a name that both lines match; None where there is none, or their conditions exclude each other."""
+    shared = [
+        list(islice(_common_digits(a, b, family), _NUMBERS)) for a, b in zip(first_runs, second_runs, strict=True)
+    ]
     for digits in islice(product(*shared), _NAMES):
         name = texts[0] + "".join(f"{number}{text}" for number, text in zip(digits, texts[1:], strict=True))
-        # A shared name is an overlap only if both conditions can be true there at once.
+        # A shared name is an overlap only if both conditions can be true at its indices.
         if may_all_hold([(line.when, _index(line, name)) for line in (first, second)]):
             return name
     return None
 
 
-def _shared(first: _Run, second: _Run, family: Family) -> Iterator[str]:
-    """Yield digits that both runs may stand for."""
+def _common_digits(first: _Run, second: _Run, family: Family) -> Iterator[str]:
+    """Yield digits that both runs can produce."""
     if len(first) == len(second) == 1 and isinstance(first[0], Hole) and isinstance(second[0], Hole):
         a, b = first[0], second[0]
         if not (_below(a, b, family) or _below(b, a, family)):
             numbers = {number for hole in (a, b) for edge in _range(hole, family) for number in (edge, edge - 1)}
-            # Two progressions that meet at all do so within as many steps of one as the other's factor is.
+            # If two arithmetic progressions intersect, they do so within `b.factor` steps of the first.
             begin, _ = _range(a, family)
-            other, _ = _range(b, family)
-            begin += max(other - begin, 0) // a.factor * a.factor
+            other_begin, _ = _range(b, family)
+            begin += max(other_begin - begin, 0) // a.factor * a.factor
             numbers.update(range(begin, begin + (b.factor + 2) * a.factor, a.factor))
             for number in sorted(numbers | set(range(_NUMBERS))):
                 if _in(number, a, family) and _in(number, b, family):
@@ -132,7 +133,7 @@ def _shared(first: _Run, second: _Run, family: Family) -> Iterator[str]:
 
 
 def _digits(run: _Run, family: Family) -> Iterator[str]:
-    """Yield the first of the digits that a run may stand for."""
+    """Yield digits that a run can produce, smallest numbers first."""
     choices = [[piece] if isinstance(piece, str) else _numbers(piece, family) for piece in run]
     return ("".join(parts) for parts in product(*choices))
 
@@ -159,19 +160,19 @@ def _in(number: int, hole: Hole, family: Family) -> bool:
 
 
 def _range(hole: Hole, family: Family) -> tuple[int, int]:
-    """Return the first number of a hole and the one after its last, as far as the table itself says them."""
+    """Return `[first number, end)` of a hole, as far as the table alone determines it."""
     shift = hole.shift or "+0"
     fixed_shift = int(shift) if shift[1:].isdigit() else None
     sizes = [_constant(family, axis) for axis in (hole.axis, *hole.inner)]
     size = None if None in sizes else prod(size for size in sizes if size is not None)
-    if fixed_shift is None:  # it may begin anywhere
+    if fixed_shift is None:  # shifted by an axis size, which only a config has
         return 0, 10**10
     high = (size - 1) * hole.factor + fixed_shift + 1 if size is not None else 10**10
     return fixed_shift if fixed_shift >= 0 else fixed_shift % hole.factor, high
 
 
 def _constant(family: Family, axis: str) -> int | None:
-    """Return an axis's size where the table itself fixes it; None where it depends on a config."""
+    """Return the size of an axis if the table determines it; None where it depends on a config."""
     formula = family.axes.get(axis)
     try:
         value = None if formula is None or formula.names else formula({})
@@ -181,7 +182,7 @@ def _constant(family: Family, axis: str) -> int | None:
 
 
 def _below(first: Hole, second: Hole, family: Family) -> bool:
-    """Tell whether all numbers of one hole are below those of the other, whatever the sizes."""
+    """Tell whether all numbers of one hole are below those of another, for any sizes."""
     shift_axis = second.shift_axis
     if (
         first.shift is not None
@@ -196,7 +197,7 @@ def _below(first: Hole, second: Hole, family: Family) -> bool:
 
 
 def _index(line: Line, name: str) -> dict[str, int]:
-    """Return the indices of a line at a name, as far as the table itself says them."""
+    """Return the indices of a line's axes at a name, as far as the table alone determines them."""
     index = {}
     numbers = line.name.match(name) or ()
     for hole, number in zip(line.name.holes, numbers, strict=False):
@@ -207,7 +208,7 @@ def _index(line: Line, name: str) -> dict[str, int]:
 
 
 class _SubstituteIndex(ast.NodeTransformer):
-    """Replaces name axes by their indices in a condition."""
+    """Replaces name axes in a condition by their indices."""
 
     def __init__(self, index: Mapping[str, int]) -> None:
         self.index = index
@@ -217,15 +218,15 @@ class _SubstituteIndex(ast.NodeTransformer):
 
 
 Known = Callable[[Formula], bool | None]
-"""What is known of a part of a condition; None: nothing."""
+"""Returns the truth value of a part of a condition; None where it is unknown."""
 
 
-def may_all_hold(conditions: Iterable[tuple[Formula | None, Mapping[str, int]]], known: Known | None = None) -> bool:
-    """Tell whether conditions may be true at once; where that takes too long to find out, they may.
+def may_all_hold(conditions: Iterable[tuple[Formula | None, Mapping[str, int]]], evaluate: Known | None = None) -> bool:
+    """Tell whether several conditions can be true at once; also true where checking would take too long.
 
     Args:
-        conditions: each with the indices of the name axes in it.
-        known: what is known of parts of them; None: only what they say themselves.
+        conditions: the conditions, each with the indices of its name axes.
+        evaluate: truth values of parts of the conditions; None: nothing is known of them.
     """
     trees = [
         _SubstituteIndex(index).visit(ast.parse(ast.unparse(when.tree), mode="eval").body)
@@ -235,9 +236,9 @@ def may_all_hold(conditions: Iterable[tuple[Formula | None, Mapping[str, int]]],
     atoms: dict[str, ast.expr] = {}
     for tree in trees:
         _atoms(tree, atoms)
-    facts = {key: fact for key in atoms if (fact := _fact(key, known)) is not None}
+    facts = {key: fact for key in atoms if (fact := _fact(key, evaluate)) is not None}
     unsettled = [key for key in atoms if key not in facts][:_ATOMS]
-    # Conditions exclude each other if no assignment of their atoms makes all of them true.
+    # Conditions exclude each other if no assignment of truth values to their atoms makes all of them true.
     for values in product((True, False), repeat=len(unsettled)):
         truth = {**facts, **dict(zip(unsettled, values, strict=True))}
         if _possible(truth, atoms) and all(_value(tree, truth) is not False for tree in trees):
@@ -245,12 +246,12 @@ def may_all_hold(conditions: Iterable[tuple[Formula | None, Mapping[str, int]]],
     return False
 
 
-def _fact(atom: str, known: Known | None) -> bool | None:
-    """Return the truth of an atom that is known, or that the text itself decides; None for any other."""
+def _fact(atom: str, evaluate: Known | None) -> bool | None:
+    """Return the truth value of an atom that is known or constant; None for any other."""
     formula = Formula(atom)
     try:
-        if known is not None:
-            return known(formula)
+        if evaluate is not None:
+            return evaluate(formula)
         value = None if formula.names else formula({})
     except TransaxleError:
         return None
@@ -258,17 +259,20 @@ def _fact(atom: str, known: Known | None) -> bool | None:
 
 
 def tie_fault(tie: Tie, ties: Mapping[str, Sequence[Tie]]) -> str:
-    """Return what is expected where a tie ties a tensor to two others at once, or to itself; nothing if it does not.
+    """Return the fault of a tie, as a phrase to follow "expected": two ties of one tensor at once, or a cycle.
 
     Args:
         tie: the tie.
-        ties: the ties above it, by their first tensors.
+        ties: earlier ties, by their first tensor.
+
+    Returns:
+        The phrase; empty for a valid tie.
     """
     alias, original = tie.alias, tie.original
-    for other in ties.get(alias, ()):
-        if may_all_hold([(other.when, {}), (tie.when, {})]):
-            return f"one tie of {alias!r} at a time; above, it is {other.original!r}"
-    # What the original is tied to, and so on, each with the ties on the way.
+    for earlier in ties.get(alias, ()):
+        if may_all_hold([(earlier.when, {}), (tie.when, {})]):
+            return f"one tie of {alias!r} at a time; above, it is {earlier.original!r}"
+    # Tensor that the original is tied to, directly or not -> the ties on the way to it.
     ways: dict[str, tuple[Tie, ...]] = {original: (tie,)}
     waiting = [original]
     while waiting:
@@ -292,7 +296,7 @@ def _atom(node: ast.expr) -> tuple[str, bool, ast.expr]:
 
 
 def _atoms(node: ast.expr, atoms: dict[str, ast.expr]) -> None:
-    """Collect the atoms of a condition by their keys."""
+    """Add the atoms of a condition to a dict, by their keys."""
     if isinstance(node, ast.BoolOp):
         for operand in node.values:
             _atoms(operand, atoms)
@@ -304,7 +308,7 @@ def _atoms(node: ast.expr, atoms: dict[str, ast.expr]) -> None:
 
 
 def _value(node: ast.expr, truth: Mapping[str, bool]) -> bool | None:
-    """Evaluate a condition under a truth assignment of its atoms; None where the assignment leaves it open."""
+    """Evaluate a condition for some truth values of its atoms; None where they do not determine it."""
     if isinstance(node, ast.BoolOp):
         values = [_value(operand, truth) for operand in node.values]
         decides = isinstance(node.op, ast.Or)
@@ -326,7 +330,7 @@ def _possible(truth: Mapping[str, bool], atoms: Mapping[str, ast.expr]) -> bool:
         atom = atoms[key]
         encodings += value and key in WORDS
         if value and isinstance(atom, ast.Compare) and isinstance(atom.ops[0], ast.Eq) and len(atom.ops) == 1:
-            left, right = ast.unparse(atom.left), atom.comparators[0]
-            if isinstance(right, ast.Constant) and equal.setdefault(left, ast.unparse(right)) != ast.unparse(right):
+            subject, right = ast.unparse(atom.left), atom.comparators[0]
+            if isinstance(right, ast.Constant) and equal.setdefault(subject, ast.unparse(right)) != ast.unparse(right):
                 return False
     return encodings <= 1

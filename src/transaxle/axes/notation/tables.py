@@ -2,20 +2,20 @@
 
     family toy
       model_type toy
-      wrapper toy_vl                             # models around it, with this one in their text_config
-      alike game                                 # has the same names: names alone never mean this one
+      wrapper toy_vl                             # larger models that contain this one in their text_config
+      alike game                                 # another family with the same names: names alone mean that one
       axes  l=num_layers d=hidden_size f=intermediate_size
-      axis  r = heads[l] // kv_heads              # one axis, a formula with spaces
+      axis  r = heads[l] // kv_heads              # a single axis, whose formula may contain spaces
       up    : l f d
       bias  : l f            when mlp_bias
-      extra : l f            optional            # all of it or none
+      extra : l f            optional            # in all layers or in none
       let sparse = (l + 1) % step == 0           # a formula with a name
       tie head = embed       when tie_word_embeddings
-      precise extra                              # keeps its number type where all others are cast
-      added bias             when up             # zeros are the same as none
+      precise extra                              # keeps its dtype where all others are cast
+      added bias             when up             # a tensor of zeros means the same as no tensor
       cut tp = f                                 # what tensor-parallel ranks may share out
-      cut tp = d of extra                        # this axis in one tensor only
-      cut tp@fancy = none of extra               # in this dialect, every rank has all of it
+      cut tp = d of extra                        # this axis, in one tensor only
+      cut tp@fancy = none of extra               # in this dialect, every rank has the whole tensor
       cut ep = e of up                           # what expert-parallel ranks may share out
 
     dialect hf
@@ -26,9 +26,8 @@
       blocks.{l}.w = up[d f]                      when not mxfp4
       blocks.{l}.w = up[f d]                      when mxfp4   # where the tensor is stored in this encoding
 
-What a family or a dialect takes over from another (`like`) is in `written` and `section`: it is
-spelled out before anything is read here. A file may hold families, or only more dialects of a known one
-(`dialect … of FAMILY`).
+Inheritance (`like`) is resolved by `written` and `section`, before the statements are parsed here. A file contains
+families, or only further dialects of a known one (`dialect … of FAMILY`).
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from transaxle.axes.notation.family import (
     Tie,
 )
 from transaxle.axes.notation.name import Name
-from transaxle.axes.notation.overlap import overlapping, tie_fault
+from transaxle.axes.notation.overlap import find_overlaps, tie_fault
 from transaxle.axes.notation.section import Section, Sections
 from transaxle.axes.notation.statement import (
     ALSO,
@@ -69,7 +68,7 @@ from transaxle.axes.notation.statement import (
     Statement,
     split_when,
 )
-from transaxle.axes.notation.written import Bases, File, Written
+from transaxle.axes.notation.written import Bases, FamilyText, TableFile
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
 
 _LIKE = re.compile(rf"like\s+{WORD}(?:@[\w.]+)?")
@@ -85,20 +84,20 @@ _MOST_PROBLEMS = 100
 
 
 class _TableParser:
-    """Parses the statements of one file; keeps every problem with its line and column, and reads on."""
+    """Parses the statements of one file; collects every problem with its line and column, and continues."""
 
-    def __init__(self, known: Mapping[str, Family], file: str, *, checked: bool) -> None:
-        self.known = known
+    def __init__(self, known_families: Mapping[str, Family], file: str, *, checked: bool) -> None:
+        self.known = known_families
         self.made: dict[str, Family] = {}
         self.file = file
         self.checked = checked
         self.problems: list[Refusal] = []
         self.family: Family | None = None
         self.dialect: Dialect | None = None
-        # What grows with a family. It refers to the first three, which fill up while its statements are read.
+        # State of the current family, which refers to the first three dicts; they grow with its statements.
         self.sizes: dict[str, Formula | None] = {}
         self.tensors: dict[str, LogicalTensor] = {}
-        self.named: dict[str, Formula] = {}
+        self.let_formulas: dict[str, Formula] = {}
         self.ties: dict[str, list[Tie]] = {}
         self.used: set[str] = set()
         self.always: set[Name] = set()
@@ -118,22 +117,22 @@ class _TableParser:
             "added": self.added,
         }
 
-    def read(self, file: File) -> list[Family]:
+    def read(self, file: TableFile) -> list[Family]:
         self.problems.extend(file.problems)
-        for owner in file.written.values():
+        for owner in file.families.values():
             if not owner.block:
                 self.open_family(owner)
                 self.read_dialects(owner, tuple(owner.sections))
-        for name, added in file.added.items():
+        for name, added in file.extended.items():
             self.lines = {}
             self.touch(structs.replace(self.known[name], text=partial(_itself, added)))
-            self.read_dialects(added, file.new[name])
+            self.read_dialects(added, file.new_labels[name])
         if self.problems:
-            raise gathered(self.sorted_problems())
+            raise gathered(self.sort_problems())
         return list(self.made.values())
 
-    def sorted_problems(self) -> list[Refusal]:
-        """Return the problems in the order of the file's lines, those of other files last; no more than the cap."""
+    def sort_problems(self) -> list[Refusal]:
+        """Return the problems in the order of the file's lines, followed by those of other files, up to a cap."""
         pattern = re.compile(r"(.*), line ([0-9]+)")
 
         def place(refusal: Refusal) -> tuple[bool, str, int]:
@@ -143,11 +142,11 @@ class _TableParser:
         problems = sorted(dict.fromkeys(self.problems), key=place)
         if len(problems) < _MOST_PROBLEMS:
             return problems
-        more = f"there is more: these are the first {_MOST_PROBLEMS} problems"
-        return [*problems[:_MOST_PROBLEMS], Refusal("CORRUPT", more, Where(self.file))]
+        omitted = f"there is more: these are the first {_MOST_PROBLEMS} problems"
+        return [*problems[:_MOST_PROBLEMS], Refusal("CORRUPT", omitted, Where(self.file))]
 
     def run(self, statement: Statement) -> None:
-        """Read one statement of the current family or dialect."""
+        """Parse one statement of the current family or dialect."""
         if len(self.problems) >= _MOST_PROBLEMS:
             return
         self.current = statement
@@ -169,50 +168,54 @@ class _TableParser:
 
     @property
     def raw(self) -> str:
-        """The line of the current statement in its file."""
+        """Line of the current statement, as in its file."""
         return self.current.raw
 
-    def expected(self, wanted: str, word: str = "", hint: str = HINT) -> TransaxleError:
-        """Build the refusal of the current statement; `word` is the wrong word in it."""
-        return self.current.expected(wanted, word, hint)
+    def fail(self, fail: str, word: str = "", hint: str = HINT) -> TransaxleError:
+        """Build the error for the current statement; `word` is the wrong word in it."""
+        return self.current.fail(fail, word, hint)
 
-    def problem(self, wanted: str, word: str = "") -> None:
-        """Keep a problem and go on with the same line."""
+    def problem(self, fail: str, word: str = "") -> None:
+        """Add a problem with the current statement, and continue with the same statement."""
         if len(self.problems) < _MOST_PROBLEMS:
-            self.keep(self.expected(wanted, word))
+            self.keep(self.fail(fail, word))
 
     def formula(self, text: str) -> Formula:
-        formula = Formula(text.strip(), self.family.named if self.family else {})
+        formula = Formula(text.strip(), self.family.let_formulas if self.family else {})
         try:
-            names = formula.names  # an error in it belongs to this line
+            names = formula.names  # parses the formula, so that its errors show this line
         except TransaxleError as error:
-            raise self.expected(f"a formula; {error.refusals[0].message}", formula.text) from None
+            raise self.fail(f"a formula; {error.refusals[0].message}", formula.text) from None
         for word in sorted(names.intersection(WORDS)) if self.dialect is None else ():
             self.problem(f"no encoding here: only a line of a dialect may depend on {word!r}", word)
         self.used |= names
         return formula
 
-    def unreserved(self, name: str) -> None:
+    def refuse_reserved(self, name: str) -> None:
         if name in WORDS:
             self.problem(f"another name: {name!r} is reserved for an encoding", name)
 
     def split_when(self, text: str) -> tuple[str, Formula | None]:
-        """Split off a statement's condition; one that is always true is none."""
+        """Split off a statement's condition; None where it is always true."""
         statement, condition = split_when(text)
         when = None if condition is None else self.formula(condition)
         return statement, None if when is not None and when.always else when
 
     def touch(self, family: Family) -> None:
-        """Make a family the current one, and record it under its name."""
+        """Make a family the current one, and store it under its name."""
         self.family = self.made[family.name] = family
 
     # Families.
 
-    def open_family(self, owner: Written) -> None:
+    def open_family(self, owner: FamilyText) -> None:
         self.dialect = None
-        self.sizes, self.tensors, self.named, self.ties, self.used, self.lines = {}, {}, {}, {}, set(), {}
+        self.sizes, self.tensors, self.let_formulas, self.ties, self.used, self.lines = {}, {}, {}, {}, set(), {}
         name = owner.name
-        self.touch(Family(name, (name,), self.sizes, self.tensors, named=self.named, text=partial(_itself, owner)))
+        self.touch(
+            Family(
+                name, (name,), self.sizes, self.tensors, let_formulas=self.let_formulas, text=partial(_itself, owner)
+            )
+        )
         for statement in owner.statements:
             self.run(statement)
 
@@ -228,7 +231,7 @@ class _TableParser:
         assert self.family is not None
         words = text.split()[1:]
         if len(words) != 1:
-            raise self.expected("'alike FAMILY'")
+            raise self.fail("'alike FAMILY'")
         self.touch(structs.replace(self.family, alike=words[0]))
 
     def axes(self, text: str) -> None:
@@ -242,11 +245,11 @@ class _TableParser:
     def axis(self, text: str) -> None:
         match = _NAMED.fullmatch(text)
         if match is None:
-            raise self.expected("'axis NAME = FORMULA'")
+            raise self.fail("'axis NAME = FORMULA'")
         self.add_axis(match[1], match[2])
 
     def add_axis(self, name: str, formula: str | None) -> None:
-        self.unreserved(name)
+        self.refuse_reserved(name)
         if name in self.sizes:
             self.problem(f"each axis once; {name!r} is declared above", name)
             return
@@ -260,26 +263,26 @@ class _TableParser:
     def let(self, text: str) -> None:
         match = _NAMED.fullmatch(text)
         if match is None:
-            raise self.expected("'let NAME = FORMULA'")
+            raise self.fail("'let NAME = FORMULA'")
         name = match[1]
-        self.unreserved(name)
-        if name in self.named or name in self.used:
-            raise self.expected(f"each 'let' once, and before {name!r} is used", name)
-        self.named[name] = self.formula(match[2])
+        self.refuse_reserved(name)
+        if name in self.let_formulas or name in self.used:
+            raise self.fail(f"each 'let' once, and before {name!r} is used", name)
+        self.let_formulas[name] = self.formula(match[2])
 
     def tie(self, text: str) -> None:
         assert self.family is not None
         statement, when = self.split_when(text)
         match = _TIE.fullmatch(statement)
         if match is None:
-            raise self.expected("'tie TENSOR = TENSOR' or 'tie TENSOR = TENSOR when CONDITION'")
+            raise self.fail("'tie TENSOR = TENSOR' or 'tie TENSOR = TENSOR when CONDITION'")
         for name in match.groups():
             if name not in self.family.tensors:
-                raise self.expected(f"a tensor of the family, declared above; {name!r} is none", name)
+                raise self.fail(f"a tensor of the family, declared above; {name!r} is none", name)
         tie = Tie(match[1], match[2], when or Formula("True"))
         fault = "" if self.checked else tie_fault(tie, self.ties)
         if fault:
-            raise self.expected(fault, tie.alias)
+            raise self.fail(fault, tie.alias)
         self.ties.setdefault(tie.alias, []).append(tie)
         self.touch(structs.replace(self.family, ties=(*self.family.ties, tie)))
 
@@ -295,7 +298,7 @@ class _TableParser:
         match = _CUT.fullmatch(text)
         if match is None:
             forms = "'cut tp = AXIS …', 'cut tp = AXIS … of TENSOR …' or 'cut tp = AXIS within AXIS'"
-            raise self.expected(f"{forms}; '(AXIS AXIS)' counts through both; 'ep' and 'tp@DIALECT' are meshes too")
+            raise self.fail(f"{forms}; '(AXIS AXIS)' counts through both; 'ep' and 'tp@DIALECT' are meshes too")
         mesh, items, owners = match.groups()
         tensors = None if owners is None else frozenset(owners.split())
         for name in sorted((tensors or frozenset()) - self.family.tensors.keys()):
@@ -316,7 +319,7 @@ class _TableParser:
         names = text.split()[1:]
         for name in names:
             if name not in self.family.tensors:
-                raise self.expected(f"a tensor of the family, declared above; {name!r} is none", name)
+                raise self.fail(f"a tensor of the family, declared above; {name!r} is none", name)
         self.touch(structs.replace(self.family, precise=self.family.precise.union(names)))
 
     def added(self, text: str) -> None:
@@ -324,7 +327,7 @@ class _TableParser:
         statement, when = self.split_when(text)
         _, *names = statement.split()
         if len(names) != 1 or names[0] not in self.family.tensors:
-            raise self.expected("'added TENSOR' or 'added TENSOR when CONDITION', with a tensor declared above")
+            raise self.fail("'added TENSOR' or 'added TENSOR when CONDITION', with a tensor declared above")
         added = {**self.family.added, names[0]: when or Formula("True")}
         self.touch(structs.replace(self.family, added=added))
 
@@ -333,14 +336,14 @@ class _TableParser:
         statement, when = self.split_when(text)
         match = _TENSOR.fullmatch(statement)
         if match is None:
-            wanted = f"{', '.join(map(repr, self.statements))} or 'TENSOR : AXES'"
+            fail = f"{', '.join(map(repr, self.statements))} or 'TENSOR : AXES'"
             head, *words = statement.split()
             colon_forgotten = any(word in self.family.axes for word in words) and not {":", "="} & set(statement)
-            raise self.expected(wanted, hint=f"Is a ':' missing after {head!r}?" if colon_forgotten else HINT)
+            raise self.fail(fail, hint=f"Is a ':' missing after {head!r}?" if colon_forgotten else HINT)
         name, axes = match[1], tuple(match[2].split())
-        self.unreserved(name)
+        self.refuse_reserved(name)
         if name in self.family.tensors:
-            raise self.expected(f"each tensor once; {name!r} is declared above", name)
+            raise self.fail(f"each tensor once; {name!r} is declared above", name)
         for axis, times in Counter(axes).items():
             if axis not in self.family.axes:
                 self.problem(f"declared axes only; {axis!r} is not in 'axes'", axis)
@@ -350,28 +353,28 @@ class _TableParser:
 
     # Dialects.
 
-    def read_dialects(self, owner: Written, labels: Sequence[str]) -> None:
-        """Read dialects of the current family, with all that they take over."""
-        found: list[Refusal] = []
-        spelled = Sections(owner.sections, found)
+    def read_dialects(self, owner: FamilyText, labels: Sequence[str]) -> None:
+        """Parse dialects of the current family, with everything that they inherit."""
+        problems: list[Refusal] = []
+        spelled = Sections(owner.sections, problems)
         for label in labels:
             self.open_dialect(owner.sections[label])
             for statement in spelled.flat(label):
                 self.run(statement)
             self.close_dialect(owner.sections[label])
-        self.problems.extend(found)
+        self.problems.extend(problems)
 
     def open_dialect(self, section: Section) -> None:
         self.dialect, self.always = Dialect(section.name, section.version, ()), set()
 
     def close_dialect(self, section: Section) -> None:
-        """Add the dialect to its family."""
+        """Check the current dialect for overlapping lines, and add it to its family."""
         assert self.dialect is not None
         assert self.family is not None
         dialect = self.dialect
         self.current = section.head
         try:
-            for first, second, name in () if self.checked else overlapping(dialect.lines, self.family):
+            for first, second, name in () if self.checked else find_overlaps(dialect.lines, self.family):
                 message = f"{first.text}\n{second.text}\nboth lines match {name!r} (dialect {dialect.label})"
                 hint = (
                     "Give both lines conditions (when ...) that exclude each other, or write one line for all these "
@@ -388,7 +391,7 @@ class _TableParser:
         if self.current.kind == IGNORE:
             pattern = text.removeprefix(IGNORE).strip()
             name = Name(pattern, max(self.raw.find(pattern), 0))
-            _ = name.holes  # an error in it belongs to this line
+            _ = name.holes  # parses the pattern, so that its errors show this line
             self.dialect = structs.replace(self.dialect, ignored=(*self.dialect.ignored, name))
             return
         line = self.lines.get(self.current.key)
@@ -410,7 +413,7 @@ class _TableParser:
         statement, lossy, arithmetic = statement.removesuffix(ELSE_ZEROS).partition(LOSSY)
         pattern, equals, expression = statement.partition("=")
         if not equals:
-            raise self.expected("'stored.name = expression'", hint=self.like_hint(text))
+            raise self.fail("'stored.name = expression'", hint=self.like_hint(text))
         start = self.raw.index("=") + 1
         start += len(self.raw[start:]) - len(self.raw[start:].lstrip())
         pattern = pattern.strip()
@@ -418,11 +421,11 @@ class _TableParser:
         changed = self.arithmetic(arithmetic) if lossy else None
         stored = parse(expression.strip(), start, checked=self.checked)
         if else_zeros and not (self.family and set(stored.components) <= self.family.added.keys()):
-            raise self.expected(f"{ELSE_ZEROS.strip()!r} only of tensors that are 'added'", "zeros")
+            raise self.fail(f"{ELSE_ZEROS.strip()!r} only of tensors that are 'added'", "zeros")
         return Line(name, stored, when, changed, kind != "", kind == STATE, else_zeros)
 
     def like_hint(self, text: str) -> str:
-        """Return where `like DIALECT` belongs, for a line that has it alone; otherwise, where the grammar is."""
+        """Return a hint for a line that consists of `like DIALECT`: where it belongs; else where the grammar is."""
         assert self.family is not None
         assert self.dialect is not None
         if _LIKE.fullmatch(text) is None:
@@ -432,7 +435,7 @@ class _TableParser:
         return f"write it in the first line: dialect {self.dialect.name}{version}{owner} {' '.join(text.split())}"
 
     def check(self, line: Line) -> None:
-        """Refuse lines that speak of unknown tensors or axes, or leave an axis of a tensor out."""
+        """Refuse a line with unknown tensors or axes, or without an axis of one of its tensors."""
         assert self.family is not None
         assert self.dialect is not None
         in_name, in_dims = set(line.name.axes), line.expression.axes
@@ -458,7 +461,7 @@ class _TableParser:
                 self.problem(f"every axis of {name!r} in the name or its dims; {', '.join(unplaced)} is left out", name)
 
     def check_name(self, line: Line) -> None:
-        """Refuse a second line of the same name where both have no condition."""
+        """Refuse two lines of the same name without conditions."""
         if line.when is None:
             if line.name in self.always:
                 self.problem(f"each stored name once; another line gives {line.name.text!r}")
@@ -468,11 +471,11 @@ class _TableParser:
         steps = computed.parse(text)
         if steps is None:
             forms = "'norm - 1', '2 * norm + 1' or '-exp(A_log)'"
-            raise self.expected(f"arithmetic such as {forms} after '{LOSSY.strip()}'")
+            raise self.fail(f"arithmetic such as {forms} after '{LOSSY.strip()}'")
         return Arithmetic(text.strip(), steps)
 
 
-def _itself(written: Written) -> Written:
+def _itself(written: FamilyText) -> FamilyText:
     return written
 
 
@@ -480,30 +483,30 @@ def read(
     text: str,
     *,
     file: str = "rules",
-    known: Mapping[str, Family] | None = None,
+    known_families: Mapping[str, Family] | None = None,
     checked: bool = False,
     bases: Bases | None = None,
 ) -> list[Family]:
-    """Parse a table.
+    """Parse a file of tables.
 
     Args:
-        text: the grammar above.
+        text: contents, in the grammar above.
         file: name used in errors.
-        known: families that `dialect … of FAMILY` may extend.
-        checked: the text was read before without a fault: names and axes are not held against each other again.
-        bases: finds the families and blocks of elsewhere that one may be `like`; None: those of `known`.
+        known_families: families that `dialect … of FAMILY` may extend.
+        checked: the text was parsed before without a fault, so names and axes are not checked again.
+        bases: returns families and blocks from other files, for `like`; None: only `known_families`.
 
     Returns:
-        The families the text declares or extends, in order.
+        The families that the text declares or extends, in order.
 
     Raises:
-        Refused: CORRUPT with every problem of the file: line, column, what was expected.
+        Refused: CORRUPT with every problem in the file: line, column and the expected text.
     """
-    families = known or {}
+    families = known_families or {}
 
-    def find(name: str) -> Written | None:
-        found = bases(name) if bases is not None else None
-        return found if found is not None or name not in families else families[name].written
+    def find(name: str) -> FamilyText | None:
+        base = bases(name) if bases is not None else None
+        return base if base is not None or name not in families else families[name].written
 
     return _TableParser(families, file, checked=checked).read(written.read(text, file, families, find))
 

@@ -1,21 +1,22 @@
-"""Families as they are written: what they take over from others, and tables that they mount.
+"""Families as text: what they inherit from others, and the tables that they mount.
 
-    family glm4_moe like deepseek_v3        # everything of it, but for what is said here
-      dialects hf transformers              # of its dialects, these only
-      without q_a q_b                       # these tensors neither, nor their lines
-    block experts                           # no family: a part that families take over
-    family mixtral like decoder, experts    # what is further right lies over what is further left
+    family glm4_moe like deepseek_v3        # inherits everything, except what is declared here
+      dialects hf transformers              # of its dialects, only these
+      without q_a q_b                       # without these tensors and their lines
 
-A mounted table is another family as a part of one, such as a vision tower beside a language model:
+    block experts                           # not a family: a part that families inherit
+    family mixtral like decoder, experts    # bases further right replace those further left
+
+A mounted table is another family as a part of this one, such as a vision tower beside a language model:
 
     family llava
     mount llama from text_config                  # with its own names; its config keys are those in text_config
-    mount vit as vision from vision_config        # its axes, tensors and formulas are called vision_l, vision_q, …
+    mount vit as vision from vision_config        # its axes, tensors and formulas become vision_l, vision_q, …
     dialect hf
-    mount llama under language_model.             # the lines of its dialect hf, with this before every name
+    mount llama under language_model.             # the lines of its dialect hf, with this prefix
     mount vision under vision_tower. like hf
 
-An overlay is what the family says itself, laid over what it takes over.
+An overlay replaces parts of the inherited family by the family's own statements.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from threading import RLock
 
 import msgspec
 
-from transaxle.axes.notation.section import Section, Sections, find, laid_over, merged, opened
+from transaxle.axes.notation.section import Section, Sections, find, overlay_section, overlay_statements, parse_head
 from transaxle.axes.notation.statement import (
     ADDED,
     ALIKE,
@@ -56,12 +57,12 @@ from transaxle.axes.notation.statement import (
     WORD,
     WRAPPER,
     Key,
-    Keyed,
+    KeyedPart,
     Statement,
     in_order,
-    keyed,
-    left_out_of,
+    keys_left_out,
     own_axes,
+    replaceable_parts,
     split_when,
     tensors_left_out,
 )
@@ -73,140 +74,143 @@ _TOKEN = re.compile(rf"'[^']*'|\"[^\"]*\"|\.\s*{WORD}|{WORD}|[0-9]+[A-Za-z_]\w*"
 _HOLE = re.compile(r"\{[^{}]*\}")
 _IN_HOLE = re.compile(rf"(?<![@\w]){WORD}")
 _GRAMMAR = frozenset({"and", "or", "not", "if", "else", "in", "True", "False", "None", "len"})
-"""Words of formulas that are no keys."""
+"""Words in formulas that are no config keys."""
 
 
-class _Mounted(msgspec.Struct, frozen=True):
-    """A family that is mounted."""
+class _Mount(msgspec.Struct, frozen=True):
+    """A mounted family, with the renaming of its names and config keys."""
 
-    base: Written
-    """It as it is written."""
+    base: FamilyText
+    """Text of the mounted family."""
     prefix: str
-    """What stands before its names: `vision_`, or nothing."""
+    """Prefix for its names, such as `vision_`; may be empty."""
     key: str
-    """The config key under which its own keys are; empty where they are beside the others."""
+    """Config key of the section with its own keys; empty where they are at the top level."""
     names: frozenset[str]
     """Names of its axes, tensors and formulas."""
 
-    def renamed(self, text: str) -> str:
-        """Return a text in which its names have their prefix."""
+    def rename(self, text: str) -> str:
+        """Return a text in which the family's names have the prefix."""
         return re.sub(WORD, lambda match: self._name(match[0]), text)
 
     def _name(self, word: str) -> str:
         return f"{self.prefix}{word}" if word in self.names else word
 
     def formula(self, text: str) -> str:
-        """Return a formula over its names as they are here, and its keys where they are here."""
+        """Return a formula with the family's names and config keys replaced by those of the mounting family."""
 
         def word(match: re.Match[str]) -> str:
-            found = match[0]
-            if found[0] in "'\"." or found[0].isdigit() or found in _GRAMMAR or found in ENCODINGS:
-                return found
-            if found in self.names:
-                return self.prefix + found
-            return f"{self.key}.{found}" if self.key else found
+            text_found = match[0]
+            if text_found[0] in "'\"." or text_found[0].isdigit() or text_found in _GRAMMAR or text_found in ENCODINGS:
+                return text_found
+            if text_found in self.names:
+                return self.prefix + text_found
+            return f"{self.key}.{text_found}" if self.key else text_found
 
         return _TOKEN.sub(word, text)
 
     def statement(self, statement: Statement) -> Iterable[Statement]:
-        """Yield a statement of the family in its parts, with the names and keys that they have here."""
-        for (kind, _), part in keyed(statement):
+        """Yield the parts of a statement of the family, with names and config keys of the mounting family."""
+        for (kind, _), part in replaceable_parts(statement):
             text, when = split_when(part.text)
             if kind in (AXIS, LET):
                 head, equals, size = text.partition("=")
                 word, name = head.split()
-                said = f"{word} {self._name(name)}{equals}{self.formula(size)}"
+                new_text = f"{word} {self._name(name)}{equals}{self.formula(size)}"
                 if word != AXES:
-                    said = said.replace("=", " = ", 1)
+                    new_text = new_text.replace("=", " = ", 1)
             elif kind == TENSOR:
-                said = self.renamed(text)
+                new_text = self.rename(text)
             elif kind == PRECISE:
-                said = f"{PRECISE} {self._name(text.split()[1])}"
+                new_text = f"{PRECISE} {self._name(text.split()[1])}"
             else:
-                word, _, rest = text.partition(" ")
-                mesh, equals, rest = rest.partition("=") if word == CUT else ("", "", rest)
-                said = f"{word} {mesh}{equals}{self.renamed(rest)}"
-            yield part.saying(said if when is None else f"{said} when {self.formula(when)}")
+                word, _, tail = text.partition(" ")
+                mesh, equals, tail = tail.partition("=") if word == CUT else ("", "", tail)
+                new_text = f"{word} {mesh}{equals}{self.rename(tail)}"
+            yield part.with_text(new_text if when is None else f"{new_text} when {self.formula(when)}")
 
     def line(self, statement: Statement, under: str) -> Statement:
-        """Return a spelled-out line of a dialect of the family as it is here."""
+        """Return a spelled-out line of one of the family's dialects, with the names of the mounting family."""
         word = statement.head if statement.kind == statement.head else ""
         text, when = split_when(statement.text[len(word) :].strip())
-        name, equals, rest = text.partition("=")
-        expression, lossy, arithmetic = rest.partition(LOSSY)
+        name, equals, tail = text.partition("=")
+        expression, lossy, arithmetic = tail.partition(LOSSY)
         name = _HOLE.sub(lambda hole: _IN_HOLE.sub(lambda word: self._name(word[0]), hole[0]), name)
-        said = f"{word} {under}{name.strip()} {equals} {self.renamed(expression.strip())}{lossy}{arithmetic}".strip()
+        new_text = f"{word} {under}{name.strip()} {equals} {self.rename(expression.strip())}{lossy}{arithmetic}".strip()
         if word == IGNORE:
-            return statement.saying(said)
-        return statement.saying(said if when is None else f"{said} when {self.formula(when)}")
+            return statement.with_text(new_text)
+        return statement.with_text(new_text if when is None else f"{new_text} when {self.formula(when)}")
 
 
-_REPLACED = frozenset({AXIS, LET, TENSOR, TIE, CUT, WITHIN})
-"""Kinds of statements that a family may say anew below a mount."""
+_REPLACEABLE = frozenset({AXIS, LET, TENSOR, TIE, CUT, WITHIN})
+"""Kinds of statements by which a family may replace parts of a mounted one."""
 
 
 class Mounts:
-    """Replaces a family's `mount` statements by what they stand for.
+    """Expands the `mount` statements of a family.
 
     Args:
-        bases: finds families and blocks.
-        meant: returns a hint at the name that may be meant by one that is none of these.
-        problems: filled with what is wrong.
+        bases: returns the family or block of a name.
+        suggest: returns a hint with names similar to an unknown one.
+        problems: list that the refusals are added to.
     """
 
     def __init__(
-        self, bases: Callable[[str], Written | None], meant: Callable[[str], str], problems: list[Refusal]
+        self, bases: Callable[[str], FamilyText | None], suggest: Callable[[str], str], problems: list[Refusal]
     ) -> None:
         self._bases = bases
-        self._meant = meant
+        self._suggest = suggest
         self._problems = problems
-        self._mounted: dict[str, _Mounted] = {}
-        self._parts: list[Keyed] = []
+        self._mounted: dict[str, _Mount] = {}
+        self._parts: list[KeyedPart] = []
         self._left_out: frozenset[str] = frozenset()
         self._kept: list[Statement] = []
         self._tensors: dict[str, frozenset[str]] = {}
         self.replaced = False
-        """Whether the family says some of it anew, or leaves some of it out."""
+        """Whether the family replaces or excludes parts of a mounted family."""
 
     @property
     def lines(self) -> frozenset[int]:
-        """Identities of the lines of dialects that come from mounted families."""
+        """`id` of each line in the dialects that comes from a mounted family."""
         return frozenset(map(id, self._kept))
 
     def family(self, statements: Iterable[Statement]) -> list[Statement]:
-        """Return the statements of a family: with those of its mounts, unless it replaces some of these (`replaced`).
+        """Return the statements of a family, including those of its mounts unless it replaces some of them
+        (`replaced`).
 
-        A statement below a mount replaces; one above it, of something that the mount declares too, is an error.
+        A statement below a mount replaces the mounted one; above the mount, it is an error to declare the same thing.
         """
         spelled: list[Statement] = []
-        own: list[Statement] = []
-        said: set[Key] = set()
+        own_statements: list[Statement] = []
+        declared: set[Key] = set()
         left_out: set[Key] = set()
         for statement in statements:
             if statement.head == MOUNT:
-                parts = [part for each in self._family(statement) for part in keyed(each)]
-                for kind, name in sorted(said & {key for key, _ in parts}):
-                    wanted = f"no {kind} {name!r} above a mount that has one too: below the mount, it replaces it"
-                    self._problems.append(statement.problem(wanted))
+                parts = [part for each in self._family(statement) for part in replaceable_parts(each)]
+                for kind, name in sorted(declared & {key for key, _ in parts}):
+                    expected = f"no {kind} {name!r} above a mount that has one too: below the mount, it replaces it"
+                    self._problems.append(statement.problem(expected))
                 self._parts.extend(parts)
                 spelled.extend(part for _, part in parts)
                 continue
             spelled.append(statement)
-            own.append(statement)
+            own_statements.append(statement)
             if statement.head == WITHOUT:
-                left_out.update(left_out_of(statement))
+                left_out.update(keys_left_out(statement))
             elif statement.head != KEEP:
-                said.update(key for key, _ in keyed(statement) if key[0] in _REPLACED)
+                declared.update(key for key, _ in replaceable_parts(statement) if key[0] in _REPLACEABLE)
         mounted = {key for key, _ in self._parts}
         self._left_out = frozenset(name for kind, name in left_out & mounted if kind == TENSOR)
-        self.replaced = bool(mounted and left_out) or not mounted.isdisjoint(said)
-        return own if self.replaced else spelled
+        self.replaced = bool(mounted and left_out) or not mounted.isdisjoint(declared)
+        return own_statements if self.replaced else spelled
 
-    def laid_over(self, statements: Iterable[Statement]) -> tuple[Statement, ...]:
-        """Return statements that are taken over with those of the mounts in place of what they replace."""
+    def overlay_section(self, statements: Iterable[Statement]) -> tuple[Statement, ...]:
+        """Return inherited statements, with those that a mount declares too replaced by the mounted ones."""
         mounted = {key for key, _ in self._parts}
-        taken = [part for statement in statements for key, part in keyed(statement) if key not in mounted]
-        return (*taken, *(part for _, part in self._parts))
+        inherited = [
+            part for statement in statements for key, part in replaceable_parts(statement) if key not in mounted
+        ]
+        return (*inherited, *(part for _, part in self._parts))
 
     def _family(self, statement: Statement) -> list[Statement]:
         match = _MOUNT.fullmatch(statement.text)
@@ -216,39 +220,45 @@ class Mounts:
         name, alias, key = match.groups()
         base = self._bases(name)
         if base is None:
-            wanted = f"a known family after 'mount'; {name!r} is none"
-            self._problems.append(statement.problem(wanted, name, self._meant(name)))
+            expected = f"a known family after 'mount'; {name!r} is none"
+            self._problems.append(statement.problem(expected, name, self._suggest(name)))
             return []
         if (alias or name) in self._mounted:
             self._problems.append(statement.problem("each mounted family once; 'as NAME' gives it another name", name))
             return []
-        taken = [part for each in base.statements if each.head not in IDENTIFYING for part in keyed(each)]
-        names = frozenset(name for (kind, name), _ in taken if kind in (AXIS, LET, TENSOR))
-        mounted = _Mounted(base, f"{alias}_" if alias else "", key or "", names)
+        base_parts = [
+            part for each in base.statements if each.head not in IDENTIFYING for part in replaceable_parts(each)
+        ]
+        names = frozenset(name for (kind, name), _ in base_parts if kind in (AXIS, LET, TENSOR))
+        mounted = _Mount(base, f"{alias}_" if alias else "", key or "", names)
         self._mounted[alias or name] = mounted
-        return [part for _, each in taken for part in mounted.statement(each)]
+        return [part for _, each in base_parts for part in mounted.statement(each)]
 
     def dialect(self, label: str, statements: Sequence[Statement]) -> list[Statement]:
-        """Return the statements of a dialect: an own line replaces those of its tensors that come from a mount."""
-        own = {name for each in statements if each.kind == LINE and each.head != MOUNT for name in each.held}
+        """Return the statements of a dialect; its own line replaces the mounted lines of the same tensors."""
+        own_tensors = {name for each in statements if each.kind == LINE and each.head != MOUNT for name in each.tensors}
         left_out = tensors_left_out(statements) | self._left_out
         result: list[Statement] = []
         for statement in statements:
             lines = self._dialect(label, statement) if statement.head == MOUNT else []
             for line in lines:
-                self._tensors[label] = self._tensors.get(label, frozenset()).union(line.held)
-                if (own | left_out).isdisjoint(line.held):
+                self._tensors[label] = self._tensors.get(label, frozenset()).union(line.tensors)
+                if (own_tensors | left_out).isdisjoint(line.tensors):
                     result.append(line)
                     self._kept.append(line)
-                elif lost := [name for name in line.held if name not in own | left_out and line.kind == LINE]:
-                    wanted = f"a line for {', '.join(lost)} too, which would go with the line of the mount: {line.text}"
-                    self._problems.append(statement.problem(wanted))
+                elif lost := [
+                    name for name in line.tensors if name not in own_tensors | left_out and line.kind == LINE
+                ]:
+                    expected = (
+                        f"a line for {', '.join(lost)} too, which would go with the line of the mount: {line.text}"
+                    )
+                    self._problems.append(statement.problem(expected))
             if statement.head != MOUNT:
                 result.append(statement)
         return result
 
     def tensors(self, label: str) -> frozenset[str]:
-        """Return the tensors that the mounts of a dialect have lines for."""
+        """Return the tensors with a mounted line in a dialect."""
         return self._tensors.get(label, frozenset())
 
     def _dialect(self, label: str, statement: Statement) -> list[Statement]:
@@ -259,198 +269,205 @@ class Mounts:
         name, under, like = match.groups()
         mounted = self._mounted.get(name)
         if mounted is None:
-            known = ", ".join(self._mounted) or "none"
-            self._problems.append(statement.problem(f"a family that is mounted above: {known}", name))
+            names = ", ".join(self._mounted) or "none"
+            self._problems.append(statement.problem(f"a family that is mounted above: {names}", name))
             return []
-        found = find(mounted.base.sections, like or label)
-        if found is None:
-            wanted = f"a dialect of {mounted.base.name} after 'like': {', '.join(mounted.base.sections)}"
-            self._problems.append(statement.problem(wanted, like or ""))
+        section = find(mounted.base.sections, like or label)
+        if section is None:
+            expected = f"a dialect of {mounted.base.name} after 'like': {', '.join(mounted.base.sections)}"
+            self._problems.append(statement.problem(expected, like or ""))
             return []
-        lines = Sections(mounted.base.sections, self._problems).flat(found.label)
+        lines = Sections(mounted.base.sections, self._problems).flat(section.label)
         return [mounted.line(line, under) for line in lines]
 
 
 _ORDER = (MODEL_TYPE, WRAPPER, ALIKE, LET, AXIS, TENSOR, TIE, PRECISE, ADDED, CUT, WITHIN)
-"""Order of a family's statements where it takes some over."""
+"""Order of statements in a family that inherits."""
 _ARTICLES = {AXIS: "an"}
 
-_OwnSection = tuple[Section, Sequence[Statement]]
+_SectionStatements = tuple[Section, Sequence[Statement]]
 
 
-class Replaced(msgspec.Struct, frozen=True):
-    """A statement that a family has taken over, and what it says in its place."""
+class Replacement(msgspec.Struct, frozen=True):
+    """An inherited statement, and the family's own statement that replaces it."""
 
     kind: str
-    """`axis`, `let`, `tensor`, `tie` or `cut`."""
+    """Kind of the statement: `axis`, `let`, `tensor`, `tie` or `cut`."""
     name: str
-    """What it speaks of."""
-    taken: Statement
-    """The statement that is taken over."""
-    own: Statement
-    """The one that replaces it."""
+    """Name of the axis, formula or tensor that it declares."""
+    inherited: Statement
+    """The inherited statement."""
+    replacement: Statement
+    """The statement that replaces it."""
 
 
 class Overlay(msgspec.Struct):
-    """Lays what one family or block says over another."""
+    """Overlays the declarations of one family or block on the inherited ones."""
 
-    below: Written
-    """What is taken over; empty where nothing is."""
+    below: FamilyText
+    """The inherited family; empty where there is none."""
     head: Statement
-    """The head of the new family."""
+    """Head of the new family."""
     problems: list[Refusal]
-    """Filled with what is wrong."""
+    """List that the refusals are added to."""
     mounts: Mounts | None = None
-    """The tables that the new family mounts; None: there are none."""
+    """The tables that the new family mounts; None where it mounts none."""
     adds: bool = False
-    """It is the same family, with more dialects: these may not have a label that it has."""
+    """Whether the file only adds dialects to the family; their labels must be new."""
 
-    def result(self, statements: Sequence[Statement], sections: Sequence[_OwnSection]) -> Written:
+    def result(self, statements: Sequence[Statement], sections: Sequence[_SectionStatements]) -> FamilyText:
         """Return the family with these statements and dialects of its own."""
         cut_out = [statement for statement in statements if statement.head == WITHOUT]
         narrowed = [statement for statement in statements if statement.head == KEEP]
-        said = [statement for statement in statements if statement.head not in (WITHOUT, KEEP)]
+        own_statements = [statement for statement in statements if statement.head not in (WITHOUT, KEEP)]
         if self.below.empty:
-            wanted = "a family that is like another: this one takes nothing over"
-            self.problems.extend(each.problem(wanted, each.head) for each in (*cut_out, *narrowed))
-            return replace(self.below, statements=tuple(said), sections=self._with_sections({}, sections, {}))
-        taken = [part for statement in self.below.statements for part in keyed(statement)]
-        gone = self._gone(cut_out, taken)
-        merged_statements, replaced = _replaced(taken, said, gone)
-        result = self._with_sections(self._narrowed(narrowed), sections, gone)
+            expected = "a family that is like another: this one takes nothing over"
+            self.problems.extend(each.problem(expected, each.head) for each in (*cut_out, *narrowed))
+            return replace(self.below, statements=tuple(own_statements), sections=self._with_sections({}, sections, {}))
+        inherited = [part for statement in self.below.statements for part in replaceable_parts(statement)]
+        gone = self._exclusions(cut_out, inherited)
+        merged_statements, replaced = _replace_statements(inherited, own_statements, gone)
+        result = self._with_sections(self._select_dialects(narrowed), sections, gone)
         self._refuse_reshaped(result, sections, replaced)
-        kept = self.below.statements if self.adds else merged_statements
-        return replace(self.below, head=self.head, statements=kept, sections=result, replaced=replaced)
+        result_statements = self.below.statements if self.adds else merged_statements
+        return replace(self.below, head=self.head, statements=result_statements, sections=result, replaced=replaced)
 
-    def _gone(self, cut_out: Sequence[Statement], taken: Sequence[Keyed]) -> dict[Key, Statement]:
-        """Return what is left out, each with the statement that says so."""
+    def _exclusions(self, cut_out: Sequence[Statement], inherited: Sequence[KeyedPart]) -> dict[Key, Statement]:
+        """Return the key of each excluded statement, with the `without` statement that excludes it."""
         gone: dict[Key, Statement] = {}
-        known = {key for key, _ in taken}
+        inherited_keys = {key for key, _ in inherited}
         for statement in cut_out:
-            keys = left_out_of(statement)
+            keys = keys_left_out(statement)
             for name in dict.fromkeys(name for _, name in keys):
-                found = known.intersection(key for key in keys if key[1] == name)
-                if not found:
+                keys_found = inherited_keys.intersection(key for key in keys if key[1] == name)
+                if not keys_found:
                     kind = keys[0][0]
-                    wanted = f"{_ARTICLES.get(kind, 'a')} {kind} that it takes over; {name!r} is none"
-                    self.problems.append(statement.problem(wanted, name))
-                gone.update(dict.fromkeys(sorted(found), statement))
+                    expected = f"{_ARTICLES.get(kind, 'a')} {kind} that it takes over; {name!r} is none"
+                    self.problems.append(statement.problem(expected, name))
+                gone.update(dict.fromkeys(sorted(keys_found), statement))
         return gone
 
-    def _narrowed(self, narrowed: Sequence[Statement]) -> dict[str, Section]:
-        """Return the dialects that are taken over; one that is like another stays whole without it."""
+    def _select_dialects(self, narrowed: Sequence[Statement]) -> dict[str, Section]:
+        """Return the inherited dialects to keep; a dialect `like` an excluded one gets the lines of that one."""
         sections = dict(self.below.sections)
         if not narrowed:
             return sections
-        wanted = {label: statement for statement in narrowed for label in statement.text.split()[1:]}
-        for label, statement in wanted.items():
+        requests = {label: statement for statement in narrowed for label in statement.text.split()[1:]}
+        for label, statement in requests.items():
             if find(sections, label) is None:
                 message = f"dialects that it takes over, of {', '.join(sections)}; {label!r} is none"
                 self.problems.append(statement.problem(message, label))
-        kept = {label: each for label, each in sections.items() if {label, each.name} & wanted.keys()}
+        sections_left = {label: each for label, each in sections.items() if {label, each.name} & requests.keys()}
         whole = Sections(sections, self.problems)
-        for label, section in kept.items():
-            if section.like is not None and find(kept, section.like) is not find(sections, section.like):
-                statements = whole.gathered(label)
-                kept[label] = replace(section, like=None, renames=(), used=frozenset(), statements=statements)
-        return kept
+        for label, section in sections_left.items():
+            if section.like is not None and find(sections_left, section.like) is not find(sections, section.like):
+                statements = whole.gather(label)
+                sections_left[label] = replace(section, like=None, renames=(), used=frozenset(), statements=statements)
+        return sections_left
 
     def _with_sections(
         self,
-        kept: dict[str, Section],
-        sections: Sequence[_OwnSection],
+        inherited: dict[str, Section],
+        sections: Sequence[_SectionStatements],
         gone: Mapping[Key, Statement],
     ) -> dict[str, Section]:
-        """Return the dialects that are taken over with the own ones laid over them, and with the new ones."""
-        result = dict(kept)
+        """Return the inherited dialects, with the family's own dialects overlaid or added."""
+        result = dict(inherited)
         tensors_gone = {name: statement for (kind, name), statement in gone.items() if kind == TENSOR}
-        own: set[str] = set()
+        own_labels: set[str] = set()
         for section, statements in sections:
-            problem = self._refused(section, result, own)
+            problem = self._head_fault(section, result, own_labels)
             if problem is not None:
                 self.problems.append(problem)
                 continue
-            own.add(section.label)
+            own_labels.add(section.label)
             whole = replace(section, statements=tuple(statements))
-            taken = _tensors_taken(whole, result) if any(each.head == WITHOUT for each in statements) else frozenset()
+            removable = (
+                _tensors_taken(whole, result)
+                if any(section_below.head == WITHOUT for section_below in statements)
+                else frozenset()
+            )
             if self.mounts is not None:
-                taken |= self.mounts.tensors(section.label)
-            for statement in (each for each in statements if each.head == WITHOUT):
+                removable |= self.mounts.tensors(section.label)
+            for statement in (section_below for section_below in statements if section_below.head == WITHOUT):
                 for name in statement.text.split()[1:]:
-                    if name not in taken:
-                        wanted = f"a tensor that this dialect takes over; {name!r} is none"
-                        self.problems.append(statement.problem(wanted, name))
+                    if name not in removable:
+                        expected = f"a tensor that this dialect takes over; {name!r} is none"
+                        self.problems.append(statement.problem(expected, name))
             below = result.get(section.label)
-            result[section.label] = whole if below is None else laid_over(below, whole, tensors_gone, self.problems)
+            result[section.label] = (
+                whole if below is None else overlay_section(below, whole, tensors_gone, self.problems)
+            )
         if tensors_gone:
             cause = next(iter(tensors_gone.values()))
-            for label in [label for label in result if label not in own]:
-                each = result[label]
-                left = merged(each.statements, (), cause, tensors_gone, self.problems)
-                result[label] = replace(each, statements=left)
+            for label in [label for label in result if label not in own_labels]:
+                section_below = result[label]
+                statements_left = overlay_statements(section_below.statements, (), cause, tensors_gone, self.problems)
+                result[label] = replace(section_below, statements=statements_left)
         return result
 
-    def _refused(self, section: Section, above: Mapping[str, Section], own: set[str]) -> Refusal | None:
-        """Return what is wrong with the head of a dialect."""
+    def _head_fault(self, section: Section, above: Mapping[str, Section], own_labels: set[str]) -> Refusal | None:
+        """Return the refusal of a dialect's head; None where it is valid."""
         versions = [each.version for each in above.values() if each.name == section.name]
-        continues = section.label in above and section.label not in own and not self.adds
+        continues = section.label in above and section.label not in own_labels and not self.adds
         clashes = section.version in versions or (bool(versions) and None in (section.version, *versions))
         if clashes and not continues:
-            wanted = f"a new dialect, or another version; {section.name!r} is declared already"
-            return section.head.problem(wanted, section.name)
+            expected = f"a new dialect, or another version; {section.name!r} is declared already"
+            return section.head.problem(expected, section.name)
         labels = list(above)
         before = labels[: labels.index(section.label)] if continues else labels
         if section.like is not None and find({label: above[label] for label in before}, section.like) is None:
-            wanted = f"a dialect after 'like'; this family has: {', '.join(before)}"
-            return section.head.problem(wanted, section.like)
+            expected = f"a dialect after 'like'; this family has: {', '.join(before)}"
+            return section.head.problem(expected, section.like)
         of_block = self.head.head == BLOCK or section.head.owner != self.head.owner
         if section.renames and section.like is None and not continues and not of_block:
             return section.head.problem("'like DIALECT' before new prefixes: this dialect takes nothing over")
         return None
 
     def _refuse_reshaped(
-        self, result: Mapping[str, Section], sections: Sequence[_OwnSection], replaced: Iterable[Replaced]
+        self, result: Mapping[str, Section], sections: Sequence[_SectionStatements], replaced: Iterable[Replacement]
     ) -> None:
-        """Refuse to take over a line of a tensor that now has other axes: it might still be read, as something else."""
+        """Refuse inherited lines of a tensor that now has other axes: they might still parse, with another meaning."""
         reshaped = {
-            each.name: each.own
+            each.name: each.replacement
             for each in replaced
-            if each.kind == TENSOR and own_axes(each.taken) != own_axes(each.own)
+            if each.kind == TENSOR and own_axes(each.inherited) != own_axes(each.replacement)
         }
         if not reshaped:
             return
         mounted = frozenset() if self.mounts is None else self.mounts.lines
-        own = {id(statement) for _, statements in sections for statement in statements} - mounted
+        own_lines = {id(statement) for _, statements in sections for statement in statements} - mounted
         for label, section in result.items():
             for statement in section.statements:
-                for name in statement.held:
-                    if name in reshaped and id(statement) not in own:
+                for name in statement.tensors:
+                    if name in reshaped and id(statement) not in own_lines:
                         why = f"with other axes than before, {name} cannot take over {statement.text!r}"
-                        wanted = f"a line for {name} in dialect {label} too: {why}"
-                        self.problems.append(reshaped[name].problem(wanted))
+                        expected = f"a line for {name} in dialect {label} too: {why}"
+                        self.problems.append(reshaped[name].problem(expected))
 
 
-def without_unused(family: Written, own: Iterable[Statement]) -> Written:
-    """Return a family without the axes that it takes over and that nothing in it uses: `p` of lines with padding, where
-    no such line is left.
+def without_unused(family: FamilyText, own_statements: Iterable[Statement]) -> FamilyText:
+    """Remove inherited axes that nothing in a family uses, such as the size of padding in lines that are gone.
 
     Args:
-        family: with all that it takes over.
-        own: its own statements; the axes that these declare stay.
+        family: the family, with everything that it inherits.
+        own_statements: its own statements; axes declared in them stay.
     """
-    declared = {name for statement in own for (kind, name), _ in keyed(statement) if kind == AXIS}
+    declared = {
+        name for statement in own_statements for (kind, name), _ in replaceable_parts(statement) if kind == AXIS
+    }
     sizes: dict[str, set[str]] = {}
     used = set(declared)
     for statement in family.statements:
-        for (kind, name), part in keyed(statement):
+        for (kind, name), part in replaceable_parts(statement):
             words = set(re.findall(WORD, re.split("[=:]", part.text, maxsplit=1)[-1] if kind != AXIS else ""))
             if kind == AXIS:
                 sizes[name] = set(re.findall(WORD, part.text.partition("=")[2])) - {name}
             used |= words
     for section in family.sections.values():
         for statement in section.statements:
-            name, _, rest = statement.text.partition("=")
-            used.update(re.findall(WORD, f"{' '.join(_HOLE.findall(name))} {rest}"))
+            name, _, tail = statement.text.partition("=")
+            used.update(re.findall(WORD, f"{' '.join(_HOLE.findall(name))} {tail}"))
     waiting = [name for name in sizes if name in used]
     while waiting:
         new = sizes[waiting.pop()] & sizes.keys() - used
@@ -459,12 +476,12 @@ def without_unused(family: Written, own: Iterable[Statement]) -> Written:
     unused = sizes.keys() - used
     if not unused:
         return family
-    parts = [each for statement in family.statements for each in keyed(statement)]
+    parts = [each for statement in family.statements for each in replaceable_parts(statement)]
     return replace(family, statements=tuple(part for (kind, name), part in parts if kind != AXIS or name not in unused))
 
 
 def _tensors_taken(section: Section, above: Mapping[str, Section]) -> frozenset[str]:
-    """Return the tensors that a dialect would take over."""
+    """Return the tensors with an inherited line in a dialect."""
     every = Sections(above, [])
     if section.like is None:
         return every.tensors(section.label) if section.label in above else frozenset()
@@ -472,23 +489,23 @@ def _tensors_taken(section: Section, above: Mapping[str, Section]) -> frozenset[
     return frozenset() if base is None else every.tensors(base.label)
 
 
-def _replaced(
-    taken: Sequence[Keyed], said: Sequence[Statement], gone: Mapping[Key, Statement]
-) -> tuple[tuple[Statement, ...], tuple[Replaced, ...]]:
-    """Return statements with the own ones in place of those that they replace, and what is replaced."""
-    own = [part for statement in said for part in keyed(statement)]
+def _replace_statements(
+    inherited: Sequence[KeyedPart], declared: Sequence[Statement], gone: Mapping[Key, Statement]
+) -> tuple[tuple[Statement, ...], tuple[Replacement, ...]]:
+    """Return the inherited statements with replaced ones exchanged, and the list of replacements."""
+    own_parts = [part for statement in declared for part in replaceable_parts(statement)]
     by_key: dict[Key, list[Statement]] = {}
-    for key, statement in own:
+    for key, statement in own_parts:
         by_key.setdefault(key, []).append(statement)
     tensors_gone = {name for kind, name in gone if kind == TENSOR}
     by_kind: dict[str, list[Statement]] = {kind: [] for kind in _ORDER}
-    replaced: dict[Key, Replaced] = {}
-    for key, statement in taken:
+    replaced: dict[Key, Replacement] = {}
+    for key, statement in inherited:
         kind, name = key
         if key in by_key:
             if key not in replaced:
                 by_kind[kind].extend(by_key[key])
-                replaced[key] = Replaced(kind, name, statement, by_key[key][0])
+                replaced[key] = Replacement(kind, name, statement, by_key[key][0])
         elif key not in gone:
             by_kind[kind].extend(_without(key, statement, tensors_gone))
     for key, statements in by_key.items():
@@ -496,13 +513,13 @@ def _replaced(
             by_kind[key[0]].extend(statements)
     for kind in (LET, AXIS):
         by_kind[kind] = in_order(by_kind[kind])
-    differing = (each for each in replaced.values() if each.taken.text.split() != each.own.text.split())
+    differing = (each for each in replaced.values() if each.inherited.text.split() != each.replacement.text.split())
     shown = tuple(each for each in differing if each.kind not in (*IDENTIFYING, PRECISE))
     return tuple(statement for kind in _ORDER for statement in by_kind[kind]), shown
 
 
 def _without(key: Key, statement: Statement, gone: set[str]) -> tuple[Statement, ...]:
-    """Return a statement without tensors that are gone; nothing where it speaks of these only."""
+    """Return a statement without the excluded tensors; no statement where it names only these."""
     kind, name = key
     if kind in (PRECISE, ADDED) and name in gone:
         return ()
@@ -511,44 +528,44 @@ def _without(key: Key, statement: Statement, gone: set[str]) -> tuple[Statement,
     if kind == CUT and gone:
         head, of, tensors = statement.text.partition(" of ")
         if of:
-            left = [tensor for tensor in tensors.split() if tensor not in gone]
-            return (statement.saying(f"{head} of {' '.join(left)}"),) if left else ()
+            tensors_left = [tensor for tensor in tensors.split() if tensor not in gone]
+            return (statement.with_text(f"{head} of {' '.join(tensors_left)}"),) if tensors_left else ()
     return (statement,)
 
 
 _FAMILY = re.compile(rf"({FAMILY}|{BLOCK})\s+({WORD})(?:\s+like\s+({WORD}(?:\s*,\s*{WORD})*))?")
 _MOST_LINES, _LONGEST_LINE, _MOST_DIALECTS = 10_000, 1_000, 100
-"""Caps on one file, which anybody may have written; the longest table that ships has some two hundred lines of at most
-142 characters.
+"""Caps on one file, which may come from anybody. The longest table that ships has about 200 lines of at most 142
+characters.
 """
 
 
 @dataclass(frozen=True)
-class Written:
-    """A family or a block as written, with everything that it takes over."""
+class FamilyText:
+    """A family or block as text, with everything that it inherits."""
 
     head: Statement
-    """`family …` or `block …`."""
+    """Its first line, `family …` or `block …`."""
     name: str
-    """Its name."""
+    """Name of the family or block."""
     block: bool
-    """It is a part of families, and none itself."""
+    """Whether it is a block: a part that families inherit."""
     like: tuple[str, ...] = ()
-    """What it takes over, in order."""
+    """Families and blocks that it inherits from, in order."""
     statements: tuple[Statement, ...] = ()
-    """Its statements."""
+    """Statements of the family, inherited ones included."""
     sections: Mapping[str, Section] = field(default_factory=dict)
-    """Its dialects by label, in order."""
-    replaced: tuple[Replaced, ...] = ()
-    """What it says anew of what it takes over."""
+    """Label -> dialect, in order, inherited ones included."""
+    replaced: tuple[Replacement, ...] = ()
+    """Inherited statements that its own ones replace."""
 
     @property
     def empty(self) -> bool:
-        """Whether nothing stands in it."""
+        """Whether it has neither statements nor dialects."""
         return not self.statements and not self.sections
 
-    def spelled(self) -> str:
-        """Return the whole table as text, nothing taken over from anywhere."""
+    def spell_out(self) -> str:
+        """Return the whole table as text without inheritance."""
         lines = [f"family {self.name}", *(f"  {' '.join(each.text.split())}" for each in self.statements)]
         every = Sections(self.sections, [])
         for label, section in self.sections.items():
@@ -563,60 +580,60 @@ class Written:
         return "\n".join(lines) + "\n"
 
 
-Bases = Callable[[str], Written | None]
-"""Finds the family or block that a table names after `like`, as it is written."""
+Bases = Callable[[str], FamilyText | None]
+"""Returns the text of the family or block that a table names after `like`; None where there is none."""
 
 
-class File(msgspec.Struct):
-    """What a file of tables holds."""
+class TableFile(msgspec.Struct):
+    """The families in one file of tables."""
 
-    written: dict[str, Written] = msgspec.field(default_factory=dict)
-    """Its families and blocks by name, in order; complete."""
-    added: dict[str, Written] = msgspec.field(default_factory=dict)
-    """Families of elsewhere to which it adds dialects, with these dialects."""
-    new: dict[str, list[str]] = msgspec.field(default_factory=dict)
-    """Name of such a family -> labels of the dialects that are new."""
+    families: dict[str, FamilyText] = msgspec.field(default_factory=dict)
+    """Name -> family or block of the file, in order, with everything that it inherits."""
+    extended: dict[str, FamilyText] = msgspec.field(default_factory=dict)
+    """Name -> family from another file, with the dialects that this file adds to it."""
+    new_labels: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    """Name of such a family -> labels of the added dialects."""
     problems: list[Refusal] = msgspec.field(default_factory=list)
-    """What is wrong."""
+    """Refusals of faulty statements."""
 
 
 class _FileReader:
-    """Reads a file's statements into families and dialects as they are written."""
+    """Splits the statements of a file into families and dialects."""
 
-    def __init__(self, file: str, known: Iterable[str], bases: Bases) -> None:
+    def __init__(self, file: str, known_families: Iterable[str], bases: Bases) -> None:
         self.file = file
-        self.known = known
+        self.known = known_families
         self.bases = bases
-        self.result = File()
-        self.opened = 0
-        self.own: dict[str, _Own] = {}
-        self.current: _Own | None = None
+        self.result = TableFile()
+        self.parse_head = 0
+        self.declarations: dict[str, _Declaration] = {}
+        self.current: _Declaration | None = None
         self.section: list[Statement] | None = None
         self.skipping = False
         self.failed = False
 
-    def read(self, text: str) -> File:
+    def read(self, text: str) -> TableFile:
         for number, raw in enumerate(text.splitlines(), 1):
             if number > _MOST_LINES or len(raw) > _LONGEST_LINE:
                 message = f"a table has at most {_MOST_LINES:,} lines, of at most {_LONGEST_LINE:,} characters each"
                 where = Where(f"{self.file}, line {number}")
                 self.result.problems.append(Refusal("CORRUPT", message, where, "Is this file a table?"))
                 break
-            said = raw.split("#", 1)[0].strip()
-            if said:
+            content = raw.split("#", 1)[0].strip()
+            if content:
                 owner = self.current.name if self.current is not None else ""
-                statement = Statement(said, raw, self.file, number, owner)
+                statement = Statement(content, raw, self.file, number, owner)
                 try:
                     self._statement(statement)
                 except TransaxleError as error:
                     self._keep(statement, error)
-        for own in self.own.values():
-            own.finish(self)
+        for declaration in self.declarations.values():
+            declaration.finish(self)
         return self.result
 
-    def meant(self, name: str) -> str:
-        """Return a hint at the names that may be meant by one that is not known."""
-        close = get_close_matches(name, [*self.known, *self.own], 3)
+    def suggest(self, name: str) -> str:
+        """Return a hint with names similar to an unknown one."""
+        close = get_close_matches(name, [*self.known, *self.declarations], 3)
         return f"Did you mean {' or '.join(close)}?" if close else "`transaxle families` lists those that ship."
 
     def _keep(self, statement: Statement, error: TransaxleError) -> None:
@@ -636,138 +653,142 @@ class _FileReader:
             self.current.statements.append(statement)
         else:
             self.skipping = self.failed = True
-            raise statement.expected("'family NAME' or 'dialect NAME of FAMILY' before anything else")
+            raise statement.fail("'family NAME' or 'dialect NAME of FAMILY' before anything else")
 
     def _open_family(self, head: Statement) -> None:
         self.current, self.section, self.skipping, self.failed = None, None, True, True
         match = _FAMILY.fullmatch(head.text)
         if match is None:
             word = head.head
-            raise head.expected(f"'{word} NAME' or '{word} NAME like NAME, NAME'")
+            raise head.fail(f"'{word} NAME' or '{word} NAME like NAME, NAME'")
         kind, name, like = match.groups()
-        if name in self.own:
-            raise head.expected(f"each family once; {name!r} is declared above", name)
+        if name in self.declarations:
+            raise head.fail(f"each family once; {name!r} is declared above", name)
         self.skipping = self.failed = False
         bases = tuple(word.strip() for word in like.split(",")) if like else ()
-        self.current = self.own[name] = _Own(
+        self.current = self.declarations[name] = _Declaration(
             Statement(head.text, head.raw, head.file, head.line, name), name, kind == BLOCK, bases
         )
 
     def _open_dialect(self, head: Statement) -> None:
         self.section, self.skipping = None, True
-        section = opened(head)
+        section = parse_head(head)
         owner = section.owner
         if owner is not None:
-            if owner not in self.own:
+            if owner not in self.declarations:
                 if owner not in self.known:
-                    raise head.expected(f"a known family after 'of'; {owner!r} is none", owner, self.meant(owner))
-                self.own[owner] = _Own(head, owner, block=False, like=(owner,), adds=True)
-            self.current = self.own[owner]
+                    raise head.fail(f"a known family after 'of'; {owner!r} is none", owner, self.suggest(owner))
+                self.declarations[owner] = _Declaration(head, owner, block=False, like=(owner,), adds=True)
+            self.current = self.declarations[owner]
         elif self.current is None and self.failed:
             return
         if self.current is None:
-            raise head.expected("'of FAMILY': the file names no family above")
-        self.opened += 1
-        if self.opened > _MOST_DIALECTS:
-            raise head.expected(f"at most {_MOST_DIALECTS} dialects in one file", section.name)
+            raise head.fail("'of FAMILY': the file names no family above")
+        self.parse_head += 1
+        if self.parse_head > _MOST_DIALECTS:
+            raise head.fail(f"at most {_MOST_DIALECTS} dialects in one file", section.name)
         self.section = []
         self.current.sections.append((section, self.section))
         self.skipping = False
 
 
-class _Own(msgspec.Struct):
-    """What a file itself says of a family."""
+class _Declaration(msgspec.Struct):
+    """The declarations of one family in a file, before inheritance."""
 
     head: Statement
-    """`family …`, `block …`, or the first `dialect … of FAMILY`."""
+    """First line: `family …`, `block …`, or `dialect … of FAMILY`."""
     name: str
-    """Its name."""
+    """Name of the family or block."""
     block: bool
-    """It is a part of families, and none itself."""
+    """Whether it is a block: a part that families inherit."""
     like: tuple[str, ...]
-    """What it takes over, in order."""
+    """Families and blocks that it inherits from, in order."""
     adds: bool = False
-    """It is declared elsewhere; the file adds dialects to it."""
+    """Whether the family is declared elsewhere, and the file only adds dialects."""
     statements: list[Statement] = msgspec.field(default_factory=list)
-    """What stands below its head."""
+    """Statements of the family itself, in order."""
     sections: list[tuple[Section, list[Statement]]] = msgspec.field(default_factory=list)
-    """Its dialects, each with what stands below the head of that."""
+    """Dialects, each with the statements below its head."""
 
     def finish(self, reader: _FileReader) -> None:
-        """Take over what it is like, lay its own statements over that, and keep the result."""
+        """Resolve inheritance and mounts, and store the resulting family in the reader."""
         problems = reader.result.problems
-        below = Written(self.head, self.name, self.block, self.like)
+        below = FamilyText(self.head, self.name, self.block, self.like)
         for base in self.like:
-            found = self._find(reader, base)
-            if found is None:
-                wanted = f"a family or a block after 'like', declared above or known; {base!r} is none"
-                problems.append(self.head.problem(wanted, base, reader.meant(base)))
+            base_family = self._find(reader, base)
+            if base_family is None:
+                expected = f"a family or a block after 'like', declared above or known; {base!r} is none"
+                problems.append(self.head.problem(expected, base, reader.suggest(base)))
             elif self.adds:
-                below = replace(found, head=self.head)
+                below = replace(base_family, head=self.head)
             elif below.empty:
-                below = replace(below, statements=_taken(found.statements), sections=dict(found.sections))
+                below = replace(
+                    below, statements=_inheritable(base_family.statements), sections=dict(base_family.sections)
+                )
             else:
-                over = [(section, section.statements) for section in found.sections.values()]
-                below = Overlay(below, self.head, problems).result(_taken(found.statements), over)
-        mounts = Mounts(partial(self._find, reader), reader.meant, problems)
+                over = [(section, section.statements) for section in base_family.sections.values()]
+                below = Overlay(below, self.head, problems).result(_inheritable(base_family.statements), over)
+        mounts = Mounts(partial(self._find, reader), reader.suggest, problems)
         statements = mounts.family(self.statements)
         if mounts.replaced:
-            below = replace(below, statements=mounts.laid_over(below.statements))
+            below = replace(below, statements=mounts.overlay_section(below.statements))
         sections = [(section, mounts.dialect(section.label, lines)) for section, lines in self.sections]
         ready = Overlay(below, self.head, problems, mounts, self.adds).result(statements, sections)
         if self.adds:
-            reader.result.added[self.name] = ready
-            reader.result.new[self.name] = [label for label in ready.sections if label not in below.sections]
+            reader.result.extended[self.name] = ready
+            reader.result.new_labels[self.name] = [label for label in ready.sections if label not in below.sections]
         else:
             takes_over = bool(self.like) or MOUNT in (statement.head for statement in self.statements)
-            own = [statement for statement in self.statements if statement.head not in (MOUNT, WITHOUT, KEEP)]
-            whole = ready if self.block or not takes_over else without_unused(ready, own)
-            reader.result.written[self.name] = whole
+            own_statements = [
+                statement for statement in self.statements if statement.head not in (MOUNT, WITHOUT, KEEP)
+            ]
+            whole = ready if self.block or not takes_over else without_unused(ready, own_statements)
+            reader.result.families[self.name] = whole
 
-    def _find(self, reader: _FileReader, name: str) -> Written | None:
-        """Return a family or block that this one names: declared above, or known from elsewhere."""
-        above = reader.result.written.get(name)
-        return above if above is not None or (name in reader.own and name != self.name) else reader.bases(name)
+    def _find(self, reader: _FileReader, name: str) -> FamilyText | None:
+        """Return the family or block of a name: one above in the file, or a known one."""
+        above = reader.result.families.get(name)
+        return above if above is not None or (name in reader.declarations and name != self.name) else reader.bases(name)
 
 
-def _taken(statements: Iterable[Statement]) -> tuple[Statement, ...]:
+def _inheritable(statements: Iterable[Statement]) -> tuple[Statement, ...]:
     return tuple(statement for statement in statements if statement.head not in IDENTIFYING)
 
 
-def read(text: str, file: str, known: Iterable[str], bases: Bases) -> File:
-    """Read a file of tables into families and dialects as they are written.
+def read(text: str, file: str, known_families: Iterable[str], bases: Bases) -> TableFile:
+    """Read the families and dialects in a file of tables, as text.
 
     Args:
-        text: the file.
-        file: its name, for errors.
-        known: names of the families that `dialect … of FAMILY` may extend.
-        bases: finds the families and blocks of elsewhere.
+        text: contents of the file.
+        file: name of the file, for errors.
+        known_families: names of the families that `dialect … of FAMILY` may extend.
+        bases: returns families and blocks from other files.
     """
-    return _FileReader(file, known, bases).read(text)
+    return _FileReader(file, known_families, bases).read(text)
 
 
-class WrittenTables:
-    """Files of tables that may build on each other. A file is read once, when something in it is asked for.
+class TableFiles:
+    """Files of tables that may inherit from each other. A file is read at the first request for a name in it.
 
     Args:
-        homes: name of each family and block -> the file it is in.
+        homes: name of each family and block -> its file.
         text: returns the contents of a file.
     """
 
     def __init__(self, homes: Mapping[str, str], text: Callable[[str], str]) -> None:
         self._homes = homes
         self._text = text
-        self._files: dict[str, File] = {}
+        self._files: dict[str, TableFile] = {}
         self._reading = RLock()
 
-    def base(self, name: str) -> Written | None:
-        """Return a family or a block as it is written, with all that it takes over; None where there is none."""
+    def base(self, name: str) -> FamilyText | None:
+        """Return a family or block as text, with everything that it inherits; None where there is none."""
         file = self._homes.get(name)
-        return None if file is None else self._file(file).written.get(name)
+        return None if file is None else self._file(file).families.get(name)
 
-    def _file(self, name: str) -> File:
+    def _file(self, name: str) -> TableFile:
         with self._reading:
             if name not in self._files:
-                self._files[name] = File()  # tables that are like each other find nothing here
+                self._files[name] = TableFile()  # ends a cycle of tables that inherit from each other
                 self._files[name] = read(self._text(name), name, (), self.base)
             return self._files[name]

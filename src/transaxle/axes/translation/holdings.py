@@ -423,7 +423,7 @@ def solved(
                 known_shapes = equations[line.expression]
                 known_shapes[stored[name].shape] = dict(zip(line.name.axes, index, strict=True))
     known = sizes.at({})
-    return solve(equations, sizes.giving({axis: count for axis, count in counted.items() if axis not in known}))
+    return solve(equations, sizes.with_solved({axis: count for axis, count in counted.items() if axis not in known}))
 
 
 def _unpacks(state: Stored, weight: Stored) -> bool:
@@ -468,7 +468,7 @@ class Holdings:
         self.refusals: list[Refusal] = []
         self.broken: set[Key] = set()
         self.sources: dict[Key, list[LineSources]] = defaultdict(list)
-        self._varying = tuple(sorted(sizes.varying))
+        self._varying = tuple(sorted(sizes.layer_axes))
         self._shown: dict[tuple[str, _Layer], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         self._filled: dict[tuple[int, bool, Shape, tuple[int | None, ...]], _Filled] = {}
         self._originals: dict[tuple[int, str], Layout] = {}
@@ -574,7 +574,7 @@ class Holdings:
             return  # the parameter is codes, which have other columns
         for axis in sorted(expression.axes - expression.padding - {NOTHING}):
             own = [axis for axis in factors(axis) if axis in self.sizes.family.axes]
-            if self.sizes.unsized(own):
+            if self.sizes.lack_formula(own):
                 continue
             along = frozenset[str]().union(*map(self.sizes.indices_of, own or line.expression.axes))
             layer = tuple([(name_axis, index.get(name_axis, -1)) for name_axis in sorted(along)])

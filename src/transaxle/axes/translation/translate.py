@@ -280,7 +280,7 @@ class _Translator:
         self.unplaced = Unplaced(self.holdings, target, self.lines)
         self.added = AddedTensors(self.holdings, target, self.conditions)
         self._layouts: dict[Hashable, Layout] = {}
-        self._varying = frozenset(self.sizes.varying)
+        self._varying = frozenset(self.sizes.layer_axes)
         self._single: dict[tuple[str, str, frozenset[tuple[str, int]]], str] = {}
 
     def run(self, *, partial: bool) -> Translation:

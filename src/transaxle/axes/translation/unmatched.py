@@ -85,7 +85,7 @@ class LineConditions:
             return None  # names that contradict each other say nothing
         if not may_all_hold([(condition, index), *shown], known):
             return False
-        opposite = Formula(f"not ({condition.text})", condition.named)
+        opposite = Formula(f"not ({condition.text})", condition.let_formulas)
         return None if may_all_hold([(opposite, index), *shown], known) else True
 
     def rivals(self, line: Line, index: Mapping[str, int], encoding: str | None) -> list[Refusal]:
@@ -454,7 +454,7 @@ def beyond(bound: BoundNames, sizes: Sizes) -> Iterator[Refusal]:
             found[line, axis].append((index, name))
     for (line, axis), names in found.items():
         formula = bound.family.axes.get(axis)
-        origin = "as given" if axis in sizes.given or formula is None else f"{formula.text} in the config"
+        origin = "as given" if axis in sizes.overrides or formula is None else f"{formula.text} in the config"
         index, first = names[0]
         message = f"{line.text}\nnumber {index} of axis {axis} is beyond its size, {known[axis]} ({origin})"
         if len(names) > 1:

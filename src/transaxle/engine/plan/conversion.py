@@ -492,7 +492,7 @@ def _draft_options(
     if "cuts" not in kind.draft_takes or isinstance(reading, TransaxleError):
         cuts = {}
     else:
-        cuts = chunk_cuts(view.targets, reading.family.numbered_axes)
+        cuts = chunk_cuts(view.targets, reading.family.name_axes_by_tensor)
     stem = {"stem": ADAPTER_STEM} if checkpoint.stored_names.is_adapter else {}
     training = plain_items(checkpoint, kind) if checkpoint.container.training else {}
     given = {"groups": groups, "run": run, "read": read, "config": checkpoint.config, "cuts": cuts, **stem}
