@@ -402,7 +402,7 @@ def _absent_keys(checkpoint: Checkpoint) -> list[JsonFacts]:
         return []
     lines = {line for line, _ in checkpoint.bound.names}
     used = {axis for line in lines for axis in (*line.name.axes, *line.expression.axes)}
-    from_config = replace(sizes, given={}).at({})
+    from_config = replace(sizes, overrides={}).at({})
     absent = []
     for axis, formula in family.axes.items():
         if formula is None or axis in from_config or axis not in used:
