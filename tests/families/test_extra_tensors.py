@@ -82,7 +82,7 @@ def _fate(family: Family, source: Dialect, target: Dialect, shapes: Shapes, size
         return "refused"
     if view.refusals:
         return "refused"
-    if name in view.kept:
+    if name in view.kept_names:
         return "kept"
     return "left out if zero" if any(check.zero and check.first.name == name for check in view.checks) else "carried"
 

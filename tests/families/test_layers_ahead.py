@@ -131,7 +131,7 @@ def _whole(target: Target) -> bool:
 def test_every_name_of_the_source_is_read_with_its_shape_and_kept(case: str, target: str) -> None:
     view, held = translated(case, target)
     assert _missing(view) == set()
-    assert view.kept == ()
+    assert view.kept_names == ()
     assert {name: target.shape for name, target in view.targets.items()} == held
     assert all(map(_whole, view.targets.values()))
 
@@ -161,7 +161,7 @@ def test_a_config_without_such_layers_keeps_them_under_their_names(case: str) ->
     view, held = translated(case, "transformers", num_nextn_predict_layers=0)
     assert _missing(view) == set()
     numbered = {name for name in held if any(part.isdigit() for part in name.split("."))}
-    assert numbered <= set(view.kept) | {name for name, target in view.targets.items() if target.component}
+    assert numbered <= set(view.kept_names) | {name for name, target in view.targets.items() if target.component}
     assert set(view.targets) == set(held)
 
 
@@ -246,7 +246,7 @@ def test_experts_of_a_layer_ahead_in_the_other_form_are_read(family: str) -> Non
     config, model, layers = model_of(family)
     numbered = _expressed(family, config, {**model, **layers}, "hf")
     stacked = _expressed(family, config, {**model, **_stacked(layers)}, "hf")
-    assert (stacked.refusals, stacked.kept) == ((), ())
+    assert (stacked.refusals, stacked.kept_names) == ((), ())
     assert {name: target.shape for name, target in stacked.targets.items()} == {
         name: target.shape for name, target in numbered.targets.items()
     }

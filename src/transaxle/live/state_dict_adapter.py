@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from transaxle.arguments import Config, read_optional_text, read_text
 from transaxle.axes.layout.relayout import Shape
-from transaxle.axes.translation.grouped import Stem
+from transaxle.axes.translation.grouped import Regrouping
 from transaxle.engine.checkpoint.checkpoint import LACKING, Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.settings import Settings, model_config
 from transaxle.engine.source import Source

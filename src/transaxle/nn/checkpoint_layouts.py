@@ -35,7 +35,7 @@ from transaxle.axes.layout.relayout import Check, Shape
 from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.axes.notation.name import own_name
 from transaxle.axes.notation.tables import read
-from transaxle.axes.translation.grouped import MEMBERS, Stem, regrouped, stack_name
+from transaxle.axes.translation.grouped import MEMBERS, Regrouping, regroup, stack_name
 from transaxle.axes.translation.translate import translate
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.training_state import GROUPS, PARAMS, ParamGroup
@@ -354,7 +354,7 @@ def _shapes(
 
 def _move(
     states: dict[str, dict[str, Any]],
-    stem: Stem,
+    stem: Regrouping,
     shapes: Mapping[str, Shape],
     renamed: dict[str, list[str]],
     experts: range,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.axes.layout.relayout import Check, Copier, Shape, Target
-from transaxle.axes.translation.grouped import ExpertSet, Stem, arranged, numbered, regrouped, stack_name
+from transaxle.axes.translation.grouped import ExpertSet, Regrouping, arrange, regroup, split_number, stack_name
 from transaxle.axes.translation.translate import Translation
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.quant.entries import entries, is_quantized
@@ -205,7 +205,7 @@ def stems(shapes: Mapping[str, Shape], prefix: str, layer: Layer) -> tuple[Stem,
     Raises:
         Refused: see `transaxle.axes.translation.grouped.Arranged`.
     """
-    return arranged(_groups(prefix, layer), shapes).checked()
+    return arrange(_groups(prefix, layer), shapes).check()
 
 
 def _groups(prefix: str, layer: Layer) -> list[ExpertSet]:

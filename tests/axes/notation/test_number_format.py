@@ -110,7 +110,7 @@ def test_codes_keep_their_names_where_plain_numbers_have_taken_them() -> None:
     store, encodings = stored(tensors, experts())
     view = translated(OSS, "hf", "torchtitan_hf", store, CONFIG, encodings=encodings)
     assert view.refusals == ()
-    assert sorted(view.kept) == sorted(experts())
+    assert sorted(view.kept_names) == sorted(experts())
     same({name: fill(store, one) for name, one in view.targets.items()}, tensors)
     assert {view.targets[name].encoding for name in experts()} == {MX}
 
@@ -237,7 +237,7 @@ def test_a_tensor_without_a_place_keeps_its_encoding() -> None:
     for name in ("gate", "up", "else"):
         store.put(name, torch.arange(12).reshape(3, 4), dtype="F8_E4M3")
     view = translated(FUSED, "apart", "none", store, encodings=dict.fromkeys(("up", "else"), "float8"))
-    assert view.kept == ("else", "up")
+    assert view.kept_names == ("else", "up")
     assert {name: one.encoding for name, one in view.targets.items()} == {"gate": "", "up": "float8", "else": "float8"}
 
 

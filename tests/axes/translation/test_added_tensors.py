@@ -67,7 +67,7 @@ def test_values_are_carried_where_there_is_a_place() -> None:
     for name, values in _of("stages.{}.own", 1, 2).items():
         store.put(name, values)
     view = translated(TOY, "sometimes", "always", store, CONFIG)
-    assert (view.refusals, view.checks, view.kept) == ((), (), ())
+    assert (view.refusals, view.checks, view.kept_names) == ((), (), ())
     assert fill(store, view.targets["blocks.2.own"]).tolist() == [20, 21, 22, 23, 24]
     both = Store(GATES | _of("blocks.{}.own", 1, 2) | _of("blocks.{}.shift", 1, 2))
     for target in ("hub", "sometimes"):
@@ -81,7 +81,7 @@ def test_without_a_place_they_must_be_zero() -> None:
     store = Store(GATES | _of("blocks.{}.own", 1, 2) | _of("blocks.{}.shift", 1, 2))
     view = translated(TOY, "always", "hub", store, CONFIG)
     names = [f"blocks.{layer}.{name}" for name in ("shift", "own") for layer in (1, 2)]
-    assert (view.refusals, view.kept, view.ignored) == ((), (), tuple(view.ignored))
+    assert (view.refusals, view.kept_names, view.ignored) == ((), (), tuple(view.ignored))
     assert sorted(view.ignored) == sorted(names)
     assert sorted((check.first.name, check.zero) for check in view.checks) == sorted((name, True) for name in names)
     assert all(check.refusal.code == "UNEXPECTED_TENSOR" for check in view.checks)
@@ -98,7 +98,7 @@ def test_they_are_whole_or_absent() -> None:
 def test_in_its_own_dialect_nothing_changes() -> None:
     store = Store(GATES | _of("blocks.{}.own", 1, 2))
     view = translated(TOY, "always", "always", store, CONFIG)
-    assert (view.refusals, view.checks, view.kept, view.ignored) == ((), (), (), ())
+    assert (view.refusals, view.checks, view.kept_names, view.ignored) == ((), (), (), ())
 
 
 @pytest.mark.parametrize("name", ["shift", "bias"])

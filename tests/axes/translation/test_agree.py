@@ -30,7 +30,7 @@ def test_a_tie_that_is_stored_twice_is_checked_wherever_it_goes(target: str) -> 
     store = Store(hf)
     view = translated(TOY, "hf", target, store, TIED)
     assert view.refusals == ()
-    assert view.kept == ()
+    assert view.kept_names == ()
     assert equal(view, store) == [False]
     assert "hold the same tensor" in view.checks[0].why
     store.put("head", hf["embed"])
@@ -101,7 +101,7 @@ def test_chains_of_ties_are_followed(stored: tuple[str, ...]) -> None:
     assert len(view.checks) == len(stored) - 1
     assert all(equal(view, store))
     to_one = translated(CHAIN, "each", "last", store, BOTH)
-    assert (to_one.refusals, to_one.kept, set(to_one.targets)) == ((), (), {"one", "0.w"})
+    assert (to_one.refusals, to_one.kept_names, set(to_one.targets)) == ((), (), {"one", "0.w"})
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_what_two_lines_hold_is_taken_once_and_checked() -> None:
     store = Store(held)
     view = translated(TWICE, "redundant", "plain", store, TWO)
     assert view.refusals == ()
-    assert view.kept == ()
+    assert view.kept_names == ()
     assert equal(view, store) == [True] * 3
     wanted = {name: tensor for name, tensor in held.items() if name.count(".") != 1 or name.endswith("norm")}
     same({name: fill(store, target) for name, target in view.targets.items()}, wanted)

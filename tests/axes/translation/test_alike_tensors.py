@@ -65,7 +65,7 @@ def _data(view: Translation) -> tuple[Any, ...]:
     """Everything that a translation says, in its order."""
     targets = [(name, _side(target)) for name, target in view.targets.items()]
     checks = [(_side(check.first), _side(check.second), check.why) for check in view.checks]
-    return targets, checks, view.kept, view.ignored, dict(view.aliases), view.refusals, dict(view.axes)
+    return targets, checks, view.kept_names, view.ignored, dict(view.aliases), view.refusals, dict(view.axes)
 
 
 def _said(target: str, store: Store, config: Mapping[str, Any]) -> Any:

@@ -51,7 +51,7 @@ def test_an_empty_stack_is_left_out_where_its_axis_is_in_names(config: dict[str,
     steps = {f"optim/{name}/step": arange(1).reshape(()) for name in EMPTY}
     view = translated(ZERO, "packed", target, Store({**PACKED, **EMPTY, **states, **steps}), config)
     assert view.refusals == ()
-    assert view.kept == ()
+    assert view.kept_names == ()
     assert set(view.ignored) == {*EMPTY, *states, *steps}
     assert set(view.targets) == ({"norm"} if target == "stacked" else set(NORMS))
 

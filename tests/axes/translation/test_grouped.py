@@ -16,20 +16,20 @@ from transaxle.axes.translation.grouped import (
     ROWS,
     STACK,
     STORED,
-    Arranged,
+    Arrangement,
     Packing,
-    Stem,
-    arranged,
+    Regrouping,
+    arrange,
     groups,
-    numbered,
-    regrouped,
+    regroup,
+    split_number,
     table,
 )
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-THREE = Stem("w", "", 2, 3, MEMBERS, STACK)
+THREE = Regrouping("w", "", 2, 3, MEMBERS, STACK)
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Held:
     ],
 )
 def test_numbered_names(name: str, parts: Any) -> None:
-    assert numbered(name) == parts
+    assert split_number(name) == parts
 
 
-def _found(wanted: Shapes, stored: Shapes) -> Arranged:
-    return arranged(groups(wanted, stored), stored)
+def _found(wanted: Shapes, stored: Shapes) -> Arrangement:
+    return arrange(groups(wanted, stored), stored)
 
 
 MANY: Shapes = {f"a.weight{e}": (3, 4) for e in range(5)}
@@ -85,36 +85,36 @@ STACKED: Shapes = {"a.weight_scale_inv": (5, 1)}
 def test_names_of_both_sides_tell_what_is_grouped() -> None:
     other: Shapes = {"a.norm": (4,)}
     assert _found(ONE | STACKED | other, MANY | SCALES | other).stems == (
-        Stem("a.weight", "", 2, 5, MEMBERS, STACK),
-        Stem("a.weight", "_scale_inv", 1, 5, MEMBERS, STACK),
+        Regrouping("a.weight", "", 2, 5, MEMBERS, STACK),
+        Regrouping("a.weight", "_scale_inv", 1, 5, MEMBERS, STACK),
     )
     assert _found(MANY | SCALES, ONE | STACKED).stems == (
-        Stem("a.weight", "", 2, 5, STACK, MEMBERS),
-        Stem("a.weight", "_scale_inv", 1, 5, STACK, MEMBERS),
+        Regrouping("a.weight", "", 2, 5, STACK, MEMBERS),
+        Regrouping("a.weight", "_scale_inv", 1, 5, STACK, MEMBERS),
     )
     # buffers that nobody asks for go with the codes
-    assert {stem.rest for stem in _found(ONE, MANY | SCALES).stems} == {"", "_scale_inv"}
-    assert {stem.rest for stem in _found(MANY, ONE | STACKED).stems} == {"", "_scale_inv"}
+    assert {stem.suffix for stem in _found(ONE, MANY | SCALES).stems} == {"", "_scale_inv"}
+    assert {stem.suffix for stem in _found(MANY, ONE | STACKED).stems} == {"", "_scale_inv"}
     for same in (ONE | STACKED | other, MANY | SCALES | other):
-        assert _found(same, same) == Arranged((), (), frozenset())
+        assert _found(same, same) == Arrangement((), (), frozenset())
 
 
 def test_a_shape_tells_how_one_tensor_holds_experts() -> None:
     biases: Shapes = {f"a.bias{e}": (3,) for e in range(5)}
-    cases: list[tuple[Shapes, Shapes, Stem]] = [
-        (MANY, BELOW, Stem("a.weight", "", 2, 5, ROWS, MEMBERS)),
-        (ONE, BELOW, Stem("a.weight", "", 2, 5, ROWS, STACK)),
-        (biases, {"a.bias": (5, 1, 3)}, Stem("a.bias", "", 1, 5, COLUMN, MEMBERS)),
-        ({"a.bias": (5, 3)}, {"a.bias": (5, 1, 3)}, Stem("a.bias", "", 1, 5, COLUMN, STACK)),
-        ({"a.bias": (5, 3)}, {"a.bias": (15,)}, Stem("a.bias", "", 1, 5, ROWS, STACK)),
-        (biases, {"a.bias": (15,)}, Stem("a.bias", "", 1, 5, ROWS, MEMBERS)),
+    cases: list[tuple[Shapes, Shapes, Regrouping]] = [
+        (MANY, BELOW, Regrouping("a.weight", "", 2, 5, ROWS, MEMBERS)),
+        (ONE, BELOW, Regrouping("a.weight", "", 2, 5, ROWS, STACK)),
+        (biases, {"a.bias": (5, 1, 3)}, Regrouping("a.bias", "", 1, 5, COLUMN, MEMBERS)),
+        ({"a.bias": (5, 3)}, {"a.bias": (5, 1, 3)}, Regrouping("a.bias", "", 1, 5, COLUMN, STACK)),
+        ({"a.bias": (5, 3)}, {"a.bias": (15,)}, Regrouping("a.bias", "", 1, 5, ROWS, STACK)),
+        (biases, {"a.bias": (15,)}, Regrouping("a.bias", "", 1, 5, ROWS, MEMBERS)),
     ]
     for wanted, stored, stem in cases:
         assert _found(wanted, stored).stems == (stem,)
     # scales of one row for each expert, below each other: not a stack of rows without a dim
     blocks: Shapes = {f"a.weight{e}_scale_inv": (1, 2) for e in range(5)}
     found = _found(MANY | blocks, BELOW | {"a.weight_scale_inv": (5, 2)}).stems
-    assert found[1] == Stem("a.weight", "_scale_inv", 2, 5, ROWS, MEMBERS)
+    assert found[1] == Regrouping("a.weight", "_scale_inv", 2, 5, ROWS, MEMBERS)
 
 
 def test_other_layers_with_such_names_are_left_alone() -> None:
@@ -130,7 +130,7 @@ def test_other_layers_with_such_names_are_left_alone() -> None:
         ({"a.x0": (2,), "a.x1": (2,)}, {"a.x0": (2,), "a.x1": (2,), "a.x": (3, 2)}),
     ]
     for wanted, stored in cases:
-        assert _found(wanted, stored) == Arranged((), (), frozenset())
+        assert _found(wanted, stored) == Arrangement((), (), frozenset())
 
 
 @pytest.mark.parametrize(
@@ -167,11 +167,11 @@ def test_both_forms_are_told_and_states_follow_either() -> None:
     both = MANY | ONE
     for wanted, form in ((MANY, MEMBERS), (ONE, STACK)):
         (stem,) = _found(wanted, both).stems
-        assert stem == Stem("a.weight", "", 2, 5, STACK, form, (0, 1, 2, 3, 4))
+        assert stem == Regrouping("a.weight", "", 2, 5, STACK, form, (0, 1, 2, 3, 4))
         held = {name: Held(shape) for name, shape in both.items()}
         for states in (MANY, ONE):
             moments = {f"optim/{name}/exp_avg": Held(shape) for name, shape in states.items()}
-            found = regrouped([stem], held | moments)
+            found = regroup([stem], held | moments)
             assert not found.refusals
             names = dict.fromkeys(wanted, (5, 3, 4) if form == STACK else (3, 4))
             names |= {f"optim/{name}/exp_avg": shape for name, shape in names.items()}
@@ -179,11 +179,13 @@ def test_both_forms_are_told_and_states_follow_either() -> None:
             assert [check.first.name for check in found.checks] == list(MANY)
     unlike = {**{name: Held(shape) for name, shape in both.items()}, "a.weight2": Held((3, 4), "F16")}
     (stem,) = _found(MANY, both).stems
-    assert [one.where.tensor for one in regrouped([stem], unlike).refusals] == ["a.weight2"]
+    assert [one.where.tensor for one in regroup([stem], unlike).refusals] == ["a.weight2"]
 
 
 def test_the_table_reads_as_its_documentation() -> None:
-    family = table([Stem("fc1.weight", "", 2, 4, MEMBERS, STACK), Stem("fc1.bias", "", 1, 4, STACK, MEMBERS)])
+    family = table(
+        [Regrouping("fc1.weight", "", 2, 4, MEMBERS, STACK), Regrouping("fc1.bias", "", 1, 4, STACK, MEMBERS)]
+    )
     stored, wanted = family.dialects
     assert stored.name == STORED
     assert [line.text for line in stored.lines] == ["fc1.weight{e0} = t0[x0_0 x0_1]", "fc1.bias = t1[e1 x1_0]"]
@@ -202,16 +204,16 @@ def test_the_table_reads_as_its_documentation() -> None:
 )
 def test_each_packing_is_what_numpy_makes_of_it(packing: Packing, member: Any, packed: Any) -> None:
     whole = np.arange(int(np.prod(packed))).reshape(packed)
-    stem = Stem("w", "", len(member), 5, packing, MEMBERS)
-    found = regrouped([stem], {"w": Held(packed)})
+    stem = Regrouping("w", "", len(member), 5, packing, MEMBERS)
+    found = regroup([stem], {"w": Held(packed)})
     assert not found.refusals
     assert list(found.targets) == [f"w{e}" for e in range(5)] == stem.targets
     for e, target in enumerate(found.targets.values()):
         assert target.shape == member
         assert np.array_equal(_read(target, whole), whole.reshape(5, *member)[e])
-    again = regrouped([msgspec.structs.replace(stem, wanted=STACK)], {"w": Held(packed)})
+    again = regroup([msgspec.structs.replace(stem, requested=STACK)], {"w": Held(packed)})
     assert np.array_equal(_read(again.targets["w"], whole), whole.reshape(5, *member))
-    back = regrouped([stem.reversed()], {f"w{e}": Held(member) for e in range(5)})
+    back = regroup([stem.invert()], {f"w{e}": Held(member) for e in range(5)})
     assert back.targets["w"].shape == packed
 
 
@@ -232,12 +234,12 @@ def test_states_follow_and_numbers_have_to_agree() -> None:
     held = {name: Held((2, 2)) for name in names}
     held |= {f"optim/{name}/exp_avg": Held((2, 2)) for name in names}
     held |= {f"optim/{name}/step": Held(()) for name in names}
-    found = regrouped([THREE], held)
+    found = regroup([THREE], held)
     shapes = {name: target.shape for name, target in found.targets.items()}
     assert shapes == {"w": (3, 2, 2), "optim/w/exp_avg": (3, 2, 2), "optim/w/step": ()}
     assert len(found.checks) == 2  # two steps equal the first
     del held["w1"]
-    assert [refusal.code for refusal in regrouped([THREE], held).refusals] == ["MISSING_TENSOR"]
+    assert [refusal.code for refusal in regroup([THREE], held).refusals] == ["MISSING_TENSOR"]
 
 
 def test_states_of_codes_of_four_bits_have_twice_their_columns() -> None:
@@ -245,14 +247,14 @@ def test_states_of_codes_of_four_bits_have_twice_their_columns() -> None:
     held = {name: Held((2, 4), "U8") for name in names} | {
         f"optim/{name}/master": Held((2, 8), "F32") for name in names
     }
-    found = regrouped([THREE], held)
+    found = regroup([THREE], held)
     assert not found.refusals
     assert {name: target.shape for name, target in found.targets.items()} == {
         "w": (3, 2, 4),
         "optim/w/master": (3, 2, 8),
     }
     for wrong in (Held((2, 7), "F32"), Held((3, 8), "F32")):
-        refused = regrouped([THREE], held | {"optim/w1/master": wrong}).refusals
+        refused = regroup([THREE], held | {"optim/w1/master": wrong}).refusals
         assert {refusal.code for refusal in refused} == {"SHAPE_MISMATCH"}
     plain = held | {name: Held((2, 4), "F32") for name in names}
-    assert {refusal.code for refusal in regrouped([THREE], plain).refusals} == {"SHAPE_MISMATCH"}
+    assert {refusal.code for refusal in regroup([THREE], plain).refusals} == {"SHAPE_MISMATCH"}

@@ -169,7 +169,7 @@ def test_a_number_that_is_missing_or_too_large() -> None:
     refusal = only_refusal(translated(FAMILY, "counted", "apart", Store(lacking), config), "MISSING_TENSOR")
     assert refusal.message.splitlines()[1:] == ["experts.4.up"]
     more = Store({**found, "experts.6.up": arange(2, 3)})
-    assert translated(FAMILY, "counted", "apart", more, config).kept == ("experts.6.up",)
+    assert translated(FAMILY, "counted", "apart", more, config).kept_names == ("experts.6.up",)
     last = {
         name: array for name, array in found.items() if name not in ("experts.3.up", "experts.4.up", "experts.5.up")
     }

@@ -70,7 +70,7 @@ def test_targets_speak_of_their_rule_and_tensors() -> None:
     assert one.rule == "blocks.{l}.w = [e [gate:f | up:f] d]"
     assert one.component == "gate, up"
     assert [origin.name for origin in one.parts[1].origins] == [f"layers.1.experts.{e}.up" for e in range(3)]
-    assert (view.kept, view.ignored, view.checks) == ((), (), ())
+    assert (view.kept_names, view.ignored, view.checks) == ((), (), ())
 
 
 def test_chunks_of_a_target_are_slices_of_it() -> None:
@@ -144,7 +144,7 @@ def test_unknown_names_are_kept_and_known_nothing_is_left_out() -> None:
     store = Store(model(vision=arange(3), layers__0__inv_freq=arange(2)))
     view = translated(TOY, "hf", "packed", store, CONFIG)
     assert view.refusals == ()
-    assert view.kept == ("vision",)
+    assert view.kept_names == ("vision",)
     assert view.ignored == ("layers.0.inv_freq",)
     assert fill(store, view.targets["vision"]).tolist() == [0, 1, 2]
     assert "layers.0.inv_freq" not in view.targets
@@ -173,7 +173,7 @@ def test_more_layers_or_experts_than_there_are(
 def test_layers_that_predict_ahead_may_follow_the_last_one() -> None:
     store = Store(model(layers__2__norm=arange(4), layers__3__norm=arange(4)))
     view = translated(TOY, "hf", "packed", store, CONFIG | {"num_nextn_predict_layers": 2})
-    assert (view.refusals, view.kept) == ((), ("layers.2.norm", "layers.3.norm"))
+    assert (view.refusals, view.kept_names) == ((), ("layers.2.norm", "layers.3.norm"))
     refusal = only_refusal(
         translated(TOY, "hf", "packed", store, CONFIG | {"num_nextn_predict_layers": 1}), "UNEXPECTED_TENSOR"
     )
@@ -186,7 +186,7 @@ def test_known_tensors_without_a_line_are_kept() -> None:
     store.put("optim/layers.1.extra/exp_avg", arange(4))
     view = translated(TOY, "hf", "packed", store, CONFIG)
     assert view.refusals == ()
-    assert set(view.kept) == {"layers.0.extra", "layers.1.extra", "optim/layers.1.extra/exp_avg"}
+    assert set(view.kept_names) == {"layers.0.extra", "layers.1.extra", "optim/layers.1.extra/exp_avg"}
 
 
 def test_known_tensors_that_a_condition_leaves_out_are_kept() -> None:
@@ -197,7 +197,7 @@ def test_known_tensors_that_a_condition_leaves_out_are_kept() -> None:
     view = translated(family, "a", "b", store, {"n": 2, "d": 4})
     assert view.refusals == ()
     assert list(view.targets) == ["b.1", "a.0"]
-    assert view.kept == ("a.0",)
+    assert view.kept_names == ("a.0",)
 
 
 def test_a_tensor_of_which_only_a_part_has_a_place_is_refused() -> None:
@@ -238,7 +238,7 @@ def test_a_model_that_classifies_has_no_head_that_makes_tokens(prefix: str, tied
     found = translated(_MAKES_TOKENS, "hf", "memory", store, {"tied": tied})
     assert not found.refusals
     assert set(found.targets) == {"embed.weight", score}
-    assert set(found.kept) == {score}
+    assert set(found.kept_names) == {score}
 
 
 def test_without_another_head_one_that_makes_tokens_is_missing() -> None:
@@ -252,12 +252,15 @@ def test_what_kept_its_name_comes_back_as_what_the_target_says_it_is(prefix: str
     tensors = {"model.body": arange(4), "head": arange(3, 4, start=10), "bias": arange(3, start=30)}
     there = translated(_HEADED, "hf", "engine", Store(tensors))
     assert set(there.targets) == {"body", "head", "bias"}
-    assert set(there.kept) == {"head", "bias"}
+    assert set(there.kept_names) == {"head", "bias"}
     store = Store(
-        {prefix * (name not in there.kept) + name: fill(Store(tensors), there.targets[name]) for name in there.targets}
+        {
+            prefix * (name not in there.kept_names) + name: fill(Store(tensors), there.targets[name])
+            for name in there.targets
+        }
     )
     back = translated(_HEADED, "engine", "hf", store)
-    assert (back.refusals, back.kept) == ((), ())
+    assert (back.refusals, back.kept_names) == ((), ())
     assert {name: fill(store, target).tolist() for name, target in back.targets.items()} == {
         name: tensor.tolist() for name, tensor in tensors.items()
     }
@@ -288,7 +291,7 @@ def test_what_two_dialects_have_no_line_for_is_part_of_the_model_between_them() 
         "dialect trainer\n  outer.body = body[d]\n  head = head[k d]\n"
     )
     view = translated(family, "engine", "trainer", Store({"inner.body": arange(4), "score": arange(2, 4)}))
-    assert (view.refusals, set(view.targets), set(view.kept)) == ((), {"outer.body", "score"}, {"score"})
+    assert (view.refusals, set(view.targets), set(view.kept_names)) == ((), {"outer.body", "score"}, {"score"})
     lacking = translated(family, "engine", "trainer", Store({"inner.body": arange(4)}))
     assert "head" in only_refusal(lacking, "MISSING_TENSOR").message
 

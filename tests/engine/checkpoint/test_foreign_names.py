@@ -166,7 +166,7 @@ def _half_converted(family: str, source: str, target: str, **changed: Any) -> tu
     entries = {n: Entry(n, "BF16", s, (Extent((0,) * len(s), s, "file", 0),)) for n, s in shapes.items()}
     bound = bind(list(entries), table, own, sizes, stored=entries)
     view = translate(bound, entries, wanted, sizes)
-    return half_converted(bound, wanted, sizes, view, ()), view.kept
+    return half_converted(bound, wanted, sizes, view, ()), view.kept_names
 
 
 @pytest.mark.parametrize(("family", "source", "target"), NAMELESS)

@@ -1,1 +1,1 @@
-"""From the tensors of one dialect to those of another."""
+"""Translation of the tensors of one dialect into those of another."""

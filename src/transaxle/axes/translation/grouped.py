@@ -1,15 +1,15 @@
-"""Grouped parameters: N tensors under numbered names, or stacked in one; two dialects of one table.
+"""Grouped parameters: N tensors under numbered names, or stacked in one tensor, as two dialects of one table.
 
     fc1.weight{e} = t0[x y]      fc1.weight{e}_scale_inv = t1[x y]      fc1.bias{e} = t2[x]
     fc1.weight    = t0[e x y]    fc1.weight_scale_inv    = t1[e x y]    fc1.bias    = t2[e x]
 
-Such a layer may be anywhere in a model, so the table is built for the names at hand, and then used like any other.
+Such a layer may be anywhere in a model, so the table is built for the names in question, and then used like any other.
+A layer knows which form it needs (`transaxle.nn.expert_relayout`). For a state dict the names show it: `weight0`,
+`weight1`, … and `bias0`, … are experts, and a tensor is a stack of experts if the other side has it in another form.
 
-Which form is wanted, a layer says itself (`transaxle.nn.expert_relayout`); of a state dict the names do: `weight0`,
-`weight1`, … and `bias0`, … are experts, and a stack of them is one where the other side has it in another form.
-`arranged` is the one place that tells another number of experts, a part of them, and both forms at once, for
-`load_state_dict`, `transaxle.load` and the DCP planners alike. It sees names and shapes only, and runs before anything
-is written.
+`arrange` is the one place that detects a wrong number of experts, a partial set, and both forms at once;
+`load_state_dict`, `transaxle.load` and the DCP planners all use it. It reads names and shapes only, and runs before
+anything is written.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from transaxle.axes.translation.translate import Translation, translate
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 
 FAMILY = "grouped"
-"""Name of the family."""
+"""Name of the family in the table."""
 STORED = "stored"
-"""The dialect in which the checkpoint has them."""
+"""Dialect for the form in the checkpoint."""
 WANTED = "wanted"
-"""The dialect in which they are asked for."""
+"""Dialect for the requested form."""
 
 Packing = Literal["members", "stack", "rows", "column"]
-"""How N tensors are stored: under N names, or in one: stacked `[e x y]`, below each other `[(e x) y]`, as columns `[e
-1 x]`.
+"""Form of N tensors: `members` under N names, or in one tensor as `stack` `[e x y]`, `rows` `[(e x) y]`, `column` `[e 1
+x]`.
 """
 MEMBERS: Packing = "members"
 STACK: Packing = "stack"
@@ -49,113 +49,113 @@ COLUMN: Packing = "column"
 _NUMBERED = re.compile(r"(.*[A-Za-z_])(0|[1-9][0-9]{0,9})((?:_[A-Za-z_]+)?)")
 
 
-class Stem(msgspec.Struct, frozen=True):
-    """N tensors that a checkpoint has in one form and that are wanted in another."""
+class Regrouping(msgspec.Struct, frozen=True):
+    """N tensors that a checkpoint has in one form and that are requested in another."""
 
     name: str
-    """Name of the stack; the text before the number in the names of members."""
-    rest: str
+    """Name of the stack, which is also the text before the number in the names of members."""
+    suffix: str
     """Text after the number: empty, or the name of a buffer such as `_scale_inv`."""
     dims: int
-    """Dims of one member."""
+    """Number of dims of one member."""
     count: int
     """Number of members."""
     stored: Packing
-    """How the checkpoint has them."""
-    wanted: Packing
-    """How they are asked for."""
+    """Form in the checkpoint."""
+    requested: Packing
+    """Requested form."""
     copies: tuple[int, ...] = ()
-    """Members that the checkpoint also has under names of their own, and that must equal their slice of the stack."""
+    """Numbers of the members that the checkpoint also has under their own names; they must equal the stack's slices."""
 
     @property
     def single(self) -> str:
-        """Name of the stack."""
-        return f"{self.name}{self.rest}"
+        """Name of the stack, buffer suffix included."""
+        return f"{self.name}{self.suffix}"
 
     def member(self, place: int) -> str:
-        """Return the name of one member."""
-        return f"{self.name}{place}{self.rest}"
+        """Return the name of the member with a number."""
+        return f"{self.name}{place}{self.suffix}"
 
     @property
     def sources(self) -> list[str]:
-        """Names under which the checkpoint has the tensors, copies included."""
+        """Names of the tensors in the checkpoint, copies included."""
         places: Iterable[int] = range(self.count) if self.stored == MEMBERS else self.copies
         return [*([] if self.stored == MEMBERS else [self.single]), *map(self.member, places)]
 
     @property
     def targets(self) -> list[str]:
-        """Names under which the tensors are wanted."""
-        return [self.member(place) for place in range(self.count)] if self.wanted == MEMBERS else [self.single]
+        """Names of the requested tensors."""
+        return [self.member(place) for place in range(self.count)] if self.requested == MEMBERS else [self.single]
 
-    def reversed(self) -> Stem:
-        """Return the stem that turns the wanted form back into the stored one."""
-        return msgspec.structs.replace(self, stored=self.wanted, wanted=self.stored, copies=())
+    def invert(self) -> Regrouping:
+        """Return the inverse: from the requested form back to the stored one."""
+        return msgspec.structs.replace(self, stored=self.requested, requested=self.stored, copies=())
 
 
-class Numbered(NamedTuple):
+class NumberedName(NamedTuple):
     """The name of one of N tensors, split at its number."""
 
     before: str
     """Text before the number."""
     number: int
-    """Which of the N tensors it is."""
-    rest: str
+    """Number of the member."""
+    suffix: str
     """Text after the number: empty, or the name of a buffer such as `_scale_inv`."""
 
 
-def numbered(name: str) -> Numbered | None:
-    """Split a name at the number of the member; None where there is no number."""
+def split_number(name: str) -> NumberedName | None:
+    """Split a name at the number of the member; None where it has no number."""
     before, dot, last = name.rpartition(".")
     match = _NUMBERED.fullmatch(last)
-    return None if match is None else Numbered(f"{before}{dot}{match[1]}", int(match[2]), match[3])
+    return None if match is None else NumberedName(f"{before}{dot}{match[1]}", int(match[2]), match[3])
 
 
 def stack_name(name: str) -> str:
-    """Return the name of the stack that a member's name belongs to; of a name without a number at its end, itself."""
-    split = numbered(name)
-    return name if split is None or split.rest else split.before
+    """Return the name of a member's stack; a name without a number at its end is returned unchanged."""
+    split = split_number(name)
+    return name if split is None or split.suffix else split.before
 
 
 def members_by_stack(names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Return the numbered names, states of optimizers among them: name of the stack -> number -> name.
+    """Return stack name -> number -> member name, for all numbered names, optimizer states among them.
 
-    Buffers (`weight0_scale_inv`) belong to a stack of their own, `weight_scale_inv`.
+    Buffers (`weight0_scale_inv`) belong to a separate stack, `weight_scale_inv`.
     """
     stacks: dict[str, dict[int, str]] = {}
     for name in names:
         parameter, slot = split_slot(name)
-        split = numbered(parameter)
+        split = split_number(parameter)
         if split is not None:
-            stacks.setdefault(join_slot(f"{split.before}{split.rest}", slot), {})[split.number] = name
+            stacks.setdefault(join_slot(f"{split.before}{split.suffix}", slot), {})[split.number] = name
     return stacks
 
 
-def table(stems: Sequence[Stem]) -> Family:
-    """Return the family of these tensors, with both dialects."""
-    tensors, stored, wanted = {}, [], []
-    # Axes carry the number of their stem: two layers with different sizes must not share one axis.
+def table(stems: Sequence[Regrouping]) -> Family:
+    """Build the family of these tensors, with a dialect for each form."""
+    tensors, stored, requested_lines = {}, [], []
+    # Axis names end with the number of their group: two layers of different sizes must not share an axis.
     axes: dict[str, None] = {}
     for at, stem in enumerate(stems):
         name, number, dims = f"t{at}", f"e{at}", [f"x{at}_{dim}" for dim in range(stem.dims)]
         tensors[name] = LogicalTensor(name, (number, *dims))
         axes.update(dict.fromkeys([number, *dims]))
         stored.append(_line(stem, stem.stored, name, number, dims))
-        if stem.copies:  # states of an optimizer may be under either name
+        if stem.copies:  # an optimizer state may have either name
             stored.append(_line(stem, MEMBERS, name, number, dims))
-        wanted.append(_line(stem, stem.wanted, name, number, dims))
-    dialects = (Dialect(STORED, None, tuple(stored)), Dialect(WANTED, None, tuple(wanted)))
+        requested_lines.append(_line(stem, stem.requested, name, number, dims))
+    dialects = (Dialect(STORED, None, tuple(stored)), Dialect(WANTED, None, tuple(requested_lines)))
     return Family(FAMILY, (), dict(axes), tensors, dialects=dialects)
 
 
-def sizes(stems: Sequence[Stem]) -> dict[str, int]:
-    """Return the sizes of the table's axes that names do not tell."""
+def sizes(stems: Sequence[Regrouping]) -> dict[str, int]:
+    """Return the sizes of the table's axes that names do not show."""
     return {f"e{place}": stem.count for place, stem in enumerate(stems)}
 
 
-def _line(stem: Stem, form: Packing, name: str, number: str, dims: Sequence[str]) -> Line:
+def _line(stem: Regrouping, form: Packing, name: str, number: str, dims: Sequence[str]) -> Line:
     inner = " ".join(dims)
     if form == MEMBERS:
-        return Line(Name(f"{stem.name}{{{number}}}{stem.rest}"), parse(f"{name}[{inner}]"))
+        return Line(Name(f"{stem.name}{{{number}}}{stem.suffix}"), parse(f"{name}[{inner}]"))
     packed = {
         STACK: f"{name}[{number} {inner}]",
         ROWS: f"{name}[{' '.join([f'({number} {dims[0]})', *dims[1:]]) if dims else number}]",
@@ -165,29 +165,29 @@ def _line(stem: Stem, form: Packing, name: str, number: str, dims: Sequence[str]
 
 
 class MemberCopy(msgspec.Struct, frozen=True):
-    """A tensor that a checkpoint has under the name of a member, and in the stack too."""
+    """A tensor that a checkpoint has twice: under the name of a member, and in the stack."""
 
     name: str
-    """Name of the member, or of a state of it."""
+    """Name of the member, or of one of its optimizer states."""
     stack: str
-    """Name of the stack, or of the same state of it."""
-    stem: Stem
-    """The set that the member belongs to."""
+    """Name of the stack, or of the same optimizer state of the stack."""
+    stem: Regrouping
+    """The group of tensors that the member belongs to."""
     place: int
-    """Its number."""
+    """Number of the member."""
 
     @property
     def why(self) -> str:
-        """Why both must be equal, as messages say it."""
+        """First line of the refusal where the two differ."""
         return f"{self.stack} and {self.name} both hold expert {self.place}"
 
 
-def member_copies(stems: Iterable[Stem], names: Collection[str]) -> list[MemberCopy]:
-    """Return the members, and the states of members, that are stacked too.
+def member_copies(stems: Iterable[Regrouping], names: Collection[str]) -> list[MemberCopy]:
+    """Return the members, and optimizer states of members, that are in the stack too.
 
     Args:
-        stems: the sets of tensors that change form.
-        names: the names of a checkpoint.
+        stems: groups of tensors that change form.
+        names: names of the checkpoint's tensors.
     """
     members = {stem.member(place): (stem, place) for stem in stems for place in stem.copies}
     copies = []
@@ -200,29 +200,30 @@ def member_copies(stems: Iterable[Stem], names: Collection[str]) -> list[MemberC
     return copies
 
 
-def without_copies(stems: Sequence[Stem], names: Iterable[str]) -> list[str]:
-    """Return the names of stored tensors without the copies of members that are stacked too."""
+def without_copies(stems: Sequence[Regrouping], names: Iterable[str]) -> list[str]:
+    """Return the stored names except those of members that are in the stack too."""
     unique_names = dict.fromkeys(names)
     copies = {copy.name for copy in member_copies(stems, unique_names)}
     return [name for name in unique_names if name not in copies]
 
 
-def copy_checks(stems: Sequence[Stem], stored: Mapping[str, Stored]) -> tuple[list[Check], list[Refusal]]:
-    """Return the checks that what a checkpoint has in both forms is equal, and what cannot be.
+def copy_checks(stems: Sequence[Regrouping], stored: Mapping[str, Stored]) -> tuple[list[Check], list[Refusal]]:
+    """Return the checks that stacks equal the separately stored copies of members, and refusals of incomparable copies.
 
     Args:
-        stems: the sets of tensors that change form.
+        stems: groups of tensors that change form.
         stored: the checkpoint's tensors by name.
     """
     copies = member_copies(stems, stored)
-    # Each copy is compared with its slice of the stack: the stack is expressed as members, and the member's own tensor
-    # must equal that.
+    # Each copy is compared with its slice of the stack: the stack is translated into members, and the member's own
+    # tensor must equal that member.
     regroupings = [
-        msgspec.structs.replace(stem, wanted=MEMBERS, copies=()) for stem in dict.fromkeys(copy.stem for copy in copies)
+        msgspec.structs.replace(stem, requested=MEMBERS, copies=())
+        for stem in dict.fromkeys(copy.stem for copy in copies)
     ]
     singles = {stem.single for stem in regroupings}
     stacks = {name: tensor for name, tensor in stored.items() if regroupings and split_slot(name)[0] in singles}
-    members = regrouped(regroupings, stacks).targets if regroupings else {}
+    members = regroup(regroupings, stacks).targets if regroupings else {}
     checks, problems = [], []
     for copy in copies:
         own_target, member = identity_target(copy.name, stored[copy.name]), members[copy.name]
@@ -234,12 +235,12 @@ def copy_checks(stems: Sequence[Stem], stored: Mapping[str, Stored]) -> tuple[li
     return checks, problems
 
 
-def regrouped(stems: Sequence[Stem], stored: Mapping[str, Stored]) -> Translation:
-    """Express what is stored in the other dialect of the table; other names are kept.
+def regroup(stems: Sequence[Regrouping], stored: Mapping[str, Stored]) -> Translation:
+    """Translate stored tensors into the requested form; all other tensors keep their names.
 
     Args:
-        stems: the sets of tensors that change form.
-        stored: the tensors by name, states of an optimizer among them.
+        stems: groups of tensors that change form.
+        stored: stored tensors by name, optimizer states among them.
     """
     family = table(stems)
     axis_sizes = Sizes(family, {}, sizes(stems))
@@ -250,12 +251,12 @@ def regrouped(stems: Sequence[Stem], stored: Mapping[str, Stored]) -> Translatio
 
 
 def parameters(names: Iterable[str]) -> Iterable[str]:
-    """Return the names that are no states of an optimizer."""
+    """Return the names that are not names of optimizer states."""
     return (name for name in names if split_slot(name)[1] == WEIGHT)
 
 
 _EXPERTS = {"weight": 2, "bias": 1}
-"""Last segments of the names of grouped layers' parameters, with the dims of one expert's."""
+"""Last name segment of a grouped layer's parameter -> number of dims per expert."""
 _OTHER_COUNT = "build the layer with as many experts as the checkpoint has"
 _LACKING = "check whether a file of the checkpoint is missing"
 _Places = Mapping[tuple[str, str], Mapping[int, str]]
@@ -263,53 +264,55 @@ _Places = Mapping[tuple[str, str], Mapping[int, str]]
 
 
 class ExpertSet(msgspec.Struct, frozen=True):
-    """N tensors of one shape that are wanted, under N names or as one stack."""
+    """N requested tensors of one shape, under N names or as one stack."""
 
     name: str
-    """Name of the stack; the text before the number in the names of members."""
-    rest: str
+    """Name of the stack, which is also the text before the number in the names of members."""
+    suffix: str
     """Text after the number: empty, or the name of a buffer such as `_scale_inv`."""
     count: int
     """Number of tensors."""
     shape: Shape
-    """Shape of one of them."""
+    """Shape of one tensor."""
     single: bool
-    """Whether they are wanted as one stack."""
-    own: range | None = None
-    """Numbers of those that this rank wants; None: all."""
+    """Whether they are requested as one stack."""
+    local_numbers: range | None = None
+    """Numbers of the tensors that this rank requests; None: all."""
     sure: bool = True
-    """Whether they are known to be experts. If so, a set that does not fit is refused; else its names are left alone.
+    """Whether they are certainly experts. If so, a set that does not fit is refused; if not, its names stay
+    unchanged.
     """
 
     @property
     def whole(self) -> str:
-        """Name of the stack."""
-        return f"{self.name}{self.rest}"
+        """Name of the stack, buffer suffix included."""
+        return f"{self.name}{self.suffix}"
 
     @property
     def names(self) -> list[str]:
-        """Names that are wanted."""
-        return [self.whole] if self.single else [f"{self.name}{place}{self.rest}" for place in self.needed]
+        """Requested names."""
+        return [self.whole] if self.single else [f"{self.name}{place}{self.suffix}" for place in self.numbers_needed]
 
     @property
-    def needed(self) -> range:
-        """Numbers that must be present where the checkpoint has them under N names."""
-        return range(self.count) if self.single or self.own is None else self.own
+    def numbers_needed(self) -> range:
+        """Numbers that a checkpoint with N names must have."""
+        return range(self.count) if self.single or self.local_numbers is None else self.local_numbers
 
 
-class Arranged(msgspec.Struct, frozen=True):
-    """How a checkpoint holds the wanted experts."""
+class Arrangement(msgspec.Struct, frozen=True):
+    """The forms in which a checkpoint has the requested experts."""
 
-    stems: tuple[Stem, ...]
-    """Sets that the checkpoint has in another form, or in both; sets that it has as wanted are left out."""
+    stems: tuple[Regrouping, ...]
+    """Groups that the checkpoint has in another form, or in both forms; groups in the requested form are absent."""
     problems: tuple[Refusal, ...]
-    """SHAPE_MISMATCH for another number of experts, naming both; INCOMPLETE for a part of them, naming those that lack;
-    UNSUPPORTED for scales that experts share."""
+    """SHAPE_MISMATCH for another number of experts, with both numbers; INCOMPLETE for a partial set, with the missing
+    experts; UNSUPPORTED for scales that experts share.
+    """
     broken: frozenset[str]
-    """Names, on both sides, of the sets with problems."""
+    """Names, requested and stored, of the sets with problems."""
 
-    def checked(self) -> tuple[Stem, ...]:
-        """Return the sets that change form.
+    def check(self) -> tuple[Regrouping, ...]:
+        """Return the groups that change form.
 
         Raises:
             Refused: the problems.
@@ -319,43 +322,45 @@ class Arranged(msgspec.Struct, frozen=True):
         return self.stems
 
 
-def groups(wanted: Mapping[str, Shape], stored: Mapping[str, Shape]) -> list[ExpertSet]:
-    """Return the sets of experts among the wanted tensors, as far as names tell.
+def groups(requested: Mapping[str, Shape], stored: Mapping[str, Shape]) -> list[ExpertSet]:
+    """Find the sets of experts among the requested tensors, as far as names show them.
 
     Args:
-        wanted: names and whole shapes of what is asked for, without optimizer state.
-        stored: the same of the checkpoint.
+        requested: whole shapes of the requested tensors by name, without optimizer state.
+        stored: whole shapes of the checkpoint's tensors by name.
     """
-    wanted_places, stored_places = _places(wanted), _places(stored)
+    wanted_places, stored_places = _places(requested), _places(stored)
     sets: dict[tuple[str, str], ExpertSet] = {}
-    for (before, rest), places in wanted_places.items():
-        shapes = {wanted[name] for name in places.values()}
-        if len(shapes) == 1 and max(places) + 1 == len(places) and f"{before}{rest}" not in wanted:
-            sets[before, rest] = ExpertSet(before, rest, len(places), shapes.pop(), False, sure=_is_expert(before))
-    for (before, rest), places in stored_places.items():
-        shape = wanted.get(f"{before}{rest}", ())
-        if shape and (before, rest) not in wanted_places:
-            fits = rest != "" or any(len(stored[name]) == len(shape) - 1 for name in places.values())
-            sets[before, rest] = ExpertSet(before, rest, shape[0], shape[1:], True, sure=fits and _is_expert(before))
-    for before in [name for name in wanted if (name, "") not in sets and _packed_otherwise(name, wanted, stored)]:
-        beside = {name.removeprefix(before): shape for name, shape in wanted.items() if _is_beside(before, name)}
-        sets |= {(before, rest): ExpertSet(before, rest, s[0], s[1:], True) for rest, s in beside.items() if s}
+    for (before, suffix), places in wanted_places.items():
+        shapes = {requested[name] for name in places.values()}
+        if len(shapes) == 1 and max(places) + 1 == len(places) and f"{before}{suffix}" not in requested:
+            sets[before, suffix] = ExpertSet(before, suffix, len(places), shapes.pop(), False, sure=_is_expert(before))
+    for (before, suffix), places in stored_places.items():
+        shape = requested.get(f"{before}{suffix}", ())
+        if shape and (before, suffix) not in wanted_places:
+            fits = suffix != "" or any(len(stored[name]) == len(shape) - 1 for name in places.values())
+            sets[before, suffix] = ExpertSet(
+                before, suffix, shape[0], shape[1:], True, sure=fits and _is_expert(before)
+            )
+    for before in [name for name in requested if (name, "") not in sets and _is_in_other_form(name, requested, stored)]:
+        nearby = {name.removeprefix(before): shape for name, shape in requested.items() if _is_beside(before, name)}
+        sets |= {(before, suffix): ExpertSet(before, suffix, s[0], s[1:], True) for suffix, s in nearby.items() if s}
     return list(sets.values())
 
 
-def arranged(wanted: Sequence[ExpertSet], stored: Mapping[str, Shape]) -> Arranged:
-    """Find out how a checkpoint holds the wanted experts.
+def arrange(expert_sets: Sequence[ExpertSet], stored: Mapping[str, Shape]) -> Arrangement:
+    """Determine the form in which a checkpoint has each set of experts.
 
     Args:
-        wanted: the sets of experts.
-        stored: names and whole shapes of the checkpoint's tensors.
+        expert_sets: the requested sets of experts.
+        stored: whole shapes of the checkpoint's tensors by name.
     """
     stored_places = _places(stored)
-    stems: dict[tuple[str, str], Stem] = {}
+    stems: dict[tuple[str, str], Regrouping] = {}
     problems: list[Refusal] = []
     broken: set[str] = set()
-    for experts in wanted:
-        members = stored_places.get((experts.name, experts.rest), {})
+    for experts in expert_sets:
+        members = stored_places.get((experts.name, experts.suffix), {})
         try:
             stem = _stem(experts, members, stored)
         except TransaxleError as error:
@@ -364,55 +369,56 @@ def arranged(wanted: Sequence[ExpertSet], stored: Mapping[str, Shape]) -> Arrang
                 broken.update((*experts.names, experts.whole, *members.values()))
             continue
         if stem is not None:
-            stems[experts.name, experts.rest] = stem
+            stems[experts.name, experts.suffix] = stem
     for stem in list(stems.values()):
-        if not stem.rest and stem.stored != stem.wanted:
+        if not stem.suffix and stem.stored != stem.requested:
             stems = {
                 **stems,
                 **{pair: buffer for pair, buffer in _beside(stem, stored_places, stored).items() if pair not in stems},
             }
-    return Arranged(tuple(stems.values()), tuple(problems), frozenset(broken))
+    return Arrangement(tuple(stems.values()), tuple(problems), frozenset(broken))
 
 
-def between(wanted: Mapping[str, Shape], stored: Mapping[str, Shape], *, shared_out: bool = True) -> Arranged:
-    """Find out how one side holds the experts that the other wants; both may have states of optimizers.
+def between(requested: Mapping[str, Shape], stored: Mapping[str, Shape], *, shared_out: bool = True) -> Arrangement:
+    """Determine the form in which one side has the experts that the other requests; both may have optimizer states.
 
     Args:
-        wanted: names and shapes of what is asked for.
-        stored: names and shapes of what there is.
-        shared_out: other ranks may want other experts, so a checkpoint may have more of them than are wanted.
+        requested: shapes of the requested tensors by name.
+        stored: shapes of the available tensors by name.
+        shared_out: other ranks may request other experts, so the checkpoint may have more of them than are requested
+            here.
     """
-    parameters_wanted, parameters_stored = parameter_shapes(wanted), parameter_shapes(stored)
+    parameters_wanted, parameters_stored = parameter_shapes(requested), parameter_shapes(stored)
     sets = groups(parameters_wanted, parameters_stored)
     if not shared_out:
-        return arranged(sets, parameters_stored)
+        return arrange(sets, parameters_stored)
     names = parameters_stored.keys()
     parts = _parts(parameters_wanted, parameters_stored)
     of_parts = {each.whole for each in parts}
     sets = [each for each in sets if each.single or each.whole in names or not names >= {*each.names}]
-    found = arranged([*parts, *(each for each in sets if each.whole not in of_parts)], parameters_stored)
-    # What is wanted of a part is there as it is wanted; it is the copies that count.
-    stems = (replace(stem, stored=MEMBERS) if stem.single in of_parts else stem for stem in found.stems)
-    return replace(found, stems=tuple(stems))
+    arrangement = arrange([*parts, *(each for each in sets if each.whole not in of_parts)], parameters_stored)
+    # The requested members of a partial set are stored under their own names; only the copies need a check.
+    stems = (replace(stem, stored=MEMBERS) if stem.single in of_parts else stem for stem in arrangement.stems)
+    return replace(arrangement, stems=tuple(stems))
 
 
-def _parts(wanted: Mapping[str, Shape], stored: Mapping[str, Shape]) -> list[ExpertSet]:
-    """Return the sets of which some experts are wanted, under names that the checkpoint has beside a stack of all."""
+def _parts(requested: Mapping[str, Shape], stored: Mapping[str, Shape]) -> list[ExpertSet]:
+    """Return the sets of which some members are requested, where the checkpoint has all members and their stack."""
     stored_places, parts = _places(stored), list[ExpertSet]()
-    for (before, rest), places in _places(wanted).items():
-        there, whole = stored_places.get((before, rest), {}), f"{before}{rest}"
-        if whole in stored and whole not in wanted and places.keys() < there.keys():
-            shape = wanted[places[min(places)]]
-            parts.append(ExpertSet(before, rest, max(there) + 1, shape, False, sure=_is_expert(before)))
+    for (before, suffix), places in _places(requested).items():
+        stored_members, whole = stored_places.get((before, suffix), {}), f"{before}{suffix}"
+        if whole in stored and whole not in requested and places.keys() < stored_members.keys():
+            shape = requested[places[min(places)]]
+            parts.append(ExpertSet(before, suffix, max(stored_members) + 1, shape, False, sure=_is_expert(before)))
     return parts
 
 
 def _places(names: Iterable[str]) -> _Places:
     places: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
     for name in parameters(names):
-        split = numbered(name)
+        split = split_number(name)
         if split is not None:
-            places[split.before, split.rest][split.number] = name
+            places[split.before, split.suffix][split.number] = name
     return places
 
 
@@ -424,29 +430,30 @@ def _is_beside(before: str, name: str) -> bool:
     return name == before or (name.startswith(f"{before}_") and "." not in name.removeprefix(before))
 
 
-def _packed_otherwise(name: str, wanted: Mapping[str, Shape], stored: Mapping[str, Shape]) -> bool:
-    """Tell whether both sides have experts in one tensor, the checkpoint with fewer dims, or as columns.
+def _is_in_other_form(name: str, requested: Mapping[str, Shape], stored: Mapping[str, Shape]) -> bool:
+    """Tell whether a checkpoint has the requested stack of experts in one tensor of another form.
 
-    Only what can be the same rows, of whole experts: any other shape is just another shape.
+    That tensor has fewer dims, with the rows of all experts, or it is a column. Any other shape does not mean experts.
     """
-    dims, mine, theirs = _EXPERTS.get(name.rpartition(".")[2]), wanted[name], stored.get(name)
-    if theirs is None or dims is None or len(mine) != dims + 1:
+    dims, shape, single = _EXPERTS.get(name.rpartition(".")[2]), requested[name], stored.get(name)
+    if single is None or dims is None or len(shape) != dims + 1:
         return False
-    whole_ones = theirs[1:] == mine[2:] and bool(mine[1]) and not theirs[0] % mine[1]
-    below = len(theirs) == dims and (whole_ones or theirs[0] == mine[0] * mine[1])  # of values for codes: as many rows
-    return below or (dims == 1 and len(theirs) == dims + 2 and theirs[1:] == (1, mine[1]))
+    whole_ones = single[1:] == shape[2:] and bool(shape[1]) and not single[0] % shape[1]
+    # A checkpoint with values instead of codes has as many rows, of another length.
+    below = len(single) == dims and (whole_ones or single[0] == shape[0] * shape[1])
+    return below or (dims == 1 and len(single) == dims + 2 and single[1:] == (1, shape[1]))
 
 
-def _stem(experts: ExpertSet, members: Mapping[int, str], stored: Mapping[str, Shape]) -> Stem | None:
-    """Return how a checkpoint holds one set; None if it has the set as wanted, or not at all.
+def _stem(experts: ExpertSet, members: Mapping[int, str], stored: Mapping[str, Shape]) -> Regrouping | None:
+    """Return the change of form for one set; None if the checkpoint has the requested form, or none of the tensors.
 
     Raises:
-        Refused: see `Arranged`.
+        Refused: see `Arrangement.problems`.
     """
     single = stored.get(experts.whole)
     if not experts.sure and (single is not None if experts.single else bool(members)):
         return None
-    wanted = STACK if experts.single else MEMBERS
+    target = STACK if experts.single else MEMBERS
     if single is None:
         if members:
             _check_all(experts, members)
@@ -454,26 +461,26 @@ def _stem(experts: ExpertSet, members: Mapping[int, str], stored: Mapping[str, S
         return (
             None
             if as_wanted
-            else Stem(experts.name, experts.rest, len(stored[members[0]]), experts.count, MEMBERS, wanted)
+            else Regrouping(experts.name, experts.suffix, len(stored[members[0]]), experts.count, MEMBERS, target)
         )
     form = _packing(experts, single)
     if not experts.sure and form != STACK:
         return None
     if members and max(members) >= experts.count:
         raise _count(experts, f"at least {max(members) + 1}")
-    if form == wanted and not members:
+    if form == target and not members:
         return None
     dims = len(single) - {STACK: 1, ROWS: 0, COLUMN: 2, MEMBERS: 0}[form]
-    return Stem(experts.name, experts.rest, dims, experts.count, form, wanted, tuple(sorted(members)))
+    return Regrouping(experts.name, experts.suffix, dims, experts.count, form, target, tuple(sorted(members)))
 
 
 def _packing(experts: ExpertSet, single: Shape) -> Packing:
-    """Tell how one tensor holds N: by its shape if that matches, else by its number of dims.
+    """Determine the form of N tensors in one: by its shape if that fits exactly, else by its number of dims.
 
-    A checkpoint of values may fill a set of codes: its rows are as many, but their lengths differ.
+    A checkpoint with values instead of codes has as many rows, of another length.
 
     Raises:
-        Refused: SHAPE_MISMATCH where it holds another number; UNSUPPORTED for scales that N experts share.
+        Refused: SHAPE_MISMATCH for another number of experts; UNSUPPORTED for scales that all experts share.
     """
     count, shape = experts.count, experts.shape
     exact: dict[Packing, Shape] = {STACK: (count, *shape)}
@@ -484,73 +491,75 @@ def _packing(experts: ExpertSet, single: Shape) -> Packing:
     for form, shape_of_packing in exact.items():
         if single == shape_of_packing:
             return form
-    more = len(single) - len(shape)
-    if experts.rest and (not single or single[0] != count or more != 1):
+    extra_dims = len(single) - len(shape)
+    if experts.suffix and (not single or single[0] != count or extra_dims != 1):
         message = f"{list(single)} is not one scale for each of {count} experts"
         raise refuse("UNSUPPORTED", message, tensor=experts.whole, hint="Quantize each expert's weight by itself.")
-    if more == 1:
+    if extra_dims == 1:
         if single[0] != count:
             raise _count(experts, str(single[0]))
         return STACK
-    if more == 0 and shape:
+    if extra_dims == 0 and shape:
         if single[0] != count * shape[0]:
             whole_ones = bool(shape[0]) and not single[0] % shape[0]
             raise _count(
                 experts, str(single[0] // shape[0]) if whole_ones else f"{single[0]} rows, not a whole number of"
             )
         return ROWS
-    if more == 2 and single[1:] == (1, *shape):
+    if extra_dims == 2 and single[1:] == (1, *shape):
         raise _count(experts, str(single[0]))
     message = f"{list(single)} are not {count} experts of {list(shape)}"
     raise refuse("SHAPE_MISMATCH", message, tensor=experts.whole, hint=_OTHER_COUNT)
 
 
 def _check_all(experts: ExpertSet, members: Mapping[int, str]) -> None:
-    """Refuse another number of experts than the layer's, and a set without some that are needed.
+    """Refuse another number of experts than the layer's, and a set without one of the required members.
 
     Raises:
         Refused: SHAPE_MISMATCH, INCOMPLETE.
     """
-    lacking = sorted(set(experts.needed) - members.keys())
+    lacking = sorted(set(experts.numbers_needed) - members.keys())
     extra = sorted(members.keys() - set(range(experts.count)))
     if not lacking and not extra:
         return
     if sorted(members) == list(range(len(members))):
-        raise _count(experts, str(len(members)), f"; {_listed(lacking)} are missing" if lacking else "")
-    complaints = [f"experts {_listed(lacking)} of {experts.count} are missing"] if lacking else []
-    complaints += [f"there are experts {_listed(extra)}, but the layer has {experts.count}"] if extra else []
+        raise _count(experts, str(len(members)), f"; {_join_numbers(lacking)} are missing" if lacking else "")
+    complaints = [f"experts {_join_numbers(lacking)} of {experts.count} are missing"] if lacking else []
+    complaints += [f"there are experts {_join_numbers(extra)}, but the layer has {experts.count}"] if extra else []
     message = f"{len(members)} experts: {'; '.join(complaints)}"
     raise refuse("INCOMPLETE", message, tensor=experts.whole, hint=_LACKING)
 
 
-def _count(experts: ExpertSet, stored_count: str, more: str = "") -> TransaxleError:
-    message = f"the checkpoint has {stored_count} experts, the layer {experts.count}{more}"
+def _count(experts: ExpertSet, stored_count: str, addition: str = "") -> TransaxleError:
+    message = f"the checkpoint has {stored_count} experts, the layer {experts.count}{addition}"
     return refuse("SHAPE_MISMATCH", message, tensor=experts.whole, hint=_OTHER_COUNT)
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def _join_numbers(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _beside(stem: Stem, stored_places: _Places, stored: Mapping[str, Shape]) -> dict[tuple[str, str], Stem]:
-    """Return the buffers that follow codes into their other form, including those that nobody asks for."""
+def _beside(stem: Regrouping, stored_places: _Places, stored: Mapping[str, Shape]) -> dict[tuple[str, str], Regrouping]:
+    """Return the buffers that change form together with their codes, including buffers that were not requested."""
     buffers = {}
     if stem.stored == MEMBERS:
-        for (before, rest), members in stored_places.items():
+        for (before, suffix), members in stored_places.items():
             if before == stem.name and len(members) == stem.count == max(members) + 1:
-                buffers[before, rest] = replace(stem, rest=rest, dims=len(stored[members[0]]))
+                buffers[before, suffix] = replace(stem, suffix=suffix, dims=len(stored[members[0]]))
         return buffers
     for name, shape in stored.items():
         if name.startswith(f"{stem.name}_") and "." not in name.removeprefix(stem.name) and shape:
-            rest = name.removeprefix(stem.name)
+            suffix = name.removeprefix(stem.name)
             if shape[0] == stem.count:
-                copies = tuple(sorted(stored_places.get((stem.name, rest), ())))
-                buffers[stem.name, rest] = replace(stem, rest=rest, dims=len(shape) - 1, stored=STACK, copies=copies)
+                copies = tuple(sorted(stored_places.get((stem.name, suffix), ())))
+                buffers[stem.name, suffix] = replace(
+                    stem, suffix=suffix, dims=len(shape) - 1, stored=STACK, copies=copies
+                )
     return buffers
 
 
 def parameter_shapes(tensors: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return names and shapes of the parameters, including those that only their optimizer states reveal."""
+    """Return the shapes of parameters by name, including parameters of which only optimizer states exist."""
     shapes: dict[str, Shape] = {}
     for name, shape in tensors.items():
         parameter, slot = split_slot(name)

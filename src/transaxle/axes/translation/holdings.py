@@ -1,13 +1,13 @@
-"""Holdings: what a bound checkpoint has of each logical tensor: in which lines, at which indices, in which layout.
+"""Holdings: for each logical tensor, the lines, indices and layouts in which a bound checkpoint stores it.
 
-Everything that needs the stored shapes happens here, once per stored tensor; later steps work on origins.
+Everything that depends on stored shapes happens here, once per stored tensor; later steps work on origins.
 
-The layers and experts of one line are usually alike: every combination of the numbers is there, and all tensors have
-one shape and form. Then all else follows from the numbers, and no tensor is looked at until its part of a target is
-read: a rank of a model of 70,000 tensors plans its own part without a walk over the others.
+The layers and experts of one line are usually alike: every combination of their numbers exists, and all tensors have
+one shape, dtype and encoding. Then everything follows from the numbers, and a tensor is only visited when its part of a
+target is read: a rank of a model with 70,000 tensors plans its own part without a walk over the others.
 
-Of copies one is read, and the others must prove equal before anything is committed. A name alone proves nothing: ties,
-replicas and steps that become one are compared bit by bit while the data streams.
+Of several copies one is read, and the others must be equal to it, before anything is committed. A name alone proves
+nothing: ties, replicas, and steps that are merged are compared bit by bit while the data streams.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from transaxle.errors import Refusal, TransaxleError, Where
 
 
 class SourceTensor(msgspec.Struct, frozen=True):
-    """A stored tensor that holds part of a logical tensor."""
+    """A stored tensor that contains part of a logical tensor."""
 
     origin: Origin
-    """Where its elements are, with copies along a dim reduced to the first."""
+    """Origin of its elements; of copies along a dim, only the first."""
     whole: Layout
-    """Layout of the stored tensor with all its copies."""
+    """Layout of the stored tensor, with all copies along its dims."""
     sizes: Mapping[str, int]
     """Axis sizes of this stored tensor."""
     form: NumberFormat
-    """Its dtype and encoding."""
+    """Dtype and encoding of this stored tensor."""
 
 
 class Grid(msgspec.Struct, frozen=True):
-    """Every combination of some numbers along each axis."""
+    """All combinations of some numbers along each axis."""
 
     numbers: tuple[tuple[int, ...], ...]
-    """Along each axis, in order."""
+    """Numbers along each axis, ascending."""
 
     def __len__(self) -> int:
         return prod(map(len, self.numbers))
@@ -77,25 +77,25 @@ class Grid(msgspec.Struct, frozen=True):
 
 
 def grids(bound: BoundNames, stored: Mapping[str, Stored]) -> dict[tuple[Line, str], Grid]:
-    """Return the numbers of the lines whose tensors are alike: of one shape and form, and without gaps.
+    """Return `(line, slot)` -> grid of indices, for lines whose tensors have one shape and form, and no gaps.
 
     Args:
-        bound: the names.
-        stored: the tensors.
+        bound: the bound names.
+        stored: the stored tensors by name.
     """
-    found = {}
+    grid_by_key = {}
     for (line, slot), names in bound.names.items():
         if len(names) < 2:
             continue
         along = (set(map(itemgetter(place), names)) for place in range(len(line.name.axes)))
         grid = Grid(tuple(tuple(sorted(numbers)) for numbers in along))
         if len(grid) == len(names) and _have_one_form(names, bound, stored):
-            found[line, slot] = grid
-    return found
+            grid_by_key[line, slot] = grid
+    return grid_by_key
 
 
 def _have_one_form(names: Mapping[Index, str], bound: BoundNames, stored: Mapping[str, Stored]) -> bool:
-    """Tell whether all tensors have one shape, dtype and encoding."""
+    """Tell whether all tensors have the same shape, dtype and encoding."""
     tensors = list(map(stored.__getitem__, names.values()))
     if len(set(map(_DTYPE, tensors))) > 1 or len(set(map(_SHAPE, tensors))) > 1:
         return False
@@ -107,16 +107,16 @@ _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 class AlikeTensors(Mapping[Index, SourceTensor]):
-    """The tensors of one line that hold one logical tensor, each made when it is asked for.
+    """Index -> stored tensor of one line that contains part of a logical tensor; created on demand.
 
     Args:
         names: index -> stored name.
         grid: the indices.
-        axes: of the logical tensor in the names, in the order of the name.
-        model: one of the tensors; the others differ from it in name and index.
+        axes: axes of the logical tensor in the names, in the order of the name.
+        model: one of the tensors; the others only differ from it in name and index.
 
     Attributes:
-        made: the tensors that were asked for.
+        made: the tensors created so far.
     """
 
     def __init__(self, names: Mapping[Index, str], grid: Grid, axes: tuple[str, ...], model: SourceTensor) -> None:
@@ -127,13 +127,13 @@ class AlikeTensors(Mapping[Index, SourceTensor]):
         self.made: dict[Index, SourceTensor] = {}
 
     def __getitem__(self, index: Index) -> SourceTensor:
-        made = self.made.get(index)
-        if made is None:
+        tensor = self.made.get(index)
+        if tensor is None:
             origin, model = self.model.origin, self.model
             numbers = dict(zip(self.axes, index, strict=True))
-            own = Origin(self.names[index], origin.component, origin.layout, numbers)
-            made = self.made[index] = SourceTensor(own, model.whole, model.sizes, model.form)
-        return made
+            new_origin = Origin(self.names[index], origin.component, origin.layout, numbers)
+            tensor = self.made[index] = SourceTensor(new_origin, model.whole, model.sizes, model.form)
+        return tensor
 
     def __len__(self) -> int:
         return len(self.grid)
@@ -142,21 +142,23 @@ class AlikeTensors(Mapping[Index, SourceTensor]):
         return iter(self.grid)
 
     def keys_along(self, axes: Sequence[str]) -> Iterator[Index]:
-        """Return each combination of the numbers along some of the axes, in their order."""
-        own = [axis for axis in self.axes if axis in axes]
-        numbers = product(*(numbers for axis, numbers in zip(self.axes, self.grid.numbers, strict=True) if axis in own))
-        if own == list(axes):
+        """Return every combination of the numbers along some of the axes, in the order of these axes."""
+        common = [axis for axis in self.axes if axis in axes]
+        numbers = product(
+            *(numbers for axis, numbers in zip(self.axes, self.grid.numbers, strict=True) if axis in common)
+        )
+        if common == list(axes):
             return numbers
-        places = [own.index(axis) for axis in axes]
+        places = [common.index(axis) for axis in axes]
         return (tuple([each[place] for place in places]) for each in numbers)
 
 
 class AlikePart(Sequence[Origin]):
-    """Some of the tensors of one line, as sources of a target, sorted by their indices.
+    """The tensors of one line that one target reads, sorted by index.
 
     Args:
         tensors: all tensors of the line.
-        common: the axes in the target's name, with the number that all of them have; they are axes of the tensors.
+        common: axis -> index, for the axes in the target's name; they are axes of the tensors.
     """
 
     __slots__ = ("common", "tensors")
@@ -167,13 +169,13 @@ class AlikePart(Sequence[Origin]):
 
     @property
     def numbers(self) -> list[tuple[int, ...]]:
-        """Those along each axis of the tensors; every combination is there."""
+        """Numbers along each axis of the tensors; every combination of them exists."""
         common, along = self.common, zip(self.tensors.axes, self.tensors.grid.numbers, strict=True)
         return [(common[axis],) if axis in common else numbers for axis, numbers in along]
 
     @property
     def names(self) -> Iterable[str]:
-        """Stored names of the tensors."""
+        """Stored names of these tensors."""
         tensors, common = self.tensors, self.common
         if len(common) == len(tensors.axes):  # one tensor
             return (tensors.names[tuple([common[axis] for axis in tensors.axes])],)
@@ -181,7 +183,7 @@ class AlikePart(Sequence[Origin]):
 
     @property
     def sources(self) -> Iterator[SourceTensor]:
-        """The tensors."""
+        """The stored tensors, in order."""
         return map(self.tensors.__getitem__, product(*self.numbers))
 
     def __len__(self) -> int:
@@ -211,49 +213,50 @@ class AlikePart(Sequence[Origin]):
 _FACTORED = "\nThis state has another shape than its parameter, as of Adafactor: no table says where its axes are."
 _AS_IT_IS = 'Keep names and shapes: a format without a dialect as the target, as  --to dcp  (to="dcp").'
 _BYTES = "U8"
-"""Safetensors code of packed 4-bit codes, two in a byte."""
+"""Safetensors code of packed 4-bit codes, two per byte."""
 _ONE_SIZE = (
     "Tensors of one model agree. A file that one of several ranks wrote holds its share of some of them: convert the "
     'whole checkpoint, or keep names and shapes, with no family: --to safetensors:identity (to="safetensors:identity").'
 )
 _NAMED = 3
-"""Cap on the tensors that are named for a size."""
+"""Cap on the tensors that a refusal names for one size."""
 Key = tuple[str, str]
-"""(logical tensor, slot)."""
+"""`(logical tensor, slot)`."""
 _Filled = tuple[Layout, dict[str, int]]
+"""Layout and axis sizes of a stored tensor."""
 _Layer = tuple[tuple[str, int], ...]
-"""Name axes with their indices, along which a size may differ."""
+"""Name axes with their indices, for axes on which a size may depend."""
 """A stored tensor's layout and axis sizes."""
 
 
 class LineSources(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """What the tensors of one line hold of one logical tensor."""
+    """The tensors of one line that contain parts of one logical tensor."""
 
     line: Line
-    """The source's line."""
+    """Line of the source's dialect."""
     axes: tuple[str, ...]
-    """The logical tensor's axes in the stored name, in the order of the name; an axis that only numbers copies is left
-    out.
+    """Axes of the logical tensor in the stored name, in the order of the name; axes that only number copies are
+    absent.
     """
     scalar: bool
-    """They hold one number per stored tensor (an optimizer's step), not one per element."""
+    """Whether there is one number per stored tensor (an optimizer's step) instead of one per element."""
     places: Mapping[Index, SourceTensor]
-    """Index along `axes` -> stored tensor; sorted."""
+    """Index along `axes` -> stored tensor, sorted."""
     copies: Sequence[tuple[Index, SourceTensor]]
-    """Further copies of the same tensors, stored under other numbers."""
+    """Copies of these tensors under other names: `(index, stored tensor)`."""
     present: Collection[Index]
-    """All indices that have a name, including tensors with a wrong shape."""
+    """All indices with a stored name, including those of tensors with a wrong shape."""
 
     @property
     def alike(self) -> AlikeTensors | None:
-        """Its tensors, where they differ in nothing but their numbers."""
+        """Its tensors, where they only differ in the numbers in their names; else None."""
         return self.places if isinstance(self.places, AlikeTensors) else None
 
-    def joined(self, axes: Sequence[str]) -> JoinedSources | None:
-        """Return the sources of targets that take alike tensors, each tensor for one target; None for others.
+    def join(self, axes: Sequence[str]) -> JoinedSources | None:
+        """Return the sources of targets that each read different alike tensors; None where a line has other tensors.
 
         Args:
-            axes: those in the targets' names, which number the targets.
+            axes: axes in the targets' names, which number the targets.
         """
         if self.alike is None or not set(axes) <= set(self.axes):
             return None
@@ -268,9 +271,9 @@ class LineSources(msgspec.Struct, frozen=True, eq=False, dict=True):
         return {}
 
     def count(self, index: Mapping[str, int]) -> int:
-        """Return the number of tensors at these indices."""
+        """Return the number of stored tensors at these indices."""
         common = tuple(axis for axis in self.axes if axis in index)
-        # Asked once for every target tensor: counting anew each time would be quadratic in the number of experts.
+        # Called for every target tensor: without a cache, the cost would be quadratic in the number of experts.
         counts = self._counts.get(common)
         if counts is None:
             order = [self.axes.index(axis) for axis in common]
@@ -278,7 +281,7 @@ class LineSources(msgspec.Struct, frozen=True, eq=False, dict=True):
         return counts[tuple(index[axis] for axis in common)]
 
     def at(self, index: Mapping[str, int]) -> bool:
-        """Tell whether a tensor exists that can hold something at these indices."""
+        """Tell whether a tensor exists that may have elements at these indices."""
         common = tuple(axis for axis in self.axes if axis in index)
         if isinstance(self.present, Grid):
             along = zip(self.axes, self.present.numbers, strict=True)
@@ -295,9 +298,9 @@ class ComponentSources(msgspec.Struct, eq=False):
     """The sources of one component of one target tensor."""
 
     line_sources: LineSources
-    """The line that the sources are of."""
+    """The line of the sources."""
     places: dict[frozenset[tuple[str, int]], SourceTensor]
-    """Name index -> source."""
+    """`(axis, index)` pairs of the stored name -> source."""
 
     @property
     def first(self) -> SourceTensor:
@@ -306,32 +309,32 @@ class ComponentSources(msgspec.Struct, eq=False):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the component's axes, those in stored names included where they are known."""
+        """Sizes of the component's axes, including axes in stored names where known."""
         return _sizes_of(self.first)
 
     @property
     def forms(self) -> set[NumberFormat]:
-        """The forms in which they are stored."""
+        """Dtypes and encodings of the sources."""
         return {place.form for place in self.places.values()}
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """The sources, sorted by their indices."""
+        """Origins of the sources, sorted by index."""
         origins = (place.origin for place in self.places.values())
         return tuple(sorted(origins, key=lambda origin: [origin.index[axis] for axis in self.line_sources.axes]))
 
 
 class AlikeSources(msgspec.Struct, eq=False, dict=True):
-    """The sources of one component of one target tensor, where they differ in nothing but their numbers."""
+    """The sources of one component of one target tensor, where they only differ in the numbers in their names."""
 
     line_sources: LineSources
-    """The line that the sources are of."""
+    """The line of the sources."""
     origins: AlikePart
-    """The sources, sorted by their indices."""
+    """Origins of the sources, sorted by index."""
 
     @cached_property
     def places(self) -> Mapping[frozenset[tuple[str, int]], SourceTensor]:
-        """Name index -> source."""
+        """`(axis, index)` pairs of the stored name -> source."""
         return {frozenset(tensor.origin.index.items()): tensor for tensor in self.origins.sources}
 
     @property
@@ -341,22 +344,22 @@ class AlikeSources(msgspec.Struct, eq=False, dict=True):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the component's axes, those in stored names included where they are known."""
+        """Sizes of the component's axes, including axes in stored names where known."""
         return _sizes_of(self.first)
 
     @property
     def forms(self) -> set[NumberFormat]:
-        """The form in which they are stored."""
+        """The one dtype and encoding of the sources, as a set."""
         return {self.origins.tensors.model.form}
 
 
 class JoinedSources(Mapping[Index, AlikeSources]):
-    """The sources of one component of all targets of a line, by the targets' indices, each made when it is asked for.
+    """Target index -> sources of one component, for all targets of a line; created on demand.
 
     Args:
-        line_sources: the line that the sources are of.
+        line_sources: the line of the sources.
         alike: its tensors.
-        axes: those in the targets' names.
+        axes: axes in the targets' names.
     """
 
     def __init__(self, line_sources: LineSources, alike: AlikeTensors, axes: Sequence[str]) -> None:
@@ -386,27 +389,27 @@ Sources = ComponentSources | AlikeSources
 
 
 def _sizes_of(place: SourceTensor) -> dict[str, int]:
-    origin, known = place.origin, place.sizes
+    origin, known_sizes = place.origin, place.sizes
     axes = [axis for share in origin.layout.shares[origin.component] for axis, _, _ in share.axes]
-    return {axis: known[axis] for axis in [*axes, *origin.index] if axis in known}
+    return {axis: known_sizes[axis] for axis in [*axes, *origin.index] if axis in known_sizes}
 
 
-def solved(
+def solve_sizes(
     bound: BoundNames, stored: Mapping[str, Stored], sizes: Sizes, alike: Mapping[tuple[Line, str], Grid]
 ) -> Sizes:
     """Add the sizes that names and shapes imply.
 
     Args:
-        bound: the names.
-        stored: the tensors.
-        sizes: what is known.
-        alike: the lines whose tensors differ in nothing but their numbers.
+        bound: the bound names.
+        stored: the stored tensors by name.
+        sizes: the sizes known so far.
+        alike: grids of the lines whose tensors only differ in numbers.
     """
     counted: dict[str, int] = {}
     equations: dict[Expression, dict[Shape, Mapping[str, int]]] = defaultdict(dict)
     for (line, slot), names in bound.names.items():
         for position, axis in enumerate(line.name.axes):
-            # An axis in names is as long as its highest index requires.
+            # The size of an axis in names is its highest index plus one.
             grid = alike.get((line, slot))
             highest = grid.numbers[position][-1] if grid else max(map(itemgetter(position), names))
             counted[axis] = max(counted.get(axis, 0), highest + 1)
@@ -414,22 +417,22 @@ def solved(
         known_shapes = equations.get(line.expression, {})
         one_is_enough = slot == WEIGHT and (line, slot) in alike
         for index, name in islice(names.items(), 1) if one_is_enough else names.items():
-            # One tensor of each shape is enough: the others would only repeat its equation.
+            # One tensor of each shape is enough: others would only repeat its equation.
             if stored[name].shape in known_shapes:
                 continue
-            # States have the shapes of their weights and add no equation, except states of packed 4-bit codes, which
-            # show the real columns.
+            # Optimizer states have the shapes of their weights and add no equation. States of packed 4-bit codes are an
+            # exception: they have the real number of columns.
             if slot == WEIGHT or (index in weights and _unpacks(stored[name], stored[weights[index]])):
                 known_shapes = equations[line.expression]
                 known_shapes[stored[name].shape] = dict(zip(line.name.axes, index, strict=True))
-    known = sizes.at({})
-    return solve(equations, sizes.with_solved({axis: count for axis, count in counted.items() if axis not in known}))
+    known_sizes = sizes.at({})
+    return solve(
+        equations, sizes.with_solved({axis: count for axis, count in counted.items() if axis not in known_sizes})
+    )
 
 
 def _unpacks(state: Stored, weight: Stored) -> bool:
-    """Tell whether a parameter is 4-bit codes, two in a byte, and its state has one number for each: twice the
-    columns.
-    """
+    """Tell whether a parameter has packed 4-bit codes and its state one number per code: twice as many columns."""
     columns = weight.shape[-1:] if weight.dtype == _BYTES else ()
     return columns != () and state.shape == (*weight.shape[:-1], 2 * columns[0])
 
@@ -438,18 +441,18 @@ class Holdings:
     """The logical tensors of a bound checkpoint.
 
     Args:
-        bound: its names.
-        stored: its tensors.
-        sizes: what is known of sizes.
+        bound: the bound names.
+        stored: the stored tensors by name.
+        sizes: the sizes known so far.
         basis: the axes that the conversion does not separate.
-        whole: expressions with sums that it does not separate -> what stands for them where sizes are unknown.
-        alike: the lines whose tensors differ in nothing but their numbers.
+        whole: expression with an inseparable sum -> its replacement where sizes are unknown.
+        alike: grids of the lines whose tensors only differ in numbers.
 
     Attributes:
-        sources: (logical tensor, slot) -> the lines that hold it; several lines may hold the same.
-        refusals: stored tensors that their rules do not explain.
-        broken: what these tensors were to hold.
-        contradictions: axes of which tensors show several sizes.
+        sources: `(logical tensor, slot)` -> the lines that store it; several lines may store the same.
+        refusals: refusals of stored tensors that do not fit their rules.
+        broken: `(logical tensor, slot)` of these tensors.
+        contradictions: refusals of axes for which tensors show several sizes.
     """
 
     def __init__(
@@ -478,7 +481,7 @@ class Holdings:
             grid = None if scalar or not set(self._varying).isdisjoint(line.name.axes) else alike.get((line, slot))
             first = dict(islice(names.items(), 1 if grid else None))
             usable = dict(self._layouts(line, expression, first, scalar))
-            if grid and not usable:  # nor will another one fit the rule, but each is refused
+            if grid and not usable:  # no other tensor will fit the rule either, and each gets its refusal
                 grid = None
                 usable = dict(self._layouts(line, expression, dict(islice(names.items(), 1, None)), scalar))
             if len(usable) < len(first if grid else names):
@@ -493,24 +496,24 @@ class Holdings:
         self.contradictions = tuple(_contradictions(self._shown, sizes.at({})))
 
     def at(self, component: str, index: Mapping[str, int]) -> bool:
-        """Tell whether a logical tensor exists at these indices."""
+        """Tell whether a logical tensor is stored at these indices."""
         return any(sources.at(index) for sources in self.sources.get((component, WEIGHT), ()))
 
     def holds(self, condition: Formula | None, index: Mapping[str, int], encoding: str | None = None) -> bool | None:
-        """Evaluate a condition of a line or a tensor.
+        """Evaluate the condition of a line or a tensor; None where its value is unknown.
 
-        A tensor's name in it means that the tensor exists at this index, and the word for a number format that the
-        tensor at hand is in that encoding: None where there is none at hand.
+        The name of a tensor in it means that the tensor is stored at this index. The name of an encoding means that the
+        tensor in question has it; its value is unknown where `encoding` is None.
         """
         if condition is None:
             return True
         # A tensor's name in a condition asks whether that tensor is stored at this index.
-        named = condition.names & self.bound.family.tensors.keys()
-        meant = {name: self.at(name, index) for name in named}
-        return self.sizes.holds(condition, index, meant if encoding is None else meant | words(encoding))
+        tensor_names = condition.names & self.bound.family.tensors.keys()
+        truth = {name: self.at(name, index) for name in tensor_names}
+        return self.sizes.holds(condition, index, truth if encoding is None else truth | words(encoding))
 
     def _is_scalar(self, line: Line, names: Mapping[Index, str]) -> bool:
-        """Tell whether a slot keeps one number per tensor: it has one element where its parameter has another shape."""
+        """Tell whether a slot has one number per tensor: one element, where the parameter has another shape."""
         weights = self.bound.names.get((line, WEIGHT), {})
         shapes = {index: self.stored[name].shape for index, name in names.items()}
         alike = any(index in weights and self.stored[weights[index]].shape == shapes[index] for index in shapes)
@@ -519,12 +522,12 @@ class Holdings:
     def _layouts(
         self, line: Line, expression: Expression, names: Mapping[Index, str], scalar: bool
     ) -> Iterator[tuple[str, _Filled]]:
-        """Yield each stored tensor's layout and axis sizes; those that do not fit their rule are refused."""
+        """Yield each stored tensor's layout and axis sizes; tensors that do not fit their rule are refused."""
         places = {axis: place for place, axis in enumerate(line.name.axes)}
         varying = [places.get(axis) for axis in self._varying]
         for position, name in names.items():
             shape = self.stored[name].shape
-            # Equal keys give equal layouts. Models have few shapes, so each is solved once and not once per layer.
+            # Equal keys give equal layouts. Models have few shapes, so each is solved once instead of once per layer.
             key = id(line), scalar, shape, tuple([None if place is None else position[place] for place in varying])
             if key not in self._filled:
                 index = dict(zip(line.name.axes, position, strict=True))
@@ -536,15 +539,17 @@ class Holdings:
             yield name, self._filled[key]
 
     def _misfits(self, name: str, shape: Shape, error: TransaxleError) -> Iterator[Refusal]:
-        """Yield why a stored tensor does not fit its rule; a factored state has other dims than its parameter."""
+        """Yield the refusals of a stored tensor that does not fit its rule; a factored state has other dims than its
+        parameter.
+        """
         parameter, slot = split_slot(name)
         whole = self.stored.get(parameter)
         is_factored = slot != WEIGHT and whole is not None and whole.shape != shape
-        for each in error.refusals:
-            if is_factored and each.code == "SHAPE_MISMATCH":
-                yield Refusal(each.code, each.message + _FACTORED, Where(None, name), _AS_IT_IS)
+        for refusal in error.refusals:
+            if is_factored and refusal.code == "SHAPE_MISMATCH":
+                yield Refusal(refusal.code, refusal.message + _FACTORED, Where(None, name), _AS_IT_IS)
             else:
-                yield Refusal(each.code, each.message, Where(None, name), each.hint)
+                yield Refusal(refusal.code, refusal.message, Where(None, name), refusal.hint)
 
     def _fill(self, line: Line, expression: Expression, name: str, index: Mapping[str, int], scalar: bool) -> _Filled:
         sizes, shape = self.sizes.at(index), self.stored[name].shape
@@ -564,21 +569,21 @@ class Holdings:
     def _note(
         self, line: Line, expression: Expression, name: str, index: Mapping[str, int], sizes: Mapping[str, int]
     ) -> None:
-        """Note the sizes that a tensor shows: an axis has one, or one in each layer where its formula asks for that.
+        """Record the sizes that a tensor shows: one per axis, or one per layer where the axis's formula depends on it.
 
-        An axis without a formula is none that a config speaks of: tables made by tracing call by one name whatever had
-        one size in the models that were traced.
+        Axes without a formula are skipped: tables derived by tracing use one axis for all dims that had equal sizes in
+        the traced models.
         """
         parameter, slot = split_slot(name)
         if slot != WEIGHT and parameter in self.stored and _unpacks(self.stored[name], self.stored[parameter]):
-            return  # the parameter is codes, which have other columns
+            return  # the parameter consists of packed codes, with another number of columns
         for axis in sorted(expression.axes - expression.padding - {NOTHING}):
-            own = [axis for axis in factors(axis) if axis in self.sizes.family.axes]
-            if self.sizes.lack_formula(own):
+            axes = [axis for axis in factors(axis) if axis in self.sizes.family.axes]
+            if self.sizes.lack_formula(axes):
                 continue
-            along = frozenset[str]().union(*map(self.sizes.indices_of, own or line.expression.axes))
+            along = frozenset[str]().union(*map(self.sizes.indices_of, axes or line.expression.axes))
             layer = tuple([(name_axis, index.get(name_axis, -1)) for name_axis in sorted(along)])
-            label = JOIN.join(map(self.sizes.first_alike, own)) or axis
+            label = JOIN.join(map(self.sizes.first_alike, axes)) or axis
             self._shown[label, layer][sizes[axis]].append(name)
 
     def _line_sources(
@@ -590,7 +595,7 @@ class Holdings:
         scalar: bool,
     ) -> LineSources:
         tensor_axes = self.bound.family.tensors[component].axes
-        # An axis in the stored name that the logical tensor does not have only numbers copies of it.
+        # An axis in the stored name that the logical tensor does not have only numbers its copies.
         axis_positions = [position for position, axis in enumerate(line.name.axes) if axis in tensor_axes]
         axes = tuple(line.name.axes[position] for position in axis_positions)
         places: dict[Index, SourceTensor] = {}
@@ -603,19 +608,19 @@ class Holdings:
             if name not in usable:
                 continue
             full_layout, sizes = usable[name]
-            # The axes of a sum that is moved whole are none of the tensor's, and no copies either.
+            # The axes of an inseparable sum are not the tensor's, and do not number copies either.
             layout = full_layout if NOTHING in sizes else self._without_copies(full_layout, component, tensor_axes)
             origin = Origin(name, component, layout, dict(zip(axes, index, strict=True)))
             form = NumberFormat(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN))
             place = SourceTensor(origin, full_layout, sizes, form)
-            # The first name is read; the others must prove equal to it.
+            # The first tensor is read; the others must be equal to it.
             if places.setdefault(index, place) is not place:
                 copies.append((index, place))
         in_order = places if has_all else dict(sorted(places.items()))
         return LineSources(line, axes, scalar, in_order, copies, frozenset(present))
 
     def _without_copies(self, full_layout: Layout, component: str, tensor_axes: Sequence[str]) -> Layout:
-        """Return the layout in which axes that the logical tensor does not have are left at their first index."""
+        """Return the layout with only the first index of every axis that the logical tensor does not have."""
         key = id(full_layout), component
         if key not in self._originals:
             shares = full_layout.shares[component]
@@ -631,37 +636,38 @@ class Holdings:
 
 
 def _contradictions(
-    shown: Mapping[tuple[str, _Layer], Mapping[int, Sequence[str]]], known: Mapping[str, int]
+    shown: Mapping[tuple[str, _Layer], Mapping[int, Sequence[str]]], known_sizes: Mapping[str, int]
 ) -> Iterator[Refusal]:
-    """Yield a refusal for each axis of which tensors show several sizes, and for each product that is none.
+    """Yield a refusal for each axis of which tensors show several sizes, and for each product with a wrong size.
 
     Args:
-        shown: axis, and the layer where it has a size in each -> size -> the tensors that show it.
-        known: sizes that nothing needs to show.
+        shown: `(axis, layer)` -> size -> stored tensors with that size; the layer is empty where the size is the same
+            in all.
+        known_sizes: sizes from the config and the user.
     """
-    agreed: dict[_Layer, dict[str, tuple[int, str]]] = {(): {axis: (size, "") for axis, size in known.items()}}
+    agreed: dict[_Layer, dict[str, tuple[int, str]]] = {(): {axis: (size, "") for axis, size in known_sizes.items()}}
     for (axis, layer), names in shown.items():
         if len(names) > 1:
-            # Most tensors are right: the others are named first.
-            *others, usual = sorted(names, key=lambda size: (len(names[size]), size))
-            few = "; ".join(f"{size} in {', '.join(names[size][:_NAMED])}" for size in others)
+            # Most tensors are right: the message names the others first.
+            *unusual, usual = sorted(names, key=lambda size: (len(names[size]), size))
+            few = "; ".join(f"{size} in {', '.join(names[size][:_NAMED])}" for size in unusual)
             message = f"axis {axis} has several sizes: {few}; but {usual} in {', '.join(names[usual][:_NAMED])}"
-            yield Refusal("SHAPE_MISMATCH", message, Where(None, names[others[0]][0]), _ONE_SIZE)
+            yield Refusal("SHAPE_MISMATCH", message, Where(None, names[unusual[0]][0]), _ONE_SIZE)
         else:
-            ((size, named),) = names.items()
-            agreed.setdefault(layer, {})[axis] = size, named[0]
-    for layer, own in agreed.items():
-        joined = [axis for axis in own if JOIN in axis]
+            ((size, tensors),) = names.items()
+            agreed.setdefault(layer, {})[axis] = size, tensors[0]
+    for layer, layer_sizes in agreed.items():
+        joined = [axis for axis in layer_sizes if JOIN in axis]
         if joined:
-            yield from _no_products(joined, agreed[()] | own if layer else own)
+            yield from _no_products(joined, agreed[()] | layer_sizes if layer else layer_sizes)
 
 
 def _no_products(joined: Iterable[str], agreed: Mapping[str, tuple[int, str]]) -> Iterator[Refusal]:
-    """Yield a refusal for each product of axes that is none of the sizes of these.
+    """Yield a refusal for each product of axes whose size is not the product of their sizes.
 
     Args:
-        joined: these products.
-        agreed: axis -> its size, and a tensor that shows it; none where nothing needs to.
+        joined: product axes.
+        agreed: axis -> its size, and a tensor with that size; an empty name where the size is from elsewhere.
     """
     products = {axis: Counter(factors(axis)) for axis in agreed}
     for axis in joined:
@@ -678,7 +684,7 @@ def _no_products(joined: Iterable[str], agreed: Mapping[str, tuple[int, str]]) -
 
 
 def _all_like(model: LineSources, names: Mapping[Index, str], grid: Grid) -> LineSources:
-    """Return what all tensors of a line hold of a logical tensor, from what the first of them holds."""
+    """Return the sources of a whole line from those of its first tensor."""
     (place,) = model.places.values()
     return replace(model, places=AlikeTensors(names, grid, model.axes, place), present=grid)
 
@@ -690,11 +696,11 @@ _SPARED = (
 
 
 def agreements(holdings: Holdings, tied: Mapping[str, Sequence[str]]) -> tuple[list[Check], list[Refusal]]:
-    """Return the checks that redundant copies are equal, and the copies that cannot be.
+    """Return the checks that redundant copies are equal, and refusals of copies that cannot be compared.
 
     Args:
         holdings: the checkpoint.
-        tied: logical tensor -> those that it equals, the nearest first.
+        tied: logical tensor -> tensors that it equals, nearest first.
     """
     outcomes: list[Check | Refusal] = []
     for (component, slot), lines in holdings.sources.items():
@@ -702,28 +708,32 @@ def agreements(holdings: Holdings, tied: Mapping[str, Sequence[str]]) -> tuple[l
             outcomes.extend(_twins(first, second, f"{first.line.text} and {second.line.text} hold the same tensor"))
         for line in lines:
             outcomes.extend(_replicas(line))
-    return _sorted(outcomes)
+    return _split_outcomes(outcomes)
 
 
-def spared(holdings: Holdings, copies: Mapping[str, Sequence[str]], label: str) -> tuple[list[Check], list[Refusal]]:
-    """Return the checks that tensors for which a dialect has no name equal those that it uses in their place, and those
-    that cannot.
+def check_substitutes(
+    holdings: Holdings, copies: Mapping[str, Sequence[str]], label: str
+) -> tuple[list[Check], list[Refusal]]:
+    """Check that tensors without a name in a dialect equal the tensors that the dialect uses in their place.
 
     Args:
         holdings: the checkpoint.
-        copies: these tensors -> those that stand for them, the nearest first.
-        label: the dialect.
+        copies: logical tensor without a name -> tensors in its place, nearest first.
+        label: label of the dialect.
+
+    Returns:
+        the checks, and the refusals of tensors that cannot be compared.
     """
     outcomes: list[Check | Refusal] = []
     for component in copies:
         for first, second in _with_original(holdings, component, WEIGHT, copies):
             why = f"{label} has no name for {first.line.text}\nand has {second.line.text} in its place"
             outcomes.extend(_twins(first, second, why))
-    checks, refusals = _sorted(outcomes)
+    checks, refusals = _split_outcomes(outcomes)
     return [replace(check, hint=_SPARED) for check in checks], refusals
 
 
-def _sorted(outcomes: Iterable[Check | Refusal]) -> tuple[list[Check], list[Refusal]]:
+def _split_outcomes(outcomes: Iterable[Check | Refusal]) -> tuple[list[Check], list[Refusal]]:
     checks, refusals = list[Check](), list[Refusal]()
     for outcome in outcomes:
         if isinstance(outcome, Check):
@@ -736,8 +746,8 @@ def _sorted(outcomes: Iterable[Check | Refusal]) -> tuple[list[Check], list[Refu
 def _with_original(
     holdings: Holdings, component: str, slot: str, tied: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[LineSources, LineSources]]:
-    """Yield the first line that holds a tensor with that of the nearest stored tensor that it is tied to, which is
-    compared with the next one in its turn.
+    """Yield the first line that stores a tensor, paired with that of the nearest stored tensor that it is tied to,
+    which is compared with the next one in turn.
     """
     originals = (holdings.sources.get((name, slot), []) for name in tied.get(component, ()))
     original = next(filter(None, originals), [])
@@ -746,31 +756,31 @@ def _with_original(
 
 
 def _twins(first: LineSources, second: LineSources, why: str) -> Iterator[Check | Refusal]:
-    """Compare the tensors of one line with what another line holds of the same logical tensor.
+    """Compare the tensors of one line with those of another line that store the same logical tensor.
 
     Args:
-        first: the line.
-        second: the other one.
-        why: why they must be equal.
+        first: sources of one line.
+        second: sources of the other line.
+        why: first line of the refusals.
     """
     common = [axis for axis in first.axes if axis in second.axes]
-    others: dict[Index, list[SourceTensor]] = defaultdict(list)
+    candidates: dict[Index, list[SourceTensor]] = defaultdict(list)
     for place in second.places.values():
-        others[tuple(place.origin.index[axis] for axis in common)].append(place)
+        candidates[tuple(place.origin.index[axis] for axis in common)].append(place)
     for place in first.places.values():
-        counterparts = others.get(tuple(place.origin.index[axis] for axis in common), [])
-        differing = [other for other in counterparts if not _alike(place, other)]
-        for other in differing:
-            message = f"{why}\nbut their sizes differ: {list(place.whole.shape)} and {list(other.whole.shape)}"
-            yield Refusal("SHAPE_MISMATCH", message, Where(None, other.origin.name))
+        counterparts = candidates.get(tuple(place.origin.index[axis] for axis in common), [])
+        differing = [copy for copy in counterparts if not _alike(place, copy)]
+        for copy in differing:
+            message = f"{why}\nbut their sizes differ: {list(place.whole.shape)} and {list(copy.whole.shape)}"
+            yield Refusal("SHAPE_MISMATCH", message, Where(None, copy.origin.name))
         if counterparts and not differing:
             yield Check(_read(place, [place], first.line.text), _read(place, counterparts, second.line.text), why)
 
 
 def _read(place: SourceTensor, sources: Sequence[SourceTensor], rule: str) -> Target:
-    """Return a logical tensor in the layout of one stored tensor, read from others.
+    """Return a target with a logical tensor in the layout of one stored tensor, read from other stored tensors.
 
-    Its dtype and encoding are those of the sources: copies that differ in them are not equal.
+    It keeps the sources' dtype and encoding: copies that differ in these are not equal.
     """
     origin = place.origin
     dtype = " and ".join(sorted({source.form.dtype for source in sources}))
@@ -780,18 +790,20 @@ def _read(place: SourceTensor, sources: Sequence[SourceTensor], rule: str) -> Ta
 
 
 def _alike(first: SourceTensor, second: SourceTensor) -> bool:
-    """Tell whether two stored tensors give the axes that both have the same sizes."""
-    first_sizes, second_sizes = (dict(_sized(place.origin)) for place in (first, second))
+    """Tell whether two stored tensors agree on the sizes of the axes that both have."""
+    first_sizes, second_sizes = (dict(_axis_sizes(place.origin)) for place in (first, second))
     return all(second_sizes.get(axis, size) == size for axis, size in first_sizes.items())
 
 
-def _sized(origin: Origin) -> Iterator[tuple[str, int]]:
+def _axis_sizes(origin: Origin) -> Iterator[tuple[str, int]]:
     """Yield the axes of an origin with their sizes."""
     return ((axis, size) for share in origin.layout.shares[origin.component] for axis, size, _ in share.axes)
 
 
 def _replicas(line: LineSources) -> Iterator[Check]:
-    """Check the copies within one line: under further names, and along dims that the logical tensor does not have."""
+    """Yield the checks of copies within one line: under other names, and along dims that the logical tensor does not
+    have.
+    """
     if line.alike is not None and line.alike.model.whole is line.alike.model.origin.layout:
         return
     rule = line.line.text

@@ -1,7 +1,7 @@
-"""Translation: a bound checkpoint in another dialect, target tensor by target tensor, with every reason against it.
+"""Translation: a bound checkpoint in another dialect, target tensor by target tensor, with every refusal.
 
-Each target line asks for its logical tensors; `Gathering` finds the stored tensors that hold them, by the indices in
-the target's name. What the target has no line for keeps its name. Nothing is read but names and shapes.
+Each target line requires its logical tensors; `Gathering` finds the stored tensors that contain them, by the indices in
+the target's name. Stored tensors without a line in the target keep their names. Only names and shapes are read.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from transaxle.axes.translation.holdings import (
     Sources,
     SourceTensor,
     agreements,
+    check_substitutes,
     grids,
-    solved,
-    spared,
+    solve_sizes,
 )
 from transaxle.axes.translation.unmatched import (
     HEAD,
     AddedTensors,
     LineConditions,
     Unplaced,
-    beyond,
     classifies,
-    contradicted,
-    incomplete,
-    ruled_out,
-    unfilled,
+    refuse_beyond,
+    refuse_contradicted,
+    refuse_incomplete,
+    refuse_ruled_out,
+    refuse_unfilled,
 )
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 
@@ -70,8 +70,8 @@ class Gathering:
 
     Args:
         holdings: the stored tensors.
-        tied: logical tensor -> those that it is tied to, in order.
-        refuse: receives what is wrong.
+        tied: logical tensor -> tensors that it is tied to, in order.
+        refuse: called with refusals.
     """
 
     def __init__(
@@ -85,41 +85,43 @@ class Gathering:
         self._refuse = refuse
 
     def sources(self, component: str, slot: str, line: Line) -> Mapping[Index, Sources]:
-        """Collect the sources of one component of a target line, by the target's index.
+        """Return target index -> sources, for one component of a target line.
 
-        Where several lines of the source hold it, they complete each other; a tensor that two lines hold is taken once.
+        Several lines of the source may complete each other; a tensor in two lines is read once.
         """
         gathered: dict[Index, ComponentSources] = {}
-        # A tied tensor that is not stored is read from the first that is, of those that it is tied to.
+        # A tied tensor that is not stored is read from the first stored one that it is tied to.
         for name in (component, *self._tied.get(component, ())):
             if (name, slot) in self._holdings.sources:
                 break
-        held = self._holdings.sources.get((name, slot), ())
-        if len(held) == 1 and len(held[0].places) == 1:  # layers and experts are dims of it: all have the same source
-            (place,) = held[0].places.values()
-            only = ComponentSources(held[0], {frozenset(place.origin.index.items()): place})
-            return dict.fromkeys((key for key, _ in self._keyed(held[0], line)), only)
-        if len(held) == 1 and (joined := held[0].joined(line.name.axes)):
+        line_sources_list = self._holdings.sources.get((name, slot), ())
+        if (
+            len(line_sources_list) == 1 and len(line_sources_list[0].places) == 1
+        ):  # layers and experts are dims of one tensor, the source of all targets
+            (place,) = line_sources_list[0].places.values()
+            only = ComponentSources(line_sources_list[0], {frozenset(place.origin.index.items()): place})
+            return dict.fromkeys((key for key, _ in self._with_target_index(line_sources_list[0], line)), only)
+        if len(line_sources_list) == 1 and (joined := line_sources_list[0].join(line.name.axes)):
             return joined
-        for line_sources in held:
-            for key, place in self._keyed(line_sources, line):
+        for line_sources in line_sources_list:
+            for key, place in self._with_target_index(line_sources, line):
                 entry = gathered.get(key) or gathered.setdefault(key, ComponentSources(line_sources, {}))
-                # Lines complete each other only if they number the same axes in names: a stack and single tensors would
-                # overlap.
+                # Lines complete each other only if they have the same axes in names: a stack would overlap with single
+                # tensors.
                 if entry.line_sources is line_sources or set(entry.line_sources.axes) == set(line_sources.axes):
                     self._agree(entry, place)
                     entry.places.setdefault(frozenset(place.origin.index.items()), place)
         return gathered
 
-    def _keyed(self, line_sources: LineSources, line: Line) -> Iterator[tuple[Index, SourceTensor]]:
-        """Yield each source with the index of every target tensor that it contributes to.
+    def _with_target_index(self, line_sources: LineSources, line: Line) -> Iterator[tuple[Index, SourceTensor]]:
+        """Yield each source with the index of every target tensor that reads it.
 
         Raises:
             UsageError: UNKNOWN_AXIS where an axis is in the target's names, and its size is unknown.
         """
         order = [line_sources.axes.index(axis) if axis in line_sources.axes else None for axis in line.name.axes]
         for position, place in line_sources.places.items():
-            # All axes of the target's names are in the source's names too: each source belongs to one target.
+            # All axes in the target's name are in the source's name too, so each source belongs to one target.
             if None not in order:
                 yield tuple(position[p] for p in order if p is not None), place
                 continue
@@ -131,9 +133,9 @@ class Gathering:
             yield from ((key, place) for key in product(*ranges))
 
     def _agree(self, entry: ComponentSources, place: SourceTensor) -> None:
-        """Refuse stored tensors of different sizes for one target tensor."""
-        # The same dict object means the same line and shape, so there is nothing to compare: the usual case, for every
-        # expert but the first.
+        """Refuse sources of one target tensor that disagree on sizes."""
+        # The same dict object means the same line and shape, so there is nothing to compare: the usual case for all
+        # experts but the first.
         if not entry.places or place.sizes is entry.first.sizes:
             return
         origin, expected = place.origin, entry.first
@@ -146,8 +148,8 @@ class Gathering:
             self._refuse([Refusal("SHAPE_MISMATCH", message, Where(None, origin.name))])
 
 
-def shared_by_all(parts: Mapping[str, Mapping[Index, Sources]], keys: Collection[Index]) -> SourcesByComponent:
-    """Return the sources of each component, if all targets of a line have the same; nothing otherwise."""
+def common_sources(parts: Mapping[str, Mapping[Index, Sources]], keys: Collection[Index]) -> SourcesByComponent:
+    """Return the sources of each component if all targets of a line have the same sources; else nothing."""
     shared = {}
     for component, by_key in parts.items():
         if isinstance(by_key, JoinedSources):
@@ -160,20 +162,18 @@ def shared_by_all(parts: Mapping[str, Mapping[Index, Sources]], keys: Collection
 
 
 def all_joined(parts: Mapping[str, Mapping[Index, Sources]], keys: Collection[Index]) -> Mapping[str, JoinedSources]:
-    """Return the sources of each component, if the targets of a line have the same but for their numbers; nothing
-    otherwise.
-    """
+    """Return the sources of each component if the targets of a line read alike tensors; else nothing."""
     joined = {component: of_all for component, of_all in parts.items() if isinstance(of_all, JoinedSources)}
     return joined if len(joined) == len(parts) and all(len(each) == len(keys) for each in joined.values()) else {}
 
 
 def sources_at(parts: Mapping[str, Mapping[Index, Sources]], key: Index) -> SourcesByComponent:
-    """Return the sources of the target with an index, of the components that are there."""
+    """Return component -> sources for one target index; components that are not stored are absent."""
     return {component: sources[key] for component, sources in parts.items() if key in sources}
 
 
 _MOST_INDICES = 100_000
-"""Cap on the indices of an axis for which a condition is asked: a config may claim any size."""
+"""Cap on the indices of an axis for which a condition is evaluated: a config may claim any size."""
 
 _ONE_FORM = (
     "Cast plain tensors to one type with --dtype (dtype=), decode others with --decode (decode=), or choose a dialect "
@@ -185,47 +185,45 @@ class Translation(msgspec.Struct, frozen=True):
     """A checkpoint in another dialect."""
 
     targets: Mapping[str, Target]
-    """Its tensors, in table order."""
+    """Target tensors by name, in table order."""
     checks: tuple[Check, ...]
-    """Copies that must prove equal before anything is committed."""
-    kept: tuple[str, ...]
-    """Stored tensors that the target dialect has no line for; they keep their names."""
+    """Equality checks that must succeed before anything is committed."""
+    kept_names: tuple[str, ...]
+    """Stored tensors without a line in the target dialect; they keep their names."""
     ignored: tuple[str, ...]
-    """Stored tensors that are left out because they hold nothing of the model."""
+    """Stored tensors that are left out because they are no part of the model."""
     aliases: Mapping[str, str]
-    """Target name -> target name of the tensor it is tied to."""
+    """Target name -> target name of the tensor that it is tied to."""
     refusals: tuple[Refusal, ...]
-    """Everything that makes the translation impossible."""
+    """Refusals; any of them makes the translation impossible."""
     axes: Mapping[str, int]
-    """Axis sizes that are the same in every layer: given ones, and those that names and shapes imply."""
+    """Sizes of axes that are the same in every layer, from the config, the user, names and shapes."""
     notes: tuple[str, ...] = ()
-    """What is written as zeros or left out, because zeros are the same as none."""
+    """Notes on tensors that are written as zeros, or left out, where zeros mean the same as absence."""
 
 
 class _Model(NamedTuple):
-    """The first target of a line; others are like it."""
+    """The first target of a line, as a template for the others."""
 
     target: Target
     sources: SourcesByComponent
     form: NumberFormat
-    """The form in which these are stored."""
+    """Dtype and encoding of its sources."""
     joined: Sequence[tuple[str, AlikeTensors, tuple[Arithmetic | None, Arithmetic | None], list[AlikePart]]]
-    """Of targets that take alike tensors: their logical tensors, with these tensors and the arithmetic; and what the
-    targets have taken of them.
-    """
+    """For targets of alike tensors: component, tensors and arithmetic, and the list of parts used so far."""
 
-    def joined_parts(self, index: Mapping[str, int]) -> tuple[TargetPart, ...]:
-        """Return the parts of the target with an index, and note what it takes."""
+    def use_parts(self, index: Mapping[str, int]) -> tuple[TargetPart, ...]:
+        """Return the parts of the target with an index, and record the tensors that it reads."""
         parts = []
-        for component, tensors, arithmetic, taken in self.joined:
+        for component, tensors, arithmetic, used_parts in self.joined:
             part = AlikePart(tensors, index)
-            taken.append(part)
+            used_parts.append(part)
             parts.append(TargetPart(component, part, arithmetic))
         return tuple(parts)
 
 
 class _Translator:
-    """Builds the target's tensors line by line, and collects every refusal."""
+    """Builds the target tensors line by line, and collects every refusal."""
 
     def __init__(
         self,
@@ -236,7 +234,7 @@ class _Translator:
         recode: Recode,
         state_lines: Collection[Line],
     ) -> None:
-        # State that keeps its name takes no part: it would separate axes that nothing else does.
+        # State that keeps its name is excluded: it would separate axes that nothing else separates.
         self.bound, self.state_as_stored = _without_state_of(bound, state_lines)
         bound = self.bound
         self.stored = stored
@@ -245,17 +243,17 @@ class _Translator:
         self.refusals: dict[tuple[str, ...], Refusal] = {}
         self.lacking: dict[tuple[Line, tuple[str, ...]], list[str]] = defaultdict(list)
         if target is not bound.dialect:
-            self.refuse(beyond(bound, sizes))
+            self.refuse(refuse_beyond(bound, sizes))
         self.checks: list[Check] = []
         alike = grids(bound, stored)
-        self.sizes = solved(bound, stored, sizes, alike)
+        self.sizes = solve_sizes(bound, stored, sizes, alike)
         self.tied = self.sizes.originals
         if classifies(bound):
             self.tied = {alias: chain for alias, chain in self.tied.items() if alias not in HEAD}
-        # Only lines of tensors that the source has: a table may describe far more than one model uses.
+        # Only lines of tensors in the source: a table may describe far more than one model uses.
         lines = self._target_lines()
-        left = _with_state(bound)
-        self.state_lines = [line for line in state_lines if not left.isdisjoint(line.expression.components)]
+        with_state = _with_state(bound)
+        self.state_lines = [line for line in state_lines if not with_state.isdisjoint(line.expression.components)]
         self.fused = {component for line in self.state_lines for component in line.expression.components}
         self.lines = (*lines, *self.state_lines)
         written = {name for line in self.lines for name in line.expression.components}
@@ -265,8 +263,8 @@ class _Translator:
             if alias not in written
         }
         tied = {**self.tied, **self.spare}
-        # Both dialects are rewritten over common axes (one may merge what the other splits), so that their pieces can
-        # meet.
+        # Both dialects are rewritten over common axes (one may merge what the other splits), so that their pieces
+        # overlap.
         used = dict.fromkeys(line.expression for line, _ in bound.names)
         self.basis = unify(
             [*used, *(line.expression for line in self.lines)], {alias: chain[-1] for alias, chain in tied.items()}
@@ -285,9 +283,9 @@ class _Translator:
 
     def run(self, *, partial: bool) -> Translation:
         self.refuse([*self.holdings.refusals, *self.holdings.contradictions])
-        self.refuse(contradicted(self.holdings))
-        if self.holdings.contradictions:  # what would be refused of targets follows from these
-            self.refuse(() if partial else incomplete(self.holdings, self.tied))
+        self.refuse(refuse_contradicted(self.holdings))
+        if self.holdings.contradictions:  # refusals of targets would only be consequences of these
+            self.refuse(() if partial else refuse_incomplete(self.holdings, self.tied))
             return Translation({}, (), (), (), {}, tuple(self.refusals.values()), self.sizes.at({}))
         built: dict[str, Target] = {}
         for line in self.lines:
@@ -298,23 +296,23 @@ class _Translator:
                     self._build(line, slot, built)
                 except TransaxleError as error:
                     self.refuse(error.refusals)
-        self.refuse(unfilled(self.lacking))
+        self.refuse(refuse_unfilled(self.lacking))
         notes = self._add_zeros(built)
         if self.target is not self.bound.dialect:
-            self.refuse(ruled_out(self.holdings))
+            self.refuse(refuse_ruled_out(self.holdings))
         if not partial:
-            self.refuse(incomplete(self.holdings, self.tied))
+            self.refuse(refuse_incomplete(self.holdings, self.tied))
         checks, unequal = agreements(self.holdings, self.tied)
         self.checks.extend(checks)
         self.refuse(unequal)
-        # What the target dialect has no line for is passed on unchanged, under its own name.
+        # Tensors without a line in the target dialect are copied unchanged, under their own names.
         kept_names = (*self.bound.unknown, *self.unplaced.names(self.checks, clean=not self.refusals))
         self.refuse(self.unplaced.refusals)
-        checks, unequal = spared(self.holdings, self.spare, self.target.label)
+        checks, unequal = check_substitutes(self.holdings, self.spare, self.target.label)
         self.checks.extend(checks)
         self.refuse(unequal)
         left_out = dict[str, None]()
-        for line, zero in self.added.left_out(frozenset(kept_names), self.stored):
+        for line, zero in self.added.omissions(frozenset(kept_names), self.stored):
             self.checks.extend(zero)
             left_out.update((check.first.name, None) for check in zero)
             notes.append(
@@ -330,15 +328,15 @@ class _Translator:
                 message = f"a tensor without a line in {self.target.label} has a name that this dialect writes"
                 self.refuse([Refusal("NAME_COLLISION", message, Where(None, stored_name))])
             form = self.recode(name, NumberFormat(tensor.dtype, self.bound.encodings.get(stored_name, PLAIN)))
-            own = identity_target(stored_name, tensor)
-            built[name] = replace(own, name=name, dtype=form.dtype, encoding=form.encoding)
+            target = identity_target(stored_name, tensor)
+            built[name] = replace(target, name=name, dtype=form.dtype, encoding=form.encoding)
         kept = tuple([self.bound.own.get(name, name) for name in kept_names if name not in left_out])
         refusals = tuple(self.refusals.values())
         ignored, sizes = (*self.bound.ignored, *self.unplaced.empty, *left_out), self.sizes.at({})
         return Translation(built, tuple(self.checks), kept, ignored, self._aliases(), refusals, sizes, tuple(notes))
 
     def _add_zeros(self, built: dict[str, Target]) -> list[str]:
-        """Add the tensors that are written as zeros; return a note for each line of them."""
+        """Add the tensors to write as zeros; return one note for each of their lines."""
         try:
             zeros = list(self.added.zeros())
         except TransaxleError as error:
@@ -351,16 +349,16 @@ class _Translator:
         ]
 
     def refuse(self, refusals: Iterable[Refusal], tensor: str | None = None) -> None:
-        """Keep refusals, each once: an axis that is unknown is unknown in every layer."""
+        """Add refusals, each once: an axis of unknown size is unknown in every layer."""
         for refusal in refusals:
             where = Where(refusal.where.file, refusal.where.tensor or tensor)
-            # One unknown axis fails in every tensor of every layer; said once, it is readable.
+            # An axis of unknown size is refused once, not for every tensor of every layer.
             place = "" if refusal.code == "UNKNOWN_AXIS" else str(where)
             key = refusal.code, refusal.message, place
             self.refusals.setdefault(key, Refusal(refusal.code, refusal.message, where, refusal.hint))
 
     def _target_lines(self) -> tuple[Line, ...]:
-        """Return the target's lines for what the source holds; conditions on the index are left to `_build`."""
+        """Return the target's lines for logical tensors in the source; conditions on indices are left to `_build`."""
         present = {name for line, _ in self.bound.names for name in line.expression.components}
         present |= {alias for alias, chain in self.tied.items() if not present.isdisjoint(chain)}
         written = [line for line in self.target.lines if not line.read_only]
@@ -368,7 +366,7 @@ class _Translator:
         return tuple(line for line in lines if line.name.axes or self.sizes.holds(line.when, {}) is not False)
 
     def _is_written(self, line: Line, slot: str) -> bool:
-        """Tell whether a line is that of a slot: the state of a fused parameter is not written for its parts, too."""
+        """Tell whether a line stores a slot: the state of a fused parameter is not written for its parts as well."""
         if slot == WEIGHT:
             return not line.of_state
         return line.of_state or self.fused.isdisjoint(line.expression.components)
@@ -381,37 +379,35 @@ class _Translator:
         """Build the target tensors of one line and slot.
 
         Raises:
-            UsageError: UNKNOWN_AXIS where an axis is needed to name them.
+            UsageError: UNKNOWN_AXIS where the size of an axis in their names is unknown.
         """
         parts = {component: self.gathering.sources(component, slot, line) for component in line.expression.components}
         keys = dict.fromkeys(key for by_component in parts.values() for key in by_component)
         if not keys:
             return
         rewritten = self.basis.rewrite(line.expression)
-        # None (not known yet) counts as possible: the encoding of the tensor, known below, decides then.
+        # None (not known yet) counts as possible: the encoding of the tensor, known further below, decides.
         is_certain = line.when is None or line.of_state
         possible_keys = keys if is_certain else [key for key in keys if self._is_possible(line, key)]
         if self.added.concern(line):
             possible_keys = [key for key in possible_keys if self.added.have_place(line, self._index(line, key))]
         model: _Model | None = None
         alike = self._are_alike(line)
-        shared, joined = shared_by_all(parts, keys), all_joined(parts, keys) if alike else {}
+        shared, joined = common_sources(parts, keys), all_joined(parts, keys) if alike else {}
         index_at, is_recoded = indices(line.name.axes), self.recode is not same
         for key, name in self._names(line, slot, possible_keys):
             index = index_at(key)
             if model and name not in built and not (is_recoded and self.recode(name, model.form) != model.target.form):
                 if joined:
-                    built[name] = model.target.at(name, index, model.joined_parts(index))
+                    built[name] = model.target.at(name, index, model.use_parts(index))
                     continue
-                if shared or model.sources == sources_at(
-                    parts, key
-                ):  # as with layers and experts that are dims of one tensor
+                if shared or model.sources == sources_at(parts, key):  # e.g. layers and experts are dims of one tensor
                     built[name] = model.target.at(name, index, model.target.parts)
                     continue
             by_component = shared or sources_at(parts, key)
             form = self._build_one(line, slot, rewritten, name, index, by_component, parts, built)
             if alike and form and not any(each.line_sources.scalar for each in by_component.values()):
-                taken = [
+                alike_sources = [
                     (
                         component,
                         sources.alike,
@@ -420,7 +416,7 @@ class _Translator:
                     )
                     for component, sources in joined.items()
                 ]
-                model = _Model(built[name], by_component, form, taken)
+                model = _Model(built[name], by_component, form, alike_sources)
 
     def _build_one(
         self,
@@ -433,8 +429,8 @@ class _Translator:
         components: Collection[str],
         built: dict[str, Target],
     ) -> NumberFormat | None:
-        """Build one target tensor; return the form in which all its sources are stored, if it was built and they have
-        one.
+        """Build one target tensor; return the dtype and encoding of its sources, if it was built and they all have one
+        form.
         """
         stored_forms = {form for sources in by_component.values() for form in sources.forms}
         forms = self._forms(name, stored_forms)
@@ -445,7 +441,7 @@ class _Translator:
             self.refuse(self.conditions.rivals(line, index, encoding))
         missing = [component for component in components if component not in by_component]
         if missing:
-            # Where a source was refused already, its absence here is only a consequence.
+            # The absence of a source that was refused before is only a consequence of that.
             if self.holdings.broken.isdisjoint((component, slot) for component in missing):
                 self.lacking[line, tuple(missing)].append(name)
             return None
@@ -463,7 +459,7 @@ class _Translator:
         return stored_forms.pop() if name in built and len(stored_forms) == 1 else None
 
     def _are_alike(self, line: Line) -> bool:
-        """Tell whether targets of a line that have the same sources differ in name and index alone."""
+        """Tell whether targets of a line with the same sources only differ in name and index."""
         return line.when is None and not self.tied and self._varying.isdisjoint(line.name.axes)
 
     def _is_possible(self, line: Line, key: Index) -> bool:
@@ -471,26 +467,26 @@ class _Translator:
         return self._holds_throughout(line, index) and self.conditions.holds(line, index) is not False
 
     def _holds_throughout(self, line: Line, index: Mapping[str, int]) -> bool:
-        """Tell whether the condition of a line holds along its dims: all layers in one tensor are of one kind.
+        """Tell whether a line's condition is true along its dims: all layers in one tensor must be of one kind.
 
         Raises:
-            Refused: UNSUPPORTED where it holds for some indices of an axis only.
+            Refused: UNSUPPORTED where it is true for only some indices of an axis.
         """
-        along = [] if line.when is None else sorted(line.expression.axes & self._asked_by(line.when))
-        known = self.sizes.at(index)
-        if not along or not known.keys() >= set(along):
+        along = [] if line.when is None else sorted(line.expression.axes & self._axes_of_condition(line.when))
+        sizes = self.sizes.at(index)
+        if not along or not sizes.keys() >= set(along):
             return True
-        positions = islice(product(*(range(known[axis]) for axis in along)), _MOST_INDICES)
-        found = {self.holdings.holds(line.when, {**index, **dict(zip(along, at, strict=True))}) for at in positions}
-        if {True, False} <= found:
+        positions = islice(product(*(range(sizes[axis]) for axis in along)), _MOST_INDICES)
+        outcomes = {self.holdings.holds(line.when, {**index, **dict(zip(along, at, strict=True))}) for at in positions}
+        if {True, False} <= outcomes:
             axis = ", ".join(along)
             message = f"{line.text}\nis one tensor for all of {axis}, but holds for some of them only"
             hint = f"Choose another dialect: in {self.target.label}, tensors along {axis} are all of one kind."
             raise refuse("UNSUPPORTED", message, hint=hint)
-        return found != {False}
+        return outcomes != {False}
 
-    def _asked_by(self, condition: Formula) -> frozenset[str]:
-        """Return the axes in names on whose index a condition depends, itself or through a tensor that it names."""
+    def _axes_of_condition(self, condition: Formula) -> frozenset[str]:
+        """Return the name axes whose index a condition depends on, directly or through a tensor in it."""
         family = self.bound.family
         tensors = (family.tensors[name].axes for name in condition.names & family.tensors.keys())
         return family.name_axes & condition.names.union(*tensors)
@@ -499,11 +495,11 @@ class _Translator:
         return dict(zip(line.name.axes, key, strict=True))
 
     def _names(self, line: Line, slot: str, keys: Collection[Index]) -> Iterator[tuple[Index, str]]:
-        """Yield each index with the name of its target tensor; sizes are asked for only where there is one.
+        """Yield each index with the name of its target tensor; sizes are only needed where there is one.
 
         Raises:
-            UsageError: UNKNOWN_AXIS where a number depends on the size of an axis that is not known.
-            Refused: SHAPE_MISMATCH for an index that has no number.
+            UsageError: UNKNOWN_AXIS where a number depends on an axis of unknown size.
+            Refused: SHAPE_MISMATCH for an index without a number.
         """
         if not keys:
             return
@@ -516,7 +512,7 @@ class _Translator:
         """Yield the numbers in the name of each target tensor of a line.
 
         Raises:
-            Refused: SHAPE_MISMATCH for an index that has no number.
+            Refused: SHAPE_MISMATCH for an index without a number.
         """
         for key in keys:
             numbers = tuple([-1 if number is None else number for number in numbering.numbers(key)])
@@ -526,7 +522,9 @@ class _Translator:
             yield numbers
 
     def _forms(self, name: str, stored: Collection[NumberFormat]) -> list[NumberFormat]:
-        """Return the forms in which the parts of a target tensor would be written; one, unless they do not fit."""
+        """Return the dtypes and encodings in which the parts of a target would be written; several do not fit in one
+        tensor.
+        """
         return [self.recode(name, *stored)] if len(stored) == 1 else sorted({self.recode(name, f) for f in stored})
 
     def _target(
@@ -553,27 +551,27 @@ class _Translator:
         return Target(name, forms[0].dtype, layout, index, parts, line.text, ", ".join(by_component), forms[0].encoding)
 
     def _refuse_some(self, line: Line, index: Mapping[str, int], by_component: SourcesByComponent) -> None:
-        """Refuse a scalar state (a step) for a tensor where only some sources have one: the others would inherit it.
+        """Refuse a scalar state (a step) that only some sources of a tensor have: the others would inherit it.
 
         Raises:
             Refused: INCOMPLETE.
         """
         for component, sources in by_component.items():
             weights = self.holdings.sources.get((component, WEIGHT), ())
-            wanted = sum(
+            required = sum(
                 line_sources.count(index)
                 for line_sources in weights
                 if set(line_sources.axes) == set(sources.line_sources.axes)
             )
-            if len(sources.places) < wanted:
+            if len(sources.places) < required:
                 message = (
-                    f"{line.text}\njoins {wanted} tensors of {component}, but only {len(sources.places)} of them "
+                    f"{line.text}\njoins {required} tensors of {component}, but only {len(sources.places)} of them "
                     "have this state"
                 )
                 raise refuse("INCOMPLETE", message)
 
     def _scalar(self, line: Line, name: str, by_component: SourcesByComponent, dtype: str) -> Target:
-        """One number for the whole target tensor: all sources must agree, which the checks prove."""
+        """Build a target with one number for the whole tensor: all sources must agree, which the checks verify."""
         origins = {
             place.origin.name: place.origin for sources in by_component.values() for place in sources.places.values()
         }
@@ -585,8 +583,10 @@ class _Translator:
     def _layout(
         self, line: Line, rewritten: Expression, index: Mapping[str, int], by_component: SourcesByComponent
     ) -> Layout:
-        """Return the target's layout: sizes come from its sources, which must agree; unsized padding is empty."""
-        # Equal keys give equal layouts; computing them once per kind of layer keeps planning linear.
+        """Return the target's layout. Sizes come from its sources, which must agree; padding of unknown size is
+        empty.
+        """
+        # Equal keys give equal layouts, which are computed once per kind of layer to keep planning linear.
         alike = (
             id(line),
             tuple([index.get(axis) for axis in self._varying]),
@@ -606,12 +606,12 @@ class _Translator:
         owner: dict[str, str] = {}
         for component, sources in by_component.items():
             for axis, count in sources.sizes.items():
-                # Sizes of earlier components are already in `sizes`; a later one must agree with them.
+                # `sizes` has the sizes of earlier components, with which later ones must agree.
                 if owner.setdefault(axis, component) != component and sizes[axis] != count:
                     message = f"axis {axis} is {sizes[axis]} in {owner[axis]} and {count} in {component}"
                     raise refuse("SHAPE_MISMATCH", f"{line.text}\n{message}")
                 sizes[axis] = count
-        if NOTHING in sizes:  # the sources stand for a sum that is moved whole
+        if NOTHING in sizes:  # the sources represent an inseparable sum
             rewritten = self.whole[line.expression]
         for axis in rewritten.padding:
             sizes.setdefault(axis, 0)
@@ -626,7 +626,7 @@ class _Translator:
         return self._layouts[key]
 
     def _aliases(self) -> dict[str, str]:
-        """Return the target names that are one tensor by a tie."""
+        """Return target name -> target name of the tensor that it is tied to."""
         aliases: dict[str, str] = {}
         for (component, slot, index), name in self._single.items():
             written = [
@@ -640,34 +640,34 @@ class _Translator:
 
 
 def _with_state(bound: BoundNames) -> set[str]:
-    """Return the logical tensors that have optimizer state."""
+    """Return the logical tensors with optimizer state."""
     return {name for line, slot in bound.names if slot != WEIGHT for name in line.expression.components}
 
 
 def _state_lines(
     bound: BoundNames, target: Dialect, sizes: Sizes, trained: Collection[str] | None, *, split_by_format: bool
 ) -> list[Line]:
-    """Return the lines of fused parameters under whose names state is written; see `translate`."""
-    found, stored = list[Line](), _with_state(bound)
+    """Return the lines of fused parameters under whose names optimizer state is written; see `translate`."""
+    lines, stored = list[Line](), _with_state(bound)
     for line in target.lines:
         if not line.of_state or stored.isdisjoint(line.expression.components):
             continue
         if trained is not None:
             is_fused = any(line.name.match(name) is not None for name in trained)
         else:
-            said = sizes.holds(line.when, {})
+            holds = sizes.holds(line.when, {})
             undecided = target is not bound.dialect or split_by_format
-            is_fused = undecided or any(each is line and slot for each, slot in bound.names) if said is None else said
+            is_fused = undecided or any(each is line and slot for each, slot in bound.names) if holds is None else holds
         if is_fused:
-            found.append(line)
-    return found
+            lines.append(line)
+    return lines
 
 
 def _without_state_of(bound: BoundNames, lines: Collection[Line]) -> tuple[BoundNames, tuple[str, ...]]:
-    """Take out the state that is stored under the names of some lines, unless others have such state, too.
+    """Remove the state under the names of some lines, unless other parameters have such state too.
 
     Returns:
-        the other names; and the names taken out.
+        the remaining bound names, and the removed names.
     """
     of_others: defaultdict[str, set[str]] = defaultdict(set)
     for line, slot in bound.names:
@@ -681,12 +681,12 @@ def _without_state_of(bound: BoundNames, lines: Collection[Line]) -> tuple[Bound
     if not keys:
         return bound, ()
     names = {key: of_line for key, of_line in bound.names.items() if key not in keys}
-    taken = tuple(name for key, of_line in bound.names.items() if key in keys for name in of_line.values())
-    return msgspec.structs.replace(bound, names=names), taken
+    removed = tuple(name for key, of_line in bound.names.items() if key in keys for name in of_line.values())
+    return msgspec.structs.replace(bound, names=names), removed
 
 
 def _parts(line: Line, by_component: SourcesByComponent) -> tuple[TargetPart, ...]:
-    """Return the logical tensors of a line's target with their sources."""
+    """Return the parts of a target: its logical tensors with their sources."""
     parts = [
         TargetPart(component, sources.origins, _arithmetic(line, sources.line_sources))
         for component, sources in by_component.items()
@@ -695,12 +695,12 @@ def _parts(line: Line, by_component: SourcesByComponent) -> tuple[TargetPart, ..
 
 
 def _arithmetic(line: Line, of: LineSources) -> tuple[Arithmetic | None, Arithmetic | None]:
-    both = of.line.lossy, line.lossy
-    return EXACT if both == EXACT else both
+    pair = of.line.lossy, line.lossy
+    return EXACT if pair == EXACT else pair
 
 
 def _single_source(origin: Origin, name: str, dtype: str, rule: str) -> Target:
-    """Return the target that is one stored tensor, whatever its name says."""
+    """Return a target that is one stored tensor, even if the name means several."""
     part = TargetPart(origin.component, (msgspec.structs.replace(origin, index={}),))
     return Target(name, dtype, origin.layout, {}, (part,), rule)
 
@@ -716,21 +716,21 @@ def translate(
     trained: Collection[str] | None = None,
     split_by_format: bool = False,
 ) -> Translation:
-    """Express a bound checkpoint in another dialect.
+    """Translate a bound checkpoint into another dialect.
 
     Args:
-        bound: its names read through its own dialect.
+        bound: its names, bound through its own dialect.
         stored: its tensors by name.
-        target: the dialect wanted.
-        sizes: what its config and the user say of axis sizes.
-        recode: in which form each tensor is written; as it is stored unless numbers are to change.
-        partial: tensors of the family may be absent: what is there is a part of a model on purpose.
-        trained: names of the parameters that have optimizer state in the target; None: as the config says whether they
-            are fused, else as in a source of the same dialect, else fused.
-        split_by_format: the source is of a format that cannot have state of fused parameters, whatever the model has.
+        target: the dialect to translate into.
+        sizes: axis sizes from the config and the user.
+        recode: returns the dtype and encoding in which a tensor is written; by default those of the source.
+        partial: tensors of the family may be absent: the source is intentionally part of a model.
+        trained: names of parameters with optimizer state in the target; None: whether they are fused follows from the
+            config, else from a source of the same dialect, else they are fused.
+        split_by_format: the source's format cannot contain state of fused parameters, whatever the model has.
 
     Returns:
-        The target tensors with their origins. Where `refusals` is not empty nothing may be written.
+        The target tensors with their origins. If `refusals` is not empty, nothing may be written.
     """
     bound = with_kept(bound, target, sizes, stored)
     state_lines = _state_lines(bound, target, sizes, trained, split_by_format=split_by_format)

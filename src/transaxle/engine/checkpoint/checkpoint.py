@@ -718,7 +718,7 @@ def half_converted(
     """
     # Where codes and scales cannot be grouped, no line reads the scales.
     is_grouped = all(refusal.where.tensor for refusal in others)
-    kept = frozenset(view.kept if is_grouped and target is not bound.dialect else ())
+    kept = frozenset(view.kept_names if is_grouped and target is not bound.dialect else ())
     refused = tuple(refusal.where.tensor for refusal in (*view.refusals, *others) if refusal.where.tensor)
     unread = [
         name

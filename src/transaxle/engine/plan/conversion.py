@@ -137,7 +137,7 @@ def make_plan(
     unknown = checkpoint.foreign(wanted) or checkpoint.half_converted(wanted, view)
     problems += [*hub_refusals, *checkpoint.container.unread, *unknown, *misnamed(target, form)]
     if strict and not unknown:
-        problems.extend(without_line(name, wanted) for name in view.kept)
+        problems.extend(without_line(name, wanted) for name in view.kept_names)
     single = is_one_file(target)
     source = checkpoint.source_of(wanted)
     options = {**_draft_options(checkpoint, view, source, get(form), problems), "sealed": single}
@@ -165,7 +165,7 @@ def make_plan(
         routes=routes(checkpoint.bound, view.targets.values()) if reading else (),
         files={**draft.files, **carried},
         carried=tuple(carried),
-        kept=view.kept,
+        kept=view.kept_names,
         ignored=(*view.ignored, *checkpoint.container.left, *checkpoint.container.ignored, *lost, *_dropped(configs)),
         aliases=dict(view.aliases),
         axes=recorded(view.axes, reading.family, wanted) if reading else dict(view.axes),

@@ -340,7 +340,7 @@ class _BufferFollower:
             self.translation,
             targets=self.targets,
             checks=tuple(self.checks),
-            kept=tuple(name for old in self.translation.kept for name in self._parts(old)),
+            kept_names=tuple(name for old in self.translation.kept_names for name in self._parts(old)),
             aliases={self.names.get(a, a): self.names.get(b, b) for a, b in self.translation.aliases.items()},
             refusals=tuple(self.problems),
         )

@@ -47,7 +47,7 @@ from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.axes.layout.relayout import Shape
 from transaxle.axes.translation.grouped import (
     MemberCopy,
-    Stem,
+    Regrouping,
     between,
     member_copies,
     members_by_stack,
@@ -84,7 +84,7 @@ class DualFormCheck:
 
     def __init__(
         self,
-        stems: Iterable[Stem],
+        stems: Iterable[Regrouping],
         stored: Mapping[str, TensorStorageMetadata],
         requested: Mapping[str, torch.Tensor],
     ) -> None:
@@ -486,7 +486,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         read_into: Mapping[str, torch.Tensor] = tensors
         members: Mapping[str, torch.Tensor] = {}
         wholes: frozenset[str] = frozenset()
-        stems: Sequence[Stem] = ()
+        stems: Sequence[Regrouping] = ()
         if self._dialect is not None:
             read_into, give_back = loadable_as(tensors, self._dialect, **self._dialect_options)
             self._final_steps.append(give_back)
@@ -494,8 +494,8 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
             if self._trusts:
                 stored = without_other_forms(stored, tensors.keys())
             slices = ExpertSlices(tensors, _sizes(stored))
-            stems = between(_shapes(slices.read), _sizes(stored)).checked()
-            changed = [stem.reversed() for stem in stems if stem.stored != stem.wanted]
+            stems = between(_shapes(slices.read), _sizes(stored)).check()
+            changed = [stem.invert() for stem in stems if stem.stored != stem.requested]
             if slices.members:
                 read_into, members, wholes = slices.read, slices.members, slices.stacks
                 self._final_steps.append(slices.finish)
@@ -520,7 +520,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         self,
         read_into: Mapping[str, torch.Tensor],
         tensors: Mapping[str, torch.Tensor],
-        stems: Sequence[Stem],
+        stems: Sequence[Regrouping],
         stored: Mapping[str, TensorStorageMetadata],
     ) -> Mapping[str, torch.Tensor]:
         """Leave out scaling histories that the checkpoint lacks although it has the codes: they start at zero."""
