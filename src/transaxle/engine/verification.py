@@ -257,7 +257,7 @@ def _check_copies(container: Container, digests: Mapping[str, str], limit: Limit
     unread = [side for side in sides if container.entries.get(side.name) != side]
     items = []
     for key, side in enumerate(unread):
-        transfers = Source(replace(container, entries={side.name: side})).transfers(unchanged(side.name, side))
+        transfers = Source(replace(container, entries={side.name: side})).transfers(identity_target(side.name, side))
         items.append(Item(key, side.nbytes, transfers, NoExchange.ranks, NoExchange.ranks))
     hashing = HashingFiles(None, (), range(len(items)))
     Movement(items, container.storage, hashing, limit).move_local()
