@@ -15,7 +15,7 @@ from transaxle.axes.notation.name import natural
 from transaxle.cli.command import Command, Seldom, options_of, with_derive, with_profile, with_screen
 from transaxle.cli.refusals import error_document, print_refusals
 from transaxle.cli.screen import Screen
-from transaxle.encodings.value_steps import Measured, Recoded
+from transaxle.encodings.value_steps import MeasuredTensor, RecodedTensor
 from transaxle.engine.carry import Report
 from transaxle.engine.checkpoint.settings import settings
 from transaxle.engine.execute import Cleared
@@ -96,7 +96,7 @@ def print_stayed(screen: Screen, stayed: tuple[str, ...]) -> None:
         screen.some(f"  {plural(len(stayed), 'plain tensor')} not cast (--only PATTERN chooses what is)", rows)
 
 
-def _counts(recoded: Sequence[Recoded]) -> dict[tuple[str, str], int]:
+def _counts(recoded: Sequence[RecodedTensor]) -> dict[tuple[str, str], int]:
     counts: dict[tuple[str, str], int] = {}
     for tensor in recoded:
         key = tensor.action, _describe_change(tensor)

@@ -1,1 +1,1 @@
-"""Number formats with more than one buffer: what they are, what they are called on disk, and their arithmetic."""
+"""Number formats with several buffers: their definitions, their names on disk, and their arithmetic."""

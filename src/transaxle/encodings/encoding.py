@@ -2,11 +2,11 @@
 
 An encoding is the one description that readers, the planner, the codecs and the training side share. The value of an
 element is its code times the scale of its tile, times the global factor if there is one. Tiles cover the trailing
-stored dims; every index along the dims before them has tiles of its own.
+stored dims; every index along the dims before them has separate tiles.
 
-**Error**: how far values are from the values they stand for.
+**Error**: the summed difference between values and the values that they represent.
 
-**Plain types**: the floating-point types of values that are not encoded, by their safetensors codes.
+**Plain dtypes**: the floating-point dtypes of values without encoding, by safetensors code.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import Literal
 import msgspec
 
 WHOLE = 0
-"""Size of a tile that covers a whole dim, however long that is."""
+"""Size of a tile that covers a whole dim, of any length."""
 
 
 class Role(StrEnum):
-    """What one buffer of an encoded tensor is for."""
+    """Purpose of one buffer of an encoded tensor."""
 
     CODES = "codes"
     SCALE = "scale"
-    """One number per tile: a factor."""
+    """One factor per tile."""
     GLOBAL = "global"
-    """One number per tensor; the convention says how it enters the value."""
+    """One number per tensor; the convention defines how it enters the value."""
     INPUT_SCALE = "input_scale"
-    """One number per tensor for the layer's activations: not part of the weight's value, but it moves with it."""
+    """One number per tensor for the layer's activations: no part of the weight's value, but it moves with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,19 @@ class Encoding:
     """How a tensor's values are stored as codes and scales."""
 
     name: str
-    """Its name in tables and on the command line: a key of `ENCODINGS`."""
+    """Name in tables and on the command line: a key of `ENCODINGS`."""
     code: str
-    """Safetensors code of the codes: `F8_E4M3`, `F8_E5M2` or `F4` (E2M1, two to a byte, the low nibble first)."""
+    """Dtype of the codes: `F8_E4M3`, `F8_E5M2` or `F4` (E2M1, two per byte, the low nibble first)."""
     scale: str
-    """Safetensors code of the scales."""
+    """Dtype of the scales, as a safetensors code."""
     tile: tuple[int, ...]
-    """Elements along each trailing dim that share one scale; `WHOLE` for all of them."""
+    """Elements along each trailing dim that share one scale; `WHOLE` for the whole dim."""
     has_global: bool = False
     """Whether there is a second, per-tensor scale."""
     power_of_two: bool = False
-    """Whether scales made by us are powers of two (E8M0 scales always are)."""
+    """Whether scales are written as powers of two (E8M0 scales always are)."""
     scale_max: int = 448
-    """Largest value that a block scale of nvfp4 is made to reach; 256 in the `4 over 6` variant. The two never mix."""
+    """Largest value that nvfp4 block scales are computed to reach; 256 in the `4 over 6` variant. The two never mix."""
 
     @property
     def code_bits(self) -> int:
@@ -66,10 +66,10 @@ class Encoding:
         return {"F8_E4M3": 448.0, "F8_E5M2": 57344.0, "F4": 6.0}[self.code]
 
     def tiles(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tile of a tensor of this shape: positions along each of its dims, all of them positive.
+        """Return the tile of a tensor of this shape: the positive number of positions along each of its dims.
 
         Raises:
-            ValueError: for a tensor with fewer dims than the tile.
+            ValueError: the tensor has fewer dims than the tile.
         """
         leading = len(shape) - len(self.tile)
         if leading < 0:
@@ -91,38 +91,41 @@ MXFP4 = Encoding("mxfp4", "F4", "F8_E8M0", (1, 32), power_of_two=True)
 NVFP4 = Encoding("nvfp4", "F4", "F8_E4M3", (1, 16), has_global=True)
 
 ENCODINGS: Mapping[str, Encoding] = MappingProxyType({e.name: e for e in (FLOAT8, FLOAT8_BLOCK, MXFP8, MXFP4, NVFP4)})
-"""The encodings by name, in the variant that we write; files may hold others (E5M2 codes, other tiles)."""
+"""The encodings by name, as they are written; files may have variants (E5M2 codes, other tiles)."""
 
 
-class Encoded(msgspec.Struct, frozen=True):
+class EncodedTensor(msgspec.Struct, frozen=True):
     """A tensor that a checkpoint stores in several buffers."""
 
     name: str
-    """Its name in tables, `model.layers.0.mlp.down_proj.weight`."""
+    """Name in tables, such as `model.layers.0.mlp.down_proj.weight`."""
     encoding: Encoding
-    """How its buffers give its values."""
+    """Encoding of its codes and scales."""
     shape: tuple[int, ...]
-    """Elements along each dim; packed codes are counted one by one."""
+    """Shape in elements; packed codes count one by one."""
     parts: Mapping[Role, str]
-    """Stored name of each buffer."""
+    """Role -> stored name of the buffer."""
     convention: str
-    """Key of `CONVENTIONS`: how its buffers are named and shaped, and what its global scale means."""
+    """Key of `CONVENTIONS`: names and shapes of its buffers, and the meaning of its global scale."""
 
 
 class Error(msgspec.Struct, frozen=True):
-    """Summed differences of two arrays of equal size. The errors of a tensor's parts add up to that of the whole.
+    """Summed differences of two arrays of equal size. The errors of a tensor's parts add up to that of the whole
+    tensor.
 
     Two NaN do not differ. A NaN differs from any number by infinity, and so does an infinity from anything else.
     """
 
     max: float = 0.0
-    """The largest absolute difference."""
+    """Largest absolute difference."""
     square_sum: float = 0.0
-    """Sum of the squared differences. Its last digits depend on the order of summation, and so on the path."""
+    """Sum of the squared differences. Its last digits depend on the order of summation, and so on the
+    implementation.
+    """
     count: int = 0
-    """How many values there are."""
+    """Number of values."""
     unequal: int = 0
-    """How many of them differ."""
+    """Number of values that differ."""
 
     @property
     def exact(self) -> bool:
@@ -131,23 +134,23 @@ class Error(msgspec.Struct, frozen=True):
 
     @property
     def rms(self) -> float:
-        """Root of the mean squared difference; 0 for no values."""
+        """Root of the mean squared difference; 0 where there are no values."""
         return math.sqrt(self.square_sum / self.count) if self.count else 0.0
 
-    def __add__(self, other: Error) -> Error:
+    def __add__(self, error: Error) -> Error:
         return Error(
-            max(self.max, other.max),
-            self.square_sum + other.square_sum,
-            self.count + other.count,
-            self.unequal + other.unequal,
+            max(self.max, error.max),
+            self.square_sum + error.square_sum,
+            self.count + error.count,
+            self.unequal + error.unequal,
         )
 
 
 Wide = Literal["BF16", "F16", "F32"]
-"""Code of a type that values are encoded from, or decoded or cast to."""
+"""Safetensors code of a dtype that values are encoded from, or decoded or cast to."""
 WIDE: tuple[str, ...] = ("BF16", "F16", "F32")
-"""All of them."""
+"""All wide dtypes."""
 PLAIN = frozenset({"F64", *WIDE})
-"""Codes of the types that can be cast."""
+"""Dtypes whose values can be cast."""
 CASTS: Mapping[str, Wide] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-"""Types that users can cast to -> their codes."""
+"""Name of a dtype on the command line -> its safetensors code."""

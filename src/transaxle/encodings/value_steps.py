@@ -1,8 +1,8 @@
-"""Recoded tensors: what is done to the values of a stored tensor on its way, and how far that moves them.
+"""Recoded tensors: the operations on a stored tensor's values during a conversion, and the error they cause.
 
-The steps of an output tensor, in the order in which they are composed: the mean of replicas is taken, codes are
-decoded, values are cast or merged with an adapter's; elements are copied to their places; a table's arithmetic is
-done; and the result is encoded.
+The steps of an output tensor, in the order in which they are applied: replicas are averaged, codes are decoded, values
+are cast or merged with an adapter's; elements are copied to their positions; a table's arithmetic is applied; and the
+result is encoded.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ Action = Literal["decoded", "encoded", "averaged", "cast", "merged"]
 STEPS: Mapping[Action, str] = {
     "averaged": "average", "decoded": "decode", "cast": "cast", "merged": "merge", "encoded": "encode",
 }  # fmt: skip
-"""The step that does each action, in the order in which they are composed."""
+"""Action -> its step, in the order in which steps are applied."""
 CASTING = frozenset({"cast", "merged"})
-"""Actions that round to a floating-point type."""
+"""Actions that round to a floating-point dtype."""
 MEASURED_BY_READING = frozenset({"decoded", *CASTING})
-"""Actions whose errors only another read of the tensor shows."""
+"""Actions whose errors are only measured by reading the tensor again."""
 
 
-class Recoded(msgspec.Struct, frozen=True):
+class RecodedTensor(msgspec.Struct, frozen=True):
     """A tensor whose values are decoded, encoded, averaged, cast or merged with an adapter's."""
 
     name: str
-    """Table name: the target's if it is encoded, the source's otherwise."""
+    """Table name: the target's if the tensor is encoded, the source's otherwise."""
     action: Action
-    """What is done."""
+    """Operation on the tensor."""
     encoding: str
-    """The encoding it is decoded from or encoded to; empty for averages; if cast or merged, the dtype it had."""
+    """Encoding before decoding or after encoding; empty for averages; for casts and merges, the dtype before."""
     convention: str
-    """The convention of that encoding."""
+    """Convention of that encoding."""
     dtype: str
-    """Safetensors code of the plain values."""
+    """Dtype of the plain values, as a safetensors code."""
     shape: tuple[int, ...]
-    """Elements along each dim."""
+    """Shape in elements."""
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """A recoded tensor and how far its values are from the source's."""
+class MeasuredTensor(msgspec.Struct, frozen=True):
+    """A recoded tensor with the difference of its values from the source's."""
 
-    what: Recoded
-    """The tensor."""
+    what: RecodedTensor
+    """The recoded tensor."""
     error: Error
-    """Difference of decoded values from the products of code and scale; of encoded values, read back, from those
-    given; of replicas from their mean; of cast values from the originals; of merged values from the exact sums.
+    """Difference of decoded values from code x scale; of encoded values, read back, from the input; of replicas from
+    their mean; of cast values from the originals; of merged values from the exact sums.
     """
     infinite: int = 0
     """Number of finite values that became infinite."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain JSON data."""
+        """Return the record as plain JSON data."""
         error_data: dict[str, Any] = {"max_abs": self.error.max, "rms": self.error.rms, "exact": self.error.exact}
         if self.infinite:
             error_data["infinite"] = self.infinite
@@ -63,19 +63,19 @@ class Measured(msgspec.Struct, frozen=True):
         return {**data, "shape": list(self.what.shape), **error_data}
 
 
-class Computed(Protocol):
-    """A stored tensor as a file of computed values, row-major; the file does not exist on disk."""
+class ComputedTensor(Protocol):
+    """A stored tensor as a virtual, row-major file of computed values."""
 
     @property
-    def step(self) -> Recoded:
-        """What is done to the tensor."""
+    def step(self) -> RecodedTensor:
+        """Operation on the tensor."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
+        """Size of the values in bytes."""
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill a writable contiguous view with the bytes that start at `offset`; safe from several threads."""
+        """Fill a writable contiguous view with the bytes from `offset` on; thread-safe."""
 
     def measure(self) -> tuple[Error, int]:
-        """Return how far the values are from the stored ones, and how many finite ones became infinite."""
+        """Return the difference between the values and the stored ones, and how many finite values became infinite."""

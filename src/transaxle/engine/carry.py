@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from transaxle.encodings.encoding import Error
-from transaxle.encodings.value_steps import MEASURED_BY_READING, Measured, Recoded
+from transaxle.encodings.value_steps import MEASURED_BY_READING, MeasuredTensor, RecodedTensor
 from transaxle.engine.checkpoint.manifest import (
     IN_SPANS,
     FileRecord,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 Sizes = Mapping[str, tuple[float, ...]]
 """Table name -> amax of each matrix, of tensors that are encoded with a scale for the whole of it."""
-Errors = Mapping[Recoded, tuple[Error, int]]
+Errors = Mapping[RecodedTensor, tuple[Error, int]]
 """What is done to a stored tensor -> the error of its values, and how many became infinite."""
 _BETWEEN = "it changed between two reads: its digest precedes it in the file, and both are read"
 _AGAIN = "Write it again while nothing changes it, or write a folder, whose digests come last."
@@ -69,7 +69,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     """What is written."""
     checks: tuple[PlannedCheck, ...] = ()
     """What is compared."""
-    measures: tuple[Recoded, ...] = ()
+    measures: tuple[RecodedTensor, ...] = ()
     """Of what the error is measured."""
 
     @property
@@ -295,7 +295,7 @@ def seal(
     tensors: Mapping[str, FinishedTensor],
     measured: Errors | None = None,
     foretold: Mapping[str, str] | None = None,
-) -> tuple[Measured, ...]:
+) -> tuple[MeasuredTensor, ...]:
     """Make a checkpoint of all shares: the end of every conversion and save, but for the commit.
 
     Values that became infinite are refused, the source is checked once more, and what is known only now is written:
@@ -349,7 +349,7 @@ def encoding_errors(plan: Plan, tensors: Mapping[str, FinishedTensor]) -> dict[s
     return {each.codes_of: tensors[each.name].error or Error() for each in plan.tensors if each.codes_of is not None}
 
 
-def recoded(prepared: Prepared, encoded: Mapping[str, Error], measured: Errors) -> tuple[Measured, ...]:
+def recoded(prepared: Prepared, encoded: Mapping[str, Error], measured: Errors) -> tuple[MeasuredTensor, ...]:
     """Return the error of each tensor whose values changed.
 
     Args:
@@ -361,7 +361,7 @@ def recoded(prepared: Prepared, encoded: Mapping[str, Error], measured: Errors) 
     means = [step for step in steps if step.action == "averaged"]
     known = {**measured, **measure(prepared.checkpoint.container.recoding, means, limits(1))}
     return tuple(
-        Measured(step, encoded[step.name]) if step.action == "encoded" else Measured(step, *known[step])
+        MeasuredTensor(step, encoded[step.name]) if step.action == "encoded" else MeasuredTensor(step, *known[step])
         for step in steps
     )
 
@@ -434,7 +434,7 @@ class Report:
     """Source tensors and files left behind."""
     carried: tuple[str, ...]
     """Files beside the tensors: copied, or a config that was changed to agree with them, or given."""
-    recoded: tuple[Measured, ...] = ()
+    recoded: tuple[MeasuredTensor, ...] = ()
     """Tensors that were decoded, encoded or cast, with the errors of their values."""
     stayed: tuple[str, ...] = ()
     """Plain source tensors that kept their type where others were cast."""
@@ -485,7 +485,7 @@ def reported(
     *,
     single: bool,
     resumed: int,
-    recoded: tuple[Measured, ...],
+    recoded: tuple[MeasuredTensor, ...],
     leftovers: tuple[str, ...],
     synced: bool,
 ) -> Report:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Check
 from transaxle.axes.notation.family import Dialect
-from transaxle.encodings.encoding import Encoded
+from transaxle.encodings.encoding import EncodedTensor
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.distance import Survey, Surveyed
@@ -361,7 +361,7 @@ def components(checkpoint: Checkpoint) -> dict[str, str]:
     return {name: ", ".join(line.expression.components) for (line, _), names in bound_names for name in names.values()}
 
 
-def _stored_as(encoded_tensor: Encoded | None, checkpoint: Checkpoint, name: str) -> str:
+def _stored_as(encoded_tensor: EncodedTensor | None, checkpoint: Checkpoint, name: str) -> str:
     """Return the encoding, or else the dtype, in which a checkpoint stores a tensor; empty if it has no such tensor."""
     if encoded_tensor is not None:
         return (

@@ -32,7 +32,7 @@ from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Check, Target, identity_target, unlike
 from transaxle.axes.notation.computed import AFFINE, AffineSteps, inverse, simplify
 from transaxle.encodings.encoding import Error
-from transaxle.encodings.value_steps import Recoded
+from transaxle.encodings.value_steps import RecodedTensor
 from transaxle.engine.source import Source
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.catalog import BITS, Container, Entry, Extent, Twin, nbytes, numpy_dtype
@@ -328,9 +328,9 @@ class Mean(msgspec.Struct, frozen=True):
     """How far the replicas are from it, all of them together."""
 
     @property
-    def step(self) -> Recoded:
+    def step(self) -> RecodedTensor:
         """See `Computed`."""
-        return Recoded(self.entry.name, "averaged", "", "", self.entry.dtype, self.entry.shape)
+        return RecodedTensor(self.entry.name, "averaged", "", "", self.entry.dtype, self.entry.shape)
 
     @property
     def nbytes(self) -> int:

@@ -23,7 +23,7 @@ import msgspec
 
 from transaxle.arguments import Overwrite
 from transaxle.encodings.encoding import Error
-from transaxle.encodings.value_steps import Measured
+from transaxle.encodings.value_steps import MeasuredTensor
 from transaxle.engine.carry import (
     Errors,
     Report,
@@ -424,7 +424,7 @@ def execute(
 
 def _write(
     prepared: Cleared, staging: Stage, limit: Limits, progress: Progress, measured: Errors, times: FileTimes | None
-) -> tuple[int, tuple[Measured, ...]]:
+) -> tuple[int, tuple[MeasuredTensor, ...]]:
     """Write everything but the commit; return how many tensors an earlier run had finished, and the changed ones.
 
     Args:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from transaxle.axes.layout.bind import BoundNames
 from transaxle.axes.layout.relayout import Target, fill, identity_target
 from transaxle.axes.notation.family import Sizes
-from transaxle.encodings.arithmetic.minifloat import widened
+from transaxle.encodings.arithmetic.minifloat import widen
 from transaxle.engine.lora import Changes, Lora, LowRank
 from transaxle.engine.source import Source
 from transaxle.engine.views.cast import BAND, Caster
@@ -46,7 +46,7 @@ _ITEM = np.dtype(np.float64).itemsize
 def wide(entry: Entry, values: NDArray[Any]) -> Wide:
     """Return the stored numbers of a plain tensor in float64: every type of an adapter is exact there."""
     typed = values.view(numpy_dtype(entry.dtype))
-    return typed if typed.dtype == np.float64 else widened(typed).astype(np.float64)
+    return typed if typed.dtype == np.float64 else widen(typed).astype(np.float64)
 
 
 def added(values: Wide, change: Wide) -> Wide:

@@ -31,7 +31,7 @@ import xxhash
 from msgspec.structs import replace
 
 from transaxle.axes.geometry import Loop
-from transaxle.encodings.value_steps import Computed
+from transaxle.encodings.value_steps import ComputedTensor
 from transaxle.errors import refuse
 from transaxle.formats.storage.copier import READING, Steps, read_each
 from transaxle.formats.storage.storage import Overlay, Storage, VirtualFiles
@@ -216,7 +216,7 @@ class Twin(msgspec.Struct, frozen=True):
 class Recoding(msgspec.Struct, frozen=True):
     """What is done to the values of a container's tensors when they are read."""
 
-    computed: Mapping[str, Computed] = msgspec.field(default_factory=dict)
+    computed: Mapping[str, ComputedTensor] = msgspec.field(default_factory=dict)
     """File that does not exist on disk -> the tensor whose values are computed for it."""
     dtype: str | None = None
     """Safetensors code of the type that plain tensors are cast to; None: they are not cast."""
@@ -274,7 +274,9 @@ class Container(msgspec.Struct, frozen=True):
     recoding: Recoding = Recoding()
     """Which tensors are computed from stored ones, and how."""
 
-    def recoded(self, computed: Mapping[str, Computed], entries: Mapping[str, Entry], **changes: Any) -> Container:
+    def recoded(
+        self, computed: Mapping[str, ComputedTensor], entries: Mapping[str, Entry], **changes: Any
+    ) -> Container:
         """Return the container with further computed tensors.
 
         Args:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from transaxle.arguments import read_number_of_job
 from transaxle.encodings.encoding import Error
-from transaxle.encodings.value_steps import Measured, Recoded
+from transaxle.encodings.value_steps import MeasuredTensor, RecodedTensor
 from transaxle.engine.carry import Report
 from transaxle.engine.distribute.driver import (
     Watch,

@@ -28,7 +28,7 @@ from transaxle.encodings.arithmetic.codec import amax, encode_rows
 from transaxle.encodings.conventions.buffer_group import group
 from transaxle.encodings.conventions.convention import CONVENTIONS
 from transaxle.encodings.conventions.quantization import read
-from transaxle.encodings.encoding import CASTS, ENCODINGS, PLAIN, WIDE, Encoded, Encoding, Role
+from transaxle.encodings.encoding import CASTS, ENCODINGS, PLAIN, WIDE, EncodedTensor, Encoding, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.settings import Settings, settings
 from transaxle.engine.plan.rank_parts import RANKS, for_ranks

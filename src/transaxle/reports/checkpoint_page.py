@@ -19,7 +19,7 @@ from typing import Any, Literal
 from transaxle.axes.layout.bind import WEIGHT
 from transaxle.axes.layout.relayout import fill
 from transaxle.axes.notation.name import natural
-from transaxle.encodings.encoding import Encoded, Role
+from transaxle.encodings.encoding import EncodedTensor, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint_facts import JsonFacts, checkpoint_facts
 from transaxle.engine.distance import place_of, places
@@ -86,7 +86,7 @@ class _Place:
     slot: str
     axes: tuple[str, ...]
     index: Position
-    encoded: Encoded | None
+    encoded: EncodedTensor | None
     role: Role | None
 
 
@@ -157,7 +157,7 @@ def _places(checkpoint: Checkpoint) -> dict[str, _Place]:
     return places
 
 
-def _parts(group: Encoded | None) -> Iterator[tuple[Role, str]]:
+def _parts(group: EncodedTensor | None) -> Iterator[tuple[Role, str]]:
     yield from () if group is None else group.parts.items()
 
 

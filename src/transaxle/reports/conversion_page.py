@@ -16,7 +16,7 @@ from msgspec.structs import asdict
 
 from transaxle.axes.layout.tile import SplitTile
 from transaxle.axes.notation.name import natural
-from transaxle.encodings.value_steps import Measured
+from transaxle.encodings.value_steps import MeasuredTensor
 from transaxle.engine.carry import Report
 from transaxle.engine.execute import FileTime
 from transaxle.engine.moves import (

@@ -21,8 +21,8 @@ from tests.oracles.quantized_peers import Made, compressed, fp8, gpt_oss, torcha
 from transaxle.encodings.conventions.buffer_group import BufferGroups, group
 from transaxle.encodings.conventions.convention import CONVENTIONS
 from transaxle.encodings.conventions.quantization import module_of, read
-from transaxle.encodings.conventions.rewriting import written
-from transaxle.encodings.encoding import WHOLE, Encoded, Role
+from transaxle.encodings.conventions.rewriting import rewrite_config
+from transaxle.encodings.encoding import WHOLE, EncodedTensor, Role
 
 pytestmark = pytest.mark.peers
 
@@ -35,7 +35,7 @@ def stored(made: Made, name: str) -> np.ndarray:
     return made.tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def numbers(made: Made, one: Encoded, role: Role) -> np.ndarray:
+def numbers(made: Made, one: EncodedTensor, role: Role) -> np.ndarray:
     """A buffer of scales, in single precision."""
     value = made.tensors[one.parts[role]]
     if role is Role.SCALE and one.encoding.scale == "F8_E8M0":
@@ -43,7 +43,7 @@ def numbers(made: Made, one: Encoded, role: Role) -> np.ndarray:
     return value.float().numpy().reshape(-1)
 
 
-def value(made: Made, one: Encoded) -> np.ndarray:
+def value(made: Made, one: EncodedTensor) -> np.ndarray:
     """Code x scale x factor of every element, in double precision."""
     octets = stored(made, one.parts[Role.CODES])
     if one.encoding.code == "F4":
@@ -172,13 +172,13 @@ def test_a_config_stays_true_of_what_stays_encoded(make: Callable[[Path], Made],
     container = tx.open(tmp_path).container
     parts = {part for one in found.encoded.values() for part in one.parts.values()}
     plain = {name: entry.shape for name, entry in container.entries.items() if name not in parts}
-    assert written(made.config, found.encoded, plain) == made.config
+    assert rewrite_config(made.config, found.encoded, plain) == made.config
     modules = sorted({module_of(name) for name in found.encoded})
     left = {name: one for name, one in found.encoded.items() if module_of(name) in modules[::2]}
     decoded = {name: one.shape for name, one in found.encoded.items() if name not in left}
-    said = read(written(made.config, left, plain | decoded, decoded=decoded))
+    said = read(rewrite_config(made.config, left, plain | decoded, decoded=decoded))
     assert said is not None
     assert [module for module in modules if said.encodings(module)] == modules[::2]
     entries = {name: container.entries[name] for one in left.values() for name in one.parts.values()}
     assert group(entries, said).encoded == left
-    assert read(written(made.config, {}, plain | decoded, decoded=decoded)) is None
+    assert read(rewrite_config(made.config, {}, plain | decoded, decoded=decoded)) is None

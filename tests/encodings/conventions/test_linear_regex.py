@@ -47,7 +47,7 @@ def test_expressions_match_as_in_re(text: str, name: str) -> None:
 def test_of_several_each_matches_as_alone(texts: list[str], name: str) -> None:
     together = Expressions(texts)
     assert ends(together, name) == sorted({end for text in texts for end in ends(Expressions([text]), name)})
-    assert together.matching(name) == [number for number, text in enumerate(texts) if re.match(text, name)]
+    assert together.find_matches(name) == [number for number, text in enumerate(texts) if re.match(text, name)]
 
 
 @pytest.mark.parametrize("text", ["(a*)*b", "(a|a)*b", "(.*)*(.*)*x", "a?" * 60 + "a" * 60, "(a+)+$", "(?:$$)*b"])
@@ -113,7 +113,7 @@ def test_many_are_told_apart_in_one_search() -> None:
     many = Expressions([rf"^layers\.{number}\.experts\.\d+\.weight$" for number in range(3000)])
     began = time.process_time()
     for number in range(0, 3000, 10):
-        assert many.matching(f"layers.{number}.experts.7.weight") == [number]
+        assert many.find_matches(f"layers.{number}.experts.7.weight") == [number]
     assert time.process_time() - began < 2
 
 
@@ -131,7 +131,7 @@ def test_of_too_many_none_is_told_from_another(monkeypatch: pytest.MonkeyPatch) 
     assert many.match("a17b")
     monkeypatch.setattr("transaxle.encodings.conventions.linear_regex._MOST_BYTES", 1 << 14)
     with pytest.raises(PatternError, match="too many"):
-        many.matching("a17b")
+        many.find_matches("a17b")
 
 
 def test_braces_that_are_no_count_are_letters() -> None:

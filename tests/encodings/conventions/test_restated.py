@@ -14,7 +14,7 @@ from transaxle.encodings.conventions.convention import (
     CONVENTIONS,
     DEEPSEEK,
     hub_convention,
-    restated,
+    rescale,
 )
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP8, NVFP4, Encoding
 
@@ -36,7 +36,7 @@ def _unlike(amax: float, divisor: float, dtype: torch.dtype) -> bool:
     ("dtype", "kind", "found"), [("BF16", torch.bfloat16, 126), ("F16", torch.float16, 128), ("F32", torch.float32, 29)]
 )
 def test_an_amax_is_restated_where_no_value_changes(dtype: str, kind: torch.dtype, found: int) -> None:
-    made, same = restated(BINADE, NVFP4, COMPRESSED, dtype)
+    made, same = rescale(BINADE, NVFP4, COMPRESSED, dtype)
     assert np.array_equal(made, np.float32(2688) / BINADE)
     pairs = zip(BINADE.tolist(), made.tolist(), strict=True)
     assert same.tolist() == [not _unlike(amax, divisor, kind) for amax, divisor in pairs]
@@ -46,15 +46,15 @@ def test_an_amax_is_restated_where_no_value_changes(dtype: str, kind: torch.dtyp
 def test_amaxes_of_master_weights_are_restated() -> None:
     """Ties, where a divisor that is a little off goes wrong, need an amax of few digits."""
     amax = np.exp(np.random.default_rng(0).uniform(-6, 3, 400)).astype(np.float32)
-    assert restated(amax, NVFP4, COMPRESSED, "BF16")[1].all()
+    assert rescale(amax, NVFP4, COMPRESSED, "BF16")[1].all()
 
 
 def test_the_rest() -> None:
     amax = np.array([[0.0], [np.inf], [np.nan]], np.float32)
-    made, same = restated(amax, NVFP4, COMPRESSED, "BF16")
+    made, same = rescale(amax, NVFP4, COMPRESSED, "BF16")
     assert (made.shape, same.tolist()) == ((3, 1), [[True], [False], [True]])
     halved = replace(NVFP4, scale_max=256)
-    made, same = restated(np.array([1.7], np.float32), halved, COMPRESSED, "BF16")
+    made, same = rescale(np.array([1.7], np.float32), halved, COMPRESSED, "BF16")
     assert (made.tolist(), same.tolist()) == ([float(np.float32(1536) / np.float32(1.7))], [True])
 
 

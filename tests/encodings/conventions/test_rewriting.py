@@ -17,9 +17,9 @@ from tests.oracles.quiet import quiet
 from transaxle.encodings.conventions.buffer_group import group
 from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED
 from transaxle.encodings.conventions.quantization import read
-from transaxle.encodings.conventions.rewriting import written
+from transaxle.encodings.conventions.rewriting import rewrite_config
 from transaxle.encodings.conventions.scheme import CHANNEL, SECTION
-from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoded, Encoding, Role
+from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, EncodedTensor, Encoding, Role
 from transaxle.errors import TransaxleError
 
 Shape = tuple[int, ...]
@@ -54,21 +54,21 @@ class Buffer:
 
 def one(
     name: str, encoding: Encoding, convention: str | None = None, *, without: Iterable[str] = ("input_scale",)
-) -> Encoded:
+) -> EncodedTensor:
     key = convention or PREFERRED[encoding.name]
     parts = {role: to for role, to in CONVENTIONS[key].buffers(name, encoding).items() if role not in without}
-    return Encoded(name, encoding, SHAPE, parts, key)
+    return EncodedTensor(name, encoding, SHAPE, parts, key)
 
 
-def encoded(names: Iterable[str], encoding: Encoding, convention: str | None = None) -> dict[str, Encoded]:
+def encoded(names: Iterable[str], encoding: Encoding, convention: str | None = None) -> dict[str, EncodedTensor]:
     return {name: one(name, encoding, convention) for name in names}
 
 
-def plain(encoded_ones: Mapping[str, Encoded]) -> dict[str, Shape]:
+def plain(encoded_ones: Mapping[str, EncodedTensor]) -> dict[str, Shape]:
     return {**{name: SHAPE for name in [*NAMES, EMBED] if name not in encoded_ones}, NORM: (384,)}
 
 
-def check(result: Mapping[str, Any], given_ones: Mapping[str, Encoded], decoded: Iterable[str] = ()) -> None:
+def check(result: Mapping[str, Any], given_ones: Mapping[str, EncodedTensor], decoded: Iterable[str] = ()) -> None:
     """Read a config back: the same tensors are encoded, in the same way, and those decoded are not."""
     said = read(result)
     assert said is not None
@@ -134,7 +134,7 @@ def test_whatever_stays_encoded_or_is_decoded_is_read_back(
     decoded = data.draw(st.sets(st.sampled_from(NAMES))) - names
     config = {"model_type": "x", "dtype": "bfloat16", SECTION: section}
     before = copy.deepcopy(config)
-    result = written(config, ones, plain(ones), decoded=decoded)
+    result = rewrite_config(config, ones, plain(ones), decoded=decoded)
     assert config == before
     check(result, ones, decoded)
     assert {key: value for key, value in result.items() if key != SECTION} == {"model_type": "x", "dtype": "bfloat16"}
@@ -147,7 +147,7 @@ def test_whatever_stays_encoded_or_is_decoded_is_read_back(
 )
 def test_what_is_encoded_here_is_read_back(encoding: Encoding, names: set[str]) -> None:
     ones = encoded(sorted(names), encoding)
-    result = written({"model_type": "x"}, ones, plain(ones))
+    result = rewrite_config({"model_type": "x"}, ones, plain(ones))
     check(result, ones, decoded=[name for name in NAMES if name not in names])
 
 
@@ -157,7 +157,7 @@ def test_a_config_that_is_true_stays_as_it_is() -> None:
         assert said is not None
         names = [name for name in NAMES if said.encodings(name.rpartition(".")[0])]
         ones = encoded(names, encoding, convention)
-        assert written({SECTION: section}, ones, plain(ones)) == {SECTION: section}
+        assert rewrite_config({SECTION: section}, ones, plain(ones)) == {SECTION: section}
 
 
 def test_a_list_may_name_norms_and_stays_as_it_is() -> None:
@@ -165,40 +165,40 @@ def test_a_list_may_name_norms_and_stays_as_it_is() -> None:
     ones = encoded([LAYER.format(0, "mlp.gate_proj")], FLOAT8_BLOCK)
     left = {"model.layers.0.input_layernorm.weight": (SHAPE[-1],), "model.embed_tokens.weight": SHAPE}
     config = {SECTION: {**FP8, "modules_to_not_convert": ["model.layers.0.input_layernorm"]}}
-    assert written(config, ones, left) == config
+    assert rewrite_config(config, ones, left) == config
 
 
 def test_without_encoded_tensors_the_section_is_gone() -> None:
     config = {"torch_dtype": "float16", SECTION: FP8, "text_config": {"dtype": "bfloat16", SECTION: FP8, "a": 1}}
-    result = written(config, {}, {}, decoded=NAMES, dtype="F32")
+    result = rewrite_config(config, {}, {}, decoded=NAMES, dtype="F32")
     assert result == {"torch_dtype": "float32", "text_config": {"dtype": "float32", "a": 1}}
-    assert written({"dtype": "bfloat16"}, {}, {}) == {"dtype": "bfloat16"}
+    assert rewrite_config({"dtype": "bfloat16"}, {}, {}) == {"dtype": "bfloat16"}
     own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
-    assert written(own, {}, {}) == {"producer": {"name": "modelopt"}}
+    assert rewrite_config(own, {}, {}) == {"producer": {"name": "modelopt"}}
 
 
 def test_a_section_stays_where_it_was() -> None:
     ones = encoded([LAYER.format(0, "mlp.gate_proj")], FLOAT8_BLOCK)
-    inside = written({"text_config": {SECTION: FP8}}, ones, plain(ones), decoded=["lm_head.weight"])
+    inside = rewrite_config({"text_config": {SECTION: FP8}}, ones, plain(ones), decoded=["lm_head.weight"])
     assert inside == {"text_config": {SECTION: {**FP8, "modules_to_not_convert": ["lm_head"]}}} or SECTION not in inside
     check(inside, ones, ["lm_head.weight"])
     own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
     ones = encoded([LAYER.format(0, "mlp.gate_proj")], NVFP4, "modelopt")
-    result = written(own, ones, plain(ones), decoded=[LAYER.format(1, "mlp.gate")])
+    result = rewrite_config(own, ones, plain(ones), decoded=[LAYER.format(1, "mlp.gate")])
     assert result["quantization"]["exclude_modules"] == ["lm_head", "model.layers.1.mlp.gate"]
-    assert written({"model_type": "x"}, ones, plain(ones), elsewhere=True) == {"model_type": "x"}
+    assert rewrite_config({"model_type": "x"}, ones, plain(ones), elsewhere=True) == {"model_type": "x"}
 
 
 def test_an_entry_that_hits_what_is_encoded_gives_way_to_names() -> None:
     ones = encoded([LAYER.format(0, "self_attn.q_proj")], FLOAT8_BLOCK)
     section = {**FP8, "modules_to_not_convert": ["q_proj", "model.layers.1"]}
-    result = written({SECTION: section}, ones, plain(ones))
+    result = rewrite_config({SECTION: section}, ones, plain(ones))
     assert result[SECTION]["modules_to_not_convert"] == ["model.layers.1", "model.layers.11.self_attn.q_proj"]
 
 
 def test_a_name_that_is_another_ones_end_is_listed_so_that_it_hits_no_other() -> None:
     ones = encoded(["model.my_lm_head.weight"], FLOAT8_BLOCK)
-    result = written({}, ones, {"lm_head.weight": SHAPE})
+    result = rewrite_config({}, ones, {"lm_head.weight": SHAPE})
     assert result[SECTION]["modules_to_not_convert"] == ["^lm_head$"]
     check(result, ones, ["lm_head.weight"])
 
@@ -207,7 +207,7 @@ def test_modules_around_encoded_ones_are_not_listed() -> None:
     """They have parameters of their own; listed, they would stand for all that is inside them, and no name for all."""
     ones = encoded(["vision.layers.0.fc.weight"], FLOAT8_BLOCK)
     left = {"queries": SHAPE, "vision.positions": SHAPE, "model.vision.positions": SHAPE, "vision.patch.weight": SHAPE}
-    result = written({}, ones, left, in_memory=["model.vision.layers.0.fc.weight"])
+    result = rewrite_config({}, ones, left, in_memory=["model.vision.layers.0.fc.weight"])
     assert result[SECTION]["modules_to_not_convert"] == ["vision.patch"]
 
 
@@ -216,9 +216,9 @@ def test_the_experts_of_a_layer_are_listed_together() -> None:
     ones = encoded(["model.layers.1.mlp.experts.2.up_proj.weight"], FLOAT8_BLOCK)
     left = {name: shape for name, shape in experts.items() if name not in ones}
     others = [f"model.layers.1.mlp.experts.{n}.up_proj" for n in (0, 1, 3)]
-    assert written({}, ones, left)[SECTION]["modules_to_not_convert"] == ["model.layers.0.mlp.experts", *others]
+    assert rewrite_config({}, ones, left)[SECTION]["modules_to_not_convert"] == ["model.layers.0.mlp.experts", *others]
     ones = encoded(ones, NVFP4)
-    result = written({}, ones, left)
+    result = rewrite_config({}, ones, left)
     assert result[SECTION]["ignore"] == [r"re:model\.layers\.0\.mlp\.experts\..*", *others]
     check(result, ones, left)
 
@@ -227,14 +227,14 @@ def test_names_that_a_conversion_has_changed() -> None:
     """A list in the words of another dialect no longer says anything: all that is plain is listed by name."""
     ones = encoded(["layers.0.attention.wq.weight"], FLOAT8_BLOCK)
     section = {**FP8, "modules_to_not_convert": ["model.layers.0.mlp.gate", "lm_head"]}
-    result = written(
+    result = rewrite_config(
         {SECTION: section}, ones, {"layers.0.moe.router.weight": SHAPE, "output.weight": SHAPE, "norm.weight": (4,)}
     )
     assert result[SECTION]["modules_to_not_convert"][2:] == ["layers.0.moe.router", "output"]
     for entry in ("model.layers.0.mlp.gate", "gate", "model.layers.0.mlp", r"^model\..*gate$"):
         section = {**FP8, "modules_to_not_convert": [entry, "lm_head"]}
         shapes = {"layers.0.moe.router.weight": SHAPE}
-        result = written({SECTION: section}, ones, shapes, renamed=["model.layers.0.mlp.gate.weight"])
+        result = rewrite_config({SECTION: section}, ones, shapes, renamed=["model.layers.0.mlp.gate.weight"])
         assert result[SECTION]["modules_to_not_convert"] == ["lm_head", "layers.0.moe.router"], "a tied head is plain"
 
 
@@ -260,7 +260,7 @@ def test_a_list_names_a_module_in_its_new_words_beside_those_of_memory(section: 
         }[method],
     )
     gates = {f"model.layers.0.{name}.gate.weight": SHAPE for name in ("mlp", "block_sparse_moe")}
-    result = written({SECTION: listed}, ones, gates, renamed=["model.layers.0.mlp.gate.weight"])
+    result = rewrite_config({SECTION: listed}, ones, gates, renamed=["model.layers.0.mlp.gate.weight"])
     new = result[SECTION][key]
     assert new == ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.block_sparse_moe.gate"]
 
@@ -268,7 +268,7 @@ def test_a_list_names_a_module_in_its_new_words_beside_those_of_memory(section: 
 def test_groups_whose_targets_no_longer_match_name_their_modules() -> None:
     section = SECTIONS[-1][0]
     ones = encoded(["layers.0.attention.wq.weight"], CHANNEL, "compressed_tensors")
-    result = written({SECTION: section}, ones, {"output.weight": SHAPE})[SECTION]
+    result = rewrite_config({SECTION: section}, ones, {"output.weight": SHAPE})[SECTION]
     assert result["config_groups"]["group_0"]["targets"] == ["layers.0.attention.wq"]
     activations = section["config_groups"]["group_0"]["input_activations"]
     assert result["config_groups"]["group_0"]["input_activations"] == activations
@@ -283,10 +283,10 @@ def test_what_is_no_matter_of_weights_stays_where_all_are_decoded() -> None:
     """The cache's numbers and those of attention; in the words of the method, which says nothing of weights then."""
     section = SECTIONS[-1][0]
     groups = {**section["config_groups"], "attention": ATTENTION}
-    result = written({SECTION: {**section, "config_groups": groups}}, {}, plain({}), decoded=NAMES)[SECTION]
+    result = rewrite_config({SECTION: {**section, "config_groups": groups}}, {}, plain({}), decoded=NAMES)[SECTION]
     assert result == {**section, "config_groups": {"attention": ATTENTION}, "format": "dense"}
     outputs = {**section["config_groups"]["group_0"], "output_activations": CACHE}
-    result = written({SECTION: {**section, "config_groups": {"group_0": outputs}}}, {}, {})[SECTION]
+    result = rewrite_config({SECTION: {**section, "config_groups": {"group_0": outputs}}}, {}, {})[SECTION]
     of_outputs = {"targets": outputs["targets"], "output_activations": CACHE}
     assert result["config_groups"] == {
         "group_0": {**of_outputs, "weights": None, "input_activations": None, "format": None}
@@ -299,24 +299,27 @@ def test_what_is_no_matter_of_weights_stays_where_all_are_decoded() -> None:
             key: value,
             "ignore": ["lm_head"],
         }
-        result = written({SECTION: modelopt}, {}, plain({}), decoded=NAMES)[SECTION]
+        result = rewrite_config({SECTION: modelopt}, {}, plain({}), decoded=NAMES)[SECTION]
         assert result == {"quant_method": "modelopt", "quant_algo": None, key: value, "ignore": ["lm_head"]}
         again = read({SECTION: result})
         assert again is not None
         assert again.encodings("model.layers.0.self_attn.q_proj") == ()
     own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
-    assert written(own, {}, {})["quantization"] == {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    assert rewrite_config(own, {}, {})["quantization"] == {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
     for method in ({**FP8, "kv_cache_scheme": None}, {"quant_method": "modelopt", "quant_algo": "FP8"}):
-        assert SECTION not in written({SECTION: method}, {}, {})
+        assert SECTION not in rewrite_config({SECTION: method}, {}, {})
 
 
 def test_where_a_method_cannot_speak_of_the_cache_alone_decoding_everything_is_refused() -> None:
     section = {**FP8, "kv_cache_scheme": "static"}
     with pytest.raises(TransaxleError, match=r"quantization_config\.kv_cache_scheme cannot be kept") as caught:
-        written({SECTION: section}, {}, plain({}), decoded=NAMES)
+        rewrite_config({SECTION: section}, {}, plain({}), decoded=NAMES)
     assert caught.value.code == "UNSUPPORTED"
     ones = encoded(NAMES[:1], FLOAT8_BLOCK)
-    assert written({SECTION: section}, ones, plain(ones), decoded=NAMES[1:3])[SECTION]["kv_cache_scheme"] == "static"
+    assert (
+        rewrite_config({SECTION: section}, ones, plain(ones), decoded=NAMES[1:3])[SECTION]["kv_cache_scheme"]
+        == "static"
+    )
 
 
 def test_weights_that_are_encoded_beside_a_section_of_the_cache_alone() -> None:
@@ -327,19 +330,19 @@ def test_weights_that_are_encoded_beside_a_section_of_the_cache_alone() -> None:
         "kv_cache_scheme": CACHE,
     }
     ones = encoded(NAMES[:3], NVFP4)
-    result = written({SECTION: section}, ones, plain(ones))
+    result = rewrite_config({SECTION: section}, ones, plain(ones))
     check(result, ones)
     assert result[SECTION]["kv_cache_scheme"] == CACHE
     assert ATTENTION in result[SECTION]["config_groups"].values()
     with pytest.raises(TransaxleError, match="cannot also say that some are fp8"):
-        written({SECTION: section}, encoded(NAMES[:3], FLOAT8_BLOCK), {})
+        rewrite_config({SECTION: section}, encoded(NAMES[:3], FLOAT8_BLOCK), {})
 
 
 def test_a_second_encoding_beside_that_of_the_config() -> None:
     """Codes of another width are told from their dtypes when they are read, so the groups must say it by themselves."""
     first, second = encoded(NAMES[:3], NVFP4), encoded(NAMES[3:6], MXFP8)
-    before = written({}, first, plain(first))
-    result = written(before, {**first, **second}, plain({**first, **second}))
+    before = rewrite_config({}, first, plain(first))
+    result = rewrite_config(before, {**first, **second}, plain({**first, **second}))
     check(result, {**first, **second}, [EMBED])
     groups = result[SECTION]["config_groups"].values()
     assert [(group["format"], len(group["targets"])) for group in groups] == [
@@ -349,22 +352,24 @@ def test_a_second_encoding_beside_that_of_the_config() -> None:
 
 
 def test_an_entry_for_a_module_that_is_now_around_encoded_ones_is_dropped() -> None:
-    section = written({}, encoded(NAMES[:1], NVFP4), {"model.layers.0.mlp.experts.gate_up_proj": (2, 4, 4)})[SECTION]
+    section = rewrite_config({}, encoded(NAMES[:1], NVFP4), {"model.layers.0.mlp.experts.gate_up_proj": (2, 4, 4)})[
+        SECTION
+    ]
     assert section["ignore"] == ["model.layers.0.mlp.experts"]
     ones = encoded([*NAMES[:1], "model.layers.0.mlp.experts.0.up_proj.weight"], NVFP4)
-    assert not written({SECTION: section}, ones, {}, in_memory=["model.layers.0.mlp.experts.up_proj"])[SECTION][
+    assert not rewrite_config({SECTION: section}, ones, {}, in_memory=["model.layers.0.mlp.experts.up_proj"])[SECTION][
         "ignore"
     ]
 
 
 def test_several_encodings_in_one_config() -> None:
     ones = {**encoded(NAMES[:3], NVFP4), **encoded(NAMES[3:6], MXFP8), **encoded(NAMES[6:8], CHANNEL)}
-    result = written({}, ones, plain(ones))
+    result = rewrite_config({}, ones, plain(ones))
     check(result, ones, [EMBED])
     assert result[SECTION]["format"] == "mixed-precision"
     mixed = {**encoded(NAMES[:3], NVFP4, "modelopt"), **encoded(NAMES[3:6], FLOAT8, "modelopt")}
     section = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-    check(written({SECTION: section}, mixed, plain(mixed)), mixed)
+    check(rewrite_config({SECTION: section}, mixed, plain(mixed)), mixed)
 
 
 @pytest.mark.parametrize(
@@ -381,9 +386,9 @@ def test_several_encodings_in_one_config() -> None:
     ],
 )
 @pytest.mark.parametrize("config", [{}, {SECTION: FP8}])
-def test_what_one_config_cannot_say_is_refused(ones: dict[str, Encoded], words: str, config: Config) -> None:
+def test_what_one_config_cannot_say_is_refused(ones: dict[str, EncodedTensor], words: str, config: Config) -> None:
     with pytest.raises(TransaxleError, match=words) as caught:
-        written(config, ones, plain(ones))
+        rewrite_config(config, ones, plain(ones))
     assert caught.value.code == "UNSUPPORTED"
 
 
@@ -391,7 +396,7 @@ def test_a_module_of_which_a_part_is_decoded_is_refused() -> None:
     names = ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"]
     ones = encoded(names[:1], FLOAT8_BLOCK)
     with pytest.raises(TransaxleError, match="stay encoded") as caught:
-        written({SECTION: FP8}, ones, {names[1]: (4, 8, 8)}, decoded=names[1:])
+        rewrite_config({SECTION: FP8}, ones, {names[1]: (4, 8, 8)}, decoded=names[1:])
     assert (caught.value.code, caught.value.where.tensor) == ("UNSUPPORTED", names[1])
 
 
@@ -402,7 +407,9 @@ def test_long_lists_of_a_large_model_take_seconds() -> None:
     listed = [f"model.layers.{layer}.{part}" for layer in range(61) for part in ("mlp.gate", "eh_proj", "shared_head")]
     left = {f"{module}.weight": SHAPE for module in listed}
     began = time.process_time()
-    result = written({SECTION: {**FP8, "modules_to_not_convert": listed}}, ones, left, decoded=["lm_head.weight"])
+    result = rewrite_config(
+        {SECTION: {**FP8, "modules_to_not_convert": listed}}, ones, left, decoded=["lm_head.weight"]
+    )
     assert time.process_time() - began < 8
     assert result[SECTION]["modules_to_not_convert"] == [*listed, "lm_head"]
 
@@ -410,15 +417,15 @@ def test_long_lists_of_a_large_model_take_seconds() -> None:
 def test_static_input_scales() -> None:
     static = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
     both = one(NAMES[0], FLOAT8, "deepseek", without=())
-    result = written({SECTION: static}, {NAMES[0]: both}, {})
+    result = rewrite_config({SECTION: static}, {NAMES[0]: both}, {})
     assert result[SECTION]["activation_scheme"] == "static"
-    result = written({SECTION: static}, encoded(NAMES[:1], FLOAT8, "deepseek"), {})
+    result = rewrite_config({SECTION: static}, encoded(NAMES[:1], FLOAT8, "deepseek"), {})
     assert result[SECTION]["activation_scheme"] == "dynamic"
 
 
 def test_scales_that_are_exponents_are_named() -> None:
     ones = encoded(NAMES[:1], replace(FLOAT8_BLOCK, scale="F8_E8M0"))
-    assert written({}, ones, {})[SECTION]["scale_fmt"] == "ue8m0"
+    assert rewrite_config({}, ones, {})[SECTION]["scale_fmt"] == "ue8m0"
 
 
 # The peers take it.
@@ -434,7 +441,7 @@ def test_transformers_takes_fp8(encoding: Encoding, block: list[int] | None) -> 
         from transformers import FineGrainedFP8Config
         from transformers.quantizers.quantizers_utils import should_convert_module
     ones = encoded(CHOSEN, encoding, "deepseek")
-    section = written({}, ones, plain(ones))[SECTION]
+    section = rewrite_config({}, ones, plain(ones))[SECTION]
     with quiet():
         config = FineGrainedFP8Config.from_dict(section)
     assert config.weight_block_size == block
@@ -453,7 +460,7 @@ def test_transformers_takes_mxfp4() -> None:
     ones = {name: msgspec.structs.replace(one(name, MXFP4), shape=(2, 64, 64)) for name in names[:2]}
     left = dict.fromkeys(names[2:], (2, 64, 64)) | {f"{name}_bias": (2, 64) for name in names}
     for config in ({}, {SECTION: OSS}):
-        section = written(config, ones, left, decoded=names[2:])[SECTION]
+        section = rewrite_config(config, ones, left, decoded=names[2:])[SECTION]
         with quiet():
             said = Mxfp4Config.from_dict(section)
         converts = [
@@ -467,10 +474,10 @@ def test_transformers_takes_mxfp4() -> None:
 @pytest.mark.parametrize("kinds", [(NVFP4,), (MXFP8,), (MXFP4,), (FLOAT8,), (CHANNEL,), (NVFP4, MXFP8, CHANNEL)])
 def test_compressed_tensors_takes_its_own(kinds: tuple[Encoding, ...]) -> None:
     """It validates the config, gives each module of a model the scheme of its weight, and none to the others."""
-    ones: dict[str, Encoded] = {}
+    ones: dict[str, EncodedTensor] = {}
     for number, kind in enumerate(kinds):
         ones |= encoded(CHOSEN[number :: len(kinds)], kind, "compressed_tensors")
-    section = written({}, ones, plain(ones))[SECTION]
+    section = rewrite_config({}, ones, plain(ones))[SECTION]
     with quiet():
         import torch
         from compressed_tensors.compressors.format import infer_module_format

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import transaxle as tx
 from transaxle.axes.geometry import Replicated, Shard, StridedShard
-from transaxle.encodings.encoding import FLOAT8, Encoded, Role
+from transaxle.encodings.encoding import FLOAT8, EncodedTensor, Role
 from transaxle.engine.verification import Verification
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import Checksum
@@ -61,7 +61,7 @@ def test_plain_data_arrives_as_it_was(value: Any) -> None:
         Placement((1,), (4,), ((None, Replicated()),), apart=True, spare=True, padded=True),
         Address(7, 3, "/memfd:x (deleted)"),
         {Checksum("a", 0, 9, 1 << 31, "a record"): Tally([(0, 9, 5)], read=9, share=1 << 200)},
-        Encoded("w", FLOAT8, (4, 4), {Role.CODES: "w", Role.SCALE: "w_scale"}, "te"),
+        EncodedTensor("w", FLOAT8, (4, 4), {Role.CODES: "w", Role.SCALE: "w_scale"}, "te"),
         [torch.bfloat16, torch.float8_e4m3fn],
         {(1, 2): frozenset({((0, 1),)})},
     ],

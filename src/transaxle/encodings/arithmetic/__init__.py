@@ -1,1 +1,1 @@
-"""The arithmetic of number formats: codes and scales in, values out, and back."""
+"""The arithmetic of number formats: from codes and scales to values, and back."""

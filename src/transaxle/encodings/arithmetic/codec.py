@@ -1,14 +1,14 @@
-"""The codec: values of encoded matrices, and encoded matrices of values.
+"""The codec: encodes matrices of values, and decodes encoded matrices.
 
-Everything here works on two dims. A tensor of more is a list of matrices for it: tiles belong to the last two dims.
-There are two paths, one compiled and one in numpy, which give the same bits.
+Everything here has two dims. A tensor with more dims is a list of matrices: tiles belong to the last two dims. There
+are two implementations, one compiled and one in numpy, with identical bits.
 
 **Decode**: `value = code x scale`, where the scale of a tile is its stored scale times the tensor's factor, multiplied
-in double precision and rounded once to float32; the product is rounded to float32 and then to the type that is asked
-for. This is the order of torchao, compressed-tensors and transformers. A NaN has the sign of its code and no payload.
+in double precision and rounded once to float32. The product is rounded to float32 and then to the requested dtype. This
+is the order of torchao, compressed-tensors and transformers. A NaN has the sign of its code and no payload.
 
-**Encode**: `scaling` says what scale a tile gets, and by what its values are multiplied, in float32, before they are
-rounded to codes: to nearest, ties to even, saturating.
+**Encode**: `scaling` gives the scale of a tile, and the float32 multiplier of its values before they are rounded to
+codes: to nearest, ties to even, saturating.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transaxle.encodings.arithmetic.minifloat import (
     power_of_two,
     wide_code,
     wide_dtype,
-    widened,
+    widen,
 )
 from transaxle.encodings.arithmetic.scaling import scales
 from transaxle.encodings.arithmetic.vectorised import Tiling, tiling
@@ -37,13 +37,13 @@ from transaxle.errors import refuse
 __all__ = ["Path", "active", "amax", "decode_box", "decode_error", "encode_error", "encode_rows"]
 
 Path = Literal["compiled", "numpy"]
-"""Which implementation computes. The bits are the same."""
+"""Name of an implementation; both give identical bits."""
 
 Bytes = NDArray[np.uint8]
 
 
 class _Implementation(Protocol):
-    """The operations that both the compiled kernel and numpy provide; documented in `vectorised`."""
+    """Operations of both the compiled kernel and numpy; documented in `vectorised`."""
 
     def largest(self, values: NDArray[Any], tiles: Tiling) -> NDArray[np.float32]: ...
     def cast(
@@ -73,12 +73,12 @@ class _Implementation(Protocol):
 
 
 def active() -> Path:
-    """Return the implementation that computes unless one is named: compiled, if the kernel was built."""
+    """Return the default implementation: compiled, if the kernel was built."""
     return "numpy" if kernel.load() is None else "compiled"
 
 
 def amax(values: NDArray[Any], *, path: Path | None = None) -> np.float32:
-    """Return the largest absolute value of a matrix, as float32: NaN if one is NaN, 0 if there are none."""
+    """Return the largest absolute value of a matrix, as float32: NaN if it has one, 0 if it is empty."""
     matrix = _matrix(values)
     if not matrix.size:
         return np.float32(0)
@@ -95,32 +95,32 @@ def encode_rows(
     codes_out: Bytes | None = None,
     path: Path | None = None,
 ) -> tuple[Bytes, NDArray[np.float32] | Bytes]:
-    """Encode rows of a matrix, the first of which starts a tile; the last tile of either dim may be cut short.
+    """Encode rows of a matrix, the first of which starts a tile; the last tile along either dim may be partial.
 
     Args:
-        encoding: what to make.
+        encoding: the encoding to write.
         values: `[R, C]` of BF16, F16 or F32.
-        amax: of the whole tensor. Needed where there is a global scale; an encoding with one tile for everything takes
-            it instead of measuring the values given, which may be only some of the rows.
-        over: elements that share an amax, a multiple of the encoding's tile: `(16, 16)` for weights in nvfp4, where
-            sixteen rows have equal scales. The tile itself unless given.
-        codes_out: where the codes go.
-        path: which implementation; the fastest there is unless given.
+        amax: amax of the whole tensor. Required for a global scale; an encoding with a single tile uses it instead of
+            the amax of `values`, which may be only some of the rows.
+        over: shape of the blocks that share an amax, a multiple of the encoding's tile: `(16, 16)` for weights in
+            nvfp4, where sixteen rows have equal scales. Default: the tile itself.
+        codes_out: array to write the codes into.
+        path: implementation; default: the fastest available.
 
     Returns:
-        The codes, `u8[R, C]` or `u8[R, C / 2]`, and the scales, one for each tile: float32, or for scales of eight
-        bits their bits, u8.
+        The codes, `u8[R, C]` or `u8[R, C / 2]`, and the scales, one per tile: float32, or u8 with the bits of 8-bit
+            scales.
 
     Raises:
         Refused: SHAPE_MISMATCH where packed codes do not fill bytes, DTYPE_MISMATCH for other values, UNSUPPORTED for
-            scales that are read and not made.
-        ValueError: if `amax` is missing or not of one tile, `over` is no multiple of the tile, or `codes_out` does not
+            scales that can only be read.
+        ValueError: `amax` is missing or not of one tile, `over` is no multiple of the tile, or `codes_out` does not
             fit.
     """
     matrix, kind, arithmetic = _matrix(values), _kind(encoding), _arithmetic(path)
     shape = _shape(matrix)
     tiles = tiling(encoding, shape)
-    amax_tiles = tiles if over is None else _shared(tiles, over)
+    amax_tiles = tiles if over is None else _tiles_of_blocks(tiles, over)
     codes = _codes_of(shape, kind, codes_out)
     tile_amaxes = arithmetic.largest(matrix, amax_tiles)
     if amax is not None and not encoding.has_global:
@@ -129,7 +129,7 @@ def encode_rows(
         tile_amaxes[...] = amax
     tile_scales = scales(encoding, tile_amaxes, widest=LARGEST[wide_code(matrix.dtype)], tensor=amax)
     arithmetic.cast(matrix, amax_tiles, tile_scales.multiplier, kind, codes)
-    return codes, _repeated(tile_scales.stored, amax_tiles, tiles)
+    return codes, _repeat(tile_scales.stored, amax_tiles, tiles)
 
 
 def decode_box(
@@ -146,24 +146,24 @@ def decode_box(
     """Decode a box of a matrix.
 
     Args:
-        encoding: what the codes are.
-        codes: `[R, C]` or, two to a byte, `[R, C / 2]`: u8 or the code's own type.
-        scale: the scales of all tiles that the box touches, `[gr, gc]`: of the stored type, or for scales of eight
-            bits their bits.
-        phase: where in its tile the first element of the box lies: its row and column modulo the tile's.
-        factor: what every value of the tensor is multiplied by: its global scale, as its convention means it.
-        dtype: the type to decode to.
-        out: where the values go: `[R, C]`, rows of adjacent elements.
-        path: which implementation; the fastest there is unless given.
+        encoding: encoding of the codes.
+        codes: `[R, C]`, or `[R, C / 2]` with two codes per byte: u8 or the dtype of the codes.
+        scale: scales of all tiles that the box touches, `[gr, gc]`: of the stored dtype, or u8 with the bits of 8-bit
+            scales.
+        phase: row and column of the box's first element in its tile.
+        factor: factor of all values: the tensor's global scale, as defined by its convention.
+        dtype: dtype to decode to.
+        out: array to write the values into: `[R, C]`, with adjacent elements in each row.
+        path: implementation; default: the fastest available.
 
     Returns:
         The values, `[R, C]`.
 
     Raises:
-        Refused: SHAPE_MISMATCH for scales that do not fit, UNSUPPORTED for scales of a type that no encoding has.
-        ValueError: if `out` does not fit.
+        Refused: SHAPE_MISMATCH for scales that do not fit, UNSUPPORTED for scales of a dtype that no encoding has.
+        ValueError: `out` does not fit.
     """
-    matrix, tiles, kind = _encoded(encoding, codes, phase)
+    matrix, tiles, kind = _code_bytes(encoding, codes, phase)
     single, _ = _scale(encoding, scale, tiles, factor)
     values = _out(tiles.shape, wide_dtype(dtype), out)
     _arithmetic(path).value(matrix, tiles, single, kind, values, dtype)
@@ -179,18 +179,18 @@ def encode_error(
     factor: float = 1.0,
     path: Path | None = None,
 ) -> Error:
-    """Return by how much the values of codes, decoded to F32, differ from the values that were encoded.
+    """Return the difference between the values of codes, decoded to F32, and the values that were encoded.
 
     Args:
-        encoding: what the codes are.
-        values: what was given to `encode_rows`.
-        codes: what it returned.
-        scale: the scales that it returned.
-        factor: what every decoded value is multiplied by, see `decode_box`.
-        path: which implementation; the fastest there is unless given.
+        encoding: encoding of the codes.
+        values: values passed to `encode_rows`.
+        codes: codes that it returned.
+        scale: scales that it returned.
+        factor: factor of all decoded values, see `decode_box`.
+        path: implementation; default: the fastest available.
     """
     values_in = _matrix(values)
-    matrix, tiles, kind = _encoded(encoding, codes, (0, 0))
+    matrix, tiles, kind = _code_bytes(encoding, codes, (0, 0))
     if values_in.shape != tiles.shape:
         raise ValueError(f"codes of {tiles.shape} for values of {values_in.shape}")
     single, _ = _scale(encoding, scale, tiles, factor)
@@ -207,12 +207,13 @@ def decode_error(
     dtype: Wide = "BF16",
     path: Path | None = None,
 ) -> Error:
-    """Return by how much decoded values differ from the real product of code, scale and factor.
+    """Return the difference between decoded values and the real product of code, scale and factor.
 
-    The product is a double: exact for a factor that is a float32, since code, scale and factor have at most 4, 24 and
-    24 significant bits, and 8-bit scales 4; within 2**-53 of it for one that is not. Arguments as of `decode_box`.
+    The product is computed in double precision. It is exact for a float32 factor, since code, scale and factor have at
+    most 4, 24 and 24 significant bits, and 8-bit scales 4; otherwise it is within a relative 2**-53. The arguments are
+    those of `decode_box`.
     """
-    matrix, tiles, kind = _encoded(encoding, codes, phase)
+    matrix, tiles, kind = _code_bytes(encoding, codes, phase)
     single, double = _scale(encoding, scale, tiles, factor)
     return _arithmetic(path).decode_error(matrix, tiles, single, double, kind, dtype)
 
@@ -231,13 +232,13 @@ def _kind(encoding: Encoding) -> Minifloat:
 
 
 def _matrix(values: NDArray[Any]) -> NDArray[Any]:
-    """Return values of two dims whose rows are adjacent elements, copied only where they are not."""
+    """Return a matrix of values with adjacent elements in each row, copied only where necessary."""
     wide_code(values.dtype)
     return _adjacent(values)
 
 
 def _adjacent(array: NDArray[Any]) -> NDArray[Any]:
-    """Return a matrix whose rows are runs of adjacent elements, copied only where they are not."""
+    """Return a matrix with adjacent elements in each row, copied only where necessary."""
     if array.ndim != 2:
         raise ValueError(f"{array.ndim} dims; encodings need matrices")
     strided_rows = array.shape[1] > 1 and array.strides[1] != array.itemsize
@@ -249,8 +250,8 @@ def _shape(matrix: NDArray[Any]) -> tuple[int, int]:
     return matrix.shape[0], matrix.shape[1]
 
 
-def _encoded(encoding: Encoding, codes: NDArray[Any], phase: tuple[int, int]) -> tuple[Bytes, Tiling, Minifloat]:
-    """Return codes as bytes, with their tiles and type."""
+def _code_bytes(encoding: Encoding, codes: NDArray[Any], phase: tuple[int, int]) -> tuple[Bytes, Tiling, Minifloat]:
+    """Return codes as bytes, with their tiles and minifloat."""
     kind = _kind(encoding)
     matrix = _adjacent(codes.view(np.uint8) if codes.dtype.itemsize == 1 else codes)
     if matrix.dtype != np.uint8:
@@ -260,7 +261,7 @@ def _encoded(encoding: Encoding, codes: NDArray[Any], phase: tuple[int, int]) ->
 
 
 def _codes_of(shape: tuple[int, int], kind: Minifloat, out: Bytes | None) -> Bytes:
-    """Return the array that takes the codes: the one given, or a new one."""
+    """Return the array to write codes into: `out`, or a new one."""
     rows, columns = shape
     if columns * kind.bits % 8:
         raise refuse("SHAPE_MISMATCH", f"rows of {columns} codes of {kind.code}, two to a byte, do not fill bytes")
@@ -275,14 +276,14 @@ def _out(shape: tuple[int, int], dtype: np.dtype[Any], out: NDArray[Any] | None)
     return out
 
 
-def _shared(tiles: Tiling, over: tuple[int, int]) -> Tiling:
+def _tiles_of_blocks(tiles: Tiling, over: tuple[int, int]) -> Tiling:
     if any(size % step for size, step in zip(over, tiles.tile, strict=True)):
         raise ValueError(f"an amax over {over} does not cover whole tiles of {tiles.tile}")
     return Tiling(tiles.shape, over)
 
 
-def _repeated(stored: NDArray[Any], shared: Tiling, tiles: Tiling) -> NDArray[Any]:
-    """Return a scale for each tile where several share one."""
+def _repeat(stored: NDArray[Any], shared: Tiling, tiles: Tiling) -> NDArray[Any]:
+    """Return one scale per tile from scales that several tiles share."""
     if shared is tiles:
         return stored
     rows, columns = (size // step for size, step in zip(shared.tile, tiles.tile, strict=True))
@@ -293,7 +294,7 @@ def _repeated(stored: NDArray[Any], shared: Tiling, tiles: Tiling) -> NDArray[An
 def _scale(
     encoding: Encoding, scale: NDArray[Any], tiles: Tiling, factor: float
 ) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
-    """Return what each tile is multiplied by, the factor included: rounded to float32, and in double precision."""
+    """Return the total factor of each tile, rounded to float32, and in double precision."""
     if scale.shape != tiles.grid:
         raise refuse(
             "SHAPE_MISMATCH",
@@ -306,7 +307,7 @@ def _scale(
         plain = E4M3.values[_bits(scale)]
     else:
         wide_code(scale.dtype)
-        plain = widened(scale)
+        plain = widen(scale)
     with np.errstate(all="ignore"):
         double = plain.astype(np.float64) * float(factor)
         return (plain if factor == 1 else double.astype(np.float32)), double

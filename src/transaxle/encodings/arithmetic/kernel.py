@@ -1,7 +1,7 @@
 """The compiled kernel: `kernel.c`, built when the package is installed, where there is a compiler.
 
-It is found beside this module and used only if it was built from the source that stands there too. Calls release the
-interpreter's lock, so threads encode and decode side by side.
+The library is next to this module, and is used only if it was built from the source next to it. Calls release the GIL,
+so threads encode and decode in parallel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CODES = {code: number for number, code in enumerate(MINIFLOATS)}
 
 
 class _Grid(ctypes.Structure):
-    """`grid` of kernel.c."""
+    """The struct `grid` of kernel.c."""
 
     _fields_ = tuple(
         (name, ctypes.c_ssize_t)
@@ -46,7 +46,7 @@ _OPERATIONS: dict[str, tuple[Any, ...]] = {
 
 
 class Kernel:
-    """The operations of `vectorised`, compiled. Rows of arrays may stand apart; their elements do not."""
+    """The compiled operations of `vectorised`. Rows of arrays may have gaps between them, elements of a row may not."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _OPERATIONS.items():
@@ -101,7 +101,7 @@ class Kernel:
     ) -> Error:
         """See `vectorised.encode_error`."""
         types = _TYPES[wide_code(values.dtype)], _CODES[kind.code]
-        return self._measured(_matrix(values), codes, tiles, np.ascontiguousarray(scale), None, types)
+        return self._sum_errors(_matrix(values), codes, tiles, np.ascontiguousarray(scale), None, types)
 
     def decode_error(
         self,
@@ -114,9 +114,9 @@ class Kernel:
     ) -> Error:
         """See `vectorised.decode_error`."""
         by, wider = np.ascontiguousarray(scale), np.ascontiguousarray(exact)
-        return self._measured((None, 0), codes, tiles, by, wider, (_TYPES[wide], _CODES[kind.code]))
+        return self._sum_errors((None, 0), codes, tiles, by, wider, (_TYPES[wide], _CODES[kind.code]))
 
-    def _measured(
+    def _sum_errors(
         self,
         values: tuple[int | None, int],
         codes: NDArray[np.uint8],
@@ -125,7 +125,7 @@ class Kernel:
         exact: NDArray[np.float64] | None,
         types: tuple[int, int],
     ) -> Error:
-        # The kernel fills in: largest difference, sum of squares, number of unequal values.
+        # The kernel writes the largest difference, the sum of squares, and the number of unequal values.
         sums = np.zeros(3)
         wider = None if exact is None else exact.ctypes.data
         self._error(*values, *_matrix(codes), _grid(tiles), by.ctypes.data, wider, sums.ctypes.data, *types)
@@ -133,7 +133,7 @@ class Kernel:
 
 
 def _matrix(array: NDArray[Any]) -> tuple[int, int]:
-    """Return where an array starts, and the bytes from one row to the next."""
+    """Return the address of an array, and the bytes from one row to the next."""
     return array.ctypes.data, array.strides[0]
 
 
@@ -143,7 +143,7 @@ def _grid(tiles: Tiling) -> Any:
 
 @cache
 def load() -> Kernel | None:
-    """Return the kernel, or None where it was not built, cannot be loaded here, or is not of this source."""
+    """Load the kernel; None where it was not built, cannot be loaded here, or does not match the source."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
         stamp = library.transaxle_stamp

@@ -1,14 +1,13 @@
-"""Minifloats: the floating-point types of at most eight bits that codes and scales are made of.
+"""Minifloats: the floating-point types of at most eight bits for codes and scales.
 
-Two of them have no infinity and one has no NaN, so what a cast does at the ends is a choice: here it rounds to
-nearest, ties to even, and what is too large becomes the largest finite value. NaN stays NaN; in E2M1, which has none,
-it becomes the largest value, and the scale of its tile says NaN. Signs stay, of zero and of NaN too.
+Two of them have no infinity and one has no NaN, so the behaviour of a cast at the limits is a choice: here it rounds to
+nearest, ties to even, and larger values become the largest finite value. NaN stays NaN; in E2M1, which has none, it
+becomes the largest value, and the scale of its tile is NaN. Signs are kept, those of zero and NaN included.
 
 Sources: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2), OCP Microscaling Formats 1.0, section 5.3 (E2M1) and
-5.4 (E8M0, which has an exponent and nothing else: 2**(code - 127), and 255 for NaN).
+5.4 (E8M0, which has only an exponent: 2**(code - 127), and 255 for NaN).
 
-**Wide types**: the floating-point types that values come in and are decoded to, and their conversions.
-
+**Wide dtypes**: the floating-point dtypes of values before encoding and after decoding, and their conversions.
 ml_dtypes converts too, but several times slower. Here a NaN keeps its sign, and loses its payload when it is narrowed.
 """
 
@@ -33,26 +32,26 @@ _F32_BIAS = 127
 
 
 class Minifloat(msgspec.Struct, frozen=True, dict=True):
-    """A type of one sign bit, a few exponent bits and a few mantissa bits, with subnormals."""
+    """A floating-point type with one sign bit, a few exponent and mantissa bits, and subnormals."""
 
     code: str
-    """Its safetensors code."""
+    """Safetensors code of the dtype."""
     bits: int
-    """Bits altogether; shorter ones than eight are handled one to a byte here, with zeros above."""
+    """Total number of bits; types with fewer than eight have one value per byte here, with zeros above."""
     mantissa: int
-    """Mantissa bits."""
+    """Number of mantissa bits."""
     bias: int
     """Exponent bias."""
     largest: int
     """Code of the largest finite value, without sign."""
     nan: int
-    """Code that NaN becomes, without sign."""
+    """Code for NaN, without sign."""
     infinite: int | None = None
-    """Code of infinity, without sign, where there is one: it is read and never made."""
+    """Code of infinity, without sign; it is read and never written. None where there is none."""
 
     @cached_property
     def values(self) -> NDArray[np.float32]:
-        """What each code means; NaN keeps its sign and has no payload."""
+        """Value of each code; NaN has the sign of its code and no payload."""
         magnitude = np.arange(1 << (self.bits - 1), dtype=np.int64)
         exponent, fraction = magnitude >> self.mantissa, magnitude & ((1 << self.mantissa) - 1)
         significand = np.where(exponent == 0, fraction, fraction + (1 << self.mantissa))
@@ -75,16 +74,17 @@ class Minifloat(msgspec.Struct, frozen=True, dict=True):
         return float(self.values[self.largest])
 
     def rounded(self, values: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Return the code of the nearest value of each element, one to a byte.
+        """Return the code of the nearest value of each element, one per byte.
 
-        Works on the bits: a normal result drops mantissa bits after half of what is dropped was added; for a subnormal
-        one the processor rounds, adding a power of two whose last bit weighs as much as the smallest code.
+        It works on the bits. For a normal result, half of the weight of the dropped mantissa bits is added before they
+        are dropped. For a subnormal one the processor rounds, when a power of two is added whose last bit has the
+        weight of the smallest code.
         """
         raw = values.view(np.uint32)
         magnitude = raw & np.uint32(0x7FFFFFFF)
         shift = _F32_MANTISSA - self.mantissa
         half_less_one = np.uint32((1 << (shift - 1)) - 1)
-        # Adding half of what is dropped, less one for ties to an even mantissa, and shifting rounds to nearest.
+        # Adding half of the dropped weight, less one for ties to an even mantissa, and shifting rounds to nearest.
         normal = ((magnitude + half_less_one + ((magnitude >> shift) & 1)) >> shift) - np.uint32(
             (_F32_BIAS - self.bias) << self.mantissa
         )
@@ -103,14 +103,14 @@ E5M2 = Minifloat("F8_E5M2", bits=8, mantissa=2, bias=15, largest=0x7B, nan=0x7F,
 E2M1 = Minifloat("F4", bits=4, mantissa=1, bias=1, largest=7, nan=7)
 
 MINIFLOATS: Mapping[str, Minifloat] = MappingProxyType({kind.code: kind for kind in (E4M3, E5M2, E2M1)})
-"""The types of codes, by safetensors code."""
+"""Types of codes, by safetensors code."""
 
 E8M0_NAN = 0xFF
-"""The E8M0 code that is no number."""
+"""The E8M0 code for NaN."""
 
 
 def power_of_two(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return what E8M0 codes mean: 2**-127, a subnormal float32, for 0, and NaN for 255."""
+    """Return the values of E8M0 codes: 2**-127, a subnormal float32, for 0, and NaN for 255."""
     raw = codes.astype(np.uint32) << _F32_MANTISSA
     raw[codes == 0] = 1 << (_F32_MANTISSA - 1)
     raw[codes == E8M0_NAN] = F32_NAN
@@ -120,12 +120,12 @@ def power_of_two(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
 LARGEST: Mapping[str, float] = MappingProxyType(
     {"BF16": (2 - 2.0**-7) * 2.0**127, "F16": (2 - 2.0**-10) * 2.0**15, "F32": (2 - 2.0**-23) * 2.0**127}
 )
-"""The largest finite value of each wide type."""
+"""Largest finite value of each wide dtype."""
 
 
 @cache
 def wide_dtype(code: str) -> np.dtype[Any]:
-    """Return the numpy type of a wide type; `ml_dtypes` is imported by the first who asks for BF16."""
+    """Return the numpy dtype of a wide dtype; `ml_dtypes` is imported at the first use of BF16."""
     if code == "BF16":
         import ml_dtypes
 
@@ -135,10 +135,10 @@ def wide_dtype(code: str) -> np.dtype[Any]:
 
 
 def wide_code(dtype: np.dtype[Any]) -> str:
-    """Return the safetensors code of a numpy type.
+    """Return the safetensors code of a numpy dtype.
 
     Raises:
-        Refused: DTYPE_MISMATCH for a type that is not wide.
+        Refused: DTYPE_MISMATCH for a dtype that is not wide.
     """
     for code in WIDE:
         if dtype == wide_dtype(code):
@@ -147,22 +147,22 @@ def wide_code(dtype: np.dtype[Any]) -> str:
 
 
 def without_sign(values: NDArray[Any]) -> NDArray[np.uint16] | NDArray[np.uint32]:
-    """Return the bits of absolute values: they are ordered as those are, with every NaN above infinity."""
+    """Return the bits of absolute values; they have the same order as the values, with every NaN above infinity."""
     if values.dtype.itemsize == 2:
         return values.view(np.uint16) & np.uint16(0x7FFF)
     return values.view(np.uint32) & np.uint32(0x7FFFFFFF)
 
 
-def widened(values: NDArray[Any]) -> NDArray[np.float32]:
-    """Return values as float32, exactly."""
+def widen(values: NDArray[Any]) -> NDArray[np.float32]:
+    """Convert values to float32, exactly."""
     if values.dtype == wide_dtype("BF16"):
         return (values.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     with np.errstate(invalid="ignore"):
         return values.astype(np.float32, copy=False)
 
 
-def narrowed(values: NDArray[np.float32], code: str) -> NDArray[Any]:
-    """Return float32 values as another type: the nearest, ties to even."""
+def narrow(values: NDArray[np.float32], code: str) -> NDArray[Any]:
+    """Round float32 values to another dtype: to nearest, ties to even."""
     if code == "F32":
         return values
     raw = values.view(np.uint32)

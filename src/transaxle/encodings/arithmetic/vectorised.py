@@ -1,9 +1,9 @@
-"""The arithmetic of encodings in numpy: what the compiled kernel does, for machines where it was not built.
+"""The arithmetic of encodings in numpy, for machines where the compiled kernel was not built.
 
-Rows are worked on in groups that stay in a cache. Each function says in numpy what `kernel.c` says in C; the bits are
-the same.
+Rows are processed in groups that fit a cache. Each function computes in numpy what `kernel.c` computes in C, with
+identical bits.
 
-**Tiling**: how the tiles of an encoding lie over the rows at hand.
+**Tiling**: the position of an encoding's tiles over some rows of a matrix.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from transaxle.encodings.arithmetic.minifloat import F32_NAN, Minifloat, narrowed, widened, without_sign
+from transaxle.encodings.arithmetic.minifloat import F32_NAN, Minifloat, narrow, widen, without_sign
 from transaxle.encodings.encoding import WHOLE, Encoding, Error
 from transaxle.errors import refuse
 
 
 class Tiling(msgspec.Struct, frozen=True):
-    """A matrix, part of a larger one, and its tiles. Along a dim, position `i` is in tile `(phase + i) // tile`."""
+    """A matrix, part of a larger one, with its tiles. Along a dim, position `i` is in tile `(phase + i) // tile`."""
 
     shape: tuple[int, int]
     """Rows and columns, in elements."""
     tile: tuple[int, int]
     """Rows and columns of a tile."""
     phase: tuple[int, int] = (0, 0)
-    """Where in its tile the first element lies."""
+    """Row and column of the first element in its tile."""
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles that the matrix touches, along each dim."""
+        """Number of tiles that the matrix touches, along each dim."""
         rows, columns = (
             -(-(phase + size) // tile) if size else 0
             for size, tile, phase in zip(self.shape, self.tile, self.phase, strict=True)
@@ -41,7 +41,7 @@ class Tiling(msgspec.Struct, frozen=True):
 
 
 def tiling(encoding: Encoding, shape: tuple[int, int], phase: tuple[int, int] = (0, 0)) -> Tiling:
-    """Return how an encoding's tiles lie over a matrix. A tile without an end covers all that the matrix has.
+    """Return the tiles of an encoding over a matrix; a tile of size `WHOLE` covers the whole dim.
 
     Raises:
         Refused: UNSUPPORTED for tiles over more than two dims, or a first element outside its tile.
@@ -63,7 +63,7 @@ _GROUP = 1 << 16
 
 
 def largest(values: NDArray[Any], tiles: Tiling) -> NDArray[np.float32]:
-    """Return the largest absolute value of each tile; NaN where a tile holds one. Rows start on a tile."""
+    """Return the largest absolute value of each tile; NaN where a tile has one. The first row starts a tile."""
     grid = tiles.grid
     amax_bits = np.zeros(grid, np.uint32)
     if values.size:
@@ -77,8 +77,8 @@ def largest(values: NDArray[Any], tiles: Tiling) -> NDArray[np.float32]:
 
 
 def sizes(bits: NDArray[np.uint32], dtype: np.dtype[Any]) -> NDArray[np.float32]:
-    """Return the float32 numbers that bits of a wide type, without sign, stand for."""
-    return widened(bits.astype(np.uint16).view(dtype) if dtype.itemsize == 2 else bits.view(dtype))
+    """Return the float32 values of sign-free bits of a wide dtype."""
+    return widen(bits.astype(np.uint16).view(dtype) if dtype.itemsize == 2 else bits.view(dtype))
 
 
 def cast(
@@ -87,7 +87,7 @@ def cast(
     """Write the codes of values times the multiplier of their tile; each code has the sign of its value."""
     with np.errstate(all="ignore"):
         for rows in _groups(tiles.shape):
-            wide = widened(values[rows])
+            wide = widen(values[rows])
             codes = kind.rounded(np.copysign(wide * _spread(multiplier, tiles, rows), wide))
             out[rows] = codes[:, 0::2] | codes[:, 1::2] << 4 if kind.bits == 4 else codes
 
@@ -95,18 +95,18 @@ def cast(
 def value(
     codes: NDArray[np.uint8], tiles: Tiling, scale: NDArray[np.float32], kind: Minifloat, out: NDArray[Any], wide: str
 ) -> None:
-    """Write codes times the scale of their tile: a float32 product, rounded to the wide type."""
+    """Write codes times the scale of their tile: a float32 product, rounded to the wide dtype."""
     for rows in _groups(tiles.shape):
-        out[rows] = narrowed(_scaled(codes, tiles, scale, kind, rows), wide)
+        out[rows] = narrow(_multiply(codes, tiles, scale, kind, rows), wide)
 
 
 def encode_error(
     values: NDArray[Any], codes: NDArray[np.uint8], tiles: Tiling, scale: NDArray[np.float32], kind: Minifloat
 ) -> Error:
-    """Return by how much the float32 values of codes differ from the values that were encoded."""
+    """Return the difference between the float32 values of codes and the values that were encoded."""
     total = Error()
     for rows in _groups(tiles.shape):
-        total += _compared(_scaled(codes, tiles, scale, kind, rows), widened(values[rows]))
+        total += _compare(_multiply(codes, tiles, scale, kind, rows), widen(values[rows]))
     return total
 
 
@@ -118,18 +118,18 @@ def decode_error(
     kind: Minifloat,
     wide: str,
 ) -> Error:
-    """Return by how much decoded values differ from the product of code and scale in double precision."""
+    """Return the difference between decoded values and the product of code and scale in double precision."""
     total = Error()
     for rows in _groups(tiles.shape):
-        decoded = widened(narrowed(_scaled(codes, tiles, scale, kind, rows), wide))
+        decoded = widen(narrow(_multiply(codes, tiles, scale, kind, rows), wide))
         with np.errstate(all="ignore"):
-            exact_product = kind.values[_unpacked(codes[rows], kind)].astype(np.float64) * _spread(exact, tiles, rows)
-        total += _compared(decoded, exact_product)
+            exact_product = kind.values[_unpack(codes[rows], kind)].astype(np.float64) * _spread(exact, tiles, rows)
+        total += _compare(decoded, exact_product)
     return total
 
 
 def _groups(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Yield slices of rows of about `_GROUP` elements."""
+    """Yield slices of rows with about `_GROUP` elements each."""
     rows, columns = shape
     step = max(1, _GROUP // max(1, columns))
     for first in range(0, rows if columns else 0, step):
@@ -145,16 +145,16 @@ def _spread(numbers: NDArray[Any], tiles: Tiling, rows: slice) -> NDArray[Any]:
     return spread
 
 
-def _unpacked(codes: NDArray[np.uint8], kind: Minifloat) -> NDArray[np.uint8]:
-    """Return codes one to a byte."""
+def _unpack(codes: NDArray[np.uint8], kind: Minifloat) -> NDArray[np.uint8]:
+    """Return codes with one code per byte."""
     return np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1) if kind.bits == 4 else codes
 
 
-def _scaled(
+def _multiply(
     codes: NDArray[np.uint8], tiles: Tiling, scale: NDArray[np.float32], kind: Minifloat, rows: slice
 ) -> NDArray[np.float32]:
-    """Return float32 products; every NaN has the sign of its code and no payload."""
-    one_each = _unpacked(codes[rows], kind)
+    """Return float32 products of codes and scales; every NaN has the sign of its code and no payload."""
+    one_each = _unpack(codes[rows], kind)
     with np.errstate(all="ignore"):
         product: NDArray[np.float32] = kind.values[one_each] * _spread(scale, tiles, rows)
     nan = np.isnan(product)
@@ -164,8 +164,8 @@ def _scaled(
     return product
 
 
-def _compared(decoded: NDArray[np.float32], reference: NDArray[Any]) -> Error:
-    """Return the differences of two arrays; see `Error` for those with NaN and infinities."""
+def _compare(decoded: NDArray[np.float32], reference: NDArray[Any]) -> Error:
+    """Return the summed differences of two arrays; see `Error` for NaN and infinities."""
     with np.errstate(all="ignore"):
         distance = np.abs(decoded.astype(np.float64) - reference.astype(np.float64))
         distance[np.isnan(distance)] = np.inf

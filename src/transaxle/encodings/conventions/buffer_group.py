@@ -1,11 +1,11 @@
 """Grouping: which stored tensors are the buffers of one encoded tensor.
 
-A name alone does not tell: torchtitan keeps gpt-oss in bf16 under `*_blocks`. A config alone does not either: it lists
-modules and classes. So a tensor is encoded if its name has the form of codes, its dtype is one of codes, and its scales
-exist under the matching name and in the shape that the config's tiles ask for. A near miss is refused; anything else is
-a plain tensor.
+A name alone does not show it: torchtitan stores gpt-oss in bf16 under `*_blocks`. A config alone does not either: it
+lists modules and classes. So a tensor is encoded if its name has the form of codes, its dtype is that of codes, and its
+scales exist under the matching name and in the shape that the config's tiles imply. A near miss is refused; anything
+else is a plain tensor.
 
-Every name is visited once and the others are looked up, so grouping is linear in the number of tensors.
+Every name is visited once and related names are looked up, so grouping is linear in the number of tensors.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from transaxle.encodings.conventions.convention import (
     TORCHAO,
     WEIGHT,
     Convention,
-    te_described,
+    te_descriptions,
     training_only,
 )
 from transaxle.encodings.conventions.quantization import Quantization, module_of
 from transaxle.encodings.conventions.scheme import CHANNEL, variant
-from transaxle.encodings.conventions.torchao_convention import Described, described
-from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoded, Encoding, Role
+from transaxle.encodings.conventions.torchao_convention import TensorDescription, read_descriptions
+from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, EncodedTensor, Encoding, Role
 from transaxle.errors import Code, Refusal, TransaxleError, Where
 
 Shape = tuple[int, ...]
@@ -44,7 +44,7 @@ Shape = tuple[int, ...]
 _EIGHT = ("F8_E4M3", "F8_E5M2")
 _FOUR = ("U8", "F4")
 CODES = frozenset((*_EIGHT, *_FOUR))
-"""Dtypes in which codes are stored."""
+"""Dtypes of stored codes."""
 _REALS = ("F32", "BF16", "F16")
 _EXPONENTS = ("F8_E8M0", "U8")
 _SCALES = {
@@ -54,28 +54,31 @@ _SCALES = {
     MXFP4.name: _EXPONENTS,
     NVFP4.name: ("F8_E4M3",),
 }
-"""Encoding -> dtypes in which its scales may be stored."""
+"""Encoding -> possible dtypes of its stored scales."""
 _GUESSED = (DEEPSEEK, COMPRESSED_TENSORS, GPT_OSS, MODELOPT, TE, TE_HALVED)
-"""Conventions whose names and dtypes suffice where there is no config."""
+"""Conventions that names and dtypes suffice to recognise where there is no config."""
 _MX_COLUMNS = replace(MXFP8, tile=MXFP8.tile[::-1])
 _LINES = tuple(replace(FLOAT8_BLOCK, tile=tile) for tile in ((1, 128), (128, 1)))
-"""Tiles of one row or one column, which TransformerEngine stores under DeepSeek's names."""
+"""Encodings with tiles of one row or one column, which TransformerEngine stores under DeepSeek's names."""
 _OTHERS = ("weight_zero_point", "weight_g_idx")
-"""Further buffers of a weight of integer codes: with them, a value is more than code x scale."""
+"""Further buffers of weights with integer codes, with which a value is more than code x scale."""
 _INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32"})
 SPEAKING = CODES | _INTEGERS
-"""Dtypes that codes may have: of encodings that are known, and of others."""
+"""Dtypes that codes may have, in supported and in other encodings."""
 _PARAMETER = re.compile(r"(?:.*_)?(?:weight|bias|norm)\d*|_extra_state|lora_.*")
-"""Last segments of parameters, and of the state of TransformerEngine's modules, beside the weight of a linear layer."""
+"""Last name segments of parameters other than a linear layer's weight, and of the state of TransformerEngine's
+modules.
+"""
 _OF_CACHE = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "output_scale"})
-"""Scales of a cache of keys and values: of no weight."""
+"""Names of scales for cached keys and values, which belong to no weight."""
 _OF_QUANTIZERS = re.compile(r".*(?:scale|zero|g_idx|amax|quant|transform|hadamard|rotat|smooth).*")
-"""Last segments of tensors that only a quantizer makes."""
+"""Last name segments of tensors that only a quantizer creates."""
 _WITH_INTEGERS = frozenset({
     "weight_scale", "weight_scales", "weight_zero_point", "scale", "scales", "zero", "zeros", "biases", "tables", "SCB",
 })  # fmt: skip
-"""Last segments of what lies beside integer codes that are called `weight`, as compressed-tensors, EETQ, MLX, HIGGS
-and bitsandbytes have it."""
+"""Last name segments of tensors next to integer codes called `weight`, as stored by compressed-tensors, EETQ, MLX,
+HIGGS and bitsandbytes.
+"""
 _PROGRAMS = {
     "qweight": "GPTQ or AWQ",
     "W_q": "HQQ",
@@ -85,19 +88,19 @@ _PROGRAMS = {
     "trellis": "EXL3",
     "dense_weights": "SpQR",
 }
-"""Last segments of integer codes, which nothing else is called -> whose they are."""
+"""Last name segment of integer codes -> program that stores them; other tensors never have these names."""
 _WITH = {"codes": ("codebooks", "AQLM"), "indices": ("centroids.weight", "VPTQ"), "B": ("s", "Marlin")}
-"""Last segments of integer codes where another tensor lies beside them -> that, and whose they are."""
+"""Last name segment of integer codes -> (name of another tensor next to them, program that stores both)."""
 _FLOATS = CONVENTIONS[COMPRESSED_TENSORS].four[Role.CODES].weight
-"""Last segment of codes of floating-point numbers too, which have other types."""
+"""Last name segment of packed codes; codes of floating-point numbers, with other dtypes, have it too."""
 _BELOW = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-"""What bitsandbytes adds to the name of a weight, after a dot."""
+"""Suffixes that bitsandbytes appends to the name of a weight, after a dot."""
 _BELOW_QUANTO = ("_data", "_scale", "_shift", "_zeropoint")
-"""What quanto adds to the name of a weight, and ModelOpt to that of the module that quantizes one."""
+"""Suffixes that quanto appends to the name of a weight, and ModelOpt to that of the module that quantizes it."""
 _OF_THEMSELVES = re.compile(
     r"(?:.*_)?(?:bias|coords?|counts?|grid|ids?|idx|index|indices|lengths?|map|mask|offsets?|positions?|rng(?:_state)?|shapes?|sizes?)"
 )
-"""Last segments of integers that are numbers of things, or masks: what lies beside them is no scale."""
+"""Last name segments of integer tensors that are indices, counts or masks: their neighbours are not scales."""
 
 
 class StoredBuffer(Protocol):
@@ -105,20 +108,20 @@ class StoredBuffer(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Safetensors code."""
+        """Dtype, as a safetensors code."""
 
     @property
     def shape(self) -> Shape:
-        """Elements along each dim, as stored."""
+        """Shape as stored."""
 
 
 class BufferGroups(msgspec.Struct, frozen=True):
-    """A checkpoint's tensors, told apart by their names, their dtypes and its config together."""
+    """The encoded tensors of a checkpoint, as recognised by names, dtypes and the config together."""
 
-    encoded: Mapping[str, Encoded]
+    encoded: Mapping[str, EncodedTensor]
     """Encoded tensors by table name; every other stored tensor is plain."""
     refusals: tuple[Refusal, ...]
-    """Why some tensors can be neither."""
+    """Refusals of tensors that can be neither encoded nor plain."""
     bare: tuple[str, ...] = ()
     """Plain tensors with a dtype of codes but without scales: they can be moved, but not decoded."""
 
@@ -128,31 +131,31 @@ def group(
     quantization: Quantization | None = None,
     metadata: Mapping[str, object] | None = None,
 ) -> BufferGroups:
-    """Find the encoded tensors of a checkpoint.
+    """Recognise the encoded tensors of a checkpoint.
 
     Args:
-        entries: stored name -> type and shape.
-        quantization: what the config says; None where it says nothing, and only names and types speak.
-        metadata: of the container, where torchao and the readers of TransformerEngine's pickles describe tensors.
+        entries: stored name -> dtype and shape.
+        quantization: the quantization by the config; None where there is none, so that only names and dtypes count.
+        metadata: metadata of the container, in which torchao and the readers of TransformerEngine's pickles describe
+            tensors.
 
     Post-condition: no stored tensor is part of two encoded ones, and the shape of each part fits its encoding.
 
     The refusals are MISSING_TENSOR for codes without scales, UNEXPECTED_TENSOR for scales without codes, DTYPE_MISMATCH
-    and SHAPE_MISMATCH for buffers that do not go together, NAME_COLLISION for two tensors of one table name, CORRUPT
-    and UNSUPPORTED for what torchao's metadata says, UNSUPPORTED for further buffers and for lists of modules that
-    take too long.
+    and SHAPE_MISMATCH for buffers that do not fit together, NAME_COLLISION for two tensors with one table name, CORRUPT
+    and UNSUPPORTED for torchao's metadata, UNSUPPORTED for further buffers and for lists of modules that take too long.
     """
     finder = _Finder(entries, quantization)
     try:
-        for name, description in described(metadata or {}).items():
+        for name, description in read_descriptions(metadata or {}).items():
             finder.take_described(name, description)
-        for name, (convention, encoding) in te_described(metadata or {}).items():
-            if name in entries and entries[name].dtype in CODES:  # what has been decoded is plain
+        for name, (convention, encoding) in te_descriptions(metadata or {}).items():
+            if name in entries and entries[name].dtype in CODES:  # a decoded tensor is plain
                 finder.take(CONVENTIONS[convention], name, [encoding])
         codes_without_scales = [
             name for name, entry in entries.items() if entry.dtype in CODES and not finder.take_codes(name, entry)
         ]
-        # Codes that are scaled along columns, for the backward pass, say nothing that the others do not.
+        # Codes with scales along columns, for the backward pass, repeat the values of the other codes.
         finder.used.update(training_only([each.parts[Role.CODES] for each in finder.encoded.values()], entries))
         for name in codes_without_scales:
             if name not in finder.used:
@@ -166,7 +169,7 @@ def group(
 
 
 class _MisfitError(Exception):
-    """Buffers that do not make a tensor of one encoding."""
+    """Buffers that do not form a tensor of one encoding."""
 
     def __init__(self, code: Code, name: str, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -179,14 +182,14 @@ class _Finder:
     def __init__(self, entries: Mapping[str, StoredBuffer], quantization: Quantization | None) -> None:
         self.entries = entries
         self.quantization = quantization
-        self.encoded: dict[str, Encoded] = {}
+        self.encoded: dict[str, EncodedTensor] = {}
         self.used: set[str] = set()
         self.refusals: list[Refusal] = []
         self.bare: list[str] = []
         names = _GUESSED if quantization is None else quantization.conventions
         self.conventions = [CONVENTIONS[name] for name in names if name != TORCHAO]
 
-    def take_described(self, name: str, description: Described) -> None:
+    def take_described(self, name: str, description: TensorDescription) -> None:
         """Add a tensor that torchao's metadata describes."""
         self.used.update(stored for stored in description.parts if stored in self.entries)
         if description.encoding is None:
@@ -215,7 +218,7 @@ class _Finder:
     def _candidates(
         self, convention: Convention, name: str, codes: StoredBuffer, scale: StoredBuffer
     ) -> list[Encoding]:
-        """Return the encodings that a tensor may have, the most likely first."""
+        """Return the encodings that a tensor may have, most likely first."""
         eight = codes.dtype in _EIGHT
         encodings: tuple[Encoding, ...] = ()
         if self.quantization is not None and self._is_of(convention):
@@ -224,9 +227,9 @@ class _Finder:
         return fitting or _usual_encodings(convention, codes, scale)
 
     def take_codes_without_scales(self, name: str, entry: StoredBuffer) -> None:
-        """Add a tensor of codes without scales: a plain one, unless the config or the name demands scales."""
+        """Add codes without scales as a plain tensor, unless the config or the name demands scales."""
         if entry.dtype not in _EIGHT:
-            self._packed_alone(name, entry)
+            self._refuse_packed(name, entry)
             return
         encodings = self.quantization.encodings(module_of(name)) if self.quantization is not None else ()
         if any(encoding.code_bits == 8 for encoding in encodings):
@@ -239,8 +242,8 @@ class _Finder:
         else:
             self.bare.append(name)
 
-    def _packed_alone(self, name: str, entry: StoredBuffer) -> None:
-        """Refuse packed codes without scales if their shape or name shows that they are codes."""
+    def _refuse_packed(self, name: str, entry: StoredBuffer) -> None:
+        """Refuse packed codes without scales if the shape or the name identifies them as codes."""
         segment = _last_segment(name)
         for convention in self.conventions:
             form = convention.four.get(Role.CODES)
@@ -248,8 +251,8 @@ class _Finder:
             if inner is None:
                 continue
             in_blocks = convention.block > 0 and entry.shape[-1:] == (convention.block // 2,)
-            named = inner == WEIGHT and (segment != WEIGHT or self._is_of(convention))
-            if in_blocks or named:
+            is_named_as_codes = inner == WEIGHT and (segment != WEIGHT or self._is_of(convention))
+            if in_blocks or is_named_as_codes:
                 scale = convention.four[Role.SCALE](inner)
                 self._refuse(
                     "MISSING_TENSOR",
@@ -259,11 +262,11 @@ class _Finder:
                 return
 
     def _is_of(self, convention: Convention) -> bool:
-        """Tell whether this is the convention that the config's method writes, not just one that it allows."""
+        """Tell whether the config's method writes this convention, and does not merely allow it."""
         return self.quantization is not None and self.quantization.conventions[:1] == (convention.name,)
 
     def take_rest(self, name: str) -> None:
-        """Check a tensor that belongs to no encoded one: it is plain, unless only scales have such a name."""
+        """Check a tensor outside of encoded ones: it is plain, unless only scales have such a name."""
         head, dot, segment = name.rpartition(".")
         if message := self._of_integers(name):
             self._refuse("UNSUPPORTED", name, message)
@@ -290,7 +293,7 @@ class _Finder:
             self._refuse("DTYPE_MISMATCH", name, message, "remove the scales if the tensor has been decoded")
 
     def _of_integers(self, name: str) -> str:
-        """Say that a tensor has codes of integers, or is beside them; empty if not."""
+        """Return why a tensor is, or is next to, integer codes; empty where it is not."""
         head, dot, segment = name.rpartition(".")
         entry = self.entries[name]
         if segment in _BELOW or ".quant_state." in name or (segment in _BELOW_QUANTO and self._quantizes(head)):
@@ -307,13 +310,13 @@ class _Finder:
         return f"it has codes of integers as {program} stores them, {_dtype_and_shape(entry)}, {_NO_VALUES}"
 
     def _quantizes(self, path: str) -> bool:
-        """Tell whether a path is that of a weight, or of what quantizes the weight or other codes beside it."""
-        beside = (f"{path}.{_BELOW_QUANTO[0]}", f"{module_of(path)}.{WEIGHT}")
-        codes = (self.entries[name].dtype for name in beside if name in self.entries)
+        """Tell whether a path is that of a weight, or of a module that quantizes a weight with codes."""
+        siblings = (f"{path}.{_BELOW_QUANTO[0]}", f"{module_of(path)}.{WEIGHT}")
+        codes = (self.entries[name].dtype for name in siblings if name in self.entries)
         return _last_segment(path) == WEIGHT or any(dtype in SPEAKING for dtype in codes)
 
     def _changes_values(self, name: str) -> bool:
-        """Tell whether a plain tensor lies beside the codes of a layer, or inside it, and is none of its parameters."""
+        """Tell whether a plain tensor is next to, or inside, a layer's codes without being a known parameter."""
         module, _, segment = name.rpartition(".")
         if module in self._linears:
             return not (is_parameter(name) or is_of_cache(name))
@@ -327,16 +330,16 @@ class _Finder:
 
     @cached_property
     def _linears(self) -> frozenset[str]:
-        """Modules with codes of their weight, once all are grouped."""
+        """Modules with encoded weights, once all tensors are grouped."""
         return frozenset(module_of(name) for name in self.encoded if _last_segment(name) == WEIGHT)
 
     @cached_property
     def _stacks(self) -> frozenset[str]:
-        """Modules with codes of other parameters."""
+        """Modules with other encoded parameters."""
         return frozenset(module_of(name) for name in self.encoded if _last_segment(name) != WEIGHT)
 
     def _codes_of(self, segment: str, head: str, entry: StoredBuffer) -> list[str]:
-        """Return the last segments of the codes to which such scales would belong; none if the name is ambiguous."""
+        """Return the last segments of the codes to which such scales would belong; none for an ambiguous name."""
         inner = CONVENTIONS[DEEPSEEK].eight[Role.SCALE].back(segment)
         if inner is not None:
             return [inner]
@@ -366,25 +369,25 @@ class _Finder:
             if Role.INPUT_SCALE in stored_names and stored_names[Role.INPUT_SCALE] not in self.entries:
                 del stored_names[Role.INPUT_SCALE]
             try:
-                exact, shape = self._fitted(convention, table_name, encoding, stored_names)
+                exact, shape = self._fit(convention, table_name, encoding, stored_names)
             except _MisfitError as error:
                 self.used.update(name for name in stored_names.values() if name in self.entries)
-                # The first candidate is the most likely one: its misfit explains best what is wrong.
+                # The first candidate is the most likely one, so its misfit is the best explanation.
                 misfit = misfit or error.refusal
             else:
                 self.used.update(stored_names.values())
-                self.encoded[table_name] = Encoded(table_name, exact, shape, stored_names, convention.name)
+                self.encoded[table_name] = EncodedTensor(table_name, exact, shape, stored_names, convention.name)
                 return
         if misfit is not None:
             self.refusals.append(misfit)
 
-    def _fitted(
+    def _fit(
         self, convention: Convention, table_name: str, encoding: Encoding, parts: Mapping[Role, str]
     ) -> tuple[Encoding, Shape]:
         """Return the exact encoding of some buffers, and the tensor's shape in elements, if they fit together.
 
         Raises:
-            _MisfitError: with the first problem.
+            _MisfitError: the first problem.
         """
         for role, name in parts.items():
             if name not in self.entries:
@@ -416,11 +419,11 @@ class _Finder:
 
 
 class _Misfit(msgspec.Struct, frozen=True):
-    """Why codes and scales do not go together."""
+    """Why codes and scales do not fit together."""
 
     code: Code
     role: Role
-    """The buffer that the refusal names."""
+    """Buffer that the refusal names."""
     message: str
 
 
@@ -428,7 +431,7 @@ class _Misfit(msgspec.Struct, frozen=True):
 def _exact(
     convention: Convention, encoding: Encoding, codes: str, packed: Shape, scales: str, stored: Shape
 ) -> tuple[Encoding, Shape] | _Misfit:
-    """Return the exact encoding of codes and scales of these dtypes and shapes, and the tensor's shape in elements."""
+    """Return the exact encoding for codes and scales of these dtypes and shapes, and the tensor's shape in elements."""
     if codes not in (_EIGHT if encoding.code_bits == 8 else _FOUR):
         message = f"codes of {encoding.name} must be {encoding.code}; found {codes} {list(packed)}"
         return _Misfit("DTYPE_MISMATCH", Role.CODES, message)
@@ -448,9 +451,9 @@ def _exact(
         )
         return _Misfit("SHAPE_MISMATCH", Role.CODES, message)
     if scales not in _SCALES[encoding.name]:
-        known = " or ".join(_SCALES[encoding.name])
+        dtypes = " or ".join(_SCALES[encoding.name])
         return _Misfit(
-            "DTYPE_MISMATCH", Role.SCALE, f"scales of {encoding.name} must be {known}; found {scales} {list(stored)}"
+            "DTYPE_MISMATCH", Role.SCALE, f"scales of {encoding.name} must be {dtypes}; found {scales} {list(stored)}"
         )
     tile = _tile_of(convention, encoding.tile, shape, stored)
     if tile is not None:
@@ -469,42 +472,42 @@ _NO_VALUES = "whose values are not known here"
 
 
 def is_parameter(name: str) -> bool:
-    """Tell whether a tensor is called as parameters are, and not as scales."""
+    """Tell whether a tensor has the name of a parameter, not of scales."""
     segment = _last_segment(name)
     return _PARAMETER.fullmatch(segment) is not None and not _OF_QUANTIZERS.fullmatch(segment)
 
 
 def is_of_cache(name: str) -> bool:
-    """Tell whether a tensor is called as scales of cached keys and values are."""
+    """Tell whether a tensor has the name of scales for cached keys and values."""
     return _last_segment(name) in _OF_CACHE
 
 
 def may_be_codes(name: str, entry: StoredBuffer) -> bool:
-    """Tell whether a tensor may hold codes: of integers, unless its name says that it numbers things."""
+    """Tell whether a tensor may have codes: integers whose name is not that of indices or counts."""
     if prod(entry.shape) < 2 or entry.dtype not in SPEAKING:
         return False
     return entry.dtype not in _INTEGERS or not _OF_THEMSELVES.fullmatch(_last_segment(name))
 
 
 def may_scale(name: str, entry: StoredBuffer, codes: StoredBuffer, *, deeper: bool) -> bool:
-    """Tell whether a plain tensor may be a scale of codes that nobody describes.
+    """Tell whether a plain tensor may be a scale of codes without a description.
 
     Args:
-        name: its name.
-        entry: its type and shape.
-        codes: in the same module, or in one around it.
-        deeper: whether that is one around it: then only what is called as scales are may be one.
+        name: name of the tensor.
+        entry: its dtype and shape.
+        codes: codes in the same module, or in a parent of it.
+        deeper: whether the codes are in a parent; then only a tensor with the name of scales counts.
     """
     if is_parameter(name):
         return False
     if _OF_QUANTIZERS.fullmatch(_last_segment(name)) or (codes.dtype not in _INTEGERS and not deeper):
         return True
-    # Codes of a weight have its dims, and are at least as many as their scales: a table of numbers needs not.
+    # Codes of a weight have its dims and are at least as many as their scales, unlike a table of numbers.
     return not deeper and len(codes.shape) > 1 and prod(entry.shape) <= prod(codes.shape)
 
 
 def _last_segment(name: str) -> str:
-    """Return the last segment of a name; without the others, refusals of many tensors are reported as one."""
+    """Return the last segment of a name; without the others, refusals of many tensors are merged into one."""
     return name.rpartition(".")[2]
 
 
@@ -513,9 +516,9 @@ def _dtype_and_shape(entry: StoredBuffer) -> str:
 
 
 def _usual_encodings(convention: Convention, codes: StoredBuffer, scale: StoredBuffer) -> list[Encoding]:
-    """Return the encodings that a convention uses for such codes and scales, where no config says which.
+    """Return the encodings that a convention uses for such codes and scales, where the config does not decide.
 
-    Scales of blocks have the dims of their codes; one that has fewer is of the whole matrix, however small that is.
+    Scales of blocks have as many dims as their codes; a scale with fewer dims is for the whole matrix, however small.
     """
     if codes.dtype not in _EIGHT:
         nvfp4 = replace(NVFP4, scale_max=convention.scale_max)
@@ -531,11 +534,11 @@ def _usual_encodings(convention: Convention, codes: StoredBuffer, scale: StoredB
 
 
 def _tile_of(convention: Convention, tile: Shape, shape: Shape, scale: Shape) -> Shape | None:
-    """Return the tile as this tensor has it; None where the tensor has fewer dims than the tile.
+    """Return the tile for a tensor; None where the tensor has fewer dims than the tile.
 
-    One scale for a tensor of one dim, or of more than two, covers all of it. torchao writes the size of a dim where
-    others say "all of it". transformers gives experts at least two rows of scales, one for each half of `gate_up_proj`,
-    however few rows these have (`_alloc_expert_proj`).
+    A single scale of a tensor with one dim, or with more than two, covers the whole tensor. torchao stores the size of
+    a dim where others mean "all of it". transformers gives experts at least two rows of scales, one for each half of
+    `gate_up_proj`, however few rows these have (`_alloc_expert_proj`).
     """
     if convention.name == TORCHAO and len(tile) == len(shape) and tile != FLOAT8_BLOCK.tile:
         last_dims = (WHOLE if step == size else step for step, size in zip(tile[-2:], shape[-2:], strict=True))
@@ -554,23 +557,23 @@ def _tile_of(convention: Convention, tile: Shape, shape: Shape, scale: Shape) ->
 def _same_grid(stored: Shape, grid: Shape) -> bool:
     """Tell whether the stored shape of scales matches a grid.
 
-    `[]` matches `[1, 1]`, and `[M]` matches `[M, 1]`. ModelOpt keeps the dims inside its blocks, `[rows, 1, columns,
+    `[]` matches `[1, 1]`, and `[M]` matches `[M, 1]`. ModelOpt keeps the dims inside its blocks: `[rows, 1, columns,
     1]`.
     """
     if len(stored) == 2 * len(grid) and set(stored[1::2]) == {1}:
         stored = stored[::2]
-    return prod(stored) == prod(grid) == 1 or _trimmed(stored) == _trimmed(grid)
+    return prod(stored) == prod(grid) == 1 or _trim(stored) == _trim(grid)
 
 
-def _trimmed(shape: Shape) -> Shape:
-    """Return a shape without trailing ones."""
+def _trim(shape: Shape) -> Shape:
+    """Remove trailing ones from a shape."""
     while shape[-1:] == (1,):
         shape = shape[:-1]
     return shape
 
 
 def _one_number(role: Role, name: str, entry: StoredBuffer, shape: Shape) -> None:
-    """Refuse a per-tensor scale that is not one number, in a stack one for each matrix."""
+    """Refuse a per-tensor scale that is not a single number, or in a stack one number per matrix."""
     if entry.dtype not in _REALS:
         raise _MisfitError(
             "DTYPE_MISMATCH", name, f"the {role} must be {' or '.join(_REALS)}; found {_dtype_and_shape(entry)}"

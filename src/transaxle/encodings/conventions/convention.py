@@ -1,17 +1,18 @@
 """Conventions: how ecosystems name and shape the buffers of an encoded tensor.
 
-The same codes and scales travel under many names: `X.weight_scale_inv` is DeepSeek's, `X.weight_scale` that of
-compressed-tensors, `X_scales` that of gpt-oss. Tables know one name, that of the weight. A convention turns it into the
-stored name of each buffer and back, and gives each buffer's shape on disk and the meaning of its per-tensor scale.
-`quantization` reads how a config file names it; `buffer_group` decides whether a checkpoint follows it.
+The same codes and scales have many names: `X.weight_scale_inv` is DeepSeek's, `X.weight_scale` that of
+compressed-tensors, `X_scales` that of gpt-oss. Tables use a single name, that of the weight. A convention maps it to
+the stored name of each buffer and back, and defines the shape of each buffer on disk and the meaning of its per-tensor
+scale.
 
-Names are split at dots, and only the last segment counts.
+`quantization` reads the convention from a config file; `buffer_group` decides whether a checkpoint follows it. Names
+are split at dots, and only the last segment matters.
 
-Of TransformerEngine's tensors, pickles say more than the names: the tiles that scales cover, where these are unusual.
-Readers of pickles keep it in the container's metadata, under `TE_NOTE`.
+The pickles of TransformerEngine's tensors contain more than the names show: the tiles of the scales, where these are
+unusual. Readers of pickles keep that in the container's metadata, under `TE_NOTE`.
 
-What training saves is restated for a hub: names that its readers know, the number for the whole tensor that they
-expect, and none of the buffers that only the next step needs.
+Weights saved by training are converted for a hub: its readers' names, the per-tensor number that they expect, and no
+buffers that only the next training step needs.
 """
 
 from __future__ import annotations
@@ -25,48 +26,48 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from transaxle.encodings.encoding import ENCODINGS, FLOAT8, MXFP8, WHOLE, Encoded, Encoding, Role
+from transaxle.encodings.encoding import ENCODINGS, FLOAT8, MXFP8, WHOLE, EncodedTensor, Encoding, Role
 from transaxle.errors import Refusal, Where, refuse
 
 WEIGHT = "weight"
-"""The parameter that a linear layer's buffers are named after."""
+"""Last segment of a linear layer's weight, after which its buffers are named."""
 
 DEEPSEEK, COMPRESSED_TENSORS, GPT_OSS = "deepseek", "compressed_tensors", "gpt_oss"
 TORCHAO, MODELOPT = "torchao", "modelopt"
 TE, TE_HALVED = "te", "te_256"
-"""TransformerEngine, and its nvfp4 variant whose block scales reach 256 (`nvfp4_e4m3_max`)."""
+"""TransformerEngine, and its nvfp4 variant with block scales up to 256 (`nvfp4_e4m3_max`)."""
 
 ASIDE = ("columnwise_data", "columnwise_scale_inv", "amax_history", "scaled_for", "rounding_state")
-"""Suffixes of buffers that only training needs; they follow the name of the codes and `_`."""
+"""Suffixes of buffers that only training needs, appended to the name of the codes with `_`."""
 
 _BYTES = "U8"
 _E8M0 = "F8_E8M0"
 _REAL = "F32"
 _PAIR = 2
-"""Codes of 4 bits in a byte."""
+"""4-bit codes per byte."""
 _FLT_MAX = (2 - 2.0**-23) * 2.0**127
 
 Shape = tuple[int, ...]
 Place = tuple[str, Role]
-"""Table name of an encoded tensor, and the role of one of its buffers."""
+"""`(table name, role)` of one buffer of an encoded tensor."""
 GlobalMeaning = Literal["factor", "divisor", "amax"]
 """How the per-tensor scale enters a value; see `Convention.meaning`."""
 
 
 class NameForm(msgspec.Struct, frozen=True):
-    """How the last segment of a buffer's name is made from that of its tensor."""
+    """How the last name segment of a buffer follows from that of its tensor."""
 
     weight: str
     """The buffer's segment for a tensor whose last segment is `weight`."""
     other: str
-    """The buffer's segment for any other tensor, whose own segment replaces `{}`: `{}_scale_inv`."""
+    """Template for any other tensor, whose own segment replaces `{}`: `{}_scale_inv`."""
 
     def __call__(self, segment: str) -> str:
         """Return the buffer's last segment."""
         return self.weight if segment == WEIGHT else self.other.replace("{}", segment)
 
     def back(self, segment: str) -> str | None:
-        """Return the tensor's last segment; None where no tensor gives this one."""
+        """Return the tensor's last segment for a buffer's; None where no tensor has such a buffer."""
         if segment == self.weight:
             return WEIGHT
         before, after = self.other.split("{}")
@@ -77,17 +78,17 @@ class NameForm(msgspec.Struct, frozen=True):
 
 
 def training_only(weights: Iterable[str], names: Container[str]) -> list[str]:
-    """Return the names of buffers beside some weights that only the next step of training needs.
+    """Return the names of buffers of some weights that only the next training step needs.
 
     Args:
         weights: names of the weights' codes.
-        names: of everything there is.
+        names: all stored names.
     """
     return [buffer for name in weights for suffix in ASIDE if (buffer := f"{name}_{suffix}") in names]
 
 
 def _suffix(end: str) -> NameForm:
-    """Return the form that adds `end` to every segment, `weight` like all others."""
+    """Return the form that appends `end` to every segment, including `weight`."""
     return NameForm(WEIGHT + end, "{}" + end)
 
 
@@ -95,38 +96,41 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
     """How one ecosystem names and shapes the buffers of encoded tensors."""
 
     name: str
-    """Key of `CONVENTIONS`."""
+    """Key in `CONVENTIONS`."""
     eight: Mapping[Role, NameForm] = msgspec.field(default_factory=dict)
-    """Role -> name form where codes have 8 bits; empty if there is no such encoding."""
+    """Role -> name form for 8-bit codes; empty where the convention has no 8-bit encoding."""
     four: Mapping[Role, NameForm] = msgspec.field(default_factory=dict)
-    """Role -> name form where codes have 4 bits."""
+    """Role -> name form for 4-bit codes; empty where the convention has no 4-bit encoding."""
     holds: frozenset[str] = frozenset()
     """Names of the encodings that can be read."""
     writes: frozenset[str] = frozenset()
-    """Names of the encodings whose buffers can be written."""
+    """Names of the encodings that can be written."""
     meaning: GlobalMeaning = "factor"
-    """How the per-tensor scale enters a value.
+    """How the per-tensor scale enters a value. `factor`: `code x scale x global`; `divisor`: `code x scale / global`;
+    `amax`: `code x scale x global / (scale_max x code_max)`.
 
     `code x scale x global`, `code x scale / global`, or `code x scale x global / (scale_max x code_max)`.
     """
     scale_max: int = 448
-    """Largest value that block scales of nvfp4 were made to reach."""
+    """Largest value that nvfp4 block scales are computed to reach."""
     exponents_as_bytes: bool = False
-    """Whether scales that are exponents (E8M0) are stored as U8."""
+    """Whether exponent scales (E8M0) are stored as U8."""
     one: Shape = ()
-    """Stored shape of one number per matrix: `[]` or `[1]`."""
+    """Stored shape of a single number per matrix: `[]` or `[1]`."""
     block: int = 0
-    """Codes that share a dim of their own on disk, after packing: `[…, K/32, 16]`; 0: codes are packed in place."""
+    """Number of codes per block where blocks have a dim of their own on disk, `[…, K/32, 16]` after packing; 0: they
+    have none.
+    """
     whole_blocks: bool = True
-    """Whether rows of packed codes consist of whole blocks, as writers of files make them; training may have less."""
+    """Whether packed rows consist of whole blocks, as file writers ensure; training may have shorter ones."""
     flat_rows: bool = False
-    """Whether scales per row are stored `[M]`; elsewhere `[M, 1]`."""
+    """Whether per-row scales are stored as `[M]` instead of `[M, 1]`."""
 
     def forms(self, encoding: Encoding) -> Mapping[Role, NameForm]:
-        """Return how the buffers of an encoding are named.
+        """Return role -> name form for the buffers of an encoding.
 
         Raises:
-            Refused: UNSUPPORTED for an encoding that this convention does not hold.
+            Refused: UNSUPPORTED for an encoding outside of this convention.
         """
         if encoding.name not in self.holds:
             readable = ", ".join(sorted(self.holds))
@@ -138,7 +142,7 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         """Return the stored names of all buffers that a tensor may have; the input scale may be absent.
 
         Raises:
-            Refused: UNSUPPORTED for an encoding that this convention does not hold.
+            Refused: UNSUPPORTED for an encoding outside of this convention.
         """
         head, dot, segment = table_name.rpartition(".")
         forms = self.forms(encoding).items()
@@ -154,7 +158,7 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         Inverse: `places(stored)` contains `(table_name, role)`.
 
         Raises:
-            Refused: UNSUPPORTED for an encoding or a buffer that this convention has no name for.
+            Refused: UNSUPPORTED for an encoding or a buffer without a name in this convention.
         """
         form = self.forms(encoding).get(role)
         if form is None:
@@ -164,7 +168,7 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         return f"{head}{dot}{form(segment)}"
 
     def places(self, stored: str) -> tuple[Place, ...]:
-        """Return every table name and role that a stored name may stand for; most names stand for codes at most."""
+        """Return every `(table name, role)` that a stored name may have; for most names only that of codes."""
         head, dot, segment = stored.rpartition(".")
         places: dict[Place, None] = {}
         for forms in (self.eight, self.four):
@@ -175,20 +179,21 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         return tuple(places)
 
     def presented(self, encoding: Encoding, shape: Shape, role: Role, stored: str | None = None) -> tuple[str, Shape]:
-        """Return the safetensors code and the shape under which one buffer is written.
+        """Return the dtype (safetensors code) and shape with which one buffer is written.
 
         Args:
-            encoding: of the tensor.
-            shape: the tensor's elements along each dim.
-            role: which buffer.
-            stored: code under which the source stores this buffer, kept where bytes only move; None: ours.
+            encoding: encoding of the tensor.
+            shape: shape of the tensor, in elements.
+            role: role of the buffer.
+            stored: dtype of this buffer in the source, kept where bytes are only copied; None: the convention's own.
 
         Raises:
-            Refused: UNSUPPORTED for an encoding that it does not hold; SHAPE_MISMATCH where codes do not fill bytes.
+            Refused: UNSUPPORTED for an encoding outside of this convention; SHAPE_MISMATCH where codes do not fill
+                bytes.
         """
         self.forms(encoding)
         if role is Role.CODES:
-            return self._packed(encoding, shape)
+            return self._pack(encoding, shape)
         if role is not Role.SCALE:
             return stored or _REAL, shape[:-2] or self.one
         grid = encoding.grid(shape)
@@ -201,7 +206,9 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         return stored or usual_code, grid
 
     def elements(self, encoding: Encoding, dtype: str, shape: Shape) -> Shape | None:
-        """Return a tensor's elements along each dim, from its codes as they are stored; None where these do not fit."""
+        """Return the shape of a tensor in elements, from dtype and shape of its stored codes; None where they do not
+        fit.
+        """
         if encoding.code_bits == 8 or dtype == encoding.code:
             return shape
         if not self.block:
@@ -210,7 +217,7 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
             return None
         return (*shape[:-2], shape[-2] * self.block)
 
-    def _packed(self, encoding: Encoding, shape: Shape) -> tuple[str, Shape]:
+    def _pack(self, encoding: Encoding, shape: Shape) -> tuple[str, Shape]:
         if encoding.code_bits == 8:
             return encoding.code, shape
         unit = self.block or _PAIR
@@ -221,7 +228,7 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         return _BYTES, (*shape[:-1], *packed_dims)
 
     def factor(self, stored: float, encoding: Encoding) -> float:
-        """Return what `code x scale` is multiplied by, in double precision, from the stored per-tensor scale."""
+        """Return the factor of `code x scale`, in double precision, for a stored per-tensor scale."""
         if not encoding.has_global:
             return 1.0
         if self.meaning == "factor":
@@ -231,11 +238,12 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         return 1.0 / float(stored) if stored else float("inf")
 
     def global_from_amax(self, amax: float, encoding: Encoding) -> np.float32:
-        """Return the per-tensor scale to be stored for a tensor whose largest magnitude is `amax`.
+        """Return the per-tensor scale to store for a tensor with the largest magnitude `amax`.
 
-        As TransformerEngine has it (`core_nvfp4.cuh`): `min(scale_max x code_max / amax, FLT_MAX)`, and 1 where amax
-        or the quotient is 0 or infinite; a convention that multiplies stores its reciprocal, `amax / (448 x 6)`.
-        TransformerEngine itself stores `amax`. NaN gives NaN: block scales made for it saturate, and mean nothing.
+        It is computed as in TransformerEngine (`core_nvfp4.cuh`): `min(scale_max x code_max / amax, FLT_MAX)`, and 1
+        where amax or the quotient is 0 or infinite. A convention that multiplies stores its reciprocal, `amax / (448 x
+        6)`; TransformerEngine itself stores `amax`. For NaN the result is NaN, and the block scales saturate without a
+        meaning.
         """
         if self.meaning == "amax":
             return np.float32(amax)
@@ -351,15 +359,15 @@ PREFERRED: Mapping[str, str] = MappingProxyType(
         "nvfp4": COMPRESSED_TENSORS,
     }
 )
-"""Encoding -> the convention in which tensors that are encoded here are written."""
+"""Encoding -> convention in which newly encoded tensors are written."""
 
 
 TE_NOTE = "transformer_engine"
-"""Key of the metadata."""
+"""Metadata key for notes on TransformerEngine's tensors."""
 
 
 class _TensorNote(msgspec.Struct):
-    """The metadata's note of one tensor."""
+    """The note on one tensor in the metadata."""
 
     encoding: Literal["float8", "float8_block", "mxfp8", "nvfp4"]
     codes: str
@@ -368,11 +376,11 @@ class _TensorNote(msgspec.Struct):
     scale_max: int
 
 
-def te_described(metadata: Mapping[str, object]) -> Mapping[str, tuple[str, Encoding]]:
-    """Return the convention and the encoding of each tensor that the metadata lists, by name.
+def te_descriptions(metadata: Mapping[str, object]) -> Mapping[str, tuple[str, Encoding]]:
+    """Return tensor name -> (convention, encoding) for each tensor in the metadata.
 
     Raises:
-        ValueError: for metadata that no reader of ours has made.
+        ValueError: metadata that none of our readers wrote.
     """
     notes = msgspec.convert(metadata.get(TE_NOTE, {}), dict[str, _TensorNote])
     return {name: (_te_convention(note), _te_encoding(note)) for name, note in notes.items()}
@@ -388,38 +396,38 @@ def _te_encoding(note: _TensorNote) -> Encoding:
 
 
 TRAINED = frozenset({DEEPSEEK, TE, TE_HALVED})
-"""Conventions under which training saves the entries of quantized weights."""
+"""Conventions in which training saves quantized weights."""
 _OUT = 'Keep it as it is with to="dcp", or write the decoded values:  transaxle convert --decode bf16 --to hf.'
 _AT_ONCE = 256
-"""Matrices that are compared at a time."""
+"""Number of matrices compared at a time."""
 
 
 def hub_convention(encodings: Iterable[Encoding]) -> Convention:
-    """Return the convention in which weights of these encodings are written for a hub; one config speaks of one.
+    """Return the convention for weights of these encodings on a hub, where one config describes all of them.
 
-    It is the preferred one of each, but for mxfp8 beside nothing that needs compressed-tensors: DeepSeek's `fp8` method
-    has blocks of 1 x 32 with exponents, and transformers 5.23 loads experts stored so, of which compressed-tensors'
-    scales make it raise.
+    It is the preferred convention of the encodings. An exception is mxfp8 without an encoding that needs
+    compressed-tensors: it becomes DeepSeek's `fp8` method with 1 x 32 blocks and exponent scales. transformers 5.23
+    loads experts stored in this way, and raises for those of compressed-tensors.
     """
     names = {PREFERRED[encoding.name] for encoding in encodings if encoding.name != MXFP8.name}
     return CONVENTIONS[COMPRESSED_TENSORS if names - {DEEPSEEK} else DEEPSEEK]
 
 
 class HubBuffer(msgspec.Struct, frozen=True):
-    """What a hub has in the place of one buffer of a trained weight."""
+    """The counterpart on a hub of one buffer of a trained weight."""
 
     stored: str
     """Name of the buffer in training."""
     name: str
     """Name in the hub's convention."""
     role: Role
-    """What the buffer holds."""
+    """Role of the buffer."""
     dtype: str | None
-    """Safetensors code in the hub's convention; None for codes, whose type stays."""
+    """Dtype (safetensors code) in the hub's convention; None for codes, which keep their dtype."""
 
 
-def hub_buffers(tensor: Encoded, to: Convention) -> list[HubBuffer]:
-    """Return what the buffers of a trained weight become in a convention of hubs."""
+def hub_buffers(tensor: EncodedTensor, to: Convention) -> list[HubBuffer]:
+    """Return the buffers of a trained weight as they are named and stored in a hub's convention."""
     return [
         HubBuffer(
             stored,
@@ -431,19 +439,22 @@ def hub_buffers(tensor: Encoded, to: Convention) -> list[HubBuffer]:
     ]
 
 
-def restated(
+def rescale(
     amax: NDArray[np.float32], encoding: Encoding, to: Convention, dtype: str
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Return the scales of whole matrices under a convention, and which of them change no value.
+    """Convert amaxes of matrices to per-tensor scales of a convention, and tell which scales change no value.
 
     Args:
-        amax: of each matrix, in any shape.
-        encoding: of the matrices: one with a scale for the whole.
+        amax: amax of each matrix, in any shape.
+        encoding: encoding of the matrices, with a per-tensor scale.
         to: the convention.
-        dtype: safetensors code of the type in which values are compared.
+        dtype: safetensors code of the dtype in which values are compared.
 
-    Post-condition: where the second says so, every product of a code, a block scale and the first decodes to the value
-    that it has with the amax.
+    Returns:
+        the scales, and whether each is exact, both in the shape of `amax`.
+
+    Post-condition: where exact, every product of a code, a block scale and the new scale decodes to the same value as
+    with the amax.
     """
     numbers = amax.reshape(-1)
     global_scales = np.array([to.global_from_amax(float(size), encoding) for size in numbers], np.float32)
@@ -455,39 +466,40 @@ def restated(
             for convention, global_numbers in ((CONVENTIONS[TE], numbers), (to, global_scales))
         )
         unchanged[batch] = (values_under_amax.view(np.uint8) == values_under_target.view(np.uint8)).all(axis=(1, 2))
-    unchanged |= numbers == 0  # such a matrix has only codes of 0
+    unchanged |= numbers == 0  # all codes of such a matrix are 0
     return global_scales.reshape(amax.shape), unchanged.reshape(amax.shape)
 
 
 def hub_global_scales(
-    tensor: Encoded, amax: NDArray[np.float32], to: Convention, dtype: str
+    tensor: EncodedTensor, amax: NDArray[np.float32], to: Convention, dtype: str
 ) -> tuple[NDArray[np.float32], Refusal | None]:
-    """Return the scales of a weight's matrices under a hub's convention, and why they must not be written, if so.
+    """Return the per-tensor scales of a weight's matrices in a hub's convention; with a refusal where they would change
+    values.
 
     Args:
-        tensor: the weight, or a stack of them.
-        amax: of each matrix, in any shape.
+        tensor: the weight, or a stack of weights.
+        amax: amax of each matrix, in any shape.
         to: the convention.
-        dtype: safetensors code of the type in which values are compared.
+        dtype: safetensors code of the dtype in which values are compared.
     """
-    scales, unchanged = restated(amax, tensor.encoding, to, dtype)
+    scales, unchanged = rescale(amax, tensor.encoding, to, dtype)
     return scales, None if unchanged.all() else _inexact(tensor, float(amax[~unchanged][0]), to, dtype)
 
 
 def _values(factors: list[float], encoding: Encoding, dtype: str) -> NDArray[Any]:
-    """Return every value that an unsigned code and a block scale can stand for, decoded with each factor."""
-    from transaxle.encodings.arithmetic.minifloat import MINIFLOATS, narrowed
+    """Return all values of (unsigned code x block scale), decoded with each factor."""
+    from transaxle.encodings.arithmetic.minifloat import MINIFLOATS, narrow
 
     blocks, codes = (MINIFLOATS[code] for code in (encoding.scale, encoding.code))
     sizes = blocks.values[: blocks.largest + 1]
     sizes = sizes[sizes <= encoding.scale_max].astype(np.float64)
     with np.errstate(all="ignore"):
         scales = (np.array(factors)[:, None] * sizes).astype(np.float32)
-        return narrowed(scales[..., None] * codes.values[: codes.largest + 1], dtype)
+        return narrow(scales[..., None] * codes.values[: codes.largest + 1], dtype)
 
 
-def unsaid(tensor: Encoded) -> Refusal | None:
-    """Return why no hub config can describe a tensor; None if one can."""
+def refusal_for_hub(tensor: EncodedTensor) -> Refusal | None:
+    """Return the refusal of a tensor that no hub config can describe; None where one can."""
     encoding = tensor.encoding
     if encoding.code_bits < 8 or encoding.code == FLOAT8.code:
         return None
@@ -495,8 +507,8 @@ def unsaid(tensor: Encoded) -> Refusal | None:
     return Refusal("UNSUPPORTED", message, Where(None, tensor.name), _OUT)
 
 
-def _inexact(tensor: Encoded, amax: float, to: Convention, dtype: str) -> Refusal:
-    """Return the refusal of a tensor whose amax no scale of the convention stands for."""
+def _inexact(tensor: EncodedTensor, amax: float, to: Convention, dtype: str) -> Refusal:
+    """Build the refusal of a tensor whose amax corresponds to no scale of the convention."""
     factor = f"amax / {tensor.encoding.scale_max * tensor.encoding.code_max:g}"
     message = (
         f"its amax is {amax!r}: values of {dtype} would change, because no float32 scale gives {factor} in {to.name}"

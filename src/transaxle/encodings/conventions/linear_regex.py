@@ -1,9 +1,9 @@
-r"""Regular expressions of a stranger's file, matched in time that is linear in the text.
+r"""Regular expressions from untrusted files, matched in time that is linear in the text.
 
 Config files list modules, and checkpoints list parameters, as regular expressions. Python's `re` backtracks: an
-expression of twenty characters can keep it busy for years. RE2 does not. Here an expression of Python's is written as
-RE2 reads it; what RE2 has not (references back, assertions inside) is refused by name, and so is a name beyond ASCII
-where the expression has `\w`, `\d` or `\s`, which RE2 reads as ASCII alone.
+expression of twenty characters can keep it busy for years. RE2 does not. Here a Python expression is translated for
+RE2. Features that RE2 lacks (back references, assertions inside) are refused by name, and so is a name beyond ASCII
+where the expression has `\w`, `\d` or `\s`, which RE2 matches in ASCII only.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from functools import cached_property
 from typing import Any
 
 _MOST_SECONDS = 5.0
-"""Processor time for one list of expressions, beyond what its searches usually take."""
+"""Cap on the processor time of one list of expressions, in seconds, beyond ordinary searches."""
 _ORDINARY = 1e-5
-"""Seconds of a search that do not count: usually it takes two millionths, however many are made of one list."""
+"""Seconds of a search that are not counted: a search usually takes two millionths of a second."""
 _MOST_BYTES = 1 << 24
-"""Memory of the automaton of a list, and of those of its expressions together."""
+"""Cap on the memory of a list's automaton, and of the automata of its expressions together, in bytes."""
 _MOST_EACH = 1 << 20
-"""Memory of the automaton of one expression."""
+"""Cap on the memory of the automaton of one expression, in bytes."""
 _DEEPEST = 100
 _SHOWN = 80
-"""Characters of an expression that an error shows."""
+"""Number of characters of an expression that an error shows."""
 
 _TOKEN = re.compile(
     r"\\(?P<escaped>.?)|\(\?(?P<extension>[^:]|$)|[()]|\{,(?P<most>\d*)\}|\[\^?\]?(?:\\.|[^\]\\])*", re.DOTALL
@@ -34,31 +34,31 @@ _CLASSES, _CONTROLS = frozenset("wdsWDS"), frozenset("ntrfv")
 
 
 class PatternError(ValueError):
-    """The text is not an expression that can be run; the message says why."""
+    """An expression that cannot be run; the message gives the reason."""
 
 
 class Expressions:
-    """Regular expressions, each of which is anchored at the start of the name and may end anywhere in it.
+    """Regular expressions, each anchored at the start of a name and free to end anywhere in it.
 
     Args:
         texts: the expressions.
 
     Raises:
-        PatternError: for one that is malformed, or that RE2 cannot run.
+        PatternError: an expression is malformed, or RE2 cannot run it.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._seconds = 0.0
         self._is_ascii = False
         self._depth = 0
-        self._patterns = [self._checked(text) for text in texts]
+        self._patterns = [self._check(text) for text in texts]
         self._any = self._alternatives("")
 
     def match(self, name: str) -> bool:
-        """Tell whether an expression matches the name or the beginning of it.
+        """Tell whether an expression matches the name or a beginning of it.
 
         Raises:
-            PatternError: it takes too long, or the name is beyond ASCII.
+            PatternError: the search takes too long, or the name is beyond ASCII.
         """
         return self._search(self._any.match, self._read(name)) is not None
 
@@ -66,15 +66,15 @@ class Expressions:
         """Tell whether a match of an expression may end at a position of the name; raises as `match`."""
         if position == len(name):
             return self._search(self._any_whole.match, self._read(name)) is not None
-        # A mark where the match must end, so that `$` does not take the position for the end of the name.
+        # A mark where the match must end, so that `$` does not match there.
         return self._search(self._any_marked.match, self._read(name[:position]) + b"\0") is not None
 
-    def matching(self, name: str) -> list[int]:
-        """Return the numbers of the expressions that match the name or the beginning of it; raises as `match`."""
+    def find_matches(self, name: str) -> list[int]:
+        """Return the numbers of the expressions that match the name or a beginning of it; raises as `match`."""
         if not self.match(name):
             return []
         numbers: list[int] | None = self._search(self._each.Match, self._read(name))
-        if numbers is None:  # one of them does: the automaton of all has outgrown its memory
+        if numbers is None:  # some expression matches, but the automaton of all exceeds its memory
             raise PatternError("there are too many expressions to tell which of them match")
         return sorted(numbers)
 
@@ -88,10 +88,10 @@ class Expressions:
 
     def _alternatives(self, end: str) -> Any:
         if not self._patterns:
-            return _compiled(r"[^\x00-\x{10FFFF}]", _MOST_EACH)  # no character: nothing matches
+            return _compile(r"[^\x00-\x{10FFFF}]", _MOST_EACH)  # no character: nothing matches
         together = "|".join(f"(?:{pattern})" for pattern in self._patterns)
         try:
-            return _compiled(f"(?:{together}){end}", _MOST_BYTES)
+            return _compile(f"(?:{together}){end}", _MOST_BYTES)
         except PatternError:
             raise PatternError("there are too many expressions, or they count too far") from None
 
@@ -108,20 +108,20 @@ class Expressions:
             raise PatternError("there are too many expressions to tell which of them match") from None
         return automaton
 
-    def _checked(self, text: str) -> str:
-        """Return an expression as RE2 reads it."""
+    def _check(self, text: str) -> str:
+        """Return an expression as RE2 expects it, or raise PatternError."""
         began = time.thread_time()
         try:
             self._depth = 0
-            pattern = _TOKEN.sub(self._translated, text)
-            _compiled(pattern, _MOST_EACH)  # alone, as two that are malformed may be well formed together
+            pattern = _TOKEN.sub(self._translate, text)
+            _compile(pattern, _MOST_EACH)  # separately, as two malformed ones may be well formed together
         except PatternError as error:
             shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
             raise PatternError(f"{shown!r} cannot be matched: {error}") from None
         self._spend(began)
         return pattern
 
-    def _translated(self, token: re.Match[str]) -> str:
+    def _translate(self, token: re.Match[str]) -> str:
         text = token[0]
         if token["extension"] is not None:
             raise PatternError(f"`{text}` is not supported")
@@ -133,10 +133,10 @@ class Expressions:
                 raise PatternError("it is nested too deeply")
             return text
         if text.startswith("["):
-            return _IN_SET.sub(lambda inner: self._escaped(inner) if inner["escaped"] is not None else r"\[", text)
-        return self._escaped(token)
+            return _IN_SET.sub(lambda inner: self._escape(inner) if inner["escaped"] is not None else r"\[", text)
+        return self._escape(token)
 
-    def _escaped(self, token: re.Match[str]) -> str:
+    def _escape(self, token: re.Match[str]) -> str:
         letter = token["escaped"]
         if letter in _CLASSES:
             self._is_ascii = True
@@ -165,7 +165,7 @@ class Expressions:
             raise PatternError("matching takes too long")
 
 
-def _compiled(pattern: str, memory: int) -> Any:
+def _compile(pattern: str, memory: int) -> Any:
     import re2
 
     try:

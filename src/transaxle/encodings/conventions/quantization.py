@@ -1,9 +1,9 @@
-"""What a model's config says about its quantization: which modules are stored as codes and scales, and how.
+"""The quantization that a model's config describes: which modules are stored as codes and scales, and how.
 
-Methods are known by their `quant_method`; each has its own way to list modules and to say what a scale covers, which
-`scheme` reads. A config that is malformed, or uses an unknown method or format, is refused as a whole: half understood,
-it would be worse than none. `buffer_group` decides which tensors are encoded, from this, their names and their dtypes
-together.
+A method is identified by its `quant_method`. Each has its own format for lists of modules and for the tiles of scales,
+which `scheme` parses. A config that is malformed, or has an unknown method or format, is refused as a whole: half
+understood, it would be worse than none. `buffer_group` decides which tensors are encoded, from the config, the names
+and the dtypes together.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 
 CONFIG = "config.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
-"""File in which older ModelOpt exports keep what config.json lacks."""
+"""File of older ModelOpt exports for the quantization, which their config.json lacks."""
 
 NESTED = ("text_config", "llm_config", "language_config")
-"""Sections of multimodal configs that may hold the section of the language model."""
+"""Sections of multimodal configs that may contain the language model's quantization section."""
 OLD_SECTION = "compression_config"
-"""The section's name in early versions of compressed-tensors."""
+"""Name of the section in early versions of compressed-tensors."""
 MODELOPT_SECTION, _PRODUCER = "quantization", "producer"
-"""Keys of the section in `hf_quant_config.json`, and of its program."""
+"""Keys in `hf_quant_config.json` for the section and for the program that wrote it."""
 SECTIONS = frozenset({SECTION, OLD_SECTION, _PRODUCER})
-"""A config, or a section of one, that has none of these keys says nothing of quantization."""
+"""Keys of quantization; a config, or a section of one, without any of them describes none."""
 
 
 class Quantization(msgspec.Struct, frozen=True, dict=True):
-    """What a config says about how weights are stored."""
+    """How weights are stored, according to a config."""
 
     method: str
     """`quant_method`, a key of `METHODS`."""
     scheme: Scheme
     """Groups of modules with their encodings."""
     paths: tuple[tuple[str, ...], ...]
-    """Keys that lead to the section in its file; several where the file repeats it."""
+    """Paths of keys to the section in its file; several where the file repeats it."""
     section: Mapping[str, Any]
-    """The section itself."""
+    """The section as it is in the file."""
     file: str = CONFIG
-    """The file that holds it."""
+    """Name of the file."""
 
     @property
     def without_weights(self) -> dict[str, Any] | None:
-        """What the section still says where no weight is encoded: how keys, values and outputs are quantized.
+        """The section for a model without encoded weights: the quantization of keys, values and outputs.
 
-        None where that is nothing: the inputs of plain weights are plain. A section of weights that are stored plain
-        stays as it is.
+        None where the section describes none of these: inputs of plain weights are not quantized. A section for weights
+        that are stored plain is kept unchanged.
 
         Raises:
             Refused: UNSUPPORTED where the method has no section for plain weights.
@@ -89,13 +89,13 @@ class Quantization(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def conventions(self) -> tuple[str, ...]:
-        """Conventions under which its tensors may be stored."""
+        """Conventions that the tensors may follow."""
         return self.scheme.conventions
 
     def encodings(self, module: str) -> tuple[Encoding, ...]:
-        """Return the encodings that a module's weights may have by the config, the most likely first.
+        """Return the encodings that a module's weights may have according to the config, most likely first.
 
-        Empty for a module that stays plain. Several where the config lists classes, which a name does not reveal.
+        Empty for a plain module. Several where the config lists classes, which a name does not show.
 
         Raises:
             Refused: UNSUPPORTED for a pattern that takes too long.
@@ -116,36 +116,36 @@ class Quantization(msgspec.Struct, frozen=True, dict=True):
 
 
 def without_weights(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of compressed-tensors' groups that say nothing of weights, only of activations."""
+    """Return the groups of compressed-tensors that only concern activations."""
     return {key: group for key, group in groups.items() if isinstance(group, Mapping) and group.get("weights") is None}
 
 
 def module_of(table_name: str) -> str:
-    """Return the module that a config lists for a tensor: its name without the last segment."""
+    """Return the module of a tensor, as configs list it: its name without the last segment."""
     return table_name.rpartition(".")[0]
 
 
 def read(
     config: Mapping[str, Any] | None, *, modelopt: Mapping[str, Any] | None = None, file: str = CONFIG
 ) -> Quantization | None:
-    """Read what a config says of quantization.
+    """Read the quantization from a config.
 
     Args:
-        config: the contents of config.json, or of a ModelOpt `hf_quant_config.json`.
-        modelopt: the contents of `hf_quant_config.json`: what it says must be known too, and counts where the config
-            itself says nothing.
+        config: contents of config.json, or of a ModelOpt `hf_quant_config.json`.
+        modelopt: contents of `hf_quant_config.json`; it must be supported too, and is used where config.json has no
+            quantization.
         file: name of the file, for refusals.
 
     Returns:
-        None where nothing is said of it.
+        None where the config describes no quantization.
 
     Raises:
-        Refused: CORRUPT for what is malformed, UNSUPPORTED for a method, format or number that is not known.
+        Refused: CORRUPT for malformed contents, UNSUPPORTED for an unknown method, format or number.
     """
     sections = _sections(config or {})
-    own = None if modelopt is None else read(modelopt, file=MODELOPT_CONFIG)
+    modelopt_quantization = None if modelopt is None else read(modelopt, file=MODELOPT_CONFIG)
     if not sections:
-        return own
+        return modelopt_quantization
     path, section = sections[0]
     location = ".".join(path)
     if any(other_section != section for _, other_section in sections[1:]):
@@ -169,7 +169,7 @@ def read(
 
 
 def _sections(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
-    """Find the sections of a config and the keys that lead to them, the outermost first."""
+    """Yield the quantization sections of a config with the keys that lead to them, outermost first."""
     paths = [(SECTION,), (OLD_SECTION,), *((outer, SECTION) for outer in NESTED)]
     if SECTION not in config and _PRODUCER in config:
         paths.append((MODELOPT_SECTION,))
@@ -184,7 +184,7 @@ def _sections(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def _method(section: Mapping[str, Any], path: tuple[str, ...]) -> str:
-    """Return the method of a section; those of old or foreign files go without the key."""
+    """Return the method of a section; in old or foreign files, the key is missing."""
     if path == (MODELOPT_SECTION,):
         return MODELOPT_METHOD
     if METHOD not in section and GROUPS in section:

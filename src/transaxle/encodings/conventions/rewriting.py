@@ -1,8 +1,8 @@
-"""Rewriting: the quantization section that matches the written tensors.
+"""Rewriting: the quantization section of a config that matches the written tensors.
 
-A config that says `fp8` about decoded tensors, or nothing about encoded ones, makes a loader read garbage or refuse. So
-the section is rewritten from the tensors: removed where nothing is encoded any more, else brought to agree with them
-tensor by tensor, while everything else in it stays.
+A config with `fp8` for decoded tensors, or without a section for encoded ones, makes a loader read garbage or refuse.
+So the section is rewritten to match the tensors: removed where none is encoded any more, otherwise changed tensor by
+tensor, while everything else in it stays.
 
 Lists of modules keep the entries that are still true. Modules that a conversion has renamed or decoded are added by
 their full names.
@@ -54,7 +54,7 @@ from transaxle.encodings.conventions.scheme import (
     transformers_modules,
     wildcard_modules,
 )
-from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoded, Encoding, Role
+from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, EncodedTensor, Encoding, Role
 from transaxle.errors import TransaxleError, refuse
 
 _METHODS = {DEEPSEEK: FP8, COMPRESSED_TENSORS: COMPRESSED, GPT_OSS: MXFP4_METHOD, MODELOPT: MODELOPT_METHOD}
@@ -64,9 +64,9 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 Section = dict[str, Any]
 
 
-def written(
+def rewrite_config(
     config: Mapping[str, Any],
-    encoded: Mapping[str, Encoded],
+    encoded: Mapping[str, EncodedTensor],
     plain: Mapping[str, Shape],
     *,
     decoded: Collection[str] = (),
@@ -80,21 +80,21 @@ def written(
     Args:
         config: the source's config.json, or its `hf_quant_config.json`.
         encoded: the target's encoded tensors by table name.
-        plain: the other tensors, with their elements along each dim.
-        decoded: plain tensors that the source's config describes as quantized.
-        renamed: names of the source's tensors that the target has under others: what lists only such is dropped.
+        plain: shapes of the other tensors, in elements, by name.
+        decoded: plain tensors that are quantized according to the source's config.
+        renamed: names of the source's tensors that have other names in the target; entries for only these are dropped.
         dtype: safetensors code to write as the model's dtype; None: unchanged.
         elsewhere: whether another file (`hf_quant_config.json`) describes the quantization, so that this one must not.
-        in_memory: names of the encoded tensors in a reader that has other ones: no list may hit their modules.
+        in_memory: names of the encoded tensors in a reader that renames them: no list may match their modules.
 
-    Post-condition: `group`, given what `read` returns for the result, finds the same encoded tensors, and decoded
-        modules are listed as plain. Without encoded tensors the result has no section, unless it says how keys, values
-        and activations are quantized; a `hf_quant_config.json` without one is empty of use.
+    Post-condition: `group`, with what `read` returns for the result, gives the same encoded tensors, and decoded
+    modules are listed as plain. Without encoded tensors the result has no section, unless it describes the quantization
+    of keys, values or activations; a `hf_quant_config.json` without a section serves no purpose.
 
     Raises:
-        Refused: UNSUPPORTED where one config cannot describe all of them: several conventions, several block sizes of
-            the method fp8; or a convention that is only read; or where it has more to say than its method can without
-            encoded tensors. What `read` refuses in the source's config.
+        Refused: UNSUPPORTED where one config cannot describe all tensors: several conventions, several block sizes of
+            the method fp8; for a convention that can only be read; or where the section describes more than weights,
+            and its method requires encoded ones. Also the errors of `read` for the source's config.
     """
     result = deepcopy(dict(config))
     if dtype is not None:
@@ -113,8 +113,8 @@ def written(
     return result
 
 
-def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without what it says of quantization; raises what `read` does."""
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without its quantization section; raises the errors of `read`."""
     result, quantization = deepcopy(dict(config)), read(config)
     for path in () if quantization is None else quantization.paths:
         _put(result, path, None)
@@ -122,7 +122,7 @@ def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_dtype(config: dict[str, Any], name: str) -> None:
-    """Name the model's type wherever the config names one."""
+    """Write the model's dtype to every key of the config for it."""
     holders = [config, *(config[key] for key in NESTED if isinstance(config.get(key), dict))]
     for holder in holders:
         for key in _DTYPE_KEYS:
@@ -147,7 +147,7 @@ class _ModuleListing(msgspec.Struct, frozen=True):
     modules: Callable[[Iterable[str]], Modules]
     """Parses a list."""
     whole: Callable[[str], str]
-    """Returns the entry that matches one module and nothing else."""
+    """Returns the entry that matches exactly one module."""
     inside: Callable[[str], str]
     """Returns the entry that matches every module inside one."""
 
@@ -158,7 +158,7 @@ _WILDCARD = _ModuleListing(wildcard_modules, str, lambda name: f"{name}.*")
 
 
 class _Buffer(msgspec.Struct, frozen=True):
-    """A target buffer, as `group` sees it."""
+    """Dtype and shape of a target buffer, as `group` reads them."""
 
     dtype: str
     shape: Shape
@@ -170,7 +170,7 @@ class _SectionWriter:
     def __init__(
         self,
         source: Quantization | None,
-        encoded: Mapping[str, Encoded],
+        encoded: Mapping[str, EncodedTensor],
         plain: Mapping[str, Shape],
         decoded: Collection[str],
         renamed: Collection[str],
@@ -181,7 +181,7 @@ class _SectionWriter:
         self.modules = {module_of(name) for name in encoded}
         self.unencoded = sorted({module_of(name) for name in plain} - self.modules)
         self.encoded_anywhere = self.modules | {module_of(name) for name in in_memory}
-        # A module around encoded ones is no layer: one with a tensor has a parameter of its own.
+        # The parent of encoded modules is no layer itself: if it has a tensor, that is a parameter of its own.
         self._around = _starts(self.encoded_anywhere)
         self.plain = sorted({module_of(name) for name, shape in plain.items() if len(shape) > 1} - self._around - {""})
         self.decoded = sorted({module_of(name) for name in decoded})
@@ -215,7 +215,7 @@ class _SectionWriter:
         """Return the section."""
         makers = {
             FP8: self._fp8,
-            COMPRESSED: self._compressed,
+            COMPRESSED: self._compressed_sections,
             MXFP4_METHOD: self._mxfp4,
             MODELOPT_METHOD: self._modelopt,
         }
@@ -224,7 +224,7 @@ class _SectionWriter:
                 f"tensors in the convention {next(iter(self.encoded.values())).convention} can be read, but not written"
             )
             raise refuse("UNSUPPORTED", message, file=CONFIG)
-        # Each maker yields candidates, the least change first; the first that reads back correctly wins.
+        # Each method yields candidate sections, least change first; the first one that reads back correctly wins.
         for section in makers[self.method]():
             if self._agrees(section):
                 return section
@@ -235,14 +235,14 @@ class _SectionWriter:
         )
 
     def _agrees(self, section: Section) -> bool:
-        """Tell whether a section, read back, describes exactly the tensors that are written."""
+        """Tell whether a section, read back, describes exactly the written tensors."""
         try:
             reread = read({SECTION: section})
         except TransaxleError:
             return False
         if reread is None:
             return False
-        for name, tensor in self.encoded.items():  # `group` believes codes of another width than the config's
+        for name, tensor in self.encoded.items():  # `group` accepts codes of another width than the config's
             if tensor.encoding.code_bits not in {each.code_bits for each in reread.encodings(module_of(name))}:
                 return False
         buffers: dict[str, _Buffer] = {}
@@ -254,7 +254,7 @@ class _SectionWriter:
         return not groups.refusals and groups.encoded == self.encoded
 
     def _kinds(self) -> dict[Encoding, list[str]]:
-        """Return the modules of each encoding, as finely as a config can tell encodings apart."""
+        """Return encoding -> its modules; encodings that a config cannot distinguish count as one."""
         modules_of: dict[Encoding, set[str]] = {}
         for name, tensor in self.encoded.items():
             eight = tensor.encoding.code_bits == 8
@@ -281,7 +281,7 @@ class _SectionWriter:
         self._relist(self.old, _NOT_CONVERTED, _TRANSFORMERS)
         yield self.old
 
-    def _compressed(self) -> Iterator[Section]:
+    def _compressed_sections(self) -> Iterator[Section]:
         section = self.old
         self._relist(section, "ignore", _COMPRESSED)
         if self.source is not None:
@@ -313,12 +313,12 @@ class _SectionWriter:
         yield section | {"quant_algo": MIXED, "quantized_layers": layers}
 
     def _relist(self, section: Section, key: str, listing: _ModuleListing) -> None:
-        """Make a method's list of plain modules agree with the modules that are plain."""
+        """Update a method's list of plain modules to match the plain tensors."""
         old = list(section.get(key) or ())
         true_entries: list[str] = []
         added = list(self.decoded)
         listed_before = listing.modules(old)
-        everything = self.source is None or _hits(listed_before, self.renamed)
+        relist_all = self.source is None or _hits(listed_before, self.renamed)
         any_false, former = _hits(listed_before, self._around), _starts(self.renamed)
         for text in old:
             modules = listing.modules([text])
@@ -327,27 +327,27 @@ class _SectionWriter:
             elif text in self._starts or _hits(modules, self.unencoded):
                 true_entries.append(text)
             else:
-                everything = True
-                # One that never hit a tensor may be of a module without any, such as a tied head.
+                relist_all = True
+                # An entry that never matched a tensor may name a module without tensors, such as a tied head.
                 if not (text in former or _hits(modules, self.renamed)):
                     true_entries.append(text)
-        if everything:
+        if relist_all:
             added += self.plain
         listed = listing.modules(true_entries)
-        wanted = self._together([module for module in dict.fromkeys(added) if module not in listed], listing)
-        if _hits(listing.modules(wanted), self.encoded_anywhere):
-            hits = (_hits(listing.modules([text]), self.encoded_anywhere) for text in wanted)
-            wanted = [listing.whole(text) if hit else text for text, hit in zip(wanted, hits, strict=True)]
-        if wanted or key in section:
-            section[key] = [*true_entries, *wanted]
+        new_entries = self._together([module for module in dict.fromkeys(added) if module not in listed], listing)
+        if _hits(listing.modules(new_entries), self.encoded_anywhere):
+            hits = (_hits(listing.modules([text]), self.encoded_anywhere) for text in new_entries)
+            new_entries = [listing.whole(text) if hit else text for text, hit in zip(new_entries, hits, strict=True)]
+        if new_entries or key in section:
+            section[key] = [*true_entries, *new_entries]
 
     def _together(self, modules: Iterable[str], listing: _ModuleListing) -> list[str]:
-        """Return the entries for modules; one for all experts of a layer if none of them is encoded."""
+        """Return the list entries for some modules; a single one for all experts of a layer if none is encoded."""
         listed: dict[str, None] = {}
         for module in modules:
             outer, dot, below = module.partition(f".{_EXPERTS}.")
             experts = f"{outer}.{_EXPERTS}"
-            single = not dot or not below[:1].isdigit() or experts in self._encoded_starts
+            single = not dot or not below[:1].isdigit() or experts in self._encoded_modules
             listed[module if single else listing.inside(experts)] = None
         return list(listed)
 
@@ -356,12 +356,12 @@ class _SectionWriter:
         return _starts(self.unencoded)
 
     @cached_property
-    def _encoded_starts(self) -> frozenset[str]:
+    def _encoded_modules(self) -> frozenset[str]:
         return _starts(self.modules)
 
 
 def _free(key: str, groups: Container[str]) -> str:
-    """Return a key that no group has."""
+    """Return a key that is not in `groups`."""
     while key in groups:
         key += "_weights"
     return key
@@ -372,7 +372,7 @@ def _hits(modules: Modules, names: Iterable[str]) -> bool:
 
 
 def _starts(modules: Iterable[str]) -> frozenset[str]:
-    """Return the modules and every module around them."""
+    """Return the modules and all of their parents."""
     prefixes: set[str] = set()
     for module in modules:
         while module and module not in prefixes:
@@ -387,7 +387,7 @@ def _in_words(kind: Encoding) -> str:
 
 
 def _weights(kind: Encoding) -> Section:
-    """Return an encoding in the terms of compressed-tensors (`QuantizationArgs`)."""
+    """Return an encoding as arguments of compressed-tensors (`QuantizationArgs`)."""
     arguments: Section = {"num_bits": kind.code_bits, "type": "float", "symmetric": True, "dynamic": False}
     if kind.tile == CHANNEL.tile:
         return arguments | {"strategy": "channel"}
@@ -409,6 +409,6 @@ _FORMATS = {
 }
 """Encoding -> compressed-tensors' name for its packing."""
 _NOT_CONVERTED, _IGNORED = "modules_to_not_convert", "ignored_layers"
-"""Two names under which a config may list plain modules."""
+"""Two possible keys for the list of plain modules."""
 _EXPERTS = "experts"
-"""Segment below which a layer's experts are numbered."""
+"""Name segment above the numbers of a layer's experts."""

@@ -1,14 +1,13 @@
-"""Schemes: how each `quant_method` says that weights are stored, read from its own fields.
+"""Schemes: the storage of weights as each `quant_method` describes it, parsed from the fields of its config section.
 
-One function per method turns a config's section into groups of modules with an encoding each. Fields and defaults are
-those of transformers 5.23 (`fp8`, `mxfp4`, `torchao`), compressed-tensors 0.20 and ModelOpt's exports. A field of the
-wrong type is `CORRUPT`; a value of the right type that is unknown here is `UNSUPPORTED`, and so is a field that is
-neither read nor known to say nothing of the weights: it may rotate or scale them.
+One function per method turns a section into groups of modules with an encoding each. Fields and defaults are those of
+transformers 5.23 (`fp8`, `mxfp4`, `torchao`), compressed-tensors 0.20 and ModelOpt's exports. A field of the wrong type
+is refused as `CORRUPT`. An unknown value of the right type is `UNSUPPORTED`, and so is an unknown field, as it may
+rotate or scale the weights.
 
-Lists of modules in config files, each asked as the config's own reader would ask it.
-
-Three dialects are known: that of transformers (an expression that ends at a module's boundary, or any suffix), that
-of compressed-tensors (`re:` and an expression, or a whole name), and ModelOpt's wildcards.
+**Lists of modules** in config files are matched as the config's own reader would match them. Three dialects are known:
+that of transformers (an expression that ends at a module boundary, or any suffix), that of compressed-tensors (`re:`
+and an expression, or a whole name), and ModelOpt's wildcards.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVF
 from transaxle.errors import Refusal, Where, gathered, refuse
 
 EXPRESSION = "re:"
-"""What a regular expression starts with where compressed-tensors lists modules."""
+"""Prefix of a regular expression in module lists of compressed-tensors."""
 
 
 class Modules(msgspec.Struct, frozen=True, dict=True):
-    """A list of modules as a config file gives it, to be asked as the config's own reader would."""
+    """A list of modules from a config file, matched as the config's own reader would match it."""
 
     names: frozenset[str] = frozenset()
-    """Modules named whole."""
+    """Full names of modules."""
     inside: bool = False
-    """Whether a name also stands for what is inside that module, and for every name that ends with it."""
+    """Whether a name also matches the modules inside that module, and every name that ends with it."""
     expressions: Expressions | None = None
-    """What matches others."""
+    """Regular expressions that match further modules."""
     until: Literal["anywhere", "segment", "end"] = "anywhere"
-    """Where a match of an expression must end."""
+    """Where the match of an expression must end."""
 
     def __contains__(self, module: str) -> bool:
-        """Tell whether the list holds a module.
+        """Tell whether the list matches a module.
 
         Raises:
-            PatternError: for an expression that takes too long.
+            PatternError: an expression takes too long.
         """
         if self.names and (module in self.names or (self.inside and self._inside(module))):
             return True
@@ -64,7 +63,7 @@ class Modules(msgspec.Struct, frozen=True, dict=True):
         return any(start in self.names for start in starts) or any(module[-n:] in self.names for n in self._lengths)
 
     def _ends(self, module: str) -> Iterator[int]:
-        """Yield where a match may end."""
+        """Yield the positions at which a match may end."""
         yield len(module)
         if self.until == "segment":
             for at, letter in enumerate(module):
@@ -73,13 +72,13 @@ class Modules(msgspec.Struct, frozen=True, dict=True):
 
 
 def transformers_modules(texts: Iterable[str]) -> Modules:
-    """Return the modules of a list such as `modules_to_not_convert` (`should_convert_module` of transformers 5.23).
+    """Parse a list such as `modules_to_not_convert`, as `should_convert_module` of transformers 5.23 does.
 
-    An entry is the name of a module, with all inside it, or the end of one; or else an expression. A dot in a name
-    is taken for a dot, where transformers takes it for any character.
+    An entry is the name of a module, which includes all modules inside it, or the end of a name; otherwise it is an
+    expression. A dot in a name matches only a dot, whereas in transformers it matches any character.
 
     Raises:
-        PatternError: for an entry that is malformed.
+        PatternError: an entry is malformed.
     """
     listed = frozenset(text for text in texts if text)
     expressions = sorted(text for text in listed if set(text) & _SPECIAL)
@@ -87,10 +86,10 @@ def transformers_modules(texts: Iterable[str]) -> Modules:
 
 
 def compressed_modules(texts: Iterable[str]) -> Modules:
-    """Return the modules of a list of compressed-tensors: whole names, and expressions after `re:`.
+    """Parse a module list of compressed-tensors: full names, and expressions after `re:`.
 
     Raises:
-        PatternError: for an entry that is malformed.
+        PatternError: an entry is malformed.
     """
     listed = frozenset(texts)
     expressions = sorted(text.removeprefix(EXPRESSION) for text in listed if text.startswith(EXPRESSION))
@@ -98,10 +97,10 @@ def compressed_modules(texts: Iterable[str]) -> Modules:
 
 
 def wildcard_modules(texts: Iterable[str]) -> Modules:
-    """Return the modules of a list of ModelOpt's, in which `*` stands for any characters and `?` for one."""
+    """Parse a module list of ModelOpt, in which `*` matches any characters and `?` a single one."""
     listed = frozenset(texts)
     wild = sorted(text for text in listed if set(text) & _WILD.keys())
-    expressions = ["".join(_WILD.get(letter) or _escaped(letter) for letter in text) for text in wild]
+    expressions = ["".join(_WILD.get(letter) or _escape(letter) for letter in text) for text in wild]
     return Modules(listed, expressions=Expressions(expressions) if expressions else None, until="end")
 
 
@@ -109,18 +108,18 @@ _SPECIAL = frozenset("\\^$*+?{}[]()|")
 _WILD = {"*": ".*", "?": "."}
 
 
-def _escaped(letter: str) -> str:
+def _escape(letter: str) -> str:
     return letter if letter.isalnum() else "\\" + letter
 
 
 SECTION = "quantization_config"
-"""Key of the section in config.json."""
+"""Key of the quantization section in config.json."""
 METHOD = "quant_method"
 """Key of the method in the section."""
 GROUPS = "config_groups"
-"""Key of compressed-tensors' groups."""
+"""Key of the groups in a section of compressed-tensors."""
 LINEAR = "Linear"
-"""The class that groups are for as a rule."""
+"""Class name that groups usually target."""
 FP8, COMPRESSED = "fp8", "compressed-tensors"
 MXFP4_METHOD, TORCHAO_METHOD, MODELOPT_METHOD = "mxfp4", "torchao", "modelopt"
 
@@ -128,12 +127,14 @@ CHANNEL = replace(FLOAT8, tile=(1, WHOLE))
 """Float8 with one scale per row."""
 
 CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
-"""Keys that say how keys and values are cached: of no weight, but a reader that no longer finds them caches others."""
+"""Keys for the quantization of cached keys and values. They concern no weight, but without them a reader would cache
+differently.
+"""
 UNKNOWN_KEY = (
     "To keep the tensors exactly as stored:  --to safetensors:identity.\n"
     "If this says nothing of the weights, remove it from the config."
 )
-"""Hint for a key that is not known."""
+"""Hint in the refusal of an unknown key."""
 _BESIDE_WEIGHTS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         FP8: frozenset({METHOD, CACHE[0], "dequantize"}),
@@ -151,18 +152,18 @@ _BESIDE_WEIGHTS: Mapping[str, frozenset[str]] = MappingProxyType(
         "quantized_layers": frozenset(),
     }
 )  # fmt: skip
-"""Method, or part of a section -> keys that say nothing of what its weights are, or what their codes say themselves."""
+"""Method or part of a section -> keys that do not affect weights, or only repeat what the codes' dtypes show."""
 
 _E8M0 = "F8_E8M0"
 _GROUP = 32
-"""Elements that share a scale in the MX encodings."""
+"""Number of elements that share a scale in the MX encodings."""
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 _T = TypeVar("_T")
 
 
 def variant(code: str, scale: str, tile: tuple[int, ...], *, has_global: bool = False) -> Encoding:
-    """Return the encoding of these codes, scales and tiles, under the name of the one that it is a variant of."""
+    """Return the encoding with these codes, scales and tiles, under the name of the standard encoding nearest to it."""
     if code == MXFP4.code:
         base = MXFP4 if scale == _E8M0 else NVFP4
     elif scale == _E8M0 and tile == MXFP8.tile:
@@ -173,29 +174,29 @@ def variant(code: str, scale: str, tile: tuple[int, ...], *, has_global: bool = 
 
 
 class ModuleGroup(msgspec.Struct, frozen=True):
-    """Modules whose weights are stored in one encoding."""
+    """Modules whose weights have one encoding."""
 
     encoding: Encoding
-    """The encoding by the config; the dtype of its scales is left to the file."""
+    """Encoding according to the config; the dtype of the scales is taken from the file."""
     modules: Modules | None
-    """The modules, where the config names them; None: every module of a class, which names do not reveal."""
+    """The modules, if the config names them; None: all modules of a class, which names do not show."""
     key: str = ""
-    """The group's key in the config."""
+    """Key of the group in the config."""
 
 
 class Scheme(msgspec.Struct, frozen=True):
-    """What one section says."""
+    """The parsed contents of one quantization section."""
 
     conventions: tuple[str, ...]
-    """Keys of `CONVENTIONS` under which its tensors may be stored; empty where weights are stored plain."""
+    """Keys of `CONVENTIONS` that the tensors may follow; empty where weights are stored plain."""
     groups: tuple[ModuleGroup, ...]
-    """Groups in the order in which they claim modules."""
+    """Groups of modules, in order of precedence."""
     ignored: Modules
-    """Modules that stay plain."""
+    """Modules with plain weights."""
 
 
 class _Fp8(msgspec.Struct):
-    """Fields of `FineGrainedFP8Config`; without blocks there is one scale per tensor."""
+    """Fields of `FineGrainedFP8Config`; without block size there is one scale per tensor."""
 
     weight_block_size: tuple[Positive, Positive] | None = (128, 128)
     activation_scheme: str = "dynamic"
@@ -222,7 +223,7 @@ def _fp8(section: Mapping[str, Any], location: str) -> Scheme:
 
 
 class _Mxfp4(msgspec.Struct):
-    """Fields of `Mxfp4Config`: all experts but those of the modules listed."""
+    """Fields of `Mxfp4Config`: all experts are encoded, except those in the listed modules."""
 
     modules_to_not_convert: list[str] | None = None
 
@@ -233,7 +234,7 @@ def _mxfp4(section: Mapping[str, Any], location: str) -> Scheme:
 
 
 class _TorchAo(msgspec.Struct):
-    """Fields of `TorchAoConfig`; each file's own metadata says which modules were quantized, and how."""
+    """Fields of `TorchAoConfig`; the metadata of each file lists the quantized modules and their encodings."""
 
     modules_to_not_convert: list[str] | None = None
 
@@ -266,7 +267,9 @@ class _CompressedGroup(msgspec.Struct):
 
 
 class _Compressed(msgspec.Struct):
-    """Fields of compressed-tensors' `QuantizationConfig`; a group may be the name of a preset and its targets."""
+    """Fields of compressed-tensors' `QuantizationConfig`; a group may be given as the name of a preset with its
+    targets.
+    """
 
     config_groups: dict[str, _CompressedGroup | list[str]]
     format: str = "fakequant"
@@ -285,7 +288,7 @@ _FORMATS = {
     "mxfp4-pack-quantized": "F4",
     "mixed-precision": None,
 }
-"""Formats of compressed-tensors, and the codes of what they hold; None: each group has its own."""
+"""Format of compressed-tensors -> dtype of its codes; None: each group has its own."""
 
 
 def _float_weights(
@@ -306,10 +309,10 @@ _PRESETS = {
     "MXFP8": msgspec.structs.replace(_float_weights(8, _IN_GROUPS, _GROUP), scale_dtype="torch.uint8"),
     "MXFP8A16": msgspec.structs.replace(_float_weights(8, _IN_GROUPS, _GROUP), scale_dtype="torch.uint8"),
 }
-"""Presets of compressed-tensors 0.20 whose weights are of an encoding known here."""
+"""Presets of compressed-tensors 0.20 with a supported weight encoding."""
 
 
-def _compressed(section: Mapping[str, Any], location: str) -> Scheme:
+def _parse_compressed(section: Mapping[str, Any], location: str) -> Scheme:
     fields = _fields(section, _Compressed, location, COMPRESSED)
     _check_groups(section[GROUPS], location)
     sparsity = (fields.sparsity_config or {}).get("format", _DENSE[0])
@@ -326,7 +329,7 @@ def _compressed(section: Mapping[str, Any], location: str) -> Scheme:
         _check_known(layout, (*_FORMATS, *_DENSE), f"{spot}.format" if group.format else f"{location}.format")
         if group.weights is None or layout in _DENSE:
             continue
-        encoding = _compressed_encoding(group.weights, f"{spot}.weights")
+        encoding = _encoding_of_weights(group.weights, f"{spot}.weights")
         code = _FORMATS[layout]
         if code not in (None, encoding.code):
             message = f"{spot} stores codes of {encoding.code}, but its format {layout} has codes of {code}"
@@ -341,18 +344,18 @@ def _compressed(section: Mapping[str, Any], location: str) -> Scheme:
 
 
 def _is_class(target: str) -> bool:
-    """Tell a class (`Linear`) from a module: names of modules are lower case, or have dots."""
+    """Tell whether a target is a class (`Linear`): module names are lower case or have dots."""
     return target[:1].isupper() and "." not in target
 
 
-def _compressed_encoding(weights: _CompressedWeights, location: str) -> Encoding:
+def _encoding_of_weights(weights: _CompressedWeights, location: str) -> Encoding:
     kind = f"{weights.type.lower()}{weights.num_bits}"
     _check_known(kind, ("float8", "float4"), f"{location} (type and num_bits)")
     if weights.dynamic or not weights.symmetric:
         settings = f"dynamic {weights.dynamic!r}, symmetric {weights.symmetric!r}"
         raise refuse("UNSUPPORTED", f"{location} is {settings}; known: weights that are stored, and symmetric")
     _check_known(weights.actorder or None, (None, "weight", "static"), f"{location}.actorder")
-    strategy = weights.strategy or _inferred(weights)
+    strategy = weights.strategy or _infer_strategy(weights)
     if kind == "float4":
         _check_known(strategy, (_IN_GROUPS, _TENSOR_GROUP), f"{location}.strategy")
         _check_known(weights.group_size, (16, _GROUP), f"{location}.group_size")
@@ -370,7 +373,7 @@ def _compressed_encoding(weights: _CompressedWeights, location: str) -> Encoding
     return variant(FLOAT8.code, FLOAT8.scale, (WHOLE if strategy == _TENSOR else 1, WHOLE))
 
 
-def _inferred(weights: _CompressedWeights) -> str:
+def _infer_strategy(weights: _CompressedWeights) -> str:
     if weights.group_size is None:
         return _TENSOR
     return _CHANNEL if weights.group_size == -1 else _IN_GROUPS
@@ -385,7 +388,7 @@ def _block(blocks: list[int] | str | None, location: str) -> tuple[int, int]:
 
 
 class _ModelOptLayer(msgspec.Struct):
-    """What ModelOpt says of one layer of a mixed checkpoint."""
+    """ModelOpt's description of one layer in a mixed checkpoint."""
 
     quant_algo: str | None = None
     group_size: int | None = None
@@ -394,10 +397,10 @@ class _ModelOptLayer(msgspec.Struct):
 
 
 class _ModelOpt(_ModelOptLayer):
-    """Fields of ModelOpt's exports, in `hf_quant_config.json` and, newer, in config.json."""
+    """Fields of ModelOpt's exports, in `hf_quant_config.json` and, in newer versions, in config.json."""
 
     config_groups: dict[str, dict[str, Any]] | None = None
-    """The same once more, in the words of compressed-tensors."""
+    """The same description again, in the format of compressed-tensors."""
     exclude_modules: list[str] | None = None
     ignore: list[str] | None = None
     quantized_layers: dict[str, _ModelOptLayer] | None = None
@@ -435,7 +438,7 @@ def _modelopt(section: Mapping[str, Any], location: str) -> Scheme:
 
 
 def _check_plain_products(layer: _ModelOptLayer, location: str) -> None:
-    """Refuse a layer whose values, or inputs, are more than codes times scales."""
+    """Refuse a layer whose weights, or inputs, are more than codes times scales."""
     _check_known(layer.has_zero_point or False, (False,), f"{location}.has_zero_point")
     _check_known(layer.pre_quant_scale or False, (False,), f"{location}.pre_quant_scale")
 
@@ -449,13 +452,19 @@ def _algorithm(name: str, size: int | None, location: str) -> Encoding:
 
 
 METHODS: Mapping[str, Callable[[Mapping[str, Any], str], Scheme]] = MappingProxyType(
-    {FP8: _fp8, COMPRESSED: _compressed, MXFP4_METHOD: _mxfp4, TORCHAO_METHOD: _torchao, MODELOPT_METHOD: _modelopt}
+    {
+        FP8: _fp8,
+        COMPRESSED: _parse_compressed,
+        MXFP4_METHOD: _mxfp4,
+        TORCHAO_METHOD: _torchao,
+        MODELOPT_METHOD: _modelopt,
+    }
 )
 """`quant_method` -> parser of its section."""
 
 
 def _fields(section: Mapping[str, Any], kind: type[_T], location: str, method: str) -> _T:
-    """Parse the fields of a section, all of which must be declared, or known to say nothing of the weights."""
+    """Parse the fields of a section; each must be declared, or known not to affect weights."""
     _check_keys(section, kind, location, method)
     try:
         return msgspec.convert(section, kind)
@@ -464,7 +473,7 @@ def _fields(section: Mapping[str, Any], kind: type[_T], location: str, method: s
 
 
 def _check_groups(groups: object, location: str) -> None:
-    """Refuse what is not known in groups of compressed-tensors; their types are checked elsewhere."""
+    """Refuse unknown keys in groups of compressed-tensors; their types are checked elsewhere."""
     for key, group in groups.items() if isinstance(groups, Mapping) else ():
         if isinstance(group, Mapping):
             spot = f"{location}.{GROUPS}.{key}"
@@ -476,9 +485,9 @@ def _check_groups(groups: object, location: str) -> None:
 
 
 def _check_keys(section: Mapping[str, Any], kind: type[Any], location: str, part: str) -> None:
-    """Refuse all keys that say something, and are neither fields of `kind` nor without meaning for weights."""
-    known = {*kind.__struct_fields__, *_BESIDE_WEIGHTS[part]}
-    unknown = [key for key, value in section.items() if key not in known and not _is_empty(value)]
+    """Refuse non-empty keys that are neither fields of `kind` nor known not to affect weights."""
+    accepted_keys = {*kind.__struct_fields__, *_BESIDE_WEIGHTS[part]}
+    unknown = [key for key, value in section.items() if key not in accepted_keys and not _is_empty(value)]
     if unknown:
         raise gathered(
             Refusal("UNSUPPORTED", f"{location}.{key} {_MEANING.get(key, _UNKNOWN_MEANING)}", Where(None), UNKNOWN_KEY)
@@ -487,7 +496,7 @@ def _check_keys(section: Mapping[str, Any], kind: type[Any], location: str, part
 
 
 def _is_empty(value: object) -> bool:
-    """Tell whether a value says nothing, such as the `{"config_groups": {}}` of no transform."""
+    """Tell whether a value is without content, such as `{"config_groups": {}}`, which means no transform."""
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else None
     return value is None or (inner is not None and all(map(_is_empty, inner)))
 
@@ -499,7 +508,7 @@ _MEANING = {
 
 
 def _check_known(value: object, accepted: Iterable[object], at: str) -> None:
-    """Refuse a value that is not among the accepted ones."""
+    """Refuse a value that is not one of the accepted ones."""
     names = list(accepted)
     if value not in names:
         raise refuse("UNSUPPORTED", f"{at} is {value!r}; known: {', '.join(map(str, names))}")

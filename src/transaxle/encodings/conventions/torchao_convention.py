@@ -1,8 +1,8 @@
-"""Torchao's tensors as the header of a safetensors file describes them.
+"""Torchao's tensors, as the header of a safetensors file describes them.
 
 Each tensor of a subclass is flattened into plain ones, `X._weight_qdata` and `X._weight_scale`, and the header's
-metadata holds a JSON text under the name of the whole, with its class, its attributes and the list of its parts
-(`torchao.prototype.safetensors`, 0.18). Nothing is executed: the text is read as a description.
+metadata has a JSON text under the name of the whole: its class, its attributes and the list of its parts
+(`torchao.prototype.safetensors`, 0.18). Nothing is executed: the text is parsed as a description.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transaxle.encodings.encoding import MXFP4, MXFP8, NVFP4, WHOLE, Encoding
 from transaxle.errors import Code, Refusal, Where
 
 NAMES = "tensor_names"
-"""Key of the metadata under which the names of all tensors are listed."""
+"""Metadata key for the list of all tensor names."""
 
 _PLAIN = "Tensor"
 _DTYPE = "torch.dtype"
@@ -27,36 +27,36 @@ _CODES = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float4_e2m1fn_x
 _SCALE = "F32"
 
 
-class _Named(msgspec.Struct, rename={"type": "_type", "data": "_data"}):
-    """A value that torchao's encoder gives the name of its class."""
+class _TaggedValue(msgspec.Struct, rename={"type": "_type", "data": "_data"}):
+    """A value that torchao's encoder tags with its class name."""
 
     type: str
     data: Any = None
 
 
 class _Float8(msgspec.Struct):
-    """Attributes of `Float8Tensor`."""
+    """Attributes of `Float8Tensor` in a note."""
 
     block_size: list[Positive] = []
 
 
 class _Mx(msgspec.Struct):
-    """Attributes of `MXTensor`."""
+    """Attributes of `MXTensor` in a note."""
 
-    elem_dtype: _Named
+    elem_dtype: _TaggedValue
     block_size: Positive
     is_swizzled_scales: bool = False
 
 
 class _Nvfp4(msgspec.Struct):
-    """Attributes of `NVFP4Tensor`."""
+    """Attributes of `NVFP4Tensor` in a note."""
 
     block_size: Positive
     is_swizzled_scales: bool = False
 
 
 class _TensorNote(msgspec.Struct, rename={"type": "_type", "data": "_data", "parts": "_tensor_data_names"}):
-    """The metadata's note of one tensor."""
+    """The note on one tensor in the metadata."""
 
     type: str
     data: dict[str, Any] = {}
@@ -66,24 +66,24 @@ class _TensorNote(msgspec.Struct, rename={"type": "_type", "data": "_data", "par
 _names = msgspec.json.Decoder(list[str])
 
 
-class Described(msgspec.Struct, frozen=True):
-    """An encoded tensor as the metadata describes it."""
+class TensorDescription(msgspec.Struct, frozen=True):
+    """An encoded tensor as described by the metadata."""
 
     encoding: Encoding | None
-    """Codes are e4m3 where the class does not say; None if the description cannot be read."""
+    """Its encoding, with e4m3 codes where the class does not fix them; None where the description cannot be parsed."""
     parts: tuple[str, ...] = ()
     """Stored names of its parts."""
     refusals: tuple[Refusal, ...] = ()
-    """Why the description cannot be read."""
+    """Why the description cannot be parsed."""
 
 
-def described(metadata: Mapping[str, object]) -> Mapping[str, Described]:
-    """Return the encoded tensors that the metadata of torchao's files lists, by name; plain ones are left out.
+def read_descriptions(metadata: Mapping[str, object]) -> Mapping[str, TensorDescription]:
+    """Return name -> description of each encoded tensor in the metadata of torchao's files; plain tensors are absent.
 
     Args:
-        metadata: of one file, or of all together, where a key on which they differ has `file:` before it.
+        metadata: metadata of one file, or of all files, where a key with different values is preceded by `file:`.
     """
-    tensors: dict[str, Described] = {}
+    tensors: dict[str, TensorDescription] = {}
     for key, listed in metadata.items():
         if key != NAMES and not key.endswith(f":{NAMES}"):
             continue
@@ -93,13 +93,13 @@ def described(metadata: Mapping[str, object]) -> Mapping[str, Described]:
             tensors[key] = _unread(key, (), "CORRUPT", f"the list in the header's metadata is malformed: {error}")
             continue
         for name in names:
-            description = _described(name, metadata.get(name))
+            description = _read_note(name, metadata.get(name))
             if description is not None:
                 tensors[name] = description
     return tensors
 
 
-class Swizzled(msgspec.Struct, frozen=True):
+class SwizzledTensor(msgspec.Struct, frozen=True):
     """A tensor whose scales are stored in the order of a matrix-multiply kernel."""
 
     codes: str
@@ -107,26 +107,26 @@ class Swizzled(msgspec.Struct, frozen=True):
     scale: str
     """Stored name of its scales."""
     per_byte: int
-    """Codes in one stored element."""
+    """Codes per stored element."""
     block: int
-    """Codes along a row that share a scale."""
+    """Number of codes along a row that share a scale."""
     compact: Mapping[str, Any]
-    """Its description as it would be with scales in compact order."""
+    """Its description with scales in compact order."""
 
 
-def swizzled(metadata: Mapping[str, object]) -> Mapping[str, Swizzled]:
-    """Return the tensors with swizzled scales that torchao's files describe, by name; malformed ones are left out.
+def find_swizzled(metadata: Mapping[str, object]) -> Mapping[str, SwizzledTensor]:
+    """Return name -> tensor with swizzled scales, as torchao's files describe them; malformed descriptions are skipped.
 
     Args:
-        metadata: see `described`.
+        metadata: see `read_descriptions`.
     """
-    tensors: dict[str, Swizzled] = {}
-    for name, description in described(metadata).items():
+    tensors: dict[str, SwizzledTensor] = {}
+    for name, description in read_descriptions(metadata).items():
         text = str(metadata.get(name))
         if description.encoding is not None or _SWIZZLED not in text:
             continue
         try:
-            compact_note = _parsed(text)
+            compact_note = _parse_json(text)
             tensor = msgspec.convert(compact_note, _TensorNote)
             if tensor.type not in _BLOCKED or tensor.data.get(_SWIZZLED) is not True:
                 continue
@@ -137,17 +137,17 @@ def swizzled(metadata: Mapping[str, object]) -> Mapping[str, Swizzled]:
         head, dot, segment = name.rpartition(".")
         codes, scale = (f"{head}{dot}_{segment}_{buffer}" for buffer in _BUFFERS)
         if {codes, scale} <= set(description.parts):
-            tensors[name] = Swizzled(codes, scale, 8 // encoding.code_bits, encoding.tile[-1], compact_note)
+            tensors[name] = SwizzledTensor(codes, scale, 8 // encoding.code_bits, encoding.tile[-1], compact_note)
     return tensors
 
 
-def _described(name: str, text: object) -> Described | None:
-    """Read what the metadata says of one tensor; None for a plain one."""
+def _read_note(name: str, text: object) -> TensorDescription | None:
+    """Read the description of one tensor; None for a plain one."""
     if text is None:
         message = f"the header's metadata lists it under {NAMES}, but describes it not at all, or more than once"
         return _unread(name, (), "CORRUPT", message)
     try:
-        tensor = msgspec.convert(_parsed(str(text)), _TensorNote)
+        tensor = msgspec.convert(_parse_json(str(text)), _TensorNote)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         return _unread(name, (), "CORRUPT", f"the header's metadata describes it in a malformed way: {error}")
     if tensor.type == _PLAIN:
@@ -155,15 +155,15 @@ def _described(name: str, text: object) -> Described | None:
     head, dot, segment = name.rpartition(".")
     parts = tuple(f"{head}{dot}_{segment}_{suffix}" for suffix in tensor.parts)
     try:
-        return Described(_encoding(tensor), parts)
+        return TensorDescription(_encoding(tensor), parts)
     except msgspec.ValidationError as error:
         return _unread(name, parts, "CORRUPT", f"an attribute of its {tensor.type} is malformed: {error}")
     except _UnknownError as error:
         return _unread(name, parts, "UNSUPPORTED", str(error))
 
 
-def _parsed(text: str) -> Any:
-    """Return what a note says; ValueError where it is no JSON, and where two readers may read it in two ways."""
+def _parse_json(text: str) -> Any:
+    """Parse a note; ValueError where it is not JSON, or has a key twice."""
     return json.loads(text, object_pairs_hook=_once)
 
 
@@ -174,13 +174,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return note
 
 
-def _unread(name: str, parts: tuple[str, ...], code: Code, message: str) -> Described:
+def _unread(name: str, parts: tuple[str, ...], code: Code, message: str) -> TensorDescription:
     hint = "Save it dequantized with torchao, or move the file as it is." if code == "UNSUPPORTED" else ""
-    return Described(None, parts, (Refusal(code, message, Where(None, name), hint),))
+    return TensorDescription(None, parts, (Refusal(code, message, Where(None, name), hint),))
 
 
 class _UnknownError(ValueError):
-    """A tensor of a class, or with an attribute, that is not known here."""
+    """A tensor of an unknown class, or with an unknown attribute."""
 
 
 def _encoding(tensor: _TensorNote) -> Encoding:
@@ -204,8 +204,8 @@ def _encoding(tensor: _TensorNote) -> Encoding:
     raise _UnknownError(f"torchao's class {tensor.type!r} is not supported; known: {', '.join(_KNOWN)}")
 
 
-def _compact(swizzled: bool) -> None:
-    if swizzled:
+def _compact(find_swizzled: bool) -> None:
+    if find_swizzled:
         raise _UnknownError("its scales are in the order of a matrix-multiply kernel (`is_swizzled_scales`)")
 
 
@@ -214,11 +214,11 @@ _SWIZZLED = "is_swizzled_scales"
 _DATA = "_data"
 _BUFFERS = ("qdata", "scale")
 _PARTS = frozenset({*_BUFFERS, _GLOBAL, "act_per_tensor_scale"})
-"""Buffers that are read, or are of a layer's inputs."""
+"""Buffers that are read, or that belong to a layer's inputs."""
 _ATTRIBUTES = frozenset({
     "act_quant_kwargs", "block_size", "dtype", "elem_dtype", _SWIZZLED, "kernel_preference", "mm_config", "orig_dtype",
     "use_triton_kernel",
 })  # fmt: skip
-"""Attributes that are read, or say only how a layer multiplies."""
+"""Attributes that are read, or that only affect how a layer multiplies."""
 _BLOCKED = ("MXTensor", "NVFP4Tensor")
 _KNOWN = ("Float8Tensor", "MXTensor", "NVFP4Tensor")

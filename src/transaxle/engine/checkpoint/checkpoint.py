@@ -37,7 +37,7 @@ from transaxle.axes.layout.relayout import Check, Target, identity_target
 from transaxle.axes.notation.family import Dialect, Line, Recode, Sizes, same
 from transaxle.axes.notation.name import is_outer, natural, skeleton
 from transaxle.axes.translation.translate import Translation
-from transaxle.encodings.encoding import Encoded
+from transaxle.encodings.encoding import EncodedTensor
 from transaxle.engine.checkpoint.manifest import Manifest, hashed
 from transaxle.engine.checkpoint.peft_adapter import adapter_config, in_dialect
 from transaxle.engine.checkpoint.recognise import IDENTITY, Recognised, StoredNames, model_types, pick_dialect
@@ -132,7 +132,7 @@ class Checkpoint(TensorSet):
         return self.stored_names.catalog
 
     @property
-    def decoded(self) -> Mapping[str, Encoded]:
+    def decoded(self) -> Mapping[str, EncodedTensor]:
         """Tensors that are plain here and encoded where they are stored, by table name."""
         return self.stored_names.decoded
 
@@ -427,7 +427,7 @@ class Checkpoint(TensorSet):
         return Source(self.container, None if dialect in (None, IDENTITY) else self.catalog.buffers)
 
     @property
-    def encoded(self) -> Mapping[str, Encoded]:
+    def encoded(self) -> Mapping[str, EncodedTensor]:
         """The encoded tensors of this view by table name, with the names of their buffers."""
         return self.catalog.encoded if self._label in (None, IDENTITY) else self.view.encoded
 

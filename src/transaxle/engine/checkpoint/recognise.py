@@ -27,7 +27,7 @@ from transaxle.axes.layout.bind import (
 from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.axes.notation.name import skeleton
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG
-from transaxle.encodings.encoding import Encoded
+from transaxle.encodings.encoding import EncodedTensor
 from transaxle.engine.checkpoint.manifest import Manifest, read_manifest
 from transaxle.engine.checkpoint.peft_adapter import ADAPTED, adapter_config, check_model
 from transaxle.engine.checkpoint.settings import CONFIG, Settings, stored_config
@@ -577,7 +577,7 @@ class StoredNames:
         return any(name.startswith(ADAPTED) for name in self._container.entries)
 
     @cached_property
-    def decoded(self) -> Mapping[str, Encoded]:
+    def decoded(self) -> Mapping[str, EncodedTensor]:
         """Tensors that are plain here and encoded where they are stored, by table name."""
         if self._undecoded is None:
             return {}

@@ -14,7 +14,7 @@ from transaxle.axes.layout.bind import BoundNames
 from transaxle.axes.layout.relayout import Target
 from transaxle.axes.notation.computed import AffineSteps
 from transaxle.encodings.encoding import Role
-from transaxle.encodings.value_steps import STEPS, Recoded
+from transaxle.encodings.value_steps import STEPS, RecodedTensor
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.duplicates import PlannedCheck
 from transaxle.engine.views.encode import Step
@@ -76,7 +76,7 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
         """Table name of the tensor whose codes these are, if it is encoded here."""
         return self.step.tensor if self.step is not None and self.step.role == Role.CODES else None
 
-    def steps(self, computed: Mapping[str, Sequence[Recoded]]) -> list[dict[str, Any]]:
+    def steps(self, computed: Mapping[str, Sequence[RecodedTensor]]) -> list[dict[str, Any]]:
         """Return what makes it, in order, as plain JSON data.
 
         Args:
@@ -211,9 +211,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Axis sizes, as far as they are the same in every layer."""
     refusals: tuple[Refusal, ...]
     """Reasons why the conversion cannot run; empty if it can."""
-    recoded: tuple[Recoded, ...] = ()
+    recoded: tuple[RecodedTensor, ...] = ()
     """Tensors that are decoded or encoded."""
-    computed: dict[str, tuple[Recoded, ...]] = {}
+    computed: dict[str, tuple[RecodedTensor, ...]] = {}
     """File that does not exist on disk -> the steps that compute its tensor from stored ones, in order."""
     allow_lossy: bool = False
     """Whether a cast may turn finite values into infinities."""

@@ -34,13 +34,13 @@ from transaxle.encodings.conventions.convention import (
     hub_buffers,
     hub_convention,
     hub_global_scales,
+    refusal_for_hub,
     training_only,
-    unsaid,
 )
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG, module_of, read
-from transaxle.encodings.conventions.rewriting import written
-from transaxle.encodings.encoding import ENCODINGS, FLOAT8_BLOCK, PLAIN, Encoded, Error, Role
-from transaxle.encodings.value_steps import CASTING, Recoded
+from transaxle.encodings.conventions.rewriting import rewrite_config
+from transaxle.encodings.encoding import ENCODINGS, FLOAT8_BLOCK, PLAIN, EncodedTensor, Error, Role
+from transaxle.encodings.value_steps import CASTING, RecodedTensor
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.checkpoint.settings import CONFIG, stored_config
@@ -85,7 +85,7 @@ def published(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
     container = checkpoint.container
     files: dict[str, InMemoryFile] = {}
     entries: dict[str, Entry] = {}
-    problems = [refusal for tensor in trained if (refusal := unsaid(tensor)) is not None]
+    problems = [refusal for tensor in trained if (refusal := refusal_for_hub(tensor)) is not None]
     for tensor in trained:
         for buffer in hub_buffers(tensor, to):
             entry = names[buffer.stored]
@@ -106,7 +106,7 @@ def published(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
     return _of(checkpoint, replace(container, storage=storage, entries=renamed, metadata=metadata)), problems
 
 
-def _amaxes(container: Container, tensor: Encoded) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+def _amaxes(container: Container, tensor: EncodedTensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
 
     name = tensor.parts[Role.GLOBAL]
     return Source(container).read(name).view("<f4").astype(np.float32)
@@ -275,12 +275,12 @@ def _memory(family: Family) -> Sequence[Line]:
     return () if dialect is None else dialect.lines
 
 
-def computed(container: Container) -> dict[str, tuple[Recoded, ...]]:
+def computed(container: Container) -> dict[str, tuple[RecodedTensor, ...]]:
     """Return the steps that compute tensors from stored ones, by the file that each is read from, in order.
 
     A tensor has one file, that of its last step; what is decoded or cast of a mean reads the mean.
     """
-    by_name: dict[str, list[Recoded]] = {}
+    by_name: dict[str, list[RecodedTensor]] = {}
     for tensor in container.recoding.computed.values():
         by_name.setdefault(tensor.step.name, []).append(tensor.step)
     return {file: tuple(by_name[tensor.step.name]) for file, tensor in container.recoding.computed.items()}
@@ -307,7 +307,7 @@ def displaced(checkpoint: Checkpoint, names: Collection[str]) -> Iterator[Refusa
 
 def recoded(
     checkpoint: Checkpoint, outputs: Mapping[str, OutputTensor], planned: Sequence[PlannedTensor]
-) -> tuple[Recoded, ...]:
+) -> tuple[RecodedTensor, ...]:
     """Return the tensors whose values change.
 
     Args:
@@ -317,16 +317,16 @@ def recoded(
     """
     container = checkpoint.container
     read = {transfer.file for tensor in planned for transfer in tensor.transfers}
-    averaged, changed = list[Recoded](), list[Recoded]()
+    averaged, changed = list[RecodedTensor](), list[RecodedTensor]()
     for file, tensor in container.recoding.computed.items():
         entry = container.entries.get(tensor.step.name)  # what is computed of it, if anything, is read in its place
         if file in read or (entry is not None and read.intersection(extent.file for extent in entry.extents)):
             (averaged if tensor.step.action == "averaged" else changed).append(tensor.step)
     changed.extend(averaged)
-    written = (outputs[tensor.name] for tensor in planned)
-    steps = {product.step.tensor: product.step for product in written if product.step is not None}
+    planned_outputs = (outputs[tensor.name] for tensor in planned)
+    steps = {product.step.tensor: product.step for product in planned_outputs if product.step is not None}
     for name, step in steps.items():
-        changed.append(Recoded(name, "encoded", step.encoding, step.convention, step.dtype, step.shape))
+        changed.append(RecodedTensor(name, "encoded", step.encoding, step.convention, step.dtype, step.shape))
     return tuple(changed)
 
 
@@ -343,24 +343,26 @@ def buffers_of(view: View, name: str, encoding: str) -> list[OutputTensor]:
     return buffers
 
 
-def encoded_tensors(view: View, written: Iterable[OutputTensor]) -> dict[str, Encoded]:
+def encoded_tensors(view: View, outputs: Iterable[OutputTensor]) -> dict[str, EncodedTensor]:
     """Return the encoded tensors of a target by table name, both moved and newly encoded.
 
     Args:
         view: the target's tensors.
-        written: the tensors that are written.
+        outputs: the tensors that are written.
     """
     encoded = dict(view.encoded)
-    for product in written:
+    for product in outputs:
         step = product.step
         if step is not None:
             known_tensor = encoded.get(step.tensor)
             parts = {**(known_tensor.parts if known_tensor else {}), Role(step.role): product.name}
-            encoded[step.tensor] = Encoded(step.tensor, step.spec, step.shape, parts, step.convention)
+            encoded[step.tensor] = EncodedTensor(step.tensor, step.spec, step.shape, parts, step.convention)
     return encoded
 
 
-def measure(recoding: Recoding, steps: Iterable[Recoded], limit: Limits) -> dict[Recoded, tuple[Error, int]]:
+def measure(
+    recoding: Recoding, steps: Iterable[RecodedTensor], limit: Limits
+) -> dict[RecodedTensor, tuple[Error, int]]:
     """Return the error of each computed tensor, and how many finite values became infinite; most are read once for it.
 
     Args:
@@ -370,7 +372,7 @@ def measure(recoding: Recoding, steps: Iterable[Recoded], limit: Limits) -> dict
     """
     wanted = set(steps)
     computed = [tensor for tensor in recoding.computed.values() if tensor.step in wanted] if wanted else []
-    errors: dict[Recoded, tuple[Error, int]] = {}
+    errors: dict[RecodedTensor, tuple[Error, int]] = {}
 
     def measure_one(_: object, number: int) -> None:
         errors[computed[number].step] = computed[number].measure()
@@ -379,7 +381,7 @@ def measure(recoding: Recoding, steps: Iterable[Recoded], limit: Limits) -> dict
     return errors
 
 
-def refuse_infinite(errors: Mapping[Recoded, tuple[Error, int]], dtype: str | None) -> None:
+def refuse_infinite(errors: Mapping[RecodedTensor, tuple[Error, int]], dtype: str | None) -> None:
     """Refuse finite values that would become infinite: cast, merged, or decoded as the product of code and scale.
 
     Args:
@@ -458,7 +460,7 @@ def rewritten(
         try:
             before = given if given and file == CONFIG else stored_config(checkpoint.container.storage, file)
             elsewhere = file == CONFIG != describing_file
-            after = written(
+            after = rewrite_config(
                 before,
                 encoded,
                 shapes,
@@ -478,7 +480,7 @@ def rewritten(
     return new_texts
 
 
-def _codes(view: View, encoded: Mapping[str, Encoded], dialect: str) -> set[str]:
+def _codes(view: View, encoded: Mapping[str, EncodedTensor], dialect: str) -> set[str]:
     """Return the names, in the source, of what is encoded in the target."""
     if dialect == IDENTITY:
         return set(encoded)

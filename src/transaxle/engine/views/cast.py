@@ -20,7 +20,7 @@ from transaxle.axes.layout.relayout import identity_target
 from transaxle.encodings.conventions.buffer_group import is_of_cache, may_be_codes, may_scale
 from transaxle.encodings.conventions.convention import training_only
 from transaxle.encodings.encoding import CASTS, PLAIN, Error, Wide
-from transaxle.encodings.value_steps import Action, Recoded
+from transaxle.encodings.value_steps import Action, RecodedTensor
 from transaxle.engine.source import Source
 from transaxle.engine.views.decoded import RowMajorBytes
 from transaxle.engine.views.encode import chosen
@@ -78,9 +78,9 @@ class Caster:
             out[low - offset : high - offset] = cast_bytes[low - start * item : high - start * item]
 
     @property
-    def step(self) -> Recoded:
+    def step(self) -> RecodedTensor:
         """See `Computed`."""
-        return Recoded(self.entry.name, self.action, self.entry.dtype, "", self.dtype, self.entry.shape)
+        return RecodedTensor(self.entry.name, self.action, self.entry.dtype, "", self.dtype, self.entry.shape)
 
     def measure(self) -> tuple[Error, int]:
         """Return how far the cast values are from the originals, and how many finite ones became infinite."""

@@ -35,8 +35,8 @@ from transaxle.axes.layout.relayout import Target, identity_target
 from transaxle.axes.notation.family import PLAIN, NumberFormat, Recode
 from transaxle.encodings.conventions.convention import CONVENTIONS, training_only
 from transaxle.encodings.conventions.torchao_convention import NAMES
-from transaxle.encodings.encoding import Encoded, Error, Role, Wide
-from transaxle.encodings.value_steps import Recoded
+from transaxle.encodings.encoding import EncodedTensor, Error, Role, Wide
+from transaxle.encodings.value_steps import RecodedTensor
 from transaxle.engine.source import Source
 from transaxle.engine.views.encoded import Catalog, buffer_name
 from transaxle.errors import Refusal, Where, refuse
@@ -159,7 +159,9 @@ class Decoder:
         cache: shared memory for scales.
     """
 
-    def __init__(self, tensor: Encoded, source: Source, reader: Readable, dtype: Wide, cache: _ScaleCache) -> None:
+    def __init__(
+        self, tensor: EncodedTensor, source: Source, reader: Readable, dtype: Wide, cache: _ScaleCache
+    ) -> None:
 
         self.tensor = tensor
         self.dtype = dtype
@@ -220,10 +222,10 @@ class Decoder:
         return out
 
     @property
-    def step(self) -> Recoded:
+    def step(self) -> RecodedTensor:
         """See `Computed`."""
         tensor = self.tensor
-        return Recoded(tensor.name, "decoded", tensor.encoding.name, tensor.convention, self.dtype, tensor.shape)
+        return RecodedTensor(tensor.name, "decoded", tensor.encoding.name, tensor.convention, self.dtype, tensor.shape)
 
     def measure(self) -> tuple[Error, int]:
         """Return how far the decoded values are from the exact products, over the whole tensor; an overflow is an

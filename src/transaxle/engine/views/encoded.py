@@ -32,8 +32,8 @@ from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED, T
 from transaxle.encodings.conventions.quantization import SECTIONS, Quantization, read
 from transaxle.encodings.conventions.scheme import UNKNOWN_KEY
 from transaxle.encodings.conventions.torchao_convention import NAMES as TORCHAO_NAMES
-from transaxle.encodings.conventions.torchao_convention import Swizzled, swizzled
-from transaxle.encodings.encoding import WHOLE, Encoded, Encoding, Role
+from transaxle.encodings.conventions.torchao_convention import SwizzledTensor, find_swizzled
+from transaxle.encodings.encoding import WHOLE, EncodedTensor, Encoding, Role
 from transaxle.engine.source import Source, redescribed
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.catalog import ITEM_BITS, Container, Entry, Extent
@@ -92,7 +92,7 @@ def ordering(container: Container) -> Container:
     entries = container.entries
     described = {
         name: (tensor, shape)
-        for name, tensor in swizzled(container.metadata).items()
+        for name, tensor in find_swizzled(container.metadata).items()
         if (shape := _shape(entries, tensor))
     }
     if not described:
@@ -120,7 +120,7 @@ def compacted(container: Container) -> Container:
     return replace(container, entries=entries, metadata=metadata)
 
 
-def _shape(entries: Mapping[str, Entry], description: Swizzled) -> tuple[int, int] | None:
+def _shape(entries: Mapping[str, Entry], description: SwizzledTensor) -> tuple[int, int] | None:
     """Return the number of scales along both dims; None if the stored ones do not fill the kernel's tiles."""
     codes, scale = entries.get(description.codes), entries.get(description.scale)
     if codes is None or scale is None or len(codes.shape) != 2 or ITEM_BITS.get(scale.dtype) != 8:
@@ -158,7 +158,7 @@ class Catalog(msgspec.Struct, frozen=True, dict=True):
     """The files."""
     entries: Mapping[str, Entry]
     """Table name -> entry: plain tensors, and the codes of encoded ones with the shape in elements."""
-    encoded: Mapping[str, Encoded]
+    encoded: Mapping[str, EncodedTensor]
     """The encoded tensors among them."""
     quantization: Quantization | None = None
     """The config's description of them."""
@@ -277,7 +277,7 @@ class View(Translation, frozen=True):
 
     stored: Mapping[str, StoredForm] = msgspec.field(default_factory=dict)
     """Dtype and shape of targets that are stored in another form than their elements."""
-    encoded: Mapping[str, Encoded] = msgspec.field(default_factory=dict)
+    encoded: Mapping[str, EncodedTensor] = msgspec.field(default_factory=dict)
     """The encoded tensors by table name, with the names of their buffers."""
 
     def described(self, name: str) -> StoredForm:
@@ -305,7 +305,7 @@ def viewed(translation: Translation, catalog: Catalog) -> View:
     return _BufferFollower(translation, catalog).run()
 
 
-def _view(translation: Translation, stored: Mapping[str, StoredForm], encoded: Mapping[str, Encoded]) -> View:
+def _view(translation: Translation, stored: Mapping[str, StoredForm], encoded: Mapping[str, EncodedTensor]) -> View:
     return View(**structs.asdict(translation), stored=stored, encoded=encoded)
 
 
@@ -318,7 +318,7 @@ class _BufferFollower:
         self.problems = [*catalog.refusals, *translation.refusals]
         self.targets: dict[str, Target] = {}
         self.stored: dict[str, StoredForm] = {}
-        self.encoded: dict[str, Encoded] = {}
+        self.encoded: dict[str, EncodedTensor] = {}
         self.checks: list[Check] = []
         self.names: dict[str, str] = {}
 
@@ -363,7 +363,7 @@ class _BufferFollower:
         if described is not None and described != (target.dtype, target.shape):
             self.stored[name] = described
 
-    def _encoded(self, target: Target) -> Encoded | None:
+    def _encoded(self, target: Target) -> EncodedTensor | None:
         """Return one of the encoded tensors that a target consists of, which are all alike; None for a plain target.
 
         Raises:
@@ -388,7 +388,7 @@ class _BufferFollower:
         )
         return f"{tensor.encoding.name} ({tensor.convention}: {', '.join(buffers)})", tensor.encoding, tensor.convention
 
-    def _follow(self, target: Target, tensor: Encoded) -> None:
+    def _follow(self, target: Target, tensor: EncodedTensor) -> None:
         """Add a target for each buffer of an encoded tensor."""
         convention = CONVENTIONS[tensor.convention] if target.is_identity else written_as(tensor)
         parts: dict[Role, str] = {}
@@ -404,9 +404,9 @@ class _BufferFollower:
             self._add(buffer, name, described)
             self.checks.extend(structs.replace(c, first=structs.replace(c.first, name=name)) for c in checks)
         self.names[target.name] = parts[Role.CODES]
-        self.encoded[target.name] = Encoded(target.name, tensor.encoding, target.shape, parts, convention.name)
+        self.encoded[target.name] = EncodedTensor(target.name, tensor.encoding, target.shape, parts, convention.name)
 
-    def _buffers(self, target: Target, tensor: Encoded) -> Iterator[tuple[Role, Target, Sequence[Check]]]:
+    def _buffers(self, target: Target, tensor: EncodedTensor) -> Iterator[tuple[Role, Target, Sequence[Check]]]:
         """Yield the target of each buffer, in tiles, with checks of the numbers that become one and so must be equal.
 
         Raises:
@@ -470,7 +470,7 @@ def _merged(target: Target, role: Role, first: Target, second: Target) -> str:
     return f"{target.rule}\nit has one {role} for the tensors of {first_name} and {second_name}, which have one each"
 
 
-def written_as(tensor: Encoded) -> Convention:
+def written_as(tensor: EncodedTensor) -> Convention:
     """Return the convention in which an encoded tensor is written: its own, or one with the same numbers.
 
     Raises:

@@ -35,12 +35,12 @@ from transaxle.encodings.conventions.convention import (
     hub_buffers,
     hub_convention,
     hub_global_scales,
+    refusal_for_hub,
     training_only,
-    unsaid,
 )
 from transaxle.encodings.conventions.quantization import read
-from transaxle.encodings.conventions.rewriting import unquantized, written
-from transaxle.encodings.encoding import FLOAT8, NVFP4, WHOLE, Encoded, Encoding, Role
+from transaxle.encodings.conventions.rewriting import rewrite_config, without_quantization
+from transaxle.encodings.encoding import FLOAT8, NVFP4, WHOLE, EncodedTensor, Encoding, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
 from transaxle.live.global_tensors import Census
@@ -67,7 +67,7 @@ class _EncodedWeight:
     """Safetensors code of its decoded values."""
 
 
-wire.tellable(_EncodedWeight, Encoded, Encoding, Role)
+wire.tellable(_EncodedWeight, EncodedTensor, Encoding, Role)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def as_trained(checkpoint: Checkpoint) -> Checkpoint:
     names = {old: trained.stored(each.name, role, FLOAT8) for each in encoded for role, old in each.parts.items()}
     renamed = [msgspec.structs.replace(entry, name=names.get(old, old)) for old, entry in container.entries.items()]
     entries = {entry.name: entry for entry in renamed}
-    settings = msgspec.structs.replace(checkpoint.settings, config=unquantized(checkpoint.config))
+    settings = msgspec.structs.replace(checkpoint.settings, config=without_quantization(checkpoint.config))
     return Checkpoint(msgspec.structs.replace(container, entries=entries), settings, None, None, checkpoint.undecoded)
 
 
@@ -195,7 +195,7 @@ def _weight(name: str, parameter: torch.Tensor) -> _EncodedWeight:
     parts = {Role.CODES: name, Role.SCALE: name + suffix_of(SCALE, quantizer)}
     if encoding.has_global:
         parts[Role.GLOBAL] = name + suffix_of(AMAX, quantizer)
-    return _EncodedWeight(Encoded(name, encoding, whole_shape(parameter), parts, TE), code_of(parameter.dtype))
+    return _EncodedWeight(EncodedTensor(name, encoding, whole_shape(parameter), parts, TE), code_of(parameter.dtype))
 
 
 def _octets(scales: torch.Tensor) -> torch.Tensor:
