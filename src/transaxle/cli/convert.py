@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transaxle.engine.traffic import Matrix, Traffic
 
 
-def _describe_change(recoded: Recoded) -> str:
+def _describe_change(recoded: RecodedTensor) -> str:
     """Describe a change of values: averaging, merging, a cast, or a change of encoding."""
     if recoded.action == "averaged":
         return f"replicas that differ, {recoded.dtype}"
@@ -46,7 +46,7 @@ def _describe_change(recoded: Recoded) -> str:
     return f"{before} -> {after}"
 
 
-def print_recoded(screen: Screen, recoded: Sequence[Recoded]) -> None:
+def print_recoded(screen: Screen, recoded: Sequence[RecodedTensor]) -> None:
     """Print which tensors a plan decodes, encodes, casts, merges or averages."""
     by_name = sorted(recoded, key=lambda tensor: natural(tensor.name))
     rows = fold((tensor.name for tensor in by_name), ((tensor.action, _describe_change(tensor)) for tensor in by_name))
@@ -55,7 +55,7 @@ def print_recoded(screen: Screen, recoded: Sequence[Recoded]) -> None:
         screen.some(f"  {plural(count, 'tensor')} will be {action}, {change}", matching_rows)
 
 
-def print_measured(screen: Screen, measured: Sequence[Measured]) -> None:
+def print_measured(screen: Screen, measured: Sequence[MeasuredTensor]) -> None:
     """Print which tensors' values have changed, and by how much."""
     ordered = sorted(measured, key=lambda item: natural(item.what.name))
     for (action, change), count in _counts([item.what for item in ordered]).items():
@@ -75,7 +75,7 @@ def print_measured(screen: Screen, measured: Sequence[Measured]) -> None:
         screen.some(f"  {plural(count, 'tensor')} {action}, {change}; {exact:,} exactly", listed)
 
 
-def _largest_errors(measured: Sequence[Measured]) -> str:
+def _largest_errors(measured: Sequence[MeasuredTensor]) -> str:
     """Describe the largest changes of values among these tensors."""
     if all(measurement.error.exact for measurement in measured):
         return "exact"

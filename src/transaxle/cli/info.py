@@ -196,7 +196,7 @@ def _print_table(screen: Screen, name: str, rules: str | None) -> int:
     """Print the complete table of a family, with all statements that it takes over from other families."""
     family = pick_family(name, settings(rules=rules).families)
     assert family.written is not None  # only families created in memory have no text
-    text = family.written.spelled()
+    text = family.written.spell_out()
     if screen.as_json:
         legend = {"model_types": list(family.model_types), "frameworks": dialect_facts(family.labels)}
         legend["axes"] = axis_facts(family)

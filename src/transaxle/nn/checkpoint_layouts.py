@@ -361,7 +361,7 @@ def _move(
 ) -> None:
     """Convert the states of one stem's parameters into the other form, for the experts of this rank."""
     names = stem.sources
-    new_names = [stem.member(expert) for expert in experts] if stem.wanted == MEMBERS else stem.targets
+    new_names = [stem.member(expert) for expert in experts] if stem.requested == MEMBERS else stem.targets
     renamed.update(dict.fromkeys(names, new_names))
     old_states = {name: states.pop(name, {}) for name in names}
     lacking = [name for name, state in old_states.items() if not state]
@@ -372,7 +372,7 @@ def _move(
     values = {(name, slot): value for name, state in old_states.items() for slot, value in state.items()}
     number_slots = {slot for (_, slot), value in values.items() if not isinstance(value, torch.Tensor)}
     tensors = {join_slot(*key): torch.as_tensor(value) for key, value in values.items()}
-    translation = regrouped([stem], describe(tensors) | {name: Entry("", shapes[name]) for name in names})
+    translation = regroup([stem], describe(tensors) | {name: Entry("", shapes[name]) for name in names})
     targets = {name: target for name, target in translation.targets.items() if split_slot(name)[1] != WEIGHT}
     checks = tuple(check for check in translation.checks if _of_states(check))
     for name, value in move(replace(translation, checks=checks), tensors, targets).items():

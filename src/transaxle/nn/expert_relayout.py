@@ -190,11 +190,11 @@ def remap(state: Mapping[str, Any], prefix: str, layer: Layer) -> dict[str, Any]
     }
     changing = stems(shapes, prefix, layer)
     sources = {name: entries.pop(name) for stem in changing for name in stem.sources}
-    entries |= move(regrouped(changing, describe(sources)), sources)
+    entries |= move(regroup(changing, describe(sources)), sources)
     return {name: value for name, value in entries.items() if not _elsewhere(name, prefix, layer)}
 
 
-def stems(shapes: Mapping[str, Shape], prefix: str, layer: Layer) -> tuple[Stem, ...]:
+def stems(shapes: Mapping[str, Shape], prefix: str, layer: Layer) -> tuple[Regrouping, ...]:
     """Return the layer's parameters that a state dict has in another form than the layer, or in both forms.
 
     Args:
@@ -210,7 +210,7 @@ def stems(shapes: Mapping[str, Shape], prefix: str, layer: Layer) -> tuple[Stem,
 
 def _groups(prefix: str, layer: Layer) -> list[ExpertSet]:
     return [
-        ExpertSet(f"{prefix}{stem}", suffix, layer.count, shape, layer.single[stem], own=layer.local_experts)
+        ExpertSet(f"{prefix}{stem}", suffix, layer.count, shape, layer.single[stem], local_numbers=layer.local_experts)
         for stem, weight_shape in layer.shapes.items()
         for suffix, shape in {"": weight_shape, **layer.further_buffers.get(stem, {})}.items()
     ]
@@ -231,7 +231,7 @@ def _is_own(name: str, prefix: str, layer: Layer) -> bool:
 
 def _elsewhere(name: str, prefix: str, layer: Layer) -> bool:
     """Tell whether a name is that of an expert on another rank."""
-    split = numbered(name)
+    split = split_number(name)
     if split is None or not split.before.startswith(prefix):
         return False
     stem = split.before.removeprefix(prefix)

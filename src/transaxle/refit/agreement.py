@@ -67,7 +67,7 @@ Maxima = Mapping[str, np.ndarray]
 class EncodedTarget:
     """One logical tensor that the target stores as codes and scales."""
 
-    tensor: Encoded
+    tensor: EncodedTensor
     """The tensor's encoding, logical shape and buffer names."""
     buffers: Mapping[Role, GlobalTensor]
     """Each buffer (codes, scales, global scale) with its placement on the ranks."""

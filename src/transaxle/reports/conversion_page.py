@@ -130,7 +130,7 @@ def _conversion_sections(finished: Finished) -> Iterator[Section]:
     yield from _other_names_section(report)
 
 
-def _changed_values(recoded: Sequence[Measured]) -> Section:
+def _changed_values(recoded: Sequence[MeasuredTensor]) -> Section:
     keys = [(each.what.action, each.what.encoding, each.what.convention, each.what.dtype) for each in recoded]
     steps = {
         (each.what.name, key): each for each, key in zip(recoded, keys, strict=True)
