@@ -1,1 +1,1 @@
-"""Tables by tracing: where a converter puts every number says what its table is."""
+"""Derivation of tables by tracing: a table follows from where a converter moves every number."""

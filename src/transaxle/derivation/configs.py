@@ -1,10 +1,10 @@
-"""What configs say: values, names for what is derived of them, and conditions.
+"""Configs: possible sizes in them, names for axes and tensors, and conditions.
 
-**What a config says**: numbers that may be sizes, and statements that may be conditions.
+**Sizes**: numbers in configs that may be sizes of axes.
 
-**Names**: what a table calls its axes and tensors.
+**Names**: names of axes and tensors in a derived table.
 
-**Conditions**: what in the configs says where a tensor is.
+**Conditions**: statements over the config that are true exactly where a tensor exists.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ LETTERS = {
     "n_routed_experts": "e", "experts": "e", "num_key_value_heads": "g", "num_attention_heads": "a", "head_dim": "c",
     "out_channels": "o", "kernel_size": "k", "max_position_embeddings": "s", "patch_size": "p", "num_channels": "r",
 }  # fmt: skip
-"""What our own tables call the axes of these keys."""
+"""Config key -> name of its axis in hand-written tables."""
 _WORD = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def axis_letters(source: str) -> str:
-    """Return a short name for an axis: by its config key, by the word before its index, or by nothing but `x`."""
+    """Return a short name for an axis: by its config key, else by the word before its index, else `x`."""
     words = _WORD.findall(source.lower())
     if not words:
         return "x"
@@ -79,16 +79,16 @@ def axis_letters(source: str) -> str:
     return "".join(word.split("_")[-1][0] for word in words)[:3]
 
 
-def first_free(wanted: str, taken: Iterable[str]) -> str:
-    """Return a name with the smallest number that makes it free."""
-    taken = set(taken) | RESERVED
-    if wanted not in taken:
-        return wanted
-    return next(name for number in range(2, len(taken) + 3) if (name := f"{wanted}{number}") not in taken)
+def first_free(base: str, used: Iterable[str]) -> str:
+    """Return a name with the smallest number that makes it unused."""
+    used = set(used) | RESERVED
+    if base not in used:
+        return base
+    return next(name for number in range(2, len(used) + 3) if (name := f"{base}{number}") not in used)
 
 
 def tensor_names(patterns: Sequence[tuple[str, str]]) -> list[str]:
-    """Name logical tensors after their stored names: as few of the last words as tell them apart.
+    """Name logical tensors after their stored names: by as few of the last words as make them distinct.
 
     Args:
         patterns: names in hub and memory of each tensor.
@@ -96,10 +96,10 @@ def tensor_names(patterns: Sequence[tuple[str, str]]) -> list[str]:
     stems = [_stem(hub, memory, patterns) for hub, memory in patterns]
     names: list[str] = []
     for at, words in enumerate(stems):
-        others = stems[:at] + stems[at + 1 :]
+        other_stems = stems[:at] + stems[at + 1 :]
         for count in range(min(2, len(words)), len(words) + 1):
             end = words[-count:]
-            if all(other[-count:] != end for other in others):
+            if all(other[-count:] != end for other in other_stems):
                 break
         else:
             end = words
@@ -109,7 +109,7 @@ def tensor_names(patterns: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _stem(hub: str, memory: str, patterns: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the words of the side that names a tensor alone."""
+    """Return the words of that side whose name identifies a tensor."""
     chosen = hub if sum(pattern[0] == hub for pattern in patterns) == 1 else memory
     if chosen == memory and sum(pattern[1] == memory for pattern in patterns) > 1:
         chosen = f"{memory}.{hub.rpartition('.')[2]}"
@@ -120,13 +120,13 @@ def _stem(hub: str, memory: str, patterns: Sequence[tuple[str, str]]) -> list[st
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAME = re.compile(r"(?!len\()[A-Za-z_][A-Za-z0-9_.]*")
 _OF_NO_SIZE = re.compile(r"(_token_id|_token_index|_id|_ids|version|seed|_class)$")
-"""Keys whose numbers are no sizes."""
+"""Keys whose numbers are not sizes."""
 _DEEPEST = 4
-"""Levels of configs inside configs that are read."""
+"""Number of nested config levels that are read."""
 
 
 def leaves(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield every value of a config with its dotted key."""
+    """Yield every value in a config with its dotted key."""
     for key, value in config.items():
         if not _KEY.fullmatch(str(key)) or key.startswith("_"):
             continue
@@ -138,16 +138,16 @@ def leaves(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any
 
 
 def numbers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return what may be a size: whole numbers, and how many entries a list has."""
-    found = {}
+    """Return the possible sizes in a config: whole numbers, and lengths of lists."""
+    sizes = {}
     for key, value in leaves(config):
         if _OF_NO_SIZE.search(key):
             continue
         if isinstance(value, int) and not isinstance(value, bool):
-            found[key] = value
+            sizes[key] = value
         elif isinstance(value, list) and value:
-            found[f"len({key})"] = len(value)
-    return found
+            sizes[f"len({key})"] = len(value)
+    return sizes
 
 
 class Sizes:
@@ -155,22 +155,24 @@ class Sizes:
 
     Args:
         configs: the config of every trace.
-        aliases: key -> other keys under which configs have the same.
+        aliases: key -> other keys with the same meaning.
     """
 
     def __init__(self, configs: Sequence[Mapping[str, Any]], aliases: Mapping[str, Sequence[str]]) -> None:
-        found = [numbers(config) for config in configs]
-        common = [key for key in found[0] if all(key in each for each in found)] if found else []
-        self._values = {key: tuple(each[key] for each in found) for key in common}
+        sizes_by_trace = [numbers(config) for config in configs]
+        common = (
+            [key for key in sizes_by_trace[0] if all(key in each for each in sizes_by_trace)] if sizes_by_trace else []
+        )
+        self._values = {key: tuple(each[key] for each in sizes_by_trace) for key in common}
         self._aliases = aliases
 
     def formula(self, size: Mapping[int, int], near: str = "", *, deep: bool = False) -> str | None:
-        """Return the formula of a size, None if none fits or none is better than others.
+        """Return the formula of a size; None if none fits, or if several fit equally well.
 
         Args:
-            size: trace -> size there.
-            near: part of a config that the tensor belongs to; its keys come first.
-            deep: try products and sums of keys too, and take the best of several.
+            size: trace -> size.
+            near: section of the config that the tensor belongs to; keys in it are preferred.
+            deep: also try products and sums of keys, and choose the best of several.
         """
         for level in (self._simple, self._of_two, self._of_three) if deep else (self._simple,):
             fitting = sorted({text: self._rank(text, near) for text in level(size)}.items(), key=lambda item: item[1])
@@ -178,26 +180,26 @@ class Sizes:
                 continue
             if not deep and len(fitting) > 1 and fitting[0][1][:2] == fitting[1][1][:2]:
                 return None
-            return self.spelled(fitting[0][0])
+            return self.with_aliases(fitting[0][0])
         return None
 
     @staticmethod
     def _rank(text: str, near: str) -> tuple[int, int, int, str]:
-        """Return how far a formula is from a tensor: keys of its part of the config first, then those we know."""
+        """Return a sort key of formulas for a tensor: keys in its config section first, then well-known keys."""
         keys = _NAME.findall(text)
         far = sum(not key.startswith(f"{near}.") if near else "." in key for key in keys)
         unknown = sum(key.rpartition(".")[2] not in LETTERS for key in keys) + text.count("len(")
         return far, unknown, len(text), text
 
-    def spelled(self, formula: str) -> str:
-        """Return a formula with all spellings of its keys."""
+    def with_aliases(self, formula: str) -> str:
+        """Return a formula with all alternative names of its keys."""
 
         def alternatives(match: re.Match[str]) -> str:
             key = match[0]
             scope, _, leaf = key.rpartition(".")
-            others = [f"{scope}.{alias}" if scope else alias for alias in self._aliases.get(leaf, ())]
-            both = "|".join([key, *others])
-            return both if not others or both == formula else f"({both})"
+            alias_keys = [f"{scope}.{alias}" if scope else alias for alias in self._aliases.get(leaf, ())]
+            alternative_keys = "|".join([key, *alias_keys])
+            return alternative_keys if not alias_keys or alternative_keys == formula else f"({alternative_keys})"
 
         text = _NAME.sub(alternatives, formula)
         return text.removeprefix("(").removesuffix(")") if text == f"({text[1:-1]})" and text.count("(") == 1 else text
@@ -222,16 +224,16 @@ class Sizes:
                     yield f"{key}*{factor}"
                 if self._fits(size, [value // factor if value % factor == 0 else None for value in values]):
                     yield f"{key}/{factor}"
-        for (one, first), (other, second) in combinations(keys.items(), 2):
+        for (left, first), (right, second) in combinations(keys.items(), 2):
             if self._fits(size, [a * b for a, b in zip(first, second, strict=True)]):
-                yield f"{one}*{other}"
+                yield f"{left}*{right}"
             if self._fits(size, [a + b for a, b in zip(first, second, strict=True)]):
-                yield f"{one}+{other}"
-        for (one, first), (other, second) in permutations(keys.items(), 2):
+                yield f"{left}+{right}"
+        for (left, first), (right, second) in permutations(keys.items(), 2):
             if self._fits(size, [a // b if a % b == 0 else None for a, b in zip(first, second, strict=True)]):
-                yield f"{one}/{other}"
+                yield f"{left}/{right}"
             if self._fits(size, [a - b for a, b in zip(first, second, strict=True)]):
-                yield f"{one}-{other}"
+                yield f"{left}-{right}"
 
     def _of_three(self, size: Mapping[int, int]) -> Iterator[str]:
         keys = self._candidates()
@@ -258,54 +260,53 @@ class Sizes:
 
 
 INDEX = "_index_"
-"""Stands for the index in a condition, until its axis has a name."""
+"""Placeholder for the index in a condition, until its axis has a name."""
 _OF_LAYERS = re.compile(r"dense|replace|first|step|offset|layer|interval|freq|period|every|start|skip|sparse|pattern")
-"""Keys that may say which layers are of a kind; other numbers are sizes, and fit by accident."""
+"""Keys that may determine the kinds of layers; other numbers are sizes, which fit by accident."""
 _PERIOD = re.compile(r"period|step|freq|interval")
 _KEY_IN_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 _NO_KEYS = frozenset({"not", "in", "and", "or", "len", "True", "False", "None", INDEX})
 SOMETIMES = "False"
-"""The condition of a tensor of which only its names tell where it is."""
+"""Condition of a tensor whose presence only its names show."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Where a tensor is in one trace."""
+class Presence:
+    """The presence of a tensor in one trace."""
 
     config: Mapping[str, Any]
-    """The trace's config."""
+    """Config of the trace."""
     count: int
-    """Number of indices that there are; 0: the tensor has none."""
+    """Number of possible indices; 0: the tensor has none."""
     present: frozenset[int]
-    """Those at which it is; {0} for a tensor without index that is there."""
+    """Indices at which the tensor exists; `{0}` for an existing tensor without index."""
     judged: frozenset[int] | None = None
-    """Those that count; None: all."""
+    """Indices that a condition must explain; None: all."""
 
 
-def condition(seen: Sequence[Seen], hints: Sequence[str] = (), *, careful: bool = False) -> str | None:
-    """Return the first statement over the config that is true exactly where a tensor is.
+def condition(presences: Sequence[Presence], hints: Sequence[str] = (), *, careful: bool = False) -> str | None:
+    """Return the first statement over the config that is true exactly where a tensor exists.
 
     Args:
-        seen: where it is in each trace.
-        hints: words of the tensor's name: a statement about keys with such words comes first.
-
-        careful: only a statement that fits alone.
+        presences: presence of the tensor in each trace.
+        hints: words of the tensor's name; statements about keys with such words come first.
+        careful: accept a statement only if no other one fits.
 
     Returns:
-        The formula, the index written as `INDEX`; None if no statement fits.
+        The formula, with `INDEX` for the index; None if no statement fits.
     """
-    fitting = [text for text in dict.fromkeys(_candidates(seen)) if all(_holds(text, each) for each in seen)]
+    fitting = [text for text in dict.fromkeys(_candidates(presences)) if all(_holds(text, each) for each in presences)]
     fitting.sort(key=lambda text: (-sum(hint in text for hint in hints), *_unlikely(text)))
     return fitting[0] if fitting and not (careful and len(fitting) > 1) else None
 
 
 def _unlikely(text: str) -> tuple[bool, bool, int]:
-    """Return what makes a statement less likely than another one: a flag of ties is about tied tensors."""
+    """Return a sort key that puts unlikely statements last: a flag for ties should concern tied tensors."""
     return "tie_word_embeddings" in text, text.startswith("not "), text.count(".")
 
 
-def negated(text: str) -> str:
-    """Return the statement that is true where another is false."""
+def negate(text: str) -> str:
+    """Return the negation of a statement."""
     inner = text.removeprefix("not ")
     if inner != text and (" " not in inner or inner.startswith("(")):
         return inner
@@ -313,27 +314,27 @@ def negated(text: str) -> str:
 
 
 def keys_of(text: str) -> frozenset[str]:
-    """Return the config keys that a statement speaks of."""
+    """Return the config keys in a statement."""
     return frozenset(_KEY_IN_TEXT.findall(re.sub('"[^"]*"', "", text))) - _NO_KEYS
 
 
-def _holds(text: str, seen: Seen) -> bool:
+def _holds(text: str, presence: Presence) -> bool:
     formula = Formula(text)
-    for index in range(seen.count or 1) if seen.judged is None else seen.judged:
+    for index in range(presence.count or 1) if presence.judged is None else presence.judged:
         try:
-            value = formula(ChainMap({INDEX: index}, dict(seen.config)))
+            value = formula(ChainMap({INDEX: index}, dict(presence.config)))
         except TransaxleError:
             return False
-        if value is None or bool(value) is not (index in seen.present):
+        if value is None or bool(value) is not (index in presence.present):
             return False
     return True
 
 
-def _candidates(seen: Sequence[Seen]) -> Iterator[str]:
-    configs = [dict(leaves(each.config)) for each in seen]
+def _candidates(presences: Sequence[Presence]) -> Iterator[str]:
+    configs = [dict(leaves(each.config)) for each in presences]
     common = [key for key in configs[0] if all(key in config for config in configs)]
     yield from _of_flags(configs, common)
-    if not any(each.count for each in seen):
+    if not any(each.count for each in presences):
         return
     for period in (key for key in common if _PERIOD.search(key)):
         for offset in (key for key in common if key.startswith(period[:4]) and "offset" in key):
@@ -342,10 +343,10 @@ def _candidates(seen: Sequence[Seen]) -> Iterator[str]:
     for key in common:
         values = [config[key] for config in configs]
         if all(isinstance(value, list) for value in values):
-            yield from _of_lists(key, seen, values)
+            yield from _of_lists(key, presences, values)
         elif _OF_LAYERS.search(key) and all(isinstance(v, int) and not isinstance(v, bool) for v in values):
             yield from (f"{INDEX} >= {key}", f"{INDEX} < {key}")
-            if all(value > 0 for value in values) and any(v != s.count for v, s in zip(values, seen, strict=True)):
+            if all(value > 0 for value in values) and any(v != s.count for v, s in zip(values, presences, strict=True)):
                 yield from (f"({INDEX} + 1) % {key} == 0", f"{INDEX} % {key} == 0")
                 yield from (f"({INDEX} + 1) % {key} != 0", f"{INDEX} % {key} != 0")
     yield from (f"{INDEX} == 0", f"{INDEX} > 0")
@@ -353,27 +354,29 @@ def _candidates(seen: Sequence[Seen]) -> Iterator[str]:
 
 def _of_flags(configs: Sequence[Mapping[str, Any]], common: Sequence[str]) -> Iterator[str]:
     for key in dict.fromkeys(key for config in configs for key in config if key not in common):
-        if all(isinstance(config.get(key, True), bool) for config in configs):  # left out where it has its default
+        if all(
+            isinstance(config.get(key, True), bool) for config in configs
+        ):  # a key with its default value may be absent
             yield from (f"({key}|True)", f"({key}|False)", f"not ({key}|True)", f"not ({key}|False)")
     for key in common:
         values = [config[key] for config in configs]
         if all(isinstance(value, bool) for value in values):
             yield from (key, f"not {key}")
         elif len({repr(value) for value in values}) > 1 and all(isinstance(value, str | None) for value in values):
-            yield from (f"{key} == {_quoted(value)}" for value in values if value is not None)
+            yield from (f"{key} == {_quote(value)}" for value in values if value is not None)
 
 
-def _of_lists(key: str, seen: Sequence[Seen], values: Sequence[list[Any]]) -> Iterator[str]:
-    if all(len(value) == each.count for value, each in zip(values, seen, strict=True) if each.count):
+def _of_lists(key: str, presences: Sequence[Presence], values: Sequence[list[Any]]) -> Iterator[str]:
+    if all(len(value) == each.count for value, each in zip(values, presences, strict=True) if each.count):
         kinds = {repr(item): item for value in values for item in value if isinstance(item, str) or item in (0, 1)}
         if all(isinstance(item, bool) for item in kinds.values()):
             yield from (f"{key}[{INDEX}]", f"not {key}[{INDEX}]")
         elif len(kinds) <= 8:  # other numbers are sizes
-            yield from (f"{key}[{INDEX}] == {_quoted(item)}" for item in kinds.values())
-            yield from (f"{key}[{INDEX}] != {_quoted(item)}" for item in kinds.values())
+            yield from (f"{key}[{INDEX}] == {_quote(item)}" for item in kinds.values())
+            yield from (f"{key}[{INDEX}] != {_quote(item)}" for item in kinds.values())
     if all(isinstance(item, int) for value in values for item in value) and all(len({*v}) == len(v) for v in values):
         yield from (f"{INDEX} in {key}", f"{INDEX} not in {key}")
 
 
-def _quoted(item: object) -> str:
+def _quote(item: object) -> str:
     return f'"{item}"' if isinstance(item, str) else repr(item)

@@ -1,16 +1,14 @@
-"""Where numbered elements went: logical parts, and the layout in which each is stored.
+"""Logical parts and layouts, from the source and target positions of numbered elements.
 
-**Parts**: the logical tensors of a table, one for each pair of name patterns that have elements in common.
+**Parts**: the logical tensors of a table, one for each pair of name patterns with common elements. The instances of a
+part differ in indices. An index is in names of both sides (a layer), or in names of one side and a dim of the other (a
+stacked expert). Indices with the same values on both sides are one axis.
 
-The instances of a part differ in indices. An index stands in names of both sides (a layer), or in names of one side and
-in a dim of the other (an expert, stacked); what stands on both sides with the same values is one axis.
+**Moves**: which elements of one tensor are where in another, as digits. A digit is a run of equal steps: `size`
+elements, `hub` positions apart on one side and `memory` positions apart on the other. A transpose has two digits, a
+split of heads three. `factor` computes them from the positions alone.
 
-**Moves**: which elements of a tensor went where, as digits.
-
-A digit is a run of equal steps: `size` elements, `hub` positions apart on one side and `memory` positions apart on
-the other. A transpose has two digits, a split of heads three. `factor` finds them from the positions alone.
-
-**Layouts**: how the parts lie in the dims of one stored tensor, as the notation's expression with axes not yet named.
+**Layouts**: how parts form the dims of one stored tensor, like an expression of the notation with unnamed axes.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """Equal steps through both tensors."""
+    """A loop of equal steps through two tensors."""
 
     size: int
     """Number of steps."""
     hub: int
-    """Elements from one to the next in the first dialect's tensor."""
+    """Step in the hub's tensor, in elements."""
     memory: int
-    """The same in the second dialect's tensor."""
+    """Step in the tensor in memory, in elements."""
 
     def stride(self, side: str) -> int:
         """Return the step on one side."""
@@ -48,24 +46,24 @@ class Digit:
 
 @dataclass(frozen=True, slots=True)
 class DimShare:
-    """What a move has of one dim."""
+    """The part of one stored dim that a move covers."""
 
     offset: int
-    """First position."""
+    """First position in the dim."""
     digits: tuple[tuple[int, int], ...]
-    """(index of the digit, stride in positions of the dim), outermost first."""
+    """`(index of the digit, stride in positions of the dim)`, outermost first."""
 
 
 @dataclass(frozen=True)
 class PartMove:
-    """The elements that one stored tensor of each side have in common."""
+    """The common elements of one stored tensor on each side."""
 
     names: tuple[str, str]
     """Names in hub and memory."""
     sizes: tuple[int, ...]
     """Size of each digit."""
     shapes: tuple[Shape, Shape]
-    """Shapes in hub and memory."""
+    """Shapes of the tensors in hub and memory."""
     shares: tuple[tuple[DimShare, ...], tuple[DimShare, ...]]
     """For each side, the share of each dim."""
 
@@ -76,16 +74,16 @@ def strides(shape: Shape) -> tuple[int, ...]:
 
 
 def factor(hub: Positions, memory: Positions) -> list[Digit]:
-    """Return the digits of a map, innermost first.
+    """Return the digits of a position map, innermost first.
 
     Args:
         hub: positions in one tensor, ascending.
-        memory: positions of the same elements in the other.
+        memory: positions of the same elements in the other tensor.
 
     Raises:
-        Underivable: the map has no digits: it is no sum of equal steps.
+        Underivable: the map has no digits, as it is no sum of equal steps.
     """
-    found = []
+    digits = []
     while len(hub) > 1:
         step = int(hub[1] - hub[0]), int(memory[1] - memory[0])
         breaks = np.nonzero((np.diff(hub) != step[0]) | (np.diff(memory) != step[1]))[0]
@@ -93,94 +91,96 @@ def factor(hub: Positions, memory: Positions) -> list[Digit]:
         size = next((n for n in range(longest, 1, -1) if len(hub) % n == 0 and _repeats(hub, memory, n)), 0)
         if not size:
             raise Underivable("its elements are not moved in equal steps")
-        found.append(Digit(size, *step))
+        digits.append(Digit(size, *step))
         hub, memory = hub[::size], memory[::size]
-    return found
+    return digits
 
 
 def _repeats(hub: Positions, memory: Positions, size: int) -> bool:
-    """Tell whether every block of `size` elements is the first one, moved."""
+    """Tell whether every block of `size` elements is a shifted copy of the first."""
     blocks = hub.reshape(-1, size), memory.reshape(-1, size)
     return all(bool(((b - b[:, :1]) == (b[0] - b[0, 0])).all()) for b in blocks)
 
 
-def _divided(found: list[Digit], shape: Shape, side: str) -> list[Digit]:
-    """Cut digits that run through several dims of a tensor where the dims end."""
+def _split(digits: list[Digit], shape: Shape, side: str) -> list[Digit]:
+    """Split digits that cross the boundaries of a tensor's dims."""
     for stride in sorted(set(strides(shape))):
         cut: list[Digit] = []
-        for digit in found:
+        for digit in digits:
             step = digit.stride(side)
             if not step < stride < step * digit.size:
                 cut.append(digit)
                 continue
-            count, rest = divmod(stride, step)
-            if rest or digit.size % count:
+            count, remainder = divmod(stride, step)
+            if remainder or digit.size % count:
                 raise Underivable("its elements are moved across the end of a dim")
             cut.append(Digit(count, digit.hub, digit.memory))
             cut.append(Digit(digit.size // count, digit.hub * count, digit.memory * count))
-        found = cut
-    return found
+        digits = cut
+    return digits
 
 
-def _shares(found: list[Digit], shape: Shape, first: int, side: str) -> tuple[DimShare, ...]:
-    """Give every digit its dim."""
+def _shares(digits: list[Digit], shape: Shape, first: int, side: str) -> tuple[DimShare, ...]:
+    """Assign every digit to a dim."""
     shares, placed = [], 0
     for dim, stride in zip(shape, strides(shape), strict=True):
         inside = [
             (at, digit.stride(side) // stride)
-            for at, digit in enumerate(found)
+            for at, digit in enumerate(digits)
             if stride <= digit.stride(side) < stride * dim
         ]
         inside.sort(key=lambda item: -item[1])
         placed += len(inside)
         shares.append(DimShare(first // stride % dim if dim else 0, tuple(inside)))
-    if placed != len(found):
+    if placed != len(digits):
         raise Underivable("its elements are repeated or reversed")
     return tuple(shares)
 
 
 def moves(trace: Trace) -> list[PartMove]:
-    """Return every move of a trace.
+    """Return every move in a trace.
 
     Raises:
-        Underivable: naming the tensor whose elements no digits describe.
+        Underivable: a tensor's elements have no digits; the message names it.
     """
     owners, positions, names = _places(trace)
-    found: list[PartMove] = []
-    seen = np.zeros(len(owners), bool)
+    result: list[PartMove] = []
+    covered = np.zeros(len(owners), bool)
     for name, numbers in trace.hub.items():
         flat = numbers.ravel()
-        here = owners[flat]
-        if len(flat) and seen[flat[0]]:
+        owner_numbers = owners[flat]
+        if len(flat) and covered[flat[0]]:
             raise Underivable(f"{name} holds values that another tensor beside it holds too")
-        seen[flat] = True
-        if len(flat) and here.min() < 0:
+        covered[flat] = True
+        if len(flat) and owner_numbers.min() < 0:
             raise Underivable(f"{name} has values that the other dialect does not have")
-        for owner in np.unique(here):
-            at = np.nonzero(here == owner)[0]
+        for owner in np.unique(owner_numbers):
+            at = np.nonzero(owner_numbers == owner)[0]
             try:
-                found.append(_move((name, names[owner]), at, positions[flat[at]], trace))
+                result.append(_move((name, names[owner]), at, positions[flat[at]], trace))
             except Underivable as reason:
                 raise Underivable(f"{name} -> {names[owner]}: {reason}") from None
-    return found
+    return result
 
 
 def _move(names: tuple[str, str], hub: Positions, memory: Positions, trace: Trace) -> PartMove:
     shapes = trace.hub[names[0]].shape, trace.memory[names[1]].shape
-    found = factor(hub, memory)
+    digits = factor(hub, memory)
     for side, shape in zip(SIDES, shapes, strict=True):
-        found = _divided(found, shape, side)
+        digits = _split(digits, shape, side)
     firsts = int(hub[0]), int(memory[0])
-    shares = tuple(_shares(found, s, f, side) for side, s, f in zip(SIDES, shapes, firsts, strict=True))
-    return PartMove(names, tuple(digit.size for digit in found), shapes, (shares[0], shares[1]))
+    shares = tuple(_shares(digits, s, f, side) for side, s, f in zip(SIDES, shapes, firsts, strict=True))
+    return PartMove(names, tuple(digit.size for digit in digits), shapes, (shares[0], shares[1]))
 
 
 def _places(trace: Trace) -> tuple[Positions, Positions, list[str]]:
-    """Return for every number the tensor of memory that has it first, and the position there."""
-    names = sorted(trace.memory, key=lambda name: name not in trace.hub)  # of two names of a value, the stored one
+    """Return for every number the first tensor in memory with it, and the position in that tensor."""
+    names = sorted(
+        trace.memory, key=lambda name: name not in trace.hub
+    )  # of two names with one value, the stored one first
     sides = (trace.hub, trace.memory)
-    most = max((int(n.max()) for side in sides for n in side.values() if n.size), default=0)
-    owners, positions = np.full(most + 1, -1, np.int64), np.zeros(most + 1, np.int64)
+    largest = max((int(n.max()) for side in sides for n in side.values() if n.size), default=0)
+    owners, positions = np.full(largest + 1, -1, np.int64), np.zeros(largest + 1, np.int64)
     for index, name in enumerate(names):
         flat: Numbers = trace.memory[name].ravel()
         if len(flat) and owners[flat[0]] < 0:
@@ -189,7 +189,7 @@ def _places(trace: Trace) -> tuple[Positions, Positions, list[str]]:
 
 
 Coordinate = tuple[str, int | str, int]
-"""Where an index stands: ("name", side, which hole) or ("dim", side, which dim)."""
+"""Position of an index: `("name", side, number of the hole)` or `("dim", side, number of the dim)`."""
 IN_NAME, IN_DIM = "name", "dim"
 _COUNTED = (
     "Numbers in names count layers or experts only if dots separate them, as in layers.0.weight; give the tensors such "
@@ -199,17 +199,17 @@ _COUNTED = (
 
 @dataclass(frozen=True)
 class Instance:
-    """A part in one place."""
+    """A part at certain indices."""
 
     trace: int
-    """Which trace."""
+    """Number of the trace."""
     move: PartMove
-    """Its elements."""
+    """Elements of the part in this instance."""
     indices: tuple[tuple[int, ...], tuple[int, ...]]
     """Indices in the names of both sides."""
 
     def at(self, coordinate: Coordinate) -> int:
-        """Return the value of an index."""
+        """Return the index at a coordinate."""
         kind, side, place = coordinate
         which = SIDES.index(str(side))
         return self.indices[which][place] if kind == IN_NAME else self.move.shares[which][place].offset
@@ -217,21 +217,21 @@ class Instance:
 
 @dataclass(eq=False)
 class Part:
-    """A logical tensor."""
+    """A logical tensor of the derived table."""
 
     patterns: tuple[Pattern, Pattern]
-    """Its names on both sides."""
+    """Name patterns on both sides."""
     instances: list[Instance] = field(default_factory=list)
-    """Every place where it is."""
+    """The part at all indices, in all traces."""
     axes: dict[Coordinate, Place] = field(default_factory=dict)
-    """Where an index stands -> the axis: the first place in names that counts it."""
+    """Coordinate of an index -> its axis: the first place in names with it."""
 
     def in_dim(self, side: str, dim: int) -> Place | None:
-        """Return the axis that a whole dim of one side counts."""
+        """Return the axis whose index counts along a whole dim of one side; None where there is none."""
         return self.axes.get((IN_DIM, side, dim))
 
     def digits(self) -> int:
-        """Return how many digits its moves have."""
+        """Return the number of digits in the part's moves."""
         return len(self.instances[0].move.sizes)
 
 
@@ -240,22 +240,22 @@ class Parts:
     """All parts of the traces."""
 
     all: Sequence[Part]
-    """In the order of the first dialect."""
+    """Parts in the order of the first dialect."""
     of: Sequence[Mapping[tuple[str, str], Sequence[tuple[Part, Instance]]]]
-    """For each trace, (side, stored name) -> what is in it."""
+    """For each trace, `(side, stored name)` -> parts in that tensor, with their instances."""
     axes: DisjointSets[Place]
-    """Places in names that count the same things."""
+    """Places in names, united where they count the same axis."""
     patterns: Patterns
     """Patterns of all names."""
 
 
-class Unpaired(Underivable):
-    """An index of one dialect is nowhere in the other.
+class UnpairedIndex(Underivable):
+    """Raised where an index of one dialect has no counterpart in the other.
 
     Args:
-        why: which.
-        numbering: what numbers may mean instead.
-        hint: what the user can do.
+        why: the message.
+        numbering: what the numbers may mean instead.
+        hint: what a user can do.
     """
 
     def __init__(self, why: str, numbering: Numbering, hint: str = _COUNTED) -> None:
@@ -264,11 +264,11 @@ class Unpaired(Underivable):
 
 
 def parts(traces: Sequence[Trace], numbering: Numbering) -> Parts:
-    """Sort the moves of all traces into parts.
+    """Group the moves of all traces into parts.
 
     Raises:
-        Underivable: naming the tensors.
-        Unpaired: the same, where numbers may mean something else.
+        Underivable: the moves do not form parts; the message names the tensors.
+        Unpaired: likewise, where numbers in names may have another meaning.
     """
     patterns = Patterns(traces, numbering)
     by_names: dict[tuple[Pattern, Pattern, int, int], Part] = {}
@@ -276,63 +276,72 @@ def parts(traces: Sequence[Trace], numbering: Numbering) -> Parts:
     for at, trace in enumerate(traces):
         for move in moves(trace):
             hub, memory = (patterns.pattern(side, name) for side, name in zip(SIDES, move.names, strict=True))
-            dims = (len(move.shapes[0]), len(move.shapes[1]))  # layers of another kind may have another tensor there
+            dims = (
+                len(move.shapes[0]),
+                len(move.shapes[1]),
+            )  # layers of another kind may have another tensor of this name
             part = by_names.setdefault((hub[0], memory[0], *dims), Part((hub[0], memory[0])))
             instance = Instance(at, move, (hub[1], memory[1]))
             part.instances.append(instance)
             for side, name in zip(SIDES, move.names, strict=True):
                 contents[at][side, name].append((part, instance))
-    found = list(by_names.values())
+    all_parts = list(by_names.values())
     axes = DisjointSets[Place]()
-    for part in sorted(found, key=lambda part: -len(part.instances)):
+    for part in sorted(all_parts, key=lambda part: -len(part.instances)):
         _find_axes(part, axes)
-    return Parts(found, contents, axes, patterns)
+    return Parts(all_parts, contents, axes, patterns)
 
 
 def _find_axes(part: Part, axes: DisjointSets[Place]) -> None:
-    """Pair the indices of both sides; the parts that are in most places come first, and later ones learn from them."""
+    """Pair the indices of both sides, starting with the parts that have the most instances; later parts reuse their
+    axes.
+    """
     columns: dict[tuple[int, ...], list[Coordinate]] = defaultdict(list)
     for coordinate in _coordinates(part):
         columns[tuple(instance.at(coordinate) for instance in part.instances)].append(coordinate)
     alone: list[Coordinate] = []
     for coordinates in columns.values():
-        here, there = ([c for c in coordinates if c[1] == side] for side in SIDES)
-        for one in here:
-            other = _partner(part, one, there, axes)
-            if other is None:
-                alone.append(one)
+        hub_coordinates, memory_coordinates = ([c for c in coordinates if c[1] == side] for side in SIDES)
+        for coordinate_in_hub in hub_coordinates:
+            partner = _partner(part, coordinate_in_hub, memory_coordinates, axes)
+            if partner is None:
+                alone.append(coordinate_in_hub)
                 continue
-            there.remove(other)
-            place = next(_place(part, c) for c in (one, other) if c[0] == IN_NAME)
+            memory_coordinates.remove(partner)
+            place = next(_place(part, c) for c in (coordinate_in_hub, partner) if c[0] == IN_NAME)
             assert place is not None
-            for coordinate in (one, other):
-                own = _place(part, coordinate)
-                if own is not None:
-                    axes.join(own, place)
+            for coordinate in (coordinate_in_hub, partner):
+                axis_place = _place(part, coordinate)
+                if axis_place is not None:
+                    axes.join(axis_place, place)
                 part.axes[coordinate] = place
-        alone += there
+        alone += memory_coordinates
     if alone:
-        raise _unpaired(part, alone)
+        raise _explain_unpaired(part, alone)
 
 
-def _unpaired(part: Part, alone: Sequence[Coordinate]) -> Unpaired:
-    """Return what may be meant by indices that have no partner: one counts from another number, or they are words."""
+def _explain_unpaired(part: Part, alone: Sequence[Coordinate]) -> UnpairedIndex:
+    """Return other meanings of indices without a counterpart: one side counts from another number, or they are
+    words.
+    """
     pattern = part.patterns[SIDES.index(str(alone[0][1]))]
     why = f"{pattern.text}: an index of it is in no name of the other dialect"
-    here, there = ([c for c in alone if c[1] == side and c[0] == IN_NAME] for side in SIDES)
-    for one in here:
-        for other in there:
-            steps = {instance.at(one) - instance.at(other) for instance in part.instances}
-            if len(steps) == 1 and len({instance.at(one) for instance in part.instances}) > 1:
-                place = part.patterns[0].counted_from(int(one[2]))
-                return Unpaired(why, Numbering(ahead={place: next(iter(steps))}))
-    literal = {part.patterns[SIDES.index(str(side))].number(at) for _, side, at in (*here, *there)}
-    return Unpaired(why, Numbering(frozenset(literal)))
+    hub_coordinates, memory_coordinates = ([c for c in alone if c[1] == side and c[0] == IN_NAME] for side in SIDES)
+    for first in hub_coordinates:
+        for second in memory_coordinates:
+            steps = {instance.at(first) - instance.at(second) for instance in part.instances}
+            if len(steps) == 1 and len({instance.at(first) for instance in part.instances}) > 1:
+                place = part.patterns[0].numbering_place(int(first[2]))
+                return UnpairedIndex(why, Numbering(ahead={place: next(iter(steps))}))
+    literal = {
+        part.patterns[SIDES.index(str(side))].number(at) for _, side, at in (*hub_coordinates, *memory_coordinates)
+    }
+    return UnpairedIndex(why, Numbering(frozenset(literal)))
 
 
 def _coordinates(part: Part) -> list[Coordinate]:
-    """Return every place where an index of the part may stand."""
-    found: list[Coordinate] = [
+    """Return every coordinate at which the part may have an index."""
+    coordinates: list[Coordinate] = [
         (IN_NAME, side, at)
         for side, pattern in zip(SIDES, part.patterns, strict=True)
         for at in range(len(pattern.places))
@@ -340,8 +349,8 @@ def _coordinates(part: Part) -> list[Coordinate]:
     for which, side in enumerate(SIDES):
         for dim, share in enumerate(part.instances[0].move.shares[which]):
             if not share.digits and len({i.move.shares[which][dim].offset for i in part.instances}) > 1:
-                found.append((IN_DIM, side, dim))
-    return found
+                coordinates.append((IN_DIM, side, dim))
+    return coordinates
 
 
 def _place(part: Part, coordinate: Coordinate) -> Place | None:
@@ -349,41 +358,43 @@ def _place(part: Part, coordinate: Coordinate) -> Place | None:
     return part.patterns[SIDES.index(str(side))].places[at] if kind == IN_NAME else None
 
 
-def _partner(part: Part, one: Coordinate, others: Sequence[Coordinate], axes: DisjointSets[Place]) -> Coordinate | None:
-    """Return the index of the other side that always has the same value; None if there is none."""
-    fitting = [other for other in others if IN_NAME in (one[0], other[0])]
+def _partner(
+    part: Part, coordinate: Coordinate, candidates: Sequence[Coordinate], axes: DisjointSets[Place]
+) -> Coordinate | None:
+    """Return the coordinate of the other side whose index always has the same value; None if there is none."""
+    fitting = [candidate for candidate in candidates if IN_NAME in (coordinate[0], candidate[0])]
     if not fitting:
         return None
-    place = _place(part, one)
-    for other in fitting:
-        counted = _place(part, other)
+    place = _place(part, coordinate)
+    for candidate in fitting:
+        counted = _place(part, candidate)
         if place is not None and counted is not None and axes.first(place) == axes.first(counted):
-            return other
+            return candidate
     return fitting[0]
 
 
 @dataclass(frozen=True)
 class DigitAxis:
-    """A digit of a part's moves."""
+    """An axis that is one digit of a part's moves."""
 
     part: int
-    """Which part, by its number."""
+    """Number of the part."""
     digit: int
-    """Which digit."""
+    """Number of the digit."""
 
 
 @dataclass(frozen=True)
 class PaddingAxis:
-    """Positions that belong to no part."""
+    """An axis of positions that belong to no part."""
 
     pattern: str
-    """The stored tensor's pattern."""
+    """Pattern of the stored tensor."""
     place: int
-    """Which padding of it, counted from its start."""
+    """Number of the padding in that tensor, from its start."""
 
 
 AxisKey = DigitAxis | PaddingAxis | Place
-"""An axis before it has a name; a place in names is the axis that it counts."""
+"""An axis before it gets a name; a place in names stands for the axis that it counts."""
 
 
 @dataclass(frozen=True)
@@ -391,27 +402,27 @@ class Segment:
     """One segment of a sum."""
 
     part: int | None
-    """Which part; None: padding."""
+    """Number of the part; None: padding."""
     axes: tuple[AxisKey, ...]
-    """Its axes, outermost first."""
+    """Axes of the segment, outermost first."""
 
 
 @dataclass(frozen=True)
 class Dim:
-    """One stored dim: some axes, and then perhaps a sum."""
+    """One stored dim: axes, optionally followed by a sum."""
 
     axes: tuple[AxisKey, ...]
-    """Outermost first; none and no sum: a dim of size 1."""
+    """Axes before the sum, outermost first; neither axes nor a sum means a dim of size 1."""
     segments: tuple[Segment, ...] = ()
-    """The segments of the sum that ends it."""
+    """Segments of the sum at the end of the dim."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The expression of a stored tensor."""
+    """Dims of a stored tensor, like an expression with unnamed axes."""
 
     parts: tuple[int, ...]
-    """The parts in it."""
+    """Numbers of the parts in it."""
     dims: tuple[Dim, ...]
     """Its dims."""
 
@@ -428,7 +439,7 @@ class Layout:
 
     @property
     def axes(self) -> Iterator[AxisKey]:
-        """Every axis, in order."""
+        """All axes, in order."""
         for dim in self.dims:
             yield from dim.axes
             for segment in dim.segments:
@@ -436,18 +447,18 @@ class Layout:
 
 
 @dataclass
-class Reading:
-    """What the layouts of all tensors say of axes."""
+class AxisObservations:
+    """Equalities and sizes of axes, collected while layouts are computed."""
 
     numbers: Mapping[Part, int]
     """Part -> its number."""
     joined: DisjointSets[AxisKey]
-    """Axes that are one."""
+    """Axes, united where they are one."""
     sizes: dict[AxisKey, set[tuple[int, int]]]
-    """Axis -> (trace, size), wherever it was seen."""
+    """Axis -> all `(trace, size)` pairs observed."""
 
     def digit(self, part: Part, instance: Instance, digit: int) -> AxisKey:
-        """Return a digit's axis, and note its size."""
+        """Return the axis of a digit, and record its size."""
         axis = DigitAxis(self.numbers[part], digit)
         self.sizes.setdefault(axis, set()).add((instance.trace, instance.move.sizes[digit]))
         return axis
@@ -455,7 +466,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one part has of a dim."""
+    """The share of one part in a dim."""
 
     part: Part
     instance: Instance
@@ -470,12 +481,12 @@ class _Piece:
 
 
 def layout(
-    side: str, pattern: str, shape: Shape, contents: Sequence[tuple[Part, Instance]], reading: Reading
+    side: str, pattern: str, shape: Shape, contents: Sequence[tuple[Part, Instance]], reading: AxisObservations
 ) -> Layout:
-    """Return the layout of one stored tensor.
+    """Compute the layout of one stored tensor.
 
     Raises:
-        Underivable: it is more than one sum.
+        Underivable: the tensor is more than one sum.
     """
     which = SIDES.index(side)
     first: dict[Part, Instance] = {}
@@ -487,11 +498,11 @@ def layout(
         counted = [part.in_dim(side, at) for part in first]
         if any(place is not None for place in counted):
             place = counted[0]
-            if place is None or any(other is None for other in counted):
+            if place is None or any(axis is None for axis in counted):
                 raise Underivable(f"{pattern}: dim {at} counts some of its parts only")
-            for other in counted[1:]:
-                assert other is not None
-                reading.joined.join(other, place)
+            for axis in counted[1:]:
+                assert axis is not None
+                reading.joined.join(axis, place)
             dims.append(Dim((place,)))
         else:
             pieces = [_Piece(part, instance, instance.move.shares[which][at]) for part, instance in first.items()]
@@ -503,29 +514,29 @@ def layout(
 
 
 class _Reader:
-    """Reads the dims of one tensor."""
+    """Computes the dims of one tensor."""
 
-    def __init__(self, side: str, pattern: str, reading: Reading) -> None:
+    def __init__(self, side: str, pattern: str, reading: AxisObservations) -> None:
         self.side = side
         self.pattern = pattern
         self.reading = reading
         self.paddings = 0
 
     def dim(self, length: int, pieces: Sequence[_Piece]) -> Dim:
-        """Return one dim: the axes that all parts share there, and the sum inside them."""
+        """Return one dim: the axes that all parts share in it, and the sum inside them."""
         shared: list[AxisKey] = []
         while True:
             if all(piece.size == length and piece.share.offset == 0 for piece in pieces):
                 return Dim((*shared, *self._together(pieces)))
             if not self._outermost_is_shared(length, pieces):
                 return Dim(tuple(shared), tuple(self._segments(length, pieces)))
-            shared += self._joined([self._axes(piece)[0] for piece in pieces])
+            shared += self._unite([self._axes(piece)[0] for piece in pieces])
             length = pieces[0].share.digits[0][1]
             pieces = [piece.inner() for piece in pieces]
 
     @staticmethod
     def _outermost_is_shared(length: int, pieces: Sequence[_Piece]) -> bool:
-        """Tell whether each part takes equal steps through the whole dim, one after the other within each step."""
+        """Tell whether every part steps equally through the whole dim, with the parts side by side within each step."""
         if not all(piece.share.digits for piece in pieces):
             return False
         steps = {(piece.instance.move.sizes[piece.share.digits[0][0]], piece.share.digits[0][1]) for piece in pieces}
@@ -535,9 +546,9 @@ class _Reader:
     def _axes(self, piece: _Piece) -> list[AxisKey]:
         return [self.reading.digit(piece.part, piece.instance, digit) for digit, _ in piece.share.digits]
 
-    def _joined(self, axes: Sequence[AxisKey]) -> list[AxisKey]:
-        for other in axes[1:]:
-            self.reading.joined.join(other, axes[0])
+    def _unite(self, axes: Sequence[AxisKey]) -> list[AxisKey]:
+        for next_axis in axes[1:]:
+            self.reading.joined.join(next_axis, axes[0])
         return [axes[0]]
 
     def _together(self, pieces: Sequence[_Piece]) -> list[AxisKey]:
@@ -546,7 +557,7 @@ class _Reader:
         sizes = {tuple(p.instance.move.sizes[digit] for digit, _ in p.share.digits) for p in pieces}
         if len(sizes) > 1:
             raise Underivable(f"{self.pattern}: its parts divide a dim in different ways")
-        return [axis for column in zip(*rows, strict=True) for axis in self._joined(column)]
+        return [axis for column in zip(*rows, strict=True) for axis in self._unite(column)]
 
     def _segments(self, length: int, pieces: Sequence[_Piece]) -> Iterator[Segment]:
         """Yield the segments of a sum."""

@@ -1,9 +1,9 @@
-"""Patterns of names: which numbers in them are indices, and which are part of the name.
+"""Patterns of names: which numbers in names are indices, and which are literal.
 
-A number is an index where its values change from trace to trace (more layers, other names), or where all that follows
-the numbers 0, 1, 2 … is the same. Every other number stays as it is: of `mlp.0.weight` and `mlp.2.weight`, the 0 and
-the 2 are names. Where that is wrong (the other dialect has words for `mlp.0` and `mlp.1`, or counts from 1), what
-was found out by trying comes as `Numbering`.
+A number is an index where its values differ between traces (more layers, more names), or where the same names follow
+the numbers 0, 1, 2 …. Every other number is literal: in `mlp.0.weight` and `mlp.2.weight`, the 0 and the 2 are names.
+Where this rule is wrong (the other dialect has words for `mlp.0` and `mlp.1`, or counts from 1), derivation is retried
+with a `Numbering`.
 """
 
 from __future__ import annotations
@@ -20,54 +20,54 @@ _DIGITS = re.compile(r"[0-9]+")
 _CANONICAL = re.compile("0|[1-9][0-9]{0,9}")
 
 Place = tuple[str, str]
-"""An index of names: the side, and the pattern up to it."""
+"""`(side, pattern up to the index)`: an index in names."""
 Number = tuple[str, str, int]
-"""A number in names: the side, the name with `{}` in place of every number, and which of these it is."""
+"""`(side, name with {} for every number, position among the numbers)`: a number in names."""
 
 
 @dataclass(frozen=True)
 class Numbering:
-    """What numbers in names mean, against their looks."""
+    """Meanings of numbers in names that differ from the usual rule."""
 
     literal: frozenset[Number] = frozenset()
-    """Numbers that are part of the name."""
+    """Numbers that are literal parts of names."""
     ahead: Mapping[Place, int] = field(default_factory=dict)
-    """Place, with `{}` for every number before it -> how far its numbers are ahead of the index."""
+    """Place, with `{}` for every number before it -> difference between its numbers and the index."""
 
-    def with_more(self, other: Numbering) -> Numbering:
-        """Return both together."""
-        return Numbering(self.literal | other.literal, {**self.ahead, **other.ahead})
+    def with_more(self, numbering: Numbering) -> Numbering:
+        """Return the union of both."""
+        return Numbering(self.literal | numbering.literal, {**self.ahead, **numbering.ahead})
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Names of one side that differ in indices only."""
+    """Names on one side that only differ in indices."""
 
     side: str
-    """hub or memory."""
+    """`hub` or `memory`."""
     text: str
-    """The name, every index replaced by `{}`."""
+    """The name, with `{}` for every index."""
     ahead: tuple[int, ...] = field(default=(), compare=False)
-    """For each index how far the number in the name is ahead of it; nothing: not at all."""
+    """For each index, the difference between the number in the name and the index; empty: no differences."""
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """The indices, in order."""
+        """Places of the indices, in order."""
         parts = self.text.split(HOLE)
         return tuple((self.side, HOLE.join(parts[: at + 1])) for at in range(len(parts) - 1))
 
     def number(self, at: int) -> Number:
-        """Return the number that is its index `at`."""
+        """Return the number in the name that is index `at`."""
         before = _DIGITS.sub(HOLE, self.places[at][1])
         return self.side, _DIGITS.sub(HOLE, self.text), before.count(HOLE)
 
-    def counted_from(self, at: int) -> Place:
-        """Return the place of an index as `Numbering` names it."""
+    def numbering_place(self, at: int) -> Place:
+        """Return the place of an index, as `Numbering` identifies it."""
         return self.side, _DIGITS.sub(HOLE, self.places[at][1])
 
 
 def _numbers(name: str) -> Iterator[tuple[str, int, str]]:
-    """Yield each number of a name with the template before it and the one after it."""
+    """Yield each number in a name, with the template before and after it."""
     for match in _DIGITS.finditer(name):
         if _CANONICAL.fullmatch(match[0]):
             before, after = name[: match.start()], name[match.end() :]
@@ -75,11 +75,11 @@ def _numbers(name: str) -> Iterator[tuple[str, int, str]]:
 
 
 class Patterns:
-    """Which numbers of all names are indices.
+    """The indices in the names of all traces.
 
     Args:
-        traces: all names.
-        numbering: what is known of numbers besides.
+        traces: the traces with all names.
+        numbering: exceptions from the usual rule.
     """
 
     def __init__(self, traces: Sequence[Trace], numbering: Numbering = Numbering()) -> None:
@@ -116,23 +116,23 @@ class Patterns:
         return Pattern(side, "".join([*pieces, name[start:]]), tuple(ahead)), tuple(indices)
 
     def constant(self, number: Number) -> bool:
-        """Tell whether a number has the same values in every trace that has such names; one trace tells nothing."""
+        """Tell whether a number has the same values in every trace with such names; False for a single trace."""
         side, whole, at = number
-        seen = []
+        values_by_trace = []
         for trace in self._traces:
             names = [name for name in trace.side(side) if _DIGITS.sub(HOLE, name) == whole]
             if names:
-                seen.append({_DIGITS.findall(name)[at] for name in names})
-        return len(self._traces) > 1 and all(values == seen[0] for values in seen)
+                values_by_trace.append({_DIGITS.findall(name)[at] for name in names})
+        return len(self._traces) > 1 and all(values == values_by_trace[0] for values in values_by_trace)
 
 
-def _changes(seen: Sequence[set[int]]) -> bool:
-    there = [values for values in seen if values]
-    return any(values != there[0] for values in there) and any(len(values) > 1 for values in there)
+def _changes(values_by_trace: Sequence[set[int]]) -> bool:
+    non_empty = [values for values in values_by_trace if values]
+    return any(values != non_empty[0] for values in non_empty) and any(len(values) > 1 for values in non_empty)
 
 
 def _alike(place: Place, endings: Mapping[int, set[tuple[str, tuple[int, ...]]]], *, single: bool) -> bool:
-    """Tell whether the numbers of a place count things of one kind."""
+    """Tell whether the numbers at a place count similar things."""
     segment = not place[1] or place[1].endswith(".")
     if not segment or len(endings) < 2 or sorted(endings) != list(range(len(endings))):
         return False

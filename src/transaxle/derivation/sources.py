@@ -1,14 +1,13 @@
-"""Tables from converters: sources of traces, the proof of a table, and the file that it becomes.
+"""Tables from converters: sources of traces, the proof of a table, and writing its file.
 
-What a table is derived from: a model type of transformers, a function, or folders of a user's.
+A table is derived from a model type of transformers, a function, or a user's folders.
 
-**Proof**: a table's conversions against a trace that it was not derived from, both ways, bit by bit.
+**Proof**: the table converts a trace that it was not derived from, both ways, and the results are compared bit by bit.
 
-The file of a derived table: complete as soon as it is there, and never in place of anything that must stay.
+The file of a derived table is complete as soon as it exists, and never replaces a file that must stay.
 
-**Traces of functions**: a converter in Python, given state dicts that are numbered in two ways.
-
-What is the same in both runs comes from no element, and what comes from an element comes from it in both.
+**Traces of functions**: a converter in Python gets state dicts numbered in two ways. A value that is the same in both
+runs is a constant; any other value identifies its source element in both.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from transaxle.axes.layout.relayout import fill
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Sizes
 from transaxle.axes.notation.statement import BLOCK, DIALECT, FAMILY, WORD
-from transaxle.derivation.table import Derived, Labels, derive
+from transaxle.derivation.table import DerivedTable, Labels, derive
 from transaxle.derivation.tiny_configs import MORE_VARIANTS, PROPORTIONED, VARIANTS
 from transaxle.derivation.traces import (
     EXACT,
@@ -42,16 +41,16 @@ from transaxle.derivation.traces import (
     Shape,
     Trace,
     Underivable,
-    combined,
+    combine,
     digits,
+    distribute,
     dtype_of,
-    laid_out,
-    numbered,
     passes,
-    shuffled,
-    told,
+    read_numbered,
+    shuffle,
+    split_trace,
 )
-from transaxle.derivation.transformers_models import loaded
+from transaxle.derivation.transformers_models import load_tensors
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import CONFIG, stored_config
 from transaxle.engine.execute import execute
@@ -74,30 +73,32 @@ def trace_function(
 
     Args:
         convert: state dict -> state dict.
-        sample: names and tensors; values do not matter.
+        sample: state dict of arrays or tensors; values do not matter.
 
     Returns:
-        The numbers on both sides; of a tensor that the function makes of nothing, zeros.
+        The numbers on both sides; zeros in a tensor that the function creates.
 
     Raises:
-        Underivable: values are changed, or a dtype holds no numbers.
+        Underivable: values are changed, or a dtype cannot carry numbers.
         TypeError: the function returns no state dict.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in sample.items()}
     total = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
     base = min((_base(name, tensor) for name, tensor in sample.items()), default=1 << 24)
-    numberings = shuffled(total)
+    numberings = shuffle(total)
     runs = []
     for numbers in numberings:
-        tensors = laid_out(numbers, shapes)
+        tensors = distribute(numbers, shapes)
         for position in range(passes(total + 1, base)):
-            given = {name: _filled(tensor, digits(tensors[name], base, position)) for name, tensor in sample.items()}
-            runs.append(_state_dict(convert(given)))
+            numbered_sample = {
+                name: _fill(tensor, digits(tensors[name], base, position)) for name, tensor in sample.items()
+            }
+            runs.append(_state_dict(convert(numbered_sample)))
     if any(each.keys() != runs[0].keys() for each in runs):
         raise Underivable("the function gives other names for other values")
     places = [Places(numbers) for numbers in numberings]
     memory = {name: _came_from(name, [run[name] for run in runs], base, places) for name in runs[0]}
-    return laid_out(np.arange(1, total + 1), shapes), memory
+    return distribute(np.arange(1, total + 1), shapes), memory
 
 
 def _base(name: str, tensor: Any) -> int:
@@ -107,18 +108,18 @@ def _base(name: str, tensor: Any) -> int:
     return EXACT[dtype]
 
 
-def _filled(tensor: Any, values: Numbers) -> Any:
-    """Return a tensor of the same kind and type with these values."""
+def _fill(tensor: Any, values: Numbers) -> Any:
+    """Return a tensor of the same kind and dtype with these values."""
     if isinstance(tensor, np.ndarray):
         return values.astype(tensor.dtype)
     return tensor.new_tensor(values.tolist()).reshape(tuple(tensor.shape)).to(tensor.dtype)
 
 
 def check_samples(samples: object) -> None:
-    """Refuse samples that are no state dicts.
+    """Refuse samples that are not state dicts.
 
     Raises:
-        TypeError: they are no sequence of mappings from names to arrays or tensors, or there is nothing in them.
+        TypeError: `samples` is not a non-empty sequence of mappings from names to arrays or tensors.
     """
     if not isinstance(samples, Sequence) or isinstance(samples, str | bytes) or not samples:
         raise wrong_type("samples", "a list of state dicts, at least one", samples)
@@ -131,7 +132,7 @@ def check_samples(samples: object) -> None:
 
 
 def _state_dict(returned: object) -> Tensors:
-    """Return what a function returned, if it is a state dict."""
+    """Return the result of a function, if it is a state dict; else raise TypeError."""
     if not isinstance(returned, Mapping) or not returned:
         kind = "an empty one" if isinstance(returned, Mapping) else _kind(returned)
         raise TypeError(f"the converter must return a mapping of names to tensors; it returned {kind}")
@@ -150,13 +151,13 @@ def _kind(value: object) -> str:
 
 
 def _came_from(name: str, runs: Sequence[Any], base: int, places: Sequence[Places]) -> Numbers:
-    """Return the element that each value of a tensor came from; 0 for zeros, and for all of a tensor made of nothing.
+    """Return the source element of each value in a tensor; 0 for zeros, and for a tensor that the function creates.
 
     Args:
         name: the tensor's name.
-        runs: the tensor from each pass of the first numbering, and then of the second.
+        runs: the tensor from each pass of the first numbering, then of the second.
         base: how many numbers a pass carries.
-        places: the elements of both numberings.
+        places: lookup of elements in both numberings.
     """
     values = [_read(tensor) for tensor in runs]
     if any(each.shape != values[0].shape for each in values):
@@ -164,16 +165,18 @@ def _came_from(name: str, runs: Sequence[Any], base: int, places: Sequence[Place
     half = len(values) // 2
     first, second = values[:half], values[half:]
     constant = np.ones(values[0].shape, bool)
-    for one, other in zip(first, second, strict=True):
-        constant &= (one == other) | ((one != one) & (other != other))
+    for first_values, second_values in zip(first, second, strict=True):
+        constant &= (first_values == second_values) | (
+            (first_values != first_values) & (second_values != second_values)
+        )
     if bool(constant.all()):
         return np.zeros(values[0].shape, np.int64)
-    moved = [where.of(_carried(each, base)) for where, each in zip(places, (first, second), strict=True)]
+    moved = [where.of(_carry(each, base)) for where, each in zip(places, (first, second), strict=True)]
     if bool(((moved[0] != moved[1]) | (moved[0] == 0))[~constant].any()):
-        raise Underivable(f"{name}: its values are changed, not only moved{_narrowed(runs[0], base)}")
+        raise Underivable(f"{name}: its values are changed, not only moved{_dtype_note(runs[0], base)}")
     if any(bool(each[constant].any()) for each in first):
         raise Underivable(
-            f"{name}: some of its values come from elements, others from nowhere{_narrowed(runs[0], base)}"
+            f"{name}: some of its values come from elements, others from nowhere{_dtype_note(runs[0], base)}"
         )
     return np.where(constant, 0, moved[0])
 
@@ -189,16 +192,16 @@ def _of_torch(tensor: Any) -> Values:
     return array
 
 
-def _carried(values: Sequence[Values], base: int) -> Numbers:
-    """Return the numbers that the passes carried; 0 for a value that no pass gave."""
+def _carry(values: Sequence[Values], base: int) -> Numbers:
+    """Return the numbers that the passes carried; 0 for a value that no pass carried."""
     whole = np.ones(values[0].shape, bool)
-    for each in values:
-        whole &= (each >= 0) & (each < base) & (each == np.floor(each))
-    return combined([np.where(whole, each, 0).astype(np.int64) for each in values], base)
+    for values_of_pass in values:
+        whole &= (values_of_pass >= 0) & (values_of_pass < base) & (values_of_pass == np.floor(values_of_pass))
+    return combine([np.where(whole, values_of_pass, 0).astype(np.int64) for values_of_pass in values], base)
 
 
-def _narrowed(tensor: Any, base: int) -> str:
-    """Return what became of values whose type holds fewer numbers than the samples'."""
+def _dtype_note(tensor: Any, base: int) -> str:
+    """Return a note for the error if the tensor's dtype represents fewer numbers exactly than the samples' dtype."""
     dtype = dtype_of(tensor)
     holds = EXACT.get(dtype, 0)
     if holds >= base:
@@ -209,19 +212,19 @@ def _narrowed(tensor: Any, base: int) -> str:
 Arrays = Mapping[str, npt.NDArray[Any]]
 _MISFIT: Code = "SHAPE_MISMATCH"
 _LISTED_NAMES = 3
-"""Names that a problem lists."""
+"""Cap on the names that a problem lists."""
 
 
 def prove(text: str, trace: Trace, labels: Labels) -> tuple[str, ...]:
-    """Convert the tensors of a trace with a table, in both directions, and compare with what the converter made.
+    """Convert the tensors of a trace with a table, in both directions, and compare with the converter's results.
 
     Args:
         text: the table.
-        trace: a run of the converter; the proof is worth most if the table was derived without it.
+        trace: a run of the converter, preferably one that the table was not derived from.
         labels: names of the family and its dialects.
 
     Returns:
-        What is wrong; nothing where both directions are exact.
+        The problems; empty where both directions are exact.
     """
     sides = [_tensors(trace.hub, trace), _tensors(trace.memory, trace)]
     problems = []
@@ -235,16 +238,16 @@ def prove(text: str, trace: Trace, labels: Labels) -> tuple[str, ...]:
             (folder / "config.json").write_text(json.dumps(trace.config), "utf-8")
             direction = f"{labels.dialects[source]} -> {labels.dialects[target]}"
             try:
-                made = _converted(folder, Path(scratch, f"to-{target}"), rules, labels, source, target)
+                converted = _convert(folder, Path(scratch, f"to-{target}"), rules, labels, source, target)
             except TransaxleError as error:
                 problems.append(f"{direction}: {error}")
                 continue
-            problems += [f"{direction}: {fault}" for fault in differences(made, sides[target])]
+            problems += [f"{direction}: {fault}" for fault in differences(converted, sides[target])]
     return tuple(problems)
 
 
 def misfits(text: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], labels: Labels) -> tuple[str, ...]:
-    """Hold a table against the shapes of a real model, whose sizes are in other ratios than those of tiny ones.
+    """Compare a table with the shapes of a real model, whose sizes have other ratios than those of tiny models.
 
     Args:
         text: the table.
@@ -253,7 +256,7 @@ def misfits(text: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], l
         labels: names of the family and its dialects.
 
     Returns:
-        What the table says of these shapes, and is not so.
+        Contradictions between the table and these shapes.
     """
     (family,) = tables.read(text)
     dialect = family.dialect(labels.dialects[1])
@@ -264,40 +267,40 @@ def misfits(text: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], l
         for position, name in names.items():
             try:
                 fill(line.expression, shapes[name], sizes.at(dict(zip(line.name.axes, position, strict=True))))
-            except TransaxleError as error:  # of sizes that nothing tells, nothing is said
+            except TransaxleError as error:  # unknown sizes are no misfit
                 if error.code == _MISFIT:
                     problems.append(f"{name}: {error.refusals[0].message}")
     return tuple(problems)
 
 
-def differences(made: Arrays, wanted: Arrays) -> list[str]:
-    """Return how two sets of tensors differ in names, shapes, dtypes or bytes; nothing where they are equal."""
-    missing, extra = sorted(wanted.keys() - made.keys()), sorted(made.keys() - wanted.keys())
-    unlike = [name for name in made.keys() & wanted.keys() if not _same(made[name], wanted[name])]
-    found = (("lacks", missing), ("has besides", extra), ("differs in", sorted(unlike)))
-    return [f"{word} {', '.join(names[:_LISTED])}{_more(names)}" for word, names in found if names]
+def differences(actual: Arrays, expected: Arrays) -> list[str]:
+    """Return the differences of two sets of tensors in names, shapes, dtypes or bytes; empty where they are equal."""
+    missing, extra = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())
+    unlike = [name for name in actual.keys() & expected.keys() if not _same(actual[name], expected[name])]
+    kinds = (("lacks", missing), ("has besides", extra), ("differs in", sorted(unlike)))
+    return [f"{word} {', '.join(names[:_LISTED])}{_more(names)}" for word, names in kinds if names]
 
 
 def _more(names: list[str]) -> str:
     return f" and {len(names) - _LISTED} more" if len(names) > _LISTED_NAMES else ""
 
 
-def _same(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
+def _same(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> bool:
+    return first.shape == second.shape and first.dtype == second.dtype and first.tobytes() == second.tobytes()
 
 
 def _tensors(numbers: Arrays, trace: Trace) -> dict[str, npt.NDArray[Any]]:
-    """Return the numbers as tensors: 32 bits hold them all."""
+    """Return element numbers as tensors of a 32-bit dtype, which represents them all."""
     flags = {name: np.zeros(shape, np.bool_) for name, shape in trace.unnumbered.items()}
     return {**{name: np.array(each, np.int32, order="C") for name, each in numbers.items()}, **flags}
 
 
-def _converted(folder: Path, out: Path, rules: Path, labels: Labels, source: int, target: int) -> Arrays:
+def _convert(folder: Path, out: Path, rules: Path, labels: Labels, source: int, target: int) -> Arrays:
     first, second = labels.dialects[source], labels.dialects[target]
     with open_checkpoint(str(folder), rules=str(rules), family=labels.family, dialect=first) as checkpoint:
         prepared = make_plan(checkpoint, f"safetensors:{second}", target=str(out))
         execute(prepared, str(out), sync=False, limit=limits(1, None))
-    return loaded(out, load_file)
+    return load_tensors(out, load_file)
 
 
 _TABLE = re.compile(rf"^\s*({FAMILY}|{BLOCK}|{DIALECT})\s".encode(), re.MULTILINE)
@@ -307,7 +310,7 @@ _ELSEWHERE = "Choose another name, or replace it"
 
 
 def check_place(path: PathLike, *, overwrite: Overwrite = False) -> None:
-    """Refuse a place where no table can or may be put.
+    """Refuse a path at which no table can, or may, be written.
 
     Args:
         path: the file.
@@ -375,15 +378,15 @@ def _is_table(path: Path) -> bool:
 
 
 UNNAMED = "derived"
-"""Family of a converter without a name."""
+"""Name of the family of an unnamed converter."""
 _LISTED = 6
-"""Problems of a table that a refusal lists."""
+"""Cap on the problems of a table that a refusal lists."""
 _LEAST = 2
-"""Fewest traces of a model type: one to derive from, and one of other sizes to prove the table with."""
+"""Least number of traces of a model type: one to derive from, and one with other sizes for the proof."""
 
 
 _MOST = 100_000_000
-"""Elements of the traces beside which there is room for more of them."""
+"""Cap on the total elements of traces above which no further traces are made."""
 
 
 @dataclass(frozen=True)
@@ -391,15 +394,15 @@ class Table:
     """A derived table."""
 
     family: str
-    """Name of its family."""
+    """Name of the family."""
     text: str
     """The table, as `--rules` reads it."""
     left_out: tuple[str, ...]
-    """What the converter does that no table says: tensors that it drops or invents."""
+    """Operations of the converter that no table describes: tensors that it drops or invents."""
     traces: int
-    """Number of traces that it follows from."""
+    """Number of traces that the table is derived from."""
     proved: bool
-    """Whether it converted a trace that it does not follow from, of other sizes, exactly and both ways."""
+    """Whether it converted a trace with other sizes, which it is not derived from, exactly and in both directions."""
 
     def save(self, path: PathLike, *, overwrite: Overwrite = False) -> None:
         """Write the table to a file.
@@ -420,40 +423,41 @@ def _name_of(labels: Labels) -> str:
 
 
 def are_dialects(names: object) -> bool:
-    """Tell whether something is a pair of names that the two dialects of a table can have."""
+    """Tell whether an object is a valid pair of dialect names for a table."""
     if not isinstance(names, tuple | list) or len(names) != 2 or names[0] == names[1]:
         return False
     return all(isinstance(name, str) and re.fullmatch(WORD, name) for name in names)
 
 
 def family_name(text: str) -> str:
-    """Return a text as the name of a family."""
+    """Turn a text into a valid family name."""
     return re.sub(r"\W", "_", text)
 
 
 def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, family: str | None = None) -> Table:
-    """Derive the table of a model type: `hf`, what `save_pretrained` writes, and `transformers`, what is in memory.
+    """Derive the table of a model type: `hf`, as `save_pretrained` writes it, and `transformers`, as it is in memory.
 
     Args:
-        model_type: the word that config.json has.
-        config: a config of the model, whose flags and kinds of layers count; None: the default one.
-        family: name of the family; None: the model type's.
+        model_type: `model_type` of config.json.
+        config: a config of the model, whose flags and kinds of layers are used; None: the default config.
+        family: name of the family; None: that of the model type.
 
     Raises:
-        Refused: UNSUPPORTED where no table says what transformers does, or torch or transformers are not installed.
+        Refused: UNSUPPORTED where no table describes transformers' conversion, or torch or transformers are not
+            installed.
         UsageError: UNKNOWN_FAMILY where transformers does not know the model type.
     """
-    from transaxle.derivation.transformers_models import Peer, shapes, traced_or_not, variants
+    from transaxle.derivation.transformers_models import Peer, shapes, try_trace, variants
 
     peer = Peer()
     complaints: list[str] = []
 
-    def traced(numbers: Sequence[int]) -> list[Trace]:
-        found = (traced_or_not(peer, m, complaints) for m, _ in variants(peer, model_type, config, complaints, numbers))
+    def make_traces(numbers: Sequence[int]) -> list[Trace]:
+        found = (try_trace(peer, m, complaints) for m, _ in variants(peer, model_type, config, complaints, numbers))
         return [each for each in found if each is not None]
 
-    with _refusing(model_type):
-        traces = traced(range(VARIANTS))
+    with _RefuseUnderivable(model_type):
+        traces = make_traces(range(VARIANTS))
         if len(traces) < _LEAST:
             raise _too_few(len(traces), model_type, complaints, bare=config is None)
         labels = Labels(
@@ -465,36 +469,39 @@ def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, 
             ),
         )
         real = {} if config is None else shapes(peer, model_type, config)
-        trying = _Trying(labels, peer.aliases(model_type), real, config or {})
-        table = trying.derived(traces, traced((PROPORTIONED,)), lambda: traced(range(VARIANTS, MORE_VARIANTS)))
+        trying = _ProvedDerivation(labels, peer.aliases(model_type), real, config or {})
+        table = trying.derived(
+            traces, make_traces((PROPORTIONED,)), lambda: make_traces(range(VARIANTS, MORE_VARIANTS))
+        )
     return _table(table, labels, proved=True)
 
 
 @dataclass
-class _Trying:
-    """Derives a table from all traces but one and proves it with that, until it is proved."""
+class _ProvedDerivation:
+    """Derives a table from all traces but one, and proves it with that one, until a proof succeeds."""
 
     labels: Labels
     aliases: Mapping[str, Sequence[str]]
     real: Mapping[str, Shape]
-    """Shapes of the real model; none where no config was given."""
+    """Shapes of the real model; empty where no config was given."""
     config: Mapping[str, Any]
-    """Its config."""
+    """Config of the real model."""
     reason: Underivable | None = None
     """Why the first table is not proved."""
 
     def derived(
-        self, traces: Sequence[Trace], proportioned: Sequence[Trace], more: Callable[[], Sequence[Trace]]
-    ) -> Derived:
-        """Return a table that is proved.
+        self, traces: Sequence[Trace], proportioned: Sequence[Trace], make_more: Callable[[], Sequence[Trace]]
+    ) -> DerivedTable:
+        """Return a proved table.
 
         Args:
-            traces: of configs of other sizes each.
-            proportioned: the trace of a config in the proportions of the real one, if there is one.
-            more: makes traces with other flags; called where a size or a condition may have fitted a key by accident.
+            traces: traces of configs with different sizes.
+            proportioned: the trace of a config with the proportions of the real one, if there is one.
+            make_more: makes traces with other flags; called where a size or a condition may have fitted a key by
+                accident.
 
         Raises:
-            Underivable: there is none.
+            Underivable: no table could be proved.
         """
         last = len(traces) - 1
         table = self._one(traces[:last], (traces[last], *proportioned), sparse=False)
@@ -502,17 +509,19 @@ class _Trying:
             return table
         every = (*traces, *proportioned)
         if sum(n.size for trace in every for n in trace.memory.values()) <= _MOST:
-            every += tuple(more())
-        for held in range(last, 0, -1):
+            every += tuple(make_more())
+        for proof_number in range(last, 0, -1):
             for sparse in (False, True):
-                table = self._one((*every[:held], *every[held + 1 :]), (every[held], *every), sparse=sparse)
+                table = self._one(
+                    (*every[:proof_number], *every[proof_number + 1 :]), (every[proof_number], *every), sparse=sparse
+                )
                 if table is not None:
                     return table
         assert self.reason is not None
         raise self.reason
 
-    def _one(self, traces: Sequence[Trace], proofs: Sequence[Trace], *, sparse: bool) -> Derived | None:
-        """Return the table that some traces give, if no other disproves it."""
+    def _one(self, traces: Sequence[Trace], proofs: Sequence[Trace], *, sparse: bool) -> DerivedTable | None:
+        """Return the table derived from some traces; None if another trace disproves it."""
         try:
             table = derive(traces, self.labels, self.aliases, sparse=sparse)
             self._prove(table, proofs)
@@ -521,27 +530,27 @@ class _Trying:
             return None
         return table
 
-    def _prove(self, table: Derived, traces: Sequence[Trace]) -> None:
-        """Hold a table against traces and the shapes of the real model.
+    def _prove(self, table: DerivedTable, traces: Sequence[Trace]) -> None:
+        """Check a table against traces and the shapes of the real model.
 
         Raises:
-            Underivable: what they disprove.
+            Underivable: the table is disproved.
         """
         for trace in traces:
             problems = prove(table.text, trace, self.labels)
             if problems:
-                raise _disproved("a config of other sizes", problems)
+                raise _disproof("a config of other sizes", problems)
         problems = misfits(table.text, self.real, self.config, self.labels)
         if problems:
-            raise _disproved("the config that was given", problems)
+            raise _disproof("the config that was given", problems)
 
 
-def _disproved(by: str, problems: Sequence[str]) -> Underivable:
+def _disproof(by: str, problems: Sequence[str]) -> Underivable:
     return Underivable(f"{by} disproves the derived table: {'; '.join(problems[:_LISTED])}")
 
 
 def _too_few(built: int, model_type: str, complaints: Sequence[str], *, bare: bool) -> Underivable:
-    """Return why too few tiny models can be built, with what the first of them said."""
+    """Build the error for too few tiny models, with the first model's error message."""
     why = f"{built or 'none'} of its tiny configs can be built, and a proof needs {_LEAST}"
     first = f" (the first that cannot: {complaints[0]})" if complaints else ""
     hint = (
@@ -561,53 +570,56 @@ def from_function(
 
     Args:
         convert: a function from a state dict of the first dialect to one of the second.
-        samples: state dicts of the first dialect, of numpy arrays or torch tensors whose values do not matter; several,
-            of different sizes, show which sizes hang together.
+        samples: state dicts of the first dialect, of numpy arrays or torch tensors whose values do not matter. Several
+            samples with different sizes show which sizes depend on each other.
         configs: the config of each sample.
         labels: names of the family and its dialects.
 
     Raises:
-        TypeError: `samples` are no state dicts, or the function returns none.
-        ValueError: there is not one config for each sample.
-        Refused: UNSUPPORTED where no table says what the function does.
+        TypeError: `samples` are not state dicts, or the function returns none.
+        ValueError: the number of configs is not that of the samples.
+        Refused: UNSUPPORTED where no table describes the function.
     """
     labels = labels or Labels(UNNAMED, dialects=("hf", "converted"))
     check_samples(samples)
     if configs and len(configs) != len(samples):
         raise ValueError(f"configs must be one for each of the {len(samples)} samples; there are {len(configs)}")
-    with _refusing(_name_of(labels)):
+    with _RefuseUnderivable(_name_of(labels)):
         pairs = [trace_function(convert, sample) for sample in samples]
         traces = [
             Trace(hub, memory, dict(configs[at]) if at < len(configs) else {}) for at, (hub, memory) in enumerate(pairs)
         ]
-        return _proved(traces, labels)
+        return _derive_and_prove(traces, labels)
 
 
 def from_folders(pairs: Sequence[tuple[str, str]], labels: Labels) -> Table:
-    """Derive a table from pairs of checkpoints: numbered elements, and what a converter made of them.
+    """Derive a table from pairs of checkpoints: numbered elements, and the converter's result for them.
 
     Args:
-        pairs: (before, after), of different sizes; `number_elements` makes the first of each.
+        pairs: `(before, after)`, of different sizes; `number_elements` makes the first of each.
         labels: names of the family and its dialects.
 
     Raises:
-        Refused: UNSUPPORTED where no table says what the converter did.
+        Refused: UNSUPPORTED where no table describes the converter.
     """
     traces = []
-    with _refusing(_name_of(labels)):
+    with _RefuseUnderivable(_name_of(labels)):
         for before, after in pairs:
             with opened_pair(before, after, {}) as (first, second):
                 config = stored_config(first.container.storage) if CONFIG in first.container.carried else {}
-                traces.append(Trace(*numbered(first, second), config))
+                traces.append(Trace(*read_numbered(first, second), config))
         if not labels.model_types and isinstance(traces[0].config.get("model_type"), str):
             labels = Labels(labels.family, (traces[0].config["model_type"],), labels.dialects, labels.comments)
-        return _proved(traces, labels)
+        return _derive_and_prove(traces, labels)
 
 
-def _proved(traces: Sequence[Trace], labels: Labels) -> Table:
-    """Derive a table from all traces but the last, and prove it with that; of one, it follows and is not proved."""
-    said = [told(trace) for trace in traces]
-    traces, notes = [trace for trace, _ in said], tuple(dict.fromkeys(note for _, each in said for note in each))
+def _derive_and_prove(traces: Sequence[Trace], labels: Labels) -> Table:
+    """Derive a table from all traces but the last, and prove it with that; from a single trace, it is not proved."""
+    split_traces = [split_trace(trace) for trace in traces]
+    traces, notes = (
+        [trace for trace, _ in split_traces],
+        tuple(dict.fromkeys(note for _, each in split_traces for note in each)),
+    )
     last = len(traces) > 1
     table = derive(traces[:-1] if last else traces, labels)
     problems = prove(table.text, traces[-1], labels)
@@ -620,18 +632,18 @@ def _proved(traces: Sequence[Trace], labels: Labels) -> Table:
     return _table(table, labels, proved=last, notes=notes)
 
 
-def _table(table: Derived, labels: Labels, *, proved: bool, notes: tuple[str, ...] = ()) -> Table:
+def _table(table: DerivedTable, labels: Labels, *, proved: bool, notes: tuple[str, ...] = ()) -> Table:
     return Table(labels.family, table.text, (*notes, *table.left_out), table.traces, proved)
 
 
-class _refusing:  # noqa: N801 - reads as a clause: with _refusing(what)
-    """Turns what no table says into a refusal."""
+class _RefuseUnderivable:
+    """Context manager that turns `Underivable` into a refusal."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, converter: str) -> None:
+        self.what = converter
 
     def __enter__(self) -> None:
-        """Do nothing yet."""
+        """Return nothing."""
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Raise the refusal."""
@@ -639,6 +651,6 @@ class _refusing:  # noqa: N801 - reads as a clause: with _refusing(what)
             raise _no_table(self.what, str(error), error.hint) from None
 
 
-def _no_table(what: str, why: str, hint: str = "") -> TransaxleError:
+def _no_table(converter: str, why: str, hint: str = "") -> TransaxleError:
     by_hand = "Write the table by hand (docs/how-to/add-a-family.md), or keep all names with --to safetensors:identity."
-    return refuse("UNSUPPORTED", f"no table can be derived for {what}: {why}", hint=hint or by_hand)
+    return refuse("UNSUPPORTED", f"no table can be derived for {converter}: {why}", hint=hint or by_hand)

@@ -1,8 +1,8 @@
-"""The text of a table: a structure with names.
+"""The text of a table, from the structure that all traces share.
 
-**Derivation**: from traces to the text of a table, and what it leaves out.
+**Derivation**: from traces to the text of a table, and notes on what it leaves out.
 
-**Structure**: what all traces agree on, before anything has a name.
+**Structure**: what all traces have in common, before names are chosen.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import Any
 from transaxle.derivation.configs import (
     INDEX,
     SOMETIMES,
-    Seen,
+    Presence,
     Sizes,
     axis_letters,
     condition,
     first_free,
     keys_of,
     leaves,
-    negated,
+    negate,
     tensor_names,
 )
 from transaxle.derivation.moved_parts import (
     IN_NAME,
     AxisKey,
+    AxisObservations,
     Dim,
     Layout,
     PaddingAxis,
     Part,
     Parts,
-    Reading,
-    Unpaired,
+    UnpairedIndex,
     layout,
     parts,
 )
@@ -47,79 +47,79 @@ from transaxle.move.workers import DisjointSets
 
 Indices = tuple[int, ...]
 _EVERYWHERE = frozenset({"model", "layers", "weight", "language"})
-"""Words of names that tell nothing of a tensor."""
+"""Words in stored names that do not identify a tensor."""
 
 
 @dataclass(frozen=True)
 class StoredLine:
-    """One line of a dialect."""
+    """One line of a dialect, with unnamed axes."""
 
     pattern: Pattern
-    """The stored names."""
+    """Pattern of the stored names."""
     places: tuple[AxisKey, ...]
-    """The axis of each index in them."""
+    """Axis of each index in the names."""
     layout: Layout
-    """What is stored."""
+    """Layout of the stored tensors."""
     when: str | None = None
-    """Condition; its index is that of the first of `places`."""
+    """Condition; its index is that of the first axis in `places`."""
 
 
 @dataclass(frozen=True)
 class TiedPart:
-    """A tensor of memory that shares the values of another."""
+    """A tensor in memory that shares the values of another one."""
 
     alias: int
-    """Its number."""
+    """Number of the tensor."""
     original: int
-    """The number of the one that is stored."""
+    """Number of the stored tensor with the same values."""
     when: str
-    """When they are one."""
+    """Condition under which the two are tied."""
 
 
 @dataclass
 class Structure:
-    """Everything a table says, but for the names of axes and tensors."""
+    """The contents of a table, except for the names of axes and tensors."""
 
     parts: list[Part]
-    """The logical tensors."""
+    """Logical tensors."""
     axes: dict[int, tuple[AxisKey, ...]]
-    """Part -> its axes: those in names first."""
+    """Part -> its axes; axes in names come first."""
     when: dict[int, tuple[str, AxisKey | None]]
-    """Part -> condition and the axis whose index it speaks of, for parts that are not everywhere."""
+    """Part -> (condition, axis of its index), for parts that do not always exist."""
     lines: dict[str, list[StoredLine]]
     """Side -> its lines."""
     sizes: dict[AxisKey, dict[int, set[int]]]
-    """Axis -> trace -> its sizes there."""
+    """Axis -> trace -> its sizes in that trace."""
     named: set[AxisKey]
-    """Axes that are indices of names."""
+    """Axes that are indices in names."""
     ties: list[TiedPart] = field(default_factory=list)
     """Tensors that share values."""
     left_out: list[str] = field(default_factory=list)
-    """What the table does not say, in words."""
+    """Notes on what the table does not describe."""
 
 
 def structure(traces: Sequence[Trace], *, careful: bool = False) -> Structure:
-    """Return the structure of a set of traces.
+    """Return the structure that a set of traces shares.
 
     Args:
-        traces: what a converter did.
-        careful: take a condition only where one alone fits.
+        traces: runs of the converter.
+        careful: accept a condition only if no other one fits.
 
     Raises:
-        Underivable: naming the tensor that no line of the notation describes.
+        Underivable: no line of the notation describes a tensor; the message names it.
     """
     numbering, first = Numbering(), None
     while True:
         try:
             return Builder(traces, numbering, careful=careful).build()
-        except Unpaired as error:
+        except UnpairedIndex as error:
             first = first or error
-            more = numbering.with_more(error.numbering)
-            known = more.literal == numbering.literal and more.ahead.keys() == numbering.ahead.keys()
+            merged = numbering.with_more(error.numbering)
+            is_known = merged.literal == numbering.literal and merged.ahead.keys() == numbering.ahead.keys()
             patterns = Patterns(traces)
-            if known or not all(patterns.constant(number) for number in error.numbering.literal):
+            if is_known or not all(patterns.constant(number) for number in error.numbering.literal):
                 raise first from None
-            numbering = more
+            numbering = merged
         except Underivable as error:
             raise first or error from None
 
@@ -133,14 +133,14 @@ class Builder:
         self.found: Parts = parts(traces, numbering)
         self.numbers = {part: number for number, part in enumerate(self.found.all)}
         self.joined = DisjointSets[AxisKey]()
-        self.reading = Reading(self.numbers, self.joined, {})
+        self.reading = AxisObservations(self.numbers, self.joined, {})
         self.counts = self._counts()
 
     def build(self) -> Structure:
         """Return the structure.
 
         Raises:
-            Underivable: naming the tensor that no line of the notation describes.
+            Underivable: no line of the notation describes a tensor; the message names it.
         """
         variants = self._layouts()
         aliases = self._aliases()
@@ -150,7 +150,7 @@ class Builder:
             self._join_biases(variants[side])
         for place in self.counts:
             self.joined.join(place, self.found.axes.first(place))
-        lines = {side: self._lines(self._settled(variants[side])) for side in SIDES}
+        lines = {side: self._lines(self._settle(variants[side])) for side in SIDES}
         structure = Structure(list(self.found.all), {}, {}, lines, self._sizes(), set())
         structure.named = {self.joined.first(place) for place in self.counts}
         for part, number in self.numbers.items():
@@ -162,7 +162,7 @@ class Builder:
         return structure
 
     def _counts(self) -> dict[Place, dict[int, int]]:
-        """Return for every index of names how many values it has in each trace."""
+        """Return place -> trace -> number of values of the index there."""
         counts: dict[Place, dict[int, int]] = defaultdict(dict)
         for at, trace in enumerate(self.traces):
             for side in SIDES:
@@ -175,13 +175,13 @@ class Builder:
         return counts
 
     def count(self, place: Place, trace: int) -> int:
-        """Return how many indices an axis of names has in a trace."""
+        """Return the number of indices of an axis in names, in one trace."""
         return self.counts[self.found.axes.first(place)].get(trace, 0)
 
     def _sizes(self) -> dict[AxisKey, dict[int, set[int]]]:
         sizes: dict[AxisKey, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-        for axis, seen in self.reading.sizes.items():
-            for trace, size in seen:
+        for axis, sizes_by_trace in self.reading.sizes.items():
+            for trace, size in sizes_by_trace:
                 sizes[self.joined.first(axis)][trace].add(size)
         for place, counts in self.counts.items():
             for trace, count in counts.items():
@@ -189,7 +189,7 @@ class Builder:
         return sizes
 
     def _layouts(self) -> dict[str, dict[Pattern, dict[Layout, set[tuple[int, Indices]]]]]:
-        """Return for every pattern its layouts, each with the traces and indices that have it."""
+        """Return the layouts of every pattern, each with the traces and indices that have it."""
         variants: dict[str, dict[Pattern, dict[Layout, set[tuple[int, Indices]]]]] = {side: {} for side in SIDES}
         for at, trace in enumerate(self.traces):
             for side in SIDES:
@@ -202,10 +202,10 @@ class Builder:
                     variants[side].setdefault(pattern, {}).setdefault(read, set()).add((at, indices))
         return variants
 
-    def _settled(
+    def _settle(
         self, variants: Mapping[Pattern, Mapping[Layout, set[tuple[int, Indices]]]]
     ) -> dict[Pattern, dict[Layout, set[tuple[int, Indices]]]]:
-        """Return the layouts with every axis replaced by the one that stands for it, now that all are read."""
+        """Return the layouts with every axis replaced by its representative, once all layouts are known."""
         settled: dict[Pattern, dict[Layout, set[tuple[int, Indices]]]] = {}
         for pattern, layouts in variants.items():
             for read, where in layouts.items():
@@ -222,29 +222,29 @@ class Builder:
         return lines
 
     def _variants(self, pattern: Pattern, layouts: Mapping[Layout, set[tuple[int, Indices]]]) -> list[str | None]:
-        """Return for each layout of a name when it has that one; where the name is not, nothing is asked."""
+        """Return the condition of each layout of a name; indices at which the name does not exist are ignored."""
         everywhere = {place for where in layouts.values() for place in where}
         hints = [word for read in layouts for part in read.parts for word in _words(self.found.all[part])]
         conditions: list[str | None] = []
         for where in layouts.values():
-            seen = []
+            presences = []
             for at, trace in enumerate(self.traces):
-                here, judged = (
+                indices_there, judged = (
                     frozenset(indices[0] if indices else 0 for trace_at, indices in places if trace_at == at)
                     for places in (where, everywhere)
                 )
                 count = self.count(pattern.places[0], at) if pattern.places else 0
-                seen.append(Seen(trace.config, count, here, judged))
-            found = condition(seen, hints)
-            if found is None:
+                presences.append(Presence(trace.config, count, indices_there, judged))
+            formula = condition(presences, hints)
+            if formula is None:
                 raise Underivable(f"{pattern.text}: it has several layouts, and nothing in the config says which")
-            conditions.append(found)
+            conditions.append(formula)
         if len(conditions) == 2 and keys_of(str(conditions[0])) != keys_of(str(conditions[1])):
-            conditions[1] = negated(str(conditions[0]))
+            conditions[1] = negate(str(conditions[0]))
         return conditions
 
     def _axes(self, part: Part) -> tuple[AxisKey, ...]:
-        """Return a part's axes: indices of names, in the order of the names, then digits."""
+        """Return the axes of a part: indices of names, in the order of the names, then digits."""
         ordered = sorted(part.axes, key=lambda c: (c[0] != IN_NAME, c[1] != HUB, c[2]))
         axes = [self.joined.first(part.axes[coordinate]) for coordinate in ordered]
         which = 1 if any(c[0] != IN_NAME and c[1] == HUB for c in ordered) else 0
@@ -253,7 +253,7 @@ class Builder:
         return tuple(dict.fromkeys(axes))
 
     def _place_part(self, structure: Structure, part: Part, number: int, tied: set[int]) -> None:
-        """Find out when a part exists."""
+        """Determine when a part exists, and add it to the structure."""
         places = list(dict.fromkeys(self.found.axes.first(place) for place in part.axes.values()))
         coordinates = [next(c for c, p in part.axes.items() if self.found.axes.first(p) == place) for place in places]
         present: list[set[Indices]] = [set() for _ in self.traces]
@@ -269,29 +269,31 @@ class Builder:
     def _when(self, part: Part, places: Sequence[Place], present: Sequence[set[Indices]]) -> tuple[str, AxisKey | None]:
         hints = _words(part, SIDES[:1])
         for at, place in enumerate(places):
-            seen = []
-            for trace, here in enumerate(present):
-                projected = frozenset(indices[at] for indices in here)
-                others = [range(self.count(p, trace)) if i != at else sorted(projected) for i, p in enumerate(places)]
-                if here != set(product(*others)):
+            presences = []
+            for trace, indices_there in enumerate(present):
+                projected = frozenset(indices[at] for indices in indices_there)
+                other_ranges = [
+                    range(self.count(p, trace)) if i != at else sorted(projected) for i, p in enumerate(places)
+                ]
+                if indices_there != set(product(*other_ranges)):
                     break
-                seen.append(Seen(self.traces[trace].config, self.count(place, trace), projected))
+                presences.append(Presence(self.traces[trace].config, self.count(place, trace), projected))
             else:
-                found = condition(seen, hints, careful=self.careful)
-                if found is not None:
-                    return found, self.joined.first(place)
+                formula = condition(presences, hints, careful=self.careful)
+                if formula is not None:
+                    return formula, self.joined.first(place)
         if not places:
             flags = [
-                Seen(trace.config, 0, frozenset({0} if here else ()))
-                for trace, here in zip(self.traces, present, strict=True)
+                Presence(trace.config, 0, frozenset({0} if indices_there else ()))
+                for trace, indices_there in zip(self.traces, present, strict=True)
             ]
-            found = condition(flags, hints, careful=self.careful)
-            if found is not None:
-                return found, None
+            formula = condition(flags, hints, careful=self.careful)
+            if formula is not None:
+                return formula, None
         return SOMETIMES, None
 
     def _aliases(self) -> dict[tuple[Pattern, Pattern], set[int]]:
-        """Return the names in memory that share values: (alias, the one that is stored) -> traces in which they do."""
+        """Return (alias, stored name) -> traces in which the two names in memory share values."""
         pairs: dict[tuple[Pattern, Pattern], set[int]] = defaultdict(set)
         for at, trace in enumerate(self.traces):
             firsts: dict[int, str] = {}
@@ -300,23 +302,27 @@ class Builder:
                 original = firsts.setdefault(int(numbers.flat[0]), name) if numbers.size else name
                 if original == name:
                     continue
-                (alias, here), (source, there) = (self.found.patterns.pattern(MEMORY, n) for n in (name, original))
-                if here != there or trace.memory[original].shape != numbers.shape:
+                (alias, alias_index), (source, source_index) = (
+                    self.found.patterns.pattern(MEMORY, n) for n in (name, original)
+                )
+                if alias_index != source_index or trace.memory[original].shape != numbers.shape:
                     numbers_of = [each.number(i) for each in (alias, source) for i in range(len(each.places))]
                     literal = frozenset((side, name, at) for side in SIDES for _, name, at in numbers_of)
                     why = f"{name} shares the values of {original} in another layout or at another index"
-                    raise Unpaired(why, Numbering(literal), "") if here != there else Underivable(why)
+                    raise (
+                        UnpairedIndex(why, Numbering(literal), "") if alias_index != source_index else Underivable(why)
+                    )
                 pairs[alias, source].add(at)
         return pairs
 
     def _join_alias(self, variants: Mapping[Pattern, Mapping[Layout, Any]], alias: Pattern, source: Pattern) -> None:
-        """Make the axes of an alias, where it is stored of its own, those of the tensor that it shares."""
-        for one, other in zip(variants.get(alias, ()), variants.get(source, ()), strict=False):
-            for axis, same in zip(one.axes, other.axes, strict=False):
+        """Unite the axes of an alias, where it is stored separately, with those of the tensor with the same values."""
+        for alias_layout, source_layout in zip(variants.get(alias, ()), variants.get(source, ()), strict=False):
+            for axis, same in zip(alias_layout.axes, source_layout.axes, strict=False):
                 self.joined.join(axis, same)
 
     def _join_biases(self, variants: Mapping[Pattern, Mapping[Layout, Any]]) -> None:
-        """Make the axes of a bias those of its weight's first dim, where both are of one layout."""
+        """Unite the axes of a bias with those of its weight's first dim, where both have the same layout."""
         for pattern, layouts in variants.items():
             weight = variants.get(Pattern(pattern.side, f"{pattern.text.removesuffix('.bias')}.weight"), {})
             if not pattern.text.endswith(".bias") or len(layouts) != 1 or len(weight) != 1:
@@ -326,21 +332,21 @@ class Builder:
             segments = [[len(segment.axes) for dim in dims for segment in dim.segments] for dims in (bias, first)]
             if len(bias) != 1 or len(pairs[0]) != len(pairs[1]) or segments[0] != segments[1]:
                 continue
-            for one, other in zip(*pairs, strict=True):
-                if self._alike(one, other):
-                    self.joined.join(one, other)
+            for bias_layout, weight_layout in zip(*pairs, strict=True):
+                if self._alike(bias_layout, weight_layout):
+                    self.joined.join(bias_layout, weight_layout)
 
-    def _alike(self, one: AxisKey, other: AxisKey) -> bool:
-        """Tell whether two axes have one size, and the same, in every trace that has both."""
+    def _alike(self, first: AxisKey, second: AxisKey) -> bool:
+        """Tell whether two axes have a single, equal size in every trace that has both."""
         sizes: list[dict[int, set[int]]] = [defaultdict(set), defaultdict(set)]
-        for found, axis in zip(sizes, (one, other), strict=True):
+        for sizes_found, axis in zip(sizes, (first, second), strict=True):
             for trace, size in self.reading.sizes.get(axis, ()):
-                found[trace].add(size)
+                sizes_found[trace].add(size)
         common = sizes[0].keys() & sizes[1].keys()
         return bool(common) and all(sizes[0][t] == sizes[1][t] and len(sizes[0][t]) == 1 for t in common)
 
     def _tie(self, structure: Structure, pairs: Mapping[tuple[Pattern, Pattern], set[int]]) -> dict[int, set[int]]:
-        """Add the ties; return for each part that is an alias the traces in which it is one."""
+        """Add the ties; return for each alias the traces in which it is one."""
         tied: dict[int, set[int]] = {}
         for (alias, source), traces in pairs.items():
             tied |= self._tie_pair(structure, alias, source, traces)
@@ -357,8 +363,8 @@ class Builder:
             raise Underivable(
                 f"{alias.text} shares the values of {source.text} in some configs and is divided in others"
             )
-        seen = [Seen(t.config, 0, frozenset({0} if at in traces else ())) for at, t in enumerate(self.traces)]
-        when = condition(seen, ["tie"])
+        presences = [Presence(t.config, 0, frozenset({0} if at in traces else ())) for at, t in enumerate(self.traces)]
+        when = condition(presences, ["tie"])
         if when is None:
             raise Underivable(
                 f"{alias.text} shares the values of {source.text} in some configs; nothing in them says so"
@@ -366,13 +372,13 @@ class Builder:
         number = line.layout.parts[0]
         structure.ties.append(TiedPart(number, original.layout.parts[0], when))
         structure.lines[HUB] = [
-            StoredLine(each.pattern, each.places, each.layout, negated(when)) if number in each.layout.parts else each
+            StoredLine(each.pattern, each.places, each.layout, negate(when)) if number in each.layout.parts else each
             for each in structure.lines[HUB]
         ]
         return {number: traces}
 
     def _new_alias(self, structure: Structure, alias: Pattern, original: StoredLine) -> dict[int, set[int]]:
-        """Add a tensor of memory that shares another's values in every trace."""
+        """Add a tensor in memory that shares another tensor's values in every trace."""
         number, source = len(structure.parts), original.layout.parts[0]
         structure.parts.append(Part((alias, alias), structure.parts[source].instances))
         structure.axes[number] = structure.axes[source]
@@ -387,7 +393,7 @@ class Builder:
         return {}
 
     def _check_memory(self, structure: Structure) -> None:
-        """Note the tensors of memory that the hub does not have, and refuse those of which it has a part."""
+        """Note the tensors in memory that the hub lacks, and refuse tensors of which it has only a part."""
         for at, trace in enumerate(self.traces):
             firsts: set[int] = set()
             for name in sorted(trace.memory, key=lambda name: name not in trace.hub):
@@ -406,7 +412,7 @@ class Builder:
 
 
 def _words(part: Part, sides: Sequence[str] = SIDES) -> list[str]:
-    """Return the words of a part's names that may occur in a flag that decides about it."""
+    """Return the words of a part's names that may occur in a flag for it."""
     texts = [pattern.text for pattern in part.patterns if pattern.side in sides]
     words = [word for text in texts for word in text.replace(".", "_").split("_")]
     return [word for word in words if len(word) > 2 and word not in _EVERYWHERE]
@@ -414,26 +420,26 @@ def _words(part: Part, sides: Sequence[str] = SIDES) -> list[str]:
 
 _COUNTED = re.compile("head|group|expert")
 Size = tuple[tuple[int, int], ...]
-"""(trace, size) in every trace, for an axis that has one size in each."""
+"""`(trace, size)` for every trace, of an axis with a single size in each."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What the table is to be called."""
+    """Names in the table."""
 
     family: str
     """Name of the family."""
     model_types: tuple[str, ...] = ()
-    """Values of `model_type` that mean it."""
+    """Values of `model_type` that select the family."""
     dialects: tuple[str, str] = ("hf", "transformers")
     """Names of the two dialects."""
     comments: tuple[str, ...] = ()
-    """Lines at the top."""
+    """Comment lines at the top of the table."""
 
 
 @dataclass
 class Writer:
-    """Gives names, and writes."""
+    """Chooses names and formulas, and writes the text of a table."""
 
     structure: Structure
     configs: Sequence[Mapping[str, Any]]
@@ -441,7 +447,7 @@ class Writer:
     axes: dict[AxisKey, str] = field(default_factory=dict)
     formulas: dict[AxisKey, str] = field(default_factory=dict)
     sparse: bool = False
-    """Whether only the sizes that a conversion needs get formulas; shapes tell the others."""
+    """Whether only sizes that a conversion needs get formulas; shapes show the others."""
 
     def __post_init__(self) -> None:
         self.known = Sizes(self.configs, self.aliases)
@@ -456,14 +462,14 @@ class Writer:
             yield from self.structure.lines[side]
 
     def _size(self, axis: AxisKey) -> dict[int, int]:
-        """Return the size of an axis in each trace; nothing where it has several in one."""
+        """Return trace -> size of an axis; empty where it has several sizes in one trace."""
         sizes = self.structure.sizes.get(axis, {})
         if any(len(several) > 1 for several in sizes.values()):
             return {}
         return {trace: next(iter(one)) for trace, one in sizes.items()}
 
     def _near(self, line: StoredLine) -> str:
-        """Return the part of the config that a tensor belongs to, by the words of its name."""
+        """Return the section of the config that a tensor belongs to, by the words in its name."""
         nested = [key for key, value in self.configs[0].items() if isinstance(value, dict)] if self.configs else []
         for key in nested:
             word = key.removesuffix("_config")
@@ -490,24 +496,24 @@ class Writer:
                 self._complete(dim, self._near(line))
 
     def _simple(self, axis: AxisKey, near: str) -> None:
-        """Give an axis the one key that has its size."""
+        """Give an axis the one key with its size."""
         size = self._size(axis)
         constant = len(set(size.values())) == 1 and len(self.configs) > 1
-        if axis in self.formulas or not self._known_well(size) or isinstance(axis, PaddingAxis):
+        if axis in self.formulas or not self._is_well_known(size) or isinstance(axis, PaddingAxis):
             return
         if constant and axis not in self.structure.named:
             return
-        found = self.known.formula(size, near)
-        if found is not None and constant and isinstance(axis, tuple) and not _speaks_of(found, axis[1]):
-            found = str(next(iter(size.values())))  # as many in every model, and a key that happens to be as large
-        if found is not None:
-            self.formulas[axis] = found
+        formula = self.known.formula(size, near)
+        if formula is not None and constant and isinstance(axis, tuple) and not _speaks_of(formula, axis[1]):
+            formula = str(next(iter(size.values())))  # constant in every model: a key with that value is a coincidence
+        if formula is not None:
+            self.formulas[axis] = formula
 
-    def _known_well(self, size: Mapping[int, int]) -> bool:
+    def _is_well_known(self, size: Mapping[int, int]) -> bool:
         return bool(self.configs) and len(size) >= min(2, len(self.configs))
 
     def _complete(self, dim: Dim, near: str) -> None:
-        """Find formulas until the shape tells the rest of a dim: numbers first, then heads and the like."""
+        """Find formulas until the shape determines the rest of a dim: constants first, then heads and other counts."""
         axes = list(dict.fromkeys((*dim.axes, *(axis for segment in dim.segments for axis in segment.axes))))
         for attempt in (self._number, self._count, self._deep):
             for axis in axes:
@@ -515,54 +521,54 @@ class Writer:
                 kinds = {tuple(self._size(each).items()) for each in unknown}
                 if len(unknown) < 2 or (len(kinds) == 1 and () not in kinds and not dim.axes):
                     return
-                if axis in unknown and self._known_well(self._size(axis)):
+                if axis in unknown and self._is_well_known(self._size(axis)):
                     attempt(axis, near)
 
     def _number(self, axis: AxisKey, _near: str) -> None:
-        """Take the size itself where it is 2, 3 or 4 in every config."""
+        """Use the size itself where it is 2, 3 or 4 in every config."""
         size = self._size(axis)
         if len(size) > 1 and set(size.values()) <= {2, 3, 4} and len(set(size.values())) == 1:
             self.formulas[axis] = str(next(iter(size.values())))
 
     def _count(self, axis: AxisKey, near: str) -> None:
-        """Take a key that counts heads, groups or experts."""
-        found = self.known.formula(self._size(axis), near, deep=True)
-        if found is not None and _COUNTED.search(found) and not set("*/+-") & set(found):
-            self.formulas[axis] = found
+        """Use a key that counts heads, groups or experts."""
+        formula = self.known.formula(self._size(axis), near, deep=True)
+        if formula is not None and _COUNTED.search(formula) and not set("*/+-") & set(formula):
+            self.formulas[axis] = formula
 
     def _deep(self, axis: AxisKey, near: str) -> None:
-        """Take whatever formula fits."""
-        found = self.known.formula(self._size(axis), near, deep=True)
+        """Use any formula that fits."""
+        formula = self.known.formula(self._size(axis), near, deep=True)
         size = set(self._size(axis).values())
-        if found is None and len(size) == 1:
-            found = str(next(iter(size)))
-        if found is not None:
-            self.formulas[axis] = found
+        if formula is None and len(size) == 1:
+            formula = str(next(iter(size)))
+        if formula is not None:
+            self.formulas[axis] = formula
 
     def _name_axes(self) -> None:
-        """Give axes names; two axes share one if they have the same size everywhere and no tensor has both."""
-        taken = {key for config in self.configs for key, _ in leaves(config) if "." not in key} | set(self.tensors)
+        """Name the axes; two axes share a name if they always have the same size and no tensor has both."""
+        used_names = {key for config in self.configs for key, _ in leaves(config) if "." not in key} | set(self.tensors)
         together: dict[AxisKey, set[AxisKey]] = defaultdict(set)
         for axes in self.structure.axes.values():
             for axis in axes:
                 together[axis] |= set(axes)
-        named: dict[object, list[tuple[str, set[AxisKey]]]] = defaultdict(list)
+        axes_by_kind: dict[object, list[tuple[str, set[AxisKey]]]] = defaultdict(list)
         order = [axis for line in self._every_line() for axis in (*line.places, *line.layout.axes)]
         for axis in dict.fromkeys(order):
             kind = self._kind(axis)
-            for name, members in named[kind]:
+            for name, members in axes_by_kind[kind]:
                 if not members & together[axis]:
                     self.axes[axis] = name
                     members.add(axis)
                     break
             else:
-                name = first_free(axis_letters(self._source(axis)), taken)
-                taken.add(name)
+                name = first_free(axis_letters(self._source(axis)), used_names)
+                used_names.add(name)
                 self.axes[axis] = name
-                named[kind].append((name, {axis}))
+                axes_by_kind[kind].append((name, {axis}))
 
     def _kind(self, axis: AxisKey) -> object:
-        """Return what axes of one name have in common."""
+        """Return a key that is equal for axes that may share a name."""
         formula = self.formulas.get(axis)
         if formula is not None:
             return formula
@@ -580,7 +586,7 @@ class Writer:
     # Text.
 
     def text(self, labels: Labels) -> str:
-        """Return the table."""
+        """Return the text of the table."""
         lines = [*(f"# {comment}".rstrip() for comment in labels.comments), *([""] if labels.comments else [])]
         lines.append(f"family {labels.family}")
         if labels.model_types:
@@ -590,9 +596,9 @@ class Writer:
         for tie in self.structure.ties:
             lines.append(f"  tie {self.tensors[tie.alias]} = {self.tensors[tie.original]} when {tie.when}")
         hub = [self._line(line) for line in self.structure.lines[HUB]]
-        lines += ["", f"dialect {labels.dialects[0]}", *_aligned(hub)]
-        changed = self._changed()
-        lines += ["", f"dialect {labels.dialects[1]} like {labels.dialects[0]}", *_aligned(changed)]
+        lines += ["", f"dialect {labels.dialects[0]}", *_align(hub)]
+        changed = self._changes()
+        lines += ["", f"dialect {labels.dialects[1]} like {labels.dialects[0]}", *_align(changed)]
         return "\n".join(lines) + "\n"
 
     def _axes_text(self) -> Iterator[str]:
@@ -655,53 +661,53 @@ class Writer:
             items.append(f"[{' | '.join(segments)}]")
         return _item(items) or "1"
 
-    def _changed(self) -> list[tuple[str, str]]:
-        """Return the lines of the second dialect that are not lines of the first, with all that hangs together."""
+    def _changes(self) -> list[tuple[str, str]]:
+        """Return the lines of the second dialect that differ from the first, with all lines that depend on them."""
         hub = [(self._line(line), frozenset(line.layout.parts)) for line in self.structure.lines[HUB]]
         memory = [(self._line(line), frozenset(line.layout.parts)) for line in self.structure.lines[MEMORY]]
         same = {line for line, _ in hub}
-        wanted = {line for line, _ in memory}
+        changed_lines = {line for line, _ in memory}
         changed = {line for line, _ in memory if line not in same}
         touched: set[int] = set()
         while True:
             touched = {part for line, parts in memory if line in changed for part in parts}
-            touched |= {part for line, parts in hub if line not in wanted for part in parts}
-            more = {line for line, parts in memory if parts & touched}
+            touched |= {part for line, parts in hub if line not in changed_lines for part in parts}
+            dependent = {line for line, parts in memory if parts & touched}
             dropped = {part for _, parts in hub if parts & touched for part in parts}
-            more |= {line for line, parts in memory if parts & dropped}
-            if more == changed:
+            dependent |= {line for line, parts in memory if parts & dropped}
+            if dependent == changed:
                 return [line for line, _ in memory if line in changed]
-            changed = more
+            changed = dependent
 
 
 def _item(parts: Sequence[str]) -> str:
-    """Return some axes as one item; nothing for none."""
+    """Return several axes as one item of an expression; empty for none."""
     return parts[0] if len(parts) == 1 else f"({' '.join(parts)})" if parts else ""
 
 
-def _aligned(lines: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Put the equals signs under each other."""
+def _align(lines: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Align the equals signs of lines."""
     widest = max((len(name) for name, _ in lines), default=0)
     for name, expression in lines:
         yield f"  {name.ljust(widest)} = {expression}"
 
 
 def _speaks_of(formula: str, name: str) -> bool:
-    """Tell whether a formula has a word of the segment before an index, or tells how long a list is."""
+    """Tell whether a formula contains a word of the segment before an index, or the length of a list."""
     words = name.removesuffix(HOLE).rstrip(".").rpartition(".")[2].split("_")
     return "len(" in formula or any(word.rstrip("s") in formula for word in words if len(word) > 3)
 
 
 @dataclass(frozen=True)
-class Derived:
-    """A table, and what it does not say."""
+class DerivedTable:
+    """The text of a derived table, with notes on what it leaves out."""
 
     text: str
     """The table in the notation."""
     left_out: tuple[str, ...]
-    """What the converter does that no table says: tensors that it drops or invents."""
+    """Operations of the converter that no table describes: tensors that it drops or invents."""
     traces: int
-    """Number of configs that it follows from."""
+    """Number of traces that the table is derived from."""
 
 
 def derive(
@@ -710,18 +716,18 @@ def derive(
     aliases: Mapping[str, Sequence[str]] | None = None,
     *,
     sparse: bool = False,
-) -> Derived:
-    """Return the table that says what a converter did.
+) -> DerivedTable:
+    """Derive the table that describes a converter.
 
     Args:
-        traces: the converter's runs, each with a config of its own.
-        labels: what the family and the dialects are to be called.
-        aliases: config key -> other keys under which configs have the same.
-        sparse: say less: formulas only for sizes that a conversion needs, conditions only where one alone fits.
+        traces: runs of the converter, each with its own config.
+        labels: names of the family and the dialects.
+        aliases: config key -> other keys with the same meaning.
+        sparse: write less: formulas only for sizes that a conversion needs, conditions only if no other one fits.
 
     Raises:
-        Underivable: no table in the notation says it; the message names the tensor.
+        Underivable: no table in the notation describes the converter; the message names the tensor.
     """
-    found = structure(traces, careful=sparse)
-    writer = Writer(found, [trace.config for trace in traces], aliases or {}, sparse=sparse)
-    return Derived(writer.text(labels), tuple(found.left_out), len(traces))
+    table_structure = structure(traces, careful=sparse)
+    writer = Writer(table_structure, [trace.config for trace in traces], aliases or {}, sparse=sparse)
+    return DerivedTable(writer.text(labels), tuple(table_structure.left_out), len(traces))

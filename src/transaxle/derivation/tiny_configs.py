@@ -1,7 +1,7 @@
-"""Tiny configs: a model's config with small sizes, in variants whose sizes differ.
+"""Tiny configs: a model's config with small sizes, in variants with different sizes.
 
-A variant changes every size, and with it the numbers of layers, heads and experts; some of the flags are turned over.
-What is the same in two variants is no evidence for anything.
+A variant changes every size, including the numbers of layers, heads and experts, and inverts some of the flags. What
+two variants have in common is not evidence for anything.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any
 from transaxle.derivation.configs import leaves
 
 VARIANTS = 4
-"""Number of variants whose sizes differ; the last is for checking only."""
+"""Number of variants with different sizes; the last one only checks a derived table."""
 MORE_VARIANTS = 8
-"""Number of variants with those that have these sizes again, and other flags."""
+"""Number of variants including those with the same sizes again but other flags."""
 PROPORTIONED = MORE_VARIANTS
-"""The variant whose sizes have the proportions of the config that is made tiny, and its flags."""
+"""Number of the variant with the proportions and the flags of the given config."""
 _HIDDEN, _HEADS, _GROUPS, _HEAD = (64, 96, 80, 144), (4, 6, 10, 12), (2, 3, 5, 3), (16, 24, 20, 28)
 _LAYERS = (4, 3, 5, 6)
 _VOCABULARY, _TOKEN_TYPES = (112, 131, 149, 137), (3, 4, 6, 5)
 _ALONE = (_LAYERS, _VOCABULARY, _TOKEN_TYPES)
-"""Sizes that divide no other and are divided by none."""
+"""Sizes that neither divide other sizes nor are divided by them."""
 _RATIOS = (2, 4, 6, 3)
-"""What `RATIO` takes of a size, in eighths."""
+"""Share of a size in each variant for `RATIO`, in eighths."""
 OWN, PLAIN, RATIO, DEEP, SMALL = "own", "plain", "ratio", "deep", "small"
-"""How the sizes of a variant hang together."""
+"""Rules for the relations between the sizes of a variant."""
 _FRACTIONS = {RATIO: 8, DEEP: 8, SMALL: 64}
 _LEAST = 4
-"""Smaller sizes are left as they are: of one, nothing is seen."""
+"""Smaller sizes are left unchanged: a size of one reveals nothing."""
 _OF_STAGES = re.compile(r"(\w+_)?(hidden_sizes|embed_dims|channels|dims|widths)")
-"""Keys of lists with the sizes of stages."""
+"""Keys of lists with one size per stage."""
 
 _RULES: tuple[tuple[tuple[int, ...], str], ...] = (
     (_VOCABULARY, r"""(?!type_)(\w+_)?vocab_size n_vocab vocab_size_per_layer_input"""),
@@ -77,7 +77,7 @@ _RULES: tuple[tuple[tuple[int, ...], str], ...] = (
     ((8,), "index_n_heads patch_size"),
     ((20, 28, 24, 36), "hidden_size_per_layer_input"),
 )  # fmt: skip
-"""Sizes in each variant, and the keys that have them, as patterns."""
+"""Sizes in each variant, and patterns of the keys with these sizes."""
 _HANG_TOGETHER: dict[tuple[int, ...], str] = {_LAYERS: "layers", _HEADS: "heads", _GROUPS: "heads"}
 _COMPILED = [(sizes, re.compile("|".join(f"(?:{key})" for key in keys.split()))) for sizes, keys in _RULES]
 _NUMBERS_OF_HEADS = next(pattern for sizes, pattern in _COMPILED if sizes == _HEADS)
@@ -87,16 +87,16 @@ _KEPT = frozenset(
     {"model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "id2label", "label2id"}
 )
 _OF_DEFAULT_DEPTH = frozenset({"stage_names", "out_features", "out_indices", "_out_features", "_out_indices"})
-"""Keys that name layers of the default config; without them, transformers takes the last layer."""
+"""Keys that name layers of the default config; where they are absent, transformers uses the last layer."""
 _OF_STEADY_STAGES = frozenset({"grounding-dino", "mm-grounding-dino"})
-"""Model types of which no key says which tensors there are for more stages of the backbone, or fewer."""
+"""Model types without a key for the tensors of more, or fewer, backbone stages."""
 _FOLLOWS = frozenset({"hidden_size", "num_layers"})
 """Keys that transformers computes where the width doubles from stage to stage."""
 _TEXT = ("text_config", "thinker_config", "llm_config", "decoder")
-"""Parts that are the text model, or have it."""
+"""Config sections of the text model, or sections that contain it."""
 _TOKEN = re.compile(r"(_token_id|_token_index|_id|_ids|token_index)$")
 FLAG = re.compile(r"(?!use_cache)(\w+_)?(bias|tie|tied|norm|gate|gating|use)(_\w+)?")
-"""Keys of flags that may decide which tensors there are."""
+"""Keys of flags that may decide which tensors exist."""
 _TIED = "tie_word_embeddings"
 _INDEXER = {
     "indexer_n_heads": 4,
@@ -116,27 +116,27 @@ _FILLED: dict[str, dict[str, Any]] = {
     "qwen4_exp": _INDEXER,
     "qwen4_exp_text": _INDEXER,
 }  # fmt: skip
-"""Model types whose default config lacks what a model needs, with values for it."""
+"""Model type -> values for keys that its default config lacks and a model needs."""
 _TURNED = (0b1010, 0b0100, 0b1110, 0b0010, 0b1100, 0b0110)
-"""For one flag after the other, the variants in which it is turned over: bit 1 for variant 1, and so on."""
+"""For consecutive flags, the variants that invert the flag: bit 1 for variant 1, and so on."""
 
 
-def _turned(at: int) -> int:
-    """Return the variants in which the flag number `at` is turned over; of two flags, they differ."""
+def _inverted_in(at: int) -> int:
+    """Return a bit mask of the variants that invert flag number `at`; it differs between any two flags."""
     return _TURNED[at % len(_TURNED)] | (3 + 5 * at) % 16 << VARIANTS
 
 
-def filled(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with what a default one lacks."""
+def fill_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the keys that a default config lacks."""
     return {**config, **_FILLED.get(str(config.get("model_type")), {})}
 
 
 def kind(key: str, value: object) -> str:
-    """Return a word that keys have in common whose sizes hang together most."""
+    """Return a word that is equal for keys with strongly related sizes."""
     if isinstance(value, bool):
         return f"flag {key}"
-    found = next((sizes for sizes, pattern in _COMPILED if pattern.fullmatch(key)), _LAYERS)
-    return _HANG_TOGETHER.get(found, str(found))
+    rule_sizes = next((sizes for sizes, pattern in _COMPILED if pattern.fullmatch(key)), _LAYERS)
+    return _HANG_TOGETHER.get(rule_sizes, str(rule_sizes))
 
 
 def tiny(
@@ -146,38 +146,38 @@ def tiny(
 
     Args:
         config: the model's config, default or real.
-        variant: which sizes, from 0 on.
-        sizes: `OWN`: every key has the sizes of its rule; `PLAIN`: but the size of a head is the hidden size divided by
-            their number; `RATIO`: what it has, in a ratio that leaves divisors alone;
-            `DEEP`: and as many layers; `SMALL`: an eighth of what `RATIO` takes.
-        flip: turn over the flags that the variant stands for.
-        apart: give each part with a config of its own (`vision_config`), but for the text model, other sizes.
+        variant: number of the variant, from 0.
+        sizes: `OWN`: every key has the sizes of its rule; `PLAIN`: the same, but the size of a head is the hidden size
+            divided by the number of heads; `RATIO`: all sizes of the config in one ratio that keeps divisors; `DEEP`:
+            the same, with all layers; `SMALL`: an eighth of the sizes of `RATIO`.
+        flip: invert the flags of the variant.
+        apart: use other sizes for each section with a config of its own (`vision_config`), except the text model.
     """
-    config = filled(config)
+    config = fill_defaults(config)
     flags = [key for key, value in leaves(config) if isinstance(value, bool) and FLAG.fullmatch(key.rpartition(".")[2])]
-    codes = {key: _turned(at) for at, key in enumerate(flags)}
+    codes = {key: _inverted_in(at) for at, key in enumerate(flags)}
     codes |= {key: 0b01011010 if key == _TIED else 0b00110100 for key in flags if key.endswith(_TIED)}
     turned = {key for key, code in codes.items() if flip and code >> variant & 1}
     if _TIED not in config and flip and variant:
         config[_TIED] = variant in (2, 5)
     staged = sizes == SMALL or config.get("model_type") in _OF_STEADY_STAGES
-    return _Shrinking(variant % VARIANTS, sizes, frozenset(turned), apart, staged).mapping(config)
+    return _Shrinker(variant % VARIANTS, sizes, frozenset(turned), apart, staged).mapping(config)
 
 
 @dataclass(frozen=True)
-class _Shrinking:
-    """Makes one variant."""
+class _Shrinker:
+    """Builds the config of one variant."""
 
     variant: int
     sizes: str
     turned: frozenset[str]
     apart: bool
     staged: bool
-    """Whether the stages of a backbone stay as many."""
+    """Whether the number of backbone stages is unchanged."""
     deep: bool = False
-    """Whether all layers stay."""
+    """Whether the number of layers is unchanged."""
     heads: tuple[int, ...] = ()
-    """Numbers of heads that divide the widths."""
+    """Numbers of heads that must divide the widths."""
 
     def mapping(self, config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         deep = self.sizes == DEEP or (self.staged and "depths" in config)
@@ -202,11 +202,11 @@ class _Shrinking:
         if self.sizes == OWN and "num_attention_heads" in config and "hidden_size" in config:
             small["head_dim"] = (
                 small.get("head_dim") or _HEAD[self.variant]
-            )  # some models read it though it has no default
+            )  # some models read this key though it has no default
         return small
 
     def _is_computed(self, key: str, *, doubled: bool) -> bool:
-        """Tell whether transformers computes a key where it is not given."""
+        """Tell whether transformers computes a key where it is absent."""
         return (key in _OF_DEFAULT_DEPTH and not self.deep) or (key in _FOLLOWS and doubled)
 
     def _value(self, key: str, value: Any, layers: int | None, path: str) -> Any:
@@ -225,16 +225,16 @@ class _Shrinking:
         return value
 
     def _share(self, value: int, heads: Sequence[int]) -> int:
-        """Take the share of a size that the variant stands for; a larger one, or all, where that cannot be divided."""
+        """Return the variant's share of a size; a larger share, or the whole size, where that is not divisible."""
         divisors = [each for count in heads for each in (count, 2 * count)]
         for parts in (_FRACTIONS[self.sizes], _FRACTIONS[RATIO]):
-            share, rest = divmod(value * _RATIOS[self.variant], parts)
-            if not rest and share >= _LEAST and not any(share % each and not value % each for each in divisors):
+            share, remainder = divmod(value * _RATIOS[self.variant], parts)
+            if not remainder and share >= _LEAST and not any(share % each and not value % each for each in divisors):
                 return share
         return value
 
     def _stages(self, value: list[Any]) -> list[Any]:
-        """Take of every size of a list what is taken of single sizes; all of them where one cannot be divided so."""
+        """Shrink every size in a list like single sizes; all of them stay unchanged where one is not divisible."""
         scaled = [divmod(each * _RATIOS[self.variant], _FRACTIONS[self.sizes]) for each in value if type(each) is int]
         return [size for size, _ in scaled] if len(scaled) == len(value) and not any(r for _, r in scaled) else value
 
@@ -247,8 +247,8 @@ class _Shrinking:
             if self.deep and sizes is _LAYERS:
                 return value
             if self.sizes in _FRACTIONS and sizes not in _ALONE:
-                kept = sizes in (_HEADS, _GROUPS) or len(sizes) == 1
-                return value if kept else self._share(value, self.heads if _WIDTHS.fullmatch(key) else ())
+                is_fixed = sizes in (_HEADS, _GROUPS) or len(sizes) == 1
+                return value if is_fixed else self._share(value, self.heads if _WIDTHS.fullmatch(key) else ())
             if sizes is _HEAD and self.sizes == PLAIN:
                 return _HIDDEN[self.variant] // _HEADS[self.variant]
             return sizes[self.variant % len(sizes)]
@@ -260,7 +260,7 @@ def _is_part(key: str, value: object) -> bool:
 
 
 def _list(key: str, value: list[Any], variant: int, layers: int | None) -> list[Any]:
-    """Shorten a list that has an entry for each layer, so that every kind of entry stays."""
+    """Shorten a list with one entry per layer, so that every kind of entry remains."""
     if _TOKEN.search(key) and all(isinstance(item, int) for item in value):
         return [item if 0 <= item < 100 else 3 for item in value]
     if layers is None or len(value) != layers:

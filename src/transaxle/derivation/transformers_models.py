@@ -1,13 +1,12 @@
-"""Traces of transformers: what `save_pretrained` writes of a model with numbered elements.
+"""Traces of transformers: the checkpoint that `save_pretrained` writes of a model with numbered elements.
 
-Only here torch and transformers are imported, and only when a trace is made.
+torch and transformers are imported only here, and only when a trace is made.
 
-Searching for a tiny config: where small sizes do not fit each other, as many of them as the model takes.
+The search for a tiny config handles sizes that do not fit together: it changes as many of them as the model accepts. It
+starts with the model's valid config and applies changes: all at once, else each half separately, and so on down to
+single keys.
 
-It starts with the config that the model has, which fits, and takes over changes: all of them, or else half of them and
-then the other half, down to single keys.
-
-The tensors of a folder of safetensors files, read by the peer's own library and not by ours.
+The tensors of a folder are read by the safetensors library, independently of Transaxle's readers.
 """
 
 from __future__ import annotations
@@ -25,7 +24,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from transaxle.derivation.tiny_configs import DEEP, OWN, PLAIN, PROPORTIONED, RATIO, SMALL, VARIANTS, filled, kind, tiny
+from transaxle.derivation.tiny_configs import (
+    DEEP,
+    OWN,
+    PLAIN,
+    PROPORTIONED,
+    RATIO,
+    SMALL,
+    VARIANTS,
+    fill_defaults,
+    kind,
+    tiny,
+)
 from transaxle.derivation.traces import (
     EXACT,
     FLOOR,
@@ -33,7 +43,7 @@ from transaxle.derivation.traces import (
     Shape,
     Trace,
     Underivable,
-    combined,
+    combine,
     digits,
     dtype_of,
     passes,
@@ -46,16 +56,17 @@ KeyPath = tuple[str, ...]
 Change = tuple[KeyPath, object]
 Builds = Callable[[Mapping[str, Any]], bool]
 _GONE = object()
-"""The value of a key that is taken away."""
+"""Marks a key that a change removes."""
 
 
 def nearest(base: Mapping[str, Any], goals: Sequence[Mapping[str, Any]], builds: Builds) -> dict[str, Any] | None:
-    """Return a config that builds, as near to the goals as can be found; None where the one to start with does not.
+    """Return a config that a model accepts, as near to the goals as the search finds; None where `base` is not
+    accepted.
 
     Args:
         base: the config to start with.
-        goals: configs, the most wanted first; where one is not taken over, the next one counts.
-        builds: tells whether a model has such a config.
+        goals: target configs, best first; a change that one goal cannot get is tried from the next.
+        builds: tells whether a model accepts a config.
     """
     config = dict(base)
     if not builds(config):
@@ -64,18 +75,18 @@ def nearest(base: Mapping[str, Any], goals: Sequence[Mapping[str, Any]], builds:
         units: dict[str, list[Change]] = {}
         for path, value in _changes(config, base, goal):
             units.setdefault(kind(path[-1], value), []).append((path, value))
-        config = _taken(config, sorted(units.values(), key=_is_late), builds)
+        config = _apply_units(config, sorted(units.values(), key=_is_late), builds)
     return config
 
 
 def _is_late(unit: Sequence[Change]) -> bool:
-    """Sort numbers of layers first: with few of them, models are built in a moment."""
+    """Sort key: changes to numbers of layers come first, as models with few layers are built quickly."""
     path, value = unit[0]
     return kind(path[-1], value) != "layers"
 
 
 def _changes(config: Mapping[str, Any], base: Mapping[str, Any], goal: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield what is different in a goal, of the keys that are still as they were."""
+    """Yield the changes towards a goal, for keys that still have their original value."""
     for key in (*config, *(key for key in goal if key not in config)):
         now, before, then = config.get(key, _GONE), base.get(key, _GONE), goal.get(key, _GONE)
         if isinstance(now, Mapping) and isinstance(before, Mapping) and isinstance(then, Mapping):
@@ -84,11 +95,11 @@ def _changes(config: Mapping[str, Any], base: Mapping[str, Any], goal: Mapping[s
             yield (key,), then
 
 
-def _taken(config: dict[str, Any], units: Sequence[Sequence[Change]], builds: Builds) -> dict[str, Any]:
-    """Return a config with as many units of changes as it can have."""
+def _apply_units(config: dict[str, Any], units: Sequence[Sequence[Change]], builds: Builds) -> dict[str, Any]:
+    """Return a config with as many groups of changes as the model accepts."""
     if not units:
         return config
-    changed = _changed(config, [change for unit in units for change in unit])
+    changed = _apply(config, [change for unit in units for change in unit])
     if builds(changed):
         return changed
     if len(units) == 1:
@@ -96,31 +107,31 @@ def _taken(config: dict[str, Any], units: Sequence[Sequence[Change]], builds: Bu
             return config
         units = [[change] for change in units[0]]
     half = len(units) // 2
-    return _taken(_taken(config, units[:half], builds), units[half:], builds)
+    return _apply_units(_apply_units(config, units[:half], builds), units[half:], builds)
 
 
-def _changed(config: Mapping[str, Any], changes: Sequence[Change]) -> dict[str, Any]:
-    made = dict(config)
+def _apply(config: Mapping[str, Any], changes: Sequence[Change]) -> dict[str, Any]:
+    new_config = dict(config)
     for path, value in changes:
-        inside = made
+        inside = new_config
         for key in path[:-1]:
             inside[key] = inside = dict(inside[key])
         if value is _GONE:
             inside.pop(path[-1], None)
         else:
             inside[path[-1]] = value
-    return made
+    return new_config
 
 
 Tensor = TypeVar("Tensor")
 
 
-def loaded(folder: Path, load_file: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
+def load_tensors(folder: Path, load_file: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return the tensors of all files in a folder by name.
 
     Args:
-        folder: where they are.
-        load_file: the reader of one file: that of `safetensors.numpy` or `safetensors.torch`.
+        folder: the folder.
+        load_file: reader of one file: that of `safetensors.numpy` or `safetensors.torch`.
     """
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -139,13 +150,13 @@ HEADS = (
     "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
     "MODEL_MAPPING_NAMES",
 )
-"""transformers' registers of model classes, the most wanted first: with an encoder before the decoder alone."""
+"""transformers' registers of model classes, in order of preference: with encoder first, then decoder alone."""
 _BASE = EXACT["float32"]
-"""Numbers that one pass carries: models are traced in 32 bits."""
+"""Numbers that one pass carries: models are traced in float32."""
 _LONGEST = 240
-"""Characters of a model's complaint."""
+"""Cap on the length of a model's error message, in characters."""
 _ENOUGH, _MOST = 32_000_000, 60_000_000
-"""Elements of a model for which no smaller one is tried, and of the largest one that is traced."""
+"""Number of elements below which no smaller model is tried, and cap on the elements of a traced model."""
 
 
 class Peer:
@@ -173,16 +184,16 @@ class Peer:
         return str(self.transformers.__version__)
 
     def model_types(self) -> list[str]:
-        """Return every model type that it knows."""
+        """Return every model type that transformers knows."""
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
         return sorted(CONFIG_MAPPING_NAMES)
 
     def config_class(self, model_type: str) -> Any:
-        """Return the class of a model type's configs.
+        """Return the config class of a model type.
 
         Raises:
-            UsageError: UNKNOWN_FAMILY for a type that it does not know.
+            UsageError: UNKNOWN_FAMILY for an unknown model type.
         """
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -198,7 +209,7 @@ class Peer:
         return CONFIG_MAPPING[model_type]
 
     def model_classes(self, model_type: str, architectures: Sequence[str] = ()) -> list[Any]:
-        """Return the classes that a config names, or those that transformers registers for the type, the best first.
+        """Return the classes in `architectures`, or those registered for the model type, best first.
 
         Raises:
             Refused: UNSUPPORTED where there is none.
@@ -209,20 +220,25 @@ class Peer:
         for register in HEADS:
             entry = getattr(modeling_auto, register, {}).get(model_type) or ()
             names += [entry] if isinstance(entry, str) else list(entry)
-        found = [getattr(self.transformers, name, None) for name in dict.fromkeys(names)]
-        classes = [each for each in found if hasattr(each, "save_pretrained")]
+        named_classes = [getattr(self.transformers, name, None) for name in dict.fromkeys(names)]
+        classes = [candidate for candidate in named_classes if hasattr(candidate, "save_pretrained")]
         if not classes:
             raise refuse("UNSUPPORTED", f"transformers {self.version} has no model class for {model_type!r}")
-        own = self.config_class(model_type)  # a class with another config makes a part of such a model
-        return sorted(classes, key=lambda each: each.__name__ not in architectures and each.config_class is not own)
+        config_class = self.config_class(model_type)  # a class with another config builds only a part of such a model
+        return sorted(
+            classes,
+            key=lambda candidate: (
+                candidate.__name__ not in architectures and candidate.config_class is not config_class
+            ),
+        )
 
     def aliases(self, model_type: str) -> dict[str, list[str]]:
-        """Return config keys that transformers reads as one."""
-        found: dict[str, list[str]] = {}
+        """Return config key -> other keys that transformers treats as the same."""
+        aliases: dict[str, list[str]] = {}
         for alias, key in (getattr(self.config_class(model_type), "attribute_map", None) or {}).items():
-            found.setdefault(key, []).append(alias)
-            found.setdefault(alias, []).append(key)
-        return found
+            aliases.setdefault(key, []).append(alias)
+            aliases.setdefault(alias, []).append(key)
+        return aliases
 
 
 def variants(
@@ -232,14 +248,14 @@ def variants(
     complaints: list[str] | None = None,
     numbers: Sequence[int] = range(VARIANTS),
 ) -> Iterator[tuple[Any, int]]:
-    """Yield a model for each variant that can be built, on the meta device, with the number of its variant.
+    """Yield `(model, number of the variant)` for each variant that can be built, on the meta device.
 
     Args:
         peer: the installed transformers.
-        model_type: the word that config.json has.
-        base: the config that is made tiny; None: the default one.
-        complaints: gets what a model says where it cannot be built, as one line.
-        numbers: the variants.
+        model_type: `model_type` of config.json.
+        base: the config to shrink; None: the default config.
+        complaints: list that the error message of each failed build is added to.
+        numbers: numbers of the variants.
     """
     complaints = [] if complaints is None else complaints
     config_class = peer.config_class(model_type)
@@ -247,16 +263,16 @@ def variants(
     model_classes = peer.model_classes(model_type, base.get("architectures") or ())
     for variant in numbers:
         for model_class in model_classes:
-            make = _Making(peer, config_class, model_class, complaints)
-            model = make.first(_settings(base, variant)) or make.first(_found(base, variant, make.builds))
+            make = _ModelMaker(peer, config_class, model_class, complaints)
+            model = make.first(_settings(base, variant)) or make.first(_search(base, variant, make.builds))
             if model is not None:
-                model_classes = [model_class]  # the other variants are of the class that could be built first
+                model_classes = [model_class]  # all variants use the class that was built first
                 yield model, variant
                 break
 
 
 def shapes(peer: Peer, model_type: str, config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Return the shapes of a model of the config's own sizes, which takes no memory; nothing if it cannot be built."""
+    """Return the shapes of a full-size model on the meta device; nothing if it cannot be built."""
     for model_class in peer.model_classes(model_type, config.get("architectures") or ()):
         try:
             with warnings.catch_warnings(), peer.torch.device("meta"):
@@ -269,7 +285,9 @@ def shapes(peer: Peer, model_type: str, config: Mapping[str, Any]) -> dict[str, 
 
 
 def _settings(base: Mapping[str, Any], variant: int) -> Iterator[dict[str, Any]]:
-    """Yield the configs of a variant; where sizes of one do not fit each other, the next one has fewer changes."""
+    """Yield the configs of a variant; each has fewer changes than the one before, for sizes that do not fit
+    together.
+    """
     if variant == PROPORTIONED:
         yield from (tiny(base, variant, sizes=sizes) for sizes in (SMALL, RATIO, DEEP))
         return
@@ -283,20 +301,20 @@ def _settings(base: Mapping[str, Any], variant: int) -> Iterator[dict[str, Any]]
             yield tiny(base, variant, sizes=sizes, flip=flip)
 
 
-def _found(
+def _search(
     base: Mapping[str, Any], variant: int, builds: Callable[[Mapping[str, Any]], bool]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the config of a variant that is found by trying key after key."""
-    wanted = (SMALL, RATIO) if variant == PROPORTIONED else (OWN, SMALL, RATIO)
-    goals = [tiny(base, variant, sizes=sizes, flip=sizes == OWN) for sizes in wanted]
-    found = nearest(filled(base), goals, builds)
-    if found is not None:
-        yield found
+    """Yield the config of a variant that a key-by-key search finds."""
+    kinds_of_sizes = (SMALL, RATIO) if variant == PROPORTIONED else (OWN, SMALL, RATIO)
+    goals = [tiny(base, variant, sizes=sizes, flip=sizes == OWN) for sizes in kinds_of_sizes]
+    config = nearest(fill_defaults(base), goals, builds)
+    if config is not None:
+        yield config
 
 
 @dataclass(frozen=True)
-class _Making:
-    """Makes models of one class."""
+class _ModelMaker:
+    """Builds models of one class."""
 
     peer: Peer
     config_class: Any
@@ -304,7 +322,7 @@ class _Making:
     complaints: list[str]
 
     def first(self, attempts: Iterable[Mapping[str, Any]]) -> Any:
-        """Return the model of the first config that fits and is small enough; None if there is none."""
+        """Return the model of the first config that is accepted and small enough; None if there is none."""
         larger: list[tuple[int, Any]] = []
         for model in map(self._model, attempts):
             if model is None:
@@ -322,13 +340,13 @@ class _Making:
         return None
 
     def builds(self, settings: Mapping[str, Any]) -> bool:
-        """Tell whether there is a model of a config, of whatever size."""
+        """Tell whether the model class accepts a config, of any size."""
         return self._model(settings) is not None
 
     def _model(self, settings: Mapping[str, Any]) -> Any:
         try:
             with warnings.catch_warnings(), self.peer.torch.device("meta"):
-                warnings.simplefilter("ignore")  # a size that would be slow is still a size
+                warnings.simplefilter("ignore")  # warnings about slow sizes are irrelevant here
                 return self.model_class(self.config_class.from_dict(dict(settings)))
         except Exception as error:  # noqa: BLE001 - any model's own complaint about sizes that do not fit
             self.complaints.append(shorten(f"{type(error).__name__}: {error}", _LONGEST))
@@ -336,16 +354,16 @@ class _Making:
 
 
 def trace(peer: Peer, model: Any) -> Trace:
-    """Number a model's elements, save it, and return both sides.
+    """Number a model's elements, save the model, and return both sides.
 
     Raises:
-        Underivable: values were changed on the way.
+        Underivable: saving changed values.
     """
     from safetensors.torch import load_file
 
-    tensors, most = _numbered(model)
+    tensors, largest = _number_storages(model)
     carried: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    count = passes(most, _BASE)
+    count = passes(largest, _BASE)
     config: dict[str, Any] = {}
     for position in range(count):
         with peer.torch.no_grad():
@@ -353,17 +371,18 @@ def trace(peer: Peer, model: Any) -> Trace:
                 part = digits(numbers, _BASE, position)
                 tensor.copy_(peer.torch.from_numpy(part).reshape(tensor.shape).to(tensor.dtype))
         memory = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        with saved(model) as folder:
-            carried.append((loaded(folder, load_file), memory))
+        with save_temporarily(model) as folder:
+            carried.append((load_tensors(folder, load_file), memory))
             config = parsed((folder / "config.json").read_text("utf-8"))
-    return _combined(carried, config)
+    return _combine(carried, config)
 
 
-def traced_or_not(peer: Peer, model: Any, complaints: list[str]) -> Trace | None:
-    """Return the trace of a model; None where transformers cannot store one of these sizes, and why as a complaint.
+def try_trace(peer: Peer, model: Any, complaints: list[str]) -> Trace | None:
+    """Return the trace of a model; None where transformers cannot store one of its sizes, with the reason in
+    `complaints`.
 
     Raises:
-        Underivable: values were changed on the way.
+        Underivable: saving changed values.
     """
     try:
         return trace(peer, model)
@@ -375,21 +394,21 @@ def traced_or_not(peer: Peer, model: Any, complaints: list[str]) -> Trace | None
 
 
 @contextmanager
-def saved(model: Any) -> Iterator[Path]:
-    """Save a model, and give the folder."""
+def save_temporarily(model: Any) -> Iterator[Path]:
+    """Context manager: save a model into a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="transaxle-trace-") as folder:
         model.save_pretrained(folder, max_shard_size="50GB")
         yield Path(folder)
 
 
-def _numbered(model: Any) -> tuple[list[tuple[Any, Numbers]], int]:
-    """Return every storage of the model with the numbers it is to carry, from `FLOOR` on."""
+def _number_storages(model: Any) -> tuple[list[tuple[Any, Numbers]], int]:
+    """Return every storage of the model with its element numbers, which start at `FLOOR`."""
     model.tie_weights()
-    tensors, seen, start = [], set(), FLOOR
+    tensors, storages, start = [], set(), FLOOR
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.data_ptr() in seen or not tensor.numel():
+        if tensor.data_ptr() in storages or not tensor.numel():
             continue
-        seen.add(tensor.data_ptr())
+        storages.add(tensor.data_ptr())
         if not _carries(tensor):
             tensor.data.zero_()
             continue
@@ -399,36 +418,36 @@ def _numbered(model: Any) -> tuple[list[tuple[Any, Numbers]], int]:
 
 
 def _carries(tensor: Any) -> bool:
-    """Tell whether the dtype of a tensor carries the numbers of a pass."""
+    """Tell whether a tensor's dtype holds the numbers of a pass exactly."""
     return EXACT.get(dtype_of(tensor), 0) >= _BASE
 
 
-def _combined(carried: Sequence[tuple[dict[str, Any], dict[str, Any]]], config: dict[str, Any]) -> Trace:
-    """Put the passes together; what carries no numbers must be the same on both sides."""
+def _combine(carried: Sequence[tuple[dict[str, Any], dict[str, Any]]], config: dict[str, Any]) -> Trace:
+    """Combine the passes; tensors without numbers must be equal on both sides."""
     sides: list[dict[str, Numbers]] = []
     plain: list[dict[str, Any]] = []
     for side in (0, 1):
         first = carried[0][side]
-        held = {name: _carries(tensor) and tensor.numel() > 0 for name, tensor in first.items()}
+        is_numbered = {name: _carries(tensor) and tensor.numel() > 0 for name, tensor in first.items()}
         sides.append(
             {
-                name: _places(combined([_whole(name, each[side][name]) for each in carried], _BASE))
-                for name, numbered in held.items()
+                name: _places(combine([_whole(name, each[side][name]) for each in carried], _BASE))
+                for name, numbered in is_numbered.items()
                 if numbered
             }
         )
-        plain.append({name: first[name] for name, numbered in held.items() if not numbered})
+        plain.append({name: first[name] for name, numbered in is_numbered.items() if not numbered})
     unnumbered: dict[str, Shape] = {}
     for name, tensor in plain[0].items():
-        other = plain[1].get(name)
-        if other is None or other.shape != tensor.shape:
+        stored = plain[1].get(name)
+        if stored is None or stored.shape != tensor.shape:
             raise Underivable(f"{name} holds flags, and is elsewhere in memory")
         unnumbered[name] = tuple(tensor.shape)
     return Trace(sides[0], sides[1], config, unnumbered)
 
 
 def _places(numbers: Numbers) -> Numbers:
-    """Return the elements that have some numbers, from 1 on; 0 for constants, which are below."""
+    """Return the elements with these numbers, counted from 1; 0 for constants, which are below `FLOOR`."""
     return np.maximum(numbers - (FLOOR - 1), 0)
 
 

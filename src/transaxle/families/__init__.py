@@ -1,19 +1,18 @@
-"""The families that ship with Transaxle: tables that people write, and `generated/`, which nobody edits.
+"""The families that ship with Transaxle: tables written by hand, and `generated/`, which nobody edits.
 
-Adding a family is adding a `.rules` file here, or passing it with `--rules`; `transaxle.axes.notation.tables` reads it.
-Tables in `typed/` answer to a `model_type` or to their own name, never to names of tensors alone.
+To add a family, add a `.rules` file here, or pass it with `--rules`; `transaxle.axes.notation.tables` parses it. A
+table in `typed/` is selected by a `model_type` or by its name, never by names of tensors alone.
 
-`generated/` has, in one folder, all that programs write:
+`generated/` is a flat folder of generated files:
 
-- `NAME.rules.gz`, a table that was derived from a peer by tracing, with two dialects; it answers to a `model_type` or
-  to its own name. `make tables` derives them anew, and `transaxle info --family NAME` prints one.
-- `NAME.json`, a family of the tables by hand, whole: these take parts over from each other, and as data a family need
-  not be checked and spelled out again. What is read builds the same family.
-- `index.json`: which file a family is in, the values of `model_type` that mean it, its dialects, its axes, and the
-  skeletons of the names that each dialect reads. A family is read when it is needed.
-- `blocks.json`: which file a block is in, a part that families take over, and no family itself.
+- `NAME.rules.gz`: a table derived from another framework by tracing, with two dialects; it is selected by a
+`model_type` or by its name. `make tables` derives these anew, and `transaxle info --family NAME` prints one. -
+`NAME.json`: a family of a hand-written table, without inheritance. Reading it gives the same family as the table, but
+needs no checks and no resolution of inheritance. - `index.json`: for each family its file, the values of `model_type`
+that select it, its dialects, its axes, and the skeletons of the names in each dialect. A family is read only when it is
+needed. - `blocks.json`: block -> its file. A block is a part that families inherit, and not a family itself.
 
-The JSON follows from the tables: `python docs/generate.py` writes it, and a test compares.
+The JSON files follow from the tables: `python docs/generate.py` writes them, and a test compares.
 """
 
 from __future__ import annotations
@@ -40,85 +39,85 @@ if TYPE_CHECKING:
 
 
 GROUP = "transaxle.families"
-"""Entry points of packages that add families: each names a Python package that has `.rules` files in it."""
+"""Entry-point group for packages that add families; each entry point names a Python package with `.rules` files."""
 GENERATED = "generated"
-"""Folder of what programs write: the indices, families spelled out, tables derived by tracing."""
+"""Folder of generated files: indices, families without inheritance, and tables derived by tracing."""
 INDEX = f"{GENERATED}/index.json"
 BLOCKS = f"{GENERATED}/blocks.json"
 TYPED = "typed"
-"""Folder of tables by hand that answer to a `model_type` or to their own name only: many models have names like theirs,
-and another layout.
+"""Folder of hand-written tables that are only selected by `model_type` or by name: many models have the same tensor
+names in another layout.
 """
 _SUFFIX = ".rules"
 TRACED_SUFFIX = ".rules.gz"
-"""Ending of a table that was derived by tracing."""
+"""File suffix of a table that was derived by tracing."""
 _DECLARES = re.compile(rf"^({FAMILY}|{BLOCK})\s+({WORD})", re.MULTILINE)
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """The index's entry of a family, so that its table need not be parsed."""
+    """Index entry of a family, with which its table need not be parsed."""
 
     file: str
     """File of its table."""
     model_types: tuple[str, ...]
-    """Values of config.json's `model_type` that denote it."""
+    """Values of `model_type` in config.json that select it."""
     axes: tuple[str, ...]
-    """Its axes."""
+    """Names of its axes."""
     dialects: dict[str, tuple[str, ...]]
-    """Label of each dialect, in table order -> skeletons of the names by which it is found. Tables by
-    tracing and in `typed/` have none, nor has a family that is `alike` another.
+    """Label of each dialect, in table order -> skeletons of names that select it. There are none for traced tables, for
+    tables in `typed/`, and for a family that is `alike` another.
     """
 
     @property
     def traced(self) -> bool:
-        """Whether its table was derived by tracing."""
+        """Whether the table was derived by tracing."""
         return is_traced(self.file)
 
 
 def is_traced(file: str) -> bool:
-    """Tell whether the families of a table were derived by tracing."""
+    """Tell whether the families in a file were derived by tracing."""
     return file.endswith(TRACED_SUFFIX)
 
 
 class Families(Mapping[str, Family]):
-    """Families by name; the table of each is read when it is asked for.
+    """Families by name; each table is read at its first use.
 
-    Families of installed packages take part where those at hand do not answer: under a name, a `model_type` or names of
-    tensors that these do not know. As a mapping, it has them all.
+    Families of installed packages are used where the local ones have no match: under a name, a `model_type` or tensor
+    names that the local ones do not have. As a mapping, it contains all of them.
 
     Args:
-        entries: what the index says of those that ship.
-        own: families of a user's table, which replace those of the same name.
-        closed: no others take part.
+        entries: index entries of the families that ship.
+        user_families: families of a user's table, which replace shipped families of the same name.
+        closed: whether families of installed packages are excluded.
     """
 
     def __init__(
-        self, entries: Mapping[str, Entry], own: Mapping[str, Family] | None = None, *, closed: bool = False
+        self, entries: Mapping[str, Entry], user_families: Mapping[str, Family] | None = None, *, closed: bool = False
     ) -> None:
-        own = own or {}
-        self.entries = {**entries, **{name: _own_entry(family, entries) for name, family in own.items()}}
+        user_families = user_families or {}
+        self.entries = {**entries, **{name: _own_entry(family, entries) for name, family in user_families.items()}}
         """Those at hand: that ship, and of a user's table."""
-        self._own = own
-        self._read = dict(own)
+        self._own = user_families
+        self._read = dict(user_families)
         self._closed = closed
 
     @cached_property
     def everything(self) -> Families:
-        """These, and those of installed packages.
+        """These families, and those of installed packages.
 
         Raises:
-            Refused: where a package cannot be used.
+            Refused: a package cannot be used.
         """
         if self._closed:
             return self
-        added = {name: family for name, family in installed().items() if name not in self.entries}
+        added = {name: family for name, family in installed_families().items() if name not in self.entries}
         return Families(self.entries, {**self._own, **added}, closed=True)
 
     def __getitem__(self, name: str) -> Family:
         if name and name not in self.entries and self.everything is not self:
             return self.everything[name]
         if name not in self._read and name in self.entries:
-            self._read[name] = _shipped_family(name, self.entries[name].file)
+            self._read[name] = _read_family(name, self.entries[name].file)
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -131,28 +130,28 @@ class Families(Mapping[str, Family]):
         return name in self.entries or (bool(name) and name in self.everything.entries)
 
     def replaces(self, name: str) -> bool:
-        """Tell whether a user's table declares a built-in family anew; adding dialects to one replaces nothing."""
-        own = self._own.get(name)
-        return own is not None and name in builtin().entries and not _adds_dialects(own)
+        """Tell whether a user's table replaces a built-in family; adding dialects to one replaces nothing."""
+        user_family = self._own.get(name)
+        return user_family is not None and name in builtin().entries and not _adds_dialects(user_family)
 
     def only(self, name: str) -> Families:
-        """Return this family alone."""
+        """Return a mapping with only this family."""
         return Families({}, {name: self[name]}, closed=True)
 
     def of_types(self, model_types: Iterable[str]) -> list[Family]:
-        """Return the families that the `model_type`s of a config denote."""
-        wanted = frozenset(model_types)
-        matching = [self[name] for name, entry in self.entries.items() if wanted & frozenset(entry.model_types)]
-        return matching if matching or not wanted or self.everything is self else self.everything.of_types(wanted)
+        """Return the families that some values of `model_type` select."""
+        types = frozenset(model_types)
+        matching = [self[name] for name, entry in self.entries.items() if types & frozenset(entry.model_types)]
+        return matching if matching or not types or self.everything is self else self.everything.of_types(types)
 
     def that_may_read(self, skeletons: Mapping[str, int]) -> Iterator[tuple[int, Family]]:
-        """Yield each family with an upper bound of the names that one of its dialects reads, the largest bound first.
+        """Yield `(upper bound, family)`, largest bound first: how many names one of the family's dialects may read.
 
-        Families that do not answer to names take no part: the index has no skeletons of tables by tracing
-        and in `typed/`, nor of families that are `alike` another.
+        Families that names do not select are skipped: traced tables, tables in `typed/`, and families that are `alike`
+        another.
 
         Args:
-            skeletons: skeleton -> number of names at hand with it. A prefix may precede the names of a table.
+            skeletons: skeleton -> number of names with it; a prefix may precede the names of a table.
         """
         tails: dict[str, list[int]] = {}
         for key, full_skeleton in enumerate(skeletons):
@@ -165,25 +164,25 @@ class Families(Mapping[str, Family]):
         counts = list(skeletons.values())
         bounds = []
         for name, entry in self.entries.items():
-            most = 0
+            name_count = 0
             for skeletons_read in entry.dialects.values():
                 if tails.keys().isdisjoint(skeletons_read):
                     continue
                 positions_read = {key for skeleton in skeletons_read for key in tails.get(skeleton, ())}
-                most = max(most, sum(counts[key] for key in positions_read))
-            if most:
-                bounds.append((most, name))
-        for most, name in sorted(bounds, key=lambda bound: -bound[0]):
-            yield most, self[name]
+                name_count = max(name_count, sum(counts[key] for key in positions_read))
+            if name_count:
+                bounds.append((name_count, name))
+        for name_count, name in sorted(bounds, key=lambda bound: -bound[0]):
+            yield name_count, self[name]
 
 
 def entry_of(family: Family, file: str = "", *, by_type: bool = False) -> Entry:
-    """Return the index's entry of a family.
+    """Return the index entry of a family.
 
     Args:
         family: the family.
-        file: file of its table; empty for a user's.
-        by_type: it answers to a `model_type` or to its own name only, wherever its table is.
+        file: file of its table; empty for a user's table.
+        by_type: the family is only selected by `model_type` or by name, wherever its table is.
     """
     by_type = by_type or bool(family.alike) or is_traced(file) or file.startswith(f"{TYPED}/")
     skeletons = {dialect.label: () if by_type else tuple(dialect.by_skeleton) for dialect in family.dialects}
@@ -191,14 +190,14 @@ def entry_of(family: Family, file: str = "", *, by_type: bool = False) -> Entry:
 
 
 def _own_entry(family: Family, entries: Mapping[str, Entry]) -> Entry:
-    """Return the entry of a family of a user's table; more dialects do not make a family answer to names."""
-    known = entries.get(family.name)
-    silent = known is not None and not any(known.dialects.values())
+    """Return the index entry of a family in a user's table; adding dialects does not change what selects the family."""
+    shipped_entry = entries.get(family.name)
+    silent = shipped_entry is not None and not any(shipped_entry.dialects.values())
     return entry_of(family, by_type=silent and _adds_dialects(family))
 
 
 def _adds_dialects(family: Family) -> bool:
-    """Tell whether a family of a user's table is one that ships, with more dialects."""
+    """Tell whether a user's table only adds dialects to a shipped family."""
     return family.name in builtin().entries and family.tensors is builtin()[family.name].tensors
 
 
@@ -206,9 +205,9 @@ class Tables(msgspec.Struct, frozen=True):
     """Every built-in table, parsed and checked."""
 
     families: Mapping[str, tuple[Family, str]]
-    """The families by name, in order, each with the file of its table."""
+    """Name -> (family, file of its table), in order."""
     blocks: Mapping[str, str]
-    """Every block -> the file it is in."""
+    """Block -> its file."""
 
     def index(self) -> dict[str, Entry]:
         """Return the index of the families."""
@@ -219,11 +218,11 @@ def read_all() -> Tables:
     """Parse and check every built-in table.
 
     Raises:
-        Refused: CORRUPT, with every problem of the first table that is not sound.
+        Refused: CORRUPT, with every problem of the first faulty table.
     """
     from importlib.resources import files
 
-    from transaxle.axes.notation import tables  # what ships is spelled out: few programs read a table as it is written
+    from transaxle.axes.notation import tables  # rarely needed: shipped families are read from JSON
     from transaxle.axes.notation.written import TableFiles
 
     top = files(__name__)
@@ -247,20 +246,20 @@ def read_all() -> Tables:
 @cache
 def builtin() -> Families:
     """Return every family that ships, by name."""
-    return Families(msgspec.json.decode(_shipped(INDEX), type=dict[str, Entry]))
+    return Families(msgspec.json.decode(_read_file(INDEX), type=dict[str, Entry]))
 
 
 @cache
 def blocks() -> Mapping[str, str]:
-    """Return every block that ships, with the file it is in."""
-    return msgspec.json.decode(_shipped(BLOCKS), type=dict[str, str])
+    """Return every block that ships -> its file."""
+    return msgspec.json.decode(_read_file(BLOCKS), type=dict[str, str])
 
 
 @cache
-def _shipped_family(name: str, file: str) -> Family:
-    """Return a family that ships; it is not checked again, as writing the index has done that."""
+def _read_family(name: str, file: str) -> Family:
+    """Return a family that ships. It is not checked again: generating the index has checked it."""
     if not is_traced(file):
-        return replace(read_spelled(_shipped(f"{GENERATED}/{name}.json")), text=partial(base, name))
+        return replace(read_spelled(_read_file(f"{GENERATED}/{name}.json")), text=partial(base, name))
     from transaxle.axes.notation import tables
 
     (family,) = tables.read(table_text(file), file=file, checked=True, bases=base)
@@ -268,8 +267,8 @@ def _shipped_family(name: str, file: str) -> Family:
 
 
 @cache
-def _written() -> TableFiles:
-    """Return the tables that ship as they are written."""
+def _table_files() -> TableFiles:
+    """Return the tables that ship as text."""
     from transaxle.axes.notation.written import TableFiles
 
     homes = {**blocks(), **{name: entry.file for name, entry in builtin().entries.items()}}
@@ -277,17 +276,17 @@ def _written() -> TableFiles:
 
 
 def base(name: str) -> FamilyText | None:
-    """Return a family or a block that ships as it is written, with all that it takes over; None where there is none."""
-    return _written().base(name)
+    """Return the text of a family or block that ships, with everything that it inherits; None where there is none."""
+    return _table_files().base(name)
 
 
 def table_text(file: str) -> str:
     """Return the text of a table that ships.
 
     Args:
-        file: as the index names it.
+        file: its path in the index.
     """
-    content = _shipped(file)
+    content = _read_file(file)
     if is_traced(file):
         from gzip import decompress
 
@@ -295,20 +294,20 @@ def table_text(file: str) -> str:
     return content.decode("utf-8")
 
 
-def _shipped(file: str) -> bytes:
-    """Return the contents of a file of this package, which may be in an archive."""
+def _read_file(file: str) -> bytes:
+    """Return the contents of a file in this package, which may be in an archive."""
     content = get_data(__name__, file)
     assert content is not None  # the loaders of packages with files in them can read these
     return content
 
 
 @cache
-def installed() -> Mapping[str, Family]:
-    """Return the families of installed packages, by name.
+def installed_families() -> Mapping[str, Family]:
+    """Return the families of installed packages by name.
 
     Raises:
-        Refused: UNSUPPORTED where a package cannot be imported or has no tables, CORRUPT where a table is not sound,
-            NAME_COLLISION where a family has a name that is taken.
+        Refused: UNSUPPORTED where a package cannot be imported or has no tables, CORRUPT where a table is faulty,
+            NAME_COLLISION where the name of a family is already used.
     """
     from importlib.resources import files
 
@@ -333,25 +332,30 @@ def installed() -> Mapping[str, Family]:
 
 
 def is_dialect(label: str) -> bool:
-    """Tell whether a family that ships has a dialect of this label, or name."""
+    """Tell whether a family that ships has a dialect of this label or name."""
     labels = {known for entry in builtin().entries.values() for known in entry.dialects}
     return label in labels or any(known.partition("@")[0] == label for known in labels)
 
 
 def with_rules(text: str, file: str) -> Families:
-    """Return the built-in families with those of a user's rules file added or extended.
+    """Return the built-in families, with those of a user's rules file added or extended.
 
     Raises:
         Refused: CORRUPT, with every problem of the file.
     """
     from transaxle.axes.notation import tables
 
-    known = builtin()
-    return Families(known.entries, tables.index(tables.read(text, file=file, known_families=known, bases=base)))
+    builtin_families = builtin()
+    return Families(
+        builtin_families.entries,
+        tables.index(tables.read(text, file=file, known_families=builtin_families, bases=base)),
+    )
 
 
 class _Line(msgspec.Struct, array_like=True, frozen=True):
-    """A line: pattern of the names, expression, condition, arithmetic, whether it is only read, or of state."""
+    """A line: name pattern, expression, condition, arithmetic, and whether it is only read, or only for optimizer
+    state.
+    """
 
     name: str
     expression: str
@@ -364,16 +368,16 @@ class _Dialect(msgspec.Struct, frozen=True):
     version: str | None
     ignored: tuple[str, ...]
     lines: tuple[int, ...]
-    """Positions among the lines of the family: dialects may share them."""
+    """Positions in the family's list of lines, which dialects may share."""
     name: str
 
 
 _Cut = tuple[str, tuple[str, ...], tuple[str, ...] | None]
-"""Mesh axis, axes, and the tensors it is of."""
+"""Mesh axis, axes, and tensors of a `cut` statement; None: all tensors."""
 
 
-class _Spelled(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A family; its fields are those of `Family`, formulas and names as text."""
+class _FamilyData(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A family as JSON, with the fields of `Family`; formulas and names are text."""
 
     name: str
     model_types: tuple[str, ...]
@@ -391,14 +395,14 @@ class _Spelled(msgspec.Struct, frozen=True, omit_defaults=True):
     alike: str = ""
     added: dict[str, str] = {}
     else_zeros: tuple[int, ...] = ()
-    """Positions of the lines that are zeros where the source has none."""
+    """Positions of the lines whose tensors are written as zeros where the source has none."""
 
 
 def spell_out(family: Family) -> bytes:
     """Return a family as JSON."""
     lines = list(dict.fromkeys(line for dialect in family.dialects for line in dialect.lines))
     position = {line: number for number, line in enumerate(lines)}
-    spelled = _Spelled(
+    spelled = _FamilyData(
         name=family.name,
         model_types=family.model_types,
         axes={axis: _text(formula) for axis, formula in family.axes.items()},
@@ -446,8 +450,8 @@ def _texts(names: Iterable[Name]) -> tuple[str, ...]:
 
 
 def read_spelled(data: bytes) -> Family:
-    """Build the family that `spell_out` wrote."""
-    spelled = msgspec.json.decode(data, type=_Spelled)
+    """Build a family from the JSON of `spell_out`."""
+    spelled = msgspec.json.decode(data, type=_FamilyData)
     let_formulas: dict[str, Formula] = {}
 
     def formula(text: str) -> Formula:
@@ -456,12 +460,14 @@ def read_spelled(data: bytes) -> Family:
     def condition(text: str | None) -> Formula | None:
         return None if text is None else formula(text)
 
-    def line(number: int, each: _Line) -> Line:
-        expression = parse(each.expression, checked=True)
-        steps = None if each.lossy is None else computed.parse(each.lossy)
-        lossy = None if each.lossy is None or steps is None else Arithmetic(each.lossy, steps)
-        of_state, zeros = each.read_only == "state", number in spelled.else_zeros
-        return Line(Name(each.name), expression, condition(each.when), lossy, bool(each.read_only), of_state, zeros)
+    def line(number: int, fields: _Line) -> Line:
+        expression = parse(fields.expression, checked=True)
+        steps = None if fields.lossy is None else computed.parse(fields.lossy)
+        lossy = None if fields.lossy is None or steps is None else Arithmetic(fields.lossy, steps)
+        of_state, zeros = fields.read_only == "state", number in spelled.else_zeros
+        return Line(
+            Name(fields.name), expression, condition(fields.when), lossy, bool(fields.read_only), of_state, zeros
+        )
 
     let_formulas.update({name: formula(text) for name, text in spelled.named.items()})
     lines = [line(number, each) for number, each in enumerate(spelled.lines)]

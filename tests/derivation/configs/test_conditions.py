@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from transaxle.derivation.configs import INDEX, Seen, Sizes, condition
+from transaxle.derivation.configs import INDEX, Presence, Sizes, condition
 
 CASES: tuple[tuple[str, list[tuple[dict[str, Any], int, set[int]]]], ...] = (
     ("attention_bias", [({"attention_bias": True}, 0, {0}), ({"attention_bias": False}, 0, set())]),
@@ -31,20 +31,20 @@ CASES: tuple[tuple[str, list[tuple[dict[str, Any], int, set[int]]]], ...] = (
 
 @pytest.mark.parametrize(("expected", "traces"), CASES)
 def test_a_condition_is_found(expected: str, traces: list[tuple[dict[str, Any], int, set[int]]]) -> None:
-    assert condition([Seen(config, count, frozenset(here)) for config, count, here in traces]) == expected
+    assert condition([Presence(config, count, frozenset(here)) for config, count, here in traces]) == expected
 
 
 def test_sizes_are_no_conditions() -> None:
     """That a tensor is there where some size is 3 is an accident."""
-    assert condition([Seen({"heads": 3}, 0, frozenset({0})), Seen({"heads": 4}, 0, frozenset())]) is None
+    assert condition([Presence({"heads": 3}, 0, frozenset({0})), Presence({"heads": 4}, 0, frozenset())]) is None
     depths = ([2, 2, 6], [2, 6, 2])
-    assert condition([Seen({"depths": each}, 3, frozenset({each.index(6)})) for each in depths]) is None
-    assert condition([Seen({"depths": [1, 2, 2]}, count, frozenset({1, 2})) for count in (4, 5)]) is None
+    assert condition([Presence({"depths": each}, 3, frozenset({each.index(6)})) for each in depths]) is None
+    assert condition([Presence({"depths": [1, 2, 2]}, count, frozenset({1, 2})) for count in (4, 5)]) is None
 
 
 def test_careful_takes_no_one_of_two() -> None:
-    seen = [Seen({"a_bias": True, "b_bias": True}, 0, frozenset({0}))]
-    seen.append(Seen({"a_bias": False, "b_bias": False}, 0, frozenset()))
+    seen = [Presence({"a_bias": True, "b_bias": True}, 0, frozenset({0}))]
+    seen.append(Presence({"a_bias": False, "b_bias": False}, 0, frozenset()))
     assert condition(seen, ["b_"]) == "b_bias"
     assert condition(seen, ["b_"], careful=True) is None
 

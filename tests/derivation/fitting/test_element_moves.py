@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.derivation.moved_parts import PartMove, moves, strides
-from transaxle.derivation.traces import Trace, Underivable, combined, digits, passes
+from transaxle.derivation.traces import Trace, Underivable, combine, digits, passes
 
 
 def _walked(move: PartMove) -> dict[int, int]:
@@ -53,4 +53,4 @@ def test_passes_carry_every_number(number: int, base: int) -> None:
     numbers = np.array([0, 1, number])
     carried = [digits(numbers, base, position) for position in range(passes(number, base))]
     assert all(int(each.max()) < base for each in carried)
-    assert combined(carried, base).tolist() == numbers.tolist()
+    assert combine(carried, base).tolist() == numbers.tolist()

@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.derivation.traces import FLOOR, Places, drawn, room, shuffled
+from transaxle.derivation.traces import FLOOR, Places, draw_numbers, room, shuffle
 
 
 @given(st.integers(0, 3000), st.sampled_from([1 << 24, 1 << 52]))
 def test_drawn_numbers_are_found_again_and_constants_are_not(count: int, most: int) -> None:
-    numbers = drawn(count, most)
+    numbers = draw_numbers(count, most)
     assert len(set(numbers.tolist())) == count
     assert all(FLOOR <= number < most for number in numbers.tolist())
     places = Places(numbers)
@@ -22,7 +22,7 @@ def test_drawn_numbers_are_found_again_and_constants_are_not(count: int, most: i
 
 @given(st.integers(0, 300))
 def test_no_element_has_one_number_twice(count: int) -> None:
-    first, second = shuffled(count)
+    first, second = shuffle(count)
     assert (first != second).all()
     for numbers in (first, second):
         assert len(set(numbers.tolist())) == count
@@ -31,4 +31,4 @@ def test_no_element_has_one_number_twice(count: int) -> None:
 
 def test_all_the_room_can_be_drawn() -> None:
     most = FLOOR + 4000
-    assert len(set(drawn(room(most), most).tolist())) == 1000
+    assert len(set(draw_numbers(room(most), most).tolist())) == 1000
