@@ -229,7 +229,7 @@ def loadable_as(
     return _to_be_filled(_adapter(state, dialect, family, source, config))
 
 
-def regroupable(state: State, stems: Sequence[Stem]) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
+def regroupable(state: State, stems: Sequence[Regrouping]) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
     """Do the same as `loadable_as` for grouped parameters in their other form (`transaxle.live.model.source_view`)."""
     return _to_be_filled(
         _make_adapter(state, None, Settings(partial=True), lambda state_view: change_form(state_view, stems))

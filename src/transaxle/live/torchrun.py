@@ -50,7 +50,9 @@ if TYPE_CHECKING:
 
 
 _START = "Start it so:  torchrun --nproc-per-node 4 -m transaxle convert … --on torchrun."
-wire.tellable(Report, Measured, Recoded, Error, Verification)  # the first rank sends its report to the others
+wire.tellable(
+    Report, MeasuredTensor, RecodedTensor, Error, Verification
+)  # the first rank sends its report to the others
 _PATIENCE = timedelta(days=1)
 """Timeout of a rank that waits for the others; the loss of a rank ends the wait at once."""
 

@@ -54,7 +54,7 @@ class Patterns:
         """
         whole = [self._of_name[name]] if name in self._of_name else []
         try:
-            return (*whole, *(self._regexes[number] for number in self._expressions.matching(name)))
+            return (*whole, *(self._regexes[number] for number in self._expressions.find_matches(name)))
         except PatternError as error:
             raise _refusal(error) from None
 

@@ -577,7 +577,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         requested_experts: dict[str, tuple[int, ...]] = {}
         for plan in global_plan:
             requested_experts |= plan.planner_data
-        between(requested_experts, _sizes(_tensors_of(self.metadata, self._home)), shared_out=False).checked()
+        between(requested_experts, _sizes(_tensors_of(self.metadata, self._home)), shared_out=False).check()
         return super().create_global_plan(global_plan)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:

@@ -61,7 +61,7 @@ _PLAIN = "BF16"
 class _EncodedWeight:
     """A quantized weight, as ranks describe it to each other for a save."""
 
-    tensor: Encoded
+    tensor: EncodedTensor
     """Names of its codes and scales."""
     dtype: str
     """Safetensors code of its decoded values."""
@@ -130,7 +130,7 @@ def to_hub_convention(
         for name, hub_tensor in kept_tensors.items()
     }
     if config is not None and quantization is not None and to.name not in quantization.conventions:
-        config = written(config, {}, {})
+        config = rewrite_config(config, {}, {})
     own_tensors = {name: tensor for name, tensor in entries.tensors.items() if name not in left_out}
     return HubTensors(own_tensors, census, config, left_out)
 
@@ -166,7 +166,7 @@ class _HubEntries:
 
     def add(self, weight: _EncodedWeight) -> None:
         """Rename and convert the buffers of one weight."""
-        if (refusal := unsaid(weight.tensor)) is not None:
+        if (refusal := refusal_for_hub(weight.tensor)) is not None:
             self.problems.append(refusal)
             return
         for buffer in hub_buffers(weight.tensor, self._to):
@@ -431,7 +431,7 @@ def _describe(name: str, parameter: torch.Tensor) -> _TypedWeight:
     )
 
 
-def _refuse_other_encoding(name: str, weight: _TypedWeight, stored: Encoded) -> Refusal:
+def _refuse_other_encoding(name: str, weight: _TypedWeight, stored: EncodedTensor) -> Refusal:
     message = (
         f"the model has {_words(weight.encoding)} ({weight.quantizer}), but the source has {_words(stored.encoding)}"
     )

@@ -69,7 +69,7 @@ def restack(checkpoint: Checkpoint, model_shapes: Mapping[str, Shape], optional_
         Refused: refusals of the translation; UNEQUAL_COPIES where both forms exist with different shapes.
     """
     entries = {name: entry.shape for name, entry in checkpoint.container.entries.items()}
-    arrangement = arranged(groups(model_shapes, entries), entries)
+    arrangement = arrange(groups(model_shapes, entries), entries)
     available = {*arrangement.broken, *optional_names, *(name for stem in arrangement.stems for name in stem.targets)}
     complete = all(name in available or name in checkpoint for name in model_shapes)
     return Restacked(
@@ -79,7 +79,7 @@ def restack(checkpoint: Checkpoint, model_shapes: Mapping[str, Shape], optional_
     )
 
 
-def change_form(checkpoint: Checkpoint, stems: Sequence[Stem]) -> Checkpoint:
+def change_form(checkpoint: Checkpoint, stems: Sequence[Regrouping]) -> Checkpoint:
     """Return a checkpoint with grouped parameters in their other form.
 
     Args:
@@ -365,7 +365,7 @@ def match_tensors(
         rows: the source's vocabulary size, if known: further rows are padding.
     """
     stored_shapes = {name: source.shape for name, source in stored.items()}
-    experts = arranged(groups({name: tensor.shape for name, tensor in targets.items()}, stored_shapes), stored_shapes)
+    experts = arrange(groups({name: tensor.shape for name, tensor in targets.items()}, stored_shapes), stored_shapes)
     missing = tuple(name for name in targets if name not in stored and name not in experts.broken)
     extra_names = (name for name in stored if name not in targets and name not in experts.broken)
     extra_names = (
