@@ -1,26 +1,25 @@
-"""The algebra of layouts: how the axes of a weight lie in names, in shapes and on a mesh, and how boxes move between.
+"""The algebra of layouts: the axes of weights in names, in shapes and on a mesh, and the box copies between layouts.
 
-Numpy at most, no torch, no files. One noun a module, from the small to the large:
+It uses numpy at most, no torch, no files. One concept per module, from small to large:
 
     statement    the lines of a table as text
-    section      dialects as they are written, and what they take over
-    written      families as they are written, and what they take over
-    expression   the right-hand side of a dialect's line: which axes lie in which dim
-    name         the left-hand side: which axes live in the stored name
-    computed     the arithmetic between what a tensor means and what a framework stores
-    overlap      whether two lines of a dialect claim one stored name
+    section      dialects as text, and what they inherit
+    written      families as text, and what they inherit or mount
+    expression   the right-hand side of a dialect's line: which axes form which dim
+    name         the left-hand side: which axes are in the stored name
+    computed     the arithmetic between logical values and stored values
+    overlap      whether two lines of a dialect match one stored name
     family       families, dialects, number formats, and formulas of sizes and conditions, as values
-    tables       reads them from text
-    solve        sizes that shapes imply, and which axes need one: those that a conversion separates
-    geometry     a layout, whole or cut, as boxes with their places, of which two meet in a copy; nested loops; which
-                 positions of a dim a rank of a mesh holds, and which belong to some indices of its axes
-    divide       how a stored tensor was cut, told by the table and the shards' shapes
-    bind         the names of a checkpoint read through a dialect
-    model_tensors what a model has, by its config alone
-    relayout     target tensors as box copies from stored tensors
-    holdings     what a bound checkpoint has of each logical tensor, and which copies in it must prove equal
+    tables       parses the text of families and dialects
+    geometry     a layout, whole or cut, as boxes with offsets and strides, two of which overlap in a copy; the
+                 positions of a dim on each rank of a mesh, and those of a range of axis indices
+    divide       how a stored tensor was cut, inferred from the table and the shapes of the shards
+    bind         the names of a checkpoint, matched with the lines of a dialect
+    model_tensors the tensors of a model, from its config alone
+    relayout     target tensors as box copies from stored tensors; sizes that shapes imply
+    holdings     where a bound checkpoint stores each logical tensor, and which copies must be equal
     unmatched    tensors and lines without a counterpart: missing, added, unplaced, undecided
-    translate    a checkpoint in another dialect: all of the above
+    translate    a checkpoint in another dialect, which uses all of the above
     grouped      N tensors under numbered names, or stacked in one
     tile         block scales, which follow the codes wherever every tile stays whole
 """

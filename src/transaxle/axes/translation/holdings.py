@@ -720,9 +720,6 @@ def check_substitutes(
         holdings: the checkpoint.
         copies: logical tensor without a name -> tensors in its place, nearest first.
         label: label of the dialect.
-
-    Returns:
-        the checks, and the refusals of tensors that cannot be compared.
     """
     outcomes: list[Check | Refusal] = []
     for component in copies:
@@ -746,9 +743,7 @@ def _split_outcomes(outcomes: Iterable[Check | Refusal]) -> tuple[list[Check], l
 def _with_original(
     holdings: Holdings, component: str, slot: str, tied: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[LineSources, LineSources]]:
-    """Yield the first line that stores a tensor, paired with that of the nearest stored tensor that it is tied to,
-    which is compared with the next one in turn.
-    """
+    """Yield the first line of a tensor with the first line of the nearest stored tensor that it is tied to."""
     originals = (holdings.sources.get((name, slot), []) for name in tied.get(component, ()))
     original = next(filter(None, originals), [])
     lines = holdings.sources.get((component, slot), [])
@@ -756,13 +751,7 @@ def _with_original(
 
 
 def _twins(first: LineSources, second: LineSources, why: str) -> Iterator[Check | Refusal]:
-    """Compare the tensors of one line with those of another line that store the same logical tensor.
-
-    Args:
-        first: sources of one line.
-        second: sources of the other line.
-        why: first line of the refusals.
-    """
+    """Compare the tensors of one line with those of another line that store the same logical tensor."""
     common = [axis for axis in first.axes if axis in second.axes]
     candidates: dict[Index, list[SourceTensor]] = defaultdict(list)
     for place in second.places.values():
@@ -796,14 +785,11 @@ def _alike(first: SourceTensor, second: SourceTensor) -> bool:
 
 
 def _axis_sizes(origin: Origin) -> Iterator[tuple[str, int]]:
-    """Yield the axes of an origin with their sizes."""
     return ((axis, size) for share in origin.layout.shares[origin.component] for axis, size, _ in share.axes)
 
 
 def _replicas(line: LineSources) -> Iterator[Check]:
-    """Yield the checks of copies within one line: under other names, and along dims that the logical tensor does not
-    have.
-    """
+    """Yield the checks of copies in one line: under other names, and along dims outside the logical tensor."""
     if line.alike is not None and line.alike.model.whole is line.alike.model.origin.layout:
         return
     rule = line.line.text
