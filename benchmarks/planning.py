@@ -27,7 +27,7 @@ from transaxle.engine.plan.plan_fresh import Plan
 from transaxle.axes.geometry import Shard, whole
 from transaxle.axes.layout.relayout import Target
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.distribute.work_plan import Share, divide, keyed, parse_share, share_of
+from transaxle.engine.distribute.work_plan import Share, divide, parse_part, part_of_item, with_parts
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.source import Source
 
@@ -101,19 +101,19 @@ def work(source: Checkpoint, dialect: str, rounds: int) -> tuple[float, float, i
     """Divide a plan for all workers; return (seconds of the driver, seconds of a worker, bytes of its share)."""
     prepared = make_plan(fresh(source), dialect)
     storage = prepared.checkpoint.container.storage
-    driver, items = least_time(rounds, lambda: keyed(prepared.plan, divide(prepared.plan, RANKS), storage))
+    driver, items = least_time(rounds, lambda: with_parts(prepared.plan, divide(prepared.plan, RANKS), storage))
     item = max(items, key=lambda item: item.size)
     with TemporaryDirectory() as folder:
         file = Path(folder, "moves")
-        file.write_bytes(b"".join(share_of(prepared.plan, each, storage).text for each in items))
+        file.write_bytes(b"".join(part_of_item(prepared.plan, each, storage).text for each in items))
 
         def read() -> Share | None:
             with file.open("rb") as opened:
                 opened.seek(item.begin)
-                return parse_share(opened.read(item.size), item)
+                return parse_part(opened.read(item.size), item)
 
         worker, moves = least_time(rounds, read)
-    assert moves == share_of(prepared.plan, item, storage)
+    assert moves == part_of_item(prepared.plan, item, storage)
     return driver, worker, item.size
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from transaxle.engine.distribute.executors import RETRIES
-from transaxle.engine.distribute.work_plan import WorkItem, divide, in_order, keyed
+from transaxle.engine.distribute.work_plan import WorkItem, divide, order_items, with_parts
 from transaxle.engine.plan.conversion import make_plan
 
 THREADS = tuple(1 << power for power in range(11))
@@ -108,7 +108,7 @@ class Simulation:
     """
 
     def __init__(self, items: Sequence[WorkItem], workers: int, a_node: int, seed: int, threads: int = 1) -> None:
-        self.items = in_order(item for item in items if item.nbytes)
+        self.items = order_items(item for item in items if item.nbytes)
         self.sizes = {item.number: item.nbytes for item in self.items}
         self.threads = threads
         self.random = np.random.default_rng(seed)
@@ -222,7 +222,7 @@ def main() -> int:
         prepared = make_plan(source, case.to, **how)
         count = options.items if case.many_items else None
         items = divide(prepared.plan, count, whole_files=case.service)
-        items = keyed(prepared.plan, items, prepared.checkpoint.container.storage)
+        items = with_parts(prepared.plan, items, prepared.checkpoint.container.storage)
         planning = time.process_time() - begin
         total, largest = sum(item.nbytes for item in items), max(item.nbytes for item in items)
         print(

@@ -32,7 +32,7 @@ from transaxle.engine.checkpoint.checkpoint import (
     Checkpoint,
     CheckpointLike,
     open_checkpoint,
-    opened,
+    open_source,
 )
 from transaxle.engine.checkpoint.settings import model_config
 from transaxle.errors import Refusal, Refused
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transaxle.engine.compare import Comparison
     from transaxle.engine.distribute.driver import Event, On
     from transaxle.engine.distribute.work_plan import ConversionOrder
-    from transaxle.engine.execute import Cleared
+    from transaxle.engine.execute import CheckedPlan
     from transaxle.engine.plan.conversion import Prepared
     from transaxle.engine.plan.planned import Plan
     from transaxle.engine.verification import Verification
@@ -73,7 +73,7 @@ class Watch(Protocol):
     def opened(self, *checkpoints: Checkpoint) -> None:
         """Receive the opened checkpoints; the verb closes them when it ends."""
 
-    def planned(self, cleared: Cleared) -> None:
+    def planned(self, cleared: CheckedPlan) -> None:
         """Receive the plan, with all refusals."""
 
     def progress(self, total: int, label: str = "copying", *, stays: bool = False) -> AbstractContextManager[Progress]:
@@ -96,7 +96,7 @@ class _Unwatched:
     def opened(self, *checkpoints: Checkpoint) -> None:
         """See `Watch`."""
 
-    def planned(self, cleared: Cleared) -> None:
+    def planned(self, cleared: CheckedPlan) -> None:
         """See `Watch`."""
 
     def progress(self, total: int, label: str = "", *, stays: bool = False) -> AbstractContextManager[Progress]:  # noqa: ARG002
@@ -220,7 +220,7 @@ def info(
     """
     from transaxle.engine.checkpoint_facts import checkpoint_facts
 
-    with opened("src", src, read_options("info", locals())) as checkpoint:
+    with open_source("src", src, read_options("info", locals())) as checkpoint:
         return checkpoint_facts(checkpoint)
 
 
@@ -309,16 +309,16 @@ class _Conversion:
         return ConversionPage(self._options["report"])
 
     @contextmanager
-    def open_and_plan(self, *, running: bool) -> Iterator[Cleared]:
+    def open_and_plan(self, *, running: bool) -> Iterator[CheckedPlan]:
         """Open the source, plan the conversion, and check the target; files stay open until the block ends.
 
         Args:
             running: whether the plan will be executed next, see `preflight`.
         """
-        from transaxle.engine.execute import in_order, preflight
+        from transaxle.engine.execute import explain_swapped, preflight
         from transaxle.engine.plan.conversion import make_plan
 
-        with in_order(self._src, self.target), opened("src", self._src, self.opening) as checkpoint:
+        with explain_swapped(self._src, self.target), open_source("src", self._src, self.opening) as checkpoint:
             with self._watch.working("planning"):
                 prepared = make_plan(
                     checkpoint,
@@ -340,7 +340,7 @@ class _Conversion:
         Args:
             progress: called with the number of bytes written.
         """
-        from transaxle.engine.plan.conversion import ready
+        from transaxle.engine.plan.conversion import require_ready
 
         way_on = "run the same command again to continue" if self._options.get("resume", False) else ""
         with ExitStack() as stack:
@@ -349,12 +349,12 @@ class _Conversion:
                 self._watch.state("nothing was written", way_on)
                 report = self._by_ranks(progress)
                 if self._leads and self.order is not None:
-                    prepared = stack.enter_context(self.order.planned())
+                    prepared = stack.enter_context(self.order.prepare())
             else:
                 prepared = cleared = stack.enter_context(self.open_and_plan(running=True))
                 if self.page is not None:
                     self.page.write_refused(cleared.plan)
-                ready(cleared)
+                require_ready(cleared)
                 self._watch.state("nothing was written", way_on)
                 report = self._execute(cleared, progress)
             if prepared is not None and self._options.get("verify", False):
@@ -365,7 +365,7 @@ class _Conversion:
                 self.page.write(prepared.plan, report)
         return report
 
-    def _execute(self, cleared: Cleared, progress: Progress) -> Report:
+    def _execute(self, cleared: CheckedPlan, progress: Progress) -> Report:
         """Execute the plan, in this process or by several workers."""
         if self.order is not None:
             from transaxle.engine.distribute.driver import convert_on
@@ -633,19 +633,19 @@ def verify(
         verdict, `.problems` and `.differences` list the errors.
     """
     options = read_options("verify", locals())
-    from transaxle.engine.verification import opened_pair, verify_against
+    from transaxle.engine.verification import open_pair, verify_against
     from transaxle.engine.verification import verify as verify_alone
     from transaxle.move.workers import limits
 
     limit, opening = limits(jobs, memory), select(options, OPENING)
     if b is None:
         with (
-            opened("a", a, opening) as alone,
+            open_source("a", a, opening) as alone,
             _report_progress(watch, progress, alone.container.nbytes, "verifying") as counted,
         ):
             return verify_alone(alone, limit, counted)
     with (
-        opened_pair(a, b, opening) as (first, second),
+        open_pair(a, b, opening) as (first, second),
         _report_progress(watch, progress, first.container.nbytes, "comparing") as counted,
     ):
         return verify_against(first, second, limit, counted)
@@ -697,7 +697,7 @@ def diff(
     """
     options = read_options("diff", locals())
     from transaxle.engine.compare import compare
-    from transaxle.engine.verification import opened_pair
+    from transaxle.engine.verification import open_pair
     from transaxle.move.workers import limits
 
     observer = watch or _Unwatched()
@@ -707,7 +707,7 @@ def diff(
 
         check_jinja()
         check_destination(options["report"], overwrite=None)
-    with opened_pair(a, b, select(options, OPENING)) as (first, second):
+    with open_pair(a, b, select(options, OPENING)) as (first, second):
         observer.opened(first, second)
         with _report_progress(watch, progress, first.container.nbytes, "comparing") as counted:
             comparison = compare(first, second, numeric=measured, limit=limits(jobs, memory), progress=counted)

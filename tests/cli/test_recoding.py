@@ -74,12 +74,12 @@ def test_a_damaged_result_of_an_encoding_is_found(bf16: Path, here: Path, transa
     transaxle("convert", "other", "out", "--to", "hf", "--encode", "mxfp8")
     from transaxle.engine.checkpoint.checkpoint import open_checkpoint
     from transaxle.engine.plan.conversion import make_plan
-    from transaxle.engine.read_back import reproduced
+    from transaxle.engine.read_back import compare_with_plan
     from transaxle.engine.views.encode import Encode
     from transaxle.move.workers import limits, no_progress
 
     with open_checkpoint(bf16) as source, open_checkpoint(here / "out") as written:
-        found = reproduced(make_plan(source, "hf", encode=Encode("mxfp8")), written, limits(), no_progress)
+        found = compare_with_plan(make_plan(source, "hf", encode=Encode("mxfp8")), written, limits(), no_progress)
     assert {difference.name for difference in found.differences} == {DOWN, f"{DOWN}_scale"}
 
 

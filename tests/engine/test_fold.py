@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.engine.wording import fold, products, ranges
+from transaxle.engine.wording import fold, index_products, index_ranges
 
 _SETS = re.compile(r"\[([0-9,-]+)\]")
 
@@ -38,7 +38,7 @@ def test_rows_stand_for_exactly_the_names(listed: list[str]) -> None:
 
 @given(st.sets(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4))))
 def test_products_are_disjoint_and_complete(positions: set[tuple[int, ...]]) -> None:
-    found = [position for sets in products(positions) for position in product(*sets)]
+    found = [position for sets in index_products(positions) for position in product(*sets)]
     assert sorted(found) == sorted(positions)
 
 
@@ -74,5 +74,5 @@ def test_a_name_of_a_thousand_indices_is_no_trap() -> None:
 
 
 def test_ranges() -> None:
-    assert ranges([3]) == "3"
-    assert ranges([0, 1, 2, 5, 7, 8]) == "[0-2,5,7-8]"
+    assert index_ranges([3]) == "3"
+    assert index_ranges([0, 1, 2, 5, 7, 8]) == "[0-2,5,7-8]"

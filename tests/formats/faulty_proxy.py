@@ -19,7 +19,7 @@ import fsspec
 import pytest
 
 from tests.formats.s3_server import Bucket
-from transaxle.engine.distribute.item_work import let_go
+from transaxle.engine.distribute.item_work import close_plan
 from transaxle.formats.store import multipart
 
 LIMITS = {"config_kwargs": {"read_timeout": 1, "connect_timeout": 1, "retries": {"max_attempts": 2}}}
@@ -254,5 +254,5 @@ def proxy(bucket: Bucket, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.setenv("AWS_ENDPOINT_URL", found.url)
         fsspec.get_filesystem_class("s3").clear_instance_cache()
         yield found
-        let_go()
+        close_plan()
         fsspec.get_filesystem_class("s3").clear_instance_cache()

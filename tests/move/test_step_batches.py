@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import transaxle as tx
 from tests.checkpoints import write
 from tests.engine.killed import one_by_one
-from transaxle.engine.duplicates import Compared, Pair
+from transaxle.engine.duplicates import Pair, TensorPair
 from transaxle.errors import Refused
 from transaxle.formats.catalog import NUMBERS, Checksum, NumbersInMemory
 from transaxle.formats.checksums import Witness
@@ -176,14 +176,14 @@ def test_tensors_differ_where_a_byte_does(
             content[int(place * len(content))] ^= 1 << seed % 8
     held = {str(number): InMemoryFile(bytes(content)) for number, content in enumerate(contents)}
     pairs = [
-        Compared(number, parts, [Transfer(str(number), 0, 0, size)] if size else [], size)
+        TensorPair(number, parts, [Transfer(str(number), 0, 0, size)] if size else [], size)
         for number, (size, parts, _) in enumerate(made)
     ]
     told: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "_BATCH", batch)
         pair = Pair(storage, VirtualFiles(storage, held), SMALL, threading.Event())
-        differing = pair.differing(pairs, told.append)
+        differing = pair.find_different(pairs, told.append)
     assert differing == {number for number, (*_, content) in enumerate(made) if content != contents[number]}
     assert differing or sum(told) == sum(size for size, *_ in made)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.move.filling import PlainFiles
-from transaxle.engine.duplicates import PlannedCheck, unequal
+from transaxle.engine.duplicates import PlannedCheck, compare_copies
 from transaxle.formats.storage.copier import Bytes
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.move.journal import HashingFiles
@@ -73,7 +73,7 @@ def test_so_are_copies_that_are_compared() -> None:
         PlannedCheck(str(key), "why", SMALL, (Transfer(str(key), 0, 0, SMALL),), (Transfer("1", 0, 0, SMALL),))
         for key in range(WORKERS)
     ]
-    wrong = unequal(pairs, FarFiles(), Limits(WORKERS, 1 << 22))
+    wrong = compare_copies(pairs, FarFiles(), Limits(WORKERS, 1 << 22))
     assert [each.where.tensor for each in wrong] == ["0", "2"]
 
 

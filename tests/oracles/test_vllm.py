@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import transaxle as tx
 from tests.oracles.peer_bytes import Tensors, differing, loaded
 from tests.oracles.vllm_peer.models import MODELS
-from transaxle.engine.plan.rank_parts import engine_parts, for_ranks
+from transaxle.engine.plan.rank_parts import config_for_ranks, engine_parts
 from transaxle.families import builtin
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def _whole(name: str, hub: Path, target: Path, tp: int) -> tuple[str, dict[str, 
 
     What vLLM has nothing for keeps its name in the folder, and is left out here.
     """
-    config = for_ranks(json.loads((hub / "config.json").read_text("utf-8")), tp)
+    config = config_for_ranks(json.loads((hub / "config.json").read_text("utf-8")), tp)
     path = target.with_suffix(".json")
     path.write_text(json.dumps(config), "utf-8")
     report = tx.convert(hub, target, to=f"safetensors:{VLLM}", config=path, sync=False, allow_lossy=True)

@@ -63,7 +63,7 @@ def test_of_copies_every_rank_takes_its_own(tmp_path: Path) -> None:
     received = run(2 * TRAINERS, _copies, str(tmp_path / "hub"), config)
     meshes = read_mesh("transformers", f"replicate=2,fsdp={TRAINERS}"), read_mesh(VLLM, "replicas=2,tp=2")
     planned = traffic(builtin()["llama"], config, meshes, axes={}, together=True)
-    assert [one for one, _ in received] == planned.sent.sum(axis=0).tolist()
+    assert [one for one, _ in received] == planned.between_ranks.sum(axis=0).tolist()
     apart = traffic(builtin()["llama"], config, meshes, axes={})
     assert (planned.matrix.sum(axis=0) == apart.matrix.sum(axis=0)).all()
     assert (planned.matrix >= 0).all()
@@ -97,6 +97,6 @@ def test_every_rank_receives_what_was_planned(tmp_path: Path, config: dict[str, 
     meshes = read_mesh("transformers", f"fsdp={TRAINERS}"), read_mesh(VLLM, "tp=2")
     family = builtin()[config["model_type"]]
     planned = traffic(family, config, meshes, axes={}, together=not apart)
-    expected = planned.sent.sum(axis=0).tolist()
+    expected = planned.between_ranks.sum(axis=0).tolist()
     assert [one for one, _ in received] == ([0] * TRAINERS if apart else []) + expected
     assert json.loads(json.dumps(planned.as_json()))["received"] == expected

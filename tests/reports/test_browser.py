@@ -25,7 +25,7 @@ from tests.reports.embedded import data
 from tests.reports.test_checkpoint_page import HOSTILE
 from tests.reports.test_refusal_page import cut_inside_a_tile, refusal_page
 from transaxle.cli.command import program
-from transaxle.engine.checkpoint_facts import HeldTensor, Sharding
+from transaxle.engine.checkpoint_facts import ShardedTensor, Sharding
 
 WIDTHS, SCHEMES = (1440, 390), ("light", "dark")
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
@@ -120,7 +120,7 @@ def sharded(page: Path) -> Path:
         rest = [((0, n),) for n in values.shape[1:]]
         share = {rank: (((at * rows, at * rows + rows),), *rest) for rank, at in parts.items()}
         whole = tuple(((0, n),) for n in values.shape)
-        held.append(HeldTensor(name, "BF16", values.shape, share or dict.fromkeys(range(7), whole)))
+        held.append(ShardedTensor(name, "BF16", values.shape, share or dict.fromkeys(range(7), whole)))
     return tx.report(Sharding(tuple(range(8)), tuple(held)), page.parent / "sharding.html")
 
 
@@ -173,7 +173,7 @@ def hostile_plans(hostile: Path) -> list[Path]:
 @pytest.fixture(scope="module")
 def hostile_sharding(hostile: Path) -> Path:
     """The report of a sharding of names that want to run something."""
-    held = tuple(HeldTensor(name, "U8", (size,), {0: (((0, size),),)}) for name, size in HOSTILE.items())
+    held = tuple(ShardedTensor(name, "U8", (size,), {0: (((0, size),),)}) for name, size in HOSTILE.items())
     return tx.report(Sharding((0, 1), held, {"<b>alias</b>": next(iter(HOSTILE))}), hostile.parent / "sharding.html")
 
 

@@ -126,10 +126,10 @@ def test_channels_that_stand_out(tmp_path: Path) -> None:
                 absolute = np.abs(held[name].astype(np.float64))
                 largest = np.where(np.isfinite(absolute), absolute, 0).max(0)
                 each = found[name]
-                assert each.outstanding == (50, 7)
+                assert each.outliers == (50, 7)
                 assert each.channels == 96
-                assert each.times == pytest.approx(largest.max() / np.median(largest))
-            assert found["even"].outstanding == ()
+                assert each.outlier_ratio == pytest.approx(largest.max() / np.median(largest))
+            assert found["even"].outliers == ()
     page = data(tx.report(tmp_path / "ck", tmp_path / "page.html", values=True))
     assert {row["name"]: row["which, the largest first"] for row in table(page, "channels")} == {
         "half": "50, 7",

@@ -13,7 +13,7 @@ from transaxle.axes.notation.name import natural
 from transaxle.cli.command import Command, options_of, with_profile, with_screen
 from transaxle.cli.refusals import print_refusals
 from transaxle.cli.screen import Screen
-from transaxle.engine.compare import Comparison, Difference, components
+from transaxle.engine.compare import Comparison, Difference, components_by_name
 from transaxle.engine.verification import Verification
 from transaxle.engine.wording import fold, parameters, plural, size
 from transaxle.formats.registry import listed
@@ -142,7 +142,7 @@ def diff_command(screen: Screen, a: str, b: str, stat: bool, options: dict[str, 
     logical_names: dict[str, str] = {}
     if stat:
         options = {**options, "numeric": True}
-        screen.on_opened = lambda pair: logical_names.update(components(pair[1]))
+        screen.on_opened = lambda pair: logical_names.update(components_by_name(pair[1]))
     comparison = verbs.diff(a, b, watch=screen, **options)
     report = options["report"]
     if screen.as_json:

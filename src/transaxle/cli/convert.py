@@ -18,11 +18,11 @@ from transaxle.cli.screen import Screen
 from transaxle.encodings.value_steps import MeasuredTensor, RecodedTensor
 from transaxle.engine.carry import Report
 from transaxle.engine.checkpoint.settings import settings
-from transaxle.engine.execute import Cleared
+from transaxle.engine.execute import CheckedPlan
 from transaxle.engine.moves import UNCHANGED, rules, words
 from transaxle.engine.plan.planned import Plan
 from transaxle.engine.plan.recoding import NO_CONFIG
-from transaxle.engine.wording import duration, fold, folded, parameters, percent, plural, size, speed
+from transaxle.engine.wording import duration, fold, fold_to_text, parameters, percent, plural, size, speed
 from transaxle.errors import TransaxleError, gathered
 from transaxle.formats.storage.storage import unpinned
 from transaxle.formats.training_state import OPTIMIZER
@@ -121,7 +121,7 @@ def print_others(
         count = plural(len(unconverted), "tensor")
         screen.some(
             f"  {count} without a line in the target dialect, names unchanged (--strict refuses them)",
-            list(folded(unconverted)),
+            list(fold_to_text(unconverted)),
         )
     state = () if screen.everything else tuple(name for name in ignored if name.startswith(OPTIMIZER))
     if state:
@@ -131,7 +131,7 @@ def print_others(
     if extra:
         screen.line(f"  left behind: {_EXTRA[1:]} of {plural(len(extra), 'module')} (--all lists them)")
     if left_behind := tuple(sorted({*ignored}.difference(state, extra))):
-        screen.some("  left behind", list(folded(left_behind)))
+        screen.some("  left behind", list(fold_to_text(left_behind)))
     if carried:
         shown = ", ".join(carried) if screen.everything or len(carried) <= 8 else f"{', '.join(carried[:8])} …"
         screen.line(f"  carried along: {shown}")
@@ -361,13 +361,13 @@ def plan_command(
         raise click.MissingParameter(
             ctx=context, param=next(each for each in context.command.params if each.name == "to")
         )
-    plans: list[Cleared] = []
+    plans: list[CheckedPlan] = []
     screen.on_planned = plans.append
     verbs.plan(src, dst, watch=screen, **options)
     return _show(screen, plans[0], dst, options)
 
 
-def _show(screen: Screen, prepared: Cleared, dst: str, options: Mapping[str, Any]) -> int:
+def _show(screen: Screen, prepared: CheckedPlan, dst: str, options: Mapping[str, Any]) -> int:
     """Print a plan; return the exit code.
 
     Args:
@@ -420,7 +420,7 @@ def _plan_refit(
         refit: values of `--mesh`, `--same-ranks` and `--ranks-per-node`.
     """
     # imported here, because only this command needs it
-    from transaxle.engine.traffic import planned_traffic, read_mesh
+    from transaxle.engine.traffic import plan_traffic, read_mesh
 
     typed = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     unrelated = [option.opts[0] for option in context.command.params if option.name in typed - _OF_REFIT]
@@ -434,7 +434,7 @@ def _plan_refit(
     model = settings(**select(options, ("family", "config", "axes", "rules")))
     with screen.working("planning"):
         sides = read_mesh(dialects[0], meshes[0]), read_mesh(dialects[1], meshes[1])
-        traffic = planned_traffic(model, sides, dtype=options["dtype"], together=together)
+        traffic = plan_traffic(model, sides, dtype=options["dtype"], together=together)
     if screen.as_json:
         screen.document(traffic.as_json(ranks_per_node))
     else:
@@ -509,8 +509,8 @@ def print_traffic(screen: Screen, traffic: Traffic, ranks_per_node: int | None) 
     screen.line(f"  {parameters(traffic.parameters)}, sent as {traffic.dtype}")
     screen.line(f"  trainer: {plural(trainer.ranks, 'rank')}, {trainer.text}")
     screen.line(f"  engine: {plural(engine.ranks, 'rank')}, {engine.text}{', the same' if traffic.together else ''}")
-    if traffic.stays:
-        screen.some("  the engine does not have", traffic.stays)
+    if traffic.trainer_only:
+        screen.some("  the engine does not have", traffic.trainer_only)
     if traffic.undecided:
         screen.some("  the config does not say whether the model has these; counted as absent", traffic.undecided)
     local_note = f"; {size(traffic.own)} more are on the right rank already" if traffic.together else ""
@@ -520,12 +520,12 @@ def print_traffic(screen: Screen, traffic: Traffic, ranks_per_node: int | None) 
         screen.line(f"    {size(inside)} inside machines, {size(traffic.total - inside)} between them")
     rows = [
         ("", "least", "median", "most"),
-        ("a rank of the trainer sends", *_spread(traffic.sent.sum(axis=1))),
-        ("a rank of the engine receives", *_spread(traffic.sent.sum(axis=0))),
+        ("a rank of the trainer sends", *_spread(traffic.between_ranks.sum(axis=1))),
+        ("a rank of the engine receives", *_spread(traffic.between_ranks.sum(axis=0))),
     ]
     screen.table(rows)
     screen.line("  bytes per pair of ranks:")
-    pairs = _fold_pairs(traffic.sent)
+    pairs = _fold_pairs(traffic.between_ranks)
     hidden_pairs = screen.table(
         [(f"{a} -> {b}", f"{size(count)} each", plural(times, "pair")) for count, times, a, b in pairs],
         indent="    ",

@@ -32,7 +32,7 @@ from transaxle.derivation.sources import (
 from transaxle.derivation.table import Labels
 from transaxle.engine.checkpoint.settings import CONFIG, model_config
 from transaxle.engine.checkpoint_facts import JsonFacts, reads_any, rules_facts
-from transaxle.engine.wording import folded, plural
+from transaxle.engine.wording import fold_to_text, plural
 from transaxle.errors import Refused, TransaxleError, gathered, refuse
 from transaxle.families import builtin
 
@@ -262,7 +262,7 @@ def _print_read(screen: Screen, ckpt: str, read: JsonFacts) -> None:
     best = [(label, count) for label, count in read["names_read"].items() if count]
     screen.table([[label, f"reads {count:,} of {total}"] for label, count in best])
     if read["unknown"]:
-        screen.some("  names that no line reads", list(folded(tuple(read["unknown"]))))
+        screen.some("  names that no line reads", list(fold_to_text(tuple(read["unknown"]))))
     if read["misshapen"]:
         label = f"  {plural(len(read['misshapen']), 'tensor')} without the shape that the table says"
         screen.some(label, [_one_line(refusal) for refusal in read["misshapen"]], _SHOWN)

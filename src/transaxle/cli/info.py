@@ -25,7 +25,7 @@ from transaxle.engine.checkpoint.recognise import pick_family
 from transaxle.engine.checkpoint.settings import settings
 from transaxle.engine.checkpoint_facts import JsonFacts
 from transaxle.engine.moves import axis_facts, axis_rows, dialect_facts, dialect_rows
-from transaxle.engine.wording import fold, folded, parameters, percent, plural, size, tensors_in_words
+from transaxle.engine.wording import fold, fold_to_text, parameters, percent, plural, size, tensors_in_words
 from transaxle.families import builtin
 from transaxle.formats.registry import every_format, writable
 from transaxle.formats.torch_file.quantized_tensors import NOTE
@@ -264,7 +264,7 @@ def _checkpoint_lines(screen: Screen, facts: JsonFacts) -> list[tuple[str, str]]
             *(("", line) for line in reason["hint"].splitlines()),
         ]
     lines += [
-        ("unknown", _some(screen, list(folded(tuple(facts["unknown"]))))),
+        ("unknown", _some(screen, list(fold_to_text(tuple(facts["unknown"]))))),
         (
             "holds",
             ", ".join(
@@ -283,7 +283,7 @@ def _checkpoint_lines(screen: Screen, facts: JsonFacts) -> list[tuple[str, str]]
         ("aliases", ", ".join(f"{name} = {of}" for name, of in facts["aliases"].items())),
         ("files", _files(screen, facts["files"])),
         ("carried", _some(screen, facts["carried"])),
-        ("ignored", _some(screen, list(folded(tuple(facts["ignored"]))))),
+        ("ignored", _some(screen, list(fold_to_text(tuple(facts["ignored"]))))),
         ("groups", _some(screen, [_group(group) for group in facts["metadata"].get(GROUPS, ())])),
         *_run_lines(screen, facts["metadata"].get(MEGATRON, {})),
         ("left", _describe_left_behind(screen, facts["metadata"].get(LEFT_BEHIND, {}))),
@@ -327,7 +327,7 @@ def _describe_left_behind(screen: Screen, reasons_by_name: dict[str, str]) -> st
     for name, reason in reasons_by_name.items():
         names_by_reason.setdefault(str(reason), []).append(name)
     return "; ".join(
-        f"{_some(screen, list(folded(tuple(names))))} ({reason})" for reason, names in names_by_reason.items()
+        f"{_some(screen, list(fold_to_text(tuple(names))))} ({reason})" for reason, names in names_by_reason.items()
     )
 
 

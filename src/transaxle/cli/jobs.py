@@ -11,9 +11,9 @@ from transaxle.cli.command import Command, with_screen
 from transaxle.cli.convert import print_report
 from transaxle.cli.screen import Screen
 from transaxle.engine.distribute.driver import begin_work, carry_out, commit_work, refuse_beyond
-from transaxle.engine.distribute.executors import Here
-from transaxle.engine.distribute.item_work import OpenedPlan
-from transaxle.engine.distribute.work_place import refuse_there
+from transaxle.engine.distribute.executors import InProcess
+from transaxle.engine.distribute.item_work import OpenPlan
+from transaxle.engine.distribute.work_place import refuse_existing
 from transaxle.engine.distribute.work_plan import WorkPlan, read_plan
 from transaxle.engine.wording import duration, plural, size, speed
 from transaxle.formats.store.leftovers import Leftover, clean, leftovers
@@ -78,11 +78,11 @@ def work_command(screen: Screen, plan: str, begin: bool, items: tuple[int, ...] 
         with screen.working("committing"):
             report = commit_work(work)
     else:
-        refuse_there(work)
-        with OpenedPlan(work) as opened:
+        refuse_existing(work)
+        with OpenPlan(work) as opened:
             total = sum(tensor.nbytes for tensor in opened.prepared.plan.tensors)
             with screen.progress(total, stays=True) as progress:
-                report = carry_out(work, opened.prepared, Here(), resume=True, progress=progress)
+                report = carry_out(work, opened.prepared, InProcess(), resume=True, progress=progress)
     if screen.as_json:
         screen.document(report.as_json())
     else:
@@ -103,7 +103,7 @@ def _begin(screen: Screen, path: str, work: WorkPlan) -> int:
 def _do_items(screen: Screen, work: WorkPlan, numbers: tuple[int, ...]) -> int:
     refuse_beyond(work, numbers)
     results: list[ItemResult] = []
-    with OpenedPlan(work) as opened, screen.progress(sum(work.items[each].nbytes for each in numbers)) as progress:
+    with OpenPlan(work) as opened, screen.progress(sum(work.items[each].nbytes for each in numbers)) as progress:
         for number in numbers:
             screen.consequence = f"item {number} is not done"
             results.append(opened.do(number))

@@ -54,7 +54,7 @@ def fold_rows(view: Checkpoint, *, all_names: bool = False) -> list[FoldedRow]:
     """
     if all_names:
         return [FoldedRow(name, (name,), (view[name].dtype, view[name].shape)) for name in view.in_order()]
-    return view.folded()
+    return view.fold_rows()
 
 
 def cells(row: FoldedRow) -> list[str]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from transaxle.engine.checkpoint.checkpoint import Checkpoint
     from transaxle.engine.distribute.driver import Event, Watch
-    from transaxle.engine.execute import Cleared
+    from transaxle.engine.execute import CheckedPlan
 
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
@@ -75,7 +75,7 @@ class Screen:
         """Advice if the user stops the command now; empty: the consequence is printed instead."""
         self.on_opened: Callable[[Sequence[Checkpoint]], None] | None = None
         """Callback for the checkpoints that a verb has opened."""
-        self.on_planned: Callable[[Cleared], None] | None = None
+        self.on_planned: Callable[[CheckedPlan], None] | None = None
         """Callback for the plan of a conversion."""
 
     def state(self, consequence: str, way_on: str = "") -> None:
@@ -87,7 +87,7 @@ class Screen:
         if self.on_opened is not None:
             self.on_opened(checkpoints)
 
-    def planned(self, cleared: Cleared) -> None:
+    def planned(self, cleared: CheckedPlan) -> None:
         """Pass the plan of a conversion to `on_planned`."""
         if self.on_planned is not None:
             self.on_planned(cleared)

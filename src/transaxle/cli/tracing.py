@@ -46,7 +46,7 @@ def derive_rules(screen: Screen, src: str, opening: Mapping[str, Any], check: Ca
     """
     with open_checkpoint(src, **opening) as source:
         try:
-            _ = source.recognised
+            _ = source.reading
         except TransaxleError as error:
             if error.code != _UNKNOWN or ADAPTER_CONFIG in source.container.carried:
                 raise

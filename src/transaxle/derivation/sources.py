@@ -52,10 +52,10 @@ from transaxle.derivation.traces import (
 )
 from transaxle.derivation.transformers_models import load_tensors
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
-from transaxle.engine.checkpoint.settings import CONFIG, stored_config
+from transaxle.engine.checkpoint.settings import CONFIG, read_stored_config
 from transaxle.engine.execute import execute
 from transaxle.engine.plan.conversion import make_plan
-from transaxle.engine.verification import opened_pair
+from transaxle.engine.verification import open_pair
 from transaxle.errors import Code, TransaxleError, refuse
 from transaxle.formats.storage.local import failed
 from transaxle.formats.store.access import opened_draft
@@ -605,8 +605,8 @@ def from_folders(pairs: Sequence[tuple[str, str]], labels: Labels) -> Table:
     traces = []
     with _RefuseUnderivable(_name_of(labels)):
         for before, after in pairs:
-            with opened_pair(before, after, {}) as (first, second):
-                config = stored_config(first.container.storage) if CONFIG in first.container.carried else {}
+            with open_pair(before, after, {}) as (first, second):
+                config = read_stored_config(first.container.storage) if CONFIG in first.container.carried else {}
                 traces.append(Trace(*read_numbered(first, second), config))
         if not labels.model_types and isinstance(traces[0].config.get("model_type"), str):
             labels = Labels(labels.family, (traces[0].config["model_type"],), labels.dialects, labels.comments)

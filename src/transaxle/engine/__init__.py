@@ -1,1 +1,1 @@
-"""Plan, then execute: plans are data, execution is dumb."""
+"""Planning, executing, verifying and comparing conversions: a plan is data, and its execution decides nothing."""

@@ -1,12 +1,12 @@
-"""Carrying a plan out: what is done of any share of it, and the one end that makes a checkpoint of all shares.
+"""Executing a plan: the steps for each part of it, and the final step that turns all parts into a checkpoint.
 
-A share is the whole plan, which the threads of one process do; a worker's item; or what the ranks of a group hold. What
-may refuse a share is proved first, then its tensors are carried from the source into a sink. When every share is done,
-the rest of the files and the manifest are written, and the stage is ready to be committed.
+A part is the whole plan, which the threads of one process execute; a worker's item; or the tensors in the memory of a
+group of ranks. First a part is checked for refusals, then its tensors are moved from the source into a sink. When all
+parts are done, the remaining files and the manifest are written, and the staged files are ready to be committed.
 
-What one thread does from beginning to end before it takes something else is a queue. Where a target takes bytes at any
-offset, each tensor has its own, and threads share even a single file. A service takes the bytes of a file in order
-only: there all tensors of a file are in one queue.
+A queue is work that one thread does from beginning to end. If a target accepts bytes at any offset, each tensor has its
+own queue, and threads share even a single file. A service only accepts the bytes of a file in order: then all tensors
+of a file are in one queue.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from transaxle.engine.checkpoint.manifest import (
     HashWitness,
     Manifest,
     TensorRecord,
-    against,
     encode,
+    hash_evidence,
 )
-from transaxle.engine.duplicates import PlannedCheck, unequal
+from transaxle.engine.duplicates import PlannedCheck, compare_copies
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.plan.planned import Plan, PlannedTensor
 from transaxle.engine.plan.recoding import measure, refuse_infinite
-from transaxle.engine.views.encode import Step, buffer_blocks, largest
+from transaxle.engine.views.encode import Step, buffer_blocks, matrix_amaxes
 from transaxle.engine.wording import duration, plural, size
 from transaxle.errors import Refusal, Refused, Where, gathered, refuse
 from transaxle.formats.catalog import Fragment, Recoding
@@ -53,24 +53,24 @@ if TYPE_CHECKING:
 
 
 Sizes = Mapping[str, tuple[float, ...]]
-"""Table name -> amax of each matrix, of tensors that are encoded with a scale for the whole of it."""
+"""Table name -> amax of each matrix, for encoded tensors with global scales."""
 Errors = Mapping[RecodedTensor, tuple[Error, int]]
-"""What is done to a stored tensor -> the error of its values, and how many became infinite."""
+"""Step on a stored tensor -> the error of its values, and how many became infinite."""
 _BETWEEN = "it changed between two reads: its digest precedes it in the file, and both are read"
 _AGAIN = "Write it again while nothing changes it, or write a folder, whose digests come last."
 
 
-class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a plan that is carried out together, or all of it."""
+class PlanPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a plan that is executed together, or the whole plan."""
 
     versions: tuple[tuple[str, str], ...] = ()
-    """The source files that it reads, and the version of each that was planned for, where it is stored."""
+    """Source files that it reads, with the version of each for which it was planned."""
     tensors: tuple[PlannedTensor, ...] = ()
-    """What is written."""
+    """Tensors to write."""
     checks: tuple[PlannedCheck, ...] = ()
-    """What is compared."""
+    """Copies to compare."""
     measures: tuple[RecodedTensor, ...] = ()
-    """Of what the error is measured."""
+    """Steps whose errors to measure."""
 
     @property
     def band(self) -> int:
@@ -79,36 +79,37 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> bytes:
-        """The share as bytes: msgpack."""
+        """The part as msgpack bytes."""
         return msgspec.msgpack.encode(self)
 
 
-def whole(plan: Plan) -> Share:
-    """Return all of a plan as one share."""
+def whole_plan(plan: Plan) -> PlanPart:
+    """Return a whole plan as one part."""
     measures = tuple(step for step in plan.recoded if step.action in MEASURED_BY_READING)
-    return Share(tensors=plan.tensors, checks=plan.checks, measures=measures)
+    return PlanPart(tensors=plan.tensors, checks=plan.checks, measures=measures)
 
 
-def prove(part: Share, storage: Storage, recoding: Recoding, limit: Limits, *, allow_lossy: bool) -> Errors:
-    """Measure the errors of a share, and prove its copies equal; what is decoded or cast is read once more for it.
+def prove(part: PlanPart, storage: Storage, recoding: Recoding, limit: Limits, *, allow_lossy: bool) -> Errors:
+    """Measure the errors of a part, and check that its copies are equal; decoded and cast tensors are read once for
+    this.
 
     Args:
-        part: the share.
-        storage: the source.
-        recoding: what is computed of it.
+        part: the part of the plan.
+        storage: storage of the source.
+        recoding: computed tensors of the source.
         limit: workers and memory.
-        allow_lossy: values may become infinite, or `seal` refuses those of all shares together.
+        allow_lossy: values may become infinite; otherwise they are refused here.
 
     Returns:
         The errors of the decoded, cast and merged tensors.
 
     Raises:
-        Refused: LOSSY where values become infinite; UNEQUAL_COPIES.
+        Refused: LOSSY if values become infinite; UNEQUAL_COPIES.
     """
     errors = measure(recoding, part.measures, limit)
     if not allow_lossy:
         refuse_infinite(errors, recoding.dtype)
-    if part.checks and (differing := unequal(part.checks, storage, limit)):
+    if part.checks and (differing := compare_copies(part.checks, storage, limit)):
         raise gathered(differing)
     return errors
 
@@ -126,69 +127,69 @@ def carry(
     target_ranks: Sequence[tuple[int, ...]] | None = None,
     exchange: Exchange | None = None,
 ) -> dict[str, FinishedTensor]:
-    """Carry the tensors of a share from the source into files, or only hash them where there is nowhere to write to.
+    """Move the tensors of a part from the source into files, or only hash them if there are no files.
 
     Args:
-        tensors: of a plan.
-        storage: the source; the memory of ranks where there is an exchange, which makes this collective.
-        files: where to.
+        tensors: planned tensors.
+        storage: storage of the source; the memory of ranks if there is an exchange, which makes the call collective.
+        files: files to write; None: only hash.
         limit: workers and memory.
-        record: called with each tensor when it is written.
+        record: called with the name and hash of each finished tensor.
         progress: called with the bytes of each block.
         span_size: bytes of the spans in which tensors are hashed; None: `SPAN`.
-        ordered: the bytes of a file must be written in order; None: if the files say so.
-        target_ranks: for each tensor the rank that writes it; nobody: each rank what it holds of it. None: this process
-            does.
+        ordered: whether the bytes of a file must be written in order; None: as the files require.
+        target_ranks: for each tensor, the ranks that write it; empty: each rank writes its own part. None: this process
+            writes all.
         exchange: moves bytes between ranks; None: this process is alone.
 
     Returns:
-        The tensors that were written whole here.
+        Hash and error of each tensor that was written completely here.
 
     Raises:
-        TransaxleError: what reading, arithmetic and writing raise; on this rank alone, when all exchanges are over.
+        TransaxleError: errors of reading, arithmetic and writing; raised on this rank only, after all exchanges.
     """
-    sizes = measured_sizes(tensors, limit, partial(Worker, storage, limit))
+    sizes = measure_amaxes(tensors, limit, partial(Worker, storage, limit))
     errors: dict[str, Error] = {}
-    done: dict[str, FinishedTensor] = {}
-    witness, alike = layer(storage, HashWitness), _alike(tensors, storage)
+    finished: dict[str, FinishedTensor] = {}
+    witness, source_numbers = layer(storage, HashWitness), _source_numbers(tensors, storage)
 
     def finish(key: int, xxh3: str) -> None:
         name = tensors[key].name
-        if witness is not None and key in alike:
-            witness.settle(alike[key], xxh3)
-        done[name] = FinishedTensor(xxh3, errors.get(name, Error()) if tensors[key].codes_of is not None else None)
+        if witness is not None and key in source_numbers:
+            witness.settle(source_numbers[key], xxh3)
+        finished[name] = FinishedTensor(xxh3, errors.get(name, Error()) if tensors[key].codes_of is not None else None)
         if record is not None:
-            record(name, done[name])
+            record(name, finished[name])
 
     if ordered is None:
         ordered = getattr(files, "ordered", False)
     items = items_of(tensors, sizes, errors, ordered=ordered, target_ranks=target_ranks)
     rank = (exchange or NoExchange()).rank
-    hashed = {item.key for item in items if rank in item.target_ranks}
-    sink = HashingFiles(files, [tensor.everywhere for tensor in tensors], hashed, progress, finish, span_size)
+    hashed_keys = {item.key for item in items if rank in item.target_ranks}
+    sink = HashingFiles(files, [tensor.everywhere for tensor in tensors], hashed_keys, progress, finish, span_size)
     Movement(items, storage, sink, limit, exchange).run()
-    return done
+    return finished
 
 
-def believe(tensors: Sequence[PlannedTensor], finished: Mapping[str, FinishedTensor], storage: Storage) -> None:
-    """Let the hashes that the source keeps be checked against tensors that an earlier run has carried."""
-    witness, alike = layer(storage, HashWitness), _alike(tensors, storage)
+def check_finished(tensors: Sequence[PlannedTensor], finished: Mapping[str, FinishedTensor], storage: Storage) -> None:
+    """Check the source's recorded hashes against tensors that an earlier run finished."""
+    witness, source_numbers = layer(storage, HashWitness), _source_numbers(tensors, storage)
     if witness is None:
         return
     for key, tensor in enumerate(tensors):
-        if key in alike:
-            witness.settle(alike[key], finished[tensor.name].hash)
+        if key in source_numbers:
+            witness.settle(source_numbers[key], finished[tensor.name].hash)
         else:
             witness.expect(tensor.transfers)
 
 
-def _alike(tensors: Sequence[PlannedTensor], storage: Storage) -> dict[int, int]:
-    """Return the tensors, by key, that are one of the source byte by byte, with its number: they share their hash."""
+def _source_numbers(tensors: Sequence[PlannedTensor], storage: Storage) -> dict[int, int]:
+    """Return key -> number of the source tensor with the same bytes, so that both share one hash."""
     witness = layer(storage, HashWitness)
     if witness is None:
         return {}
     plain = {
-        key: witness.alike(tensor.transfers, tensor.nbytes)
+        key: witness.tensor_in(tensor.transfers, tensor.nbytes)
         for key, tensor in enumerate(tensors)
         if tensor.step is None and tensor.arithmetic is None
     }
@@ -203,14 +204,14 @@ def items_of(
     ordered: bool = False,
     target_ranks: Sequence[tuple[int, ...]] | None = None,
 ) -> list[Item]:
-    """Return planned tensors as items, which have their places in the sequence as keys.
+    """Return planned tensors as items, keyed by their index.
 
     Args:
-        tensors: what is planned, in the order in which they lie in their files.
-        sizes: from `measured_sizes`.
-        errors: gets the error of each tensor that is encoded, by its name.
-        ordered: the bytes of a file must be written in order.
-        target_ranks: as for `carry`.
+        tensors: planned tensors, in file order.
+        sizes: amax of each matrix, from `measure_amaxes`.
+        errors: receives the error of each encoded tensor, by name.
+        ordered: whether the bytes of a file must be written in order.
+        target_ranks: as in `carry`.
     """
     queues: Sequence[Hashable] = [None] * len(tensors)
     if ordered:
@@ -230,7 +231,7 @@ def items_of(
 
 
 def file_queues(tensors: Sequence[PlannedTensor]) -> list[str | int]:
-    """Name the queue of each tensor: one for a file, and for all files that a tensor lies in."""
+    """Return the queue of each tensor: one queue per file, shared by files that have a tensor in common."""
     together = DisjointSets[str]()
     for tensor in tensors:
         for place in tensor.everywhere[1:]:
@@ -242,7 +243,7 @@ def file_queues(tensors: Sequence[PlannedTensor]) -> list[str | int]:
 
 
 def _blocks(tensor: PlannedTensor, sizes: Sizes, errors: dict[str, Error], worker: Worker) -> Iterator[memoryview]:
-    """Make a planned tensor in order; each block is valid until the next one is asked for."""
+    """Produce a planned tensor in order; each block is valid until the next one."""
     step = tensor.step
     if step is None:
         try:
@@ -258,7 +259,7 @@ def _blocks(tensor: PlannedTensor, sizes: Sizes, errors: dict[str, Error], worke
         errors[tensor.name] += error
 
     yield from buffer_blocks(
-        step, _values(tensor, step, worker), sizes.get(step.tensor, ()), room=worker.capacity, measured=add
+        step, _values(tensor, step, worker), sizes.get(step.tensor, ()), room=worker.capacity, report_error=add
     )
 
 
@@ -266,24 +267,24 @@ def _values(tensor: PlannedTensor, step: Step, worker: Worker) -> Callable[[Sequ
     return partial(worker.blocks_until, tensor.transfers, dtype=step.dtype, arithmetic=tensor.arithmetic)
 
 
-def measured_sizes(
+def measure_amaxes(
     tensors: Iterable[PlannedTensor], limit: Limits, workers: Callable[..., Worker]
 ) -> dict[str, tuple[float, ...]]:
-    """Read the tensors that need it once, and return the amax of each of their matrices."""
-    wanted = {t.step.tensor: (t, t.step) for t in tensors if t.step is not None and t.step.spec.has_global}
+    """Read tensors with global scales once, and return the amax of each of their matrices."""
+    scaled_tensors = {t.step.tensor: (t, t.step) for t in tensors if t.step is not None and t.step.spec.has_global}
     sizes: dict[str, tuple[float, ...]] = {}
 
     def measure(worker: Worker, item: tuple[PlannedTensor, Step]) -> None:
         tensor, step = item
-        sizes[step.tensor] = largest(step, _values(tensor, step, worker), room=worker.capacity)
+        sizes[step.tensor] = matrix_amaxes(step, _values(tensor, step, worker), room=worker.capacity)
 
-    if wanted:
-        run_workers(wanted.values(), limit.jobs, workers, measure)
+    if scaled_tensors:
+        run_workers(scaled_tensors.values(), limit.jobs, workers, measure)
     return sizes
 
 
 def write_fragments(files: Writable, fragments: Iterable[Fragment]) -> None:
-    """Write bytes outside of tensors."""
+    """Write bytes outside of tensors, such as headers."""
     for fragment in fragments:
         files.pwrite(fragment.file, fragment.offset, memoryview(fragment.data))
 
@@ -296,45 +297,39 @@ def seal(
     measured: Errors | None = None,
     foretold: Mapping[str, str] | None = None,
 ) -> tuple[MeasuredTensor, ...]:
-    """Make a checkpoint of all shares: the end of every conversion and save, but for the commit.
+    """Turn all parts into a checkpoint: the last step of every conversion and save before the commit.
 
-    Values that became infinite are refused, the source is checked once more, and what is known only now is written:
-    carried files, the rest of the tensors' files and, in a folder, the manifest.
+    Refuses values that became infinite, checks the source once more, and writes the files that depend on all tensors:
+    copied files, the rest of the tensor files, and the manifest of a folder.
 
-    Args:
-        prepared: the plan.
-        files: where the tensors are.
-        limit: workers and memory.
-        tensors: hash and error of every tensor.
-        measured: what `prove` has returned of all shares.
-        foretold: hashes of the tensors that their files, which are complete, have of an earlier read.
+    the plan with its source and draft.
 
     Returns:
         The error of each tensor whose values changed.
 
     Raises:
-        Refused: LOSSY; CORRUPT where the source was changed, or does not have its own hashes.
+        Refused: LOSSY; CORRUPT if the source was changed, or does not match its own hashes.
         StorageError: IO, NO_SPACE.
     """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     if measured and not plan.allow_lossy:
         refuse_infinite(measured, prepared.checkpoint.container.recoding.dtype)
-    beside = carry(plan.carried_files, storage, files, limit, span_size=WHOLE) if files.single is None else {}
+    copied = carry(plan.carried_files, storage, files, limit, span_size=WHOLE) if files.single is None else {}
     storage.recheck()
-    hashes = {name: done.hash for name, done in tensors.items()}
-    _write_rest(prepared, files, hashes, {name: done.hash for name, done in beside.items()}, foretold)
-    return recoded(prepared, encoding_errors(plan, tensors), measured or {})
+    hashes = {name: hashed.hash for name, hashed in tensors.items()}
+    _write_final_files(prepared, files, hashes, {name: hashed.hash for name, hashed in copied.items()}, foretold)
+    return value_errors(prepared, encoding_errors(plan, tensors), measured or {})
 
 
 @stage("write index and manifest")
-def _write_rest(
+def _write_final_files(
     prepared: Prepared,
     files: Stage,
     tensors: Mapping[str, str],
     carried: Mapping[str, str],
     foretold: Mapping[str, str] | None,
 ) -> None:
-    """Write what is known when all tensors are, from the hashes of tensors and carried files."""
+    """Write files that depend on the hashes of all tensors and copied files."""
     changed = [name for name, xxh3 in (foretold or {}).items() if tensors[name] != xxh3]
     if changed:
         raise gathered([Refusal("CORRUPT", _BETWEEN, Where(None, name), _AGAIN) for name in changed])
@@ -349,19 +344,19 @@ def encoding_errors(plan: Plan, tensors: Mapping[str, FinishedTensor]) -> dict[s
     return {each.codes_of: tensors[each.name].error or Error() for each in plan.tensors if each.codes_of is not None}
 
 
-def recoded(prepared: Prepared, encoded: Mapping[str, Error], measured: Errors) -> tuple[MeasuredTensor, ...]:
+def value_errors(prepared: Prepared, encoded: Mapping[str, Error], measured: Errors) -> tuple[MeasuredTensor, ...]:
     """Return the error of each tensor whose values changed.
 
     Args:
-        prepared: the plan.
-        encoded: the errors of encoded tensors, by table name.
-        measured: those of decoded, cast and merged ones; what means differ from is known.
+        prepared: the plan with its source.
+        encoded: errors of encoded tensors, by table name.
+        measured: errors of decoded, cast and merged tensors; those of averaged ones are known.
     """
     steps = prepared.plan.recoded
     means = [step for step in steps if step.action == "averaged"]
-    known = {**measured, **measure(prepared.checkpoint.container.recoding, means, limits(1))}
+    error_of = {**measured, **measure(prepared.checkpoint.container.recoding, means, limits(1))}
     return tuple(
-        MeasuredTensor(step, encoded[step.name]) if step.action == "encoded" else MeasuredTensor(step, *known[step])
+        MeasuredTensor(step, encoded[step.name]) if step.action == "encoded" else MeasuredTensor(step, *error_of[step])
         for step in steps
     )
 
@@ -370,18 +365,18 @@ def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping
     """Return the manifest of a target.
 
     Args:
-        prepared: the plan.
+        prepared: the plan with its draft.
         tensors: hash of every tensor.
-        carried: hash of every carried file.
+        carried: hash of every copied file.
     """
     plan = prepared.plan
-    known: dict[str, list[Fragment]] = {}
+    fragments_by_file: dict[str, list[Fragment]] = {}
     for fragment in prepared.draft.fragments:
-        known.setdefault(fragment.file, []).append(fragment)
-    # Files that are all tensor are listed too: by the manifest they are known as the checkpoint's own.
+        fragments_by_file.setdefault(fragment.file, []).append(fragment)
+    # Files of nothing but tensors are listed too, so that the manifest marks them as the checkpoint's own.
     for name in prepared.draft.files:
-        known.setdefault(name, [])
-    files = {name: _record(plan.files[name], fragments) for name, fragments in known.items()}
+        fragments_by_file.setdefault(name, [])
+    files = {name: _file_record(plan.files[name], fragments) for name, fragments in fragments_by_file.items()}
     files |= {name: FileRecord(plan.files[name], plan.files[name], carried[name]) for name in plan.carried}
     return Manifest(
         transaxle=IN_SPANS if any(len(span_ends(tensor.nbytes)) > 1 for tensor in plan.tensors) else 1,
@@ -398,10 +393,10 @@ def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping
     )
 
 
-def _record(octets: int, fragments: Sequence[Fragment]) -> FileRecord:
-    """Return the record of a file of so many bytes, of which these are outside of tensors."""
-    known = b"".join(fragment.data for fragment in sorted(fragments, key=lambda fragment: fragment.offset))
-    return FileRecord(octets, len(known), digest(known))
+def _file_record(file_size: int, fragments: Sequence[Fragment]) -> FileRecord:
+    """Return the record of a file of this size, from its bytes outside of tensors."""
+    data = b"".join(fragment.data for fragment in sorted(fragments, key=lambda fragment: fragment.offset))
+    return FileRecord(file_size, len(data), digest(data))
 
 
 @dataclass(frozen=True, repr=False)
@@ -409,61 +404,61 @@ class Report:
     """The result of a conversion."""
 
     path: str
-    """Where the checkpoint is, as typed."""
+    """Path of the checkpoint, as typed."""
     format: str
-    """Its container format."""
+    """Container format of the checkpoint."""
     dialect: str
-    """Its dialect."""
+    """Dialect of the checkpoint."""
     tensors: int
-    """Tensors written."""
+    """Number of tensors written."""
     bytes_read: int
     """Bytes of source tensors read for them."""
     bytes_written: int
     """Bytes of all files."""
     seconds: float
-    """Wall time."""
+    """Wall time in seconds."""
     checks: int
-    """Copies that proved equal."""
+    """Number of copies that proved equal."""
     resumed: int
-    """Tensors that an earlier run had finished."""
+    """Number of tensors that an earlier run had finished."""
     synced: bool
     """Whether everything was synced to disk before the rename."""
     kept: tuple[str, ...]
-    """Tensors without a line in the target dialect: under their own names."""
+    """Tensors without a line in the target dialect, which keep their names."""
     ignored: tuple[str, ...]
     """Source tensors and files left behind."""
     carried: tuple[str, ...]
-    """Files beside the tensors: copied, or a config that was changed to agree with them, or given."""
+    """Files beside the tensors: copied, or a config that was adapted to them, or given."""
     recoded: tuple[MeasuredTensor, ...] = ()
     """Tensors that were decoded, encoded or cast, with the errors of their values."""
     stayed: tuple[str, ...] = ()
-    """Plain source tensors that kept their type where others were cast."""
+    """Plain source tensors that kept their dtype while others were cast."""
     counted: Mapping[str, int] = field(default_factory=dict)
-    """Axes in names that no config sizes -> the number of indices in the names."""
+    """Axes in names without a size in the config -> number of indices in the names."""
     leftovers: tuple[str, ...] = ()
     """Leftovers of a killed run beside the target, and what happened to them."""
     notes: tuple[str, ...] = ()
-    """What programs that go on with it must be told, or will take for what the source does not say."""
+    """Notes for programs that use the result: settings to give, or defaults that they will assume."""
     workers: Mapping[str, int] = field(default_factory=dict)
-    """Where several processes carried the plan out: machine and process -> bytes of tensors that it wrote."""
+    """If several processes executed the plan: machine and process -> bytes of tensors that it wrote."""
     source: str = ""
-    """What was read, as typed; of a hub at the commit."""
+    """Path of the source, as typed; for a hub, with the commit."""
     source_against: str = "structure"
-    """What the source's bytes were held against: `manifest`; `digests`, which a single file contains; `structure` if it
-    has neither: then only checksums of its format tell of damaged data.
+    """Evidence against which the source's bytes were checked: `manifest`; `digests`, stored in a single file; or
+    `structure` if there was neither: then only the format's own checksums reveal damage.
     """
     verification: Verification | None = None
-    """Where it was asked for: the result against its manifest, with a comparison with the source."""
+    """If requested: check of the result against its manifest, and comparison with the source."""
 
     def __repr__(self) -> str:
         return f"<report {self}>"
 
     def __str__(self) -> str:
-        """Return what `print` shows: one line."""
+        """Return the line that `print` shows."""
         special = {"under their own names": self.kept, "left behind": self.ignored, "with other numbers": self.recoded}
-        rest = "".join(f", {len(names):,} {what}" for what, names in special.items() if names)
+        counts = "".join(f", {len(names):,} {label}" for label, names in special.items() if names)
         return (
-            f"{self.path} · {self.format} · {self.dialect} · {plural(self.tensors, 'tensor')}{rest} · "
+            f"{self.path} · {self.format} · {self.dialect} · {plural(self.tensors, 'tensor')}{counts} · "
             f"{size(self.bytes_written)}, {duration(self.seconds)}"
         )
 
@@ -479,7 +474,7 @@ class Report:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
 
 
-def reported(
+def make_report(
     prepared: Prepared,
     target: str,
     *,
@@ -489,16 +484,16 @@ def reported(
     leftovers: tuple[str, ...],
     synced: bool,
 ) -> Report:
-    """Return what is said of a conversion that is done.
+    """Return the report of a finished conversion.
 
     Args:
-        prepared: the plan.
-        target: where the checkpoint is, as typed.
-        single: it is one file.
-        resumed: tensors that an earlier run had finished.
-        recoded: tensors whose values changed.
-        leftovers: what a killed run had left, and what became of it.
-        synced: it was made durable.
+        prepared: the plan with its source and draft.
+        target: path of the checkpoint, as typed.
+        single: whether it is a single file.
+        resumed: number of tensors that an earlier run had finished.
+        recoded: tensors whose values changed, with errors.
+        leftovers: leftovers of a killed run, and what happened to them.
+        synced: whether everything was synced to disk.
     """
     plan = prepared.plan
     return Report(
@@ -521,5 +516,5 @@ def reported(
         counted=plan.counted,
         leftovers=leftovers,
         source=plan.source,
-        source_against=against(prepared.checkpoint.container),
+        source_against=hash_evidence(prepared.checkpoint.container),
     )

@@ -1,10 +1,11 @@
-"""Facts as data, for `info`, `sharding`, `check-rules` and their pages.
+"""Data for `info`, `sharding`, `check-rules` and their report pages.
 
-What a checkpoint is recognised as, and what it holds: the data of `transaxle info`.
+**info**: how a checkpoint is recognised, and its contents.
 
-Who holds what of a live model: plain data that ranks have agreed on, to be printed, written as JSON, or drawn.
+**sharding**: which rank of a live model has which part; plain data on which all ranks agree, to print, store as JSON or
+draw.
 
-What a table declares, and what it reads of a checkpoint: the data of `transaxle check-rules`.
+**check-rules**: what a table declares, and which names of a checkpoint it reads.
 """
 
 from __future__ import annotations
@@ -43,49 +44,49 @@ _FACTS = (
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """The amount of data in a checkpoint."""
+    """Numbers of tensors, parameters, bytes and files of a checkpoint."""
 
     tensors: int
-    """Stored tensors."""
+    """Number of stored tensors."""
     optimizer: int
-    """Those of them that are the optimizer's state."""
+    """Number of stored tensors that are optimizer state."""
     parameters: int
-    """Elements of the model."""
+    """Number of elements of the model."""
     bytes: int
-    """Bytes of all of them."""
+    """Size of all tensors in bytes."""
     files: int
-    """Files that hold tensors."""
+    """Number of files with tensors."""
 
 
 def totals(checkpoint: Checkpoint) -> Totals:
-    """Count the tensors of a checkpoint, in the dialect of the view."""
+    """Count tensors, parameters, bytes and files of a checkpoint, in the dialect of the view."""
     tensors = list(checkpoint.values())
     tensor_files = {extent.file for entry in checkpoint.container.entries.values() for extent in entry.extents}
-    tensor_files.discard(NUMBERS)  # they are in a pickle
+    tensor_files.discard(NUMBERS)  # plain numbers are in a pickle
     state = sum(tensor.name.startswith(OPTIMIZER) for tensor in tensors)
     return Totals(len(tensors), state, checkpoint.parameters, sum(t.nbytes for t in tensors), len(tensor_files))
 
 
 def checkpoint_facts(checkpoint: Checkpoint) -> JsonFacts:
-    """Return what is known of a checkpoint from its headers."""
-    return {"path": checkpoint.path, **_recognised(checkpoint), **_contents(checkpoint)}
+    """Return the facts about a checkpoint that its headers tell."""
+    return {"path": checkpoint.path, **_reading_facts(checkpoint), **_contents(checkpoint)}
 
 
-def _recognised(checkpoint: Checkpoint) -> JsonFacts:
-    """Return family and dialect with everything that follows from them, or why they are unknown."""
-    beside = checkpoint.container.beside
+def _reading_facts(checkpoint: Checkpoint) -> JsonFacts:
+    """Return family and dialect with the facts that depend on them, or why they are unknown."""
+    training_names = checkpoint.container.beside
     facts: JsonFacts = {"format": checkpoint.format, "family": None, "dialect": None, "reason": None, "prefix": None}
     facts |= {
         "replaces": False,
         "read": None,
-        "names": sum(name not in beside for name in checkpoint.catalog.entries),
+        "names": sum(name not in training_names for name in checkpoint.catalog.entries),
         "unknown": [],
         "axes": {},
         "tied": [],
         "aliases": {},
     }
     try:
-        reading = checkpoint.recognised
+        reading = checkpoint.reading
         bound = checkpoint.bound
         sizes = checkpoint.sizes
         ties = [tie for tie in reading.family.ties if sizes.holds(tie.when, {})]
@@ -95,7 +96,7 @@ def _recognised(checkpoint: Checkpoint) -> JsonFacts:
             "dialect": reading.dialect.label,
             "prefix": reading.prefix,
             "read": sum(len(names) for names in bound.names.values()),
-            "unknown": [name for name in bound.unknown if name not in beside],
+            "unknown": [name for name in bound.unknown if name not in training_names],
             "axes": dict(sizes.at({})),
             "tied": [f"{tie.alias} = {tie.original}" for tie in ties],
         }
@@ -109,7 +110,7 @@ def _recognised(checkpoint: Checkpoint) -> JsonFacts:
 
 
 def _contents(checkpoint: Checkpoint) -> JsonFacts:
-    """Return the amount of data by dtype and file, and whether it is as it was written."""
+    """Return the amount of data by dtype and file, and whether it is still as written."""
     amount = totals(checkpoint)
     dtypes: Counter[str] = Counter()
     count: Counter[str] = Counter()
@@ -159,103 +160,103 @@ def _manifest(checkpoint: Checkpoint) -> JsonFacts:
     return {"state": state, "problems": [problem.as_json() for problem in problems], **made_of}
 
 
-Share = tuple[tuple[tuple[int, int], ...], ...]
-"""Per dim, the intervals of positions that a rank holds."""
+RankPart = tuple[tuple[tuple[int, int], ...], ...]
+"""Per dim, the intervals of positions on a rank."""
 
 
 @dataclass(frozen=True)
-class HeldTensor:
-    """One tensor as the ranks hold it."""
+class ShardedTensor:
+    """One tensor of a live model, with the part of each rank."""
 
     name: str
-    """Its name."""
+    """Name of the tensor."""
     dtype: str
-    """Safetensors code."""
+    """Safetensors code of its dtype."""
     shape: tuple[int, ...]
     """Elements along each dim of the whole tensor."""
-    held: Mapping[int, Share]
-    """What each rank holds that has any of it."""
+    held: Mapping[int, RankPart]
+    """Rank -> its part of the tensor; ranks without any are absent."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Size of the whole tensor in bytes."""
         return nbytes(self.dtype, self.shape)
 
     @cached_property
     def rank_bytes(self) -> dict[int, int]:
-        """Rank -> bytes that it holds; ranks with none are absent."""
+        """Rank -> size of its part in bytes; ranks without any are absent."""
         sizes = {share: self._bytes(share) for share in set(self.held.values())}
         return {rank: sizes[share] for rank, share in sorted(self.held.items()) if sizes[share]}
 
     @cached_property
     def copies(self) -> dict[int, int]:
-        """Rank -> on how many ranks there is what it holds, itself included."""
-        ranks: dict[Share, int] = {}
+        """Rank -> number of ranks with the same part, including itself."""
+        ranks: dict[RankPart, int] = {}
         for share in self.held.values():
             ranks[share] = ranks.get(share, 0) + 1
         return {rank: ranks[self.held[rank]] for rank in self.rank_bytes}
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
-        """Into how many different parts each dim is cut."""
+        """Number of different parts into which each dim is cut."""
         return tuple(len({share[dim] for share in self.held.values()}) for dim in range(len(self.shape)))
 
-    def _bytes(self, share: Share) -> int:
+    def _bytes(self, share: RankPart) -> int:
         shape = tuple(sum(stop - start for start, stop in intervals) for intervals in share)
         return nbytes(self.dtype, shape) if prod(shape) else 0
 
 
 @dataclass(frozen=True, repr=False)
 class Sharding:
-    """Who holds what of a live model."""
+    """Which rank of a live model has which part of its tensors."""
 
     ranks: tuple[int, ...]
-    """All ranks, by their number in the job."""
-    tensors: tuple[HeldTensor, ...]
-    """Its tensors; one that has several names is here once."""
+    """Numbers of all ranks in the job."""
+    tensors: tuple[ShardedTensor, ...]
+    """All tensors; one with several names is listed once."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further names of a tensor -> the one under which it is in `tensors`."""
+    """Further name of a tensor -> its name in `tensors`."""
     coordinates: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
-    """Rank -> named dim of the tensors' meshes -> where the rank is along it; ranks on none are absent."""
+    """Rank -> mesh dim -> the rank's coordinate; ranks on no mesh are absent."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the model, each tensor counted once."""
+        """Size of the model in bytes, each tensor counted once."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @cached_property
     def rank_bytes(self) -> dict[int, int]:
-        """Rank -> bytes that it holds."""
-        found = dict.fromkeys(self.ranks, 0)
+        """Rank -> bytes of its parts."""
+        bytes_by_rank = dict.fromkeys(self.ranks, 0)
         for tensor in self.tensors:
             for rank, count in tensor.rank_bytes.items():
-                found[rank] += count
-        return found
+                bytes_by_rank[rank] += count
+        return bytes_by_rank
 
     @property
     def imbalance(self) -> float:
-        """By how much the rank that holds most is above the mean: 0 where all hold as much, 1 for twice as much."""
-        held = self.rank_bytes.values()
-        return max(held) * len(held) / sum(held) - 1 if sum(held) else 0.0
+        """How far the fullest rank is above the mean: 0 if all are equal, 1 for twice the mean."""
+        sizes = self.rank_bytes.values()
+        return max(sizes) * len(sizes) / sum(sizes) - 1 if sum(sizes) else 0.0
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes on all ranks together beyond one copy of what they hold."""
-        held = sum(self.rank_bytes.values())
-        once = 0
+        """Bytes of redundant copies on all ranks together."""
+        total = sum(self.rank_bytes.values())
+        distinct = 0
         for tensor in self.tensors:
-            once += sum(count / tensor.copies[rank] for rank, count in tensor.rank_bytes.items()).__round__()
-        return held - once
+            distinct += sum(count / tensor.copies[rank] for rank, count in tensor.rank_bytes.items()).__round__()
+        return total - distinct
 
     def __repr__(self) -> str:
         return f"<sharding {self}>"
 
     def __str__(self) -> str:
-        """Return what `print` shows: one line."""
-        most = max(self.rank_bytes.values(), default=0)
+        """Return the line that `print` shows."""
+        largest = max(self.rank_bytes.values(), default=0)
         return (
             f"{plural(len(self.tensors), 'tensor')}, {size(self.nbytes)} on {plural(len(self.ranks), 'rank')} · "
-            f"at most {size(most)} on one, {100 * self.imbalance:.1f} % above the mean · "
+            f"at most {size(largest)} on one, {100 * self.imbalance:.1f} % above the mean · "
             f"{size(self.spare_bytes)} of copies"
         )
 
@@ -286,49 +287,49 @@ class Sharding:
 
 _MISSHAPEN: Code = "SHAPE_MISMATCH"
 _TENSORS, _MANIFEST = "the tensors", "transaxle.json"
-_TOLD, _TRIED = 3, 50
-"""Names that a refusal shows, and those for which it looks for a line that is close."""
+_SHOWN_NAMES, _COMPARED_NAMES = 3, 50
+"""Number of names that a refusal shows, and number of names for which it looks for a similar line."""
 _NOTHING: JsonFacts = {
     "dialect": None, "unknown": [], "ignored": [], "misshapen": [], "axes": {}, "absent_keys": [], "writes": {},
 }  # fmt: skip
-"""What is read of a checkpoint by a family that knows none of its names."""
+"""Facts of a family that reads no name of a checkpoint."""
 
 
 def rules_facts(file: str, checkpoint: str | None = None) -> JsonFacts:
     """Return what a table declares, and what its families read of a checkpoint.
 
     Raises:
-        TransaxleError: every mistake in the table; UNKNOWN_FAMILY where it reads no name of the checkpoint.
+        TransaxleError: every mistake in the table; UNKNOWN_FAMILY if it reads no name of the checkpoint.
     """
-    known = settings(rules=file).families
-    declared = [known[name] for name, entry in known.entries.items() if not entry.file]
+    families = settings(rules=file).families
+    declared = [families[name] for name, entry in families.entries.items() if not entry.file]
     facts: JsonFacts = {
         "file": file,
-        "families": [_declared(family) | {"replaces": known.replaces(family.name)} for family in declared],
+        "families": [_family_facts(family) | {"replaces": families.replaces(family.name)} for family in declared],
     }
     if checkpoint is None:
         return facts
-    reads = [_read(checkpoint, file, family) for family in declared]
+    reads = [_reads_of(checkpoint, file, family) for family in declared]
     if declared and not any(map(reads_any, reads)):
-        raise _unread(checkpoint, declared)
+        raise _refuse_unread(checkpoint, declared)
     return facts | {"checkpoint": checkpoint, "fits": not any(map(_shapes_differ, reads)), "reads": reads}
 
 
-def _declared(family: Family) -> JsonFacts:
-    new = [dialect for dialect in family.dialects if not _ships(family, dialect)]
+def _family_facts(family: Family) -> JsonFacts:
+    new = [dialect for dialect in family.dialects if not _is_builtin(family, dialect)]
     return {
         "name": family.name,
         "model_types": list(family.model_types),
         "axes": {axis: None if formula is None else formula.text for axis, formula in family.axes.items()},
-        "unsized": _unsized(family),
+        "unsized": _axes_without_size(family),
         "tensors": list(family.tensors),
         "dialects": {dialect.label: len(dialect.lines) for dialect in new},
-        "says_anew": _said_anew(family),
+        "says_anew": _own_statements(family),
     }
 
 
-def _said_anew(family: Family) -> list[JsonFacts]:
-    """Return the statements of other families that a family replaces by its own."""
+def _own_statements(family: Family) -> list[JsonFacts]:
+    """Return the inherited statements that a family replaces with its own."""
     replaced = () if family.written is None else family.written.replaced
     return [
         {
@@ -340,26 +341,26 @@ def _said_anew(family: Family) -> list[JsonFacts]:
     ]
 
 
-def _unsized(family: Family) -> list[str]:
-    """Return the name axes without a formula: their size is known from a checkpoint's names only."""
+def _axes_without_size(family: Family) -> list[str]:
+    """Return the name axes without a formula: only a checkpoint's names tell their size."""
     return [axis for axis, formula in family.axes.items() if formula is None and axis in family.name_axes]
 
 
-def _ships(family: Family, dialect: Dialect) -> bool:
+def _is_builtin(family: Family, dialect: Dialect) -> bool:
     shipped_family = builtin().get(family.name)
     return shipped_family is not None and any(dialect is shipped for shipped in shipped_family.dialects)
 
 
-def _read(ckpt: str, file: str, family: Family) -> JsonFacts:
-    """Return which names of a checkpoint each dialect of a family reads, and what prevents writing the others."""
+def _reads_of(ckpt: str, file: str, family: Family) -> JsonFacts:
+    """Return which names of a checkpoint each dialect of a family reads, and why others cannot be written."""
     with open_checkpoint(ckpt, rules=file, family=family.name) as checkpoint:
         names = checkpoint.catalog.entries
         grouped = group(split_slot(name)[0] for name in names)
         counts = {dialect.label: score(grouped, dialect)[0] for dialect in family.dialects}
         if not any(counts.values()):
             return {**_NOTHING, "family": family.name, "tensors": len(names), "names_read": counts}
-        source_dialect = checkpoint.recognised.dialect
-        own_refusals = _written(checkpoint, source_dialect)["refusals"]
+        source_dialect = checkpoint.reading.dialect
+        own_refusals = _target_facts(checkpoint, source_dialect)["refusals"]
         return {
             "family": family.name,
             "tensors": len(checkpoint),
@@ -370,7 +371,9 @@ def _read(ckpt: str, file: str, family: Family) -> JsonFacts:
             "misshapen": [refusal for refusal in own_refusals if refusal["code"] == _MISSHAPEN],
             "axes": dict(checkpoint.sizes.at({})),
             "absent_keys": _absent_keys(checkpoint),
-            "writes": {d.label: _written(checkpoint, d) for d in family.dialects if d.label != source_dialect.label},
+            "writes": {
+                d.label: _target_facts(checkpoint, d) for d in family.dialects if d.label != source_dialect.label
+            },
         }
 
 
@@ -379,25 +382,32 @@ def reads_any(read: JsonFacts) -> bool:
     return any(read["names_read"].values())
 
 
-def _unread(ckpt: str, families: Sequence[Family]) -> TransaxleError:
-    """Build the refusal of a checkpoint of which no family reads a name, with the line closest to one."""
+def _refuse_unread(ckpt: str, families: Sequence[Family]) -> TransaxleError:
+    """Build the refusal if no family reads any name, with the most similar line."""
     with open_checkpoint(ckpt) as checkpoint:
         names = list(checkpoint)
-    lines = {key: found[0] for each in families for d in each.dialects for key, found in d.by_skeleton.items()}
-    close = [(name, match) for name in names[:_TRIED] for match in get_close_matches(skeleton(name), lines, 1, 0.7)]
-    closest = f" Closest to {close[0][0]}:  {lines[close[0][1]].text}" if close else ""
-    listed, shown = ", ".join(family.name for family in families), ", ".join(names[:_TOLD]) or "(no tensors)"
+    lines = {
+        key: found_lines[0] for each in families for d in each.dialects for key, found_lines in d.by_skeleton.items()
+    }
+    similar = [
+        (name, match) for name in names[:_COMPARED_NAMES] for match in get_close_matches(skeleton(name), lines, 1, 0.7)
+    ]
+    closest = f" Closest to {similar[0][0]}:  {lines[similar[0][1]].text}" if similar else ""
+    family_names, first_names = (
+        ", ".join(family.name for family in families),
+        ", ".join(names[:_SHOWN_NAMES]) or "(no tensors)",
+    )
     return refuse(
         "UNKNOWN_FAMILY",
-        f"no dialect of {listed} reads any of its {plural(len(names), 'name')}: {shown}",
+        f"no dialect of {family_names} reads any of its {plural(len(names), 'name')}: {first_names}",
         file=ckpt,
         hint=f"A line begins with the whole name; only what all names begin with may be missing.{closest}",
     )
 
 
 def _absent_keys(checkpoint: Checkpoint) -> list[JsonFacts]:
-    """Return the axes in use whose formula has no value because the config lacks its keys."""
-    sizes, family = checkpoint.sizes, checkpoint.recognised.family
+    """Return the axes in use whose size is unknown because the config lacks their keys."""
+    sizes, family = checkpoint.sizes, checkpoint.reading.family
     if not sizes.config:
         return []
     lines = {line for line, _ in checkpoint.bound.names}
@@ -418,12 +428,12 @@ def _shapes_differ(read: JsonFacts) -> bool:
     return bool(read["misshapen"]) or any(refusal["code"] == _MISSHAPEN for refusal in refusals)
 
 
-def _written(checkpoint: Checkpoint, dialect: Dialect) -> JsonFacts:
-    """Return the result of writing a checkpoint in another dialect, or everything that prevents it."""
+def _target_facts(checkpoint: Checkpoint, dialect: Dialect) -> JsonFacts:
+    """Return the result of writing a checkpoint in another dialect, or all refusals."""
     try:
         translation = checkpoint.translation(dialect.label)
     except TransaxleError as error:
         return {"tensors": 0, "refusals": [refusal.as_json() for refusal in error.refusals]}
-    unknown = checkpoint.foreign(dialect.label) or checkpoint.half_converted(dialect.label, translation)
+    unknown = checkpoint.refuse_foreign(dialect.label) or checkpoint.refuse_half_converted(dialect.label, translation)
     refusals = (*unknown, *translation.refusals)
     return {"tensors": len(translation.targets), "refusals": [refusal.as_json() for refusal in refusals]}

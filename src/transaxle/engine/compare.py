@@ -1,4 +1,4 @@
-"""Comparison of two checkpoints across formats and dialects: bit by bit, or by values across number formats too."""
+"""Comparison of two checkpoints across formats and dialects: bit by bit, or by values across number formats."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transaxle.axes.notation.family import Dialect
 from transaxle.encodings.encoding import EncodedTensor
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.recognise import IDENTITY
-from transaxle.engine.distance import Survey, Surveyed
-from transaxle.engine.duplicates import Compared, Pair, plan_checks, unequal
-from transaxle.engine.plan.training_beside import beside
+from transaxle.engine.distance import Survey, SurveyResult
+from transaxle.engine.duplicates import Pair, TensorPair, compare_copies, plan_checks
+from transaxle.engine.plan.training_beside import training_only_in
 from transaxle.engine.wording import FoldedRow, fold, notebook, plural, size
 from transaxle.errors import Refusal, TransaxleError
 from transaxle.formats.catalog import ITEM_BITS
@@ -39,37 +39,37 @@ if TYPE_CHECKING:
 
 
 _STEP = "/step"
-"""How the names of an optimizer's counters end: a number, which some formats keep as a tensor of one element."""
+"""End of the names of an optimizer's step counters, which some formats store as tensors of one element."""
 DifferenceKind = Literal["only_first", "only_second", "shape", "dtype", "encoding", "values", "copies"]
 """How a tensor differs."""
 _SHOWN = 12
-"""Differences that a printed comparison shows."""
+"""Number of differences that a printed comparison shows."""
 _REALS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-"""Types whose values can be compared with those of each other."""
+"""Dtypes whose values can be compared with each other."""
 _WIDEST = "fp32"
-"""What encoded tensors are decoded to where values are compared."""
+"""Dtype to which encoded tensors are decoded when values are compared."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Difference:
-    """One tensor that is not the same on both sides."""
+    """A tensor that differs between the two sides."""
 
     name: str
-    """Name in the second checkpoint's dialect; for unequal copies, the first checkpoint's own name of one of them."""
+    """Name in the second checkpoint's dialect; for unequal copies, a name in the checkpoint that has them."""
     component: str
-    """Logical tensors in it; empty where no table reads it."""
+    """Logical tensors in it; empty if no table reads it."""
     kind: DifferenceKind
-    """How it differs."""
+    """Kind of the difference."""
     detail: str
-    """Both sides in words."""
+    """Description of the difference, with both sides."""
     elements: int | None = None
-    """Elements that differ; None where they were not counted."""
+    """Number of differing elements; None if they were not counted."""
     max_abs: float | None = None
-    """Largest absolute difference of values; None where it was not asked for, or the type has no numbers."""
+    """Largest absolute difference; None if it was not measured, or if the dtype has no numbers."""
     rms: float | None = None
-    """Root of the mean squared difference."""
+    """Root of the mean squared difference; None if it was not measured."""
     relative: float | None = None
-    """Norm of the difference over the norm of the second."""
+    """Norm of the difference divided by the norm of the second tensor; None if it was not measured."""
 
     def __repr__(self) -> str:
         measured = "" if self.max_abs is None else f", max |Δ| {self.max_abs:.1e}"
@@ -78,32 +78,32 @@ class Difference:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """The result of comparing two checkpoints. True if nothing differs."""
+    """The result of comparing two checkpoints; true if nothing differs."""
 
     first: str
-    """Path of the first, as typed."""
+    """Path of the first checkpoint, as typed."""
     second: str
-    """Path of the second."""
+    """Path of the second checkpoint, as typed."""
     dialect: str | None
-    """Dialect in which they were compared."""
+    """Dialect in which they were compared; None if no table reads the names."""
     stored: tuple[int, int]
-    """Tensors as stored on either side."""
+    """Number of stored tensors on each side."""
     compared: dict[str, int]
-    """Logical tensor -> number of tensors that both sides hold of it."""
+    """Logical tensor -> number of its tensors that both sides have."""
     parameters: int
-    """Elements compared."""
+    """Number of elements compared."""
     bytes_read: int
-    """Bytes compared, both sides together."""
+    """Bytes compared, of both sides together."""
     differences: tuple[Difference, ...]
-    """Everything that differs, by name."""
+    """All differences, sorted by name."""
     across: Mapping[str, int] = field(default_factory=dict)
     """Two number formats, as one text -> number of tensors whose values were compared across them."""
-    survey: Surveyed | None = None
-    """What was measured of every tensor, those that are equal too; None where values were not measured."""
+    survey: SurveyResult | None = None
+    """Measures of every tensor, equal ones included; None if values were not measured."""
 
     @property
     def tensors(self) -> int:
-        """Tensors compared."""
+        """Number of tensors compared."""
         return sum(self.compared.values())
 
     @property
@@ -117,30 +117,30 @@ class Comparison:
 
     @property
     def optimizer_only(self) -> bool:
-        """Whether the only differences are optimizer states that one side lacks."""
+        """Whether optimizer states that one side lacks are the only differences."""
         return all(d.kind in {"only_first", "only_second"} and d.name.startswith(OPTIMIZER) for d in self.differences)
 
     def __repr__(self) -> str:
         return f"<comparison {self.first} and {self.second}: {self.verdict}>"
 
     def __str__(self) -> str:
-        """Return what `print` shows: the verdict, and the first differences, layers and experts folded."""
+        """Return the text of `print`: the verdict, and the first differences, with layers and experts folded."""
         keys = [each.kind if each.kind == "values" else each.detail for each in self.differences]
         by_key = {(each.name, key): each for each, key in zip(self.differences, keys, strict=True)}
         rows = fold([each.name for each in self.differences], keys)
         lines = [f"{self.first} and {self.second}: {self.verdict}"]
         for row in rows[:_SHOWN]:
             group = [by_key[name, str(row.key)] for name in row.names]
-            lines.append(f"  {repr(group[0])[1:-1] if len(group) == 1 else _folded(row, group)}")
-        more = sum(row.count for row in rows[_SHOWN:])
-        return "\n".join([*lines, *([f"  … and {more:,} more: .differences"] if more > 0 else [])])
+            lines.append(f"  {repr(group[0])[1:-1] if len(group) == 1 else _describe_group(row, group)}")
+        remaining = sum(row.count for row in rows[_SHOWN:])
+        return "\n".join([*lines, *([f"  … and {remaining:,} more: .differences"] if remaining > 0 else [])])
 
     def _repr_html_(self) -> str:
         return notebook(str(self))
 
     @property
     def verdict(self) -> str:
-        """What came out, in a few words."""
+        """The result in a few words."""
         amount = f"{plural(self.tensors, 'tensor')}, {size(self.bytes_read)} compared"
         return f"equal, {amount}" if self.equal else f"{plural(len(self.differences), 'difference')}, {amount}"
 
@@ -160,50 +160,54 @@ class Comparison:
         }
 
 
-def _folded(row: FoldedRow, group: Sequence[Difference]) -> str:
-    """Describe tensors that differ alike."""
+def _describe_group(row: FoldedRow, group: Sequence[Difference]) -> str:
+    """Describe tensors with the same kind of difference in one line."""
     detail = "the values differ" if row.key == "values" else group[0].detail
     measured = [each.max_abs for each in group if each.max_abs is not None]
     largest = f", max |Δ| {max(measured):.1e}" if measured else ""
     return f"differences {row.name} {row.times}: {detail}{largest}"
 
 
-def in_common(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+def to_common_dialect(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     """Return the first checkpoint in the second one's dialect if both are of one family; otherwise both unchanged.
 
-    Padding holds nothing of a model. Where they have more or less of it, both are seen in a dialect that has none, the
-    first one's if it is such.
+    Padding contains nothing of a model. If the two have different padding, both are shown in a dialect without padding,
+    preferably the first one's.
 
     Raises:
-        TransaxleError: what stands against the second one's dialect.
+        TransaxleError: the refusals of the second one's dialect.
     """
     if first.family is None or second.dialect is None or second.family != first.family:
         return first, second
-    wrapped = bool(first.bound.own or second.bound.own)
-    alike = first.dialect == second.dialect and first.recognised.prefix == second.recognised.prefix and not wrapped
-    # Names that a dialect reads and never writes are others of the same tensors, as are those of state in another one.
-    alike = alike and _other_names(first) == _other_names(second)
-    seen = first if alike and not first.decoded else first.with_state_of(_trained(second)).seen_as(second.dialect)
-    if second.bound.own or (not alike and (second.recognised.prefix or _other_names(second))):
-        second = second.seen_as(second.dialect)
-    if not _are_padded_otherwise(seen, second):
-        return seen, second
-    dialects = [each.label for each in first.recognised.family.dialects if not _has_padding(each)]
+    has_wrappers = bool(first.bound.own or second.bound.own)
+    alike = first.dialect == second.dialect and first.reading.prefix == second.reading.prefix and not has_wrappers
+    # Names that a dialect only reads, or state in another dialect, are other names of the same tensors.
+    alike = alike and _alternative_names(first) == _alternative_names(second)
+    first_view = (
+        first
+        if alike and not first.decoded
+        else first.with_state_of(_parameters_with_state(second)).view_as(second.dialect)
+    )
+    if second.bound.own or (not alike and (second.reading.prefix or _alternative_names(second))):
+        second = second.view_as(second.dialect)
+    if not _differ_in_padding(first_view, second):
+        return first_view, second
+    dialects = [each.label for each in first.reading.family.dialects if not _has_padding(each)]
     for label in sorted(dialects, key=lambda label: label != first.dialect):
         try:
-            return first if label == first.dialect else first.seen_as(label), second.seen_as(label)
+            return first if label == first.dialect else first.view_as(label), second.view_as(label)
         except TransaxleError:
             continue
-    return seen, second  # then lengths that differ are told as they are
+    return first_view, second  # different lengths are then reported as they are
 
 
-def _trained(checkpoint: Checkpoint) -> frozenset[str] | None:
-    """Return the parameters that have optimizer state, by their names in the checkpoint's dialect; None: none has."""
+def _parameters_with_state(checkpoint: Checkpoint) -> frozenset[str] | None:
+    """Return the names of parameters with optimizer state, in the checkpoint's dialect; None if there is no state."""
     states = (parameter for parameter, slot in map(split_slot, checkpoint) if slot != WEIGHT)
-    return frozenset(name.removeprefix(checkpoint.recognised.prefix) for name in states) or None
+    return frozenset(name.removeprefix(checkpoint.reading.prefix) for name in states) or None
 
 
-def _other_names(checkpoint: Checkpoint) -> set[str]:
+def _alternative_names(checkpoint: Checkpoint) -> set[str]:
     bound = checkpoint.bound
     of_state = set() if bound.state_dialect is None else {bound.state_dialect.label}
     return of_state | {line.text for line, _ in bound.names if line.read_only}
@@ -213,8 +217,8 @@ def _has_padding(dialect: Dialect) -> bool:
     return any(line.expression.padding for line in dialect.lines)
 
 
-def _are_padded_otherwise(first: Checkpoint, second: Checkpoint) -> bool:
-    """Tell whether a tensor whose line has padding has different shapes in two checkpoints in the second's dialect."""
+def _differ_in_padding(first: Checkpoint, second: Checkpoint) -> bool:
+    """Tell whether two checkpoints in the second one's dialect pad some tensor differently."""
     named = [names for (line, _), names in second.bound.names.items() if line.expression.padding]
     tensors = [name for names in named for name in names.values() if name in first and name in second]
     return any(first[name].shape != second[name].shape for name in tensors)
@@ -232,24 +236,24 @@ def compare(
     """Compare two checkpoints.
 
     Args:
-        first: opened checkpoint; see `in_common` for the dialect in which they are compared.
-        second: opened checkpoint.
-        numeric: measure how far values are apart; what is encoded is decoded for it, and values are compared across
-            number formats. Otherwise a differing tensor is known by its first block, and by its encoding.
+        first: open checkpoint; see `to_common_dialect` for the dialect in which the two are compared.
+        second: open checkpoint.
+        numeric: measure differences of values; encoded tensors are decoded, and values are compared across number
+            formats. Otherwise tensors are compared byte by byte up to their first difference, and by their encoding.
         limit: workers and memory.
-        progress: told the bytes of each block compared.
+        progress: called with the bytes of each compared block.
 
     Raises:
-        TransaxleError: where the first cannot be expressed in the second one's dialect.
+        TransaxleError: the first cannot be expressed in the second one's dialect.
     """
     limit = limit or limits()
     counts = len(first), len(second)
     if numeric:
         first, second = (side.decode(_WIDEST) if side.catalog.encoded else side for side in (first, second))
     if second.decoded and second.dialect is not None and second.family is not None:
-        second = second.seen_as(second.dialect)
-    view, second = in_common(first, second)
-    encoding_differences = list(_encodings(view, second))
+        second = second.view_as(second.dialect)
+    view, second = to_common_dialect(first, second)
+    encoding_differences = list(_encoding_differences(view, second))
     differences = [difference for difference, _ in encoding_differences]
     without_copies = [
         _without_ties(first_side, second_side) for first_side, second_side in ((view, second), (second, view))
@@ -257,19 +261,19 @@ def compare(
     explained = {name for _, names in encoding_differences for name in names}.union(
         *(ties for ties, _ in without_copies)
     )
-    explained |= beside(view, second) | beside(second, view)
-    explained |= {name for name in view if name not in second and not view[name].origins}  # zeros, the same as none
+    explained |= training_only_in(view, second) | training_only_in(second, view)
+    explained |= {name for name in view if name not in second and not view[name].origins}  # zeros equal no tensor
     differences += _only_in_one(view, second, explained)
     common = [name for name in view if name in second and name not in explained]
     across: dict[str, int] = {}
     survey = Survey(view, second) if numeric else None
     if survey is None:
-        differences += _differing_bytes(view, second, common, limit, progress)
+        differences += _compare_bytes(view, second, common, limit, progress)
     else:
-        differences += _differing_values(view, second, common, limit, progress, survey, across)
+        differences += _compare_values(view, second, common, limit, progress, survey, across)
     for _, deduplicated in without_copies:
-        differences += _differing_copies(deduplicated, limit)
-    differences += _nonzero(view, limit)
+        differences += _unequal_copy_differences(deduplicated, limit)
+    differences += _nonzero_leftovers(view, limit)
     return Comparison(
         first.path,
         second.path,
@@ -280,20 +284,22 @@ def compare(
         sum(view[name].nbytes + second[name].nbytes for name in common),
         tuple(sorted(_with_components(differences, view, second), key=lambda difference: difference.name)),
         dict(sorted(across.items())),
-        None if survey is None else survey.surveyed(),
+        None if survey is None else survey.result(),
     )
 
 
 def _with_components(differences: Sequence[Difference], first: Checkpoint, second: Checkpoint) -> list[Difference]:
-    """Return the differences with their logical tensors: sides in one dialect are compared without asking a table."""
+    """Return the differences with their logical tensors, which a comparison within one dialect does not need."""
     if all(difference.component for difference in differences):
         return list(differences)
-    known = components(first) | components(second)
-    return [each if each.component else replace(each, component=known.get(each.name, "")) for each in differences]
+    component_of = components_by_name(first) | components_by_name(second)
+    return [
+        each if each.component else replace(each, component=component_of.get(each.name, "")) for each in differences
+    ]
 
 
 def _only_in_one(first: Checkpoint, second: Checkpoint, explained: Collection[str]) -> Iterator[Difference]:
-    """Yield the tensors that only one side has, unless that is explained."""
+    """Yield unexplained tensors that only one side has."""
     for name, tensor in first.items():
         if name not in second and name not in explained:
             yield Difference(name, tensor.component, "only_first", f"only in {first.path}")
@@ -302,32 +308,32 @@ def _only_in_one(first: Checkpoint, second: Checkpoint, explained: Collection[st
             yield Difference(name, "", "only_second", f"only in {second.path}")
 
 
-def _differing_copies(checkpoint: Checkpoint, limit: Limits) -> Iterator[Difference]:
-    """Yield the tensors of which one side holds two copies that differ."""
-    for problem in _unequal(checkpoint, [check for check in checkpoint.checks if not check.zero], limit):
-        what = f"{checkpoint.path} holds two copies of it that differ: {problem.message}"
-        yield Difference(problem.where.tensor or "", "", "copies", what)
+def _unequal_copy_differences(checkpoint: Checkpoint, limit: Limits) -> Iterator[Difference]:
+    """Yield the tensors of which one side has two unequal copies."""
+    for problem in _refuse_unequal(checkpoint, [check for check in checkpoint.checks if not check.zero], limit):
+        detail = f"{checkpoint.path} holds two copies of it that differ: {problem.message}"
+        yield Difference(problem.where.tensor or "", "", "copies", detail)
 
 
-def _nonzero(view: Checkpoint, limit: Limits) -> Iterator[Difference]:
-    """Yield the tensors that a dialect has no place for and that are not zero: what they say is on one side alone."""
+def _nonzero_leftovers(view: Checkpoint, limit: Limits) -> Iterator[Difference]:
+    """Yield tensors that are not zero and have no place in a dialect: only one side has their values."""
     checks = [check for check in view.checks if check.zero]
-    for problem in _unequal(view, checks, limit) if checks else ():
+    for problem in _refuse_unequal(view, checks, limit) if checks else ():
         yield Difference(problem.where.tensor or "", "", "only_first", f"only in {view.path}: {problem.message}")
 
 
 def _without_ties(checkpoint: Checkpoint, counterpart: Checkpoint) -> tuple[Collection[str], Checkpoint]:
-    """Return the names that one side has only because it stores tied tensors twice, and a view of it without them.
+    """Return the names of one side's copies of tied tensors, and a view of it without them.
 
-    A dialect that leaves copies out does not differ, as long as they equal what they are tied to.
+    A dialect that leaves copies out does not differ, provided that they are equal.
     """
     spare = {name for name in checkpoint if name not in counterpart}
     if not spare or checkpoint.family is None or checkpoint.dialect in (None, IDENTITY):
         return (), checkpoint
     try:
-        deduplicated = checkpoint.seen_as(str(checkpoint.dialect))
+        deduplicated = checkpoint.view_as(str(checkpoint.dialect))
     except TransaxleError:
-        return (), checkpoint  # it cannot be read so: what is missing is told as it is
+        return (), checkpoint  # it has no such view: missing tensors are reported as they are
     ties = (
         spare.difference(deduplicated, deduplicated.view.ignored)
         if all(name in checkpoint for name in deduplicated)
@@ -336,11 +342,11 @@ def _without_ties(checkpoint: Checkpoint, counterpart: Checkpoint) -> tuple[Coll
     return (ties, deduplicated) if ties else ((), checkpoint)
 
 
-def _encodings(first: Checkpoint, second: Checkpoint) -> Iterator[tuple[Difference, Collection[str]]]:
-    """Yield the tensors that the two sides store in different encodings, each with all names that this explains."""
+def _encoding_differences(first: Checkpoint, second: Checkpoint) -> Iterator[tuple[Difference, Collection[str]]]:
+    """Yield tensors that the two sides store in different encodings, with all stored names that this explains."""
     for name in dict.fromkeys([*first.encoded, *second.encoded]):
         sides = [(side.encoded.get(name), side) for side in (first, second)]
-        words = [_stored_as(encoded_tensor, side, name) for encoded_tensor, side in sides]
+        words = [_storage_format(encoded_tensor, side, name) for encoded_tensor, side in sides]
         if words[0] == words[1] or "" in words:
             continue
         parts = {
@@ -353,16 +359,16 @@ def _encodings(first: Checkpoint, second: Checkpoint) -> Iterator[tuple[Differen
         yield Difference(name, component, "encoding", f"stored as {' and '.join(words)}"), {name, *parts}
 
 
-def components(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the logical tensors in each stored tensor that a table reads."""
+def components_by_name(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return stored name -> logical tensors, for each name that a table reads."""
     if checkpoint.family is None:
         return {}
     bound_names = checkpoint.bound.names.items()
     return {name: ", ".join(line.expression.components) for (line, _), names in bound_names for name in names.values()}
 
 
-def _stored_as(encoded_tensor: EncodedTensor | None, checkpoint: Checkpoint, name: str) -> str:
-    """Return the encoding, or else the dtype, in which a checkpoint stores a tensor; empty if it has no such tensor."""
+def _storage_format(encoded_tensor: EncodedTensor | None, checkpoint: Checkpoint, name: str) -> str:
+    """Return the encoding or dtype in which a checkpoint stores a tensor; empty if it has no such tensor."""
     if encoded_tensor is not None:
         return (
             f"{encoded_tensor.encoding.name} ({encoded_tensor.convention}: {', '.join(sorted(encoded_tensor.parts))})"
@@ -371,7 +377,7 @@ def _stored_as(encoded_tensor: EncodedTensor | None, checkpoint: Checkpoint, nam
 
 
 def _formats(checkpoint: Checkpoint, tensor: StoredTensor) -> str:
-    """Return the number formats in which a tensor is stored, even where it is seen decoded."""
+    """Return the number formats in which a tensor is stored, even if the view shows it decoded."""
     decoded = {
         origin: encoded_tensor.encoding.name
         for origin in tensor.origins
@@ -380,39 +386,41 @@ def _formats(checkpoint: Checkpoint, tensor: StoredTensor) -> str:
     return " and ".join(dict.fromkeys(decoded.values())) or tensor.dtype
 
 
-def _unequal(view: Checkpoint, checks: Sequence[Check], limit: Limits) -> list[Refusal]:
-    """Return the copies within one checkpoint that differ: only one of them was compared with the other side."""
+def _refuse_unequal(view: Checkpoint, checks: Sequence[Check], limit: Limits) -> list[Refusal]:
+    """Return refusals of unequal copies within one checkpoint: only one copy was compared with the other side."""
     problems: list[Refusal] = []
     planned = plan_checks(view.source, checks, problems)
-    return problems + unequal(planned, view.container.storage, limit)
+    return problems + compare_copies(planned, view.container.storage, limit)
 
 
-def _differing_bytes(
+def _compare_bytes(
     first: Checkpoint, second: Checkpoint, names: Sequence[str], limit: Limits, progress: Progress
 ) -> list[Difference]:
-    """Compare tensors bit by bit."""
-    found: list[Difference] = []
+    """Compare tensors byte by byte."""
+    differences: list[Difference] = []
 
-    def look(pair: Pair, some: Sequence[str]) -> None:
+    def compare_tensors(pair: Pair, chunk: Sequence[str]) -> None:
         tensors = []
-        for name in some:
-            one, two = first[name], second[name]
-            mismatch = _mismatch(one, two)
+        for name in chunk:
+            first_tensor, second_tensor = first[name], second[name]
+            mismatch = _mismatch(first_tensor, second_tensor)
             if mismatch is None:
-                tensors.append(Compared(name, one.transfers(), two.transfers(), one.nbytes))
+                tensors.append(
+                    TensorPair(name, first_tensor.transfers(), second_tensor.transfers(), first_tensor.nbytes)
+                )
             else:
-                found.append(mismatch)
-        differing = pair.differing(tensors, progress)
-        found.extend(Difference(name, first[name].component, "values", "the values differ") for name in differing)
+                differences.append(mismatch)
+        differing = pair.find_different(tensors, progress)
+        differences.extend(Difference(name, first[name].component, "values", "the values differ") for name in differing)
 
     storages = first.container.storage, second.container.storage
     sizes = largest_first((name, first[name].nbytes) for name in names)
     work = group_tasks(sizes, batched=can_batch(*storages), fair=sum(size for _, size in sizes) // limit.jobs)
-    run_workers(work, limit.jobs, partial(Pair, *storages, limit), look)
-    return found
+    run_workers(work, limit.jobs, partial(Pair, *storages, limit), compare_tensors)
+    return differences
 
 
-def _differing_values(
+def _compare_values(
     first: Checkpoint,
     second: Checkpoint,
     names: Sequence[str],
@@ -421,28 +429,34 @@ def _differing_values(
     survey: Survey,
     across: dict[str, int],
 ) -> list[Difference]:
-    """Compare tensors by their values, and measure how far they are apart; counts what is compared `across` formats."""
-    found: list[Difference] = []
+    """Compare tensors by their values, measure the differences, and count comparisons `across` number formats."""
+    differences: list[Difference] = []
 
-    def look(pair: Pair, name: str) -> None:
-        one, two = first[name], second[name]
-        formats = _formats(first, one), _formats(second, two)
-        by_value = formats[0] != one.dtype or formats[1] != two.dtype or one.dtype != two.dtype
+    def compare_tensor(pair: Pair, name: str) -> None:
+        first_tensor, second_tensor = first[name], second[name]
+        formats = _formats(first, first_tensor), _formats(second, second_tensor)
+        by_value = (
+            formats[0] != first_tensor.dtype
+            or formats[1] != second_tensor.dtype
+            or first_tensor.dtype != second_tensor.dtype
+        )
         distance = survey.distance(name)
-        difference = _difference(one, two, pair, distance, by_value=by_value, progress=progress)
+        difference = _difference(first_tensor, second_tensor, pair, distance, by_value=by_value, progress=progress)
         survey.add(name, distance, difference is not None)
         if by_value:
             both_formats = " and ".join(dict.fromkeys(formats))
             across[both_formats] = across.get(both_formats, 0) + 1
         if difference is not None:
-            found.append(difference)
+            differences.append(difference)
 
-    run_workers(names, limit.jobs, partial(Pair, first.container.storage, second.container.storage, limit), look)
-    return found
+    run_workers(
+        names, limit.jobs, partial(Pair, first.container.storage, second.container.storage, limit), compare_tensor
+    )
+    return differences
 
 
 def _mismatch(first: StoredTensor, second: StoredTensor, *, by_value: bool = False) -> Difference | None:
-    """Return how two tensors differ in what does not depend on their values; `by_value`: see `_difference`."""
+    """Return a difference in shape or dtype, if there is one; for `by_value`, see `_difference`."""
     if first.shape != second.shape and not (first.name.endswith(_STEP) and first.parameters == second.parameters == 1):
         return Difference(first.name, first.component, "shape", f"{list(first.shape)} and {list(second.shape)}")
     if first.dtype != second.dtype and not (by_value and {first.dtype, second.dtype} <= _REALS):
@@ -458,10 +472,10 @@ def _difference(
     Args:
         first: a tensor.
         second: its counterpart.
-        pair: does the reading.
-        distance: accumulates how far they are apart.
-        by_value: numbers are equal where they are the same number, whatever their bits.
-        progress: told the bytes of each block.
+        pair: reads both.
+        distance: accumulates the differences.
+        by_value: equal numbers count as equal, whatever their bits.
+        progress: called with the bytes of each block.
     """
     mismatch = _mismatch(first, second, by_value=by_value)
     if mismatch is not None:

@@ -1,6 +1,6 @@
-"""How far the values of two tensors are apart, accumulated block by block.
+"""Differences between the values of two tensors, accumulated block by block.
 
-What a comparison measures of every tensor, and where in the model each is: the numbers that are drawn of it.
+A survey measures every tensor of a comparison, together with its place in the model; charts of a report show it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from transaxle.encodings.encoding import Encoding
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.moves import axes_of
-from transaxle.engine.wording import taken_apart
+from transaxle.engine.wording import split_name
 from transaxle.formats.catalog import numpy_dtype
 
 if TYPE_CHECKING:
@@ -26,90 +26,94 @@ if TYPE_CHECKING:
 
 Counts = npt.NDArray[np.int64]
 EXPONENTS = 2048
-"""Exponents of double precision as they are stored: 0 is below 2**-1022, 2047 infinite, `e` is from 2**(e-1023) on."""
+"""Number of biased exponents in double precision: 0 means below 2**-1022, 2047 means infinite, and `e` means from
+2**(e-1023) on."""
 _WORD = 8
-"""Bytes of the largest whole numbers."""
+"""Size of the largest integers that numpy compares, in bytes."""
 _STEPS = (0.0, 0.5, 1.0, 2.0)
-"""Bounds by which differences are counted, in steps between neighbouring codes."""
-_ROOM = 1 + 2**-10
-"""Values are products that were rounded: a factor that leaves room for it, smaller than a code's own precision."""
+"""Bounds of the classes by which differences are counted, in steps between neighbouring codes."""
+_TOLERANCE = 1 + 2**-10
+"""Tolerance factor for rounded products, smaller than the precision of any code."""
 _CODES = {"F8_E4M3": (3, -6), "F8_E5M2": (2, -14), "F4": (1, 0)}
-"""Safetensors code -> bits of the mantissa, and the smallest exponent that is not subnormal."""
+"""Safetensors code -> mantissa bits, and the smallest normal exponent."""
 
 
 class Rounding:
     """Differences from the values of an encoded tensor, in steps between its codes.
 
-    A step is the distance of the code from the next larger one, times the scale of its tile: what was rounded to the
-    nearest code is half a step away at most.
+    A step is the distance between a code and the next larger one, times the scale of the tile: rounding to the nearest
+    code differs by at most half a step.
 
     Args:
-        decoder: the encoded tensor, whose elements come in the order of the compared ones.
+        decoder: decoder of the encoded tensor, whose elements are in the order of the comparison.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self.encoding: Encoding = decoder.tensor.encoding
-        """Its encoding."""
+        """Encoding of the tensor."""
         self.counts: Counts = np.zeros(len(_STEPS) + 1, np.int64)
-        """Elements that are equal, at most half a step apart, one, two, and all others."""
+        """Numbers of elements that are equal, at most half a step apart, at most one, at most two, and further
+        apart."""
         self.steps = 0.0
-        """The largest difference in steps."""
+        """Largest difference in steps."""
         self.scales = 0.0
-        """The largest difference over the scale of its tile."""
+        """Largest difference divided by the scale of its tile."""
         self._decoder = decoder
 
     def skip(self, elements: int) -> None:
-        """Add elements that are equal."""
+        """Count elements that are equal."""
         self.counts[0] += elements
 
     def add(self, first: int, values: np.ndarray, distance: np.ndarray) -> None:
-        """Add differences.
+        """Count differences of a range of elements.
 
         Args:
-            first: number of the first element.
-            values: of the encoded tensor.
-            distance: absolute differences from them.
+            first: index of the first element.
+            values: values of the encoded tensor.
+            distance: absolute differences from these values.
         """
         scale = self._decoder.scales(first, first + len(values))
         mantissa, least = _CODES[self.encoding.code]
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            _, exponent = np.frexp(np.abs(values) / scale * _ROOM)
+            _, exponent = np.frexp(np.abs(values) / scale * _TOLERANCE)
             in_scales = np.where(distance == 0, 0.0, distance / scale)
             in_steps = np.ldexp(in_scales, mantissa - np.maximum(exponent - 1, least))
         in_steps[np.isnan(in_steps)] = np.inf
-        places = np.searchsorted(np.array(_STEPS) * _ROOM, in_steps)
-        self.counts += np.bincount(places, minlength=len(self.counts))
+        tensor_places = np.searchsorted(np.array(_STEPS) * _TOLERANCE, in_steps)
+        self.counts += np.bincount(tensor_places, minlength=len(self.counts))
         self.steps = max(self.steps, float(in_steps.max(initial=0.0)))
         self.scales = max(self.scales, float(np.nanmax(in_scales, initial=0.0)))
 
 
 class Distance:
-    """How far the values of two tensors are apart.
+    """Accumulated differences between the values of two tensors.
 
     Args:
-        counting: also count differences by their size.
-        rounding: also compare them with the codes of one side, and whether that is the first.
+        counting: also count differences by magnitude.
+        rounding: also measure differences in steps between the codes of one side; with it, whether that is the first
+            side.
     """
 
     def __init__(self, *, counting: bool = False, rounding: tuple[Rounding, bool] | None = None) -> None:
         self.elements = 0
-        """How many differ."""
+        """Number of differing elements."""
         self.largest = 0.0
-        """The largest absolute difference; inf where only one of two is NaN."""
+        """Largest absolute difference; inf if only one of two values is NaN."""
         self.counts: Counts | None = np.zeros((2, EXPONENTS), np.int64) if counting else None
-        """Elements that differ, by the exponent of the difference, and of the difference over the second's value."""
+        """Numbers of differing elements, by the exponent of the difference, and by that of the difference over the
+        second value."""
         self.rounding = None if rounding is None else rounding[0]
-        """Their differences in steps between codes."""
+        """The differences in steps between codes; None if they are not measured."""
         self.of_first = rounding is not None and rounding[1]
-        """Whether the codes are those of the first."""
+        """Whether the codes are those of the first tensor."""
         self._count = 0
         self._squares = 0.0
-        self._of = 0.0
+        self._second_squares = 0.0
 
     @property
     def squares(self) -> tuple[float, float]:
-        """Sums of the squares of the differences, and of the second's values."""
-        return self._squares, self._of
+        """Sums of the squares of the differences, and of the second tensor's values."""
+        return self._squares, self._second_squares
 
     @property
     def rms(self) -> float:
@@ -118,13 +122,13 @@ class Distance:
 
     @property
     def relative(self) -> float:
-        """Norm of the difference over the norm of the second; inf where that is 0 and the first is not."""
-        if not self._of:
+        """Norm of the difference over the norm of the second tensor; inf if only that norm is 0."""
+        if not self._second_squares:
             return math.inf if self._squares else 0.0
-        return math.sqrt(self._squares / self._of) if math.isfinite(self._of) else math.nan
+        return math.sqrt(self._squares / self._second_squares) if math.isfinite(self._second_squares) else math.nan
 
     def skip(self, block: memoryview, dtype: str, *, measured: bool) -> None:
-        """Add a block in which nothing differs."""
+        """Add a block without differences."""
         if measured:
             values = _wide(block, dtype)
             if self.rounding is not None:
@@ -134,7 +138,7 @@ class Distance:
     def add(
         self, first_block: memoryview, second_block: memoryview, first_dtype: str, second_dtype: str, *, by_value: bool
     ) -> None:
-        """Add a block of the two tensors, which are of these types."""
+        """Add a block of both tensors, with their dtypes."""
         x, y = _wide(first_block, first_dtype), _wide(second_block, second_dtype)
         self._sum(y)
         if by_value:
@@ -167,105 +171,105 @@ class Distance:
     def _sum(self, values: np.ndarray) -> None:
         self._count += values.size
         with np.errstate(over="ignore"):
-            self._of += float(np.nansum(np.square(np.abs(values))))
+            self._second_squares += float(np.nansum(np.square(np.abs(values))))
 
 
 def _wide(block: memoryview, dtype: str) -> np.ndarray:
-    """Return values in double precision; complex ones stay complex."""
+    """Return values in double precision; complex values stay complex."""
     kind = numpy_dtype(dtype)
     values = np.frombuffer(block, kind)
-    with np.errstate(invalid="ignore"):  # NaN of the kind that signals
-        if kind.names:  # half precision, for which numpy has no complex type
+    with np.errstate(invalid="ignore"):  # signaling NaN
+        if kind.names:  # complex numbers of half precision, which numpy lacks
             parts = np.stack([values[name].astype(np.float64) for name in kind.names], axis=-1)
             return parts.view(np.complex128).reshape(-1)
         return values.astype(np.complex128 if kind.kind == "c" else np.float64)
 
 
 _EXPERTS = "experts"
-"""Meaning of the axis that is no layer, though it may be the first in a name."""
+"""Meaning of the expert axis, which is no layer even if it comes first in a name."""
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where in the model a tensor is."""
+    """Place of a tensor in the model."""
 
     group: str
-    """Its logical tensors, with the state of the optimizer that it is; its name, with `*` for numbers, in no table."""
+    """Its logical tensors and optimizer slot, if a table reads it; otherwise its name, with `*` for numbers."""
     layer: int | None
-    """Its layer; None where its name has none."""
+    """Its layer; None if its name has none."""
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """What was measured of one tensor."""
+    """Measured differences of one tensor."""
 
     place: Place
-    """Where in the model it is."""
+    """Place of the tensor in the model."""
     elements: int
-    """How many it has on either side."""
+    """Number of elements on either side."""
     differs: bool
-    """Whether it differs; if not, all its bits are equal, or across number formats all its values."""
+    """Whether any bits differ, or, across number formats, any values."""
     changed: int
-    """Elements that differ; 0 where that was not measured."""
+    """Number of differing elements; 0 if it was not measured."""
     largest: float
-    """The largest absolute difference."""
+    """Largest absolute difference."""
     squares: tuple[float, float]
-    """Sums of the squares of the differences, and of the second's values."""
+    """Sums of the squares of the differences, and of the second tensor's values."""
 
 
 class CodeErrors(msgspec.Struct):
-    """Differences from what one side has quantized, in steps between its codes."""
+    """Differences from a quantized side, in steps between its codes."""
 
     side: str
-    """Path of the side whose codes they are."""
+    """Path of the quantized side."""
     encoding: str
-    """Its encoding."""
+    """Encoding of that side."""
     tensors: int = 0
-    """How many tensors."""
+    """Number of tensors."""
     counts: list[int] = msgspec.field(default_factory=lambda: [0] * 5)
-    """Elements that are equal, at most half a step apart, at most one, at most two, and all others."""
+    """Numbers of elements that are equal, at most half a step apart, at most one, at most two, and further apart."""
     steps: float = 0.0
-    """The largest difference in steps."""
+    """Largest difference in steps."""
     scales: float = 0.0
-    """The largest difference over the scale of its tile."""
+    """Largest difference divided by the scale of its tile."""
 
 
-class Surveyed(msgspec.Struct, frozen=True):
-    """What was measured, by tensor and by group."""
+class SurveyResult(msgspec.Struct, frozen=True):
+    """All measures of a comparison, by tensor and by group."""
 
     measures: Mapping[str, Measure]
-    """Name in the second checkpoint's dialect -> what was measured."""
+    """Name in the second checkpoint's dialect -> measured differences."""
     counts: Mapping[str, Counts]
-    """Group -> elements that differ, by the exponent of the difference and of that over the second's value."""
+    """Group -> numbers of differing elements, by the exponent of the difference, and of the relative difference."""
     errors: Mapping[tuple[str, str, str], CodeErrors]
-    """(group, side, encoding) -> differences in steps between codes, where a side is quantized."""
+    """(group, side, encoding) -> differences in steps between codes, for quantized sides."""
 
 
 class Survey:
-    """Gathers measures while tensors are compared, by several threads.
+    """Gathers measures while several threads compare tensors.
 
     Args:
         first: the first checkpoint, in the second one's dialect.
-        second: the second one.
+        second: the second checkpoint.
     """
 
     def __init__(self, first: Checkpoint, second: Checkpoint) -> None:
         self._sides = first, second
-        self._places = places(second)
+        self._places = tensor_places(second)
         self._measures: dict[str, Measure] = {}
         self._counts: dict[str, Counts] = {}
         self._errors: dict[tuple[str, str, str], CodeErrors] = {}
         self._lock = threading.Lock()
 
     def distance(self, name: str) -> Distance:
-        """Return what measures a tensor."""
+        """Return an accumulator for the differences of a tensor."""
         first, second = self._sides
-        found = _rounding(second, name)
-        if found is not None:
-            return Distance(counting=True, rounding=(found, False))
-        found = _rounding(first, name)
-        return Distance(counting=True, rounding=None if found is None else (found, True))
+        rounding = _rounding_of(second, name)
+        if rounding is not None:
+            return Distance(counting=True, rounding=(rounding, False))
+        rounding = _rounding_of(first, name)
+        return Distance(counting=True, rounding=None if rounding is None else (rounding, True))
 
     def add(self, name: str, distance: Distance, differs: bool) -> None:
-        """Add what was measured of a tensor."""
+        """Add the measured differences of a tensor."""
         place = self._places.get(name) or place_of(name)
         elements = self._sides[1][name].parameters
         measure = Measure(place, elements, differs, distance.elements, distance.largest, distance.squares)
@@ -277,21 +281,21 @@ class Survey:
             if distance.rounding is not None:
                 self._add_errors(place.group, distance.rounding, of_first=distance.of_first)
 
-    def _add_errors(self, group: str, found: Rounding, *, of_first: bool) -> None:
-        side, encoding = self._sides[0 if of_first else 1].path, found.encoding.name
+    def _add_errors(self, group: str, rounding: Rounding, *, of_first: bool) -> None:
+        side, encoding = self._sides[0 if of_first else 1].path, rounding.encoding.name
         errors = self._errors.setdefault((group, side, encoding), CodeErrors(side, encoding))
         errors.tensors += 1
-        errors.counts = [a + b for a, b in zip(errors.counts, found.counts.tolist(), strict=True)]
-        errors.steps, errors.scales = max(errors.steps, found.steps), max(errors.scales, found.scales)
+        errors.counts = [a + b for a, b in zip(errors.counts, rounding.counts.tolist(), strict=True)]
+        errors.steps, errors.scales = max(errors.steps, rounding.steps), max(errors.scales, rounding.scales)
 
-    def surveyed(self) -> Surveyed:
-        """Return all of it, in the order of the second checkpoint."""
+    def result(self) -> SurveyResult:
+        """Return all measures, in the order of the second checkpoint."""
         measures = {name: self._measures[name] for name in self._sides[1] if name in self._measures}
-        return Surveyed(measures, self._counts, self._errors)
+        return SurveyResult(measures, self._counts, self._errors)
 
 
-def _rounding(side: Checkpoint, name: str) -> Rounding | None:
-    """Return what compares differences with the codes of a tensor, if that is decoded and not otherwise changed."""
+def _rounding_of(side: Checkpoint, name: str) -> Rounding | None:
+    """Return an accumulator of steps between codes, if the tensor is decoded and not otherwise changed."""
     from transaxle.engine.views.decoded import Decoder
 
     tensor = side[name]
@@ -301,31 +305,31 @@ def _rounding(side: Checkpoint, name: str) -> Rounding | None:
     (origin,) = origins
     if origin not in side.decoded or side.decoded[origin].shape != tensor.shape:
         return None
-    if side.family is not None and side.dialect != side.recognised.dialect.label:
-        return None  # its elements may come in another order
+    if side.family is not None and side.dialect != side.reading.dialect.label:
+        return None  # its elements may be in another order
     decoder = side.container.recoding.computed.get(side.container.entries[origin].extents[0].file)
     return Rounding(decoder) if isinstance(decoder, Decoder) else None
 
 
-def places(checkpoint: Checkpoint) -> dict[str, Place]:
-    """Return where the tensors of a checkpoint are that a table reads.
+def tensor_places(checkpoint: Checkpoint) -> dict[str, Place]:
+    """Return the places of all tensors that a table reads.
 
     Args:
-        checkpoint: in its own dialect.
+        checkpoint: a checkpoint in its own dialect.
     """
     if checkpoint.family is None:
         return {}
-    meanings = {axis.axis: axis.meaning for axis in axes_of(checkpoint.recognised.family)}
-    found = {}
+    meanings = {axis.axis: axis.meaning for axis in axes_of(checkpoint.reading.family)}
+    tensor_places = {}
     for (line, slot), names in checkpoint.bound.names.items():
         group = ", ".join(line.expression.components) + (f" · {slot}" if slot else "")
         layered = bool(line.name.axes) and meanings[line.name.axes[0]] != _EXPERTS
         for index, name in names.items():
-            found[name] = Place(group, index[0] if layered else None)
-    return found
+            tensor_places[name] = Place(group, index[0] if layered else None)
+    return tensor_places
 
 
 def place_of(name: str) -> Place:
-    """Return where a tensor is that no table reads: its first number is its layer."""
-    literals, position = taken_apart(name)
+    """Return the place of a tensor that no table reads: the first number in its name is its layer."""
+    literals, position = split_name(name)
     return Place("*".join(literals), position[0] if position else None)

@@ -1,19 +1,19 @@
-"""What a checkpoint stores several times: proof that copies are equal, their mean, and what differs by arithmetic.
+"""Tensors that a checkpoint stores several times, and tensors that dialects store with different arithmetic.
 
-**Copies**: what a checkpoint stores twice, and the proof that both are equal.
+**Copies**: tensors stored twice, and the proof that both copies are equal.
 
-Ties, replicas along a name axis and merged counters are one tensor stored in several places. Only one of them is
-written to the target. So the others must prove equal, bit by bit, before anything is committed: a `Pair` reads two
-tensors, or makes them otherwise, block by block, and compares them.
+Ties, replicas along a name axis and merged counters are one tensor stored in several places. Only one copy is written
+to the target, so the others must prove equal, bit by bit, before the target is committed: a `Pair` reads or computes
+two tensors block by block, and compares them.
 
 **Arithmetic between dialects**: the few tensors that one framework stores shifted, scaled or as an exponential.
 
-It rounds, so it never runs unless asked for. Where source and target shift alike there is nothing to do.
+It rounds, so it only runs on request. If source and target use the same arithmetic, nothing is computed.
 
-**Averages**: replicas that ranks hold differently, taken as their mean where the user asks for it.
+**Averages**: replicas that differ between ranks, replaced by their mean on request.
 
-Tensor-parallel ranks update a replicated parameter each for itself. Where their copies have drifted apart, a conversion
-refuses them; on request they are one tensor, the mean of all copies: summed in float64 and rounded once.
+Each tensor-parallel rank updates replicated parameters by itself. If the copies have drifted apart, a conversion
+refuses them; on request, the target gets the mean of all copies: summed in float64 and rounded once.
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ from transaxle.move.workers import (
 from transaxle.spans import stage
 
 
-class Compared(NamedTuple, Generic[Task]):
-    """Two tensors of as many bytes that are compared."""
+class TensorPair(NamedTuple, Generic[Task]):
+    """Two tensors of equal size that are to be compared."""
 
     key: Task
-    """What they are called."""
+    """Key by which the result names the pair."""
     first: Sequence[Transfer]
-    """What fills the first, sorted by where it lands."""
+    """Transfers of the first tensor, sorted by target offset."""
     second: Sequence[Transfer]
-    """What fills the second."""
+    """Transfers of the second tensor, sorted by target offset."""
     size: int
-    """Bytes of each."""
+    """Size of each tensor in bytes."""
 
 
 class Pair:
-    """Two workers in one thread that produce two tensors side by side, in the memory of one.
+    """Two workers in one thread that produce two tensors side by side, in the memory of one worker.
 
     Args:
-        first: the source files of the first.
-        second: those of the second.
-        limit: what one worker would have.
-        stop: set when the work is no longer wanted.
+        first: the source files of the first tensor.
+        second: the source files of the second tensor.
+        limit: the limits of one worker.
+        stop: set when the work is cancelled.
     """
 
     def __init__(self, first: Readable, second: Readable, limit: Limits, stop: threading.Event) -> None:
@@ -83,59 +83,65 @@ class Pair:
         self._workers = tuple(Worker(each, limit.half, stop, self._steps) for each in (first, second))
 
     def blocks(
-        self, first: Sequence[Transfer], second: Sequence[Transfer], size: int, other: int | None = None
+        self, first: Sequence[Transfer], second: Sequence[Transfer], size: int, second_size: int | None = None
     ) -> Iterator[tuple[memoryview, memoryview]]:
-        """Produce two tensors of as many elements in order, block by block.
+        """Produce two tensors with the same number of elements, in order, block by block.
 
         Args:
-            first: what fills the first.
-            second: what fills the second.
-            size: bytes of the first.
-            other: bytes of the second; None: the same.
+            first: transfers of the first tensor.
+            second: transfers of the second tensor.
+            size: size of the first tensor in bytes.
+            second_size: size of the second tensor in bytes; None: the same.
         """
-        one, two = self._workers
-        sizes = size, size if other is None else other
-        most = min(BLOCK, one.capacity)
-        lengths = [most * each // max(*sizes, 1) or 1 for each in sizes]  # as many elements: items are powers of two
+        first_worker, second_worker = self._workers
+        sizes = size, size if second_size is None else second_size
+        block_size = min(BLOCK, first_worker.capacity)
+        lengths = [
+            block_size * each // max(*sizes, 1) or 1 for each in sizes
+        ]  # equal element counts, as sizes are powers of 2
         yield from zip(
-            one.blocks(first, sizes[0], length=lengths[0]), two.blocks(second, sizes[1], length=lengths[1]), strict=True
+            first_worker.blocks(first, sizes[0], length=lengths[0]),
+            second_worker.blocks(second, sizes[1], length=lengths[1]),
+            strict=True,
         )
 
-    def differing(self, tensors: Iterable[Compared[Task]], progress: Progress = no_progress) -> set[Task]:
-        """Compare tensors byte by byte, each up to where it is found to differ, or a little further.
+    def find_different(self, tensors: Iterable[TensorPair[Task]], progress: Progress = no_progress) -> set[Task]:
+        """Compare tensors byte by byte, each at least up to its first differing block.
 
         Args:
-            tensors: what is compared.
-            progress: told the bytes of each that were just compared.
+            tensors: the pairs to compare.
+            progress: called with the bytes of each tensor that were just compared.
 
         Returns:
-            the keys of those that differ.
+            the keys of the pairs that differ.
         """
-        found: set[Task] = set()
-        with self._steps as steps:
+        different: set[Task] = set()
+        with self._steps as affine_steps:
             for tensor in tensors:
-                self._compare(tensor, found, progress)
-            steps.run()
-        return found
+                self._compare(tensor, different, progress)
+            affine_steps.run()
+        return different
 
-    def _compare(self, tensor: Compared[Task], found: set[Task], progress: Progress) -> None:
-        """List that two tensors are compared; the key is added to what is `found` where they differ."""
+    def _compare(self, tensor: TensorPair[Task], different: set[Task], progress: Progress) -> None:
+        """Add steps that compare two tensors; the key is added to `different` if they differ."""
         key, first, second, size = tensor
-        for one, other in self._noted(first, second, size):
-            self._steps.compare(one, other, partial(found.add, key))
-            self._steps.then(partial(progress, len(one)))
-            if key in found:
+        for first_block, second_block in self._note_blocks(first, second, size):
+            self._steps.compare(first_block, second_block, partial(different.add, key))
+            self._steps.then(partial(progress, len(first_block)))
+            if key in different:
                 break
 
-    def _noted(
+    def _note_blocks(
         self, first: Sequence[Transfer], second: Sequence[Transfer], size: int
     ) -> Iterator[tuple[memoryview, memoryview]]:
-        """Yield blocks with the bytes of two tensors, which are in them when the steps are carried out."""
-        one, two = self._workers
-        ends = block_ends(second if is_whole(first, size) else first, size, one.capacity)
-        sides = (worker.add_blocks(made_of, ends) for worker, made_of in ((one, first), (two, second)))
-        for (_, block), (_, other) in zip(*sides, strict=True):
-            yield block, other
+        """Yield blocks of two tensors, which the steps fill when they run."""
+        first_worker, second_worker = self._workers
+        ends = block_ends(second if is_whole(first, size) else first, size, first_worker.capacity)
+        sides = (
+            worker.add_blocks(made_of, ends) for worker, made_of in ((first_worker, first), (second_worker, second))
+        )
+        for (_, first_block), (_, second_block) in zip(*sides, strict=True):
+            yield first_block, second_block
 
 
 _SIDES = ("first", "second")
@@ -153,25 +159,25 @@ class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
     """Two stored copies of one tensor that must be equal before the target is committed."""
 
     name: str
-    """Stored name of the first, or that of the target they become."""
+    """Stored name of the first copy, or name of the target tensor."""
     why: str
-    """The rule that says they are one."""
+    """The rule that makes them copies of one tensor."""
     nbytes: int
-    """Bytes of each."""
+    """Size of each copy in bytes."""
     first: tuple[Transfer, ...]
-    """Reads the first."""
+    """Transfers that read the first copy."""
     second: tuple[Transfer, ...]
-    """Reads the second, in the first's layout."""
+    """Transfers that read the second copy, in the layout of the first."""
     rounded: tuple[str, str] | None = None
-    """Dtypes of both, where the second is the first in lower precision."""
+    """Dtypes of both copies, if the second is the first rounded to lower precision."""
     hint: str = ""
-    """What to do where they differ."""
+    """Advice if they differ."""
     zero: bool = False
-    """The second is zeros, as many as the first has elements."""
+    """Whether the second copy is only zeros: the first must then be zero everywhere."""
 
     @property
     def refusal(self) -> Refusal:
-        """Why nothing may be committed, where they differ."""
+        """The refusal if the copies differ."""
         return unlike(self.name, self.why, self.hint, zero=self.zero)
 
     def as_json(self) -> dict[str, Any]:
@@ -182,7 +188,7 @@ class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
 
 
 def plan_checks(source: Source, checks: Sequence[Check], problems: list[Refusal]) -> list[PlannedCheck]:
-    """Plan the comparisons of stored copies; what stands against them is added to `problems`."""
+    """Plan the comparisons of stored copies, and add refusals of pairs that cannot be compared to `problems`."""
     planned = []
     for check in checks:
         if check.first.dtype != check.second.dtype:
@@ -201,13 +207,16 @@ def plan_checks(source: Source, checks: Sequence[Check], problems: list[Refusal]
 
 
 def plan_twins(container: Container, problems: list[Refusal]) -> list[PlannedCheck]:
-    """Plan the comparisons that the container itself asks for."""
+    """Plan the comparisons that the container itself requires."""
     planned = []
     for twin in container.twins:
-        one, other = twin.first, twin.second
-        if one.shape != other.shape or (one.dtype != other.dtype and not twin.rounded):
-            found = f"one is {one.dtype} {list(one.shape)}, the other {other.dtype} {list(other.shape)}"
-            problems.append(Refusal("UNEQUAL_COPIES", f"{twin.why}\nbut {found}", Where(None, one.name), _DAMAGED))
+        first_entry, second_entry = twin.first, twin.second
+        if first_entry.shape != second_entry.shape or (first_entry.dtype != second_entry.dtype and not twin.rounded):
+            one, two = (f"{entry.dtype} {list(entry.shape)}" for entry in (first_entry, second_entry))
+            difference = f"one is {one}, the other {two}"
+            problems.append(
+                Refusal("UNEQUAL_COPIES", f"{twin.why}\nbut {difference}", Where(None, first_entry.name), _DAMAGED)
+            )
             continue
         try:
             first, second = (
@@ -216,42 +225,48 @@ def plan_twins(container: Container, problems: list[Refusal]) -> list[PlannedChe
                         identity_target(entry.name, entry)
                     )
                 )
-                for entry in (one, other)
+                for entry in (first_entry, second_entry)
             )
         except TransaxleError as error:
             problems.extend(error.refusals)
             continue
-        rounded = (one.dtype, other.dtype) if twin.rounded and one.dtype != other.dtype else None
+        rounded = (
+            (first_entry.dtype, second_entry.dtype)
+            if twin.rounded and first_entry.dtype != second_entry.dtype
+            else None
+        )
         hint = _DRIFTED if twin.replica else _DAMAGED
-        planned.append(PlannedCheck(one.name, twin.why, one.nbytes, first, second, rounded, hint))
+        planned.append(PlannedCheck(first_entry.name, twin.why, first_entry.nbytes, first, second, rounded, hint))
     return planned
 
 
 @stage("compare copies")
-def unequal(checks: Sequence[PlannedCheck], reader: Readable, limit: Limits) -> list[Refusal]:
+def compare_copies(checks: Sequence[PlannedCheck], reader: Readable, limit: Limits) -> list[Refusal]:
     """Compare stored copies, and return a refusal for each pair that differs."""
     if not checks:
         return []
-    found: dict[int, Refusal] = {}
+    refusals: dict[int, Refusal] = {}
 
-    def compare(pair: Pair, some: Sequence[int]) -> None:
+    def compare(pair: Pair, numbers: Sequence[int]) -> None:
         tensors = (
-            Compared(number, checks[number].first, checks[number].second, checks[number].nbytes)
-            for number in some
+            TensorPair(number, checks[number].first, checks[number].second, checks[number].nbytes)
+            for number in numbers
             if checks[number].rounded is None
         )
-        for number in pair.differing(tensors) | {each for each in some if _rounds_otherwise(pair, checks[each])}:
-            found[number] = checks[number].refusal
+        for number in pair.find_different(tensors) | {
+            each for each in numbers if _rounds_differently(pair, checks[each])
+        }:
+            refusals[number] = checks[number].refusal
 
     sizes = [(number, check.nbytes) for number, check in enumerate(checks)]
     fair = sum(size for _, size in sizes) // limit.jobs
     work = group_tasks(largest_first(sizes), batched=can_batch(reader), fair=fair)
     run_workers(work, limit.jobs, partial(Pair, reader, reader, limit), compare)
-    return [found[number] for number in sorted(found)]
+    return [refusals[number] for number in sorted(refusals)]
 
 
-def _rounds_otherwise(pair: Pair, check: PlannedCheck) -> bool:
-    """Tell whether one is the other in lower precision, and some of its values, rounded, are not that one's bits."""
+def _rounds_differently(pair: Pair, check: PlannedCheck) -> bool:
+    """Tell whether the second copy should be the first rounded to its dtype, and has other bits somewhere."""
     if check.rounded is None:
         return False
 
@@ -260,72 +275,77 @@ def _rounds_otherwise(pair: Pair, check: PlannedCheck) -> bool:
     wide, narrow = check.rounded
     blocks = pair.blocks(check.first, check.second, check.nbytes, check.nbytes * BITS[narrow] // BITS[wide])
     return any(
-        cast(np.frombuffer(one, numpy_dtype(wide)), narrow).tobytes() != other.tobytes() for one, other in blocks
+        cast(np.frombuffer(wide_block, numpy_dtype(wide)), narrow).tobytes() != narrow_block.tobytes()
+        for wide_block, narrow_block in blocks
     )
 
 
 _REAL = frozenset({"F64", "F32", "F16", "BF16"})
-"""Types whose values stand for themselves; those of the others are codes, or no fractions."""
+"""Dtypes with which arithmetic between dialects is possible; others hold codes or integers."""
 
 
-def steps(target: Target, *, allowed: bool) -> AffineSteps | None:
-    """Return what happens to the values of a target tensor on their way; None where nothing does.
+def affine_steps(target: Target, *, allowed: bool) -> AffineSteps | None:
+    """Return the arithmetic from a target tensor's source values to its own; None if there is none.
 
     Raises:
-        Refused: LOSSY where something does and is not allowed; UNSUPPORTED inside a fused tensor, for types whose
-            values are codes or integers, and for the optimizer state of a tensor that is more than shifted.
+        Refused: LOSSY if there is arithmetic and it is not allowed; UNSUPPORTED inside a fused tensor, for dtypes of
+            codes or integers, and for optimizer state unless the arithmetic is a mere shift.
     """
     changes: list[AffineSteps] = []
     for part in target.parts:
         before, after = (() if rule is None else rule.steps for rule in part.arithmetic)
         changes.append(() if before == after else simplify((*inverse(before), *after)))
     if split_slot(target.name)[1] != WEIGHT:
-        # A shift leaves gradients, and so the moments of the optimizer, as they are; nothing else does.
+        # A shift of a parameter does not change its gradients, and so its moments; any other arithmetic does.
         changes = [
             () if all(kind == AFFINE and scale == 1 for kind, scale, _ in change) else change for change in changes
         ]
         if any(changes):
-            message = f"{target.rule}\n{rules(target)} would change the optimizer's state, and no rule says how"
+            message = (
+                f"{target.rule}\n{arithmetic_text(target)} would change the optimizer's state, and no rule says how"
+            )
             raise refuse("UNSUPPORTED", message, tensor=target.name)
     if not any(changes):
         return None
     if len(changes) > 1:
         raise refuse(
-            "UNSUPPORTED", f"{target.rule}\n{rules(target)} inside a fused tensor is not supported", tensor=target.name
+            "UNSUPPORTED",
+            f"{target.rule}\n{arithmetic_text(target)} inside a fused tensor is not supported",
+            tensor=target.name,
         )
     if target.dtype not in _REAL:
         raise refuse(
             "UNSUPPORTED",
-            f"{target.rule}\n{rules(target)} on {target.dtype} values is not supported",
+            f"{target.rule}\n{arithmetic_text(target)} on {target.dtype} values is not supported",
             tensor=target.name,
         )
     if not allowed:
-        message = f"{target.rule}\nthe values are computed and rounded: {rules(target)}"
+        message = f"{target.rule}\nthe values are computed and rounded: {arithmetic_text(target)}"
         raise refuse("LOSSY", message, tensor=target.name, hint="Allow it with --allow-lossy.")
     return changes[0]
 
 
-def rules(target: Target) -> str:
-    """Return the arithmetic of a target's lines, as written in the tables."""
-    found = [rule.text for part in target.parts for rule in part.arithmetic if rule is not None]
-    return " and ".join(dict.fromkeys(found))
+def arithmetic_text(target: Target) -> str:
+    """Return the text of the arithmetic in a target's lines, as written in the tables."""
+    texts = [rule.text for part in target.parts for rule in part.arithmetic if rule is not None]
+    return " and ".join(dict.fromkeys(texts))
 
 
 _LARGEST = 256 << 20
-"""Bytes of a replica at most: all copies of one are in memory at once."""
+"""Largest replica in bytes: all copies of one are in memory at once."""
 _FILE = "\0mean of "
-"""What the name of a file that does not exist begins with."""
+"""Prefix of the names of virtual files."""
 
 
 class Mean(msgspec.Struct, frozen=True):
     """The mean of the replicas of one tensor; see `Computed`."""
 
     entry: Entry
-    """The tensor."""
+    """Entry of the tensor."""
     data: bytes
-    """Its values."""
+    """Bytes of the mean."""
     error: Error
-    """How far the replicas are from it, all of them together."""
+    """Error of all replicas together against the mean."""
 
     @property
     def step(self) -> RecodedTensor:
@@ -346,14 +366,14 @@ class Mean(msgspec.Struct, frozen=True):
         return self.error, 0
 
 
-def averaged(container: Container) -> Container:
-    """Return a container in which replicas that differ are one tensor, their mean; those that are equal stay checked.
+def average_replicas(container: Container) -> Container:
+    """Return a container in which replicas that differ are replaced by their mean; equal ones are still compared.
 
-    Replicas of what is not read (the module's weights beside the optimizer's, or the other way round) drift apart with
-    those that are, and are compared no more.
+    Replicas that are not read (the module's weights beside the optimizer's, or the other way round) drift apart in the
+    same way, and are no longer compared.
 
     Raises:
-        Refused: UNSUPPORTED for replicas of more than 256 MiB, or of numbers that have no mean.
+        Refused: UNSUPPORTED for replicas of more than 256 MiB, or of a dtype without a mean.
     """
     replicas = _replicas(container)
     read = [pair for pairs in replicas.values() for pair in pairs]
@@ -361,16 +381,16 @@ def averaged(container: Container) -> Container:
     means: dict[str, Mean] = {}
     for name, pairs in replicas.items():
         copies = {copy.extents: copy for pair in pairs for copy in (pair.first, pair.second)}
-        held = [_read(container, copy) for copy in copies.values()]
-        if all(one.tobytes() == held[0].tobytes() for one in held):
+        arrays = [_read(container, copy) for copy in copies.values()]
+        if all(array.tobytes() == arrays[0].tobytes() for array in arrays):
             continue
         entry = entries[name]
         if entry.dtype not in _REAL or entry.nbytes > _LARGEST:
             message = f"the replicas differ, and a mean of {entry.nbytes} bytes of {entry.dtype} cannot be computed"
             raise refuse("UNSUPPORTED", message, tensor=name)
-        mean = np.mean([one.astype(np.float64) for one in held], axis=0).astype(held[0].dtype)
+        mean = np.mean([array.astype(np.float64) for array in arrays], axis=0).astype(arrays[0].dtype)
         file = _FILE + name
-        means[file] = Mean(entry, mean.tobytes(), sum((_error(one, mean) for one in held), Error()))
+        means[file] = Mean(entry, mean.tobytes(), sum((_error(array, mean) for array in arrays), Error()))
         extent = Extent((0,) * len(entry.shape), entry.shape, file, 0)
         entries[name] = Entry(name, entry.dtype, entry.shape, (extent,))
         twins = [twin for twin in twins if twin not in pairs]
@@ -380,17 +400,18 @@ def averaged(container: Container) -> Container:
 
 
 def _replicas(container: Container) -> dict[str, list[Twin]]:
-    """Return each tensor that ranks hold whole and alike, with the pairs that must be equal for that.
+    """Return the replica pairs of each tensor of which every rank has a whole copy.
 
-    A pair is of a tensor if it begins where that lies: weights and moments of one parameter have one name there.
+    A pair belongs to a tensor if it has the same extents: names do not tell, because weights and moments of one
+    parameter may share a name there.
     """
-    lies = {entry.extents: name for name, entry in container.entries.items()}
-    found: dict[str, list[Twin]] = {}
+    name_by_extents = {entry.extents: name for name, entry in container.entries.items()}
+    replicas: dict[str, list[Twin]] = {}
     for twin in container.twins:
-        name = lies.get(twin.first.extents)
+        name = name_by_extents.get(twin.first.extents)
         if twin.replica and name is not None:
-            found.setdefault(name, []).append(twin)
-    return found
+            replicas.setdefault(name, []).append(twin)
+    return replicas
 
 
 def _read(container: Container, copy: Entry) -> npt.NDArray[np.generic]:

@@ -1,11 +1,11 @@
-"""Execution in this process: what stands against carrying a plan out, and then the carrying out, whole or not at all.
+"""Execution of a plan in this process: first all checks before writing, then writing, completely or not at all.
 
-What stands against it beyond the plan itself are the source's files and the place that is written to. Planning a
-conversion and running it ask the same, so that a plan says what a run would; asking changes nothing on the disk.
+Beyond the plan itself, the source's files and the target's place may rule a conversion out. Planning and running a
+conversion make the same checks, so that a plan reports what a run would; the checks change nothing on disk.
 
-Source and target stay apart, by whatever path they are reached: replacing a source by what is made of it would leave
-the result as the only copy, whatever was lost on the way; and a target inside the source, or around it, changes or
-deletes what is being read.
+Source and target must be separate, by whatever path they are reached: replacing a source by its conversion would leave
+the result as the only copy, even if it is incomplete; and a target inside the source, or around it, would change or
+delete what is being read.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from transaxle.encodings.encoding import Error
 from transaxle.encodings.value_steps import MeasuredTensor
 from transaxle.engine.carry import (
     Errors,
+    PlanPart,
     Report,
-    Share,
-    believe,
     carry,
+    check_finished,
+    make_report,
     prove,
-    recoded,
-    reported,
     seal,
-    whole,
+    value_errors,
+    whole_plan,
     write_fragments,
 )
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.checkpoint.manifest import hold, problems_of
-from transaxle.engine.plan.conversion import Prepared, ready
+from transaxle.engine.checkpoint.manifest import problems_of, watch_hashes
+from transaxle.engine.plan.conversion import Prepared, require_ready
 from transaxle.engine.plan.planned import Plan, PlannedTensor
 from transaxle.errors import Refusal, TransaxleError, UsageError, Where, gathered
 from transaxle.formats.catalog import Container
@@ -67,35 +67,35 @@ _WITHOUT = "Choose a target that does not contain it, such as a new folder."
 
 
 @contextmanager
-def in_order(source: object, target: object) -> Iterator[None]:
-    """Let the error of a source that is not there, or is empty, say so where the target is a checkpoint.
+def explain_swapped(source: object, target: object) -> Iterator[None]:
+    """Improve the error of a missing or empty source if the target is a checkpoint: the two may be swapped.
 
     Args:
-        source: path of the source, as typed; of anything else nothing is asked.
-        target: the same of the target.
+        source: path of the source as typed; other types are ignored.
+        target: path of the target as typed; other types are ignored.
     """
     try:
         yield
     except TransaxleError as error:
         paths = [os.fspath(path) for path in (source, target) if isinstance(path, str | os.PathLike)]
-        if len(paths) < 2 or is_url(paths[0]) or not _is_empty(paths[0]) or not _holds_checkpoint(paths[1]):
+        if len(paths) < 2 or is_url(paths[0]) or not _is_empty(paths[0]) or not _has_checkpoint(paths[1]):
             raise
-        first, *rest = error.refusals
-        meant = f"The source comes first, then the target; here the target, {paths[1]}, holds a checkpoint."
-        raise gathered([replace(first, hint=f"{first.hint} {meant}".strip()), *rest]) from error
+        first, *others = error.refusals
+        order_hint = f"The source comes first, then the target; here the target, {paths[1]}, holds a checkpoint."
+        raise gathered([replace(first, hint=f"{first.hint} {order_hint}".strip()), *others]) from error
 
 
 def _is_empty(path: str) -> bool:
-    """Tell whether nothing is at a path, or a folder without anything in it."""
+    """Tell whether a path does not exist, or is an empty folder."""
     try:
         return next(Path(path).iterdir(), None) is None
     except FileNotFoundError:
         return True
-    except (OSError, ValueError):  # ValueError: no system takes it as a path
+    except (OSError, ValueError):  # ValueError: no file system accepts the path
         return False
 
 
-def _holds_checkpoint(path: str) -> bool:
+def _has_checkpoint(path: str) -> bool:
     try:
         close(open_container(path).storage)
     except TransaxleError:
@@ -103,17 +103,17 @@ def _holds_checkpoint(path: str) -> bool:
     return True
 
 
-class Cleared(Prepared, frozen=True):
-    """A plan with one place to carry it out: its refusals are all of those that a run would meet before it writes."""
+class CheckedPlan(Prepared, frozen=True):
+    """A plan that was checked for one target: its refusals are all that a run would raise before it writes."""
 
-    asked: tuple[str, Overwrite, bool]
-    """Target, whether it may be replaced, and whether an interrupted run is continued."""
+    request: tuple[str, Overwrite, bool]
+    """The target, whether it may be replaced, and whether to continue an interrupted run."""
     task: Task
-    """What a journal of it belongs to."""
+    """Identity of the task, as in its journal."""
     finished: bool = False
-    """Whether the target holds just what would be written: there is nothing left to do."""
+    """Whether the target already has exactly the planned content, so that there is nothing to do."""
     errors: Mapping[str, Error] = msgspec.field(default_factory=dict)
-    """How far each tensor is that is encoded, by table name, where the target is finished."""
+    """Errors of encoded tensors by table name, if the target is finished."""
 
 
 @stage("look before writing")
@@ -127,30 +127,30 @@ def preflight(
     several: bool = False,
     limit: Limits | None = None,
     progress: Progress = no_progress,
-) -> Cleared:
-    """Find out whether a plan can be carried out at a place.
+) -> CheckedPlan:
+    """Check whether a plan can be executed at a target.
 
-    Only a target that is there and is to be resumed is read: it may be what an interrupted run had finished.
+    The content of a target is only read if it exists and is to be resumed: an interrupted run may have finished it.
 
     Args:
-        prepared: from `make_plan`.
-        target: folder, one file, or URL.
+        prepared: the plan, from `make_plan`.
+        target: folder, single file, or URL.
         overwrite: as for `execute`.
         resume: as for `execute`.
-        running: it is about to be carried out, so a checkpoint that a run died over while replacing it is put back, as
-            every run does. Otherwise nothing is changed.
-        several: several workers carry it out.
+        running: whether the plan is about to be executed: then a checkpoint that a killed run was replacing is
+            restored, as in every run. Otherwise nothing is changed.
+        several: whether several workers execute it.
         limit: workers and memory.
-        progress: told the bytes of each block compared with such a target.
+        progress: called with the bytes of each compared block of such a target.
 
     Returns:
-        The plan, with everything that stands against it there added to its refusals.
+        The plan, with all refusals for this target added to its own.
     """
-    asked = target, overwrite, resume
-    if isinstance(prepared, Cleared):
-        if prepared.asked == asked:
+    request = target, overwrite, resume
+    if isinstance(prepared, CheckedPlan):
+        if prepared.request == request:
             return prepared
-        raise ValueError(f"this plan is cleared for {prepared.asked}, not for {asked}")
+        raise ValueError(f"this plan is cleared for {prepared.request}, not for {request}")
     limit = (limit or limits()).with_min_block(prepared.plan.band)
     problems = list(prepared.plan.refusals)
 
@@ -167,9 +167,9 @@ def preflight(
         hint = f"Allow more than the {limit.memory:,} bytes of --memory (memory=), or omit that option."
         problems.append(Refusal("UNSUPPORTED", message, Where(), hint))
     task = task_of(prepared, problems)
-    problems += _damages(prepared, target)
+    problems += _damage(prepared, target)
     if running and not problems:
-        hold_source(prepared)
+        watch_source(prepared)
     errors: dict[str, Error] = {}
     finished = False
 
@@ -183,45 +183,45 @@ def preflight(
     def look() -> None:
         nonlocal finished
         begin = shared_staging_at if several or takes_parts(target) else staging_at
-        finished = _looked(prepared, task, asked, begin, is_done, running=running)
+        finished = _check_place(prepared, task, request, begin, is_done, running=running)
 
-    if not target or not found(lambda: refuse_together(prepared.checkpoint, target)):
+    if not target or not found(lambda: refuse_overlap(prepared.checkpoint, target)):
         found(look)
     plan = msgspec.structs.replace(prepared.plan, refusals=tuple(dict.fromkeys(problems)))
-    return Cleared(plan, prepared.checkpoint, prepared.draft, asked, task, finished, errors)
+    return CheckedPlan(plan, prepared.checkpoint, prepared.draft, request, task, finished, errors)
 
 
-def _looked(
+def _check_place(
     prepared: Prepared,
     task: Task,
-    asked: tuple[str, Overwrite, bool],
+    request: tuple[str, Overwrite, bool],
     begin: Callable[..., Stage],
     is_done: Callable[[], bool],
     *,
     running: bool,
 ) -> bool:
-    """Refuse what a run would meet at a place before it writes there; tell whether there is nothing left to do.
+    """Refuse a place where a run could not write; return whether the target is already finished.
 
     Args:
-        prepared: the plan.
-        task: what a journal of it belongs to.
-        asked: target, whether it may be replaced, and whether an interrupted run is continued.
-        begin: starts a checkpoint there.
+        prepared: the plan with its source and draft.
+        task: identity of the task, as in its journal.
+        request: the target, whether it may be replaced, and whether to continue an interrupted run.
+        begin: starts a staged checkpoint there.
         is_done: reads the target, and tells whether it is complete.
         running: as for `preflight`.
     """
-    target, overwrite, resume = asked
+    target, overwrite, resume = request
     in_parts = takes_parts(target)
     if not in_parts and is_done():
         return True
     staging = begin(target, overwrite=overwrite, resume=resume)
     if running and not overwrite and isinstance(staging, Staging) and staging.moved_aside:
-        with staging:  # puts back what was there, and is refused
+        with staging:  # entering restores what was there; the error follows
             pass
     try:
         staging.look(prepared.plan.files, prepared.draft.files)
     except UsageError:
-        if in_parts and is_done():  # it is not read before: what a dead commit has let appear is known by its tags
+        if in_parts and is_done():  # only read here: a commit that died is recognised by its tags
             return True
         raise
     if resume and isinstance(staging, Staging):
@@ -229,48 +229,48 @@ def _looked(
     return False
 
 
-def _damages(prepared: Prepared, target: str) -> Iterator[Refusal]:
-    """Yield what is wrong, by their own hashes, with the files of a source and of an adapter that is merged into it."""
+def _damage(prepared: Prepared, target: str) -> Iterator[Refusal]:
+    """Yield damage, according to recorded hashes, of the files of the source and of a merged adapter."""
     checkpoint = prepared.checkpoint
     storage = checkpoint.container.storage
     carries = not (target and is_one_file(target))
-    yield from problems_of(storage, carries=carries, config_given=checkpoint.settings.config is not None)
+    yield from problems_of(storage, copies_about_use=carries, config_given=checkpoint.settings.config is not None)
     adapter = checkpoint.container.recoding.adapter
     if adapter is not None:
-        yield from problems_of(adapter.storage, carries=False, config_given=True)
+        yield from problems_of(adapter.storage, copies_about_use=False, config_given=True)
 
 
-def hold_source(prepared: Prepared) -> None:
-    """Begin to hold what is read of a source, and of an adapter that is merged into it, against their own hashes.
+def watch_source(prepared: Prepared) -> None:
+    """Start to check what is read of the source, and of a merged adapter, against their recorded hashes.
 
     Raises:
-        TransaxleError: as `hold`.
+        TransaxleError: as for `watch_hashes`.
     """
     storage = prepared.checkpoint.container.storage
-    hold(storage)
+    watch_hashes(storage)
     adapter = prepared.checkpoint.container.recoding.adapter
     if adapter is not None:
-        hold(adapter.storage)
+        watch_hashes(adapter.storage)
 
 
 def task_of(prepared: Prepared, problems: list[Refusal]) -> Task:
-    """Return what a journal would belong to; files of the source that cannot be opened are added to the problems."""
+    """Return the identity of the task for its journal; source files that cannot be opened are added to `problems`."""
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     state = state_of(storage, source_files(prepared), problems)
     adapter = prepared.checkpoint.container.recoding.adapter
     if adapter is not None:
         state = digest((state + state_of(adapter.storage, (*adapter.files, ADAPTER_CONFIG), problems)).encode())
-    what = msgspec.json.encode(msgspec.structs.replace(plan, refusals=(), source=""))
-    return Task(f"{plan.format}:{plan.dialect}", plan.source, state, digest(what))
+    plan_text = msgspec.json.encode(msgspec.structs.replace(plan, refusals=(), source=""))
+    return Task(f"{plan.format}:{plan.dialect}", plan.source, state, digest(plan_text))
 
 
 def source_files(prepared: Prepared) -> tuple[str, ...]:
-    """Return the files of the source that what is made of it depends on."""
+    """Return the files of the source that influence the result."""
     return (*prepared.checkpoint.container.files, *prepared.plan.carried)
 
 
 def state_of(storage: Storage, files: Iterable[str], problems: list[Refusal]) -> str:
-    """Return the hash of the state of files; those that cannot be opened are added to the problems."""
+    """Return a hash of the versions of files; files that cannot be opened are added to `problems`."""
     lines = []
     for name in files:
         try:
@@ -280,9 +280,11 @@ def state_of(storage: Storage, files: Iterable[str], problems: list[Refusal]) ->
     return digest("".join(lines).encode())
 
 
-def refuse_together(checkpoint: Checkpoint, target: str) -> None:
-    """Refuse a target that is the source, or an adapter that is merged into it, lies in one of them or around it, or
-    holds a file that was named beside them.
+def refuse_overlap(checkpoint: Checkpoint, target: str) -> None:
+    """Refuse a target that overlaps with what is read.
+
+    That is: the target is the source or a merged adapter, lies inside one or contains one, or contains a config or
+    rules file that the user named.
 
     Args:
         checkpoint: the source.
@@ -291,79 +293,79 @@ def refuse_together(checkpoint: Checkpoint, target: str) -> None:
     Raises:
         UsageError: EXISTS, with every reason.
     """
-    found = list(dict.fromkeys(_reasons(checkpoint, target)))
-    if found:
-        raise gathered(Refusal("EXISTS", reason, Where(target), hint) for reason, hint in found)
+    reasons = list(dict.fromkeys(_reasons(checkpoint, target)))
+    if reasons:
+        raise gathered(Refusal("EXISTS", reason, Where(target), hint) for reason, hint in reasons)
 
 
 def _reasons(checkpoint: Checkpoint, target: str) -> Iterator[tuple[str, str]]:
     container = checkpoint.container
-    yield from _meeting("source", checkpoint.path, container, target)
+    yield from _overlap_reasons("source", checkpoint.path, container, target)
     adapter = container.recoding.adapter
     if adapter is not None:
-        yield from _meeting("adapter", adapter.path, adapter, target)
-    there = _here(target)
-    if there is not None:
-        target_path = Path(os.path.realpath(there))
+        yield from _overlap_reasons("adapter", adapter.path, adapter, target)
+    target_place = _local_place(target)
+    if target_place is not None:
+        target_path = Path(os.path.realpath(target_place))
         for name in checkpoint.settings.files:
-            if target_path in (named := Path(os.path.realpath(name)), *named.parents):
+            if target_path in (file_path := Path(os.path.realpath(name)), *file_path.parents):
                 yield f"the target contains {name}, which would be deleted", _WITHOUT
 
 
-def _meeting(what: str, path: str, container: Container, target: str) -> Iterator[tuple[str, str]]:
-    """Yield why a target is not apart from what is read, each with what to do.
+def _overlap_reasons(role: str, path: str, container: Container, target: str) -> Iterator[tuple[str, str]]:
+    """Yield reasons why a target overlaps with a source or adapter, each with advice.
 
     Args:
-        what: what it is called, `source` or `adapter`.
-        path: its path or URL, as typed.
-        container: its files.
-        target: path or URL, as typed.
+        role: `source` or `adapter`, for messages.
+        path: path or URL of it, as typed.
+        container: files of it.
+        target: path or URL of the target, as typed.
     """
-    here, there = _here(path), _here(target)
-    if here is None or there is None:
-        if here is there:
-            yield from _remote(what, path, target)
+    source_place, target_place = _local_place(path), _local_place(target)
+    if source_place is None or target_place is None:
+        if source_place is target_place:
+            yield from _remote_overlap_reasons(role, path, target)
         return
-    target_path, path_read = Path(os.path.realpath(there)), Path(os.path.realpath(here))
-    if _same(path_read, target_path):
-        yield f"the target is the {what} {path} itself, which is never changed", _HINT
-    elif path_read.is_dir() and any(_same(path_read, above) for above in target_path.parents):
-        yield f"the target lies inside the {what} {path}, which is never changed", _BESIDE
-    elif any(_same(target_path, above) for above in path_read.parents):
-        yield f"the target contains the {what} {path}, which would be deleted", _WITHOUT
+    target_path, path_read = Path(os.path.realpath(target_place)), Path(os.path.realpath(source_place))
+    if _is_same_place(path_read, target_path):
+        yield f"the target is the {role} {path} itself, which is never changed", _HINT
+    elif path_read.is_dir() and any(_is_same_place(path_read, above) for above in target_path.parents):
+        yield f"the target lies inside the {role} {path}, which is never changed", _BESIDE
+    elif any(_is_same_place(target_path, above) for above in path_read.parents):
+        yield f"the target contains the {role} {path}, which would be deleted", _WITHOUT
     else:
-        yield from _files(what, container, path_read, target_path)
+        yield from _link_reasons(role, container, path_read, target_path)
 
 
-def _files(what: str, container: Container, path: Path, target: Path) -> Iterator[tuple[str, str]]:
-    """Yield a reason for the first file of what is read that the target holds through a link."""
+def _link_reasons(role: str, container: Container, path: Path, target: Path) -> Iterator[tuple[str, str]]:
+    """Yield a reason for the first source file that is a link into the target."""
     folder = path if path.is_dir() else path.parent
     for name in (*container.files, *container.carried):
         file = Path(os.path.realpath(folder / name))
-        if _same(target, file) or target in file.parents:
-            yield f"the {what}'s {name} is a link to {file}, which would be replaced", _WITHOUT
+        if _is_same_place(target, file) or target in file.parents:
+            yield f"the {role}'s {name} is a link to {file}, which would be replaced", _WITHOUT
             return
 
 
-def _remote(what: str, path: str, target: str) -> Iterator[tuple[str, str]]:
-    here, there = address(path), address(target)
-    if here == there:
-        yield f"the target is the {what} {path} itself, which is never changed", _HINT
-    elif there.startswith(f"{here}/"):
-        yield f"the target lies inside the {what} {path}, which is never changed", _BESIDE
-    elif here.startswith(f"{there}/"):
-        yield f"the target contains the {what} {path}, which would be deleted", _WITHOUT
+def _remote_overlap_reasons(role: str, path: str, target: str) -> Iterator[tuple[str, str]]:
+    source_address, target_address = address(path), address(target)
+    if source_address == target_address:
+        yield f"the target is the {role} {path} itself, which is never changed", _HINT
+    elif target_address.startswith(f"{source_address}/"):
+        yield f"the target lies inside the {role} {path}, which is never changed", _BESIDE
+    elif source_address.startswith(f"{target_address}/"):
+        yield f"the target contains the {role} {path}, which would be deleted", _WITHOUT
 
 
-def _here(path: str) -> str | None:
-    """Return where a path leads on this machine; None for another one's."""
+def _local_place(path: str) -> str | None:
+    """Return a local path or `file:` URL as a path; None for a remote one."""
     return local_path(path) if is_url(path) else path
 
 
-def _same(one: Path, other: Path) -> bool:
-    """Tell whether two paths lead to one file or folder, also where their names do not show it."""
+def _is_same_place(first: Path, second: Path) -> bool:
+    """Tell whether two paths are the same file or folder, even under different names."""
     try:
-        return one == other or one.samefile(other)
+        return first == second or first.samefile(second)
     except OSError:
         return False
 
@@ -379,37 +381,37 @@ def execute(
     progress: Progress = no_progress,
     times: FileTimes | None = None,
 ) -> Report:
-    """Carry a plan out.
+    """Execute a plan.
 
     Args:
-        prepared: from `make_plan`, or from `preflight` for just this target.
-        target: folder, or one file (`.safetensors`, `.bin`, `.pt`, `.pth`); it must not exist unless `overwrite`.
-        overwrite: replace a checkpoint; the old one stays readable until the new one is complete. `everything`: with
-            whatever else lies in its folder.
-        resume: continue an interrupted run of the same plan; a target that is just what it would write is left alone.
-        sync: make everything durable before the rename.
+        prepared: the plan, from `make_plan`, or from `preflight` for this target.
+        target: folder, or single file (`.safetensors`, `.bin`, `.pt`, `.pth`); it must not exist unless `overwrite`.
+        overwrite: replace a checkpoint; the old one stays readable until the new one is complete. `everything`: also
+            delete all other files in its folder.
+        resume: continue an interrupted run of the same plan; a target that already has the planned content is left
+            alone.
+        sync: sync everything to disk before the rename.
         limit: workers and memory.
-        progress: told the bytes of each block written.
-        times: notes when the tensors of each file are written.
+        progress: called with the bytes of each written block.
+        times: records when the tensors of each file are written.
 
     Raises:
-        TransaxleError: every refusal of the plan, before anything is written; UNEQUAL_COPIES where copies differ;
-            CORRUPT where the source was changed meanwhile; EXISTS, IO, NO_SPACE. Whatever is raised, the target is as
-            it was.
+        TransaxleError: every refusal of the plan, before anything is written; UNEQUAL_COPIES if copies differ; CORRUPT
+            if the source was changed meanwhile; EXISTS, IO, NO_SPACE. On any error the target is unchanged.
     """
     begin = time.monotonic()
     cleared = preflight(
         prepared, target, overwrite=overwrite, resume=resume, running=True, limit=limit, progress=progress
     )
-    plan, container = ready(cleared), prepared.checkpoint.container
+    plan, container = require_ready(cleared), prepared.checkpoint.container
     storage, recoding = container.storage, container.recoding
-    limit, part = (limit or limits()).with_min_block(plan.band), whole(plan)
+    limit, part = (limit or limits()).with_min_block(plan.band), whole_plan(plan)
     if cleared.finished:
-        measured = prove(Share(measures=part.measures), storage, recoding, limit, allow_lossy=plan.allow_lossy)
+        measured = prove(PlanPart(measures=part.measures), storage, recoding, limit, allow_lossy=plan.allow_lossy)
         storage.recheck()
-        resumed, changed = len(plan.tensors), recoded(prepared, cleared.errors, measured)
+        resumed, changed = len(plan.tensors), value_errors(prepared, cleared.errors, measured)
         single = is_one_file(target) if takes_parts(target) else not Path(target).is_dir()
-        left = sweep_beside(target)
+        leftovers = sweep_beside(target)
     else:
         measured = prove(part, storage, recoding, limit, allow_lossy=plan.allow_lossy)
         with staging_at(target, overwrite=overwrite, resume=resume, sync=sync) as staging:
@@ -417,51 +419,53 @@ def execute(
             resumed, changed = _write(cleared, staging, limit, progress, measured, times)
             with span("commit"):
                 staging.commit()
-            left = staging.found
-    report = reported(prepared, target, single=single, resumed=resumed, recoded=changed, leftovers=left, synced=sync)
+            leftovers = staging.found
+    report = make_report(
+        prepared, target, single=single, resumed=resumed, recoded=changed, leftovers=leftovers, synced=sync
+    )
     return replace(report, seconds=time.monotonic() - begin)
 
 
 def _write(
-    prepared: Cleared, staging: Stage, limit: Limits, progress: Progress, measured: Errors, times: FileTimes | None
+    prepared: CheckedPlan, staging: Stage, limit: Limits, progress: Progress, measured: Errors, times: FileTimes | None
 ) -> tuple[int, tuple[MeasuredTensor, ...]]:
-    """Write everything but the commit; return how many tensors an earlier run had finished, and the changed ones.
+    """Write everything up to the commit; return the number of tensors finished by an earlier run, and value changes.
 
     Args:
-        prepared: the plan.
-        staging: where to.
+        prepared: the checked plan.
+        staging: the staged files to write.
         limit: workers and memory.
-        progress: called with the bytes of each block written.
-        measured: the errors of decoded, cast and merged tensors.
-        times: notes when tensors are written.
+        progress: called with the bytes of each written block.
+        measured: errors of decoded, cast and merged tensors.
+        times: records when tensors are written.
     """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
-    refuse_other_task(staging.scratch, prepared.task, shown(prepared.asked[0]))
+    refuse_other_task(staging.scratch, prepared.task, shown(prepared.request[0]))
     with span("create files"):
-        kept = staging.prepare(prepared.draft.files if staging.single is not None else plan.files)
+        reusable_files = staging.prepare(prepared.draft.files if staging.single is not None else plan.files)
 
     write_fragments(staging, prepared.draft.early())
     journal = Journal(staging.scratch, prepared.task)
     try:
-        tensors = _still_there(staging, plan, united(plan, journal.finished), kept)
-        resumed, todo = len(tensors), [tensor for tensor in plan.tensors if tensor.name not in tensors]
+        tensors = _intact_tensors(staging, plan, join_spans(plan, journal.finished), reusable_files)
+        resumed, remaining = len(tensors), [tensor for tensor in plan.tensors if tensor.name not in tensors]
         if tensors:
-            _expect(prepared, [tensor for tensor in plan.tensors if tensor.name in tensors], tensors)
-        progress(sum(tensor.nbytes for tensor in plan.tensors) - sum(tensor.nbytes for tensor in todo))
+            _check_reads_of(prepared, [tensor for tensor in plan.tensors if tensor.name in tensors], tensors)
+        progress(sum(tensor.nbytes for tensor in plan.tensors) - sum(tensor.nbytes for tensor in remaining))
         foretold: dict[str, str] | None = None
-        if staging.ordered and prepared.draft.sealed_first:  # a stream cannot go back: everything is read twice
-            read = tensors | carry(todo, storage, None, limit)
-            foretold = {name: done.hash for name, done in read.items()}
+        if staging.ordered and prepared.draft.sealed_first:  # a stream cannot be rewound: tensors are read twice
+            read_tensors = tensors | carry(remaining, storage, None, limit)
+            foretold = {name: done.hash for name, done in read_tensors.items()}
             write_fragments(staging, prepared.draft.late(foretold))
-        files = staging if times is None else times.watching(staging)
-        tensors |= carry(todo, storage, files, limit, record=journal.add, progress=progress)
+        files = staging if times is None else times.wrap(staging)
+        tensors |= carry(remaining, storage, files, limit, record=journal.add, progress=progress)
     finally:
         journal.close()
     return resumed, seal(prepared, staging, limit, tensors, measured, foretold)
 
 
-def united(plan: Plan, finished: Mapping[str, FinishedTensor]) -> dict[str, FinishedTensor]:
-    """Return the tensors of a plan that are finished, where workers may have finished spans of them."""
+def join_spans(plan: Plan, finished: Mapping[str, FinishedTensor]) -> dict[str, FinishedTensor]:
+    """Return the finished tensors of a plan, combining spans that workers have finished."""
     if not finished:
         return {}
     tensors = {}
@@ -475,25 +479,25 @@ def united(plan: Plan, finished: Mapping[str, FinishedTensor]) -> dict[str, Fini
     return tensors
 
 
-def _expect(prepared: Prepared, tensors: list[PlannedTensor], finished: Mapping[str, FinishedTensor]) -> None:
-    """Let the checksums and hashes of what an earlier run has read be checked too: what it summed of them is lost."""
+def _check_reads_of(prepared: Prepared, tensors: list[PlannedTensor], finished: Mapping[str, FinishedTensor]) -> None:
+    """Make the source's recorded checksums and hashes cover tensors that an earlier run has read."""
     container = prepared.checkpoint.container
-    believe(tensors, finished, container.storage)
+    check_finished(tensors, finished, container.storage)
     witness = layer(container.storage, Witness)
     if witness is None:
         return
     for transfer in (transfer for tensor in tensors for transfer in tensor.transfers):
         if transfer.file in container.files:
             witness.expect(transfer.file, transfer.source, transfer.source_span)
-        else:  # made of others, which are not known here
+        else:  # a virtual file: its parts are unknown here
             for each in container.checksums:
                 witness.expect(each.file, each.offset, each.size)
 
 
-def _still_there(
-    staging: Stage, plan: Plan, recorded: Mapping[str, FinishedTensor], kept: frozenset[str]
+def _intact_tensors(
+    staging: Stage, plan: Plan, recorded: Mapping[str, FinishedTensor], reusable_files: frozenset[str]
 ) -> dict[str, FinishedTensor]:
-    """Return the recorded tensors whose bytes in the unfinished files still have the recorded hash."""
+    """Return the recorded tensors whose bytes in the unfinished files still match the recorded hash."""
     if not recorded:
         return {}
     storage = LocalStorage(staging.path)
@@ -502,8 +506,8 @@ def _still_there(
             tensor.name: recorded[tensor.name]
             for tensor in plan.tensors
             if tensor.name in recorded
-            and not tensor.copies  # nothing says that these are complete as well
-            and kept.issuperset(place.file for place in tensor.places)
+            and not tensor.copies  # copies may be incomplete
+            and reusable_files.issuperset(place.file for place in tensor.places)
             and digest_in(storage, tensor.places) == recorded[tensor.name].hash
         }
     finally:
@@ -511,18 +515,18 @@ def _still_there(
 
 
 class FileTime(msgspec.Struct, frozen=True):
-    """When one file was written, in seconds since the first byte of all."""
+    """When one file was written, in seconds since the first byte of any file."""
 
     first: float
-    """When its first bytes were given to the system."""
+    """Start of its first write, in seconds."""
     last: float
-    """When its last bytes had been."""
+    """End of its last write, in seconds."""
     bytes: int
-    """How many were written."""
+    """Number of bytes written."""
 
 
 class FileTimes:
-    """Notes when the bytes of files are written, by several threads."""
+    """Records when the bytes of files are written, by several threads."""
 
     def __init__(self) -> None:
         self.files: dict[str, FileTime] = {}
@@ -530,23 +534,23 @@ class FileTimes:
         self._begin: float | None = None
         self._lock = threading.Lock()
 
-    def watching(self, files: Writable) -> Writable:
-        """Return the same files; what is written into them is noted here."""
-        return (_WatchedInBatches if hasattr(files, "add_write") else _Watched)(files, self)
+    def wrap(self, files: Writable) -> Writable:
+        """Return a wrapper of the files that records their writes here."""
+        return (_TimedFilesInBatches if hasattr(files, "note_write") else _TimedFiles)(files, self)
 
     def add(self, file: str, first: float, last: float, count: int) -> None:
-        """Note that bytes of a file were written between two moments."""
+        """Record that bytes of a file were written between two moments."""
         with self._lock:
             begin = self._begin = first if self._begin is None else min(self._begin, first)
-            known = self.files.get(file)
+            earlier = self.files.get(file)
             first, last = max(first - begin, 0.0), last - begin
-            if known is not None:
-                first, last, count = min(known.first, first), max(known.last, last), known.bytes + count
+            if earlier is not None:
+                first, last, count = min(earlier.first, first), max(earlier.last, last), earlier.bytes + count
             self.files[file] = FileTime(first, last, count)
 
 
-class _Watched:
-    """Files that note when they are written."""
+class _TimedFiles:
+    """A wrapper of files that records their writes."""
 
     def __init__(self, files: Writable, times: FileTimes) -> None:
         self._files = files
@@ -560,8 +564,8 @@ class _Watched:
         self._times.add(file, begin, time.monotonic(), len(view))
 
 
-class _WatchedInBatches(_Watched):
-    """Files that note when they are written, in lists of steps too."""
+class _TimedFilesInBatches(_TimedFiles):
+    """A wrapper of files that also records writes in lists of steps."""
 
     def add_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
         """See `StepWritable`."""

@@ -12,16 +12,16 @@ from transaxle.errors import CODES, Code
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One code, explained to somebody who has just met it."""
+    """The long form of one refusal code, for a reader who meets it for the first time."""
 
     summary: str
-    """One sentence."""
+    """The refusal in one sentence."""
     meaning: str
-    """Why it is refused, and not worked around."""
+    """Why the input is refused instead of worked around."""
     example: str
-    """A message as it is printed, without the code; commands begin with `$`."""
+    """A typical message as printed, without the code; commands begin with `$`."""
     remedy: str
-    """What to do."""
+    """What the user can do."""
 
     def as_json(self) -> dict[str, str]:
         """Return it as plain JSON data."""
@@ -35,22 +35,19 @@ def explain(refusal_code: str) -> Explanation:
     """Explain a refusal, by its code: `tx.explain(error.code)`.
 
     Args:
-        refusal_code: one of `tx.CODES`, in any case.
+            refusal_code: one of `tx.CODES`, in any case.
 
     Returns:
-        The explanation; printed, it is the text of `transaxle explain`.
-
-    Raises:
-        TypeError: it is no `str`.
-        ValueError: there is no such code; the nearest one is named.
+            The explanation; printed, it is the text of `transaxle explain`.
+    The explanation; printed, it is the text of `transaxle explain`.
     """
-    wanted = read_text("refusal_code", refusal_code, "BLOCK_MISALIGNED").upper().replace("-", "_")
-    for known in CODES:
-        if known == wanted:
-            return EXPLANATIONS[known]
-    close = get_close_matches(wanted, CODES, 1)
-    meant = f". Did you mean {close[0]!r}?" if close else "; see tx.CODES"
-    raise ValueError(f"there is no code {refusal_code!r}{meant}")
+    normalized = read_text("refusal_code", refusal_code, "BLOCK_MISALIGNED").upper().replace("-", "_")
+    for code in CODES:
+        if code == normalized:
+            return EXPLANATIONS[code]
+    similar = get_close_matches(normalized, CODES, 1)
+    suggestion = f". Did you mean {similar[0]!r}?" if similar else "; see tx.CODES"
+    raise ValueError(f"there is no code {refusal_code!r}{suggestion}")
 
 
 EXPLANATIONS: Mapping[Code, Explanation] = {

@@ -1,8 +1,8 @@
-"""LoRA: what the files of an adapter change of a model's weights, read as peft reads them.
+"""LoRA: the changes that an adapter's files make to a model's weights, read as peft reads them.
 
-A change is `scaling * B @ A`. Its place is found from names and from adapter_config.json. The parameters of one module
-(`target_parameters`) are nested in the order in which the module has them, which no file records: there, shapes must
-leave one possibility only.
+A change is `scaling * B @ A`. The changed weight follows from names and from adapter_config.json. The parameters of one
+module (`target_parameters`) are nested in the order of the module, which no file records: there, shapes must leave only
+one possibility.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ PREFIX = "base_model.model."
 LINEAR = ("lora_A.weight", "lora_B.weight")
 EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 INNER = ".base_layer"
-_KEPT = ("modules_to_save", "original_module")
-"""Where peft has a module twice, trained and as it was. Files have both where a vocabulary was resized, and the trained
-one under the module's own name too, which is what peft loads.
+_TWIN_MODULES = ("modules_to_save", "original_module")
+"""Modules of peft that contain another module twice, trained and original. Files have both if a vocabulary was resized,
+and the trained one also under the module's own name, which is the one that peft loads.
 """
-_HARMLESS = frozenset(
+_KNOWN_KEYS = frozenset(
     {
         "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config",
         "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
@@ -35,22 +35,23 @@ _HARMLESS = frozenset(
         "target_modules", "target_parameters", "task_type", "use_rslora",
     }
 )  # fmt: skip
-"""Keys of adapter_config.json that do not change what is added to the weights, or that are read here."""
+"""Keys of adapter_config.json that do not affect the added change, or that are read here."""
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Ways to start an adapter that leave the base as it is; the others subtract something from it."""
+"""Initializations that leave the base unchanged; all others subtract something from it."""
 _PATTERN = re.compile(r"(?:\^|\.\*\\\.)?(?:[\w.-]|\\\.)+")
-"""Keys of patterns that are names or ends of names (peft's own begin with `.*\\.`); others may take for ever."""
-USUAL, _LARGEST = 8, 1e9
-"""Rank and alpha where none is said, and what is no real one."""
+"""Patterns that are names or ends of names (peft's own begin with `.*\\.`); matching others may take exponential
+time."""
+DEFAULT_RANK, _LARGEST = 8, 1e9
+"""Default rank and alpha, and an upper bound of real ones."""
 _CONV1D_MODELS = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"})
 _CONV1D = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})
-"""Models of transformers, and modules in them, whose weights are `[in, out]`. There peft goes by the class of each
-module, and `fan_in_fan_out` ends up as the last one needs it.
+"""Models of transformers, and modules in them, whose weights are `[in, out]`. For these peft goes by the class of each
+module; `fan_in_fan_out` only fits the last one.
 """
 _FLOATS = ("F", "BF")
-"""How the types begin that hold values, not codes."""
-_MOST = 6
-"""Parameters of a module of which all orders are tried."""
+"""Prefixes of the dtypes that hold values instead of codes."""
+_MAX_PARAMETERS = 6
+"""Largest number of parameters of a module whose orders are all tried."""
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 _HINT = "Merge it with peft: merge_and_unload(), then save_pretrained()."
 _RESIZE = (
@@ -66,23 +67,23 @@ _SAY = (
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The change of one weight."""
+    """The low-rank change of one weight."""
 
     name: str
-    """The weight, under the name that the adapter's model has for it."""
+    """Name of the weight in the adapter's model."""
     first: Entry
-    """`A [matrices * rank, in]`; the ranks of a matrix lie together."""
+    """`A [matrices * rank, in]`; the ranks of a matrix are adjacent."""
     second: Entry
-    """`B [out, rank * matrices]`; the matrices of a rank lie together."""
+    """`B [out, rank * matrices]`; the matrices of a rank are adjacent."""
     matrices: int
-    """How many matrices the weight consists of."""
+    """Number of matrices in the weight."""
     swapped: bool
     """Whether the weight is `[in, out]`."""
     scaling: float
-    """What the product is multiplied with."""
+    """Factor by which the product is multiplied."""
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the change of a weight of a shape: of a convolution, its kernels are the rows."""
+        """Return the shape of the change for a weight of this shape; for a convolution, each kernel is a row."""
         return shape if len(self.first.shape) == 2 else (shape[0], prod(shape[1:]))
 
     @property
@@ -93,27 +94,27 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What an adapter does to a model."""
+    """All changes that an adapter makes to a model."""
 
     added: Mapping[str, LowRank]
-    """Weight -> what is added to it."""
+    """Weight -> the change to add."""
     replaced: Mapping[str, Entry]
-    """Tensor -> the one of the adapter that takes its place (`modules_to_save`, biases). Of one that is changed too, it
-    is what the change is added to: peft stores that of embeddings and heads, and loads it over the base's.
+    """Tensor -> the adapter's tensor that takes its place (`modules_to_save`, biases). If it also has a change, the
+    change is added to the adapter's tensor: peft stores copies of embeddings and heads, and loads them over the base's.
     """
     copies: Mapping[str, Entry]
-    """Tensor -> a second copy that the adapter has of what takes its place, which must be equal."""
+    """Tensor -> a second copy of its replacement in the adapter, which must be equal."""
     unchanged: Sequence[str]
-    """Modules that adapter_config.json may name, and for which the adapter has nothing."""
+    """Modules that adapter_config.json may name, but the adapter does not change."""
 
     @property
     def names(self) -> Set[str]:
-        """The tensors that are not what they were, in an order that depends on the adapter alone."""
+        """Names of all changed tensors, in an order that depends only on the adapter."""
         return dict.fromkeys((*self.added, *self.replaced)).keys()
 
     @property
-    def rebased(self) -> list[str]:
-        """The tensors that are changed from the adapter's own copy of the base's weight."""
+    def own_bases(self) -> list[str]:
+        """Names of tensors whose change is added to the adapter's own copy of the base's weight."""
         return sorted(self.added.keys() & self.replaced.keys())
 
 
@@ -122,24 +123,24 @@ class Lora:
 
     Args:
         entries: its tensors.
-        config: its adapter_config.json.
-        base: the config.json of its base.
+        config: content of its adapter_config.json.
+        base: content of the config.json of its base.
 
     Raises:
-        Refused: UNSUPPORTED, CORRUPT: every reason why its change of the weights is not known.
+        Refused: UNSUPPORTED, CORRUPT: every reason why its changes are unknown.
     """
 
     def __init__(self, entries: Mapping[str, Entry], config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
         self._config = config
         self._has_conv1d = str(base.get("model_type")) in _CONV1D_MODELS
         self._layers = _layers_of(base)
-        self._problems = list(_unsupported(config))
+        self._problems = list(_refuse_settings(config))
         self._check()
         self._low: dict[str, dict[str, Entry]] = {}
         self._replaced: dict[str, Entry] = {}
         self._twice: dict[str, Entry] = {}
         for name, entry in entries.items():
-            self._sort(name, entry)
+            self._classify(name, entry)
         if not self._problems and not self._low:
             self._refuse("CORRUPT", "the adapter has no tensors lora_A and lora_B", None)
         for path, pair in self._low.items():
@@ -150,129 +151,130 @@ class Lora:
         for name in sorted(self._twice.keys() - self._replaced.keys()):
             self._refuse("CORRUPT", "peft stores the trained tensor under its own name too, and it is not there", name)
         self._check()
-        inside: dict[str, list[str]] = {}
+        paths_by_module: dict[str, list[str]] = {}
         for path in self._low:
-            inside.setdefault(_bare(path), []).append(path)
-        self._modules = {module: sorted(paths, key=len, reverse=True) for module, paths in inside.items()}
+            paths_by_module.setdefault(_strip_wrappers(path), []).append(path)
+        self._modules = {module: sorted(paths, key=len, reverse=True) for module, paths in paths_by_module.items()}
         for name, entry in self._replaced.items():
             if f"{INNER}." in entry.name and name.rpartition(".")[0] not in self._modules:
                 self._refuse("INCOMPLETE", "the adapter has this of the base, but no A and B to go with it", entry.name)
-        found = {name for module in self._modules for name in self._parameters(module)}
-        for name in sorted(_target_parameters(config)[0] - found):
+        parameter_names = {name for module in self._modules for name in self._parameters(module)}
+        for name in sorted(_target_parameters(config)[0] - parameter_names):
             self._refuse("UNSUPPORTED", f"target_parameters has {name}, but the adapter changes none", None)
         self._check()
 
     def targets(self) -> set[str]:
-        """Return the names that the model must have."""
+        """Return the names of tensors that the model must have."""
         names = {f"{module}.{name}" for module in self._modules for name in self._parameters(module) or ["weight"]}
         return names | self._replaced.keys()
 
     def changes(self, shapes: Mapping[str, tuple[int, ...]], in_memory: Collection[str] | None = None) -> Changes:
-        """Return what happens to each weight.
+        """Return the change of each weight.
 
         Args:
-            shapes: of the model's tensors.
-            in_memory: what the class of the model calls them; None where that is not known.
+            shapes: shapes of the model's tensors.
+            in_memory: the tensor names of the model's class; None if unknown.
 
         Raises:
-            Refused: SHAPE_MISMATCH; INCOMPLETE where modules are missing; AMBIGUOUS where several parameters of a
-                module fit.
+            Refused: SHAPE_MISMATCH; INCOMPLETE if modules are missing; AMBIGUOUS if several parameters of a module fit.
         """
-        added = [each for module in self._modules for each in self._of_module(module, shapes)]
+        added = [each for module in self._modules for each in self._module_changes(module, shapes)]
         for name, entry in self._replaced.items():
             if shapes[name] != entry.shape:
                 message = f"the adapter has it as {list(entry.shape)}, and the model as {list(shapes[name])}"
                 is_longer = len(entry.shape) == 2 and shapes[name][1:] == entry.shape[1:]
                 hint = _RESIZE.format(entry.shape[0]) if is_longer else _HINT
                 self._refuse("SHAPE_MISMATCH", message, name, hint)
-        lacking, doubtful = self._lacking(shapes, in_memory)
+        lacking, doubtful = self._modules_without_change(shapes, in_memory)
         if lacking:
             self._refuse("INCOMPLETE", f"{_LACKING.format(len(lacking))}: {', '.join(lacking)[:300]}", None, _SAY)
         self._check()
         return Changes({each.name: each for each in added}, self._replaced, self._twice, doubtful)
 
-    def _lacking(
+    def _modules_without_change(
         self, shapes: Mapping[str, tuple[int, ...]], in_memory: Collection[str] | None
     ) -> tuple[list[str], list[str]]:
-        """Return the modules for which the adapter has nothing and that its config names, of which peft warns only.
+        """Return the modules that the config names and the adapter does not change, about which peft only warns.
 
         Returns:
-            Those that peft would miss; and those that it may not know: layers after the last that a config counts (they
-            predict several tokens), what the class of the model has under other names, and what a pattern decides.
+            Modules that are certainly missing; and modules that peft may not know: layers after the last one that the
+            config counts (they predict further tokens), names that differ in the model's class, and modules that depend
+            on a pattern.
         """
         listed = self._config.get("target_modules")
         kinds = {_NUMBERS.sub("*", module) for module in self._modules}
         targets = listed if isinstance(listed, list) else []
-        unreached = [each for each in targets if not any(_ends_with(module, [each]) for module in self._modules)]
-        lacking, doubtful = dict[str, None](), dict[str, None]()
+        unmatched = [each for each in targets if not any(_ends_with(module, [each]) for module in self._modules)]
+        missing, doubtful = dict[str, None](), dict[str, None]()
         for name, shape in shapes.items():
             module, _, last = name.rpartition(".")
             parameters = self._parameters(module)
             alike = _NUMBERS.sub("*", module) in kinds and (parameters or self._is_listed(module))
             if module in self._modules or len(shape) < 2 or last not in (parameters or ["weight"]):
                 continue
-            if name in self._replaced or self._is_excluded(module) or not (alike or _ends_with(module, unreached)):
+            if name in self._replaced or self._is_excluded(module) or not (alike or _ends_with(module, unmatched)):
                 continue
             beyond = any(int(number) >= self._layers for number in _NUMBERS.findall(name)[:1])
             is_certain = not beyond and (isinstance(listed, list) if alike else name in (in_memory or ()))
-            (lacking if is_certain else doubtful)[module] = None
-        return list(lacking), list(doubtful)
+            (missing if is_certain else doubtful)[module] = None
+        return list(missing), list(doubtful)
 
     def _is_listed(self, module: str) -> bool:
-        """Tell whether target_modules has a module, of whose kind others are; a pattern may have it."""
+        """Tell whether target_modules contains a module, or is a pattern that may match it."""
         listed = self._config.get("target_modules")
         return isinstance(listed, str) or _ends_with(module, listed or ())
 
     def _is_excluded(self, module: str) -> bool:
-        """Tell whether adapter_config.json leaves a module out that it names, or may do so."""
+        """Tell whether adapter_config.json excludes a module that it names, or may exclude it."""
         excluded, layers = self._config.get("exclude_modules") or (), self._config.get("layers_to_transform")
         if isinstance(excluded, str) or _ends_with(module, excluded):
             return True
         chosen = [layers] if isinstance(layers, int) else layers or []
         return bool(chosen) and {int(number) for number in _NUMBERS.findall(f"{module}.")}.isdisjoint(chosen)
 
-    def _sort(self, name: str, entry: Entry) -> None:
-        inside = name.removeprefix(PREFIX)
+    def _classify(self, name: str, entry: Entry) -> None:
+        inner_name = name.removeprefix(PREFIX)
         for end in (*LINEAR, *EMBEDDING):
-            if inside.endswith(f".{end}") and inside != name:
-                self._low.setdefault(inside.removesuffix(f".{end}"), {})[end] = entry
+            if inner_name.endswith(f".{end}") and inner_name != name:
+                self._low.setdefault(inner_name.removesuffix(f".{end}"), {})[end] = entry
                 return
-        known = _bare(inside)
-        kept = [part for part in _KEPT if f".{part}." in known]
-        if inside == name or ".lora_" in inside or inside.startswith("lora_"):
+        bare_name = _strip_wrappers(inner_name)
+        wrappers = [part for part in _TWIN_MODULES if f".{part}." in bare_name]
+        if inner_name == name or ".lora_" in inner_name or inner_name.startswith("lora_"):
             self._refuse("UNSUPPORTED", "it belongs to no LoRA that can be merged", name)
         elif not entry.dtype.startswith(_FLOATS):
             self._refuse("UNSUPPORTED", f"{entry.dtype} are codes, and values are needed", name)
-        elif kept and self._config.get(_KEPT[0]):
-            if kept[0] == _KEPT[0]:
-                self._twice[known.replace(f".{kept[0]}.", ".")] = entry
-        elif known in self._replaced:
-            self._refuse("NAME_COLLISION", f"the adapter has it twice, as {self._replaced[known].name} too", name)
+        elif wrappers and self._config.get(_TWIN_MODULES[0]):
+            if wrappers[0] == _TWIN_MODULES[0]:
+                self._twice[bare_name.replace(f".{wrappers[0]}.", ".")] = entry
+        elif bare_name in self._replaced:
+            self._refuse("NAME_COLLISION", f"the adapter has it twice, as {self._replaced[bare_name].name} too", name)
         else:
-            self._replaced[known] = entry
+            self._replaced[bare_name] = entry
 
     def _parameters(self, module: str) -> list[str]:
         """Return the parameters of a module that are targets themselves.
 
-        Of mixtures peft writes names without their modules. These are of each module that it did not choose as such.
+        For mixtures of experts, peft writes parameter names without modules. They apply to every module that is not a
+        target itself.
         """
-        bare, whole = _target_parameters(self._config)
-        named = {name for path, name in whole if f".{module}".endswith(f".{path}")}
+        bare_names, module_parameters = _target_parameters(self._config)
+        with_module = {name for path, name in module_parameters if f".{module}".endswith(f".{path}")}
         chosen = any(f".{module}".endswith(f".{each}") for each in self._config.get("target_modules") or ())
-        return sorted(named or (set() if chosen else bare))
+        return sorted(with_module or (set() if chosen else bare_names))
 
-    def _of_module(self, module: str, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[LowRank]:
+    def _module_changes(self, module: str, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[LowRank]:
         paths = self._modules[module]
         parameters = self._parameters(module)
         if parameters:
             stacks = any(len(shapes[f"{module}.{name}"]) == 3 for name in parameters)
-            ways = [False, True] if stacks else [False]
+            orientations = [False, True] if stacks else [False]
         else:
-            ways = [EMBEDDING[0] in self._low[paths[0]] or self._is_flipped(module)]
+            orientations = [EMBEDDING[0] in self._low[paths[0]] or self._is_flipped(module)]
             parameters = ["weight"]
         possible = []
-        for order in permutations(parameters) if len(parameters) == len(paths) <= _MOST else ():
-            for swapped in ways:
+        for order in permutations(parameters) if len(parameters) == len(paths) <= _MAX_PARAMETERS else ():
+            for swapped in orientations:
                 pairs = zip(paths, order, strict=True)
                 changes = [self._change(path, f"{module}.{name}", shapes, swapped) for path, name in pairs]
                 if None not in changes:
@@ -289,7 +291,7 @@ class Lora:
             groups = _groups(self._low[paths[0]].get(LINEAR[0]), shapes[f"{module}.{parameters[0]}"])
             new = self._replaced.get(f"{module}.weight")
             if new is not None and new.shape != shapes[f"{module}.weight"]:
-                return  # of another size than the model's: that is said of the weight
+                return  # the size difference of the weight is refused instead
             if groups > 1:
                 message = f"{message}: a convolution of {groups} groups, into which peft cannot merge either"
                 self._refuse("UNSUPPORTED", message, module, "Leave it as it is, or train without this module.")
@@ -305,11 +307,11 @@ class Lora:
         return bool(self._config.get("fan_in_fan_out"))
 
     def _change(self, path: str, name: str, shapes: Mapping[str, tuple[int, ...]], swapped: bool) -> LowRank | None:
-        """Return the change of a weight by one pair of factors; None where it does not fit."""
+        """Return the change of a weight by one pair of factors; None if the shapes do not fit."""
         shape, pair = shapes[name], self._low[path]
         first, second = (pair[end] for end in (EMBEDDING if EMBEDDING[0] in pair else LINEAR))
         of_stack, rank = bool(self._parameters(name.rpartition(".")[0])), self._rank(name)
-        if len(shape) > 2 and not of_stack:  # a convolution: A has its kernels, and those of B have one element
+        if len(shape) > 2 and not of_stack:  # a convolution: A has the weight's kernels, B has kernels of one element
             factors = (rank, *shape[1:]), (shape[0], rank, *(1,) * len(shape[2:]))
             fits = (first.shape, second.shape) == factors
             return LowRank(name, first, second, 1, swapped=False, scaling=self._scaling(name, rank)) if fits else None
@@ -330,12 +332,12 @@ class Lora:
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _setting(self, patterns: str, key: str, name: str) -> Any:
-        """Return what holds for a weight; peft's patterns name modules, and parameters that are targets themselves."""
+        """Return the setting of a weight; peft's patterns match modules, or parameters that are targets themselves."""
         module = name if self._parameters(name.rpartition(".")[0]) else name.rpartition(".")[0]
         for pattern, value in (self._config.get(patterns) or {}).items():
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return value
-        return self._config.get(key, USUAL)
+        return self._config.get(key, DEFAULT_RANK)
 
     def _refuse(self, code: Any, message: str, name: str | None, hint: str = _HINT) -> None:
         self._problems.append(Refusal(code, message, Where(None, name), hint))
@@ -345,8 +347,8 @@ class Lora:
             raise gathered(self._problems)
 
 
-def _unsupported(config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield what adapter_config.json says that is not merged here."""
+def _refuse_settings(config: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield refusals of settings in adapter_config.json that cannot be merged."""
     if not config:
         message = "there is no adapter_config.json beside the tensors"
         yield Refusal("UNSUPPORTED", message, Where(), "Give the folder that peft's save_pretrained has written.")
@@ -355,11 +357,11 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[Refusal]:
     if kind != "LORA":
         yield Refusal("UNSUPPORTED", f"adapters of type {kind} cannot be merged here, LORA can", Where(), _HINT)
         return
-    others = [key for key, value in config.items() if value and key not in _HARMLESS]
+    other_keys = [key for key, value in config.items() if value and key not in _KNOWN_KEYS]
     if config.get("init_lora_weights") not in _PLAIN_STARTS:
-        others.append(f"init_lora_weights={str(config['init_lora_weights'])[:40]!r}")
-    if others:
-        message = f"adapter_config.json has {', '.join(others)}: its change of the weights is not B @ A alone"
+        other_keys.append(f"init_lora_weights={str(config['init_lora_weights'])[:40]!r}")
+    if other_keys:
+        message = f"adapter_config.json has {', '.join(other_keys)}: its change of the weights is not B @ A alone"
         yield Refusal("UNSUPPORTED", message, Where(), _HINT)
     parameters, modules = config.get("target_parameters") or [], config.get("target_modules") or []
     if not isinstance(parameters, list) or not all(isinstance(each, str) for each in parameters):
@@ -368,43 +370,43 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[Refusal]:
         message = f"target_modules is {str(modules)[:40]!r}, so it is not known which modules target_parameters means"
         yield Refusal("UNSUPPORTED", message, Where(), _HINT)
     for patterns, key in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
-        given = config.get(patterns) or {}
-        if not isinstance(given, Mapping) or not all(map(_PATTERN.fullmatch, given)):
+        overrides = config.get(patterns) or {}
+        if not isinstance(overrides, Mapping) or not all(map(_PATTERN.fullmatch, overrides)):
             yield Refusal("UNSUPPORTED", f"{patterns} has more than names", Where(), _HINT)
             continue
-        numbers = [config.get(key, USUAL), *given.values()]
+        numbers = [config.get(key, DEFAULT_RANK), *overrides.values()]
         if not all(_is_number(value, whole=key == "r") for value in numbers):
             numbered = "positive numbers" if key == "r" else "numbers"
             yield Refusal("CORRUPT", f"{key} or {patterns} has something else than {numbered}", Where(), _HINT)
 
 
 def _target_parameters(config: Mapping[str, Any]) -> tuple[set[str], set[tuple[str, str]]]:
-    """Return the targets that are names of parameters, and those with their modules, as (module, name)."""
+    """Return the target parameters without a module, and those with one, as (module, name)."""
     targets = [str(target).rpartition(".") for target in config.get("target_parameters") or ()]
     return {name for path, _, name in targets if not path}, {(path, name) for path, _, name in targets if path}
 
 
-def _bare(path: str) -> str:
-    """Return a path without the modules that peft puts around those that it changes."""
+def _strip_wrappers(path: str) -> str:
+    """Return a path without the wrapper modules of peft."""
     return ".".join(part for part in path.split(".") if part != INNER[1:])
 
 
 def _ends_with(module: str, paths: Iterable[str]) -> bool:
-    """Tell whether a module is one of those that peft's lists name by the end of their paths."""
+    """Tell whether a module ends with one of the paths in peft's lists."""
     return any(f".{module}".endswith(f".{path}") for path in paths)
 
 
 def _groups(first: Entry | None, shape: tuple[int, ...]) -> int:
-    """Return the groups of a convolution whose A has more channels than the weight; 1 for anything else."""
+    """Return the number of groups of a convolution whose A has more channels than the weight; otherwise 1."""
     if first is None or len(shape) < 3 or first.shape[2:] != shape[2:] or first.shape[1] % (shape[1] or 1):
         return 1
     return first.shape[1] // (shape[1] or 1)
 
 
 def _layers_of(config: Mapping[str, Any]) -> float:
-    """Return how many layers a model has, of those that peft can reach."""
-    said = config.get("text_config")
-    layers = (said if isinstance(said, Mapping) else config).get("num_hidden_layers")
+    """Return the number of layers that peft can reach."""
+    text_config = config.get("text_config")
+    layers = (text_config if isinstance(text_config, Mapping) else config).get("num_hidden_layers")
     return layers if isinstance(layers, int) else math.inf
 
 

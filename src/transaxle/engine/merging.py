@@ -1,14 +1,14 @@
-"""Adapters merged into the weights that they change.
+"""LoRA adapters merged into the weights that they change.
 
-**Merging**: a model's weights seen with an adapter's changes added, whatever names and layouts either has.
+**Merging**: a view of a model's weights with an adapter's changes added, whatever names and layouts either has.
 
 The changes are tensors of the dialect in which the adapter was trained, zero where it has none. The model's own tables
-take them to the layout in which the weights are stored, so that fused and stacked weights get each its own part.
+move them to the layout of the stored weights, so that each part of a fused or stacked weight gets its own change.
 
-**Merged adapters**: weights seen with the low-rank changes of an adapter added, computed when they are read.
+**Arithmetic**: the changes are computed when weights are read.
 
-Everything is summed in float64 and then rounded to the weight's type, through float32 as torch's `.to` does. The terms
-are added in the order of the ranks, so a value has the same bits in whatever pieces a tensor is read.
+Values are summed in float64 and then rounded to the weight's dtype, through float32 as torch's `.to` does. Terms are
+added in the order of the ranks, so a value has the same bits whichever pieces of a tensor are read.
 """
 
 from __future__ import annotations
@@ -43,36 +43,36 @@ Wide = NDArray[np.float64]
 _ITEM = np.dtype(np.float64).itemsize
 
 
-def wide(entry: Entry, values: NDArray[Any]) -> Wide:
-    """Return the stored numbers of a plain tensor in float64: every type of an adapter is exact there."""
+def to_float64(entry: Entry, values: NDArray[Any]) -> Wide:
+    """Return the values of a plain tensor in float64, which represents every dtype of adapters exactly."""
     typed = values.view(numpy_dtype(entry.dtype))
     return typed if typed.dtype == np.float64 else widen(typed).astype(np.float64)
 
 
-def added(values: Wide, change: Wide) -> Wide:
-    """Return values with a change added; a zero that stays keeps its sign."""
+def add_change(values: Wide, change: Wide) -> Wide:
+    """Return values plus a change; where the change is zero, the value keeps its bits, even -0."""
     with np.errstate(all="ignore"):
         return np.where(change == 0, values, values + change)
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The change of a weight: for each matrix of a stack, scaling times `left @ right`."""
+    """The low-rank change of a weight: for each matrix of a stack, `scaling * left @ right`."""
 
     left: Wide
-    """`[matrices, rows, rank]`."""
+    """The factor `[matrices, rows, rank]`."""
     right: Wide
-    """`[matrices, rank, columns]`."""
+    """The factor `[matrices, rank, columns]`."""
     scaling: float
-    """What every sum of products is multiplied with."""
+    """Factor by which every product is multiplied."""
 
-    def same_as(self, other: Factors) -> bool:
+    def same_as(self, factors: Factors) -> bool:
         """Tell whether another change has the same factors, and so the same values."""
-        pairs = (self.left, other.left), (self.right, other.right)
-        return self.scaling == other.scaling and all(np.array_equal(*pair) for pair in pairs)
+        pairs = (self.left, factors.left), (self.right, factors.right)
+        return self.scaling == factors.scaling and all(np.array_equal(*pair) for pair in pairs)
 
     def rows(self, matrix: int, first: int, last: int) -> Wide:
-        """Return rows of the change of one matrix."""
+        """Return some rows of the change of one matrix."""
         left, right = self.left[matrix, first:last], self.right[matrix]
         total = np.zeros((last - first, right.shape[1]))
         for rank in range(len(right)):
@@ -82,11 +82,11 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A file of the float64 values by which a weight changes.
+    """A virtual file with the float64 change of a weight.
 
     Attributes:
-        shape: of the weight; the kernels of a convolution are rows.
-        factors: reads the factors.
+        shape: shape of the weight; for a convolution, each kernel is a row.
+        factors: returns the factors of the change.
     """
 
     shape: tuple[int, ...]
@@ -106,17 +106,17 @@ class Change:
             matrix, first = divmod(row, rows)
             last = min(rows, first + max(1, BAND // columns), first + -(-(inside + len(out)) // width))
             values = factors.rows(matrix, first, last).reshape(-1).view(np.uint8).data[inside:]
-            taken = min(len(values), len(out))
-            out[:taken] = values[:taken]
-            out, offset = out[taken:], offset + taken
+            size = min(len(values), len(out))
+            out[:size] = values[:size]
+            out, offset = out[size:], offset + size
 
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A file of the float64 values of a tensor that an adapter has instead of the model's.
+    """A virtual file with the float64 values of a tensor that the adapter stores in place of the model's.
 
     Attributes:
-        entry: the tensor.
+        entry: the adapter's tensor.
         rows: its bytes.
     """
 
@@ -134,19 +134,19 @@ class Replacement:
         while out:
             first = offset // _ITEM
             last = min(first + BAND, -(-(offset + len(out)) // _ITEM))
-            values = wide(self.entry, self.rows.read(first * item, last * item)).view(np.uint8).data
-            taken = values[offset - first * _ITEM :][: len(out)]
-            out[: len(taken)] = taken
-            out, offset = out[len(taken) :], offset + len(taken)
+            values = to_float64(self.entry, self.rows.read(first * item, last * item)).view(np.uint8).data
+            data = values[offset - first * _ITEM :][: len(out)]
+            out[: len(data)] = data
+            out, offset = out[len(data) :], offset + len(data)
 
 
 @dataclass(frozen=True, slots=True)
-class Rebased:
-    """A file of the float64 sums of a change and of the weight that the adapter has for it.
+class RebasedChange:
+    """A virtual file with the float64 sum of an adapter's own copy of a weight and its change.
 
     Attributes:
-        base: the weight.
-        change: what is added to it.
+        base: the adapter's copy of the weight.
+        change: the change to add.
     """
 
     base: Replacement
@@ -167,32 +167,32 @@ class Rebased:
             self.base.read_into(first * _ITEM, base.data)
             self.change.read_into(first * _ITEM, change.data)
             start, end = max(offset, first * _ITEM), min(offset + len(out), stop * _ITEM)
-            total = added(base, change).view(np.uint8)[start - first * _ITEM : end - first * _ITEM]
+            total = add_change(base, change).view(np.uint8)[start - first * _ITEM : end - first * _ITEM]
             out[start - offset : end - offset] = total.data
             first = stop
 
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """A file of the values by which a tensor without an adapter changes."""
+    """A virtual file with the zero change of a tensor that the adapter does not change."""
 
     nbytes: int
     """See `VirtualFile`."""
 
-    def read_into(self, offset: int, view: memoryview) -> None:  # noqa: ARG002 - they are all the same
+    def read_into(self, offset: int, view: memoryview) -> None:  # noqa: ARG002 - all bytes are zero
         """See `VirtualFile`."""
         np.frombuffer(view, np.uint8)[:] = 0
 
 
 class Merger(Caster):
-    """One weight with its adapter merged, as the row-major bytes of its values.
+    """A virtual file with one weight after merging, in row-major order.
 
     Args:
         entry: the weight.
-        source: turns it into transfers.
+        source: source that turns it into transfers.
         reader: reads the files.
-        change: where its change lies, or its new values, in float64.
-        replaced: whether these are new values.
+        change: target and source of its change, or of its new values, in float64.
+        replaced: whether these are new values instead of a change.
     """
 
     action = "merged"
@@ -209,30 +209,30 @@ class Merger(Caster):
         change = self._change.read(start * _ITEM, stop * _ITEM).view(np.float64)
         if self._replaced:
             return change
-        return added(wide(self.entry, super()._values(start, stop)), change)
+        return add_change(to_float64(self.entry, super()._values(start, stop)), change)
 
 
 _CHANGE, _MERGED = "\0change of ", "\0merged "
-"""What the names of files that do not exist begin with."""
+"""Prefixes of the names of virtual files."""
 _PLAIN = frozenset({"F32", "F16", "BF16"})
 _MEMORY = "transformers"
-_FIRST = (_MEMORY, "hf")
-"""Dialects in which adapters are trained most often."""
-_KEPT = 16
-"""Pairs of factors that are cached, so that reading a weight piece by piece reads them once."""
+_USUAL_DIALECTS = (_MEMORY, "hf")
+"""Dialects in which most adapters are trained."""
+_CACHED = 16
+"""Number of factor pairs that are cached, so that reading a weight piece by piece reads them once."""
 _UNCHANGED = "adapter_config.json may name {} modules for which the adapter has nothing; they stay as they are"
 _DECODE = "Decode it first (convert with --decode bf16), and merge into the result."
 
 
 class Model(Protocol):
-    """The checkpoint of a model."""
+    """The interface of a model's checkpoint."""
 
     container: Container
     settings: Any
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Its config.json."""
+        """Content of its config.json."""
 
     @property
     def catalog(self) -> Catalog:
@@ -240,137 +240,146 @@ class Model(Protocol):
 
     @property
     def family(self) -> str | None:
-        """Its family; None if no table reads it."""
+        """Its model family; None if no table reads its names."""
 
     @property
-    def recognised(self) -> Any:
+    def reading(self) -> Any:
         """Its family and dialect."""
 
     @property
     def bound(self) -> BoundNames:
-        """Its names read through its dialect."""
+        """Its names, read through its dialect."""
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes of its axes."""
+        """Its axis sizes."""
 
     def translation(self, dialect: str) -> View:
         """Return its tensors in another dialect."""
 
     def source_of(self, dialect: str) -> Source:
-        """Return the reader of the tensors in another dialect."""
+        """Return the source of the tensors of another dialect."""
 
 
 Express = Callable[[Container, str, None, Mapping[str, int]], Model]
-"""Makes a checkpoint of other tensors of a model: files, label of their dialect, no other config, sizes of axes."""
+"""Makes a checkpoint of other tensors of a model: (files, dialect of their names, None for the same config, axis
+sizes)."""
 
 
-def merged(model: Model, adapter: Container, config: Mapping[str, Any], express: Express) -> Container:
-    """Return the files of a model with an adapter merged into the weights; where that fails, the adapter is closed.
+def merge_adapter(model: Model, adapter: Container, config: Mapping[str, Any], express: Express) -> Container:
+    """Return a model's container with an adapter merged into the weights; on errors, the adapter is closed.
 
     Args:
-        model: the checkpoint, under its stored names.
+        model: the checkpoint under its stored names.
         adapter: the files of the adapter.
-        config: its adapter_config.json.
+        config: content of its adapter_config.json.
         express: makes a checkpoint of the same model; see `Express`.
 
     Raises:
-        Refused: UNSUPPORTED for another adapter than LoRA, and for weights that are not plain; MISSING_TENSOR,
-            SHAPE_MISMATCH where it is not an adapter of this model; AMBIGUOUS; CORRUPT.
+        Refused: UNSUPPORTED for adapters other than LoRA, and for weights that are not plain; MISSING_TENSOR or
+            SHAPE_MISMATCH if it is no adapter of this model; AMBIGUOUS; CORRUPT.
     """
     try:
-        return _merged(model, adapter, config, express)
+        return _merge(model, adapter, config, express)
     except BaseException:
         close(adapter.storage)
         raise
 
 
-def _merged(model: Model, adapter: Container, config: Mapping[str, Any], express: Express) -> Container:
+def _merge(model: Model, adapter: Container, config: Mapping[str, Any], express: Express) -> Container:
     lora = Lora(adapter.entries, config, model.config)
-    dialect, shapes = _trained_in(model, lora.targets())
+    dialect, shapes = _find_dialect(model, lora.targets())
     changes = lora.changes(shapes, _in_memory(model))
-    unequal = list(_unequal(adapter, changes))
+    unequal = list(_refuse_unequal(adapter, changes))
     if unequal:
         raise gathered(unequal)
-    changed = _changed(model.container, adapter, changes, shapes if dialect else changes.names, shapes)
-    tied = _ties(model, dialect)
-    alike = _alike(adapter, changes, tied)
+    changed = _changes_container(model.container, adapter, changes, shapes if dialect else changes.names, shapes)
+    ties = _ties(model, dialect)
+    alike = _equally_changed(adapter, changes, ties)
     if dialect is None:
         prefix, source = "", Source(changed)
         targets: Mapping[str, Target] = {name: identity_target(name, entry) for name, entry in changed.entries.items()}
     else:
-        label, prefix = model.recognised.dialect.label, model.recognised.prefix
-        other = express(changed, dialect, None, {**_padding(model), **model.settings.axes})
-        view, source = other.translation(label), other.source_of(label)
+        label, prefix = model.reading.dialect.label, model.reading.prefix
+        expressed = express(changed, dialect, None, {**_padding(model), **model.settings.axes})
+        view, source = expressed.translation(label), expressed.source_of(label)
         if view.refusals:
             raise gathered(view.refusals)
         targets = view.targets
-    wanted = {prefix + name: target for name, target in targets.items() if origins(target) & changes.names}
-    problems = [*_lost(changes, wanted, tied, alike), *_misfits(model.container, changes, wanted)]
-    problems.extend(_tied(model, wanted, alike))
+    changed_targets = {
+        prefix + name: target for name, target in targets.items() if origin_names(target) & changes.names
+    }
+    problems = [
+        *_refuse_lost(changes, changed_targets, ties, alike),
+        *_refuse_misfits(model.container, changes, changed_targets),
+    ]
+    problems.extend(_refuse_tied(model, changed_targets, alike))
     if problems:
         raise gathered(problems)
     mergers, entries = {}, dict(model.container.entries)
     stored = Source(model.container)
-    for name, target in wanted.items():
+    for name, target in changed_targets.items():
         entry = entries[name]
-        replaced = origins(target) <= changes.replaced.keys()
+        replaced = origin_names(target) <= changes.replaced.keys()
         mergers[_MERGED + name] = Merger(entry, stored, model.container.storage, (target, source), replaced=replaced)
         extent = Extent((0,) * len(entry.shape), entry.shape, _MERGED + name, 0)
         entries[name] = replace(entry, extents=(extent,))
     return model.container.recoded(mergers, entries, adapter=adapter, notes=tuple(_notes(changes)))
 
 
-def _trained_in(model: Model, wanted: set[str]) -> tuple[str | None, Mapping[str, tuple[int, ...]]]:
-    """Return the dialect that has the adapter's names, and the shapes of its tensors; None: that which is stored."""
+def _find_dialect(model: Model, adapter_names: set[str]) -> tuple[str | None, Mapping[str, tuple[int, ...]]]:
+    """Return the dialect with the adapter's names, None if they are stored names, and the shapes of its tensors."""
     stored = {name: entry.shape for name, entry in model.catalog.entries.items()}
-    known = set(stored)
-    if wanted <= known:
+    known_names = set(stored)
+    if adapter_names <= known_names:
         return None, stored
-    labels = model.recognised.family.labels if model.family is not None else ()
-    for label in sorted(labels, key=lambda label: label not in _FIRST):
+    labels = model.reading.family.labels if model.family is not None else ()
+    for label in sorted(labels, key=lambda label: label not in _USUAL_DIALECTS):
         try:
             targets = model.translation(label).targets
         except TransaxleError:
             continue
-        if wanted <= targets.keys():
+        if adapter_names <= targets.keys():
             return label, {name: target.shape for name, target in targets.items()}
-        known |= targets.keys()
-    raise gathered(missing(name, known) for name in sorted(wanted - known) or sorted(wanted - stored.keys()))
+        known_names |= targets.keys()
+    raise gathered(
+        refuse_missing(name, known_names)
+        for name in sorted(adapter_names - known_names) or sorted(adapter_names - stored.keys())
+    )
 
 
 def _padding(model: Model) -> dict[str, int]:
-    """Return how much the stored weights are padded, which no other dialect shows."""
-    found: dict[str, int] = {}
+    """Return the padding of the stored weights by axis, which other dialects do not show."""
+    padding: dict[str, int] = {}
     for (line, _), names in model.bound.names.items():
         for position, name in names.items() if line.expression.padding else ():
             shape = model.container.entries[name].shape
             if len(shape) == len(line.expression.dims):  # a step has no dims
-                known = fill(line.expression, shape, model.sizes.at(dict(zip(line.name.axes, position, strict=True))))
-                found |= {axis: known[axis] for axis in sorted(line.expression.padding)}
-    return found
+                sizes = fill(line.expression, shape, model.sizes.at(dict(zip(line.name.axes, position, strict=True))))
+                padding |= {axis: sizes[axis] for axis in sorted(line.expression.padding)}
+    return padding
 
 
-def missing(name: str, known: Collection[str]) -> Refusal:
-    """Return the refusal of what an adapter changes and the model does not have."""
-    close = get_close_matches(name, known, 1)
-    hint = f"Closest: {close[0]}. " if close else ""
+def refuse_missing(name: str, names: Collection[str]) -> Refusal:
+    """Return the refusal of a tensor that an adapter changes and the model lacks."""
+    similar = get_close_matches(name, names, 1)
+    hint = f"Closest: {similar[0]}. " if similar else ""
     hint += "Give the model that the adapter was trained on, with its config.json."
     return Refusal(
         "MISSING_TENSOR", "the adapter changes it, but the model has no such tensor", Where(None, name), hint
     )
 
 
-def _changed(
+def _changes_container(
     model: Container,
     adapter: Container,
     changes: Changes,
     names: Collection[str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Container:
-    """Return a container of the float64 values by which tensors change."""
+    """Return a container with the float64 changes of tensors, in the dialect of the adapter."""
     source = Source(adapter)
-    cached = lru_cache(_KEPT)(lambda name: _factors(source, changes.added[name]))
+    read_factors = lru_cache(_CACHED)(lambda name: _factors(source, changes.added[name]))
     files: dict[str, VirtualFile] = {}
     entries: dict[str, Entry] = {}
     for name in names:
@@ -378,19 +387,19 @@ def _changed(
         entries[name] = Entry(name, "F64", shape, (Extent((0,) * len(shape), shape, _CHANGE + name, 0),))
         change = new = None
         if name in changes.added:
-            change = Change(changes.added[name].grid(shape), partial(cached, name))
+            change = Change(changes.added[name].grid(shape), partial(read_factors, name))
         if name in changes.replaced:
             new = Replacement(changes.replaced[name], _rows(source, changes.replaced[name]))
-        both = None if new is None or change is None else Rebased(new, change)
-        files[_CHANGE + name] = both or new or change or Zeros(prod(shape) * 8)
+        rebased = None if new is None or change is None else RebasedChange(new, change)
+        files[_CHANGE + name] = rebased or new or change or Zeros(prod(shape) * 8)
     storage = VirtualFiles(model.storage, files)
     return replace(model, storage=storage, entries=entries, metadata={}, twins=(), left={}, training=(), unread=())
 
 
 def _factors(source: Source, change: LowRank) -> Factors:
-    """Read the factors of a weight, matrix by matrix."""
+    """Read the factors of a weight, as stacks of matrices."""
     first, second = (
-        wide(entry, source.read(entry.name)).reshape(entry.shape) for entry in (change.first, change.second)
+        to_float64(entry, source.read(entry.name)).reshape(entry.shape) for entry in (change.first, change.second)
     )
     inner = first.reshape(change.matrices, len(first) // change.matrices, -1)
     outer = second.reshape(len(second), -1, change.matrices).transpose(2, 0, 1)
@@ -407,13 +416,13 @@ def _equal(source: Source, first: Entry, second: Entry) -> bool:
     """Tell whether two tensors of an adapter are equal, bit by bit."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    rows, others, size = _rows(source, first), _rows(source, second), nbytes(first.dtype, first.shape)
+    rows, second_rows, size = _rows(source, first), _rows(source, second), nbytes(first.dtype, first.shape)
     pieces = ((start, min(size, start + BAND)) for start in range(0, size, BAND))
-    return all(rows.read(*piece).tobytes() == others.read(*piece).tobytes() for piece in pieces)
+    return all(rows.read(*piece).tobytes() == second_rows.read(*piece).tobytes() for piece in pieces)
 
 
-def _unequal(adapter: Container, changes: Changes) -> Iterator[Refusal]:
-    """Yield tensors that an adapter has twice, with different values."""
+def _refuse_unequal(adapter: Container, changes: Changes) -> Iterator[Refusal]:
+    """Yield refusals of tensors that an adapter stores twice with different values."""
     for name, copy in changes.copies.items():
         if not _equal(Source(adapter), changes.replaced[name], copy):
             message = f"the adapter has other values for it as {copy.name}, and both are what takes its place"
@@ -421,7 +430,7 @@ def _unequal(adapter: Container, changes: Changes) -> Iterator[Refusal]:
 
 
 def _ties(model: Model, dialect: str | None) -> Mapping[str, str]:
-    """Return the tensors that are tied to others, by the names of the adapter's dialect."""
+    """Return tied tensors -> their originals, by the names of the adapter's dialect."""
     if dialect is not None:
         return model.translation(dialect).aliases
     if model.family is None:
@@ -434,36 +443,39 @@ def _ties(model: Model, dialect: str | None) -> Mapping[str, str]:
     return {name: original for aliases, tied_to in pairs for name, original in zip(aliases, tied_to, strict=False)}
 
 
-def _alike(adapter: Container, changes: Changes, ties: Mapping[str, str]) -> set[str]:
-    """Return the tensors that are changed with all that they are tied to, all by the same values.
+def _equally_changed(adapter: Container, changes: Changes, ties: Mapping[str, str]) -> set[str]:
+    """Return tied tensors that all change by the same values.
 
-    So peft writes them where it trained both as one (`ensure_weight_tying`).
+    peft writes such adapters if it trains tied tensors as one (`ensure_weight_tying`).
     """
     source = Source(adapter)
 
-    def is_same(name: str, other: str) -> bool:
-        if (name in changes.added, name in changes.replaced) != (other in changes.added, other in changes.replaced):
+    def is_same(name: str, first_name: str) -> bool:
+        if (name in changes.added, name in changes.replaced) != (
+            first_name in changes.added,
+            first_name in changes.replaced,
+        ):
             return False
-        if name in changes.replaced and not _equal(source, changes.replaced[name], changes.replaced[other]):
+        if name in changes.replaced and not _equal(source, changes.replaced[name], changes.replaced[first_name]):
             return False
         if name not in changes.added:
             return name in changes.replaced
-        return _factors(source, changes.added[name]).same_as(_factors(source, changes.added[other]))
+        return _factors(source, changes.added[name]).same_as(_factors(source, changes.added[first_name]))
 
-    alike = set[str]()
+    changed = set[str]()
     for original in sorted(set(ties.values())):
         group = [name for name, tied_to in ties.items() if tied_to == original]
         if all(is_same(name, original) for name in group):
-            alike.update((original, *group))
-    return alike
+            changed.update((original, *group))
+    return changed
 
 
 def _notes(changes: Changes) -> Iterator[str]:
-    """Yield what a plan says of an adapter that has two sources for a weight, or none."""
-    if changes.rebased:
+    """Yield notes for the plan on weights with two sources in the adapter, or with none."""
+    if changes.own_bases:
         yield (
             "the adapter has its own copy of these weights of the base, and its change is added to that copy, as peft "
-            f"adds it, not to the weight of the model: {', '.join(changes.rebased)}"
+            f"adds it, not to the weight of the model: {', '.join(changes.own_bases)}"
         )
     if changes.unchanged:
         listed = ", ".join(changes.unchanged)
@@ -471,35 +483,35 @@ def _notes(changes: Changes) -> Iterator[str]:
 
 
 def _in_memory(model: Model) -> Collection[str] | None:
-    """Return what the class of a model calls its tensors; None where no table says so."""
+    """Return the tensor names of the model's class in memory; None if no table has them."""
     try:
         return model.translation(_MEMORY).targets.keys() if model.family is not None else None
-    except TransaxleError:  # the family has no such dialect, or it needs sizes that nothing says
+    except TransaxleError:  # the family has no such dialect, or it needs unknown sizes
         return None
 
 
-def origins(target: Target) -> set[str]:
-    """Return the stored tensors that a target is made of."""
+def origin_names(target: Target) -> set[str]:
+    """Return the names of the stored tensors from which a target is composed."""
     return {origin.name for part in target.parts for origin in part.origins}
 
 
-def _lost(
-    changes: Changes, wanted: Mapping[str, Target], tied: Mapping[str, str], alike: Collection[str]
+def _refuse_lost(
+    changes: Changes, changed_targets: Mapping[str, Target], ties: Mapping[str, str], tied_changes: Collection[str]
 ) -> Iterator[Refusal]:
-    """Yield changes that would reach no stored weight; of tied ones one is stored for all."""
-    reached = {name for target in wanted.values() for name in origins(target)}
-    for name in sorted(changes.names - reached.union(alike)):
-        if name in tied:
-            message = f"the adapter changes it alone, and in the model it is tied to {tied[name]}"
+    """Yield refusals of changes that reach no stored weight; one stored weight may stand for several tied ones."""
+    reached_names = {name for target in changed_targets.values() for name in origin_names(target)}
+    for name in sorted(changes.names - reached_names.union(tied_changes)):
+        if name in ties:
+            message = f"the adapter changes it alone, and in the model it is tied to {ties[name]}"
             yield Refusal("UNSUPPORTED", message, Where(None, name), _UNTIE)
         else:
             yield Refusal("UNSUPPORTED", "no stored tensor is made of this one", Where(None, name), _WAY)
 
 
-def _misfits(model: Container, changes: Changes, wanted: Mapping[str, Target]) -> Iterator[Refusal]:
-    """Yield weights into which nothing can be merged."""
-    for name, target in wanted.items():
-        entry, parts = model.entries.get(name), origins(target)
+def _refuse_misfits(model: Container, changes: Changes, changed_targets: Mapping[str, Target]) -> Iterator[Refusal]:
+    """Yield refusals of weights into which a change cannot be merged."""
+    for name, target in changed_targets.items():
+        entry, parts = model.entries.get(name), origin_names(target)
         where, replaced = Where(None, name), parts & changes.replaced.keys()
         if entry is None:
             yield Refusal("MISSING_TENSOR", "the adapter changes it, but it is stored under another name", where, _WAY)
@@ -516,17 +528,19 @@ def _misfits(model: Container, changes: Changes, wanted: Mapping[str, Target]) -
             yield Refusal("UNSUPPORTED", message, where, _WAY)
 
 
-def _tied(model: Model, wanted: Mapping[str, Target], alike: set[str]) -> Iterator[Refusal]:
-    """Yield weights that are tied to others: peft trains one alone, and the merged model would have both changed."""
+def _refuse_tied(model: Model, changed_targets: Mapping[str, Target], tied_changes: set[str]) -> Iterator[Refusal]:
+    """Yield refusals of tied weights of which the adapter changes only one: merging would change both."""
     if model.family is None:
         return
     groups = [{alias, *chain} for alias, chain in model.sizes.originals.items()]
     for (line, _), names in model.bound.names.items():
-        others = set[str]().union(*(group for group in groups if not group.isdisjoint(line.expression.components)))
-        for name in names.values() if others else ():
-            if name in wanted and not origins(wanted[name]) <= alike:
-                tied = ", ".join(sorted(others.difference(line.expression.components)))
-                message = f"the adapter changes it alone, and the model has {tied} tied to it, which would change too"
+        tied_components = set[str]().union(
+            *(group for group in groups if not group.isdisjoint(line.expression.components))
+        )
+        for name in names.values() if tied_components else ():
+            if name in changed_targets and not origin_names(changed_targets[name]) <= tied_changes:
+                listed = ", ".join(sorted(tied_components.difference(line.expression.components)))
+                message = f"the adapter changes it alone, and the model has {listed} tied to it, which would change too"
                 yield Refusal("UNSUPPORTED", message, Where(None, name), _UNTIE)
 
 

@@ -1,8 +1,8 @@
-"""Conversions in words: what moves where, and the axes and dialects of a family.
+"""Conversions in words: how axes move between names and shapes, and what the axes and dialects of a family mean.
 
-What a line of a plan moves, in words: which axes go from a name to a shape, what is transposed, joined or split.
+Each line of a plan says which axes move from names to shapes or back, and what is transposed, joined or split.
 
-What dialects and axes stand for, in words: tables have names and formulas only.
+Tables only have names and formulas; the meanings of dialects and axes are listed here.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ RENAMED, UNCHANGED = "renamed", "unchanged"
 
 
 class _ParsedRule(msgspec.Struct, frozen=True):
-    """One rule, parsed again from its text."""
+    """A rule of a dialect, parsed again from its text."""
 
     name: Name
     expression: Expression
 
     @property
     def short(self) -> str:
-        """The rule as plans show it: `name[axes]`, without the tensor, which the row names anyway."""
+        """The rule as plans show it: `name[axes]`, without the logical tensor, which the row already names."""
         dims = self.expression.text
         return f"{self.name.text}{dims[dims.index('[') :]}"
 
@@ -41,21 +41,21 @@ def _rule(text: str) -> _ParsedRule:
 
 
 def words(route: Route, sizes: Mapping[str, int]) -> str:
-    """Describe what a route moves: `name e -> shape, transposed, joined`; or `renamed`, `unchanged`.
+    """Describe how a route moves axes: `name e -> shape, transposed, joined`; or `renamed`, `unchanged`.
 
     Args:
         route: one line of a plan.
-        sizes: known axis sizes; padding of size 0 does not count.
+        sizes: known axis sizes; padding of size 0 is ignored.
     """
     target = _rule(route.target)
     sources = [_rule(text) for text in route.source if text]
     if not sources:
         return f"from a tied tensor for {route.component}"
     phrases = [
-        *_placed(sources, target),
-        *_ordered(sources, target),
-        *_packed(sources, target),
-        *_padding(sources, target, sizes),
+        *_describe_places(sources, target),
+        *_describe_order(sources, target),
+        *_describe_packing(sources, target),
+        *_describe_padding(sources, target, sizes),
     ]
     if phrases:
         return ", ".join(dict.fromkeys(phrases))
@@ -68,22 +68,22 @@ def rules(route: Route) -> tuple[tuple[str, ...], str]:
 
 
 class Arrangement(msgspec.Struct, frozen=True):
-    """Where a rule has axes, as a drawing shows it."""
+    """The axes in the name and the dims of one rule, for drawings."""
 
     rule: str
-    """In the short form of plans."""
+    """The rule in the short form of plans."""
     name: tuple[str, ...]
-    """Axes whose every index is a tensor of its own."""
+    """Axes in the name: every index is a tensor of its own."""
     dims: tuple[tuple[tuple[str, bool], ...], ...]
-    """For each dim its words from left to right: `(axis, True)`, or `(text, False)` of what stands between."""
+    """For each dim its parts from left to right: `(axis, True)`, or `(text, False)` for text between axes."""
 
 
 def arrangements(route: Route) -> tuple[tuple[Arrangement, ...], Arrangement]:
-    """Return where the rules of a route have axes: those of the source, and that of the target."""
-    return tuple(_arranged(_rule(text)) for text in route.source if text), _arranged(_rule(route.target))
+    """Return the arrangements of a route's rules: those of the source, and that of the target."""
+    return tuple(_arrangement(_rule(text)) for text in route.source if text), _arrangement(_rule(route.target))
 
 
-def _arranged(rule: _ParsedRule) -> Arrangement:
+def _arrangement(rule: _ParsedRule) -> Arrangement:
     return Arrangement(rule.short, rule.name.axes, tuple(tuple(_words_of(dim)) for dim in rule.expression.dims))
 
 
@@ -99,33 +99,33 @@ def _words_of(node: Node) -> Iterator[tuple[str, bool]]:
                 yield from _words_of(part)
 
 
-def divided(route: Route, nbytes: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return rule of the source, in short -> its part of the bytes of the target's tensors, as elements are divided.
+def divide_bytes(route: Route, nbytes: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Divide the bytes of a target's tensors among the rules of its source: rule in short form -> bytes.
 
     Args:
         route: one line of a plan.
-        nbytes: bytes of all its tensors.
+        nbytes: size of all its tensors in bytes.
         sizes: known axis sizes.
 
     Returns:
-        Parts that add up to `nbytes`; one for all rules together where sizes are not known, or where there is padding.
+        Shares that add up to `nbytes`; a single share for all rules if sizes are unknown, or if there is padding.
     """
     target, sources = _rule(route.target), [_rule(text) for text in route.source if text]
     together = {" + ".join(rule.short for rule in sources) or "(tied)": nbytes}
     components = [set(rule.expression.components) & set(target.expression.components) for rule in sources]
-    if len(sources) < 2 or not set(target.expression.axes) <= sizes.keys() or _padded(target.expression, sizes):
+    if len(sources) < 2 or not set(target.expression.axes) <= sizes.keys() or _has_padding(target.expression, sizes):
         return together
     elements = [
-        sum(prod(sizes[axis] for axis in chain(*_dims(target.expression, component))) for component in mine)
-        for mine in components
+        sum(prod(sizes[axis] for axis in chain(*_dims(target.expression, component))) for component in shared)
+        for shared in components
     ]
     if any(nbytes * each % sum(elements) for each in elements):
         return together
     return {rule.short: nbytes * each // sum(elements) for rule, each in zip(sources, elements, strict=True)}
 
 
-def _placed(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[str]:
-    """Describe axes that change between name and shape."""
+def _describe_places(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[str]:
+    """Describe axes that move between name and shape."""
     for rule in sources:
         inward = [axis for axis in rule.name.axes if axis in target.expression.axes]
         outward = [axis for axis in target.name.axes if axis in rule.expression.axes]
@@ -135,8 +135,8 @@ def _placed(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[str
             yield f"shape {' '.join(outward)} -> name"
 
 
-def _ordered(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[str]:
-    """Describe axes in both shapes that change their order: whole dims, or parts of one."""
+def _describe_order(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[str]:
+    """Describe axes that change their order within the shape: whole dims, or parts of one."""
     for rule in sources:
         for component in [each for each in rule.expression.components if each in target.expression.components]:
             before, after = (_dims(side.expression, component) for side in (rule, target))
@@ -152,8 +152,8 @@ def _ordered(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[st
                 yield "transposed"
 
 
-def _packed(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[str]:
-    """Describe whether several weights become one tensor, or one becomes several."""
+def _describe_packing(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[str]:
+    """Describe whether several weights become one tensor, or the reverse."""
     together = max(len(rule.expression.components) for rule in sources)
     if len(target.expression.components) > together:
         yield "joined"
@@ -163,14 +163,17 @@ def _packed(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[str
         yield "packed differently"
 
 
-def _padding(sources: Sequence[_ParsedRule], target: _ParsedRule, sizes: Mapping[str, int]) -> Iterator[str]:
+def _describe_padding(sources: Sequence[_ParsedRule], target: _ParsedRule, sizes: Mapping[str, int]) -> Iterator[str]:
     """Describe whether padding is added or removed."""
-    before, after = any(_padded(rule.expression, sizes) for rule in sources), _padded(target.expression, sizes)
+    before, after = (
+        any(_has_padding(rule.expression, sizes) for rule in sources),
+        _has_padding(target.expression, sizes),
+    )
     if before != after:
         yield "padded" if after else "padding off"
 
 
-def _padded(expression: Expression, sizes: Mapping[str, int]) -> bool:
+def _has_padding(expression: Expression, sizes: Mapping[str, int]) -> bool:
     paddings = [node for name, node in expression.segments if name == PADDING]
     return any(sizes.get(inner.name, 0) for node in paddings for inner in walk(node) if isinstance(inner, Axis))
 
@@ -182,20 +185,20 @@ def _dims(expression: Expression, component: str) -> list[list[str]]:
 
 
 class AxisMove(msgspec.Struct, frozen=True):
-    """Where one axis of a logical tensor is before and after."""
+    """The place of one axis of a logical tensor in source and target."""
 
     component: str
-    """The logical tensor."""
+    """Name of the logical tensor."""
     axis: str
-    """Its axis."""
+    """Name of the axis."""
     before: str
-    """`name`, or the dim: `dim 0`, and with several axes in it `dim 0 (g r c)`."""
+    """Place in the source: `name`, or the dim; `dim 0`, or `dim 0 (g r c)` if the dim merges several axes."""
     after: str
-    """The same in the target."""
+    """Place in the target, likewise."""
 
 
 def axis_moves(route: Route) -> list[AxisMove]:
-    """Return where each axis of a route's logical tensors is before and after, outermost first in the target."""
+    """Return the places of each axis of a route's logical tensors, outermost first in the target."""
     target = _rule(route.target)
     moves = []
     for component in target.expression.components:
@@ -208,7 +211,7 @@ def axis_moves(route: Route) -> list[AxisMove]:
 
 
 def _axis_places(rule: _ParsedRule, component: str) -> dict[str, str]:
-    """Return where a rule has the axes of a component."""
+    """Return axis -> its place in a rule, for the axes of a component."""
     places = dict.fromkeys(rule.name.axes, "name")
     for number, axes in enumerate(_dims(rule.expression, component)):
         text = f"dim {number}" if len(axes) == 1 else f"dim {number} ({' '.join(axes)})"
@@ -216,18 +219,18 @@ def _axis_places(rule: _ParsedRule, component: str) -> dict[str, str]:
     return places
 
 
-_TRANSFORMERS, _MEGATRON, _OURS = ("transformers", "5.23.0"), ("megatron-core", "0.16.1"), ("transaxle", "")
+_TRANSFORMERS, _MEGATRON, _TRANSAXLE = ("transformers", "5.23.0"), ("megatron-core", "0.16.1"), ("transaxle", "")
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """Whose layout a dialect is."""
+    """The framework whose layout a dialect is."""
 
     framework: str
-    """Name of its package; empty for a dialect of a user's table."""
+    """Name of the framework's package; empty for a dialect of a user's table."""
     version: str
-    """Version that the tables were compared with; empty where the layout is nobody's but ours."""
+    """Version with which the tables were compared; empty for layouts of Transaxle itself."""
     what: str
-    """Which of its layouts."""
+    """Which of the framework's layouts it is."""
 
 
 PEERS: Mapping[str, Peer] = {
@@ -242,11 +245,11 @@ PEERS: Mapping[str, Peer] = {
     "megatron_dist": Peer(*_MEGATRON, "folders of dist_checkpointing, layers stacked"),
     "megatron_layers": Peer(*_MEGATRON, "folders of dist_checkpointing, each layer by itself"),
     "vllm": Peer("vllm", "0.32.0", "the modules of its models"),
-    "stacked": Peer(*_OURS, "transaxle.nn.MoE in a model of transformers, one tensor for all experts"),
-    "separate": Peer(*_OURS, "transaxle.nn.MoE in a model of transformers, a tensor for each expert"),
+    "stacked": Peer(*_TRANSAXLE, "transaxle.nn.MoE in a model of transformers, one tensor for all experts"),
+    "separate": Peer(*_TRANSAXLE, "transaxle.nn.MoE in a model of transformers, a tensor for each expert"),
 }
-"""Label of each dialect that ships -> whose it is."""
-_NOBODY = Peer("", "", "")
+"""Label of each built-in dialect -> its framework."""
+_NO_PEER = Peer("", "", "")
 _GROUPS = "num_key_value_heads|num_attention_heads"
 _WORDS = {
     "num_hidden_layers": "layers",
@@ -274,38 +277,38 @@ _WORDS = {
     "v_head_dim": "dims of a head of values",
     "-n % 64": "rows of padding, so that the vocabulary is a multiple of 64",
 }
-"""Formula of a size -> what there are so many of."""
+"""Formula of a size -> meaning of the axis."""
 _PADDING = "rows or columns of padding"
 
 
 class NamedAxis(msgspec.Struct, frozen=True):
-    """One line of the legend."""
+    """A line of the legend of axes."""
 
     axis: str
-    """Its letter, or word."""
+    """Letter or word of the axis."""
     size: str
-    """Keys of config.json, or the formula, that give its size; empty where the shapes of tensors do."""
+    """Formula of its size, from keys of config.json; empty if the size follows from tensor shapes."""
     meaning: str
-    """What it counts; empty where the formula must say enough."""
+    """What the axis counts; empty if the formula must suffice."""
 
 
 def peer_of(label: str) -> Peer:
-    """Return whose layout a dialect is."""
-    return PEERS.get(label, _NOBODY)
+    """Return the framework of a dialect, by its label."""
+    return PEERS.get(label, _NO_PEER)
 
 
 def axes_of(family: Family) -> tuple[NamedAxis, ...]:
     """Return the legend of a family's axes, in table order."""
-    found = []
+    named_axes = []
     padding = {axis for dialect in family.dialects for line in dialect.lines for axis in line.expression.padding}
     for axis, formula in family.axes.items():
         size = "" if formula is None else formula.text
-        found.append(NamedAxis(axis, size, _WORDS.get(size, _PADDING if axis in padding else "")))
-    return tuple(found)
+        named_axes.append(NamedAxis(axis, size, _WORDS.get(size, _PADDING if axis in padding else "")))
+    return tuple(named_axes)
 
 
 def dialect_facts(labels: Iterable[str]) -> list[dict[str, Any]]:
-    """Return dialects as JSON data."""
+    """Return the frameworks of dialects as JSON data."""
     return [{"dialect": label, **msgspec.structs.asdict(peer_of(label))} for label in labels]
 
 
@@ -315,7 +318,7 @@ def axis_facts(family: Family) -> list[dict[str, Any]]:
 
 
 def dialect_rows(labels: Iterable[str]) -> list[list[str]]:
-    """Return dialects as rows of a table."""
+    """Return the frameworks of dialects as rows of a table."""
     peers = [(label, peer_of(label)) for label in labels]
     return [[label, f"{peer.framework} {peer.version}".strip(), peer.what] for label, peer in peers]
 

@@ -1,7 +1,7 @@
-"""A target read back: whether it is what a plan writes, byte for byte, or what its manifest and its source say.
+"""Reading a target back: compares it with the plan byte for byte, or with its manifest and its source.
 
-An interrupted run may have died after the rename: whoever resumes it finds a target that is there. It is left alone if
-every byte is what would be written, and refused like any other existing target if not.
+An interrupted run may have died after the rename, so a resumed run may find an existing target. It is left alone if
+every byte is as planned, and refused like any other existing target if not.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from transaxle.encodings.encoding import Error
-from transaxle.engine.carry import items_of, manifest_of, measured_sizes
+from transaxle.engine.carry import items_of, manifest_of, measure_amaxes
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.engine.checkpoint.manifest import encode
 from transaxle.engine.compare import Comparison, Difference, compare
-from transaxle.engine.duplicates import unequal
+from transaxle.engine.duplicates import compare_copies
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.engine.verification import Verification, verify
@@ -32,14 +32,14 @@ from transaxle.move.journal import WHOLE, HashingFiles
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Limits, Progress, StoppedError, Worker, limits, no_progress
 
-_OF_RESULT = ("config", "axes", "rules")
-"""Options of reading the source that say what the model is, and so hold for what was made of it."""
-Watching = Callable[[int, str], AbstractContextManager[Progress]]
-"""Gives what is told the bytes of a task, by their number and the task's name."""
+_MODEL_OPTIONS = ("config", "axes", "rules")
+"""Options of opening the source that describe the model, and so apply to the result as well."""
+ProgressContext = Callable[[int, str], AbstractContextManager[Progress]]
+"""Returns a context that shows progress: from the total bytes of a task, and its name."""
 
 
 @contextmanager
-def _nobody(_total: int, _label: str) -> Iterator[Progress]:
+def _no_progress(_total: int, _label: str) -> Iterator[Progress]:
     yield no_progress
 
 
@@ -48,86 +48,88 @@ def read_back(
     target: str,
     reading: Mapping[str, Any],
     limit: Limits,
-    watching: Watching = _nobody,
+    watching: ProgressContext = _no_progress,
 ) -> Verification:
-    """Check what was written against its manifest and the source; what was encoded is encoded again for comparison.
+    """Check a result against its manifest and the source; encoded tensors are encoded again to compare them.
 
     Args:
-        prepared: the plan that was carried out.
-        target: where the checkpoint is.
-        reading: how the source was opened.
+        prepared: the plan that was executed.
+        target: path of the result.
+        reading: options with which the source was opened.
         limit: workers and memory.
         watching: shows progress.
     """
     with open_checkpoint(target, **_result(prepared, target, reading)) as written:
         with watching(written.container.nbytes, "verifying") as progress:
-            found = verify(written, limit, progress)
+            verification = verify(written, limit, progress)
         with watching(written.container.nbytes, "comparing") as progress:
             if prepared.plan.band:
-                return replace(found, comparison=reproduced(prepared, written, limit, progress))
-            return replace(found, comparison=compare(prepared.checkpoint, written, limit=limit, progress=progress))
+                return replace(verification, comparison=compare_with_plan(prepared, written, limit, progress))
+            return replace(
+                verification, comparison=compare(prepared.checkpoint, written, limit=limit, progress=progress)
+            )
 
 
 def _result(prepared: Prepared, target: str, reading: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that open what was written as what the plan says it is.
+    """Return the options that open the result as planned.
 
-    A folder says so itself, by its manifest and its config. One file does not: its names alone may fit several tables.
+    A folder has a manifest and a config. A single file has not, and its names alone may fit several tables.
     """
-    said = {name: reading[name] for name in _OF_RESULT if reading.get(name)}
+    shared_options = {name: reading[name] for name in _MODEL_OPTIONS if reading.get(name)}
     plan = prepared.plan
     if plan.family is None or not is_one_file(target) or Path(target).is_dir():
-        return said
-    axes = {**plan.axes, **said.get("axes", {})}
+        return shared_options
+    axes = {**plan.axes, **shared_options.get("axes", {})}
     config = prepared.checkpoint.config or None
-    return {**said, "family": plan.family, "dialect": plan.dialect, "config": config, "axes": axes}
+    return {**shared_options, "family": plan.family, "dialect": plan.dialect, "config": config, "axes": axes}
 
 
 def check_saved(target: str) -> Verification:
-    """Check what was saved against the hashes that were taken of memory while it was written.
+    """Check a saved checkpoint against the hashes of memory that were computed while it was written.
 
     Raises:
         Refused: CORRUPT with every problem.
     """
     with open_checkpoint(target) as written:
-        found = verify(written, limits(), no_progress)
-    refuse_unequal(found, target)
-    return found
+        verification = verify(written, limits(), no_progress)
+    refuse_unequal(verification, target)
+    return verification
 
 
-def refuse_unequal(found: Verification, target: str) -> None:
-    """Raise what a verification has found.
+def refuse_unequal(verification: Verification, target: str) -> None:
+    """Raise the problems and differences of a verification.
 
     Raises:
-        Refused: CORRUPT with every problem, and every tensor that is not what the source has.
+        Refused: CORRUPT with every problem, and every tensor that differs from the source.
     """
     hint = "The checkpoint is there, and is wrong. Check memory and disk, and convert again with overwrite=True."
     differing = (
         Refusal("CORRUPT", f"it is not what the source has: {each.detail or each.kind}", Where(target, each.name), hint)
-        for each in found.differences
+        for each in verification.differences
     )
-    if not found.ok:
-        raise gathered([*found.problems, *differing])
+    if not verification.ok:
+        raise gathered([*verification.problems, *differing])
 
 
 def is_finished(prepared: Prepared, target: str, limit: Limits, progress: Progress, errors: dict[str, Error]) -> bool:
-    """Tell whether a target exists and is, byte for byte, what a plan would write.
+    """Tell whether a target exists and has, byte for byte, the planned content.
 
     Args:
-        prepared: the plan.
-        target: where it may be; what a URL denotes must be there.
+        prepared: the plan with its source and draft.
+        target: path of the target, or URL of an existing one.
         limit: workers and memory.
-        progress: told the bytes of each block compared.
-        errors: gets how far each tensor is that is encoded, by table name.
+        progress: called with the bytes of each compared block.
+        errors: receives the error of each encoded tensor, by table name.
 
     Raises:
-        TransaxleError: what reading the source or the target raises.
+        TransaxleError: any error of reading source or target.
     """
     path = Path(target)
     if not takes_parts(target) and not path.is_dir() and not (path.is_file() and is_one_file(target)):
         return False
     storage = storage_at(target)
     try:
-        if not _alike(prepared, storage) or unequal(prepared.plan.checks, _source(prepared), limit):
+        if not _has_planned_files(prepared, storage) or compare_copies(prepared.plan.checks, _source(prepared), limit):
             return False
         return _same_bytes(prepared, storage, limit, progress, errors)
     finally:
@@ -138,8 +140,8 @@ def _source(prepared: Prepared) -> Storage:
     return prepared.checkpoint.container.storage
 
 
-def _alike(prepared: Prepared, storage: Storage) -> bool:
-    """Compare the names, the sizes and the headers."""
+def _has_planned_files(prepared: Prepared, storage: Storage) -> bool:
+    """Tell whether names, sizes and headers are as planned."""
     plan, single = prepared.plan, storage.single
     if single is None:
         if set(files_in(storage)) != {*plan.files, MANIFEST}:
@@ -151,10 +153,10 @@ def _alike(prepared: Prepared, storage: Storage) -> bool:
         sizes = dict(zip([single], prepared.draft.files.values(), strict=True))
     if any(storage.size(name) != size for name, size in sizes.items()):
         return False
-    return all(_holds(storage, fragment) for fragment in prepared.draft.early())
+    return all(_has_fragment(storage, fragment) for fragment in prepared.draft.early())
 
 
-def _holds(storage: Storage, fragment: Fragment) -> bool:
+def _has_fragment(storage: Storage, fragment: Fragment) -> bool:
     file = storage.single or fragment.file
     return storage.read(file, fragment.offset, len(fragment.data)) == fragment.data
 
@@ -162,21 +164,21 @@ def _holds(storage: Storage, fragment: Fragment) -> bool:
 def _same_bytes(
     prepared: Prepared, storage: Storage, limit: Limits, progress: Progress, errors: dict[str, Error]
 ) -> bool:
-    """Produce every tensor and every carried file once more, and compare; then the manifest."""
+    """Produce every tensor and copied file again and compare them; then compare the manifest."""
     plan, single = prepared.plan, storage.single
-    tensors = _compared(prepared, plan.tensors, storage, limit, progress, errors)
+    tensors = _compare_tensors(prepared, plan.tensors, storage, limit, progress, errors)
     if tensors is None:
         return False
     if single:
-        return all(_holds(storage, fragment) for fragment in prepared.draft.late(tensors))
-    carried = _compared(prepared, plan.carried_files, storage, limit, progress, errors, span_size=WHOLE)
+        return all(_has_fragment(storage, fragment) for fragment in prepared.draft.late(tensors))
+    carried = _compare_tensors(prepared, plan.carried_files, storage, limit, progress, errors, span_size=WHOLE)
     if carried is None:
         return False
     text = encode(manifest_of(prepared, tensors, carried))
     return storage.size(MANIFEST) == len(text) and storage.read(MANIFEST, 0, len(text)) == text
 
 
-def _compared(
+def _compare_tensors(
     prepared: Prepared,
     items: Sequence[PlannedTensor],
     storage: Storage,
@@ -186,42 +188,42 @@ def _compared(
     differing: list[str] | None = None,
     span_size: int | None = None,
 ) -> dict[str, str] | None:
-    """Produce tensors once more, and compare them with what is stored.
+    """Produce tensors again, and compare them with the stored ones.
 
     Args:
-        prepared: the plan.
-        items: tensors of it.
-        storage: what was written.
+        prepared: the plan with its source and draft.
+        items: tensors of the plan.
+        storage: the written files.
         limit: workers and memory.
-        progress: told the bytes of each block compared.
-        errors: gets how far each tensor is that is encoded, by table name.
-        differing: gets the names of those that differ; None: the first one ends it.
+        progress: called with the bytes of each compared block.
+        errors: receives the error of each encoded tensor, by table name.
+        differing: receives the names of tensors that differ; None: stop at the first difference.
         span_size: bytes of the spans in which they are hashed; None: `SPAN`.
 
     Returns:
-        The hash of each; None where one differs.
+        Name -> hash of each tensor; None if any differs.
     """
     workers = partial(Worker, _source(prepared), limit)
-    found: dict[str, Error] = {}
-    sink = _Written(storage, items, progress, first_only=differing is None, span_size=span_size)
-    moved = items_of(items, measured_sizes(items, limit, workers), found)
-    Movement(moved, _source(prepared), sink, limit).move_local()
+    errors_by_name: dict[str, Error] = {}
+    sink = _ComparingSink(storage, items, progress, first_only=differing is None, span_size=span_size)
+    work = items_of(items, measure_amaxes(items, limit, workers), errors_by_name)
+    Movement(work, _source(prepared), sink, limit).move_local()
     for item in items:
         if item.codes_of is not None:
-            errors[item.codes_of] = found.get(item.name, Error())
+            errors[item.codes_of] = errors_by_name.get(item.name, Error())
     if differing is not None:
         differing.extend(sink.wrong)
     return None if sink.wrong else {items[key].name: digest for key, digest in sink.digests.items()}
 
 
-class _Written(HashingFiles):
-    """Files that hold what is produced, or something else: nothing is written, all is compared.
+class _ComparingSink(HashingFiles):
+    """A sink that compares tensors with existing files instead of writing them.
 
     Args:
-        storage: the files.
-        tensors: what they should hold.
-        progress: told the bytes of each block compared.
-        first_only: let the first difference end it.
+        storage: the existing files.
+        tensors: the expected tensors.
+        progress: called with the bytes of each compared block.
+        first_only: stop at the first difference.
         span_size: bytes of the spans in which they are hashed; None: `SPAN`.
     """
 
@@ -236,7 +238,7 @@ class _Written(HashingFiles):
     ) -> None:
         places = [tensor.everywhere for tensor in tensors]
         super().__init__(None, places, range(len(tensors)), progress, span_size=span_size)
-        self.batches_steps = False  # what is compared is looked at here
+        self.batches_steps = False  # comparisons need the bytes at once
         self.wrong: dict[str, None] = {}
         """Names of tensors that differ."""
         self._storage = storage
@@ -249,7 +251,7 @@ class _Written(HashingFiles):
         super().add_take(steps, key, start, data)
 
     def _look(self, key: int, start: int, data: memoryview) -> None:
-        """Compare bytes of an item with those that are there."""
+        """Compare bytes of an item with the stored ones."""
         if self.wrong and self._first_only:
             raise StoppedError
         tensor, storage = self._tensors[key], self._storage
@@ -261,10 +263,10 @@ class _Written(HashingFiles):
                 return
 
 
-def reproduced(prepared: Prepared, written: Checkpoint, limit: Limits, progress: Progress) -> Comparison:
-    """Compare what was written with what the plan gives when its tensors are produced, and encoded, once more."""
+def compare_with_plan(prepared: Prepared, written: Checkpoint, limit: Limits, progress: Progress) -> Comparison:
+    """Compare a result with the plan's tensors, produced and encoded again."""
     plan, differing = prepared.plan, list[str]()
-    _compared(
+    _compare_tensors(
         prepared, plan.tensors, written.container.storage, limit.with_min_block(plan.band), progress, {}, differing
     )
     return Comparison(

@@ -1,14 +1,14 @@
-"""A container's catalog turned into transfers: the one place where copies in elements become copies in bytes.
+"""Turns a container's catalog into transfers: the only place where copies of elements become copies of bytes.
 
-Targets that differ only in which layer or expert of stored tensors they are have the same transfers. Where an axis of
-the target's name is a whole dim of the stored tensors, and each chunk holds one index of it, all targets are filled
-alike: from the same places of other chunks. So the transfers of the first one are computed the long way, and those of
-every other follow from where its chunks begin (`Stamps`).
+Targets that differ only in a layer or expert index have the same transfers at other places. If an axis of the target's
+name is a whole dim of the stored tensors, and each chunk has one index of it, all such targets read the same parts of
+different chunks. So only the transfers of the first target are computed from its boxes, and those of all others follow
+from the offsets of their chunks (`Stamps`).
 
-The same bytes may be described under another dtype and shape, as `view` does it for arrays. A file keeps codes of four
-bits as bytes, in as many dims as its convention likes (`U8 [E, 2F, D/32, 16]`), and a scale of a whole tensor as `[1]`
-or `[]`. The tables and the tiles count elements: `F4 [E, 2F, D]`, one scale per tile. Both describe the same row-major
-bytes, so nothing is moved: only positions are translated (`redescribed`).
+The same bytes may be described with another dtype and shape, as `view` does for arrays. A file stores 4-bit codes as
+bytes, in the dims of its convention (`U8 [E, 2F, D/32, 16]`), and a scale of a whole tensor as `[1]` or `[]`. Tables
+and tiles count elements: `F4 [E, 2F, D]`, one scale per tile. Both describe the same row-major bytes, so nothing is
+moved: only positions are translated (`redescribe`).
 """
 
 from __future__ import annotations
@@ -37,47 +37,47 @@ _NOWHERE = -1
 """An index that no chunk has."""
 
 
-class Found(NamedTuple):
-    """A transfer that was found the long way."""
+class PlacedTransfer(NamedTuple):
+    """A transfer computed from boxes, with the stored chunk that it reads."""
 
     source: str
-    """The stored tensor that it reads."""
+    """Name of the stored tensor that it reads."""
     chunk: int
-    """Number of its extent."""
+    """Index of the chunk in the tensor's extents."""
     transfer: Transfer
     """The transfer."""
 
 
 class _Fill(NamedTuple):
-    """One of the transfers of many targets."""
+    """One transfer of a stamp, which applies to many targets."""
 
     chunks: Mapping[Shape, Extent]
-    """The chunks that it reads, by the target's index of the stamp's axes."""
+    """Chunks that it reads, by the target's index along the stamp's axes."""
     begin: int
-    """Where it begins in each chunk."""
+    """Offset in bytes from the start of the chunk."""
     target: int
-    """Where it lands, as `Transfer` says; and so the others."""
+    """Target offset, as in `Transfer`."""
     width: int
-    """See there."""
+    """Bytes of a run, as in `Transfer`."""
     loops: tuple[Loop, ...]
-    """See there."""
+    """Loops, as in `Transfer`."""
 
 
 class _Stamp(NamedTuple):
-    """The transfers of many targets, with what must be the same of each."""
+    """The transfers of many targets, with the properties that all of them share."""
 
     parts: tuple[TargetPart, ...]
-    """Held, as their identity is the key."""
+    """Parts of the targets; kept alive because their identity is the key."""
     target: Layout
     dtype: str
     axes: tuple[str, ...]
-    """The axes of the target's name, in the order of the stored tensors' dims."""
+    """Axes of the target's name, in the order of the stored tensors' dims."""
     fills: Sequence[_Fill]
-    """What fills each of the targets, sorted by where it lands."""
+    """Transfers of each target, sorted by target offset."""
 
 
 class Stamps:
-    """The transfers that were found the long way.
+    """A cache of transfers for targets that share their parts and differ only in an index.
 
     Args:
         entries: the stored tensors.
@@ -85,95 +85,105 @@ class Stamps:
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = entries
-        self._stamps: dict[int, _Stamp] = {}  # by the identity of the parts, which targets that are alike share
+        self._stamps: dict[int, _Stamp] = {}  # keyed by the identity of the parts, which similar targets share
         self._chunks: dict[tuple[str, tuple[int, ...]], dict[Hashable, dict[Shape, Extent]]] = {}
 
-    def filled(self, target: Target) -> tuple[Transfer, ...] | None:
-        """Return the transfers that fill a target; None where they must be found the long way."""
+    def transfers(self, target: Target) -> tuple[Transfer, ...] | None:
+        """Return the transfers that fill a target; None if they are not cached."""
         stamp = self._stamps.get(id(target.parts))
         if stamp is None or stamp.target is not target.layout or stamp.dtype != target.dtype:
             return None
         index = target.index
         if tuple(index) == stamp.axes:
-            place = tuple(index.values())
+            position = tuple(index.values())
         else:
-            place = tuple([index.get(axis, _NOWHERE) for axis in stamp.axes])
-        if len(stamp.fills) == 1:  # an expert's matrix in one chunk, of very many
-            ((chunks, begin, at, width, loops),) = stamp.fills
-            chunk = chunks.get(place)
-            return None if chunk is None else (Transfer(chunk.file, chunk.offset + begin, at, width, loops),)
+            position = tuple([index.get(axis, _NOWHERE) for axis in stamp.axes])
+        if len(stamp.fills) == 1:  # the most frequent case: an expert's matrix in one chunk
+            ((chunks, begin, target_offset, width, loops),) = stamp.fills
+            chunk = chunks.get(position)
+            return None if chunk is None else (Transfer(chunk.file, chunk.offset + begin, target_offset, width, loops),)
         filled = []
-        for chunks, begin, at, width, loops in stamp.fills:
-            chunk = chunks.get(place)
+        for chunks, begin, target_offset, width, loops in stamp.fills:
+            chunk = chunks.get(position)
             if chunk is None:
                 return None
-            filled.append(Transfer(chunk.file, chunk.offset + begin, at, width, loops))
+            filled.append(Transfer(chunk.file, chunk.offset + begin, target_offset, width, loops))
         return tuple(filled)
 
-    def learn(self, target: Target, found: Sequence[Found]) -> None:
-        """Remember the transfers of a target, if others may be like it.
+    def learn(self, target: Target, placed_transfers: Sequence[PlacedTransfer]) -> None:
+        """Store the transfers of a target, if others may have the same.
 
         Args:
-            target: a target, filled wholly.
-            found: the transfers that fill it.
+            target: a target that is filled completely.
+            placed_transfers: its transfers.
         """
-        pinned = _pinned(target)
+        pinned = _name_axis_dims(target)
         if pinned is None:
             return
         dims_by_name, axes = pinned
-        place = tuple([target.index[axis] for axis in axes])
+        position = tuple([target.index[axis] for axis in axes])
         fills = []
-        for name, number, transfer in found:
+        for name, number, transfer in placed_transfers:
             dims, chunk = dims_by_name[name], self._entries[name].extents[number]
-            # The chunk of another index differs in nothing but its place only if it holds one index.
-            if any((chunk.start[dim], chunk.shape[dim]) != (at, 1) for dim, at in zip(dims, place, strict=True)):
+            # Chunks of other indices differ only in their offset if each has a single index.
+            if any((chunk.start[dim], chunk.shape[dim]) != (at, 1) for dim, at in zip(dims, position, strict=True)):
                 return
             begin = transfer.source - chunk.offset
-            fills.append(_Fill(self._alike(name, chunk, dims), begin, transfer.target, transfer.width, transfer.loops))
+            fills.append(
+                _Fill(self._similar_chunks(name, chunk, dims), begin, transfer.target, transfer.width, transfer.loops)
+            )
         self._stamps[id(target.parts)] = _Stamp(target.parts, target.layout, target.dtype, axes, fills)
 
-    def _alike(self, name: str, chunk: Extent, dims: tuple[int, ...]) -> dict[Shape, Extent]:
-        """Return the chunks that differ from one in their index of some dims alone, by that index."""
+    def _similar_chunks(self, name: str, chunk: Extent, dims: tuple[int, ...]) -> dict[Shape, Extent]:
+        """Return index -> chunk, for chunks that differ from the given one only in their index along some dims."""
         dims_left = [dim for dim in range(len(chunk.start)) if dim not in dims]
-        place, others = _picked(dims), _picked(dims_left)
+        index_of, other_dims_of = _dims_getter(dims), _dims_getter(dims_left)
         sets = self._chunks.get((name, dims))
         if sets is None:
             sets = self._chunks[name, dims] = defaultdict(dict)
             for extent in self._entries[name].extents:
                 start = extent.start
-                sets[others(start), extent.shape, extent.strides][place(start)] = extent
-        return sets[others(chunk.start), chunk.shape, chunk.strides]
+                sets[other_dims_of(start), extent.shape, extent.strides][index_of(start)] = extent
+        return sets[other_dims_of(chunk.start), chunk.shape, chunk.strides]
 
 
-def _picked(dims: Sequence[int]) -> Callable[[Shape], Shape]:
-    """Return what takes some dims out of an index; `dims` ascend."""
+def _dims_getter(dims: Sequence[int]) -> Callable[[Shape], Shape]:
+    """Return a function that selects some dims of an index; `dims` are in ascending order."""
     if not dims or dims[-1] - dims[0] == len(dims) - 1:
         return itemgetter(slice(dims[0], dims[-1] + 1) if dims else slice(0))
     return lambda index: tuple([index[dim] for dim in dims])
 
 
-def _pinned(target: Target) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]] | None:
-    """Return the dims of each stored tensor that are axes of the target's name, and these axes in their order.
+def _name_axis_dims(target: Target) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]] | None:
+    """Return the dims of each stored tensor that are axes of the target's name, and these axes in order.
 
-    Such a dim is the axis and nothing else. None where not all axes of the name are such dims of each stored tensor, in
-    one order.
+    Such a dim consists of the axis alone. None unless all axes of the name are such dims of every stored tensor, in the
+    same order.
     """
     index = target.index
     dims_by_name: dict[str, tuple[int, ...]] = {}
     axes: tuple[str, ...] = ()
     for part in target.parts:
-        inside = {axis for share in target.layout.shares[part.component] for axis, _, _ in share.axes}
+        shape_axes = {axis for share in target.layout.shares[part.component] for axis, _, _ in share.axes}
         for origin in part.origins:
-            found = []
+            pinned_dims = []
             for dim, share in enumerate(origin.layout.shares[origin.component]):
-                named = [axis for axis, *_ in share.axes if axis in index]
-                if not named:
+                name_axes = [axis for axis, *_ in share.axes if axis in index]
+                if not name_axes:
                     continue
-                if share.axes != ((named[0], origin.layout.shape[dim], 1),) or share.offset or named[0] in inside:
+                if (
+                    share.axes != ((name_axes[0], origin.layout.shape[dim], 1),)
+                    or share.offset
+                    or name_axes[0] in shape_axes
+                ):
                     return None
-                found.append((dim, named[0]))
-            dims, names = tuple([dim for dim, _ in found]), tuple([axis for _, axis in found])
-            if len(found) != len(index) or names != (axes or names) or dims_by_name.get(origin.name, dims) != dims:
+                pinned_dims.append((dim, name_axes[0]))
+            dims, names = tuple([dim for dim, _ in pinned_dims]), tuple([axis for _, axis in pinned_dims])
+            if (
+                len(pinned_dims) != len(index)
+                or names != (axes or names)
+                or dims_by_name.get(origin.name, dims) != dims
+            ):
                 return None
             dims_by_name[origin.name], axes = dims, names
     return (dims_by_name, axes) if axes else None
@@ -181,65 +191,65 @@ def _pinned(target: Target) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]
 
 Intervals = Sequence[Sequence[Interval]]
 _Group = tuple[tuple[int, ...], int | None]
-"""Dims of the one description that are one dim of the other; None where they are all of size 1 and have none there."""
+"""Dims of one description that make up one dim of the other; None for dims of size 1 that the other lacks."""
 
 
 @lru_cache(maxsize=4096)
-def _unit(dtype: str, other: str) -> int:
-    """Return how many elements of the second type one element of the first is."""
-    return ITEM_BITS.get(dtype, 8) // ITEM_BITS.get(other, 8)
+def _unit(dtype: str, smaller: str) -> int:
+    """Return how many elements of the second dtype have the size of one element of the first."""
+    return ITEM_BITS.get(dtype, 8) // ITEM_BITS.get(smaller, 8)
 
 
 @lru_cache(maxsize=4096)
-def _groups(stored: Shape, shape: Shape) -> tuple[_Group, ...] | None:
-    """Pair the dims of a shape with those of another one that merges some of them; sizes of 1 come and go.
+def _match_dims(stored: Shape, shape: Shape) -> tuple[_Group, ...] | None:
+    """Match the dims of a shape with those of another shape that merges some of them; dims of size 1 are ignored.
 
     Returns:
-        Groups in order; None where the first shape would have to be split.
+        Groups in order; None if a dim of the first shape would have to be split.
     """
-    found: list[_Group] = []
-    waiting = [dim for dim, size in enumerate(stored) if size != 1]
+    groups: list[_Group] = []
+    remaining = [dim for dim, size in enumerate(stored) if size != 1]
     for dim, size in enumerate(shape):
         if size == 1:
             continue
-        taken: list[int] = []
-        while waiting and (not taken or prod(stored[d] for d in taken) < size):
-            taken.append(waiting.pop(0))
-        if prod(stored[d] for d in taken) != size:
+        merged: list[int] = []
+        while remaining and (not merged or prod(stored[d] for d in merged) < size):
+            merged.append(remaining.pop(0))
+        if prod(stored[d] for d in merged) != size:
             return None
-        found.append((tuple(taken), dim))
-    alone = tuple(dim for dim, size in enumerate(stored) if size == 1)
-    return None if waiting else (*found, (alone, None))
+        groups.append((tuple(merged), dim))
+    unit_dims = tuple(dim for dim, size in enumerate(stored) if size == 1)
+    return None if remaining else (*groups, (unit_dims, None))
 
 
-def _paired(name: str, stored: Shape, shape: Shape) -> tuple[_Group, ...]:
-    found = _groups(stored, shape)
-    if found is None:
+def _require_match(name: str, stored: Shape, shape: Shape) -> tuple[_Group, ...]:
+    groups = _match_dims(stored, shape)
+    if groups is None:
         message = f"{list(stored)} elements cannot be viewed as {list(shape)} when only a part of them is read"
         raise refuse("UNSUPPORTED", message, tensor=name)
-    return found
+    return groups
 
 
-def _scaled(shape: Shape, unit: int) -> Shape:
+def _scale_last_dim(shape: Shape, unit: int) -> Shape:
     """Count the last dim in smaller elements."""
     return (*shape[:-1], shape[-1] * unit) if shape else shape
 
 
-def redescribed(entry: Entry, name: str, dtype: str, shape: Shape) -> Entry:
-    """Describe a stored tensor by another dtype and shape of the same bytes.
+def redescribe(entry: Entry, name: str, dtype: str, shape: Shape) -> Entry:
+    """Describe a stored tensor with another dtype and shape of the same bytes.
 
     Args:
-        entry: as it is stored.
-        name: what it is called now.
-        dtype: safetensors code, of elements that are no larger.
+        entry: the stored tensor.
+        name: its new name.
+        dtype: safetensors code of elements that are not larger.
         shape: elements along each dim.
 
     Raises:
-        Refused: SHAPE_MISMATCH where the two are not the same number of bytes; UNSUPPORTED where it is stored in chunks
-            or strides that this shape has no boxes for.
+        Refused: SHAPE_MISMATCH if the two differ in size; UNSUPPORTED if chunks or strides of the stored tensor are no
+            boxes in this shape.
     """
     unit = _unit(entry.dtype, dtype)
-    stored = _scaled(entry.shape, unit)
+    stored = _scale_last_dim(entry.shape, unit)
     if prod(stored) != prod(shape):
         message = f"{entry.dtype} {list(entry.shape)} and {dtype} {list(shape)} do not have the same number of bytes"
         raise refuse("SHAPE_MISMATCH", message, tensor=entry.name)
@@ -251,26 +261,28 @@ def redescribed(entry: Entry, name: str, dtype: str, shape: Shape) -> Entry:
             msgspec.structs.replace(e, start=(0,) * len(shape), shape=shape, strides=None) for e in entry.extents[:1]
         )
     else:
-        groups = _paired(entry.name, stored, shape)
-        extents = tuple(_extent(entry.name, extent, unit, stored, shape, groups) for extent in entry.extents)
+        groups = _require_match(entry.name, stored, shape)
+        extents = tuple(_redescribe_extent(entry.name, extent, unit, stored, shape, groups) for extent in entry.extents)
     return Entry(name, dtype, shape, extents)
 
 
-def _extent(name: str, extent: Extent, unit: int, stored: Shape, shape: Shape, groups: Sequence[_Group]) -> Extent:
-    """Describe one chunk: it must be a box in both shapes, and its strides those of a box."""
-    first, sizes = _scaled(extent.start, unit), _scaled(extent.shape, unit)
+def _redescribe_extent(
+    name: str, extent: Extent, unit: int, stored: Shape, shape: Shape, groups: Sequence[_Group]
+) -> Extent:
+    """Describe one chunk with another shape; it must be a box in both shapes, with strides of a box."""
+    first, sizes = _scale_last_dim(extent.start, unit), _scale_last_dim(extent.shape, unit)
     steps = None
     if extent.strides is not None:
         steps = tuple(step * unit for step in extent.strides)
         if unit > 1 and (extent.strides[-1:] == (1,) or extent.shape[-1:] == (1,)):
             steps = (*steps[:-1], 1)
-    start, held, strides = [0] * len(shape), [1] * len(shape), [1] * len(shape)
+    start, lengths, strides = [0] * len(shape), [1] * len(shape), [1] * len(shape)
     for dims, dim in groups:
         if dim is None:
             if any(sizes[d] == 0 for d in dims):
-                held = [0] * len(shape)
+                lengths = [0] * len(shape)
             continue
-        at, count, step = 0, 1, None
+        position, count, step = 0, 1, None
         whole = True
         for d in reversed(dims):
             inner = prod(stored[e] for e in dims if e > d)
@@ -281,72 +293,74 @@ def _extent(name: str, extent: Extent, unit: int, stored: Shape, shape: Shape, g
             if not fits or (unit > 1 and d == len(stored) - 1 and steps is not None and steps[d] != 1):
                 message = f"its chunk of {list(extent.shape)} at {list(extent.start)} is not a box of {list(shape)}"
                 raise refuse("UNSUPPORTED", message, tensor=name)
-            at += first[d] * inner
+            position += first[d] * inner
             count *= sizes[d]
             whole = whole and sizes[d] == stored[d]
-        start[dim], held[dim], strides[dim] = at, count, 1 if step is None else step
-    return Extent(tuple(start), tuple(held), extent.file, extent.offset, None if steps is None else tuple(strides))
+        start[dim], lengths[dim], strides[dim] = position, count, 1 if step is None else step
+    return Extent(tuple(start), tuple(lengths), extent.file, extent.offset, None if steps is None else tuple(strides))
 
 
-def positions(
+def translate_box(
     name: str, intervals: Intervals, dtype: str, stored: Shape, target: str, shape: Shape
 ) -> list[list[Interval]] | None:
-    """Translate a box of a stored tensor into the positions of another description of it.
+    """Translate a box of a stored tensor into positions of another description of it.
 
     Args:
-        name: the tensor, for errors.
-        intervals: per stored dim the positions wanted, in order.
-        dtype: type of the stored elements.
+        name: name of the tensor, for errors.
+        intervals: per stored dim the selected positions, in order.
+        dtype: dtype of the stored elements.
         stored: elements along each stored dim.
-        target: type of the other description's elements, no larger ones.
+        target: dtype of the other description, whose elements are not larger.
         shape: elements along each of its dims.
 
     Returns:
-        Per dim of the other description, the same elements in the same order; None where there are none.
+        Per dim of the other description, the same elements in the same order; None if there are none.
 
     Raises:
-        Refused: UNSUPPORTED where the other description has no such positions.
+        Refused: UNSUPPORTED if the other description has no such positions.
     """
-    if not all(any(start < stop for start, stop in held) for held in intervals):
+    if not all(any(start < stop for start, stop in ranges) for ranges in intervals):
         return None
     unit = _unit(dtype, target)
-    scaled = [list(held) for held in intervals]
+    scaled = [list(ranges) for ranges in intervals]
     if scaled:
         scaled[-1] = [(start * unit, stop * unit) for start, stop in scaled[-1]]
-    sizes = _scaled(stored, unit)
-    found: list[list[Interval]] = [[(0, 1)] for _ in shape]
-    for dims, dim in _paired(name, sizes, shape):
+    sizes = _scale_last_dim(stored, unit)
+    result: list[list[Interval]] = [[(0, 1)] for _ in shape]
+    for dims, dim in _require_match(name, sizes, shape):
         if dim is not None:
-            found[dim] = list(_merged([scaled[d] for d in dims], [sizes[d] for d in dims]))
-    return found
+            result[dim] = list(_merge_dims([scaled[d] for d in dims], [sizes[d] for d in dims]))
+    return result
 
 
-def _merged(intervals: Sequence[Sequence[Interval]], sizes: Sequence[int]) -> Iterator[Interval]:
-    """Yield the positions of several dims counted as one."""
-    *outer, held = intervals
+def _merge_dims(intervals: Sequence[Sequence[Interval]], sizes: Sequence[int]) -> Iterator[Interval]:
+    """Yield the positions of several dims merged into one."""
+    *outer, inner = intervals
     if not outer:
-        yield from held
+        yield from inner
         return
     size = sizes[-1]
-    for first, last in _merged(outer, sizes[:-1]):
-        if list(held) == [(0, size)]:
+    for first, last in _merge_dims(outer, sizes[:-1]):
+        if list(inner) == [(0, size)]:
             yield first * size, last * size
         else:
-            yield from ((at * size + start, at * size + stop) for at in range(first, last) for start, stop in held)
+            yield from (
+                (index * size + start, index * size + stop) for index in range(first, last) for start, stop in inner
+            )
 
 
 _SCRATCH = 1 << 20
 _CHUNKS = 4
-"""With fewer of them, there is nothing that many targets have in common."""
+"""Number of chunks from which on a tensor's transfers are cached by chunk."""
 _ABSENT: Code = "INCOMPLETE"
 
 
 class Source:
-    """What targets are made of.
+    """The tensors from which targets are composed: turns targets into transfers.
 
     Args:
-        container: the files.
-        entries: the tensors that targets are made of, by the names that their origins have; None: those stored.
+        container: the container with the files.
+        entries: the source tensors, by the names in the targets' origins; None: the stored ones.
     """
 
     def __init__(self, container: Container, entries: Mapping[str, Entry] | None = None) -> None:
@@ -354,43 +368,43 @@ class Source:
         self.entries = container.entries if entries is None else entries
         self._copier = Copier(self.entries)
         self._stamps: Stamps | None = None
-        self._alike_stamps = AlikeStamps(self.entries)
+        self._similar_stamps = SimilarStamps(self.entries)
 
     def transfers(self, target: Target, intervals: Intervals | None = None) -> list[Transfer]:
-        """Return the transfers that fill a target tensor, or a chunk of it, sorted by where they land.
+        """Return the transfers that fill a target tensor, or a chunk of it, sorted by target offset.
 
         Raises:
-            Refused: INCOMPLETE; UNSUPPORTED where packed elements would have to be taken apart.
+            Refused: INCOMPLETE; UNSUPPORTED if packed elements would have to be split.
         """
         if intervals is None:
             return list(self.whole_transfers(target))
-        return [transfer for _, _, transfer in self._found(target, intervals)]
+        return [transfer for _, _, transfer in self._compute_transfers(target, intervals)]
 
     def whole_transfers(self, target: Target) -> tuple[Transfer, ...]:
-        """Return the transfers that fill a target tensor, as `transfers` does: the usual call, made very many times.
+        """Return the transfers that fill a whole target tensor; optimized for very many calls.
 
         Raises:
             Refused: see `transfers`.
         """
-        stamped = (self._stamps and self._stamps.filled(target)) or self._alike_stamps.filled(target)
-        if stamped:
-            return stamped
-        found = self._found(target, None)
-        self._alike_stamps.learn(target, found)
-        if found and len(self.entries[found[0].source].extents) >= _CHUNKS:
+        cached = (self._stamps and self._stamps.transfers(target)) or self._similar_stamps.transfers(target)
+        if cached:
+            return cached
+        placed_transfers = self._compute_transfers(target, None)
+        self._similar_stamps.learn(target, placed_transfers)
+        if placed_transfers and len(self.entries[placed_transfers[0].source].extents) >= _CHUNKS:
             self._stamps = self._stamps or Stamps(self.entries)
-            self._stamps.learn(target, found)
-        return tuple([transfer for _, _, transfer in found])
+            self._stamps.learn(target, placed_transfers)
+        return tuple([transfer for _, _, transfer in placed_transfers])
 
-    def _found(self, target: Target, intervals: Intervals | None) -> list[Found]:
-        """Return the transfers that fill a target tensor, or a chunk of it, found the long way."""
-        whole = target.whole_source if intervals is None or _are_all(intervals, target.shape) else None
+    def _compute_transfers(self, target: Target, intervals: Intervals | None) -> list[PlacedTransfer]:
+        """Compute the transfers that fill a target tensor, or a chunk of it, from their boxes."""
+        whole = target.whole_source if intervals is None or _select_all(intervals, target.shape) else None
         if whole is not None and is_one_run(self.entries[whole]):
             (extent,) = self.entries[whole].extents
             size = nbytes(target.dtype, target.shape)
-            return [Found(whole, 0, Transfer(extent.file, extent.offset, 0, size))] if size else []
+            return [PlacedTransfer(whole, 0, Transfer(extent.file, extent.offset, 0, size))] if size else []
         bits = ITEM_BITS.get(target.dtype, 8)
-        found = []
+        placed_transfers = []
         for copy in self._copier.copies(target, intervals):
             move = copy.move
             if move.size == 0:
@@ -401,12 +415,12 @@ class Source:
                 move = _in_bytes(entry, bits, move)
             base, item = extent.offset, max(bits // 8, 1)
             transfer = lower(extent.file, base, item, move.source_offset, move.target_offset, move.loops)
-            found.append(Found(copy.source, copy.chunk, transfer))
-        found.sort(key=_landing)
-        return found
+            placed_transfers.append(PlacedTransfer(copy.source, copy.chunk, transfer))
+        placed_transfers.sort(key=_target_offset)
+        return placed_transfers
 
     def covers(self, target: Target) -> bool:
-        """Tell whether everything is there that a target consists of."""
+        """Tell whether all elements of a target are stored."""
         try:
             self.transfers(target)
         except TransaxleError as error:
@@ -416,24 +430,24 @@ class Source:
         return True
 
     def read(self, name: str) -> Bytes:
-        """Return the row-major bytes of an entry as it lies; worth it for small ones."""
+        """Return the row-major bytes of an entry; for small tensors."""
         entry = self.entries[name]
         out = np.empty(entry.nbytes, np.uint8)
         produce(self.container.storage, self.transfers(identity_target(name, entry)), 0, out, Scratch(_SCRATCH))
         return out
 
 
-def _are_all(intervals: Intervals, shape: tuple[int, ...]) -> bool:
-    """Tell whether intervals hold every position of a tensor, in order."""
+def _select_all(intervals: Intervals, shape: tuple[int, ...]) -> bool:
+    """Tell whether intervals select every position of a tensor, in order."""
     return all(len(spans) == 1 and tuple(spans[0]) == (0, size) for spans, size in zip(intervals, shape, strict=True))
 
 
-def _landing(found: Found) -> int:
-    return found.transfer.target
+def _target_offset(placed: PlacedTransfer) -> int:
+    return placed.transfer.target
 
 
 def _in_bytes(entry: Entry, bits: int, move: BoxCopy) -> BoxCopy:
-    """Turn a copy of elements smaller than a byte into one of bytes: it must not take any of them apart."""
+    """Convert a copy of elements smaller than a byte into a copy of bytes; it must not split any byte."""
     loops = move.loops or ((1, 1, 1),)
     *outer, (count, source, target) = loops
     edges = [move.source_offset, move.target_offset, count, *(step for _, *steps in outer for step in steps)]
@@ -449,29 +463,29 @@ def _in_bytes(entry: Entry, bits: int, move: BoxCopy) -> BoxCopy:
     return BoxCopy(move.source_offset * bits // 8, move.target_offset * bits // 8, (*scaled, run))
 
 
-class _AlikeStamp(NamedTuple):
-    """The transfers of many targets that take alike tensors."""
+class _SimilarStamp(NamedTuple):
+    """The transfers of targets that take the same parts of similar tensors."""
 
     target: Target
-    """The first of them: held, as identities of what it is made of are the key."""
+    """The first such target; kept alive because the identities of its parts are the key."""
     axes: tuple[str, ...]
-    """Those of the targets' names."""
+    """Axes of the target's name."""
     forms: Sequence[_Form]
-    """Of each stored tensor that the target takes."""
+    """Form of each stored tensor that the target reads."""
     moves: Sequence[tuple[int, int, int, int, tuple[Loop, ...]]]
-    """Number of a chunk among all chunks of these tensors, and a transfer from the beginning of that chunk."""
+    """(chunk number over all these tensors, offset in the chunk, target offset, width, loops) of each transfer."""
 
 
 _Form = tuple[tuple[Shape, Shape, Shape | None], ...]
-"""The start, shape and strides of each chunk of a stored tensor: all that its transfers depend on but for its place."""
+"""Start, shape and strides of each chunk of a stored tensor: they determine its transfers, apart from offsets."""
 
 
-class AlikeStamps:
-    """The transfers of targets that take the same of alike tensors with other numbers.
+class SimilarStamps:
+    """A cache of transfers for targets that take the same parts of similar tensors with other indices.
 
-    The layers of a model are filled alike, whether a target takes one expert or joins all of them: from the same places
-    of the tensors that have its number. So the transfers of the first target are found the long way, and those of every
-    other follow from where its tensors begin, or their chunks, if these are cut alike.
+    Every layer is filled in the same way, whether a target takes one expert or joins all: from the same parts of the
+    tensors with its index. So only the transfers of the first target are computed from boxes, and those of the others
+    follow from the offsets of their tensors' chunks, if these have the same form.
 
     Args:
         entries: the stored tensors.
@@ -479,22 +493,22 @@ class AlikeStamps:
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = entries
-        self._stamps: dict[Hashable, _AlikeStamp] = {}
+        self._stamps: dict[Hashable, _SimilarStamp] = {}
 
-    def filled(self, target: Target) -> tuple[Transfer, ...] | None:
-        """Return the transfers that fill a target; None where they must be found the long way."""
+    def transfers(self, target: Target) -> tuple[Transfer, ...] | None:
+        """Return the transfers that fill a target; None if they are not cached."""
         stamp = self._stamps.get(_key(target))
         if stamp is None or stamp.target.dtype != target.dtype or stamp.axes != tuple(target.index):
             return None
         chunks: list[Extent] = []
         for name, form in zip(_names(target), stamp.forms, strict=True):
-            held = self._entries[name].extents
-            if len(held) != len(form):
+            extents = self._entries[name].extents
+            if len(extents) != len(form):
                 return None
-            for chunk, (start, shape, strides) in zip(held, form, strict=True):
+            for chunk, (start, shape, strides) in zip(extents, form, strict=True):
                 if chunk.start != start or chunk.shape != shape or chunk.strides != strides:
                     return None
-            chunks += held
+            chunks += extents
         return tuple(
             [
                 Transfer(chunks[number].file, chunks[number].offset + source, at, width, loops)
@@ -502,12 +516,12 @@ class AlikeStamps:
             ]
         )
 
-    def learn(self, target: Target, found: Sequence[Found]) -> None:
-        """Remember the transfers of a target, if others may be like it.
+    def learn(self, target: Target, placed_transfers: Sequence[PlacedTransfer]) -> None:
+        """Store the transfers of a target, if others may have the same.
 
         Args:
-            target: a target, filled wholly.
-            found: what fills it.
+            target: a target that is filled completely.
+            placed_transfers: its transfers.
         """
         key = _key(target)
         if key is None:
@@ -516,19 +530,19 @@ class AlikeStamps:
         chunks: list[Extent] = []
         forms: list[_Form] = []
         for name in _names(target):
-            held = self._entries[name].extents
+            extents = self._entries[name].extents
             first[name] = len(chunks)
-            chunks += held
-            forms.append(tuple([(chunk.start, chunk.shape, chunk.strides) for chunk in held]))
+            chunks += extents
+            forms.append(tuple([(chunk.start, chunk.shape, chunk.strides) for chunk in extents]))
         moves = []
-        for name, chunk, move in found:
+        for name, chunk, move in placed_transfers:
             number = first[name] + chunk
             moves.append((number, move.source - chunks[number].offset, move.target, move.width, move.loops))
-        self._stamps[key] = _AlikeStamp(target, tuple(target.index), forms, moves)
+        self._stamps[key] = _SimilarStamp(target, tuple(target.index), forms, moves)
 
 
 def _key(target: Target) -> Hashable:
-    """Return what the targets have in common that are filled alike; None where nothing is known of others."""
+    """Return the key that similar targets share; None if the target has no similar ones."""
     index = target.index
     key: list[Hashable] = [id(target.layout)]
     for part in target.parts:
@@ -540,5 +554,5 @@ def _key(target: Target) -> Hashable:
 
 
 def _names(target: Target) -> list[str]:
-    """Return the stored tensors that a target takes, if they are alike."""
+    """Return the stored tensors that a target reads, if its parts are of similar tensors."""
     return [name for part in target.parts if isinstance(part.origins, AlikePart) for name in part.origins.names]

@@ -1,10 +1,9 @@
-"""What values tensors have: extremes, moments, zeros, channels that stand out; they are read once, in blocks.
+"""Statistics of tensors' values: extremes, moments, zeros, outlier channels; each tensor is read once, in blocks.
 
-**Tallies of values**: how often each code of a small type occurs, exact sums of others, and the largest of each
-channel.
+**Tallies**: counts of each code of a small dtype, exact sums of larger ones, and the largest value of each channel.
 
-All that is added are whole numbers: counts of codes, and the mantissas, and their squares, of larger types. So the
-sums are exact until they are rounded once, at the end, and no order of blocks, threads or additions changes them.
+Only integers are added: counts of codes, and for larger dtypes mantissas and their squares. So sums are exact until
+they are rounded once at the end, and do not depend on the order of blocks, threads or additions.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.formats.catalog import ITEM_BITS, numpy_dtype
 from transaxle.move.workers import Limits, Progress, Worker, no_progress, run_workers
 
-_AT_ONCE = 1 << 16
-"""Elements that are looked at together: they stay in the cache, and sums of as many limbs are exact in doubles."""
-_COUNTED_AT_ONCE = 1 << 18
+_SUM_BLOCK = 1 << 16
+"""Elements that are processed together: they stay in the cache, and doubles hold the sums of their limbs exactly."""
+_COUNT_BLOCK = 1 << 18
 _LIMB = 32
-"""Bits of the parts in which mantissas and their squares are added."""
-_COUNTED = 2
-"""Bytes of the types of which every code is counted."""
+"""Bits of the limbs in which mantissas and their squares are added."""
+_COUNTED_BYTES = 2
+"""Largest item size in bytes for which every code is counted."""
 _DIGITS = 16
-"""Bits of a value's mantissa in such types, at most: integers of two bytes have as many."""
+"""Most mantissa bits of a value in such dtypes: those of 16-bit integers."""
 _ABOVE_ALL, _BELOW_ALL = (1 << 63) - 1, -1 << 63
 Doubles = npt.NDArray[np.float64]
 Codes = npt.NDArray[Any]
@@ -40,64 +39,64 @@ Codes = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """What was found of values; only finite ones enter into the first four."""
+    """Statistics of values; extremes and sums cover finite values only."""
 
     least: float
-    """The smallest; NaN where there is none."""
+    """Smallest finite value; NaN if there is none."""
     largest: float
-    """The largest."""
+    """Largest finite value; NaN if there is none."""
     total: float
-    """Their sum."""
+    """Sum of the finite values."""
     squares: float
-    """The sum of their squares."""
+    """Sum of the squares of the finite values."""
     elements: int
-    """How many there are, whatever they are."""
+    """Number of elements, finite or not."""
     zeros: int
-    """Those that are 0 or -0."""
+    """Number of elements that are 0 or -0."""
     nans: int
-    """Those that are NaN."""
+    """Number of elements that are NaN."""
     infinite: int
-    """Those that are infinite."""
+    """Number of infinite elements."""
 
 
 class Tally(Protocol):
-    """What is known of a tensor's values so far."""
+    """Accumulator of statistics of one tensor's values."""
 
     def add(self, block: memoryview) -> None:
-        """Add the next elements."""
+        """Add the next block of elements."""
 
-    def found(self) -> Moments:
-        """Return what was found."""
+    def moments(self) -> Moments:
+        """Return the statistics so far."""
 
     def channels(self) -> Doubles:
-        """Return the largest absolute value of each channel, of finite ones; 0 where there is none."""
+        """Return the largest finite absolute value of each channel; 0 if it has none."""
 
 
 def tally_of(kind: np.dtype[Any], width: int = 0) -> Tally:
     """Return an empty tally.
 
     Args:
-        kind: the type of the elements.
-        width: channels, which are the positions along the last dim; 0 where they are not looked at.
+        kind: dtype of the elements.
+        width: number of channels (positions along the last dim); 0: do not track them.
     """
-    return _Counted(kind, width) if kind.itemsize <= _COUNTED else _Summed(_WIDE[kind], width)
+    return _CountingTally(kind, width) if kind.itemsize <= _COUNTED_BYTES else _SummingTally(_WIDE[kind], width)
 
 
 class _Channels:
-    """The largest of each channel, as rows pass by, whole or not.
+    """The largest magnitude of each channel, updated from blocks that may begin or end within a row.
 
     Args:
-        width: channels.
-        kind: type of the sizes that are compared.
+        width: number of channels.
+        kind: dtype of the magnitudes.
     """
 
     def __init__(self, width: int, kind: npt.DTypeLike) -> None:
         self.largest: npt.NDArray[Any] = np.zeros(width, kind)
         self._column = 0
-        """The channel of the next element."""
+        """Channel of the next element."""
 
     def add(self, sizes: npt.NDArray[Any]) -> None:
-        """Add the next elements, as sizes that order as their absolute values do."""
+        """Add the next elements, as magnitudes that are ordered like their absolute values."""
         width = len(self.largest)
         if not width:
             return
@@ -114,8 +113,8 @@ class _Channels:
         np.maximum(into, sizes, out=into)
 
 
-def _rounded_once(parts: Mapping[int, int], grain: int) -> float:
-    """Return a sum of whole numbers, each times two to an exponent, times two to the grain: rounded once."""
+def _round_once(parts: Mapping[int, int], grain: int) -> float:
+    """Return a sum of integers times powers of two, times 2**grain, rounded once."""
     total = sum(part << exponent for exponent, part in parts.items())
     try:
         return float(total << grain) if grain > 0 else total / (1 << -grain)
@@ -124,38 +123,38 @@ def _rounded_once(parts: Mapping[int, int], grain: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Type:
-    """Every code of a small type."""
+class _CodeTable:
+    """Table of every code of a small dtype."""
 
     values: Doubles
-    """What each means."""
+    """Value of each code."""
     sizes: Doubles
-    """Its absolute value, and 0 for what is not finite."""
+    """Absolute value of each code; 0 if it is not finite."""
     mantissas: npt.NDArray[np.int64]
-    """With `exponents`, the exact value: mantissa times two to the exponent; 0 for what is not finite."""
+    """Mantissa of each code: its exact value is mantissa * 2**(exponent + lowest); 0 if it is not finite."""
     exponents: npt.NDArray[np.int64]
-    """See there; at least 0, counted from `lowest` on."""
+    """Exponent of each code, counted from `lowest`; at least 0."""
     lowest: int
-    """The exponent of the grain of all values."""
+    """Exponent of the smallest step between values."""
     mask: int
-    """A code without its sign."""
+    """Mask that removes the sign from a code."""
     last: int | None
-    """The largest such code that is finite, where they are in the order of sizes, from 0 on; else None."""
+    """Largest finite code without sign, if codes are ordered like magnitudes from 0 on; otherwise None."""
     whole: bool
-    """Whether codes are whole numbers with a sign."""
+    """Whether codes are signed integers."""
 
 
 @cache
-def _type(kind: np.dtype[Any]) -> _Type:
+def _code_table(kind: np.dtype[Any]) -> _CodeTable:
     codes = np.arange(1 << 8 * kind.itemsize, dtype=f"u{kind.itemsize}")
-    with np.errstate(invalid="ignore"):  # NaN of the kind that signals
+    with np.errstate(invalid="ignore"):  # signaling NaN
         values: Doubles = (codes != 0 if kind.kind == "b" else codes.view(kind)).astype(np.float64)
     sizes = np.where(np.isfinite(values), np.abs(values), 0.0)
     fractions, exponents = np.frexp(np.where(np.isfinite(values), values, 0.0))
     mantissas = (fractions * (1 << _DIGITS)).astype(np.int64)
     exponents = np.where(mantissas == 0, 0, exponents.astype(np.int64) - _DIGITS)
     lowest = min(int(exponents.min()), 0)
-    ordered = None
+    last_code = None
     mask = len(codes) - 1
     for mask in (len(codes) - 1, len(codes) // 2 - 1):
         top = int(np.flatnonzero(np.isfinite(values[: mask + 1])).max())
@@ -163,16 +162,16 @@ def _type(kind: np.dtype[Any]) -> _Type:
         as_ordered = np.where(without_sign <= top, sizes[without_sign], 0.0)
         in_order = sizes[0] == 0 and bool((np.diff(sizes[: top + 1]) >= 0).all())
         if in_order and np.array_equal(as_ordered, sizes):
-            ordered = top
+            last_code = top
             break
-    return _Type(values, sizes, mantissas, exponents - lowest, lowest, mask, ordered, kind.kind == "i")
+    return _CodeTable(values, sizes, mantissas, exponents - lowest, lowest, mask, last_code, kind.kind == "i")
 
 
-class _Counted:
-    """A tally of a small type: it is counted how often there is each code."""
+class _CountingTally:
+    """A tally of a small dtype, which counts how often each code occurs."""
 
     def __init__(self, kind: np.dtype[Any], width: int) -> None:
-        self._type = _type(kind)
+        self._type = _code_table(kind)
         self._codes = np.dtype(f"u{kind.itemsize}")
         self._counts = np.zeros(len(self._type.values), np.int64)
         self._by_code = self._type.last is not None or self._type.whole
@@ -182,9 +181,9 @@ class _Counted:
     def add(self, block: memoryview) -> None:
         """See `Tally`."""
         codes = np.frombuffer(block, self._codes)
-        self._indices = _grown(self._indices, min(len(codes), _COUNTED_AT_ONCE))
-        for start in range(0, len(codes), _COUNTED_AT_ONCE):
-            part = codes[start : start + _COUNTED_AT_ONCE]
+        self._indices = _grow_buffer(self._indices, min(len(codes), _COUNT_BLOCK))
+        for start in range(0, len(codes), _COUNT_BLOCK):
+            part = codes[start : start + _COUNT_BLOCK]
             indices = self._indices[: len(part)]
             indices[...] = part
             self._counts += np.bincount(indices, minlength=len(self._counts))
@@ -200,18 +199,18 @@ class _Counted:
         without_sign[without_sign > self._type.last] = 0
         return without_sign
 
-    def found(self) -> Moments:
+    def moments(self) -> Moments:
         """See `Tally`."""
-        there = np.flatnonzero(self._counts)
-        counts, values = self._counts[there], self._type.values[there]
+        present = np.flatnonzero(self._counts)
+        counts, values = self._counts[present], self._type.values[present]
         nans, infinite = int(counts[np.isnan(values)].sum()), int(counts[np.isinf(values)].sum())
         finite = values[np.isfinite(values)]
-        mantissas, exponents = self._type.mantissas[there], self._type.exponents[there]
+        mantissas, exponents = self._type.mantissas[present], self._type.exponents[present]
         grain, squares = self._type.lowest, mantissas**2
         return Moments(
             *((float(finite.min()) + 0.0, float(finite.max()) + 0.0) if len(finite) else (math.nan, math.nan)),
-            total=_rounded_once(_by_exponent(exponents, counts, mantissas), grain),
-            squares=_rounded_once(_squares(exponents, counts, squares), 2 * grain),
+            total=_round_once(_by_exponent(exponents, counts, mantissas), grain),
+            squares=_round_once(_squares(exponents, counts, squares), 2 * grain),
             elements=int(counts.sum()),
             zeros=int(counts[values == 0].sum()),
             nans=nans,
@@ -227,7 +226,7 @@ class _Counted:
 
 
 def _by_exponent(exponents: Codes, counts: Codes, parts: Codes) -> dict[int, int]:
-    """Return the sum of parts of each exponent; exact, because 16 bits times what a tensor has fit into 53."""
+    """Return exponent -> sum of its parts; exact, because 16 bits times the elements of a tensor fit into 53 bits."""
     sums = np.bincount(exponents, weights=counts.astype(np.float64) * parts)
     return {int(exponent): int(sums[exponent]) for exponent in np.flatnonzero(sums)}
 
@@ -240,16 +239,16 @@ def _squares(exponents: Codes, counts: Codes, squares: Codes) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _WideType:
-    """How the codes of a type are read."""
+    """Format of the codes of a large dtype."""
 
     dtype: np.dtype[Any]
-    """The type of values."""
+    """Numpy dtype of the values."""
     mantissa: int = 0
-    """Bits of a mantissa that are stored; 0: whole numbers."""
+    """Number of stored mantissa bits; 0 for integers."""
     grain: int = 0
-    """Power of two that the smallest value is."""
+    """Power of two of the smallest positive value."""
     signed: bool = True
-    """Whether there are negative ones."""
+    """Whether there are negative values."""
 
     @property
     def bits(self) -> int:
@@ -258,12 +257,12 @@ class _WideType:
 
     @property
     def size_mask(self) -> int:
-        """A code without its sign."""
+        """Mask that removes the sign from a code."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def infinity(self) -> int:
-        """The code of the infinite value."""
+        """Code of infinity."""
         return self.size_mask >> self.mantissa << self.mantissa
 
 
@@ -280,8 +279,8 @@ _WIDE = {
 }
 
 
-class _Summed:
-    """A tally of a large type: parts of mantissas and of their squares are added, by exponent."""
+class _SummingTally:
+    """A tally of a large dtype, which sums limbs of mantissas and of their squares by exponent."""
 
     def __init__(self, kind: _WideType, width: int) -> None:
         self._type = kind
@@ -290,7 +289,7 @@ class _Summed:
         self._least, self._most = _ABOVE_ALL, _BELOW_ALL
         self._channels = _Channels(width, self._word)
         self._sums, self._squares = Counter[int](), Counter[int]()
-        """Power of two, counted from the grain on -> how often."""
+        """Power of two, counted from the grain -> sum of limbs."""
         self._mantissas = self._products = np.empty(0, np.uint64)
         self._exponents, self._weights = np.empty(0, np.intp), np.empty(0)
 
@@ -298,8 +297,8 @@ class _Summed:
         """See `Tally`."""
         codes = np.frombuffer(block, self._word)
         self._elements += len(codes)
-        for start in range(0, len(codes), _AT_ONCE):
-            self._add(codes[start : start + _AT_ONCE])
+        for start in range(0, len(codes), _SUM_BLOCK):
+            self._add(codes[start : start + _SUM_BLOCK])
 
     def _add(self, codes: Codes) -> None:
         kind = self._type
@@ -321,10 +320,10 @@ class _Summed:
             self._add_integers(sizes.astype(np.uint64), negative)
 
     def _add_floats(self, sizes: Codes, signs: npt.NDArray[Any]) -> None:
-        """Add mantissas and their squares, of each exponent those that have it."""
+        """Add mantissas and their squares, by exponent."""
         kind, count = self._type, len(sizes)
-        self._exponents, self._mantissas = (_grown(a, count) for a in (self._exponents, self._mantissas))
-        self._products, self._weights = _grown(self._products, count), _grown(self._weights, count)
+        self._exponents, self._mantissas = (_grow_buffer(a, count) for a in (self._exponents, self._mantissas))
+        self._products, self._weights = _grow_buffer(self._products, count), _grow_buffer(self._weights, count)
         exponents, mantissas = self._exponents[:count], self._mantissas[:count]
         np.right_shift(sizes, kind.mantissa, out=exponents, casting="unsafe")
         np.minimum(exponents, 1, out=mantissas, casting="unsafe")
@@ -342,19 +341,19 @@ class _Summed:
     def _gather(
         self, into: Counter[int], step: int, parts: Codes, shift: int, signs: npt.NDArray[Any] | None = None
     ) -> None:
-        """Add parts of the numbers of each exponent; one more of it is `step` in the sum."""
+        """Add limbs by exponent; the sum's key grows by `step` per exponent."""
         weights = self._weights[: len(parts)]
         weights[...] = parts
         if signs is not None:
-            with np.errstate(invalid="ignore"):  # NaN of the kind that signals
+            with np.errstate(invalid="ignore"):  # signaling NaN
                 np.copysign(weights, signs, out=weights)
         sums = np.bincount(self._exponents[: len(parts)], weights=weights)
         for exponent in np.flatnonzero(sums).tolist():
-            # Subnormal numbers have the grain of the smallest normal ones.
+            # Subnormal numbers have the same grain as the smallest normal ones.
             into[step * max(exponent - 1, 0) + shift] += int(sums[exponent])
 
     def _add_integers(self, sizes: npt.NDArray[np.uint64], negative: npt.NDArray[np.bool_]) -> None:
-        """Add whole numbers and their squares."""
+        """Add integers and their squares."""
         limbs = list(_limbs(sizes, self._type.bits))
         for at, limb in enumerate(limbs):
             signed = limb.astype(np.int64)
@@ -364,7 +363,7 @@ class _Summed:
                     self._squares[_LIMB * (at + other + half) + (other != at)] += int(part.sum())
 
     def _sizes(self, codes: Codes) -> tuple[Codes, npt.NDArray[np.bool_]]:
-        """Return sizes as codes, and which are negative."""
+        """Return magnitudes as codes, and which elements are negative."""
         kind = self._type
         negative = codes > kind.size_mask if kind.signed else np.zeros(len(codes), bool)
         if kind.mantissa:
@@ -372,7 +371,7 @@ class _Summed:
         return np.where(negative, ~codes + self._word.type(1), codes), negative
 
     def _places(self, codes: Codes, negative: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """Return whole numbers in the order of values."""
+        """Return integers in the same order as the values."""
         kind = self._type
         if kind.mantissa:
             codes = np.where(negative, codes ^ self._word.type(kind.size_mask), codes)
@@ -382,21 +381,21 @@ class _Summed:
         return places
 
     def _value(self, place: int) -> float:
-        """Return the value at a place."""
+        """Return the value of such an integer."""
         kind = self._type
         if not kind.mantissa:
             return float(place if kind.signed or kind.bits < 64 else place + (1 << 63))
         code = place if place >= 0 else (place & 2 * kind.size_mask + 1) ^ kind.size_mask
         return float(np.array([code], self._word).view(kind.dtype)[0]) + 0.0
 
-    def found(self) -> Moments:
+    def moments(self) -> Moments:
         """See `Tally`."""
-        grain, some = self._type.grain, self._least <= self._most
-        extremes = (self._value(self._least), self._value(self._most)) if some else (math.nan, math.nan)
+        grain, has_finite = self._type.grain, self._least <= self._most
+        extremes = (self._value(self._least), self._value(self._most)) if has_finite else (math.nan, math.nan)
         return Moments(
             *extremes,
-            total=_rounded_once(self._sums, grain),
-            squares=_rounded_once(self._squares, 2 * grain),
+            total=_round_once(self._sums, grain),
+            squares=_round_once(self._squares, 2 * grain),
             elements=self._elements,
             zeros=self._zeros,
             nans=self._nans,
@@ -411,126 +410,129 @@ class _Summed:
 
 
 def _limbs(numbers: Codes, bits: int) -> Iterator[Codes]:
-    """Yield the parts of whole numbers of so many bits, the lowest first."""
+    """Yield the limbs of integers with the given number of bits, the lowest first."""
     for at in range(0, bits, _LIMB):
         low = numbers if at + _LIMB >= bits else numbers & numbers.dtype.type((1 << _LIMB) - 1)
         yield low >> numbers.dtype.type(at) if at else low
 
 
-def _grown(buffer: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
-    """Return a buffer of at least so many elements: the same one if it has them."""
+def _grow_buffer(buffer: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
+    """Return a buffer of at least `count` elements: the same one if it is large enough."""
     return buffer if len(buffer) >= count else np.empty(count, buffer.dtype)
 
 
 _WIDEST = "fp32"
-"""What encoded tensors are decoded to."""
+"""Dtype to which encoded tensors are decoded."""
 _OUTSTANDING = 6.0
-"""How many times as large as the median's a channel's largest value must be to stand out."""
+"""Factor over the median channel from which on a channel is an outlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorValues:
-    """The values of one tensor. NaN and infinite values do not enter into its numbers."""
+    """Statistics of one tensor's values; NaN and infinite values are only counted."""
 
     elements: int
-    """How many it has."""
+    """Number of elements."""
     least: float
-    """The smallest finite value; NaN where there is none."""
+    """Smallest finite value; NaN if there is none."""
     largest: float
-    """The largest finite value."""
+    """Largest finite value; NaN if there is none."""
     mean: float
-    """Their mean."""
+    """Mean of the finite values."""
     rms: float
-    """Root of the mean of their squares."""
+    """Root mean square of the finite values."""
     zeros: int
-    """Elements that are 0 or -0."""
+    """Number of elements that are 0 or -0."""
     nans: int
-    """Elements that are NaN."""
+    """Number of elements that are NaN."""
     infinite: int
-    """Elements that are infinite."""
+    """Number of infinite elements."""
     channels: int
-    """Channels, which are the positions along the last dim; 0 where they were not looked at."""
-    outstanding: tuple[int, ...]
-    """Channels whose largest value is more than six times that of the median channel, the largest first."""
-    times: float
-    """How many times as large it is in the first of them, or in the largest; NaN where the median is 0."""
+    """Number of channels (positions along the last dim); 0 if they were not tracked."""
+    outliers: tuple[int, ...]
+    """Outlier channels: their largest value is more than six times that of the median channel; the largest first."""
+    outlier_ratio: float
+    """Ratio of the largest channel to the median channel; NaN if the median is 0."""
 
     @property
     def absmax(self) -> float:
-        """The largest absolute value of a finite element."""
+        """Largest finite absolute value."""
         return max(-self.least, self.largest)
 
 
 @dataclass(frozen=True)
 class CheckpointValues:
-    """The values of a checkpoint's tensors."""
+    """Statistics of the values of a checkpoint's tensors."""
 
     tensors: dict[str, TensorValues]
-    """Name -> its values, in the order of the checkpoint."""
+    """Tensor name -> statistics, in the order of the checkpoint."""
     unmeasured: tuple[str, ...]
-    """Tensors of types that have no numbers of whole bytes."""
-    seen: Checkpoint
-    """The view whose tensors they are: quantized ones are decoded."""
+    """Names of tensors whose elements are not numbers of whole bytes."""
+    view: Checkpoint
+    """The view that was measured, with quantized tensors decoded."""
 
 
 def measure_values(checkpoint: Checkpoint, limit: Limits, progress: Progress = no_progress) -> CheckpointValues:
     """Read every tensor once and measure its values.
 
     Args:
-        checkpoint: as it is stored; quantized tensors are decoded.
+        checkpoint: checkpoint in its stored dialect; quantized tensors are decoded.
         limit: workers and memory.
-        progress: told the bytes of each block.
+        progress: called with the bytes of each block.
 
     Raises:
-        TransaxleError: what reading raises.
+        TransaxleError: any error of reading.
     """
-    seen = checkpoint.decode(_WIDEST) if checkpoint.catalog.encoded else checkpoint
-    names = [name for name, tensor in seen.items() if _has_numbers(tensor)]
-    found: dict[str, TensorValues] = {}
+    view = checkpoint.decode(_WIDEST) if checkpoint.catalog.encoded else checkpoint
+    names = [name for name, tensor in view.items() if _has_numbers(tensor)]
+    values_by_name: dict[str, TensorValues] = {}
     lock = threading.Lock()
 
-    def look(worker: Worker, name: str) -> None:
-        values = _measured(seen[name], worker, progress)
+    def measure_tensor(worker: Worker, name: str) -> None:
+        values = _measure_tensor(view[name], worker, progress)
         with lock:
-            found[name] = values
+            values_by_name[name] = values
 
-    # The largest first, so that no worker is left alone with it at the end.
-    largest_first = sorted(names, key=lambda name: -seen[name].nbytes)
-    run_workers(largest_first, limit.jobs, partial(Worker, seen.container.storage, limit), look)
-    kept = {name: found[name] for name in names}
-    return CheckpointValues(kept, tuple(name for name in seen if name not in kept), seen)
+    # The largest tensors first, so that no worker is left with one at the end.
+    largest_first = sorted(names, key=lambda name: -view[name].nbytes)
+    run_workers(largest_first, limit.jobs, partial(Worker, view.container.storage, limit), measure_tensor)
+    measured = {name: values_by_name[name] for name in names}
+    return CheckpointValues(measured, tuple(name for name in view if name not in measured), view)
 
 
 def _has_numbers(tensor: StoredTensor) -> bool:
     kind = numpy_dtype(tensor.dtype)
-    return ITEM_BITS.get(tensor.dtype, 8) >= 8 and kind.kind in "fiuVb" and not kind.names  # complex halves have names
+    # A complex type of halves has field names.
+    return ITEM_BITS.get(tensor.dtype, 8) >= 8 and kind.kind in "fiuVb" and not kind.names
 
 
-def _measured(tensor: StoredTensor, worker: Worker, progress: Progress) -> TensorValues:
+def _measure_tensor(tensor: StoredTensor, worker: Worker, progress: Progress) -> TensorValues:
     kind = numpy_dtype(tensor.dtype)
     width = tensor.shape[-1] if len(tensor.shape) > 1 else 0
     tally = tally_of(kind, width if width * kind.itemsize <= worker.capacity else 0)
     for block in worker.blocks(tensor.transfers(), tensor.nbytes):
         tally.add(block)
         progress(len(block))
-    return _of(tally.found(), tally.channels())
+    return _to_tensor_values(tally.moments(), tally.channels())
 
 
-def _of(found: Moments, channels: Doubles) -> TensorValues:
-    finite = found.elements - found.nans - found.infinite
-    mean, rms = (found.total / finite, math.sqrt(found.squares / finite)) if finite else (math.nan, math.nan)
-    odd = found.zeros, found.nans, found.infinite
-    outstanding, times = _outstanding(channels)
-    return TensorValues(found.elements, found.least, found.largest, mean, rms, *odd, len(channels), outstanding, times)
+def _to_tensor_values(moments: Moments, channels: Doubles) -> TensorValues:
+    finite = moments.elements - moments.nans - moments.infinite
+    mean, rms = (moments.total / finite, math.sqrt(moments.squares / finite)) if finite else (math.nan, math.nan)
+    special_counts = moments.zeros, moments.nans, moments.infinite
+    outstanding, times = _outlier_channels(channels)
+    return TensorValues(
+        moments.elements, moments.least, moments.largest, mean, rms, *special_counts, len(channels), outstanding, times
+    )
 
 
-def _outstanding(largest: Doubles) -> tuple[tuple[int, ...], float]:
-    """Return the channels that stand out, and how far the largest does."""
+def _outlier_channels(largest: Doubles) -> tuple[tuple[int, ...], float]:
+    """Return the outlier channels, and the ratio of the largest channel to the median."""
     if not len(largest):
         return (), math.nan
     order = np.argsort(-largest, kind="stable")
     ranked = largest[order]
-    # As `np.median`, which imports numpy's masked arrays for it.
+    # Like `np.median`, without its import of masked arrays.
     median = float(ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
-    found = order[ranked > _OUTSTANDING * median] if median else order[:0]
-    return tuple(found.tolist()), float(largest.max()) / median if median else math.nan
+    outliers = order[ranked > _OUTSTANDING * median] if median else order[:0]
+    return tuple(outliers.tolist()), float(largest.max()) / median if median else math.nan

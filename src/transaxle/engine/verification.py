@@ -1,8 +1,6 @@
-"""Whether a checkpoint is what it was: against its manifest, or against another one.
+"""Verification of a checkpoint against its own manifest, byte by byte, or against another checkpoint.
 
-**Verification**: a checkpoint checked against its own manifest, byte by byte, or against another checkpoint.
-
-Two checkpoints to be compared, opened together: what is said of both, and what of the first one only.
+Also opens the two checkpoints of a comparison: some options apply to both, others only to the first.
 """
 
 from __future__ import annotations
@@ -21,23 +19,29 @@ from typing import Any
 from msgspec.structs import replace
 
 from transaxle.axes.layout.relayout import identity_target
-from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, StoredTensor, opened, stateless
+from transaxle.engine.checkpoint.checkpoint import (
+    Checkpoint,
+    CheckpointLike,
+    StoredTensor,
+    open_source,
+    refuse_stateless,
+)
 from transaxle.engine.checkpoint.manifest import (
     CHANGED,
     IN_SPANS,
     TensorRecord,
-    against,
     check_rest,
+    digest_positions,
     has_hashes,
     has_manifest,
+    hash_evidence,
     load,
-    sealed,
     stale,
 )
 from transaxle.engine.compare import Comparison, Difference, compare
-from transaxle.engine.duplicates import plan_twins, unequal
+from transaxle.engine.duplicates import compare_copies, plan_twins
 from transaxle.engine.source import Source
-from transaxle.engine.views.encoded import nothing_encoded
+from transaxle.engine.views.encoded import refuse_plain
 from transaxle.engine.wording import notebook, plural, size
 from transaxle.errors import Code, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import NUMBERS, Checksum, Container, Entry, Seal, nbytes, read_digest
@@ -53,44 +57,44 @@ from transaxle.options import OF_FIRST, OF_ONE
 from transaxle.spans import stage
 
 _SHOWN = 3
-"""Problems that a printed verification shows."""
+"""Number of problems that a printed verification shows."""
 _NO_DAMAGE = frozenset({"UNSUPPORTED", "UNSAFE_PICKLE"})
-"""Codes of optimizer state that is not read, whether or not it is intact."""
+"""Codes of optimizer state that is not read; they do not mean damage."""
 _WELL = {"manifest": "intact", "digests": "intact"}
 _AGAIN = "Copy the file again from where it is intact, or write the checkpoint again."
 
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """The result of a verification. True if all is well."""
+    """The result of a verification; true if there are no problems and no differences."""
 
     tensors: int
-    """Tensors read."""
+    """Number of tensors read."""
     parameters: int
-    """Elements of the model; of two checkpoints, elements compared."""
+    """Number of elements of the model; for two checkpoints, of elements compared."""
     bytes_read: int
-    """Bytes read."""
+    """Number of bytes read."""
     against: str
-    """`manifest`; `digests`, which a single file contains; `structure` if there is neither, so that the data itself is
-    unproved; `checkpoint` if a second one was given.
+    """Evidence used: `manifest`; `digests`, stored in a single file; `structure` if there is neither, so that the data
+    itself is not proved; `checkpoint` if a second one was given.
     """
     problems: tuple[Refusal, ...] = ()
-    """Everything that is wrong."""
+    """All problems of the checkpoint."""
     unlisted: tuple[str, ...] = ()
     """Files in the folder that the manifest does not list; they are not checked."""
     comparison: Comparison | None = None
     """The comparison with the second checkpoint; None without one."""
     unproved: int = 0
-    """Bytes of tensors of which nothing records what they were: neither a hash nor a checksum of the format."""
+    """Bytes of tensors for which there is neither a recorded hash nor a checksum of the format."""
 
     @property
     def ok(self) -> bool:
-        """The verdict: no problems and no differences."""
+        """Whether there are no problems and no differences."""
         return not self.problems and (self.comparison is None or self.comparison.equal)
 
     @property
     def equal(self) -> bool:
-        """The same verdict, under a name that suits two checkpoints."""
+        """The same as `ok`, under a name that suits two checkpoints."""
         return self.ok
 
     @property
@@ -99,26 +103,26 @@ class Verification:
         return () if self.comparison is None else self.comparison.differences
 
     def __bool__(self) -> bool:
-        """Return the verdict, so that `assert tx.verify(a, b)` is what it says."""
+        """Return whether there are no problems and no differences."""
         return self.ok
 
     def __repr__(self) -> str:
         return f"<verification {self.verdict}>"
 
     def __str__(self) -> str:
-        """Return what `print` shows: the verdict, and the first problems or differences."""
+        """Return the text that `print` shows: the verdict, and the first problems or differences."""
         if self.comparison is not None:
             return str(self.comparison)
         lines = [self.verdict, *(f"  {line}" for each in self.problems[:_SHOWN] for line in str(each).splitlines())]
-        more = len(self.problems) - _SHOWN
-        return "\n".join([*lines, *([f"  … and {more:,} more: .problems"] if more > 0 else [])])
+        remaining = len(self.problems) - _SHOWN
+        return "\n".join([*lines, *([f"  … and {remaining:,} more: .problems"] if remaining > 0 else [])])
 
     def _repr_html_(self) -> str:
         return notebook(str(self))
 
     @property
     def verdict(self) -> str:
-        """What came out, in a few words."""
+        """The result in a few words."""
         if self.comparison is not None:
             return f"against a checkpoint: {self.comparison.verdict}"
         amount = f"{plural(self.tensors, 'tensor')}, {size(self.bytes_read)} read"
@@ -153,7 +157,7 @@ def verify_against(
     """Compare two checkpoints, whatever their formats and dialects.
 
     Raises:
-        TransaxleError: where the first cannot be expressed in the second one's dialect.
+        TransaxleError: the first cannot be expressed in the second one's dialect.
     """
     comparison = compare(first, second, limit=limit, progress=progress)
     return Verification(
@@ -167,16 +171,16 @@ def verify_against(
 
 @stage("verify")
 def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progress = no_progress) -> Verification:
-    """Hold a checkpoint against its manifest: every file, every tensor, every copy, every byte.
+    """Check a checkpoint against its manifest: every file, every tensor, every copy, every byte.
 
-    One file that is a checkpoint by itself is held against the digests in it, where it was written with them. Without
-    either the tensors are read once, which proves the catalog and that every byte can be read. Checksums that the
-    format itself keeps are checked in any case, and so is that copies are equal which must be.
+    A single file that is a checkpoint is checked against the digests in it, if it was written with them. Without
+    manifest and digests the tensors are read once, which proves the catalog and that every byte is readable. Checksums
+    of the format itself and the equality of copies are checked in any case.
 
     Raises:
-        Refused: CORRUPT where the manifest itself is damaged.
+        Refused: CORRUPT if the manifest itself is damaged.
     """
-    stored = _everything((checkpoint.undecoded or checkpoint).stored)
+    stored = _with_left_out((checkpoint.undecoded or checkpoint).stored)
     container, limit = stored.container, limit or limits()
     manifest = load(container)
     recorded: Mapping[str, TensorRecord] = {}
@@ -185,14 +189,14 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
     if manifest is not None:
         recorded = manifest.tensors
         problems.extend(stale(manifest, container))
-        plain = _plain_items(container) - recorded.keys()
-        problems.extend(_listed(recorded, dict.fromkeys(name for name in stored if name not in plain)))
-        there = () if container.storage.single else files_in(container.storage)
-        extra = tuple(name for name in there if name not in manifest.files and name != MANIFEST)
+        plain = _plain_numbers(container) - recorded.keys()
+        problems.extend(_refuse_unlisted(recorded, dict.fromkeys(name for name in stored if name not in plain)))
+        folder_files = () if container.storage.single else files_in(container.storage)
+        extra = tuple(name for name in folder_files if name not in manifest.files and name != MANIFEST)
     places: dict[str, tuple[Seal, int]] = {}
     for seal in container.seals:
         problems.extend(check_rest(seal, container))
-        places.update((name, (seal, place)) for name, place in sealed(seal, container))
+        places.update((name, (seal, place)) for name, place in digest_positions(seal, container))
     damaged: dict[str, Refusal] = {}
     digests: dict[str, str] = {}
 
@@ -217,7 +221,7 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
     hashing = HashingFiles(None, (), range(len(items)), progress, check)
     Movement(items, container.storage, hashing, limit).move_local()
     large = [items[key] for key, name in enumerate(names) if name in damaged and len(span_ends(items[key].size)) > 1]
-    if large and (manifest is None or manifest.transaxle < IN_SPANS):  # an older program hashed them from end to end
+    if large and (manifest is None or manifest.transaxle < IN_SPANS):  # an older version hashed each tensor in one span
         hashing = HashingFiles(None, (), range(len(items)), finish=check, span_size=WHOLE)
         Movement(large, container.storage, hashing, limit).move_local()
     unlike, copied = _check_copies(container, digests, limit)
@@ -227,15 +231,15 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
         len(stored),
         stored.parameters,
         sum(tensor.nbytes for tensor in stored.values()) + copied,
-        against(container),
+        hash_evidence(container),
         (*problems, *(damaged[name] for name in stored if name in damaged)),
         extra,
-        unproved=0 if has_hashes(container) else _without_checksum(container),
+        unproved=0 if has_hashes(container) else _bytes_without_proof(container),
     )
 
 
-def _everything(stored: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with the tensors that were left out when it was opened: a verdict is on all bytes."""
+def _with_left_out(stored: Checkpoint) -> Checkpoint:
+    """Return a checkpoint including tensors that were left out when it was opened: a verdict covers all bytes."""
     container = stored.container
     if not container.left:
         return stored
@@ -244,16 +248,18 @@ def _everything(stored: Checkpoint) -> Checkpoint:
 
 
 def _check_copies(container: Container, digests: Mapping[str, str], limit: Limits) -> tuple[list[Refusal], int]:
-    """Check that the copies of tensors are equal to them, wanted or not; return also the bytes that this has read.
+    """Check that all copies of tensors are equal, read or not; return also the bytes that this check has read.
 
     Args:
         container: the checkpoint.
-        digests: hashes of its tensors.
+        digests: hashes of its tensors, by name.
         limit: workers and memory.
     """
     twins = (*container.twins, *container.uncompared)
-    alike = [twin for twin in twins if (twin.first.dtype, twin.first.shape) == (twin.second.dtype, twin.second.shape)]
-    sides = list(dict.fromkeys(side for twin in alike for side in (twin.first, twin.second)))
+    comparable = [
+        twin for twin in twins if (twin.first.dtype, twin.first.shape) == (twin.second.dtype, twin.second.shape)
+    ]
+    sides = list(dict.fromkeys(side for twin in comparable for side in (twin.first, twin.second)))
     unread = [side for side in sides if container.entries.get(side.name) != side]
     items = []
     for key, side in enumerate(unread):
@@ -267,17 +273,17 @@ def _check_copies(container: Container, digests: Mapping[str, str], limit: Limit
     hint = _AGAIN if has_manifest(container) else ""
     problems = [
         Refusal(code, f"{twin.why}\nbut their bytes differ", Where(_file_of(twin.second), twin.first.name), hint)
-        for twin in alike
+        for twin in comparable
         if hashes[twin.first] != hashes[twin.second]
     ]
-    others = replace(container, twins=tuple(twin for twin in twins if twin not in alike))
-    checks = plan_twins(others, problems)
-    problems.extend(unequal(checks, container.storage, limit))
+    rest_of_twins = replace(container, twins=tuple(twin for twin in twins if twin not in comparable))
+    checks = plan_twins(rest_of_twins, problems)
+    problems.extend(compare_copies(checks, container.storage, limit))
     return problems, sum(side.nbytes for side in unread)
 
 
 def _check_sums(container: Container, limit: Limits) -> list[Refusal]:
-    """Check the checksums of all ranges that have one."""
+    """Check all checksums of ranges in the files."""
     witness = layer(container.storage, Witness)
     if witness is None:
         return []
@@ -289,30 +295,30 @@ def _check_sums(container: Container, limit: Limits) -> list[Refusal]:
     return [witness.problem(checksum) for checksum in container.checksums if not witness.is_right(checksum)]
 
 
-def _without_checksum(container: Container) -> int:
-    """Return the bytes of tensors that lie in no range with a checksum."""
+def _bytes_without_proof(container: Container) -> int:
+    """Return the bytes of tensors outside all ranges with a checksum."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for checksum in container.checksums:
         ranges.setdefault(checksum.file, []).append((checksum.offset, checksum.end))
-    for each in ranges.values():
-        each.sort()
+    for file_ranges in ranges.values():
+        file_ranges.sort()
     total = 0
     for entry in container.entries.values():
         for extent in entry.extents:
-            known = ranges.get(extent.file, [])
-            at = bisect_right(known, (extent.offset, sys.maxsize)) - 1
-            if at < 0 or known[at][1] <= extent.offset:
+            covered = ranges.get(extent.file, [])
+            index = bisect_right(covered, (extent.offset, sys.maxsize)) - 1
+            if index < 0 or covered[index][1] <= extent.offset:
                 total += nbytes(entry.dtype, extent.shape)
     return total
 
 
 def _blocks(tensor: StoredTensor, worker: Worker) -> Iterator[memoryview]:
-    """Read a tensor in order; of many tensors, what they are made of is found out one by one."""
+    """Read a tensor in order; its transfers are computed only now, to save memory."""
     return worker.blocks(tensor.transfers(), tensor.nbytes)
 
 
-def _listed(recorded: Collection[str], present: Collection[str]) -> Iterator[Refusal]:
-    """Yield the tensors that only the manifest or only the files know."""
+def _refuse_unlisted(recorded: Collection[str], present: Collection[str]) -> Iterator[Refusal]:
+    """Yield refusals of tensors that only the manifest lists, or only the files have."""
     for name in recorded:
         if name not in present:
             yield Refusal("MISSING_TENSOR", "the manifest lists this tensor; it is missing", Where(None, name))
@@ -321,20 +327,20 @@ def _listed(recorded: Collection[str], present: Collection[str]) -> Iterator[Ref
             yield Refusal("UNEXPECTED_TENSOR", "the manifest does not list this tensor", Where(None, name))
 
 
-def _plain_items(container: Container) -> set[str]:
-    """Return the numbers of training state that are items of their own: a manifest lists tensors alone."""
+def _plain_numbers(container: Container) -> set[str]:
+    """Return the names of training state that are plain numbers, which a manifest does not list."""
     entries = ((name, container.entries.get(name)) for name in container.beside)
     return {name for name, entry in entries if entry is not None and _file_of(entry) == NUMBERS}
 
 
 def _file_of(entry: Entry | None) -> str | None:
-    """Return the file that holds a tensor; None where it is one of several."""
+    """Return the file that contains a tensor; None if there are several."""
     files = {extent.file for extent in entry.extents} if entry is not None else set()
     return files.pop() if len(files) == 1 else None
 
 
 def _check_record(where: Where, tensor: StoredTensor, digest: str, recorded: TensorRecord | None) -> Refusal | None:
-    """Check one tensor against its record."""
+    """Check one tensor against its record in the manifest."""
     if recorded is None:
         return None
     if (recorded.dtype, recorded.shape) != (tensor.dtype, tensor.shape):
@@ -346,21 +352,19 @@ def _check_record(where: Where, tensor: StoredTensor, digest: str, recorded: Ten
     return None
 
 
-def of_second(reading: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that also hold for the second checkpoint of a comparison."""
+def second_options(reading: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that also apply to the second checkpoint of a comparison."""
     return {name: value for name, value in reading.items() if name not in OF_FIRST}
 
 
 @contextmanager
-def _named(opening: AbstractContextManager[Checkpoint], source: CheckpointLike) -> Iterator[Checkpoint]:
-    """Give one of two checkpoints; what is wrong with its files is said with its path, which tells it from the other.
+def _open_named(opening: AbstractContextManager[Checkpoint], source: CheckpointLike) -> Iterator[Checkpoint]:
+    """Open one of two checkpoints; problems of its files are reported with its path, to tell the two apart.
 
-    Args:
-        opening: opens it.
-        source: its path, or the opened checkpoint.
+    opens the checkpoint.
 
     Raises:
-        TransaxleError: what `opening` raises.
+        TransaxleError: any error of `opening`.
     """
     with ExitStack() as stack:
         try:
@@ -368,55 +372,57 @@ def _named(opening: AbstractContextManager[Checkpoint], source: CheckpointLike) 
         except TransaxleError as error:
             if isinstance(source, Checkpoint):
                 raise
-            raise gathered(_placed(refusal, Path(source)) for refusal in error.refusals) from error
+            raise gathered(_with_path(refusal, Path(source)) for refusal in error.refusals) from error
         yield checkpoint
 
 
-def _placed(refusal: Refusal, path: Path) -> Refusal:
-    # Of a path that cannot be examined, the refusal says why: `Path.is_file` would raise.
+def _with_path(refusal: Refusal, path: Path) -> Refusal:
+    # `Path.is_file` would raise for a path that cannot be examined; the refusal explains it better.
     file = refusal.where.file
     inside = path if file == path.name and os.path.isfile(path) else path / (file or "")  # noqa: PTH113
-    known = file is not None and os.path.isfile(inside)  # noqa: PTH113
-    return dataclasses.replace(refusal, where=Where(str(inside), refusal.where.tensor)) if known else refusal
+    is_known = file is not None and os.path.isfile(inside)  # noqa: PTH113
+    return dataclasses.replace(refusal, where=Where(str(inside), refusal.where.tensor)) if is_known else refusal
 
 
 @contextmanager
-def opened_pair(
+def open_pair(
     a: CheckpointLike, b: CheckpointLike, reading: Mapping[str, Any]
 ) -> Iterator[tuple[Checkpoint, Checkpoint]]:
-    """Give two checkpoints; one of them may have nothing to decode, no weights to choose, and no optimizer state.
+    """Open two checkpoints; one of them may lack encoded tensors, a choice of weights, or optimizer state.
 
     Args:
-        a: a path, or an opened checkpoint.
-        b: likewise.
-        reading: options of `open_checkpoint`; where only `b` is a path, they are said of that.
+        a: a path, or an open checkpoint.
+        b: a path, or an open checkpoint.
+        reading: options of `open_checkpoint`; if only `b` is a path, they apply to it.
 
     Raises:
-        TypeError: there are options, and `a` and `b` are both open already.
-        Refused: UNSUPPORTED where neither stores weights twice, and some are chosen; MISSING_TENSOR where neither has
-            the optimizer's state that is asked for.
-        UsageError: AMBIGUOUS where tensors are to be decoded, and neither has anything encoded.
-        TransaxleError: what `open_checkpoint` raises.
+        TypeError: options are given, but `a` and `b` are both open already.
+        Refused: UNSUPPORTED if weights are chosen, but neither stores several; MISSING_TENSOR if optimizer state is
+            asked for, but neither has it.
+        UsageError: AMBIGUOUS if tensors are to be decoded, but neither has encoded ones.
+        TransaxleError: any error of `open_checkpoint`.
     """
     decode = reading.get("decode")
     first: Mapping[str, Any] = {} if isinstance(a, Checkpoint) and not isinstance(b, Checkpoint) else reading
-    second: Mapping[str, Any] = {} if isinstance(b, Checkpoint) else of_second(reading)
+    second: Mapping[str, Any] = {} if isinstance(b, Checkpoint) else second_options(reading)
     chosen = {name for name in OF_ONE if reading.get(name)}
     with_state = reading.get("optimizer") is True
     if chosen or with_state:
         first, second = ({**options, "lenient": True} if options else options for options in (first, second))
     with ExitStack() as stack:
-        one, two = (
-            stack.enter_context(_named(opened(argument, source, options), source))
+        first_checkpoint, second_checkpoint = (
+            stack.enter_context(_open_named(open_source(argument, source, options), source))
             for argument, source, options in (("a", a, first), ("b", b, second))
         )
         if chosen - {"decode"} and not any(
-            has_choices(side.format) for side, options in ((one, first), (two, second)) if options
+            has_choices(side.format)
+            for side, options in ((first_checkpoint, first), (second_checkpoint, second))
+            if options
         ):
             message = f"both store their weights once: {', '.join(sorted(chosen - {'decode'}))} has nothing to choose"
             raise refuse("UNSUPPORTED", message, hint="Omit --weights and --average-replicas (weights=, average=).")
-        if with_state and not (one.has_state or two.has_state):
-            raise stateless(one)
-        if decode is not None and not (one.decoded or two.decoded):
-            raise nothing_encoded(decode)
-        yield one, two
+        if with_state and not (first_checkpoint.has_state or second_checkpoint.has_state):
+            raise refuse_stateless(first_checkpoint)
+        if decode is not None and not (first_checkpoint.decoded or second_checkpoint.decoded):
+            raise refuse_plain(decode)
+        yield first_checkpoint, second_checkpoint

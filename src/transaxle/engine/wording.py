@@ -1,12 +1,12 @@
-"""Numbers, sizes and folded names, as people read them.
+"""Numbers, sizes and folded tensor names in readable form.
 
-Numbers with the units people use, for reports and for the command line: 1 GB is 10^9 bytes.
+Numbers are written with the usual units, for reports and the command line: 1 GB is 10^9 bytes.
 
-**Folding names**: eighteen thousand tensors on twenty lines, and no name invented.
+**Folding names**: eighteen thousand tensors on twenty lines, without invented names.
 
-Names that differ only in their indices, with equal dtype and shape, become one row with the sets of those indices:
+Names that differ only in their indices, with equal dtype and shape, become one row with the sets of these indices:
 `model.layers.[0-47].mlp.experts.[0-127].gate_proj.weight`. A row stands for every combination of its indices and
-nothing else, so where a combination is missing the names need several rows.
+nothing else, so if a combination is missing, the names need several rows.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _STEPS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 _COUNTS = ((10**12, "T"), (10**9, "B"), (10**6, "M"))
 
 
-def short(value: float) -> str:
-    """Write a number below a thousand with three or four digits that count."""
+def significant(value: float) -> str:
+    """Write a number below a thousand with up to three or four significant digits."""
     text = f"{value:.2f}" if value < 100 else f"{value:.1f}"
     return text.rstrip("0").rstrip(".")
 
@@ -33,15 +33,15 @@ def parameters(count: int) -> str:
     """Write a number of parameters: `30.53 B parameters`, `13,936 parameters`."""
     for unit, letter in _COUNTS:
         if count >= unit:
-            return f"{short(count / unit)} {letter} parameters"
+            return f"{significant(count / unit)} {letter} parameters"
     return plural(count, "parameter")
 
 
 def size(count: int) -> str:
-    """Write bytes: `61.06 GB`, `512 B`."""
+    """Write a size in bytes: `61.06 GB`, `512 B`."""
     for unit, letter in _STEPS:
         if count >= unit:
-            return f"{short(count / unit)} {letter}B"
+            return f"{significant(count / unit)} {letter}B"
     return f"{count} B"
 
 
@@ -51,7 +51,7 @@ def plural(count: int, noun: str, plural_noun: str = "") -> str:
 
 
 def tensors_in_words(count: int, optimizer: int) -> str:
-    """Write a number of tensors, and how many of them are the optimizer's state, if any are."""
+    """Write a number of tensors, and how many of them are optimizer state, if any."""
     return plural(count, "tensor") + (f", {optimizer:,} of them optimizer state" if optimizer else "")
 
 
@@ -65,60 +65,60 @@ def duration(seconds: float) -> str:
 
 
 def notebook(text: str) -> str:
-    """Write a text as a notebook shows it: names of files and tensors may have any characters."""
-    from html import escape  # with a table of all entities, which only notebooks need
+    """Return a text as HTML for a notebook, escaped."""
+    from html import escape  # a large module that only notebooks need
 
     return f"<pre>{escape(text)}</pre>"
 
 
 def speed(count: int, seconds: float) -> str:
-    """Write a speed: `2.4 GB/s`."""
+    """Write a speed in bytes per second: `2.4 GB/s`."""
     return f"{size(round(count / max(seconds, 1e-9)))}/s"
 
 
 def percent(part: int, whole: int) -> str:
-    """Write a share in whole percent; a share of nothing is 100 %, and only the whole is 100 %."""
+    """Write a fraction in whole percent; only the whole is 100 %, and a fraction of nothing counts as whole."""
     share = 100 if part >= whole else min(99, round(100 * part / whole))
     return f"{share} %"
 
 
 _INDEX = re.compile(r"(?:(?<![^./#])|(?<=\.weight)(?=[0-9]+$)|(?<=\.bias)(?=[0-9]+$))(0|[1-9][0-9]*)(?![^./])")
-"""An index is a whole segment (`layers.12.`), or counts the weights of one module (`linear_fc1.weight7`)."""
+"""An index is a whole segment of a name (`layers.12.`), or numbers the weights of one module (`linear_fc1.weight7`)."""
 
-_MOST = 8
-"""Cap on the indices of a name that are folded; later ones are treated as text."""
+_MAX_INDICES = 8
+"""Number of indices of a name that are folded; later ones are treated as text."""
 
 Position = tuple[int, ...]
 Indices = tuple[tuple[int, ...], ...]
-"""Sets of sorted indices, one for each place in a name."""
+"""Sets of sorted indices, one for each index position in a name."""
 
 
 class FoldedRow(msgspec.Struct, frozen=True):
-    """Names that differ only in their indices."""
+    """A row of names that differ only in their indices."""
 
     name: str
     """The names as one text: `layers.[0-2,5].weight`."""
     names: tuple[str, ...]
-    """All of the names, by index."""
+    """All of the names, sorted by index."""
     key: Hashable = None
-    """The key that all of the names share."""
+    """Key that all of the names share, such as dtype and shape."""
     literals: tuple[str, ...] = ()
-    """The text of the names around their indices; empty for a single name that nobody folded."""
+    """Text of the names around their indices; empty for a single name that was not folded."""
     sets: Indices = ()
-    """The indices at each of their places."""
+    """Sets of the indices, one per position."""
 
     @property
     def count(self) -> int:
-        """How many names it stands for."""
+        """Number of names in the row."""
         return len(self.names)
 
     @property
     def times(self) -> str:
-        """The count as it is printed: `x48`, empty for a single name."""
+        """The count as printed: `x48`; empty for a single name."""
         return f"x{self.count}" if self.count > 1 else ""
 
 
-def ranges(indices: Sequence[int]) -> str:
+def index_ranges(indices: Sequence[int]) -> str:
     """Write sorted indices: `7`, `[0-47]`, `[0-2,5]`."""
     if len(indices) == 1:
         return str(indices[0])
@@ -131,11 +131,11 @@ def ranges(indices: Sequence[int]) -> str:
     return f"[{','.join(str(a) if a == b else f'{a}-{b}' for a, b in runs)}]"
 
 
-def products(positions: Iterable[Position]) -> list[Indices]:
-    """Write a set of positions as few products of index sets.
+def index_products(positions: Iterable[Position]) -> list[Indices]:
+    """Write a set of index tuples as few products of index sets.
 
     Returns:
-        Disjoint products whose union is the given positions: one set of sorted indices per place.
+        Disjoint products whose union is the given set: one set of sorted indices per position.
     """
     grouped: dict[int, set[Position]] = {}
     for position in positions:
@@ -145,12 +145,12 @@ def products(positions: Iterable[Position]) -> list[Indices]:
     alike: dict[frozenset[Position], list[int]] = {}
     for index in sorted(grouped):
         alike.setdefault(frozenset(grouped[index]), []).append(index)
-    return [(tuple(indices), *following) for inner, indices in alike.items() for following in products(inner)]
+    return [(tuple(indices), *following) for inner, indices in alike.items() for following in index_products(inner)]
 
 
-def taken_apart(name: str) -> tuple[tuple[str, ...], Position]:
+def split_name(name: str) -> tuple[tuple[str, ...], Position]:
     """Return the text of a name around its indices, and the indices."""
-    parts = _INDEX.split(name, maxsplit=_MOST)
+    parts = _INDEX.split(name, maxsplit=_MAX_INDICES)
     return tuple(parts[::2]), tuple(map(int, parts[1::2]))
 
 
@@ -158,8 +158,8 @@ def fold(names: Iterable[str], keys: Iterable[Hashable] | None = None) -> list[F
     """Fold names that differ only in their indices.
 
     Args:
-        names: in the order in which the rows shall appear.
-        keys: one per name; only names with equal keys fold together.
+        names: names in the order of the rows.
+        keys: one key per name; only names with equal keys are folded together.
 
     Returns:
         Rows in the order of their first names; together they stand for exactly the given names.
@@ -167,19 +167,19 @@ def fold(names: Iterable[str], keys: Iterable[Hashable] | None = None) -> list[F
     groups: dict[tuple[tuple[str, ...], Hashable], dict[Position, str]] = {}
     listed = list(names)
     for name, key in zip(listed, [None] * len(listed) if keys is None else keys, strict=True):
-        literals, position = taken_apart(name)
+        literals, position = split_name(name)
         groups.setdefault((literals, key), {})[position] = name
     rows = []
     for (literals, key), names_by_position in groups.items():
-        for sets in products(names_by_position):
-            text = "".join(a + ranges(b) for a, b in zip(literals, sets, strict=False)) + literals[-1]
+        for sets in index_products(names_by_position):
+            text = "".join(a + index_ranges(b) for a, b in zip(literals, sets, strict=False)) + literals[-1]
             rows.append(
                 FoldedRow(text, tuple(names_by_position[position] for position in product(*sets)), key, literals, sets)
             )
     return rows
 
 
-def folded(names: tuple[str, ...]) -> Iterator[str]:
+def fold_to_text(names: tuple[str, ...]) -> Iterator[str]:
     """Yield names, folded into few rows."""
     for row in fold(sorted(names, key=natural)):
         yield f"{row.name}  {row.times}".rstrip()

@@ -29,7 +29,7 @@ from transaxle.arguments import (
     suggests,
 )
 from transaxle.engine.checkpoint.checkpoint import CheckpointLike, StoredTensor
-from transaxle.engine.duplicates import PlannedCheck, plan_checks, unequal
+from transaxle.engine.duplicates import PlannedCheck, compare_copies, plan_checks
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog import nbytes
 from transaxle.formats.storage.storage import Storage
@@ -382,7 +382,7 @@ def _check_copies(plan: LoadPlan, world: World, jobs: int | None) -> None:
     if not checks and not problems:
         return
     place = world.ranks.index(world.rank)
-    problems += unequal(checks[place :: world.size], checkpoint.container.storage, limits(jobs))
+    problems += compare_copies(checks[place :: world.size], checkpoint.container.storage, limits(jobs))
     if problems:
         raise gathered(problems)
 

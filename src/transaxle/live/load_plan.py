@@ -30,8 +30,8 @@ from transaxle.arguments import read_source
 from transaxle.axes.notation.name import own_name
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, StoredTensor, open_checkpoint
 from transaxle.engine.checkpoint.peft_adapter import adapter_config
-from transaxle.engine.views.cast import scales_alone
-from transaxle.engine.views.decoded import regrouped
+from transaxle.engine.views.cast import refuse_scales_alone
+from transaxle.engine.views.decoded import rename_groups
 from transaxle.errors import Refusal, Refused, Where, gathered, refuse
 from transaxle.formats.catalog import Checksum
 from transaxle.formats.checksums import Tally, Witness
@@ -449,7 +449,7 @@ class LoadPlan:
         stored_groups = self.view.checkpoint.container.metadata.get(GROUPS, ())
         groups: list[ParamGroup] = [
             {**group, PARAMS: [self.view.model_name(name) for name in group[PARAMS]]}
-            for group in regrouped(stored_groups, self.view.checkpoint.targets, problems)
+            for group in rename_groups(stored_groups, self.view.checkpoint.targets, problems)
         ]
         return [*problems, *self.optimizers.match_groups(groups, self.stored, self.extra.objects_to_restore())]
 
@@ -477,7 +477,7 @@ def _scales_alone(checkpoint: Checkpoint, targets: Census, stored: Mapping[str, 
     if casts:
         yield from checkpoint.catalog.refusals
     narrowed = dict.fromkeys(origin for source, dtype in casts if dtype != "F32" for origin in source.origins)
-    for refusal in scales_alone(
+    for refusal in refuse_scales_alone(
         (origin for origin in narrowed if origin not in checkpoint.decoded), checkpoint.catalog
     ):
         yield replace(refusal, hint="Build the model with the type that the source has.")

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from transaxle.axes.layout.bind import join_slot, split_slot
-from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor, stateless
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor, refuse_stateless
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import numpy_dtype
 from transaxle.formats.pickled.descriptors import NOTHING
@@ -541,7 +541,7 @@ def find_missing_state(checkpoint: Checkpoint) -> list[Refusal]:
     hint = "Copy the file. To load only the model, use strict=False or omit optimizer=."
     files = [file for file in (manifest.files if manifest else ()) if file.startswith(f"{STATE_FOLDER}/")]
     missing = [Refusal("INCOMPLETE", message, Where(file), hint) for file in files]
-    return missing or list(stateless(checkpoint).refusals)
+    return missing or list(refuse_stateless(checkpoint).refusals)
 
 
 def other_names(optimized: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from transaxle.arguments import Axes, Config, PathLike, read_flag, read_optional_text, suggests
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.settings import Settings, model_config, settings
-from transaxle.engine.checkpoint_facts import HeldTensor, Sharding
+from transaxle.engine.checkpoint_facts import ShardedTensor, Sharding
 from transaxle.errors import Refusal, gathered, refuse
 from transaxle.formats.catalog import Container, nbytes
 from transaxle.live.derived import find_unloadable, settle
@@ -254,7 +254,7 @@ def sharding(state: State, *, group: Ranks | None = None) -> Sharding:
     of_ranks = world.pool(lambda: (aliases, _coordinates(first_tensors.values())))
     meshes = dict(zip(world.ranks, (places for _, places in of_ranks), strict=True))
     aliases = {name: to for each, _ in of_ranks for name, to in each.items()}
-    shards = tuple(HeldTensor(each.name, each.dtype, each.shape, each.positions) for each in global_tensors.values())
+    shards = tuple(ShardedTensor(each.name, each.dtype, each.shape, each.positions) for each in global_tensors.values())
     return Sharding(tuple(world.ranks), shards, aliases, _without_ambiguous(meshes))
 
 

@@ -47,7 +47,7 @@ from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, pick_
 from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config
 from transaxle.engine.checkpoint.settings import settings as reading_settings
 from transaxle.engine.duplicates import PlannedCheck
-from transaxle.engine.plan.conversion import Prepared, for_hub, make_plan, parse_to, ready
+from transaxle.engine.plan.conversion import Prepared, for_hub, make_plan, parse_to, require_ready
 from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.errors import TransaxleError, gathered, refuse
 from transaxle.formats.registry import is_one_file
@@ -518,7 +518,7 @@ def check_savable(
     )  # fmt: skip
     settings, collected = collect(settings_of, state, None, None, world)
     with world.together():
-        ready(_plan_files(settings, collected, world.rank))
+        require_ready(_plan_files(settings, collected, world.rank))
 
 
 def read_settings(
@@ -675,7 +675,7 @@ def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World
     """
     with clock.stage("plan"), world.together():
         prepared = _plan_files(settings, state, world.rank)
-        plan = ready(prepared)
+        plan = require_ready(prepared)
     if settings.check_copies and world.size > 1:
         with clock.stage("check"):
             compare_copies(state.global_tensors, state.local_tensors, world)

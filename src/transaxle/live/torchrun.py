@@ -26,16 +26,16 @@ from transaxle.engine.carry import Report
 from transaxle.engine.distribute.driver import (
     Watch,
     Watcher,
+    all_tensors_done,
     begin,
     commit,
-    divided,
-    finished_of,
-    left_to_do,
+    ignore_event,
+    items_to_do,
+    open_stage,
+    prepare_work,
     sizes_of,
-    staged,
-    unseen,
 )
-from transaxle.engine.distribute.item_work import do_item, lent, let_go
+from transaxle.engine.distribute.item_work import close_plan, do_item, lend_source
 from transaxle.engine.distribute.work_plan import ConversionOrder, WorkPlan
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.verification import Verification
@@ -101,7 +101,7 @@ class _Lead:
         order: the conversion.
         look: called with the plan before anything is written.
         resume: continue an interrupted run.
-        how: further arguments for `divided`.
+        how: further arguments for `prepare_work`.
     """
 
     def __init__(
@@ -120,31 +120,31 @@ class _Lead:
 
     def begin(self, stack: ExitStack) -> tuple[bytes, list[int]]:
         """Plan, and create the files; return the encoded work plan and the numbers of the items to do."""
-        prepared = stack.enter_context(self._order.planned())
+        prepared = stack.enter_context(self._order.prepare())
         self._look(prepared)
-        cleared, work = divided(self._order, prepared, resume=self._resume, **self._how)
+        cleared, work = prepare_work(self._order, prepared, resume=self._resume, **self._how)
         if isinstance(work, Report):
             self._report = work
             return b"", []
         self._work = work
-        self._stage = stage = staged(work, resume=self._resume)
+        self._stage = stage = open_stage(work, resume=self._resume)
         stack.enter_context(stage)
         self._prepared = cleared
         self._results = begin(self._work, cleared, stage)
         stage.share()
-        return self._work.text, [item.number for item in left_to_do(self._work, cleared, self._results)]
+        return self._work.text, [item.number for item in items_to_do(self._work, cleared, self._results)]
 
     def watch(self, finished: _FinishedItems, numbers: Sequence[int], progress: Progress, watch: Watch) -> None:
         """Report finished items to the callers of `progress` and `watch`."""
         work, prepared = self._require_begun()
-        sizes = sizes_of(prepared, finished_of(self._results.values()))
+        sizes = sizes_of(prepared, all_tensors_done(self._results.values()))
         items = [work.items[index] for index in numbers]
         finished.watcher = Watcher(items, *sizes, progress, watch)
         self._finished = finished
 
     def lend_source(self) -> AbstractContextManager[None]:
         """Let this process do items with the source that is already open here."""
-        return lent(*self._require_begun())
+        return lend_source(*self._require_begun())
 
     def _require_begun(self) -> tuple[WorkPlan, Prepared]:
         if self._work is None or self._prepared is None:
@@ -160,7 +160,7 @@ class _Lead:
             raise ValueError("nothing has begun")
         if self._finished is not None:
             self._finished.look()
-        resumed = len(finished_of(self._results.values()))
+        resumed = len(all_tensors_done(self._results.values()))
         for text in texts:
             result = parse_result(text)
             if result is not None:
@@ -174,7 +174,7 @@ def convert_together(
     *,
     resume: bool = False,
     progress: Progress = no_progress,
-    watch: Watch = unseen,
+    watch: Watch = ignore_event,
     look: Callable[[Prepared], None] = lambda _: None,
     **how: Any,
 ) -> Report:
@@ -186,7 +186,7 @@ def convert_together(
         progress: called on the first rank with the bytes of each finished item.
         watch: called on the first rank with the worker of each finished item and the remaining work.
         look: called on the first rank with the plan before anything is written; all ranks raise what it raises.
-        **how: `items`, `overwrite`, `sync`, `jobs` and `memory` as for `divided`.
+        **how: `items`, `overwrite`, `sync`, `jobs` and `memory` as for `prepare_work`.
 
     Raises:
         UsageError: AMBIGUOUS where there is no job.
@@ -226,7 +226,7 @@ def _do(
             store.add(counter, len(numbers))  # the other ranks find no more items
             raise
         finally:
-            let_go()
+            close_plan()
     return results
 
 

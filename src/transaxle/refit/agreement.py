@@ -31,7 +31,7 @@ from transaxle.encodings.conventions.quantization import read
 from transaxle.encodings.encoding import CASTS, ENCODINGS, PLAIN, WIDE, EncodedTensor, Encoding, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.settings import Settings, settings
-from transaxle.engine.plan.rank_parts import RANKS, for_ranks
+from transaxle.engine.plan.rank_parts import RANKS, config_for_ranks
 from transaxle.engine.views.encode import METHODS
 from transaxle.errors import Refusal, Where
 from transaxle.formats.catalog import nbytes, numpy_dtype
@@ -342,7 +342,7 @@ def agree(source: tuple[State, Leaves], target: tuple[State, Leaves], world: Wor
     if config is not None and RANKS in (
         config_of_target or ()
     ):  # some tensors hold one part for each of the engine's ranks
-        config = for_ranks(config, config_of_target[RANKS])  # type: ignore[index]  # it is in there
+        config = config_for_ranks(config, config_of_target[RANKS])  # type: ignore[index]  # it is in there
     sources, targets = census(source_leaves.tensors, world), census(target_leaves.tensors, world)
     weights = Weights(target_leaves.weights, world)
     with world.together():

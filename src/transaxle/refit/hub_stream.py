@@ -30,9 +30,9 @@ from transaxle.arguments import (
 from transaxle.encodings.encoding import CASTS, PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.settings import Settings, settings
-from transaxle.engine.plan.conversion import for_hub, make_plan, ready
+from transaxle.engine.plan.conversion import for_hub, make_plan, require_ready
 from transaxle.engine.plan.planned import PlannedTensor
-from transaxle.engine.views.cast import precise
+from transaxle.engine.views.cast import precise_names
 from transaxle.errors import gathered
 from transaxle.live.global_tensors import census
 from transaxle.live.memory import Replicas, check_zero, container, rank_of
@@ -210,16 +210,14 @@ def plan_stream(state: State, to: str, options: Mapping[str, Any], world: World)
         sent_as: dict[str, str] = {}
         if dtype is not None:
             source = open_source()
-            precise_names = precise(None if source.family is None else source.bound)
+            keep = precise_names(None if source.family is None else source.bound)
             code = CASTS[dtype]
             sent_as = {
-                n: code
-                for n, t in global_tensors.items()
-                if t.dtype in PLAIN and t.dtype != code and n not in precise_names
+                n: code for n, t in global_tensors.items() if t.dtype in PLAIN and t.dtype != code and n not in keep
             }
             sent_as = {name: code for name in sent_as if name not in _scales(source)}
             global_tensors = {n: replace(t, dtype=sent_as.get(n, t.dtype)) for n, t in global_tensors.items()}
-        plan = ready(make_plan(open_source(), _FORMAT + to, shard_size=_BUCKET, target=to))
+        plan = require_ready(make_plan(open_source(), _FORMAT + to, shard_size=_BUCKET, target=to))
         check_zero(plan.checks, tensors)
     return Stream(plan.tensors, replace(state_leaves, tensors=tensors), sent_as, Replicas(global_tensors))
 

@@ -23,7 +23,7 @@ from transaxle.arguments import (
     read_size,
     suggests,
 )
-from transaxle.engine.views.encode import chosen
+from transaxle.engine.views.encode import select_names
 from transaxle.errors import TransaxleError, refuse
 from transaxle.live.derived import settle
 from transaxle.live.memory import check_zero, rank_of
@@ -247,7 +247,7 @@ class Refit:
         if not only and not skip:
             return None
         if (only, skip) not in self._chosen:
-            self._chosen[only, skip] = frozenset(chosen(self.names, only, skip, "tensor"))
+            self._chosen[only, skip] = frozenset(select_names(self.names, only, skip, "tensor"))
         return self._chosen[only, skip]
 
     def _program(self, names: frozenset[str] | None) -> Program:

@@ -27,8 +27,8 @@ from torch import nn
 from transaxle.arguments import Size
 from transaxle.axes.geometry import Intervals
 from transaxle.engine.checkpoint.recognise import recognise
-from transaxle.engine.plan.rank_parts import engine_parts, for_ranks
-from transaxle.engine.views.encode import chosen
+from transaxle.engine.plan.rank_parts import config_for_ranks, engine_parts
+from transaxle.engine.views.encode import select_names
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.families import builtin
 from transaxle.live.transport import wire
@@ -123,7 +123,7 @@ class VllmWeights:
             Refusal("UNSUPPORTED", f"the table {read.family.name} does not say what it is", Where(None, name), _ANOTHER)
             for name in unread
         ]
-        self.staged = Staged(for_ranks(config, 1 if ranks.ep > 1 else ranks.tp))
+        self.staged = Staged(config_for_ranks(config, 1 if ranks.ep > 1 else ranks.tp))
         for name, part in parts.items():
             form = self._slots[name].form
             try:
@@ -474,7 +474,7 @@ class VllmEngine:
         if weights is None or refit is None or world is None:
             raise refuse("IO", "no trainer has met this engine", hint="Make a new VllmRefit.")
         with world.together():
-            chosen_names = chosen(refit.names, tuple(info.only), tuple(info.skip), "tensor")
+            chosen_names = select_names(refit.names, tuple(info.only), tuple(info.skip), "tensor")
             split_layers(refit.names, frozenset(chosen_names))
             weights.begin(name for name in chosen_names if name in weights.staged)
         refit.push(only=info.only, skip=info.skip)

@@ -33,7 +33,7 @@ from transaxle.arguments import (
     read_size,
     suggests,
 )
-from transaxle.engine.views.encode import chosen
+from transaxle.engine.views.encode import select_names
 from transaxle.errors import TransaxleError, refuse, without_secrets
 from transaxle.extras import install
 from transaxle.formats.store.service import harmless
@@ -435,7 +435,7 @@ class VllmRefit:
         only_patterns, skip_patterns = read_patterns("only", only), read_patterns("skip", skip)
         if self._lost:
             raise refuse("IO", f"an earlier push failed: {self._lost}", hint=_ANEW)
-        split_layers(self.names, frozenset(chosen(self.names, only_patterns, skip_patterns, "tensor")))
+        split_layers(self.names, frozenset(select_names(self.names, only_patterns, skip_patterns, "tensor")))
         update = {"only": [*only_patterns], "skip": [*skip_patterns]}
         try:
             try:

@@ -22,10 +22,10 @@ from transaxle.axes.notation.name import natural
 from transaxle.encodings.encoding import EncodedTensor, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint_facts import JsonFacts, checkpoint_facts
-from transaxle.engine.distance import place_of, places
+from transaxle.engine.distance import place_of, tensor_places
 from transaxle.engine.moves import axes_of
 from transaxle.engine.values import CheckpointValues, TensorValues
-from transaxle.engine.wording import Indices, Position, fold, parameters, plural, products, ranges, size
+from transaxle.engine.wording import Indices, Position, fold, index_products, index_ranges, parameters, plural, size
 from transaxle.errors import TransaxleError, shortened
 from transaxle.formats.catalog import NUMBERS
 from transaxle.reports.html_page import MOST_ROWS, Column, Figure, Page, Section, Table, limit_rows, shades
@@ -111,7 +111,7 @@ def layout_rows(checkpoint: Checkpoint) -> list[LayoutRow]:
     rows = [
         _row(checkpoint, key, sets, names_by_index[_first(sets)], _misfit(checkpoint, number, key, _first(sets)))
         for (number, key), names_by_index in sorted(groups.items(), key=lambda item: item[0][0])
-        for sets in products(names_by_index)
+        for sets in index_products(names_by_index)
     ]
     return [*rows, *_other_rows(checkpoint, outside_names)]
 
@@ -451,7 +451,7 @@ def _tensor_label(row: LayoutRow) -> str:
 
 
 def _indices_text(row: LayoutRow) -> str:
-    texts = [ranges(indices).strip("[]") for indices in row.sets]
+    texts = [index_ranges(indices).strip("[]") for indices in row.sets]
     return "  ".join(f"{axis} {text}".strip() for axis, text in zip(row.key.axes, texts, strict=True))
 
 
@@ -459,7 +459,7 @@ def _meanings(checkpoint: Checkpoint) -> dict[str, str]:
     """Return axis -> its meaning, for the axes of the family."""
     if checkpoint.family is None:
         return {}
-    return {each.axis: each.meaning for each in axes_of(checkpoint.recognised.family)}
+    return {each.axis: each.meaning for each in axes_of(checkpoint.reading.family)}
 
 
 def _axes(checkpoint: Checkpoint, facts: JsonFacts) -> Iterator[Table]:
@@ -539,7 +539,7 @@ def _optional_sections(checkpoint: Checkpoint, facts: JsonFacts) -> Iterator[Sec
 
 def _values_section(values: CheckpointValues) -> Iterator[Section]:
     """Yield the section of values: a map by tensor and layer, and tables of tensors and of channels that stand out."""
-    places_by_name = places(values.seen)
+    places_by_name = tensor_places(values.view)
     cells: dict[tuple[str, int | None], list[TensorValues]] = {}
     for name, tensor_values in values.tensors.items():
         place = places_by_name.get(name) or place_of(name)
@@ -592,7 +592,7 @@ def _value_tables(tensors: Mapping[str, TensorValues]) -> Iterator[Table]:
     rows = [
         (
             name, each.least, each.largest, each.mean, each.rms, each.elements, each.zeros, each.nans, each.infinite,
-            len(each.outstanding),
+            len(each.outliers),
         )
         for name, each in tensors.items()
     ]  # fmt: skip
@@ -600,15 +600,15 @@ def _value_tables(tensors: Mapping[str, TensorValues]) -> Iterator[Table]:
     rows.sort(key=lambda row: (-(row[7] + row[8]), -max(-row[1], row[2]) if row[1] == row[1] else 0.0))
     columns = (Column("name", "name"), *numbers, *counts, Column("channels that stand out", "count"))
     yield limit_rows("tensor-values", "Values of each tensor", columns, rows)
-    standing = [(name, each) for name, each in tensors.items() if each.outstanding]
-    standing.sort(key=lambda item: -item[1].times)
+    standing = [(name, each) for name, each in tensors.items() if each.outliers]
+    standing.sort(key=lambda item: -item[1].outlier_ratio)
     channels = [
         (
             name,
             each.channels,
-            len(each.outstanding),
-            each.times,
-            ", ".join(map(str, each.outstanding[:_SHOWN])),
+            len(each.outliers),
+            each.outlier_ratio,
+            ", ".join(map(str, each.outliers[:_SHOWN])),
         )
         for name, each in standing
     ]

@@ -26,7 +26,7 @@ from transaxle.engine.moves import (
     arrangements,
     axes_of,
     axis_moves,
-    divided,
+    divide_bytes,
     rules,
     words,
 )
@@ -377,7 +377,7 @@ def _flow_section(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
             continue
         target, movement = rules(route)[1], words(route, plan.axes)
         amounts_in[target] = nbytes
-        parts = divided(route, nbytes, plan.axes)
+        parts = divide_bytes(route, nbytes, plan.axes)
         links += [(source, target, movement, part) for source, part in parts.items()]
         if len(parts) > 1:
             joined += [(source, target, part, part) for source, part in parts.items()]

@@ -11,7 +11,7 @@ import numpy as np
 
 from transaxle.axes.notation.name import natural
 from transaxle.engine.compare import Comparison, Difference
-from transaxle.engine.distance import EXPONENTS, Measure, Surveyed
+from transaxle.engine.distance import EXPONENTS, Measure, SurveyResult
 from transaxle.engine.wording import fold, plural
 from transaxle.reports.html_page import Column, Figure, Page, Section, Table, limit_rows
 
@@ -92,7 +92,7 @@ def _sort_key(value: float | None) -> float:
     return -1.0 if value is None else math.inf if math.isnan(value) else value
 
 
-def _sections(comparison: Comparison, survey: Surveyed) -> Iterator[Section]:
+def _sections(comparison: Comparison, survey: SurveyResult) -> Iterator[Section]:
     yield _map_section(comparison, survey)
     yield _worst_section(comparison, survey)
     if survey.counts:
@@ -127,14 +127,14 @@ class _Cell:
         return math.sqrt(self._squares / self._of) if math.isfinite(self._of) else math.nan
 
 
-def _cells(survey: Surveyed) -> dict[tuple[str, int | None], _Cell]:
+def _cells(survey: SurveyResult) -> dict[tuple[str, int | None], _Cell]:
     cells: defaultdict[tuple[str, int | None], _Cell] = defaultdict(_Cell)
     for measure in survey.measures.values():
         cells[measure.place.group, measure.place.layer].add(measure)
     return cells
 
 
-def _map_section(comparison: Comparison, survey: Surveyed) -> Section:
+def _map_section(comparison: Comparison, survey: SurveyResult) -> Section:
     """Return the heat map: a row for each logical tensor, a column for each layer."""
     cells = _cells(survey)
     layers = sorted({layer for _, layer in cells if layer is not None})
@@ -200,7 +200,7 @@ def _by_change(cells: Mapping[tuple[str, int | None], _Cell]) -> list[str]:
     return sorted(largest, key=lambda group: -largest[group])
 
 
-def _worst_section(comparison: Comparison, survey: Surveyed) -> Section:
+def _worst_section(comparison: Comparison, survey: SurveyResult) -> Section:
     measured = [
         difference
         for difference in comparison.differences
@@ -222,7 +222,7 @@ def _worst_section(comparison: Comparison, survey: Surveyed) -> Section:
     return Section("worst", "Tensors that differ", text, None, (limit_rows("worst", "Tensors", columns, rows),))
 
 
-def _histogram_section(survey: Surveyed) -> Section:
+def _histogram_section(survey: SurveyResult) -> Section:
     """Return the histograms of absolute differences, and of differences relative to the second side's value."""
     total = sum(survey.counts.values(), np.zeros((2, EXPONENTS), np.int64))
     titles = ("|A - B|", "|A - B| / |B|")
@@ -264,7 +264,7 @@ def _bars(counts: np.ndarray) -> list[tuple[float, float, int]]:
     return bars + ([(math.inf, math.inf, int(counts[-1]))] if counts[-1] else [])
 
 
-def _errors_section(survey: Surveyed) -> Section:
+def _errors_section(survey: SurveyResult) -> Section:
     columns = (
         Column("tensor"), Column("codes of"), Column("encoding"), Column("tensors", "count"), Column("equal", "count"),
         Column("to half a step", "count"), Column("to one", "count"), Column("to two", "count"),

@@ -20,7 +20,7 @@ from transaxle.arguments import (
     read_path,
     suggests,
 )
-from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_source
 from transaxle.engine.values import measure_values
 from transaxle.errors import Refused, TransaxleError
 from transaxle.move.workers import Progress, limits, no_progress
@@ -166,7 +166,7 @@ def _checkpoint_html(
     from transaxle.reports.checkpoint_page import checkpoint_page
 
     try:
-        with opened("src", src, reading) as checkpoint:
+        with open_source("src", src, reading) as checkpoint:
             statistics = measure_values(checkpoint.stored, limits(), progress) if progress is not None else None
             return as_html(checkpoint_page(checkpoint, statistics)), None
     except Refused as error:

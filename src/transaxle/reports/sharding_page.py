@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transaxle.engine.checkpoint_facts import HeldTensor, Sharding
-from transaxle.engine.wording import plural, ranges, size, taken_apart
+from transaxle.engine.checkpoint_facts import ShardedTensor, Sharding
+from transaxle.engine.wording import index_ranges, plural, size, split_name
 from transaxle.reports.html_page import Column, Figure, Page, Section, limit_rows, shades
 
 _MOST_GROUPS, _MOST_RANKS = 60, 256
@@ -22,7 +22,7 @@ class _Group:
 
     name: str
     """Common name, with `*` for numbers."""
-    tensors: Sequence[HeldTensor]
+    tensors: Sequence[ShardedTensor]
     """Tensors of the group."""
 
     @property
@@ -75,9 +75,9 @@ def sharding_page(sharding: Sharding, title: str = "Live model") -> Page:
 
 
 def _groups(sharding: Sharding) -> list[_Group]:
-    by_name: dict[str, list[HeldTensor]] = {}
+    by_name: dict[str, list[ShardedTensor]] = {}
     for tensor in sharding.tensors:
-        by_name.setdefault("*".join(taken_apart(tensor.name)[0]), []).append(tensor)
+        by_name.setdefault("*".join(split_name(tensor.name)[0]), []).append(tensor)
     return [_Group(name, tensors) for name, tensors in by_name.items()]
 
 
@@ -100,7 +100,7 @@ def _notices(sharding: Sharding) -> Iterator[tuple[str, str]]:
     rank_bytes = sharding.rank_bytes
     empty = [rank for rank, count in rank_bytes.items() if not count]
     if empty:
-        yield "Ranks with nothing", f"{'rank' if len(empty) == 1 else 'ranks'} {ranges(empty)}."
+        yield "Ranks with nothing", f"{'rank' if len(empty) == 1 else 'ranks'} {index_ranges(empty)}."
     if sharding.imbalance > _UNEVEN:
         fullest = max(rank_bytes, key=lambda rank: rank_bytes[rank])
         mean = size(round(sum(rank_bytes.values()) / len(rank_bytes)))
@@ -205,7 +205,7 @@ def _ranks_section(sharding: Sharding) -> Section:
 def _tensors_section(groups: Sequence[_Group]) -> Section:
     rows = []
     for group in groups:
-        alike: dict[tuple[Any, ...], list[HeldTensor]] = {}
+        alike: dict[tuple[Any, ...], list[ShardedTensor]] = {}
         for tensor in group.tensors:
             copies = sorted(set(tensor.copies.values()))
             alike.setdefault((tensor.dtype, tensor.shape, tensor.parts, tuple(copies)), []).append(tensor)
@@ -216,7 +216,7 @@ def _tensors_section(groups: Sequence[_Group]) -> Section:
             rows.append(
                 (
                     group.name, dtype, " x ".join(map(str, shape)) or "1", cuts,
-                    " or ".join(map(str, copies)) or "none", ranges(ranks).strip("[]") if ranks else "none",
+                    " or ".join(map(str, copies)) or "none", index_ranges(ranks).strip("[]") if ranks else "none",
                     len(tensors), total, total, tensors[0].name,
                 )
             )  # fmt: skip

@@ -162,7 +162,7 @@ def test_as_many_elements_as_both_ranks_have(
     )
     precise = _precise(config, expected, planned)
     np.testing.assert_array_equal(planned.matrix, expected * 2 + precise)
-    assert planned.stays == planned.undecided == ()
+    assert planned.trainer_only == planned.undecided == ()
 
 
 def _precise(config: Mapping[str, Any], expected: Numbers, planned: Traffic) -> Any:
@@ -194,7 +194,7 @@ def test_experts_may_be_cut_along_another_dim(numbered: dict[str, Path]) -> None
 def test_what_a_rank_has_itself_is_not_sent(numbered: dict[str, Path]) -> None:
     apart, same = (_planned(MOE, "hf fsdp=2,ep=2", "vllm replicas=2,tp=2", together=each) for each in (False, True))
     np.testing.assert_array_equal(same.matrix, apart.matrix)
-    assert (same.sent.diagonal() == 0).all()
+    assert (same.between_ranks.diagonal() == 0).all()
     assert same.total + same.own == apart.total
     assert same.within(4) == same.total
     assert same.within(1) == 0

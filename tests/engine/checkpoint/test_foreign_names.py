@@ -17,7 +17,7 @@ from transaxle.axes.layout.bind import bind
 from transaxle.axes.layout.model_tensors import Model
 from transaxle.axes.notation.family import Sizes
 from transaxle.axes.translation.translate import translate
-from transaxle.engine.checkpoint.checkpoint import half_converted
+from transaxle.engine.checkpoint.checkpoint import refuse_half_converted
 from transaxle.errors import Refusal
 from transaxle.families import builtin
 from transaxle.formats.catalog import Entry, Extent
@@ -166,7 +166,7 @@ def _half_converted(family: str, source: str, target: str, **changed: Any) -> tu
     entries = {n: Entry(n, "BF16", s, (Extent((0,) * len(s), s, "file", 0),)) for n, s in shapes.items()}
     bound = bind(list(entries), table, own, sizes, stored=entries)
     view = translate(bound, entries, wanted, sizes)
-    return half_converted(bound, wanted, sizes, view, ()), view.kept_names
+    return refuse_half_converted(bound, wanted, sizes, view, ()), view.kept_names
 
 
 @pytest.mark.parametrize(("family", "source", "target"), NAMELESS)

@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.engine.checkpoint.unstated import dealt
+from transaxle.engine.checkpoint.unstated import assign_groups
 
 SHAPES = st.sampled_from([(2,), (3,), (2, 3)])
 
@@ -22,7 +22,7 @@ def test_it_counts_what_trying_finds(order: list[tuple[int, ...]], data: st.Data
     if data.draw(st.booleans()):
         order = data.draw(st.permutations(order))
     fitting = [way for way in product(range(number), repeat=len(order)) if fits(order, way, groups)]
-    found, ways = dealt(order, groups)
+    found, ways = assign_groups(order, groups)
     assert ways == min(2, len(fitting))
     assert ways != 1 or tuple(found) == fitting[0]
 
@@ -40,7 +40,7 @@ def fits(order: list[tuple[int, ...]], way: tuple[int, ...], groups: list[list[t
 
 def test_long_models_are_dealt_quickly() -> None:
     order: list[tuple[int, ...]] = [(8, 8), (8,)] * 20_000
-    found, ways = dealt(order, [[(8, 8)] * 20_000, [(8,)] * 20_000])
+    found, ways = assign_groups(order, [[(8, 8)] * 20_000, [(8,)] * 20_000])
     assert (ways, found[:4]) == (1, [0, 1, 0, 1])
     many = [(8,)] * 4_000
-    assert dealt(many, [many[:1000], many[:1000], many[:1000], many[:1000]])[1] == 2
+    assert assign_groups(many, [many[:1000], many[:1000], many[:1000], many[:1000]])[1] == 2

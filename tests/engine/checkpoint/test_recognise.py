@@ -222,7 +222,7 @@ def test_two_families_that_read_alike_are_listed_and_never_guessed(tmp_path: Pat
         )
         with tx.open(source, rules=rules) as checkpoint:
             with refused("AMBIGUOUS", "one:hf", "two:hf", "--family") as caught:
-                _ = checkpoint.recognised
+                _ = checkpoint.reading
             assert caught.value.exit_code == 2
             assert "three" not in str(caught.value), "it lacks a tensor that this family always has"
             assert (checkpoint.family, checkpoint.dialect) == (None, None)

@@ -17,7 +17,7 @@ from tests.checkpoints import TENSORS, tiny
 from tests.cli.running import flip
 from tests.engine import killed, quantized
 from tests.engine.distribute.test_executor import Backwards
-from transaxle.engine.checkpoint.manifest import HashWitness, hold
+from transaxle.engine.checkpoint.manifest import HashWitness, watch_hashes
 from transaxle.formats.registry import MANIFEST
 from transaxle.move import journal
 
@@ -203,7 +203,7 @@ def test_a_finished_target_of_a_damaged_source_is_not_called_right(
     source = form(tmp_path, "safetensors:hf")
     _damage(source)
     with monkeypatch.context() as patched:
-        patched.setattr("transaxle.engine.execute.hold_source", lambda _: None)
+        patched.setattr("transaxle.engine.execute.watch_source", lambda _: None)
         tx.convert(source, tmp_path / "out", to="automodel")
     with pytest.raises(tx.TransaxleError, match="in the source, the bytes were changed"):
         tx.convert(source, tmp_path / "out", to="automodel", resume=True)
@@ -328,13 +328,13 @@ def test_bytes_that_pass_in_order_are_read_once(tmp_path: Path, monkeypatch: pyt
     """Whole tensors are hashed on their way, whichever worker takes them, and nothing is read for it alone."""
     source = form(tmp_path, "safetensors:hf")
     again: list[int] = []
-    judged = HashWitness._judge
+    judged = HashWitness._check_hashes
 
     def counting(witness: HashWitness, unsettled: list[int]) -> None:
         again.append(len(unsettled))
         judged(witness, unsettled)
 
-    monkeypatch.setattr(HashWitness, "_judge", counting)
+    monkeypatch.setattr(HashWitness, "_check_hashes", counting)
     for number, jobs in enumerate((1, 3)):
         for to in ("hf", "transformers", "automodel", "dcp:hf", "torch:transformers"):
             tx.convert(source, tmp_path / f"out-{number}-{to.replace(':', '-')}", to=to, jobs=jobs, sync=False)
@@ -361,7 +361,7 @@ def test_hashes_do_not_depend_on_who_reads_what_when(damaged: bool, tmp_path: Pa
     names = [_damage(source)] if damaged else []
     with tx.open(source) as checkpoint:
         storage = checkpoint.container.storage
-        hold(storage)
+        watch_hashes(storage)
         pieces = [
             (extent.file, extent.offset + at, min(37, entry.nbytes - at))
             for entry in checkpoint.container.entries.values()

@@ -21,7 +21,7 @@ from torch.utils.dlpack import from_dlpack
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.engine.checkpoint.stored_tensor import check_elements, taken_apart
+from transaxle.engine.checkpoint.stored_tensor import check_elements, split_index
 from transaxle.formats.catalog import ITEM_BITS
 
 TYPES = (
@@ -122,11 +122,11 @@ def test_item_4_slices_are_numpys(index: tuple[Any, ...], shape: tuple[int, ...]
         want = whole[index]
     except IndexError:
         with pytest.raises(IndexError):
-            taken_apart(index, shape)
+            split_index(index, shape)
         return
-    found = taken_apart(index, shape)
+    found = split_index(index, shape)
     part = whole[found.box]
-    got = part[found.inside]
+    got = part[found.selection]
     assert got.shape == want.shape
     assert np.array_equal(got, want)
     assert part.size <= max(want.size, 1) * 3 ** len(shape)  # no more than what steps skip
@@ -269,7 +269,7 @@ def test_item_4_files_that_changed_meanwhile_are_refused(source: Path, tmp_path:
 
 def test_item_4_what_cannot_be_opened_again_is_no_pickle(source: Path) -> None:
     with tx.open(source) as checkpoint:
-        for each in (checkpoint.stored.seen_as("torchtitan"), checkpoint.in_part("torchtitan")):
+        for each in (checkpoint.stored.view_as("torchtitan"), checkpoint.in_part("torchtitan")):
             with pytest.raises(TypeError, match=r"pickle the checkpoint that open\(\) returned"):
                 pickle.dumps(each)
 

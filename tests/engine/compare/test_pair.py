@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import transaxle as tx
 from tests.checkpoints import write
 from tests.corpus.deepspeed import MODEL, run
-from transaxle.engine.verification import opened_pair
+from transaxle.engine.verification import open_pair
 from transaxle.errors import TransaxleError
 
 FILE = "model.safetensors"
@@ -26,20 +26,20 @@ def test_a_damaged_file_is_told_from_its_namesake(inside: str, damaged: str, tmp
     content = (tmp_path / damaged / FILE).read_bytes()
     (tmp_path / damaged / FILE).write_bytes(content[:20])
     with pytest.raises(TransaxleError) as caught:
-        opened_pair(tmp_path / "one" / inside, tmp_path / "other" / inside, {}).__enter__()
+        open_pair(tmp_path / "one" / inside, tmp_path / "other" / inside, {}).__enter__()
     assert [refusal.where.file for refusal in caught.value.refusals] == [str(tmp_path / damaged / FILE)]
 
 
 def test_other_files_keep_their_names(tmp_path: Path) -> None:
     for name in ("one", "other"):
         write(tmp_path / name, {"a": np.zeros(3, np.float32)})
-    with pytest.raises(TransaxleError) as caught, opened_pair(tmp_path / "one", tmp_path / "absent", {}):
+    with pytest.raises(TransaxleError) as caught, open_pair(tmp_path / "one", tmp_path / "absent", {}):
         pass
     assert caught.value.refusals[0].where.file == str(tmp_path / "absent")
     (tmp_path / "mine.rules").write_text("famly x\n")
     with (
         pytest.raises(TransaxleError) as caught,
-        opened_pair(tmp_path / "one", tmp_path / "other", {"rules": tmp_path / "mine.rules"}),
+        open_pair(tmp_path / "one", tmp_path / "other", {"rules": tmp_path / "mine.rules"}),
     ):
         pass
     assert caught.value.refusals[0].where.file == f"{tmp_path / 'mine.rules'}, line 1"

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tests.engine import synthetic
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.source import AlikeStamps, Source
+from transaxle.engine.source import SimilarStamps, Source
 from transaxle.formats.catalog import Entry, Extent
 from transaxle.move.transfer import Transfer
 
@@ -22,7 +22,7 @@ def _transfers(source: Source, opened: Checkpoint, to: str) -> dict[str, list[Tr
 
 def _long_way(opened: Checkpoint, to: str) -> dict[str, list[Transfer]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AlikeStamps, "filled", lambda *_: None)
+        patch.setattr(SimilarStamps, "transfers", lambda *_: None)
         return _transfers(Source(opened.container), opened, to)
 
 
@@ -30,7 +30,7 @@ def _stamped(opened: Checkpoint, to: str) -> set[str]:
     source, targets = Source(opened.container), opened.translation(to).targets
     for target in targets.values():
         source.transfers(target)
-    return {name for name, target in targets.items() if source._alike_stamps.filled(target) is not None}
+    return {name for name, target in targets.items() if source._similar_stamps.transfers(target) is not None}
 
 
 def _with(opened: Checkpoint, entry: Entry) -> Checkpoint:
@@ -102,7 +102,7 @@ def test_a_target_with_other_sources_is_filled_from_them(to: str) -> None:
     expected = source.transfers(target)
     moved = target.at(target.name, {axis: number + 1 for axis, number in target.index.items()}, target.parts)
     assert source.transfers(target) == expected
-    assert source._alike_stamps.filled(moved) is None
+    assert source._similar_stamps.transfers(moved) is None
 
 
 @pytest.mark.parametrize("to", DIALECTS)

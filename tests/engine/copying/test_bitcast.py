@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.axes.geometry import Interval
-from transaxle.engine.source import positions, redescribed
+from transaxle.engine.source import redescribe, translate_box
 from transaxle.errors import Refused
 from transaxle.formats.catalog import Entry, Extent
 
@@ -53,7 +53,7 @@ def test_a_box_of_the_one_is_the_same_elements_of_the_other(
     wanted = elements(dtype, stored, other)
     for dim, spans in enumerate(held):
         wanted = np.concatenate([wanted.take(range(a, b), dim) for a, b in spans] or [wanted.take([], dim)], dim)
-    found = positions("x", held, dtype, stored, other, shape)
+    found = translate_box("x", held, dtype, stored, other, shape)
     if found is None:
         assert not wanted.size
         return
@@ -78,9 +78,9 @@ def test_chunks_are_boxes_of_both_or_refused(
     entry = Entry("x", dtype, stored, extents)
     if len(stored) == 4 and any(b[3] < 16 and b[2] > 1 for b in (extent.shape for extent in extents)):
         with pytest.raises(Refused, match="UNSUPPORTED"):  # a part of several blocks is no box of their elements
-            redescribed(entry, "y", other, shape)
+            redescribe(entry, "y", other, shape)
         return
-    found = redescribed(entry, "y", other, shape)
+    found = redescribe(entry, "y", other, shape)
     assert (found.name, found.dtype, found.shape) == ("y", other, shape)
     numbers = np.arange(prod(shape)).reshape(shape)
     for box, extent in zip(spans, found.extents, strict=True):
@@ -92,13 +92,13 @@ def test_chunks_are_boxes_of_both_or_refused(
 def test_strides_are_counted_in_the_smaller_elements() -> None:
     """A slice of a wider tensor, as a pickle may hold it: rows of 16 bytes, 40 bytes apart."""
     entry = Entry("x", "U8", (3, 16), (Extent((0, 0), (3, 16), "f", 7, (40, 1)),))
-    (extent,) = redescribed(entry, "x", "F4", (3, 32)).extents
+    (extent,) = redescribe(entry, "x", "F4", (3, 32)).extents
     assert (extent.shape, extent.strides, extent.offset) == ((3, 32), (80, 1), 7)
     turned = Entry("x", "U8", (3, 16), (Extent((0, 0), (3, 16), "f", 0, (1, 3)),))
     with pytest.raises(Refused, match="UNSUPPORTED"):
-        redescribed(turned, "x", "F4", (3, 32))
+        redescribe(turned, "x", "F4", (3, 32))
     blocks = Entry("x", "U8", (3, 2, 16), (Extent((0, 0, 0), (3, 2, 16), "f", 0, (40, 16, 1)),))
-    (extent,) = redescribed(blocks, "x", "F4", (3, 64)).extents
+    (extent,) = redescribe(blocks, "x", "F4", (3, 64)).extents
     assert extent.strides == (80, 1)
 
 
@@ -106,10 +106,10 @@ def test_strides_are_counted_in_the_smaller_elements() -> None:
 def test_other_amounts_of_bytes_are_refused(shape: tuple[int, ...]) -> None:
     entry = Entry("x", "U8", (3, 16), (Extent((0, 0), (3, 16), "f", 0),))
     with pytest.raises(Refused, match="SHAPE_MISMATCH"):
-        redescribed(entry, "x", "F4", shape)
+        redescribe(entry, "x", "F4", shape)
 
 
 def test_empty_tensors_have_no_box() -> None:
     entry = Entry("x", "U8", (0, 2, 16), (Extent((0, 0, 0), (0, 2, 16), "f", 3),))
-    assert redescribed(entry, "x", "F4", (0, 64)).extents[0].shape == (0, 64)
-    assert positions("x", [[], [(0, 2)], [(0, 16)]], "U8", (0, 2, 16), "F4", (0, 64)) is None
+    assert redescribe(entry, "x", "F4", (0, 64)).extents[0].shape == (0, 64)
+    assert translate_box("x", [[], [(0, 2)], [(0, 16)]], "U8", (0, 2, 16), "F4", (0, 64)) is None

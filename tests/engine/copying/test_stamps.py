@@ -63,7 +63,7 @@ def folder(hub: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def long_way(monkeypatch: pytest.MonkeyPatch, source: Source, opened: tx.Checkpoint) -> dict[str, list[Transfer]]:
     with monkeypatch.context() as patch:
-        patch.setattr(Stamps, "filled", lambda *_: None)
+        patch.setattr(Stamps, "transfers", lambda *_: None)
         return transfers(source, opened)
 
 
@@ -76,7 +76,7 @@ def stamped(source: Source, opened: tx.Checkpoint) -> set[str]:
     for target in targets.values():
         source.transfers(target)
     stamps = source._stamps
-    return {name for name, target in targets.items() if stamps is not None and stamps.filled(target) is not None}
+    return {name for name, target in targets.items() if stamps is not None and stamps.transfers(target) is not None}
 
 
 def test_experts_are_stamped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +99,9 @@ def test_joined_experts_are_stamped(hub: Path, folder: Path, tmp_path: Path, mon
         first, *others = [target for name, target in targets.items() if name.endswith(f".experts.{ending}")]
         assert len(source.transfers(first)) == count
         assert source._stamps is not None
-        filled = [source._stamps.filled(target) for target in others]
+        filled = [source._stamps.transfers(target) for target in others]
         with monkeypatch.context() as patch:
-            patch.setattr(Stamps, "filled", lambda *_: None)
+            patch.setattr(Stamps, "transfers", lambda *_: None)
             assert filled == [tuple(other_source.transfers(target)) for target in others]
     tx.convert(folder, tmp_path / "out", to="transformers")
     stored, made = load_file(hub / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
@@ -118,7 +118,7 @@ def test_joined_experts_are_stamped(hub: Path, folder: Path, tmp_path: Path, mon
 def test_whole_plans_are_those_made_one_by_one(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither stamps nor the short ways for many tensors without problems leave a trace in a plan."""
     made = {to: tx.plan(tx.open(folder), tmp_path / "out", to=to) for to in ("hf", "te", "transformers", "torch_dist")}
-    monkeypatch.setattr(Stamps, "filled", lambda *_: None)
+    monkeypatch.setattr(Stamps, "transfers", lambda *_: None)
     monkeypatch.setattr(safetensors, "_are_plain", lambda _: False)
     for to, plan in made.items():
         assert not plan.refusals

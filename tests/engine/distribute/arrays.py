@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from transaxle.arguments import read_degrees
-from transaxle.engine.distribute.item_work import do_item, let_go
+from transaxle.engine.distribute.item_work import close_plan, do_item
 from transaxle.engine.distribute.work_plan import WorkPlan, order, work_plan
 from transaxle.engine.execute import preflight
-from transaxle.engine.plan.conversion import ready
+from transaxle.engine.plan.conversion import require_ready
 from transaxle.options import SHAPING
 
 
@@ -23,9 +23,9 @@ def planned(
     shaped = {"shard_size": 8000, **{name: value for name, value in shaping.items() if name in SHAPING}}
     how: dict[str, Any] = {"encode": shaping.get("encode"), "degrees": read_degrees(shaping)}
     asked = order(str(source), str(target), to, reading or {}, shaped, **how)
-    with asked.planned() as prepared:
+    with asked.prepare() as prepared:
         cleared = preflight(prepared, str(target), resume=True, several=True)
-        ready(cleared)
+        require_ready(cleared)
         return work_plan(asked, cleared, items, jobs=1)
 
 
@@ -58,4 +58,4 @@ def do(plan: WorkPlan, numbers: Iterable[int] | None = None) -> None:
         for number in range(len(plan.items)) if numbers is None else numbers:
             do_item(plan.text, number)
     finally:
-        let_go()
+        close_plan()

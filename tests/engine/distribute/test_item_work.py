@@ -26,8 +26,15 @@ from tests.engine.killed import contents
 from transaxle.engine.distribute import item_work
 from transaxle.engine.distribute import work_plan as plans
 from transaxle.engine.distribute.driver import begin_work, commit_work
-from transaxle.engine.distribute.item_work import do_item, let_go
-from transaxle.engine.distribute.work_plan import ConversionOrder, WorkPlan, parse_plan, read_plan, share_of, write_plan
+from transaxle.engine.distribute.item_work import close_plan, do_item
+from transaxle.engine.distribute.work_plan import (
+    ConversionOrder,
+    WorkPlan,
+    parse_plan,
+    part_of_item,
+    read_plan,
+    write_plan,
+)
 from transaxle.engine.views.encode import Encode
 from transaxle.errors import Code
 from transaxle.formats.registry import SCRATCH
@@ -48,7 +55,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _nothing_stays_open() -> Any:
     yield
-    let_go()
+    close_plan()
 
 
 def refused(code: Code, call: Callable[[], object]) -> tx.TransaxleError:
@@ -119,9 +126,9 @@ def test_the_bytes_are_those_of_one_process(case: str, tmp_path: Path) -> None:
 def test_workers_share_a_large_tensor(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "SPAN", 32)
     plan = as_one_process(case, tmp_path)
-    with plan.order.planned() as prepared:
+    with plan.order.prepare() as prepared:
         spans = prepared.plan.spans
-        names = [{each.name for each in share_of(prepared.plan, item).tensors} for item in plan.items]
+        names = [{each.name for each in part_of_item(prepared.plan, item).tensors} for item in plan.items]
         assert not any(tensor.name in spans for tensor in prepared.plan.tensors if tensor.step is not None)
     assert any(sum(not own.isdisjoint(each.name for each in large) for own in names) > 1 for large in spans.values())
     assert tx.verify(plan.order.target).ok
@@ -309,13 +316,13 @@ def test_a_program_that_plans_otherwise_is_refused(source: Path, tmp_path: Path)
 def forbidden(patch: pytest.MonkeyPatch) -> list[str]:
     """Count who plans."""
     planning: list[str] = []
-    planned_before = ConversionOrder.planned
+    planned_before = ConversionOrder.prepare
 
     def counted(order: ConversionOrder) -> Any:
         planning.append(order.source)
         return planned_before(order)
 
-    patch.setattr(ConversionOrder, "planned", counted)
+    patch.setattr(ConversionOrder, "prepare", counted)
     return planning
 
 
@@ -361,7 +368,7 @@ def test_moves_that_are_not_those_of_the_plan_are_not_done(
     do_item(plan.text, 1)
     do_item(plan.text, 2)
     assert len(planning) == 1
-    let_go()
+    close_plan()
     commit_work(plan)
     assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
 

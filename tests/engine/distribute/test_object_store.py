@@ -25,7 +25,7 @@ from tests.formats.s3_server import Bucket
 from tests.formats.stores import download
 from transaxle.cli import main
 from transaxle.engine.distribute.driver import begin_work, commit_work
-from transaxle.engine.distribute.item_work import let_go
+from transaxle.engine.distribute.item_work import close_plan
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.errors import Code, UsageError, refuse
 from transaxle.formats.store.multipart import S3Multipart
@@ -44,7 +44,7 @@ BLOCK = 32 * MIB
 @pytest.fixture(autouse=True)
 def _nothing_stays_open() -> Iterator[None]:
     yield
-    let_go()
+    close_plan()
 
 
 def many(folder: Path, mebibytes: int = 36) -> Path:

@@ -18,7 +18,7 @@ from tests.formats.s3_server import Bucket
 from transaxle.cli import main
 from transaxle.engine.distribute import driver
 from transaxle.engine.distribute.driver import begin_work
-from transaxle.engine.distribute.item_work import let_go
+from transaxle.engine.distribute.item_work import close_plan
 from transaxle.errors import refuse
 from transaxle.formats.store.multipart import S3Multipart
 
@@ -31,7 +31,7 @@ def _small_items(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three items: three files, of two parts each."""
     monkeypatch.setattr(driver, "ITEM", 9 * MIB)
     yield
-    let_go()
+    close_plan()
 
 
 @pytest.fixture

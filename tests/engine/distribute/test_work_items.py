@@ -13,7 +13,7 @@ import transaxle as tx
 from tests.engine import synthetic
 from tests.engine.distribute.test_item_work import plain
 from transaxle.arguments import Degrees
-from transaxle.engine.distribute.work_plan import WorkItem, divide, in_order, numbers, ranges_of
+from transaxle.engine.distribute.work_plan import WorkItem, divide, numbers, order_items, ranges_of
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.views.encode import Encode
 
@@ -96,4 +96,4 @@ def test_large_items_begin_first_and_before_them_what_may_refuse() -> None:
     sizes = [1000, 5, 1020, 0, 9_000_000]
     items = [WorkItem(number=number, nbytes=size) for number, size in enumerate(sizes)]
     items.append(WorkItem(number=5, nbytes=1, checks=((0, 1),)))
-    assert [item.number for item in in_order(items)] == [5, 4, 0, 2, 1, 3]
+    assert [item.number for item in order_items(items)] == [5, 4, 0, 2, 1, 3]

@@ -100,7 +100,7 @@ def test_any_codes_in_any_blocks(code: str, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, 300), max_size=4))
     found = tallied(codes, code, width, cuts, offset)
     values = numbers(codes, code)
-    assert same(found.found(), expected(values))
+    assert same(found.moments(), expected(values))
     assert found.channels().tolist() == largest(values, width)
 
 
@@ -110,7 +110,7 @@ def test_every_code_once(code: str) -> None:
     codes = np.arange(1 << bits, dtype=f"u{bits // 8}")
     values = numbers(codes, code)
     found = tallied(codes, code, len(codes), [], 0)
-    assert same(found.found(), expected(values))
+    assert same(found.moments(), expected(values))
     assert found.channels().tolist() == largest(values, len(codes))
 
 
@@ -119,7 +119,7 @@ def test_many_equal_values_are_added_without_loss(value: float) -> None:
     """More than any part of a sum holds at once, if it were not gathered on the way."""
     count = (1 << 21) + 12345
     codes = np.full(count, value, np.float32).view(np.uint32)
-    found = tallied(codes, "F32", 7, [1 << 20, 1 << 21], 1).found()
+    found = tallied(codes, "F32", 7, [1 << 20, 1 << 21], 1).moments()
     exact = float(np.float32(value))
     assert found.total == math.fsum([exact] * count)
     assert found.squares == math.fsum([exact * exact] * count)
@@ -139,7 +139,7 @@ def test_weights(code: str) -> None:
     values[::1000] *= 20
     codes = as_codes(values, code)
     found = tallied(codes, code, 641, [9_999, 40_000], 3)
-    assert found.found() == expected(numbers(codes, code))
+    assert found.moments() == expected(numbers(codes, code))
     assert found.channels().tolist() == largest(numbers(codes, code), 641)
 
 
@@ -157,7 +157,7 @@ def test_sums_are_exact_however_far_apart_values_are(code: str, span: int) -> No
         codes = values.view(f"u{values.itemsize}")
         for offset in (0, 1):
             found = tallied(codes, code, 77, [5000], offset)
-            assert same(found.found(), expected(numbers(codes, code)))
+            assert same(found.moments(), expected(numbers(codes, code)))
             assert found.channels().tolist() == largest(numbers(codes, code), 77)
 
 
@@ -169,5 +169,5 @@ def test_all_values_of_a_sign_and_the_largest_there_are(sign: float) -> None:
         values = np.full(LONG, sign * np.finfo(kind).max, kind)
         values[3] /= 2
         codes = values.view(f"u{kind.itemsize}")
-        found = tallied(codes, code, 0, [], 0).found()
+        found = tallied(codes, code, 0, [], 0).moments()
         assert same(found, expected(numbers(codes, code)))

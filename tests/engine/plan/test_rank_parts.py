@@ -11,7 +11,7 @@ import transaxle as tx
 from tests.checkpoints import tiny
 from transaxle.axes.layout.divide import share_out
 from transaxle.engine.checkpoint.recognise import pick_dialect
-from transaxle.engine.plan.rank_parts import engine_parts, for_ranks
+from transaxle.engine.plan.rank_parts import config_for_ranks, engine_parts
 from transaxle.errors import TransaxleError
 from transaxle.families import builtin
 
@@ -85,7 +85,7 @@ def test_a_size_that_nothing_tells_is_asked_for() -> None:
 
 
 def test_the_text_of_a_model_with_pictures_has_the_ranks_too() -> None:
-    assert for_ranks({"text_config": {"hidden_size": 8}}, 2) == {
+    assert config_for_ranks({"text_config": {"hidden_size": 8}}, 2) == {
         "text_config": {"hidden_size": 8, "tensor_parallel_size": 2},
         "tensor_parallel_size": 2,
     }

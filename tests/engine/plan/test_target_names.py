@@ -9,7 +9,7 @@ import pytest
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.engine.plan.conversion import clashing
+from transaxle.engine.plan.conversion import refuse_clashes
 from transaxle.errors import TransaxleError
 
 SHARP, LETTERS = "caf\u00e9", "cafe\u0301"
@@ -30,7 +30,7 @@ SHARP, LETTERS = "caf\u00e9", "cafe\u0301"
     ],
 )
 def test_which_names_clash(names: tuple[str, ...], refused: tuple[str, ...]) -> None:
-    found = clashing(names)
+    found = refuse_clashes(names)
     assert tuple(each.where.file for each in found) == refused
     assert {each.code for each in found} <= {"NAME_COLLISION"}
 

@@ -14,7 +14,7 @@ import transaxle as tx
 from tests.oracles.quantized_peers import torchao
 from tests.oracles.quiet import quiet
 from transaxle.encodings.conventions.torchao_convention import NAMES
-from transaxle.engine.views.decoded import joined, without_notes
+from transaxle.engine.views.decoded import join_notes, without_notes
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 
@@ -59,8 +59,8 @@ def test_shards_that_list_their_own_tensors_become_one_file_that_torchao_reads(t
 
 def test_lists_are_joined_in_order() -> None:
     said = {"a.safetensors:tensor_names": '["x", "y"]', "b.safetensors:tensor_names": '["y", "z"]', "x": "{}"}
-    assert joined(said) == {"x": "{}", NAMES: '["x", "y", "z"]'}
-    assert joined({"x": 1}) == {"x": 1}
+    assert join_notes(said) == {"x": "{}", NAMES: '["x", "y", "z"]'}
+    assert join_notes({"x": 1}) == {"x": 1}
     malformed = {"a:tensor_names": "no JSON", "b:tensor_names": "[]"}
-    assert joined(malformed) == malformed
-    assert without_notes(joined(said)) == {}
+    assert join_notes(malformed) == malformed
+    assert without_notes(join_notes(said)) == {}

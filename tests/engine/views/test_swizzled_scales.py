@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.engine.views.encoded import ordered
+from transaxle.engine.views.encoded import compact_order
 
 QDATA, SCALE, NAME = "layer._weight_qdata", "layer._weight_scale", "layer.weight"
 
@@ -21,7 +21,7 @@ QDATA, SCALE, NAME = "layer._weight_qdata", "layer._weight_scale", "layer.weight
 def test_every_scale_is_where_the_kernel_has_it(shape: tuple[int, int]) -> None:
     tiles = -(-shape[0] // 128) * -(-shape[1] // 4)
     stored = np.random.default_rng(0).integers(0, 256, 512 * tiles, np.uint8)
-    found = ordered(stored, shape).reshape(shape)
+    found = compact_order(stored, shape).reshape(shape)
     for row in range(shape[0]):
         for column in range(shape[1]):
             tile = row // 128 * -(-shape[1] // 4) + column // 4
@@ -59,7 +59,7 @@ def test_under_its_own_name_it_stays_what_it_is(tmp_path: Path) -> None:
         scale = np.frombuffer(raw[SCALE].tobytes(), np.uint8)
         assert raw[SCALE].shape == (32, 32)
         codes = raw[QDATA].read().astype(np.float32)
-        exponents = ordered(scale, (96, 5)).reshape(96, 5).astype(np.int32) - 127
+        exponents = compact_order(scale, (96, 5)).reshape(96, 5).astype(np.int32) - 127
         assert np.array_equal(plain[NAME].read(), codes * np.repeat(2.0**exponents, 32, axis=1).astype(np.float32))
 
 

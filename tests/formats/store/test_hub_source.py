@@ -125,7 +125,7 @@ def test_workers_read_the_commit_that_was_planned(hub: Hub, tmp_path: Path) -> N
         plan = work_plan(asked, preflight(make_plan(source, "torchtitan", target=target), target), 2)
     hub.put(NAME, files_of(write(tmp_path / "other", {"w": np.ones(4, np.float32)})))
     assert plan.order.source == f"hf://{NAME}@{commit}"
-    with plan.order.planned() as prepared:
+    with plan.order.prepare() as prepared:
         assert prepared.checkpoint.path == plan.order.source
         assert not prepared.plan.refusals
 

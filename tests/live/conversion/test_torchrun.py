@@ -30,20 +30,20 @@ def _fails(rank: int, _world: int, source: str, target: str) -> str:
     from transaxle.engine.distribute import item_work
     from transaxle.errors import refuse
 
-    real = item_work._carried_out
+    real = item_work._do_part
 
     def failing(plan: Any, item: Any, *rest: Any) -> Any:
         if item.number == 2:
             raise refuse("IO", "the cable")
         return real(plan, item, *rest)
 
-    item_work._carried_out = failing  # type: ignore[assignment]
+    item_work._do_part = failing  # type: ignore[assignment]
     try:
         tx.convert(source, target, to="torchtitan", items=6, on="torchrun", resume=True)
     except tx.TransaxleError as error:
         return str(error)
     finally:
-        item_work._carried_out = real
+        item_work._do_part = real
     return f"rank {rank} met no error"
 
 

@@ -179,7 +179,7 @@ def test_an_adapter_says_what_it_is_and_is_of_no_family(tmp_path: Path) -> None:
     given.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     checkpoint: Checkpoint = opened(tmp_path / "adapter")
     with checkpoint, pytest.raises(TransaxleError) as found:
-        _ = checkpoint.recognised
+        _ = checkpoint.reading
     assert found.value.code == "UNKNOWN_FAMILY"
     assert "a LORA adapter of meta/base" in str(found.value)
     with opened(tmp_path / "adapter", family="llama", dialect="hf") as said, pytest.raises(TransaxleError):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import transaxle as tx
 from tests.live.jobs import apart, free_port, joined
 from tests.live.ranks import run
-from transaxle.engine.distribute.work_plan import WorkItem, parse_plan, parse_share
+from transaxle.engine.distribute.work_plan import WorkItem, parse_part, parse_plan
 from transaxle.live.save_process import Rendezvous
 from transaxle.live.transport import wire
 from transaxle.live.transport.shared_memory import Address, Region, map_region
@@ -38,7 +38,7 @@ class _Canary:
 
 
 def _moves(octets: bytes, _: Path) -> object:
-    return parse_share(octets, WorkItem(number=0, nbytes=0, key=digest(octets)))  # it has even the hash that is planned
+    return parse_part(octets, WorkItem(number=0, nbytes=0, key=digest(octets)))  # it has even the hash that is planned
 
 
 def _of_scratch(octets: bytes, folder: Path) -> object:

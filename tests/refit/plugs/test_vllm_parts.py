@@ -16,7 +16,7 @@ import transaxle as tx
 from tests.live.jobs import SECRET, apart, free_port
 from tests.live.ranks import run
 from tests.live.topologies import FSDP, LLAMA, MOE, build
-from transaxle.engine.plan.rank_parts import engine_parts, for_ranks
+from transaxle.engine.plan.rank_parts import config_for_ranks, engine_parts
 from transaxle.families import builtin
 from transaxle.refit.vllm_engine import DIALECT, Ranks, Staged, _share
 from transaxle.torch_tensors import mark
@@ -29,7 +29,7 @@ def _worker(path: str, config: dict[str, Any], ranks: Ranks) -> tuple[Staged, di
     """Return a worker's parameters, empty, and what is to come into them."""
     whole = load_file(f"{path}/model.safetensors")
     parts = engine_parts(builtin()[config["model_type"]], DIALECT, config, whole, tp=ranks.tp, ep=ranks.ep)
-    empty, truth = Staged(for_ranks(config, 1 if ranks.ep > 1 else ranks.tp)), {}
+    empty, truth = Staged(config_for_ranks(config, 1 if ranks.ep > 1 else ranks.tp)), {}
     for name, part in parts.items():
         value = whole[name]
         if part is not None:

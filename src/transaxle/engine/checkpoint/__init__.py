@@ -1,1 +1,1 @@
-"""An open checkpoint: its family, dialect and axes recognised, its tensors readable."""
+"""Opening a checkpoint: recognising its family and dialect, and reading its tensors."""

@@ -1,11 +1,11 @@
-"""The manifest `transaxle.json`: the description of a checkpoint that we wrote, with a hash of every tensor and header.
+"""The manifest `transaxle.json`: describes a checkpoint that Transaxle wrote, with a hash of every tensor and header.
 
-It is written last. While file sizes and header hashes match, it gives family and dialect without guessing, and `verify`
-checks every tensor's bytes against it. Its own checksum covers the rest of its text.
+It is written last. While file sizes and header hashes match, it states family and dialect with certainty, and `verify`
+checks the bytes of every tensor against it. Its own checksum covers the rest of its text.
 
-Whatever is made of a checkpoint gets hashes of its own, by which damaged bytes would be right from then on. So a source
-that has hashes, in a manifest or in its file, is held against them while it is read (`HashWitness`): bytes that pass in
-the order in which they were hashed are hashed on their way, and only what passed otherwise is read once more.
+A conversion hashes what it writes, so damaged source bytes would count as right from then on. Therefore a source that
+has hashes, in a manifest or in its files, is checked against them while it is read (`HashWitness`). Bytes that are read
+in the order in which they were hashed are hashed on the way; only the others are read once more.
 """
 
 from __future__ import annotations
@@ -35,76 +35,77 @@ if TYPE_CHECKING:
 
 
 SCHEMA, IN_SPANS = 2, 2
-"""Versions of the manifest: the last one, and the first in which large tensors are hashed in spans."""
+"""Versions of the manifest: the current one, and the first in which large tensors are hashed in spans."""
 _BLOCK = 1 << 18
 _NEAR, _IN_A_ROW = 1 << 14, 4
-"""Bytes between small gaps that are near each other, and how many of them in a row tell that the next ones are too."""
+"""Largest distance in bytes between small gaps that count as near, and how many near gaps in a row make the next ones
+be read with them."""
 _LARGEST = 1 << 30
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """A file of the checkpoint."""
+    """Size and header hash of a file of the checkpoint."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     head: int
-    """Number of bytes that belong to no tensor: the headers of a tensor file, all of any other file."""
+    """Number of bytes that belong to no tensor: the headers of a tensor file, all bytes of any other file."""
     xxh3: str
-    """xxh3-128 of those bytes, in the order of the file, in hex."""
+    """xxh3-128 of those bytes, in file order, in hex."""
 
 
 class TensorRecord(msgspec.Struct, frozen=True):
-    """A tensor of the checkpoint."""
+    """Dtype, shape and hash of a tensor of the checkpoint."""
 
     dtype: str
     """Safetensors code."""
     shape: tuple[int, ...]
     """Logical elements along each dim."""
     xxh3: str
-    """xxh3-128 of its row-major little-endian bytes, in hex; in version 2, of one of more than 256 MiB, xxh3-128 of
-    the text of the hashes of each 256 MiB, one after another.
+    """xxh3-128 of its row-major little-endian bytes, in hex. In version 2, for tensors of more than 256 MiB, xxh3-128
+    of the concatenated hex hashes of each 256 MiB.
     """
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole of `transaxle.json`."""
+    """The content of `transaxle.json`."""
 
     transaxle: int = 1
     """Version of this schema."""
     format: str
     """Container format."""
     family: str | None
-    """Model family."""
+    """Model family; None if no table reads the names."""
     dialect: str
     """Dialect of the names."""
     axes: dict[str, int]
-    """Axis sizes, as far as they are the same in every layer."""
+    """Axis sizes, without those that differ between layers."""
     aliases: dict[str, str]
-    """Stored name -> stored name of the tensor it is tied to."""
+    """Stored name of a tied tensor -> stored name of the original."""
     files: dict[str, FileRecord]
-    """Every other file."""
+    """Every file except the manifest."""
     tensors: dict[str, TensorRecord]
     """Every tensor."""
     source: str | msgspec.UnsetType = msgspec.UNSET
-    """What was read, where its URL leads to the same for ever: a hub's repository at a commit."""
+    """URL of the source if it always has the same content: a hub's repository at a commit."""
     checksum: str = ""
     """xxh3-128 of this text with an empty checksum."""
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the manifest's text, with its checksum.  Inverse: `decode`."""
+    """Return the text of a manifest, with its checksum. Inverse: `decode`."""
     bare = msgspec.structs.replace(manifest, checksum="")
-    from transaxle.move.journal import digest  # only manifests need it, and a look at other folders none
+    from transaxle.move.journal import digest  # imported here, so that opening other folders does not load it
 
     checksum = digest(msgspec.json.encode(bare))
     return msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(bare, checksum=checksum)), indent=1)
 
 
 def decode(text: bytes, file: str = MANIFEST) -> Manifest:
-    """Read a manifest's text.
+    """Read the text of a manifest.
 
     Raises:
-        Refused: UNSUPPORTED for one of a later version; CORRUPT where it is malformed or was changed.
+        Refused: UNSUPPORTED for a later version; CORRUPT if it is malformed or was changed.
     """
     try:
         manifest = msgspec.json.decode(text, type=Manifest)
@@ -119,9 +120,9 @@ def decode(text: bytes, file: str = MANIFEST) -> Manifest:
 
 
 def has_manifest(container: Container) -> bool:
-    """Tell whether a checkpoint has a manifest, whatever it says.
+    """Tell whether a checkpoint has a manifest, valid or not.
 
-    A file that was named alone has its folder's, if that can be read and lists it.
+    A single opened file has the manifest of its folder, if that can be read and lists the file.
     """
     if MANIFEST not in container.storage.names():
         return False
@@ -134,9 +135,9 @@ def has_manifest(container: Container) -> bool:
 
 
 def load(container: Container) -> Manifest | None:
-    """Return a checkpoint's manifest, whatever it says; of a file that was named alone, what its folder's says of it.
+    """Return the manifest of a checkpoint, whatever it says; None if there is none.
 
-    None where there is none.
+    For a single opened file, return the part of its folder's manifest about this file.
 
     Raises:
         Refused: CORRUPT.
@@ -160,12 +161,12 @@ def load(container: Container) -> Manifest | None:
 
 
 def stale(manifest: Manifest, container: Container, files: Collection[str] | None = None) -> list[Refusal]:
-    """Return the manifest's statements about files that are no longer true.
+    """Return refusals of files that no longer match the manifest.
 
     Args:
-        manifest: from `load`.
+        manifest: the manifest, from `load`.
         container: the checkpoint.
-        files: check only these; None: all that it lists.
+        files: only check these files; None: all listed files.
     """
     problems = []
     tensor_ranges = _tensor_ranges(container)
@@ -186,7 +187,7 @@ def stale(manifest: Manifest, container: Container, files: Collection[str] | Non
 
 
 def _size(container: Container, name: str, present: Collection[str]) -> int | None:
-    """Return the size of a file, which may lie in a sub-folder; None if it is not there."""
+    """Return the size of a file, possibly in a sub-folder; None if it does not exist."""
     if "/" not in name and name not in present:
         return None
     try:
@@ -196,11 +197,11 @@ def _size(container: Container, name: str, present: Collection[str]) -> int | No
 
 
 _Ranges = list[tuple[list[int], int]]
-"""First bytes of ranges of one size, and that size."""
+"""Per size: the offsets of ranges of that size, and the size."""
 
 
 def _tensor_ranges(container: Container) -> dict[str, _Ranges]:
-    """Return the byte ranges of every file that hold tensors."""
+    """Return the byte ranges of the tensors in every file."""
     alike: dict[tuple[str, str, Shape], list[int]] = {}
     copies = (twin.second for twin in (*container.twins, *container.uncompared))
     for entry in (*container.entries.values(), *container.left.values(), *copies):
@@ -215,29 +216,29 @@ def _tensor_ranges(container: Container) -> dict[str, _Ranges]:
 
 
 def _digest_around(container: Container, name: str, size: int, ranges: _Ranges) -> tuple[int, str]:
-    """Return the number, and the xxh3-128, of a file's bytes outside its tensors."""
+    """Return the number and the xxh3-128 of a file's bytes outside its tensors."""
     state = xxhash.xxh3_128()
     starts, stops = _gaps(size, ranges)
     count, number = sum(stops) - sum(starts), 0
-    reached = end_of_block = near = 0
-    room = memoryview(bytearray(min(_BLOCK, size)))
+    reached = end_of_block = near_gaps = 0
+    buffer = memoryview(bytearray(min(_BLOCK, size)))
     while number < len(starts):
         reached, stop = max(reached, starts[number]), stops[number]
-        # Between small tensors there are small gaps: many of them are read together.
-        near = near + 1 if max(reached - end_of_block, stop - reached) <= _NEAR else 0
-        wanted = stop - reached if near < _IN_A_ROW else size - reached
-        block = room[: min(_BLOCK, wanted)]
+        # Gaps between small tensors are small: many of them are read together.
+        near_gaps = near_gaps + 1 if max(reached - end_of_block, stop - reached) <= _NEAR else 0
+        wanted_bytes = stop - reached if near_gaps < _IN_A_ROW else size - reached
+        block = buffer[: min(_BLOCK, wanted_bytes)]
         container.storage.read_into(name, reached, block)
         begin, end_of_block = reached, reached + len(block)
         after = bisect_left(starts, end_of_block, number)
-        here = zip([reached, *starts[number + 1 : after]], stops[number:after], strict=True)
-        state.update(b"".join([block[start - begin : stop - begin] for start, stop in here]))
+        gaps = zip([reached, *starts[number + 1 : after]], stops[number:after], strict=True)
+        state.update(b"".join([block[start - begin : stop - begin] for start, stop in gaps]))
         reached, number = end_of_block, bisect_right(stops, end_of_block, number)
     return count, state.hexdigest()
 
 
 def _gaps(size: int, ranges: _Ranges) -> tuple[list[int], list[int]]:
-    """Return where the bytes of a file begin and end that are in none of the ranges."""
+    """Return the begin and end offsets of the parts of a file outside all ranges."""
     starts, stops, reached = [], [], 0
     for begin, end in sorted((begin, begin + length) for begins, length in (*ranges, ([size], 0)) for begin in begins):
         if begin > reached:
@@ -250,7 +251,7 @@ def _gaps(size: int, ranges: _Ranges) -> tuple[list[int], list[int]]:
 def read_manifest(container: Container) -> Manifest | None:
     """Return the manifest if the checkpoint still matches it; None otherwise.
 
-    Only files that hold or describe tensors, and config.json, are checked; `verify` checks the others.
+    Only files with tensors or their descriptions, and config.json, are checked; `verify` checks the others.
     """
     try:
         manifest = None if container.storage.single else load(container)
@@ -275,38 +276,38 @@ _MEANT_CONFIG = f"If the change is meant, name the file (--config FILE, config=)
 
 
 class RecordedTensor(msgspec.Struct, frozen=True):
-    """A tensor whose hash is recorded."""
+    """A tensor with its recorded hash."""
 
     name: str
-    """Its stored name."""
+    """Stored name of the tensor."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     xxh3: str
-    """Its hash, in hex."""
+    """The recorded hash, in hex."""
     span: int
-    """Bytes of the spans in which it is hashed."""
+    """Bytes of each separately hashed span."""
     transfers: tuple[Transfer, ...]
-    """Where its bytes are, sorted by where they belong in it."""
+    """The transfers that read its bytes, sorted by position in the tensor."""
 
 
-class _Passing(msgspec.Struct):
-    """A span of a tensor whose bytes pass in order."""
+class _SpanProgress(msgspec.Struct):
+    """A span of a tensor whose bytes are read and hashed in order."""
 
-    hashed: ItemHash
+    hash: ItemHash
     thread: int
-    """Who reads them: only one thread keeps the order."""
+    """Thread that reads the span: only a single thread keeps the order."""
     reached: int
-    """One past the last byte that has passed."""
+    """Offset one past the last hashed byte."""
 
 
 class HashWitness(Overlay):
-    """A storage that holds what is read of tensors against recorded hashes, once it is told these.
+    """A storage that checks the bytes of tensors against recorded hashes while they are read, once `watch` was called.
 
     Safe to share between threads.
 
     Args:
-        below: the files.
-        container: the checkpoint, as it is stored.
+        below: the storage with the files.
+        container: the checkpoint as stored.
     """
 
     def __init__(self, below: Storage, container: Container | None = None) -> None:
@@ -315,23 +316,23 @@ class HashWitness(Overlay):
         self._records: Sequence[RecordedTensor] = ()
         self._starts: dict[str, list[int]] = {}
         self._pieces: dict[str, list[tuple[int, int, int]]] = {}
-        """File -> first byte of a piece of a tensor, the tensor's number, and the piece's first byte in that."""
+        """File -> pieces of tensors: (offset in the file, tensor number, offset in the tensor)."""
         self._ends: dict[str, list[int]] = {}
-        self._passing: dict[tuple[int, int], _Passing] = {}
+        self._progress: dict[tuple[int, int], _SpanProgress] = {}
         self._spans: dict[int, dict[int, str]] = {}
         self._read: dict[int, int] = {}
-        """Tensors of which bytes were read and that are not settled -> how many bytes."""
+        """Number of a tensor that was read but not yet checked -> bytes read."""
         self._settled: dict[int, bool] = {}
         self._scattered: set[int] = set()
-        """Tensors with runs, or with bytes that others have too: they never pass in order."""
-        self._elsewhere: set[int] = set()
-        """Tensors that somebody else hashes on their way."""
-        self._handed: set[int] = set()
+        """Tensors that are never read in order: in strided runs, or sharing bytes with others."""
+        self._hashed_elsewhere: set[int] = set()
+        """Tensors that another component hashes while reading."""
+        self._reported: set[int] = set()
         self._lock = Lock()
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """The manifest, if it is that of these tensors and not of others in the folder.
+        """The manifest, unless it describes other tensors of the folder.
 
         Raises:
             Refused: CORRUPT, UNSUPPORTED.
@@ -343,22 +344,22 @@ class HashWitness(Overlay):
         return manifest
 
     @property
-    def is_holding(self) -> bool:
-        """Whether it was told hashes."""
+    def is_watching(self) -> bool:
+        """Whether `watch` was called with hashes."""
         return bool(self._records)
 
-    def hold(self, records: Sequence[RecordedTensor]) -> None:
-        """Begin to hold what is read against hashes; a second time nothing is done."""
+    def watch(self, records: Sequence[RecordedTensor]) -> None:
+        """Start to check reads against recorded hashes; later calls do nothing."""
         with self._lock:
             if self._records:
                 return
             self._records = records
-            found: dict[str, list[tuple[int, int, int, int]]] = {}
+            pieces_by_file: dict[str, list[tuple[int, int, int, int]]] = {}
             for number, tensor in enumerate(records):
                 for part in tensor.transfers:
                     place = -1 if part.loops else part.target
-                    found.setdefault(part.file, []).append((part.source, part.source_span, number, place))
-            for file, pieces in found.items():
+                    pieces_by_file.setdefault(part.file, []).append((part.source, part.source_span, number, place))
+            for file, pieces in pieces_by_file.items():
                 pieces.sort()
                 self._pieces[file], self._ends[file] = [], []
                 for start, size, number, place in pieces:
@@ -370,62 +371,62 @@ class HashWitness(Overlay):
                 self._starts[file] = [start for start, _, _ in self._pieces[file]]
             self._read = dict.fromkeys(self._scattered, 0)
 
-    def alike(self, parts: Sequence[Transfer], size: int) -> int | None:
-        """Return the number of the tensor that lies whole in a place, of which somebody will tell the hash.
+    def tensor_in(self, parts: Sequence[Transfer], size: int) -> int | None:
+        """Return the number of the tensor that fills a transfer exactly, so that the caller will report its hash.
 
-        None if there is none, or if its hash is not that of its spans.
+        None if there is no such tensor, or if its hash is not made from the same spans.
         """
-        from transaxle.move.journal import span_ends  # here and below: a look at a checkpoint hashes nothing
+        from transaxle.move.journal import span_ends  # imported here and below: opening a checkpoint hashes nothing
 
         if len(parts) != 1 or parts[0].loops or parts[0].width != size or parts[0].file not in self._pieces:
             return None
         (part,) = parts
-        at = bisect_left(self._starts[part.file], part.source)
-        if at == len(self._starts[part.file]) or self._starts[part.file][at] != part.source:
+        index = bisect_left(self._starts[part.file], part.source)
+        if index == len(self._starts[part.file]) or self._starts[part.file][index] != part.source:
             return None
-        number = self._pieces[part.file][at][1]
+        number = self._pieces[part.file][index][1]
         tensor = self._records[number]
         if tensor.size != size or tensor.span != span_ends(size)[0]:
             return None
-        self._elsewhere.add(number)
+        self._hashed_elsewhere.add(number)
         return number
 
     def settle(self, number: int, xxh3: str) -> None:
-        """Take the hash of a tensor's bytes as they were read."""
+        """Compare the hash of a tensor's bytes as they were read with the recorded one."""
         with self._lock:
             self._settled[number] = self._settled.get(number, True) and self._records[number].xxh3 == xxh3
             self._read.pop(number, None)
 
     def expect(self, parts: Iterable[Transfer]) -> None:
-        """Note what somebody else has read; a file that is made of others, which are not known here, is of all."""
+        """Note that other processes have read these transfers; a file unknown here counts as reading all tensors."""
         numbers = self._scattered.copy()
         for part in parts:
             if part.file in self._pieces:
-                numbers.update(number for number, _, _, _ in self._touched(part.file, part.source, part.source_span))
+                numbers.update(number for number, _, _, _ in self._tensors_in(part.file, part.source, part.source_span))
             else:
                 numbers.update(range(len(self._records)))
         with self._lock:
             for number in numbers - self._settled.keys():
                 self._read.setdefault(number, 0)
 
-    def hand_over(self) -> tuple[str, ...]:
-        """Return the tensors that proved to have their hashes since the last time.
+    def take_proved(self) -> tuple[str, ...]:
+        """Return the tensors that proved intact since the last call.
 
-        Those of which only some bytes were read here are left to whoever puts together what several have read.
+        Tensors that this process read only in part are left to the process that combines what all have read.
 
         Raises:
-            Refused: CORRUPT, for each tensor that does not have its hash.
+            Refused: CORRUPT for each tensor that does not match its hash.
             StorageError: IO.
         """
-        self._judge([number for number, count in [*self._read.items()] if count >= self._records[number].size])
+        self._check_hashes([number for number, count in [*self._read.items()] if count >= self._records[number].size])
         with self._lock:
             self._read.clear()
-            proved = sorted(self._settled.keys() - self._handed)
-            self._handed.update(proved)
+            proved = sorted(self._settled.keys() - self._reported)
+            self._reported.update(proved)
         return tuple(self._records[number].name for number in proved)
 
-    def believe(self, names: Collection[str]) -> None:
-        """Take the word of another process for tensors that have their hashes."""
+    def accept(self, names: Collection[str]) -> None:
+        """Accept another process's word that these tensors match their hashes."""
         with self._lock:
             for number, tensor in enumerate(self._records):
                 if tensor.name in names:
@@ -433,17 +434,17 @@ class HashWitness(Overlay):
                     self._read.pop(number, None)
 
     def recheck(self) -> None:
-        """Check that no file has changed, and every tensor that was read against its hash.
+        """Check that no file has changed, and check every tensor that was read against its hash.
 
         Raises:
-            Refused: CORRUPT, for each tensor that does not have its hash.
+            Refused: CORRUPT for each tensor that does not match its hash.
             StorageError: IO.
         """
         super().recheck()
-        self._judge([*self._read])
+        self._check_hashes([*self._read])
 
-    def _judge(self, unsettled: Sequence[int]) -> None:
-        """Read tensors whose bytes did not pass in order, and refuse all that do not have their hash."""
+    def _check_hashes(self, unsettled: Sequence[int]) -> None:
+        """Hash tensors whose bytes were not read in order, and refuse all tensors that do not match their hash."""
         from transaxle.move.journal import digest_in
         from transaxle.move.workers import limits, run_workers
 
@@ -460,86 +461,86 @@ class HashWitness(Overlay):
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """See `Storage`; runs are read once more for their hash."""
+        """See `Storage`; strided runs are read once more for their hash."""
         self.below.add_read(steps, name, offset, view, width, loops)
         if loops:
-            self._count(name, offset, width, loops)
+            self._count_read(name, offset, width, loops)
         else:
-            self._pass(steps, name, offset, view)
+            self._hash_read(steps, name, offset, view)
 
-    def _count(self, name: str, offset: int, width: int, loops: Sequence[Loop]) -> None:
+    def _count_read(self, name: str, offset: int, width: int, loops: Sequence[Loop]) -> None:
         if name not in self._pieces:
             return
         runs = Transfer(name, offset, 0, width, tuple(loops))
         with self._lock:
-            for number, _, _, _ in self._touched(name, offset, runs.source_span):
+            for number, _, _, _ in self._tensors_in(name, offset, runs.source_span):
                 if number not in self._settled:
                     self._read[number] = self._read.get(number, 0) + runs.size
 
-    def _pass(self, steps: Steps, name: str, offset: int, view: memoryview) -> None:
-        """Hash bytes that were read, where they are the next ones of a tensor."""
+    def _hash_read(self, steps: Steps, name: str, offset: int, view: memoryview) -> None:
+        """Hash the bytes of a read, where they continue a tensor."""
         if name not in self._pieces or not view.nbytes:
             return
         octets = view.cast("B")
-        for number, place, low, high in self._touched(name, offset, view.nbytes):
+        for number, place, low, high in self._tensors_in(name, offset, view.nbytes):
             with self._lock:
                 if number in self._settled:
                     continue
                 self._read[number] = self._read.get(number, 0) + high - low
-            if number not in self._elsewhere:
+            if number not in self._hashed_elsewhere:
                 self._hash(number, place, octets[low - offset : high - offset], steps)
 
     def _hash(self, number: int, start: int, data: memoryview, steps: Steps) -> None:
-        """Hash bytes of a tensor, from `start` on."""
+        """Hash bytes of a tensor, beginning at offset `start`."""
         tensor = self._records[number]
         while len(data):
             at, inside = divmod(start, tensor.span)
             part = data[: tensor.span - inside]
-            passing = self._next(number, at, inside)
+            passing = self._span_at(number, at, inside)
             if passing is not None:
                 passing.reached += len(part)
-                passing.hashed.add_update(steps, 0, part)
+                passing.hash.add_update(steps, 0, part)
                 if passing.reached == min(tensor.span, tensor.size - at * tensor.span):
-                    steps.then(partial(self._end, number, at, passing))
+                    steps.then(partial(self._finish_span, number, at, passing))
             start, data = start + len(part), data[len(part) :]
 
-    def _next(self, number: int, at: int, inside: int) -> _Passing | None:
-        """Return the span of a tensor whose next byte in this thread is this one; None: these bytes do not count."""
+    def _span_at(self, number: int, at: int, inside: int) -> _SpanProgress | None:
+        """Return the span that these bytes continue in this thread; None if they continue none."""
         from transaxle.move.journal import WHOLE, ItemHash
 
         with self._lock:
-            passing = self._passing.get((number, at))
+            passing = self._progress.get((number, at))
             if passing is None and not inside:
-                passing = self._passing[number, at] = _Passing(ItemHash(WHOLE), get_ident(), 0)
+                passing = self._progress[number, at] = _SpanProgress(ItemHash(WHOLE), get_ident(), 0)
             if passing is None or passing.reached != inside or passing.thread != get_ident():
                 return None
             return passing
 
-    def _end(self, number: int, at: int, passing: _Passing) -> None:
-        """Note the hash of a span; with the last one, that of the tensor."""
+    def _finish_span(self, number: int, at: int, passing: _SpanProgress) -> None:
+        """Store the hash of a complete span; after the last span, settle the tensor."""
         from transaxle.move.journal import join_hashes
 
         tensor = self._records[number]
         with self._lock:
             spans = self._spans.setdefault(number, {})
-            spans[at] = passing.hashed.hexdigest()
+            spans[at] = passing.hash.hexdigest()
             if len(spans) * tensor.span < tensor.size:
                 return
             self._spans.pop(number)
             for each in spans:
-                self._passing.pop((number, each), None)
+                self._progress.pop((number, each), None)
         self.settle(number, join_hashes([spans[each] for each in sorted(spans)]))
 
-    def _touched(self, file: str, offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the tensors that lie in a range of a file: number, first byte in it, and the bytes in the file."""
+    def _tensors_in(self, file: str, offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the tensors in a range of a file: number, offset in the tensor, and the range in the file."""
         pieces, ends, stop = self._pieces[file], self._ends[file], offset + size
-        at = max(bisect_right(self._starts[file], offset) - 1, 0)
-        while at < len(pieces) and pieces[at][0] < stop:
-            start, number, place = pieces[at]
-            low, high = max(start, offset), min(ends[at], stop)
+        index = max(bisect_right(self._starts[file], offset) - 1, 0)
+        while index < len(pieces) and pieces[index][0] < stop:
+            start, number, place = pieces[index]
+            low, high = max(start, offset), min(ends[index], stop)
             if low < high:
                 yield number, place + low - start, low, high
-            at += 1
+            index += 1
 
     def _problem(self, tensor: RecordedTensor) -> Refusal:
         files = listed(list(dict.fromkeys(part.file for part in tensor.transfers)))
@@ -547,20 +548,20 @@ class HashWitness(Overlay):
         return Refusal("CORRUPT", f"in the source, {CHANGED} ({files})", Where(self.path, tensor.name), hint)
 
 
-def hashed(container: Container) -> Container:
-    """Return a container that can hold what is read against hashes, where it has any."""
+def with_hash_witness(container: Container) -> Container:
+    """Return a container that can check its reads against hashes, if it has any."""
     if not has_hashes(container):
         return container
     return msgspec.structs.replace(container, storage=HashWitness(container.storage, container))
 
 
 def has_hashes(container: Container) -> bool:
-    """Tell whether something beside the tensors says what some of their bytes were: a manifest, or digests."""
+    """Tell whether there are recorded hashes of some tensors: in a manifest, or digests in the files."""
     return bool(container.seals) or has_manifest(container)
 
 
-def against(container: Container) -> str:
-    """Return what says what all of the tensors' bytes were: `manifest`, `digests`, or nothing but the `structure`.
+def hash_evidence(container: Container) -> str:
+    """Return what records the hashes of all tensors: `manifest`, `digests`; or else `structure`: nothing does.
 
     Raises:
         Refused: as `HashWitness.manifest`.
@@ -571,18 +572,19 @@ def against(container: Container) -> str:
         return "structure"
     if witness.manifest is not None:
         return "manifest"
-    container = witness.container  # under views its tensors may lie in files that do not exist
+    container = witness.container  # not the view's container, whose tensors may be in virtual files
     files = {extent.file for entry in container.entries.values() for extent in entry.extents}
     return "digests" if container.seals and files <= {seal.file for seal in container.seals} else "structure"
 
 
-def problems_of(storage: Storage, *, carries: bool, config_given: bool) -> Iterator[Refusal]:
-    """Yield what is wrong with the bytes of a source outside its tensors, and with its list of files.
+def problems_of(storage: Storage, *, copies_about_use: bool, config_given: bool) -> Iterator[Refusal]:
+    """Yield problems of a source's bytes outside its tensors, and of its list of files.
 
     Args:
-        storage: its files, under whatever views.
-        carries: files that only tell of the model's use are copied along; otherwise it does not matter what they say.
-        config_given: the user gave a config, so that its own does not count.
+        storage: its files, under any views.
+        copies_about_use: whether files that only concern the model's use are copied along; otherwise their content
+            does not matter.
+        config_given: whether the user gave a config, so that the source's own does not count.
     """
     witness = layer(storage, HashWitness)
     if witness is None or witness.container is None:
@@ -602,23 +604,23 @@ def problems_of(storage: Storage, *, carries: bool, config_given: bool) -> Itera
                 continue
             hint = _MEANT_CONFIG
         elif manifest is not None and tells_of_use(name):
-            if not carries or _is_edited(container, name, manifest):
+            if not copies_about_use or _is_edited(container, name, manifest):
                 continue
             hint = _MEANT_BESIDE
         message = f"in the source, {problem.message} ({name})"
         yield Refusal(problem.code, message, Where(container.path), problem.hint or hint)
 
 
-def edited(storage: Storage, carried: Collection[str]) -> Iterator[str]:
-    """Yield a note on each file that is copied along though it was edited since the manifest was written."""
+def edit_notes(storage: Storage, carried: Collection[str]) -> Iterator[str]:
+    """Yield a note on each copied file that was edited after the manifest was written."""
     witness = layer(storage, HashWitness)
     if witness is None or witness.container is None:
         return
     try:
         manifest, container = witness.manifest, witness.container
-        beside = [name for name in carried if tells_of_use(name)]
-        changed = stale(manifest, container, beside) if manifest is not None and beside else []
-    except TransaxleError:  # refused before anything is written
+        about_use = [name for name in carried if tells_of_use(name)]
+        changed = stale(manifest, container, about_use) if manifest is not None and about_use else []
+    except TransaxleError:  # this is refused before anything is written
         return
     for name in (problem.where.file or "" for problem in changed):
         if manifest is not None and _is_edited(container, name, manifest):
@@ -626,9 +628,9 @@ def edited(storage: Storage, carried: Collection[str]) -> Iterator[str]:
 
 
 def _is_edited(container: Container, name: str, manifest: Manifest) -> bool:
-    """Tell whether somebody has edited a changed file, and it is not what damage leaves of one.
+    """Tell whether a changed file was edited on purpose, rather than damaged.
 
-    That has the same length, is cut off, or no text. What only people read is anybody's to change.
+    Damaged files have the same length, are truncated, or are no text. Files that only people read may be edited freely.
     """
     if is_for_people(name):
         return True
@@ -642,8 +644,8 @@ def _is_edited(container: Container, name: str, manifest: Manifest) -> bool:
     return len(data) > manifest.files[name].size and "\0" not in text
 
 
-def hold(storage: Storage) -> None:
-    """Begin to hold what is read of a source against its own hashes, if it has any.
+def watch_hashes(storage: Storage) -> None:
+    """Start to check what is read of a source against its own hashes, if it has any.
 
     Raises:
         Refused: CORRUPT, UNSUPPORTED for a manifest that cannot be read.
@@ -652,7 +654,7 @@ def hold(storage: Storage) -> None:
     from transaxle.move.journal import span_ends
 
     witness = layer(storage, HashWitness)
-    if witness is None or witness.container is None or witness.is_holding:
+    if witness is None or witness.container is None or witness.is_watching:
         return
     container, manifest = witness.container, witness.manifest
     in_spans = manifest is None or manifest.transaxle >= IN_SPANS
@@ -661,11 +663,11 @@ def hold(storage: Storage) -> None:
         hashes = {name: record.xxh3 for name, record in manifest.tensors.items()}
     else:
         for seal in container.seals:
-            for name, place in sealed(seal, container):
+            for name, place in digest_positions(seal, container):
                 hashes[name] = read_digest(container.storage, seal, place)
     entries = {**container.left, **container.entries}
     source = Source(msgspec.structs.replace(container, entries=entries))
-    witness.hold(
+    witness.watch(
         [
             RecordedTensor(name, size, xxh3, span_ends(size)[0] if in_spans else size, _places(entries[name], source))
             for name, xxh3 in hashes.items()
@@ -675,7 +677,7 @@ def hold(storage: Storage) -> None:
 
 
 def _places(entry: Entry, source: Source) -> tuple[Transfer, ...]:
-    """Return where a tensor's bytes are."""
+    """Return the transfers that read a tensor's bytes."""
     if is_one_run(entry):
         (extent,) = entry.extents
         return (Transfer(extent.file, extent.offset, 0, entry.nbytes),)
@@ -683,22 +685,22 @@ def _places(entry: Entry, source: Source) -> tuple[Transfer, ...]:
 
 
 def _ranges(file: str, container: Container) -> Iterator[tuple[str, int, int]]:
-    """Yield the tensors of a sealed file that have bytes: name, first byte, and the one after the last."""
+    """Yield the non-empty tensors of a sealed file: name, and begin and end offset."""
     for name, entry in (*container.entries.items(), *container.left.items()):
         if entry.nbytes and entry.extents[0].file == file:
             begin = entry.extents[0].offset
             yield name, begin, begin + entry.nbytes
 
 
-def sealed(seal: Seal, container: Container) -> Iterator[tuple[str, int]]:
-    """Yield the tensors of a file that keeps digests, each with the place of its digest."""
+def digest_positions(seal: Seal, container: Container) -> Iterator[tuple[str, int]]:
+    """Yield the tensors of a file with digests, each with the position of its digest."""
     for name, begin, _ in _ranges(seal.file, container):
         if begin in seal.places:
             yield name, seal.places[begin]
 
 
 def check_rest(seal: Seal, container: Container) -> Iterator[Refusal]:
-    """Check the bytes outside the tensors of a file against their digest, and that every tensor has a digest."""
+    """Check a file's bytes outside its tensors against their digest, and that every tensor has a digest."""
     ranges = list(_ranges(seal.file, container))
     if {begin for _, begin, _ in ranges} != seal.places.keys():
         yield Refusal("CORRUPT", "the number of digests is not the number of tensors", Where(seal.file))

@@ -1,4 +1,4 @@
-"""Adapters: peft's folders, whose tensors are added to those of a model and mean nothing without it."""
+"""Adapters of peft, whose tensors are added to those of a base model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from transaxle.encodings.conventions.scheme import SECTION
-from transaxle.engine.checkpoint.settings import stored_config
+from transaxle.engine.checkpoint.settings import read_stored_config
 from transaxle.errors import refuse
 from transaxle.formats.catalog import Container
 from transaxle.formats.registry import ADAPTER_CONFIG
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from transaxle.engine.adapter_files import Express
 
 ADAPTED = "base_model."
-"""How the names of its tensors begin."""
+"""Prefix of the names of an adapter's tensors."""
 ADAPTER_STEM = "adapter_model"
-"""How the name of the one file begins in which peft looks for its tensors."""
+"""First part of the name of the only file in which peft looks for an adapter's tensors."""
 _KIND, _BASE = "peft_type", "base_model_name_or_path"
 _HINT = (
     "Load it with tx.load(peft_model, …), merge it:  transaxle convert BASE OUT --to hf --merge ADAPTER, keep its "
@@ -27,19 +27,19 @@ _HINT = (
 
 
 def adapter_config(container: Container) -> Mapping[str, Any] | None:
-    """Return what a checkpoint says of itself as an adapter; None for one that is a model.
+    """Return the adapter_config.json of a checkpoint; None if it is no adapter.
 
     Raises:
         Refused: CORRUPT.
     """
     if ADAPTER_CONFIG not in container.carried:
         return None
-    config = stored_config(container.storage, ADAPTER_CONFIG)
+    config = read_stored_config(container.storage, ADAPTER_CONFIG)
     return config if _KIND in config else None
 
 
 def check_model(container: Container) -> None:
-    """Refuse an adapter, whose tensors no table may read as a model's.
+    """Refuse an adapter, because tables read only whole models.
 
     Raises:
         UsageError: UNKNOWN_FAMILY for an adapter.
@@ -57,21 +57,23 @@ def check_model(container: Container) -> None:
 
 
 def in_dialect(container: Container, config: Mapping[str, Any], dialect: str, express: Express) -> Container:
-    """Return the files of an adapter for the same model in another dialect.
+    """Return the files of the adapter for the same model in another dialect.
 
     Args:
-        container: the files.
-        config: the config.json of the base.
+        container: files of the adapter.
+        config: config.json of the base model.
         dialect: label of the other dialect.
-        express: makes a checkpoint of other tensors of the model; see `converted`.
+        express: makes a checkpoint of other tensors of the model; see `convert_adapter`.
 
     Raises:
-        TransaxleError: what `converted` raises; UNKNOWN_FAMILY where there is no config.
+        TransaxleError: any error of `convert_adapter`; UNKNOWN_FAMILY if there is no config.
     """
-    from transaxle.engine.adapter_files import converted
+    from transaxle.engine.adapter_files import convert_adapter
 
-    said = ADAPTER_CONFIG, adapter_config(container) or {}
+    adapter_settings = ADAPTER_CONFIG, adapter_config(container) or {}
     if not config:
         hint = "Give the base's:  --config BASE/config.json (config=)."
         raise refuse("UNKNOWN_FAMILY", "an adapter does not say what its base is like, and no config does", hint=hint)
-    return converted(container, said, {key: value for key, value in config.items() if key != SECTION}, dialect, express)
+    return convert_adapter(
+        container, adapter_settings, {key: value for key, value in config.items() if key != SECTION}, dialect, express
+    )

@@ -1,4 +1,4 @@
-"""Settings: what the user says about a checkpoint beside its path, as one value that every command passes on."""
+"""Settings: the user's options for a checkpoint beside its path, as one value that every command passes on."""
 
 from __future__ import annotations
 
@@ -28,40 +28,41 @@ from transaxle.options import OPTIONS
 
 CONFIG = "config.json"
 LONGEST_CONFIG = 8 << 20
-"""Cap on the bytes of a config; those that list every quantized layer have some hundred thousand."""
+"""Largest size of a config in bytes; configs that list every quantized layer have about 100 kB."""
 _AGAIN = "Correct it, or copy or download it again."
 _AXES = "`transaxle info PATH` lists the axes of a checkpoint, each with its size: --axis takes these names."
 LONGEST_TABLE = 1 << 18
-"""Cap on the bytes of a rules file; the longest that ships has seven thousand."""
+"""Largest size of a rules file in bytes; the longest that ships has seven thousand."""
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """How to read a checkpoint."""
+    """The user's options for reading a checkpoint."""
 
     format: str | None = None
     """Container format; None: detected."""
     family: str | None = None
-    """Family; None: recognised."""
+    """Model family; None: recognised."""
     dialect: str | None = None
-    """Dialect; None: recognised."""
+    """Dialect of the names; None: recognised."""
     config: Mapping[str, Any] | None = None
-    """config.json; None: the checkpoint's own."""
+    """Content of config.json; None: the checkpoint's own."""
     axes: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Axis sizes that override everything."""
+    """Axis sizes that override all others."""
     families: Families = msgspec.field(default_factory=builtin)
-    """Known families."""
+    """All known families."""
     weights: Weights | None = None
-    """Which weights to read where an optimizer keeps copies of its own; None: those of DeepSpeed's, not Megatron's."""
+    """Weights to read if an optimizer keeps its own copies: None reads DeepSpeed's copies, but not Megatron's."""
     optimizer: bool | None = None
-    """Whether the optimizer's state is included; None: yes, except when writing `safetensors:hf`."""
+    """Whether to include optimizer state; None: yes, except when writing `safetensors:hf`."""
     average: bool = False
     """Whether replicas of a DeepSpeed checkpoint that differ between ranks are replaced by their mean."""
     partial: bool = False
-    """Whether it is deliberately a part of a model (one rank's, one stage's): tensors may be absent."""
+    """Whether the source is deliberately part of a model (of one rank, or one stage), so that tensors may be
+    missing."""
     trained: frozenset[str] | None = None
-    """Names, in the dialect wanted, of the parameters that have optimizer state there; None: see `translate`."""
+    """Names of the parameters with optimizer state, in the target dialect; None: see `translate`."""
     files: tuple[str, ...] = ()
-    """Paths of config and rules as typed, if they are files."""
+    """Paths of the config and the rules as typed, if they are files."""
 
 
 def settings(
@@ -76,7 +77,7 @@ def settings(
     optimizer: bool | None = None,
     average: bool = False,
 ) -> Settings:
-    """Build settings from what the user wrote.
+    """Build settings from the user's arguments.
 
     Args:
         format: container format.
@@ -85,68 +86,69 @@ def settings(
         config: the path of a config.json or of its folder, its content, or an object with `to_dict()`.
         axes: axis sizes.
         rules: path of a rules file.
-        weights: of a checkpoint of DeepSpeed or Megatron, `fp32` (those the optimizer keeps) or `lp` (the model's own).
-        optimizer: take the optimizer's state, or leave it; None: take it, except into `safetensors:hf`.
-        average: take replicated parameters of a DeepSpeed checkpoint that differ between ranks as their mean.
+        weights: for checkpoints of DeepSpeed or Megatron: `fp32` (copies that the optimizer keeps) or `lp` (the model's
+            own).
+        optimizer: whether to take the optimizer's state; None: yes, except into `safetensors:hf`.
+        average: replace replicated parameters of a DeepSpeed checkpoint that differ between ranks by their mean.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
-        Refused: CORRUPT where the config or the rules do not parse, or are longer than 8 MiB and 256 KiB; UNSUPPORTED
-            where they are no regular files.
-        StorageError: IO where they cannot be read.
-        UsageError: UNKNOWN_AXIS where no family has an axis of that name; AMBIGUOUS for other weights.
+        TypeError: an argument of the wrong type.
+        Refused: CORRUPT if the config or the rules do not parse, or are longer than 8 MiB or 256 KiB; UNSUPPORTED if
+            they are no regular files.
+        StorageError: IO if they cannot be read.
+        UsageError: UNKNOWN_AXIS if no family has an axis of that name; AMBIGUOUS for unknown weights.
     """
     check_flags(average=average, **({} if optimizer is None else {"optimizer": optimizer}))
     if weights not in (None, *OPTIONS["weights"].choices):
         hint = f"Choose one of: {', '.join(OPTIONS['weights'].choices)}."
         raise refuse("AMBIGUOUS", f"weights cannot be {weights!r}", hint=hint)
-    said_config = _file_of(read_config(config))
+    config_source = _config_path(read_config(config))
     table = None if rules is None else read_path("rules", rules)
     families = builtin() if table is None else with_rules(_text(table, LONGEST_TABLE), table)
-    given = read_axes(axes)
-    known = {axis for entry in families.entries.values() for axis in entry.axes}
-    if not known.issuperset(given):
-        known = {axis for entry in families.everything.entries.values() for axis in entry.axes}
-    for axis in given:
-        if axis not in known:
+    axis_sizes = read_axes(axes)
+    axis_names = {axis for entry in families.entries.values() for axis in entry.axes}
+    if not axis_names.issuperset(axis_sizes):
+        axis_names = {axis for entry in families.everything.entries.values() for axis in entry.axes}
+    for axis in axis_sizes:
+        if axis not in axis_names:
             raise refuse("UNKNOWN_AXIS", f"no family has an axis {axis!r}", hint=_AXES)
     return Settings(
         read_optional_text("format", format, "safetensors"),
         read_optional_text("family", family, "qwen3_moe"),
         read_optional_text("dialect", dialect, "hf"),
-        model_config(said_config),
-        given,
+        model_config(config_source),
+        axis_sizes,
         families,
         weights,
         optimizer,
         average,
-        files=tuple(path for path in (said_config, table) if isinstance(path, str)),
+        files=tuple(path for path in (config_source, table) if isinstance(path, str)),
     )
 
 
-def model_config(given: Config | None) -> Mapping[str, Any] | None:
-    """Return the content of a config, as the user gave it; None where nothing is given.
+def model_config(config: Config | None) -> Mapping[str, Any] | None:
+    """Return the content of a config that the user gave; None if none is given.
 
     Raises:
-        TypeError: it is no config.
-        Refused: CORRUPT, UNSUPPORTED: its file is no JSON object, or no regular file.
-        StorageError: IO where its file cannot be read.
+        TypeError: the argument is no config.
+        Refused: CORRUPT if the file is no JSON object, UNSUPPORTED if it is no regular file.
+        StorageError: IO if its file cannot be read.
     """
-    found = _file_of(read_config(given))
-    return parse_config(_text(found, LONGEST_CONFIG), found) if isinstance(found, str) else found
+    source = _config_path(read_config(config))
+    return parse_config(_text(source, LONGEST_CONFIG), source) if isinstance(source, str) else source
 
 
-def _file_of(config: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
-    """Return the path of the config.json of a folder; anything else is what it is."""
+def _config_path(config: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
+    """Return the path of config.json for a folder; return anything else unchanged."""
     if not isinstance(config, str):
         return config
-    # Of a path that cannot be examined, whoever reads it says why: `Path.is_dir` would raise.
+    # `Path.is_dir` would raise for a path that cannot be examined; the reader of the file explains it better.
     return str(Path(config, CONFIG)) if os.path.isdir(config) else config  # noqa: PTH112
 
 
-def _text(path: str, most: int) -> str:
+def _text(path: str, limit: int) -> str:
     try:
-        return read_file(path, most).decode("utf-8")
+        return read_file(path, limit).decode("utf-8")
     except UnicodeDecodeError as error:
         raise refuse("CORRUPT", f"not UTF-8 text: {error}", file=str(path)) from None
 
@@ -155,7 +157,7 @@ def parse_config(text: str | bytes, file: str) -> Mapping[str, Any]:
     """Read a config.json.
 
     Raises:
-        Refused: CORRUPT where it is no JSON object, or has a key twice.
+        Refused: CORRUPT if it is no JSON object, or has a key twice.
     """
     try:
         config = parsed(text)
@@ -166,8 +168,8 @@ def parse_config(text: str | bytes, file: str) -> Mapping[str, Any]:
     return config
 
 
-def stored_config(storage: Storage, file: str = CONFIG) -> Mapping[str, Any]:
-    """Read the config.json of a checkpoint's folder, or another config beside it; empty if it does not exist.
+def read_stored_config(storage: Storage, file: str = CONFIG) -> Mapping[str, Any]:
+    """Read config.json, or another config, from a checkpoint's folder; empty if it does not exist.
 
     Raises:
         Refused: CORRUPT.

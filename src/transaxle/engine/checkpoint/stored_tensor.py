@@ -1,11 +1,11 @@
-"""Stored tensors: one tensor of a checkpoint, read whole or in boxes, and several, read one by one or in file order.
+"""Stored tensors: one tensor, read whole or in boxes, or several, read one by one or in file order.
 
-A read touches only the bytes of its box. Slices as numpy writes them, `[0:2, ..., -1]`, become the smallest box that
-holds what they select; steps, reversals, dropped and new dims are then numpy's own. torch is imported by the first who
-asks for a tensor of it.
+A read touches only the bytes of its box. An index as in numpy, `[0:2, ..., -1]`, reads the smallest box that contains
+the selected elements; numpy then applies steps, reversals, dropped and new dims. torch is imported only when a torch
+tensor is asked for.
 
-A pickle holds how the checkpoint was opened, so that another process can open it again, no values and no catalog:
-whoever unpickles it reads the files, and refuses if they are others.
+A pickle of a tensor or a checkpoint contains how it was opened, but no values and no catalog: unpickling opens the
+files again, and refuses if they have changed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from transaxle.arguments import Patterns, Size, read_patterns, read_size, wrong_
 from transaxle.axes.geometry import Interval
 from transaxle.axes.layout.relayout import Target
 from transaxle.axes.notation.name import natural
-from transaxle.engine.source import Intervals, Source, positions
-from transaxle.engine.views.encode import chosen
+from transaxle.engine.source import Intervals, Source, translate_box
+from transaxle.engine.views.encode import select_names
 from transaxle.engine.wording import FoldedRow, fold, notebook, plural, size
 from transaxle.errors import TransaxleError, refuse, shortened
 from transaxle.formats.catalog import ITEM_BITS, nbytes, numpy_dtype, packed_width
@@ -45,82 +45,82 @@ if TYPE_CHECKING:
     import torch
 
 
-One: TypeAlias = SupportsIndex | slice | EllipsisType | None
-TensorIndex: TypeAlias = One | tuple[One, ...]
-"""What may stand between the brackets of a tensor."""
+IndexPart: TypeAlias = SupportsIndex | slice | EllipsisType | None
+TensorIndex: TypeAlias = IndexPart | tuple[IndexPart, ...]
+"""An index of a tensor, as numpy takes it."""
 
 
 _SCRATCH, _LEAST_SCRATCH = 8 << 20, 1 << 16
 _WASTE, _GAP = 1.25, 64
-"""A box is read with its gaps if that costs at most `_WASTE` bytes per wanted byte, or gaps are at most `_GAP` bytes.
+"""A box is read together with its gaps if that reads at most `_WASTE` bytes per needed byte, or if gaps are at most
+`_GAP` bytes.
 """
 _CPU = 1
-"""Number of the CPU among DLPack's kinds of devices."""
+"""DLPack's device type of the CPU."""
 SliceBox = tuple[slice, ...]
 """One slice of step 1 per dim."""
 
 
 class StoredTensor(msgspec.Struct, frozen=True, eq=False):
-    """One tensor of an opened checkpoint: its name, dtype and shape are known, its values are read on demand."""
+    """One tensor of an open checkpoint: its name, dtype and shape are known; its values are read on demand."""
 
     name: str
     """Stored name."""
     dtype: str
     """Safetensors code, e.g. `BF16`."""
     shape: tuple[int, ...]
-    """Logical elements along each dim; for F4 the last dim counts nibbles."""
+    """Logical elements along each dim; for F4 the last dim counts 4-bit elements."""
     _target: Target
-    """How its logical tensors lie in it."""
+    """How the tensor is composed of logical tensors."""
     _source: Source
-    """Where its bytes come from."""
+    """The source of its bytes."""
     _home: Mapping[str, StoredTensor] | None = None
-    """The checkpoint that it belongs to."""
+    """The checkpoint that the tensor belongs to."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor when it is stored densely."""
+        """Size of the tensor in bytes, stored densely."""
         return nbytes(self.dtype, self.shape)
 
     @property
     def parameters(self) -> int:
-        """Number of elements, several packed into a byte counted each; none where there are zeros for no tensor."""
+        """Number of elements, where packed elements count singly; 0 for a tensor of zeros that has no source."""
         return prod(self._target.shape) if self._target.parts else 0
 
     @property
     def component(self) -> str:
-        """Its logical tensors in the family's table, such as `gate, up`; empty if no table was needed to read it."""
+        """Its logical tensors in the family's table, such as `gate, up`; empty if no table was needed."""
         return self._target.component
 
     @property
     def origins(self) -> frozenset[str]:
-        """Table names of the stored tensors that it is made of."""
+        """Table names of the stored tensors from which it is composed."""
         return frozenset(origin.name for part in self._target.parts for origin in part.origins)
 
     def transfers(self, intervals: Intervals | None = None) -> list[Transfer]:
-        """Return the transfers that produce the tensor, or the chunk of it that holds `intervals`, in order.
+        """Return the transfers that produce the tensor, or the chunk of it selected by `intervals`, in order.
 
         Args:
-            intervals: per dim, the positions that the chunk holds, in chunk order; None: the whole tensor.
+            intervals: per dim, the ranges of positions in the chunk, in order; None: the whole tensor.
         """
         target = self._target
         if intervals is None or (self.dtype, self.shape) == (target.dtype, target.shape):
             return self._source.transfers(target, intervals)
-        stored_intervals = positions(self.name, intervals, self.dtype, self.shape, target.dtype, target.shape)
+        stored_intervals = translate_box(self.name, intervals, self.dtype, self.shape, target.dtype, target.shape)
         return [] if stored_intervals is None else self._source.transfers(target, stored_intervals)
 
     def read(self, box: SliceBox | slice | None = None) -> np.ndarray:
-        """Read the tensor or a box of it.
+        """Read the tensor or a box of it; only the bytes of the box are read.
 
         Args:
-            box: one slice of step 1 per dim; one slice alone is that of the first dim; None: everything. Only the box's
-                bytes are read.
+            box: one slice of step 1 per dim; a single slice applies to the first dim; None: the whole tensor.
 
         Returns:
-            A new array of the box's shape; packed types (F4, F6) come as U8 with the packed last dim.
+            A new array of the box's shape; packed types (F4, F6) are returned as U8 with the packed last dim.
 
         Raises:
-            Refused: SHAPE_MISMATCH for a box that does not fit; UNSUPPORTED for one that would take a byte of packed
-                elements apart; what the container refuses.
+            Refused: SHAPE_MISMATCH for a box that does not fit; UNSUPPORTED for one that would split a byte of packed
+                elements; refusals of the container.
         """
         spans = _spans(self.name, self.shape, box)
         shape = tuple(stop - start for start, stop in spans)
@@ -134,20 +134,20 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
         return flat.reshape(*shape[:-1], len(flat) // rows if rows else packed_width(self.dtype, shape[-1]))
 
     def numpy(self) -> np.ndarray:
-        """Return its values as a new numpy array; bf16 and fp8 have the types of `ml_dtypes`.
+        """Return its values as a new numpy array; bf16 and fp8 use the dtypes of `ml_dtypes`.
 
         Raises:
-            Refused: UNSUPPORTED for types of which numpy has no elements; what the container refuses.
+            Refused: UNSUPPORTED for types without a numpy dtype; refusals of the container.
         """
         check_elements(self.name, self.dtype)
         return self.read()
 
     def torch(self) -> torch.Tensor:
-        """Return its values as a new torch tensor of its own type, on the CPU.
+        """Return its values as a new torch tensor of the same dtype, on the CPU.
 
         Raises:
             ImportError: torch is not installed.
-            Refused: UNSUPPORTED for types that torch has not; what the container refuses.
+            Refused: UNSUPPORTED for types without a torch dtype; refusals of the container.
         """
         return as_torch(self.name, self.dtype, self.read())
 
@@ -158,7 +158,7 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Give the values to `torch.as_tensor` and `numpy.from_dlpack`; those of bf16 only torch has."""
+        """Export the values to `torch.as_tensor` and `numpy.from_dlpack`; bf16 needs torch."""
         try:
             values: Any = self.torch()
         except ImportError:
@@ -169,10 +169,10 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
         return _CPU, 0
 
     def __getitem__(self, index: TensorIndex) -> np.ndarray:
-        """Read what numpy's slicing selects, `tensor[0:2, ..., -1]`; only the bytes of its box are read."""
+        """Read the elements that an index such as `tensor[0:2, ..., -1]` selects; only their box is read."""
         check_elements(self.name, self.dtype)
-        found = taken_apart(index, self.shape)
-        values: np.ndarray = self.read(found.box)[found.inside]
+        box_index = split_index(index, self.shape)
+        values: np.ndarray = self.read(box_index.box)[box_index.selection]
         return values
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -211,8 +211,8 @@ def _spans(name: str, shape: tuple[int, ...], box: SliceBox | slice | None) -> l
         return [(0, size) for size in shape]
     if isinstance(box, slice):
         box = (box, *(slice(None) for _ in shape[1:]))
-    given: object = box
-    if not isinstance(given, tuple | list) or not all(isinstance(bounds, slice) for bounds in given):
+    raw_box: object = box
+    if not isinstance(raw_box, tuple | list) or not all(isinstance(bounds, slice) for bounds in raw_box):
         raise refuse("SHAPE_MISMATCH", f"a box is a tuple of slices, and this is {box!r}", tensor=name)
     if len(box) != len(shape) or any(getattr(bounds, "step", 0) not in (None, 1) for bounds in box):
         raise refuse("SHAPE_MISMATCH", f"a box needs one slice of step 1 for each dim of {list(shape)}", tensor=name)
@@ -225,30 +225,29 @@ _KINDS = ("torch", "numpy")
 _SHOWN, _LONGEST = 40, 200
 """Rows that a notebook shows, and characters of a name."""
 _NEAR = 0.7
-"""Share of a name that is like the nearest one, from which on the nearest is told."""
+"""A similar name is suggested if it shares more than this fraction of its characters."""
 _READERS = 2
 """Threads that read ahead: one waits for the disk while the other decodes."""
 
 
 _INTERNAL = {
-    "bound", "catalog", "checking", "checks", "container", "folded", "foreign", "half_converted", "in_order", "in_part",
-    "recognised",
-    "reopening", "seen_as", "settings", "sizes", "source", "source_of", "stored_names", "targets", "translation",
-    "undecoded", "view", "without_optimizer",
+    "bound", "catalog", "checks", "container", "fold_rows", "in_order", "in_part", "reading", "refuse_foreign",
+    "refuse_half_converted", "reopening", "settings", "sizes", "source", "source_of", "stored_names", "targets",
+    "translation", "undecoded", "view", "view_as", "with_checks", "without_optimizer",
 }  # fmt: skip
-"""Attributes of a checkpoint that the engine uses, and Tab does not show."""
+"""Attributes of a checkpoint that only the engine uses; tab completion hides them."""
 
 
 class TensorSet(Mapping[str, "StoredTensor"]):
-    """A mapping from names to stored tensors, from which values are read."""
+    """A mapping from names to stored tensors, whose values are read on demand."""
 
     def __dir__(self) -> list[str]:
-        """Return what users need, for Tab."""
+        """Return the public attributes, for tab completion."""
         return sorted(name for name in super().__dir__() if name not in _INTERNAL)
 
     def _repr_html_(self) -> str:
         try:
-            rows = self.folded()
+            rows = self.fold_rows()
         except TransaxleError as error:
             return notebook(f"{self!r}\n{error}")
         cells = [
@@ -257,15 +256,15 @@ class TensorSet(Mapping[str, "StoredTensor"]):
         ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-        more = [f"… and {plural(len(rows) - _SHOWN, 'more row')}"] if len(rows) > _SHOWN else []
-        return notebook("\n  ".join([repr(self), *map(str.rstrip, lines), *more]))
+        omitted_line = [f"… and {plural(len(rows) - _SHOWN, 'more row')}"] if len(rows) > _SHOWN else []
+        return notebook("\n  ".join([repr(self), *map(str.rstrip, lines), *omitted_line]))
 
     def in_order(self) -> list[str]:
-        """Return the names in the order in which people read them."""
+        """Return the names in natural order."""
         return sorted(self, key=natural)
 
-    def folded(self) -> list[FoldedRow]:
-        """Return the tensors in that order, those that differ only in their numbers as one row."""
+    def fold_rows(self) -> list[FoldedRow]:
+        """Return the tensors in that order, folding names that differ only in their numbers into one row."""
         names = self.in_order()
         return fold(names, [(kind, tuple(shape)) for kind, shape in map(self._kind, names)])
 
@@ -274,17 +273,17 @@ class TensorSet(Mapping[str, "StoredTensor"]):
         return tensor.dtype, list(tensor.shape)
 
     def select(self, only: Patterns = (), skip: Patterns = ()) -> Selection:
-        """Return some of the tensors, as a mapping; nothing is read.
+        """Return some of the tensors as a mapping; nothing is read.
 
         Args:
-            only: patterns of their names, in which `*` stands for any characters; none: all.
+            only: patterns of their names, in which `*` stands for any characters; default: all.
             skip: patterns of names to leave out.
 
         Raises:
-            TypeError: an argument of a type that it cannot have.
-            UsageError: AMBIGUOUS for a pattern that no name has.
+            TypeError: an argument of the wrong type.
+            UsageError: AMBIGUOUS for a pattern that matches no name.
         """
-        names = chosen(self, read_patterns("only", only), read_patterns("skip", skip), "tensor")
+        names = select_names(self, read_patterns("only", only), read_patterns("skip", skip), "tensor")
         return Selection(self, tuple(names))
 
     def state_dict(self, kind: Kind = "torch") -> dict[str, Any]:
@@ -294,41 +293,41 @@ class TensorSet(Mapping[str, "StoredTensor"]):
             kind: `torch` or `numpy`.
 
         Raises:
-            Refused: UNSUPPORTED for types that there are not.
+            Refused: UNSUPPORTED for types without a dtype in torch or numpy.
             ImportError: torch is not installed.
         """
         values = dict(self.stream(kind))
         return {name: values[name] for name in self}
 
     def stream(self, kind: Kind = "torch", *, memory: Size = "256MB") -> Iterator[tuple[str, Any]]:
-        """Yield (name, values) in the order in which they lie in the files, while the next ones are read.
+        """Yield (name, values) in the order of the files, while the next tensors are read.
 
         Args:
             kind: `torch` or `numpy`.
-            memory: bytes of values that are read ahead; one tensor is, however large.
+            memory: bytes of values to read ahead; at least one tensor is read ahead, however large.
 
         Raises:
-            TypeError: an argument of a type that it cannot have.
-            ValueError: another `kind`.
-            Refused: UNSUPPORTED for types that there are not.
+            TypeError: an argument of the wrong type.
+            ValueError: an unknown `kind`.
+            Refused: UNSUPPORTED for types without a dtype in torch or numpy.
         """
         if kind not in _KINDS:
             raise ValueError(f"kind must be 'torch' or 'numpy'; got {kind!r}")
         return self._read_ahead(kind, read_size("memory", memory))
 
     def _read_ahead(self, kind: Kind, memory: int) -> Iterator[tuple[str, Any]]:
-        from concurrent.futures import ThreadPoolExecutor  # only whoever streams waits for it
+        from concurrent.futures import ThreadPoolExecutor  # imported here, because most uses do not stream
 
         waiting: deque[tuple[StoredTensor, Future[Any]]] = deque()
-        held = 0
+        pending_bytes = 0
         pool = ThreadPoolExecutor(_READERS, thread_name_prefix="transaxle-read")
         try:
-            for tensor in sorted(self.values(), key=_place):
-                while waiting and held + tensor.nbytes > memory:
-                    held -= waiting[0][0].nbytes
+            for tensor in sorted(self.values(), key=_file_position):
+                while waiting and pending_bytes + tensor.nbytes > memory:
+                    pending_bytes -= waiting[0][0].nbytes
                     yield _read(waiting.popleft())
                 waiting.append((tensor, pool.submit(tensor.torch if kind == "torch" else tensor.numpy)))
-                held += tensor.nbytes
+                pending_bytes += tensor.nbytes
             while waiting:
                 yield _read(waiting.popleft())
         finally:
@@ -336,7 +335,7 @@ class TensorSet(Mapping[str, "StoredTensor"]):
 
 
 class Selection(TensorSet):
-    """Some tensors of a checkpoint."""
+    """Some tensors of a checkpoint, as a mapping."""
 
     def __init__(self, home: TensorSet, names: tuple[str, ...]) -> None:
         self._home = home
@@ -357,7 +356,7 @@ class Selection(TensorSet):
         return len(self._names)
 
     def in_order(self) -> list[str]:
-        """Return the names in the order of the whole checkpoint."""
+        """Return the selected names in the order of the whole checkpoint."""
         return [name for name in self._home.in_order() if name in self._names]
 
     def __repr__(self) -> str:
@@ -365,7 +364,7 @@ class Selection(TensorSet):
 
 
 class _NoSuchNameError(KeyError):
-    """A name that no tensor has; it is compared with those there are when it is shown, and not when `get` meets it."""
+    """A name that no tensor has; the closest name is computed when the error is shown, because `get` discards it."""
 
     def __init__(self, name: str, names: Collection[str] = ()) -> None:
         super().__init__(name)
@@ -378,31 +377,31 @@ class _NoSuchNameError(KeyError):
         (name,) = self.args
         if "*" in name:
             return f"no tensor is named {name!r}: for those that match it, .select({name!r})"
-        nearest = max(self._names, key=lambda other: _alike(name, other), default="")
-        near_enough = _alike(name, nearest) > _NEAR * max(len(name), len(nearest))
+        nearest = max(self._names, key=lambda candidate: _common_length(name, candidate), default="")
+        near_enough = _common_length(name, nearest) > _NEAR * max(len(name), len(nearest))
         return f"no tensor is named {name!r}" + (f". Did you mean {nearest!r}?" if near_enough else "")
 
 
 def no_such_name(name: object, names: Collection[str]) -> KeyError | TypeError:
-    """Return the error of a name that no tensor has: of a pattern it says how tensors are selected.
+    """Return the error for a name that no tensor has; for a pattern, it explains `select`.
 
     Args:
-        name: what was asked for.
-        names: what there is.
+        name: the key that the caller used.
+        names: the existing names.
     """
     if isinstance(name, str):
         return _NoSuchNameError(name, names)
     return TypeError(f"a checkpoint takes the name of a tensor, a str; got {name!r}. For several: .select('*.norm.*')")
 
 
-def _alike(name: str, other: str) -> int:
-    """Return how many characters two names have in common at their beginning and at their end."""
-    start = len(commonprefix((name, other)))
-    return start + len(commonprefix((name[start:][::-1], other[start:][::-1])))
+def _common_length(name: str, candidate: str) -> int:
+    """Return how many characters two names share at their beginning and at their end."""
+    start = len(commonprefix((name, candidate)))
+    return start + len(commonprefix((name[start:][::-1], candidate[start:][::-1])))
 
 
-def _place(tensor: StoredTensor) -> tuple[str, int]:
-    """Return where the first byte of a tensor lies."""
+def _file_position(tensor: StoredTensor) -> tuple[str, int]:
+    """Return the file and offset of a tensor's first byte."""
     return min(((each.file, each.source) for each in tensor.transfers()), default=("", 0))
 
 
@@ -412,20 +411,20 @@ def _read(waiting: tuple[StoredTensor, Future[Any]]) -> tuple[str, Any]:
 
 
 class BoxIndex(msgspec.Struct, frozen=True):
-    """An index, taken apart."""
+    """An index, split into the box to read and a selection inside it."""
 
     box: tuple[slice, ...]
-    """What is read: one slice of step 1 for each dim."""
-    inside: tuple[int | slice | None, ...]
-    """What numpy selects in it."""
+    """The box to read: one slice of step 1 for each dim."""
+    selection: tuple[int | slice | None, ...]
+    """Index that numpy applies to the values of the box."""
 
 
-def taken_apart(index: object, shape: tuple[int, ...]) -> BoxIndex:
-    """Take an index apart.
+def split_index(index: object, shape: tuple[int, ...]) -> BoxIndex:
+    """Split an index into a box to read and a selection inside it.
 
     Raises:
-        IndexError: it has too many dims, two `...`, or a number outside its dim, as numpy says it.
-        TypeError: it is no slice, number, `...` or None.
+        IndexError: the index has too many dims, two `...`, or a number outside its dim; messages as in numpy.
+        TypeError: a part of the index is no slice, number, `...` or None.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     dims = sum(part is not None and part is not Ellipsis for part in parts)
@@ -442,19 +441,19 @@ def taken_apart(index: object, shape: tuple[int, ...]) -> BoxIndex:
         if part is None:
             inside.append(None)
             continue
-        span, rest = _of_dim(part, shape[len(box)], len(box))
+        span, selection = _split_dim(part, shape[len(box)], len(box))
         box.append(span)
-        inside.append(rest)
+        inside.append(selection)
     return BoxIndex(tuple(box), tuple(inside))
 
 
-def _of_dim(part: object, size: int, dim: int) -> tuple[slice, int | slice]:
-    """Return what is read of one dim, and what is selected in that."""
+def _split_dim(part: object, size: int, dim: int) -> tuple[slice, int | slice]:
+    """Return the slice of one dim to read, and the selection inside it."""
     if isinstance(part, slice):
-        found = range(*part.indices(size))
-        if not found:
+        selected = range(*part.indices(size))
+        if not selected:
             return slice(0, 0), slice(None)
-        return slice(min(found), max(found) + 1), slice(None, None, found.step)
+        return slice(min(selected), max(selected) + 1), slice(None, None, selected.step)
     if isinstance(part, bool) or getattr(part, "shape", None) or not isinstance(part, SupportsIndex):
         raise wrong_type(
             "an index of a tensor", "slices, numbers, ... and None (.numpy() gives an array, for more)", part
@@ -466,14 +465,14 @@ def _of_dim(part: object, size: int, dim: int) -> tuple[slice, int | slice]:
 
 
 _NAMES = {"COMPLEX32": "complex32", "F4": "float4_e2m1fn_x2"}
-"""Codes of types that numpy calls otherwise, or has none of -> torch's name."""
+"""Dtype codes whose torch name differs from numpy's, or that numpy lacks -> torch's name."""
 
 
 _RAW = "read() and tobytes() give the bytes as they are stored."
 
 
 def check_elements(name: str, dtype: str) -> None:
-    """Prove that numpy has one element for each of a type.
+    """Check that numpy has a dtype with one item per element.
 
     Raises:
         Refused: UNSUPPORTED for packed and quantized types.
@@ -487,12 +486,12 @@ def as_torch(name: str, dtype: str, values: np.ndarray) -> torch.Tensor:
     """Return values as a torch tensor that shares their memory.
 
     Args:
-        name: of the tensor, for errors.
-        dtype: its safetensors code.
-        values: as `StoredTensor.read` gives them.
+        name: name of the tensor, for errors.
+        dtype: safetensors code of its dtype.
+        values: array from `StoredTensor.read`.
 
     Raises:
-        Refused: UNSUPPORTED for a type that torch has not.
+        Refused: UNSUPPORTED for a type without a torch dtype.
         ImportError: torch is not installed.
     """
     try:
@@ -504,13 +503,13 @@ def as_torch(name: str, dtype: str, values: np.ndarray) -> torch.Tensor:
         raise ImportError(message, name=error.name) from None
     if dtype not in _NAMES:
         check_elements(name, dtype)
-    found = getattr(torch, _NAMES.get(dtype, numpy_dtype(dtype).name), None)
-    if found is None:
+    torch_dtype = getattr(torch, _NAMES.get(dtype, numpy_dtype(dtype).name), None)
+    if torch_dtype is None:
         raise refuse("UNSUPPORTED", f"torch {torch.__version__} has no dtype for {dtype}", tensor=name, hint=_RAW)
     if not values.size:
-        return torch.empty(values.shape, dtype=found)
+        return torch.empty(values.shape, dtype=torch_dtype)
     flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
-    tensor: torch.Tensor = flat.view(found).reshape(values.shape)
+    tensor: torch.Tensor = flat.view(torch_dtype).reshape(values.shape)
     return tensor
 
 
@@ -518,43 +517,43 @@ _AGAIN = "Open the checkpoint anew, and pickle it then."
 
 
 class Reopening(msgspec.Struct, frozen=True):
-    """How a checkpoint, or a view of one, comes about."""
+    """How to open a checkpoint again and make the same view of it."""
 
     path: str
-    """Where it is; of a path on this machine, from the root."""
+    """Path or URL of the checkpoint; a local path is absolute."""
     options: Mapping[str, Any]
     """Keyword arguments of `open`, as plain data."""
     steps: tuple[tuple[str, tuple[Any, ...]], ...] = ()
-    """Methods that led from there to the view, with their arguments."""
+    """Method calls, with their arguments, that turn the open checkpoint into the view."""
     versions: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Files and their versions when it was pickled."""
+    """Files and their versions when the view was pickled."""
     rules: str | None = None
-    """Text of the table of the user's own, when it was opened."""
+    """Text of the user's rules file when the checkpoint was opened; None if there was none."""
 
-    def after(self, method: str, *arguments: Any) -> Reopening:
-        """Return how a view of it comes about."""
+    def with_step(self, method: str, *arguments: Any) -> Reopening:
+        """Return a copy with one more method call at the end."""
         return replace(self, steps=(*self.steps, (method, arguments)))
 
-    def pickled(self, storage: Storage, files: Mapping[str, int]) -> Reopening:
-        """Return it with the versions of the files.
+    def with_versions(self, storage: Storage, files: Mapping[str, int]) -> Reopening:
+        """Return a copy with the current versions of the files.
 
         Raises:
-            Refused: CORRUPT if they were changed since the checkpoint was opened.
-            ValueError: it is closed.
+            Refused: CORRUPT if the files were changed since the checkpoint was opened.
+            ValueError: the checkpoint is closed.
         """
         storage.recheck()
         return replace(self, versions={name: storage.version(name) for name in files})
 
     def check(self, storage: Storage) -> None:
-        """Prove that the files are those that were pickled.
+        """Check that the files have the versions that were pickled.
 
         Raises:
-            Refused: CORRUPT, with every file that is another.
+            Refused: CORRUPT, listing the files that have changed.
         """
         changed = [name for name, version in self.versions.items() if storage.version(name) != version]
         if changed or (self.rules is not None and self.rules != table(self.options["rules"])):
-            what = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
-            message = f"changed since the checkpoint was pickled: {what or self.options['rules']}"
+            changed_files = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+            message = f"changed since the checkpoint was pickled: {changed_files or self.options['rules']}"
             raise refuse("CORRUPT", message, file=self.path, hint=_AGAIN)
 
 
@@ -563,24 +562,26 @@ def table(path: str) -> str:
     return Path(path).read_text("utf-8")
 
 
-def refuse_to_pickle(what: str) -> TypeError:
-    """Build the error for a view of which nobody knows how it came about."""
-    return TypeError(f"cannot pickle {what}: pickle the checkpoint that open() returned, and make the view again")
+def refuse_to_pickle(description: str) -> TypeError:
+    """Build the error for a view that cannot be made again after unpickling."""
+    return TypeError(
+        f"cannot pickle {description}: pickle the checkpoint that open() returned, and make the view again"
+    )
 
 
-def reopened(opener: Callable[..., Any], how: Reopening) -> Any:
-    """Open a checkpoint again.
+def reopened(opener: Callable[..., Any], reopening: Reopening) -> Any:
+    """Open a pickled checkpoint again.
 
     Raises:
         Refused: CORRUPT if its files were changed since it was pickled.
-        TransaxleError: what opening it raises.
+        TransaxleError: any error of opening it.
     """
-    found = opener(how.path, **how.options)
+    checkpoint = opener(reopening.path, **reopening.options)
     try:
-        how.check(found.container.storage)
-        for method, arguments in how.steps:
-            found = getattr(found, method)(*arguments)
+        reopening.check(checkpoint.container.storage)
+        for method, arguments in reopening.steps:
+            checkpoint = getattr(checkpoint, method)(*arguments)
     except BaseException:
-        found.close()
+        checkpoint.close()
         raise
-    return found
+    return checkpoint

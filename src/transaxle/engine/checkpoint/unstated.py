@@ -1,18 +1,18 @@
-"""What a checkpoint leaves unstated, as far as its model or its table proves it.
+"""Facts that a checkpoint does not state, as far as its model or its table proves them.
 
 **Names of the parameters that torch's `optimizer.state_dict()` numbers.**
 
     model.safetensors  optimizer.pt     transformers' Trainer in one process: weights with decay, then those without
     model.safetensors  optimizer.bin    accelerate: the groups that the script makes
 
-Each group numbers its parameters in the order in which the model registers them, and whoever makes groups goes through
-`model.named_parameters()`. That order is in a torch file of the weights; otherwise it is that of transformers' model of
-the config, built without memory; where files have other names than it has, as of experts, tables say which these are.
-The numbers have names where the parameters can be dealt to the groups in one way only, going by the sizes of the groups
-and by the shapes of all their state, or where Trainer's own rule deals them so.
+Each group numbers its parameters in the order in which the model registers them, and groups are made by going through
+`model.named_parameters()`. A torch file of the weights has that order; otherwise it is that of transformers' model of
+the config, built without memory. Where the files have other names than that model, as for experts, tables map them. The
+numbers have names if the parameters can be assigned to the groups in only one way, given the sizes of the groups and
+the shapes of their state, or if Trainer's own rule assigns them so.
 
-**How tensor-parallel ranks were cut**, where they do not record it: the tables say which axes may be, and `cutter`
-divides by them.
+**How tensor-parallel ranks cut parameters**, if they do not record it: the tables say which axes may be cut, and
+`cutter` divides along them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transaxle.axes.layout.bind import Index, bind, split_slot
 from transaxle.axes.layout.divide import Division, divide
 from transaxle.axes.notation.family import Line, Sizes
 from transaxle.engine.checkpoint.recognise import check_same, recognise
-from transaxle.engine.checkpoint.settings import CONFIG, Settings, stored_config
+from transaxle.engine.checkpoint.settings import CONFIG, Settings, read_stored_config
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Shape
 from transaxle.formats.deepspeed.spread import HINT, UNKNOWN_CUTS, Cutter, Divider
@@ -42,7 +42,7 @@ _TRAINER = "trainer_state.json"
 _DECAY = "weight_decay"
 _STEP = "step"
 _MOST_STATES = 20_000
-"""Cap on the ways to deal a first part of the parameters that are followed at once."""
+"""Number of partial assignments that are followed at once."""
 _HINT = (
     "Save the state by name from the program that trains: tx.save(model, FOLDER, to=…, optimizer=optimizer). "
     "To do without it: --no-optimizer (optimizer=False)."
@@ -54,7 +54,7 @@ InMemory = Callable[[Container], Mapping[str, Shape]]
 
 
 class _UnprovedError(Exception):
-    """Why it is not known which parameter has which number."""
+    """The reason why the numbers of the parameters cannot be proved."""
 
 
 def names_by_number(
@@ -62,104 +62,106 @@ def names_by_number(
 ) -> dict[str, str]:
     """Return the names of an optimizer's numbered parameters, `#0` -> name.
 
-    torch and transformers are imported if the order of the model's parameters is not in the weights' files.
+    torch and transformers are imported if the weights' files do not tell the order of the model's parameters.
 
     Args:
         weights: the model that the optimizer trains.
         state: its state, and the settings of its groups.
-        config: of the model; None: that beside the weights.
-        in_memory: says what the weights are in memory, where their files have other names.
+        config: the config of the model; None: the one beside the weights.
+        in_memory: returns the weights under their names in memory, if their files have other names.
 
     Raises:
-        Refused: UNSUPPORTED where the names cannot be proved.
+        Refused: UNSUPPORTED if the names cannot be proved.
     """
     try:
-        return _proved(weights, state, config, in_memory)
+        return _prove_names(weights, state, config, in_memory)
     except _UnprovedError as error:
         (file, *_) = state.files
         message = f"the optimizer numbers its parameters, and it cannot be proved which is which: {error}"
         raise gathered([Refusal("UNSUPPORTED", message, Where(file), _HINT)]) from None
 
 
-def _proved(
+def _prove_names(
     weights: Container, state: Container, config: Mapping[str, Any] | None, in_memory: InMemory
 ) -> dict[str, str]:
     groups = [list(group[PARAMS]) for group in state.metadata.get(GROUPS, ())]
     numbers = [number for group in groups for number in group]
-    shapes = _shapes(state)
+    shapes = _state_shapes(state)
     if not shapes.keys() <= set(numbers) or len(set(numbers)) < len(numbers):
         raise _UnprovedError("its groups do not list each parameter once")
     if config is None:
-        config = stored_config(weights.storage) if CONFIG in weights.carried else {}
-    model, registered = None, dict[str, Shape]()
+        config = read_stored_config(weights.storage) if CONFIG in weights.carried else {}
+    model, parameter_shapes = None, dict[str, Shape]()
     if weights.format == TORCH.name:
         omitted = weights.beside.union(weights.metadata.get(TIES, {}))
-        registered = {name: entry.shape for name, entry in weights.entries.items() if name not in omitted}
-    if len(registered) != len(numbers):  # the file does not tell, or has buffers too
-        model = _model(config)
-        registered = _registered(model, weights, in_memory)
-    if len(registered) != len(numbers):
+        parameter_shapes = {name: entry.shape for name, entry in weights.entries.items() if name not in omitted}
+    if len(parameter_shapes) != len(numbers):  # the file does not tell, or has buffers too
+        model = _meta_model(config)
+        parameter_shapes = _parameter_shapes(model, weights, in_memory)
+    if len(parameter_shapes) != len(numbers):
         raise _UnprovedError(
-            f"it has {len(numbers)} parameters, and the model {len(registered)}; some are frozen, or are buffers"
+            f"it has {len(numbers)} parameters, and the model {len(parameter_shapes)}; some are frozen, or are buffers"
         )
-    names, order = list(registered), list(registered.values())
-    wanted = [[shapes.get(number) for number in group] for group in groups]
-    owners, ways = dealt(order, wanted)
-    if not ways:
+    names, order = list(parameter_shapes), list(parameter_shapes.values())
+    expected = [[shapes.get(number) for number in group] for group in groups]
+    owners, assignments = assign_groups(order, expected)
+    if not assignments:
         raise _UnprovedError("the shapes of its state are not those of the model's parameters in the model's order")
-    if ways > 1:
+    if assignments > 1:
         if _TRAINER not in weights.carried or len(groups) != 2 or state.metadata[GROUPS][1].get(_DECAY) != 0:
             raise _UnprovedError("they can be dealt to its groups in several ways")
-        owners = _by_trainer(model or _model(config), names)
-        if not _fits(order, owners, wanted):
+        owners = _by_trainer(model or _meta_model(config), names)
+        if not _fits(order, owners, expected):
             raise _UnprovedError("they can be dealt to its groups in several ways, and Trainer's is none of them")
-    following = [iter(group) for group in groups]
-    return {next(following[group]): name for name, group in zip(names, owners, strict=True)}
+    numbers_left = [iter(group) for group in groups]
+    return {next(numbers_left[group]): name for name, group in zip(names, owners, strict=True)}
 
 
-def _shapes(state: Container) -> dict[str, Shape]:
-    """Return the shape of each numbered parameter that has state of dims; all of it must have one shape."""
+def _state_shapes(state: Container) -> dict[str, Shape]:
+    """Return the shape of each numbered parameter with state that has dims; all its state must have the same shape."""
     shapes: dict[str, Shape] = {}
     for full, entry in state.entries.items():
         number, key = split_slot(full)
         if not key or key == _STEP or not entry.shape:
             continue
         if shapes.setdefault(number, entry.shape) != entry.shape:
-            other = list(shapes[number])
-            raise _UnprovedError(f"the state of parameter {number} has the shapes {other} and {list(entry.shape)}")
+            first_shape = list(shapes[number])
+            raise _UnprovedError(
+                f"the state of parameter {number} has the shapes {first_shape} and {list(entry.shape)}"
+            )
     return shapes
 
 
-def dealt(order: Sequence[Shape], groups: Sequence[Sequence[Shape | None]]) -> tuple[list[int], int]:
-    """Deal parameters to groups, each of which takes its own in their order.
+def assign_groups(order: Sequence[Shape], groups: Sequence[Sequence[Shape | None]]) -> tuple[list[int], int]:
+    """Assign parameters to groups, each of which receives its parameters in their order.
 
     Args:
         order: shapes of the parameters.
-        groups: shapes that each group expects; None: any.
+        groups: shapes that each group expects; None: any shape.
 
     Returns:
-        The group of each parameter, and in how many ways they can be dealt: 0, 1, or 2 for more.
+        The group of each parameter, and the number of possible assignments: 0, 1, or 2 for more.
     """
-    ways = {(0,) * len(groups): 1}
+    partial_counts = {(0,) * len(groups): 1}
     origins: list[dict[tuple[int, ...], int]] = []
     for shape in order:
-        following: dict[tuple[int, ...], int] = {}
+        next_counts: dict[tuple[int, ...], int] = {}
         origin: dict[tuple[int, ...], int] = {}
-        for taken, count in ways.items():
+        for filled, count in partial_counts.items():
             for number, group in enumerate(groups):
-                at = taken[number]
-                if at < len(group) and group[at] in (None, shape):
-                    reached = (*taken[:number], at + 1, *taken[number + 1 :])
-                    following[reached] = min(2, following.get(reached, 0) + count)
+                position = filled[number]
+                if position < len(group) and group[position] in (None, shape):
+                    reached = (*filled[:number], position + 1, *filled[number + 1 :])
+                    next_counts[reached] = min(2, next_counts.get(reached, 0) + count)
                     origin[reached] = number
-        if len(following) > _MOST_STATES:
+        if len(next_counts) > _MOST_STATES:
             return [], 2
-        ways = following
+        partial_counts = next_counts
         origins.append(origin)
     end = tuple(map(len, groups))
-    if end not in ways:
+    if end not in partial_counts:
         return [], 0
-    count = ways[end]
+    count = partial_counts[end]
     owners: list[int] = []
     for origin in reversed(origins):
         number = origin[end]
@@ -169,26 +171,26 @@ def dealt(order: Sequence[Shape], groups: Sequence[Sequence[Shape | None]]) -> t
 
 
 def _by_trainer(model: Any, names: Sequence[str]) -> list[int]:
-    """Return the group of each parameter in an optimizer that Trainer makes: with weight decay, and without."""
+    """Return the group of each parameter in an optimizer that Trainer makes: 0 with weight decay, 1 without."""
     from transformers import Trainer
 
-    trainer = Trainer.__new__(Trainer)  # the method asks nothing of it
+    trainer = Trainer.__new__(Trainer)  # the method needs no attributes of it
     decayed = frozenset(trainer.get_decay_parameter_names(model))
     return [int(name not in decayed) for name in names]
 
 
 def _fits(order: Sequence[Shape], owners: Sequence[int], groups: Sequence[Sequence[Shape | None]]) -> bool:
-    """Tell whether each group gets what it expects, see `dealt`."""
-    given = [
-        [shape for shape, own in zip(order, owners, strict=True) if own == number] for number in range(len(groups))
+    """Tell whether each group gets the shapes that it expects; see `assign_groups`."""
+    assigned = [
+        [shape for shape, owner in zip(order, owners, strict=True) if owner == number] for number in range(len(groups))
     ]
     return all(
         len(shapes) == len(group) and all(b in (None, a) for a, b in zip(shapes, group, strict=True))
-        for shapes, group in zip(given, groups, strict=True)
+        for shapes, group in zip(assigned, groups, strict=True)
     )
 
 
-def _model(config: Mapping[str, Any]) -> Any:
+def _meta_model(config: Mapping[str, Any]) -> Any:
     """Build transformers' model of a config on the meta device."""
     if not config.get("model_type"):
         raise _UnprovedError("there is no config.json of the model (--config FILE, config=)")
@@ -202,15 +204,15 @@ def _model(config: Mapping[str, Any]) -> Any:
         with warnings.catch_warnings(), TemporaryDirectory() as folder, torch.device("meta"):
             warnings.simplefilter("ignore")
             Path(folder, CONFIG).write_text(json.dumps(config), "utf-8")
-            read = transformers.AutoConfig.from_pretrained(folder)  # only so it reads what it has written itself
+            read = transformers.AutoConfig.from_pretrained(folder)  # reads nested configs right
             model_class = getattr(transformers, name)
             return model_class.from_config(read) if hasattr(model_class, "from_config") else model_class(read)
-    except Exception as error:  # noqa: BLE001 - whatever a model of somebody's config raises
+    except Exception as error:  # noqa: BLE001 - a model of an unknown config may raise anything
         raise _UnprovedError(f"transformers {transformers.__version__} cannot build {name}: {error!r}") from None
 
 
-def _registered(model: Any, weights: Container, in_memory: InMemory) -> dict[str, Shape]:
-    """Return a model's parameters in its order, with their shapes; all must be those of the weights."""
+def _parameter_shapes(model: Any, weights: Container, in_memory: InMemory) -> dict[str, Shape]:
+    """Return a model's parameters with their shapes, in its order; the weights must have the same."""
     registered = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stored: Mapping[str, Shape] = {name: entry.shape for name, entry in weights.entries.items()}
     why = ""
@@ -232,17 +234,17 @@ _TP = "tp"
 
 
 def cutter(settings: Settings) -> Cutter:
-    """Return a function that asks the tables how a checkpoint's parameters are cut.
+    """Return a function that looks up in the tables how a checkpoint's parameters are cut.
 
     Args:
         settings: the user's settings for the checkpoint.
     """
 
-    def read(storage: Storage, names: Sequence[str], said: Mapping[str, Any]) -> Divider:
+    def read(storage: Storage, names: Sequence[str], recorded: Mapping[str, Any]) -> Divider:
         config = settings.config
         if config is None:
-            config = stored_config(storage) or said
-        check_same(config, said, settings.axes)
+            config = read_stored_config(storage) or recorded
+        check_same(config, recorded, settings.axes)
         try:
             reading = recognise(names, config, settings.families, settings.family, settings.dialect)
         except TransaxleError as error:
@@ -262,7 +264,7 @@ def cutter(settings: Settings) -> Cutter:
 
 
 class _Tables:
-    """Divides parameters by the lines of a dialect."""
+    """Divides parameters according to the lines of a dialect."""
 
     def __init__(self, sizes: Sizes, dialect: str, lines: Mapping[str, tuple[Line, Index]]) -> None:
         self._sizes, self._lines = sizes, lines

@@ -1,1 +1,1 @@
-"""One plan carried out by many workers: items of work as data, who does them, and the commit."""
+"""Executing one plan with many workers: work items as data, executors, and the commit."""

@@ -1,10 +1,11 @@
-"""The driver: divides a plan, begins the work on it, hands its items out, and commits what the workers have done.
+"""The driver: divides a plan into items, hands them out to workers, and commits the result.
 
-It creates the files with all bytes that are known, and shares its claim on them with the workers. When every item has a
-result, it writes what is known only then (digests, the manifest, carried files), and moves the checkpoint to its place.
+It creates the target's files with all bytes that are known in advance, and lets the workers write into them. When every
+item has a result, it writes what depends on all tensors (digests, the manifest, copied files), and moves the checkpoint
+to its place.
 
-One process that converts to a service does so too, for itself: the parts that a service has of an upload survive the
-process that sent them, and so do the results of items beside the target, so that another run can go on.
+A single process that converts to a service works in the same way: uploaded parts survive the process that sent them,
+and so do the results of items beside the target, so that another run can continue.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ import msgspec
 
 from transaxle.arguments import Overwrite, read_number_of_job, read_overwrite, wrong_type
 from transaxle.encodings.value_steps import MEASURED_BY_READING
-from transaxle.engine.carry import Report, reported, seal, write_fragments
+from transaxle.engine.carry import Report, make_report, seal, write_fragments
 from transaxle.engine.checkpoint.manifest import HashWitness
-from transaxle.engine.distribute.executors import Executor, Here, Pool, RayCluster, Submitting
-from transaxle.engine.distribute.item_work import Known, OpenedPlan, do_item, lent, write_shares
-from transaxle.engine.distribute.work_place import division_of, refuse_there, results_on, task_from, task_text
+from transaxle.engine.distribute.executors import Executor, InProcess, Pool, RayCluster, SubmitPool
+from transaxle.engine.distribute.item_work import CombinedResults, OpenPlan, do_item, lend_source, write_parts
+from transaxle.engine.distribute.work_place import division_of, refuse_existing, results_on, task_from, task_text
 from transaxle.engine.distribute.work_plan import (
     ConversionOrder,
     WorkItem,
     WorkPlan,
     divide,
-    in_order,
+    order_items,
+    part_of_item,
     program_version,
     ranges_of,
-    share_of,
     work_plan,
 )
-from transaxle.engine.execute import Cleared, execute, hold_source, preflight, united
-from transaxle.engine.plan.conversion import Prepared, ready
+from transaxle.engine.execute import CheckedPlan, execute, join_spans, preflight, watch_source
+from transaxle.engine.plan.conversion import Prepared, require_ready
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.checksums import Witness
 from transaxle.formats.storage.local import failed
@@ -61,69 +62,70 @@ if TYPE_CHECKING:
     from transaxle.formats.store.staging import SharedStage
 
 RAY, TORCHRUN = "ray", "torchrun"
-On: TypeAlias = str | Executor | Submitting
-"""Who carries a conversion out: `ray`, `ray://HOST:PORT` or `torchrun`; an executor; or a pool of workers with `submit`
+On: TypeAlias = str | Executor | SubmitPool
+"""Executor of a conversion: `ray`, `ray://HOST:PORT` or `torchrun`; an `Executor`; or a pool of workers with `submit`
 (`concurrent.futures`, Dask, MPI).
 """
 ITEM = 1 << 28
-"""Bytes of an item of one process, if files are not larger: what is lost with it is at most the reading of one."""
+"""Bytes per item in a single process, if files are not larger: the most reading that is lost with an interrupted
+item."""
 _MOST = 4096
-_ASIDE = 1 << 32
-"""First number of results that are no item's of this plan."""
+_SPARE_NUMBERS = 1 << 32
+"""First number for results that belong to no item of this plan."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the work is."""
+    """Progress of a conversion by several workers."""
 
     event: str
-    """`begun`, or `item` where one is done."""
+    """`begun` at the start, `item` when an item is done."""
     items: int
-    """Items that there are to do."""
+    """Number of items to do."""
     items_done: int = 0
-    """Those that are done."""
+    """Number of items done."""
     total: int
-    """Bytes of all tensors."""
+    """Size of all tensors in bytes."""
     done: int
-    """Bytes of those that are written."""
+    """Size of the written tensors in bytes."""
     rate: float = 0.0
-    """Bytes a second that all workers have written since it began."""
+    """Bytes per second that all workers have written since the start."""
     left: float | None = None
-    """Estimate of the seconds to the end."""
+    """Estimated seconds to the end."""
     item: int | None = None
-    """Number of the item that is done."""
+    """Number of the item that was just done."""
     node: str = ""
-    """Machine that did it."""
+    """Machine that did the item."""
     worker: str = ""
-    """Machine and process."""
+    """Machine and process that did the item."""
     nbytes: int = 0
-    """Bytes that it wrote."""
+    """Bytes written for the item."""
     seconds: float = 0.0
-    """How long it took."""
+    """Seconds that the item took."""
 
 
 Watch = Callable[[Event], None]
-"""Told each event; called from one thread at a time."""
+"""Called with each event, from one thread at a time."""
 
 
-def unseen(_: Event) -> None:
-    """Events that nobody watches."""
+def ignore_event(_: Event) -> None:
+    """Ignore events."""
 
 
 def node_of(worker: str) -> str:
-    """Return the machine of a worker, `machine:process`."""
+    """Return the machine of a worker, which is named `machine:process`."""
     return worker.rpartition(":")[0] or worker
 
 
 class Watcher:
-    """Counts what is done, and tells it.
+    """Counts finished items and reports events.
 
     Args:
-        items: what is to be done.
-        total: bytes of all tensors.
+        items: the items to do.
+        total: size of all tensors in bytes.
         done: bytes of tensors that an earlier run had finished; `progress` is called with them.
         progress: called with the bytes of each item.
         watch: called with each event.
-        each: tell `progress` of each item, and not only of those that were done.
+        each: call `progress` with each item; otherwise only with the bytes of an earlier run.
     """
 
     def __init__(
@@ -132,22 +134,22 @@ class Watcher:
         total: int,
         done: int,
         progress: Progress,
-        watch: Watch = unseen,
+        watch: Watch = ignore_event,
         *,
-        each: bool = True,
+        per_item: bool = True,
     ) -> None:
         self._items = sum(1 for _ in items)
         self._total = total
         self._before = self._done = done
         self._finished = 0
-        self._progress = progress if each else no_progress
+        self._progress = progress if per_item else no_progress
         self._watch = watch
         self._begun = time.monotonic()
         progress(done)
         watch(Event(event="begun", items=self._items, total=total, done=done))
 
     def item(self, result: ItemResult) -> None:
-        """Count an item that is done."""
+        """Count a finished item."""
         self._finished += 1
         self._done = min(self._total, self._done + result.nbytes)
         rate = (self._done - self._before) / max(time.monotonic() - self._begun, 1e-9)
@@ -170,8 +172,8 @@ class Watcher:
         )
 
 
-def staged(plan: WorkPlan, *, resume: bool) -> SharedStage:
-    """Return the place of a plan's target, to be entered.
+def open_stage(plan: WorkPlan, *, resume: bool) -> SharedStage:
+    """Return the staged target of a plan, a context to enter.
 
     Raises:
         TransaxleError: as `shared_staging_at`.
@@ -181,40 +183,40 @@ def staged(plan: WorkPlan, *, resume: bool) -> SharedStage:
 
 
 def begin(plan: WorkPlan, prepared: Prepared, stage: SharedStage) -> dict[int, ItemResult]:
-    """Create the files with all bytes that are known, and return the results that an earlier run has left.
+    """Create the files with all bytes known in advance, and return usable results of an earlier run.
 
     Args:
-        plan: what is to be done.
-        prepared: the same, with the source open.
-        stage: entered.
+        plan: the plan to execute.
+        prepared: the same plan with its source open.
+        stage: the staged target, entered.
 
     Raises:
-        UsageError: EXISTS where another conversion has left unfinished work.
+        UsageError: EXISTS if another conversion has left unfinished work.
         StorageError: IO, NO_SPACE.
     """
     if not isinstance(stage, Staging):
         return _begin_upload(plan, prepared, stage)
     refuse_other_task(stage.scratch, plan.task, shown(plan.order.target))
-    kept = stage.prepare(_files(prepared, stage))
+    existing_files = stage.prepare(_files(prepared, stage))
     write_fragments(stage, prepared.draft.early())
     Journal(stage.scratch, plan.task).close()
     try:
         (stage.scratch / ITEMS).mkdir(exist_ok=True)
     except OSError as error:
         raise failed(error, "making the folder for results", str(stage.scratch)) from error
-    write_shares(plan, prepared, stage.scratch)
-    return _believed(plan, prepared, stage.scratch, kept)
+    write_parts(plan, prepared, stage.scratch)
+    return _usable_results(plan, prepared, stage.scratch, existing_files)
 
 
 def _begin_upload(plan: WorkPlan, prepared: Prepared, stage: SharedUpload) -> dict[int, ItemResult]:
-    """Begin uploads, or find those of an earlier run; return the results whose files the service has."""
+    """Begin uploads, or continue those of an earlier run; return the results whose files the service has."""
     sizes = {file: prepared.draft.files[file] for item in plan.items for file in item.files}
     stage.begin_or_continue(sizes, task_text(plan.task), division_of(plan), len(plan.items))
     stage.prepare(_files(prepared, stage))
     write_fragments(stage, prepared.draft.early())
     results = {}
     for number, result in results_on(stage, stage.begun.token).items():
-        if _is_of(plan, prepared, number, result) and stage.holds(result.sent):
+        if _belongs_to_item(plan, prepared, number, result) and stage.holds(result.sent):
             results[number] = result
         else:
             stage.hidden.delete_result(number)
@@ -225,26 +227,28 @@ def _files(prepared: Prepared, stage: SharedStage) -> dict[str, int]:
     return dict(prepared.draft.files) if stage.single is not None else dict(prepared.plan.files)
 
 
-def _believed(plan: WorkPlan, prepared: Prepared, scratch: Path, kept: frozenset[str]) -> dict[int, ItemResult]:
-    """Return results of this plan whose files are still the ones that they were written into; remove the others.
+def _usable_results(
+    plan: WorkPlan, prepared: Prepared, scratch: Path, existing_files: frozenset[str]
+) -> dict[int, ItemResult]:
+    """Return results of this plan whose files still exist, and remove the others.
 
-    One of another division of the plan gets a number that no item has, so that none takes its place.
+    A result from another division of the plan gets a number that no item has, so that no item overwrites it.
     """
     files = {unit.name: [place.file for place in unit.everywhere] for unit in prepared.plan.units}
-    results, beyond = {}, _ASIDE
-    found = read_results(scratch)
-    for number, result in found.items():
+    results, spare_number = {}, _SPARE_NUMBERS
+    earlier_results = read_results(scratch)
+    for number, result in earlier_results.items():
         path = scratch / item_file(number)
-        ours = result.task.key == plan.task.key and files.keys() >= result.tensors.keys()
+        is_ours = result.task.key == plan.task.key and files.keys() >= result.tensors.keys()
         try:
-            if not ours or not all(kept.issuperset(files[name]) for name in result.tensors):
+            if not is_ours or not all(existing_files.issuperset(files[name]) for name in result.tensors):
                 path.unlink(missing_ok=True)
-            elif number < _ASIDE and not _is_of(plan, prepared, number, result):
-                while beyond in found:
-                    beyond += 1
-                path.rename(scratch / item_file(beyond))
-                results[beyond] = result
-                beyond += 1
+            elif number < _SPARE_NUMBERS and not _belongs_to_item(plan, prepared, number, result):
+                while spare_number in earlier_results:
+                    spare_number += 1
+                path.rename(scratch / item_file(spare_number))
+                results[spare_number] = result
+                spare_number += 1
             else:
                 results[number] = result
         except OSError as error:
@@ -252,25 +256,25 @@ def _believed(plan: WorkPlan, prepared: Prepared, scratch: Path, kept: frozenset
     return results
 
 
-def _is_of(plan: WorkPlan, prepared: Prepared, number: int, result: ItemResult) -> bool:
-    """Tell whether a result is that of the item with its number."""
+def _belongs_to_item(plan: WorkPlan, prepared: Prepared, number: int, result: ItemResult) -> bool:
+    """Tell whether a result belongs to the item with its number."""
     if number >= len(plan.items):
         return False
     item = plan.items[number]
-    part = share_of(prepared.plan, item)
+    part = part_of_item(prepared.plan, item)
     names = {tensor.name for tensor in part.tensors}
-    return names == result.tensors.keys() and Known([result], plan.task).has(item, part)
+    return names == result.tensors.keys() and CombinedResults([result], plan.task).has(item, part)
 
 
-def left_to_do(plan: WorkPlan, prepared: Prepared, results: dict[int, ItemResult]) -> list[WorkItem]:
-    """Return the items of which something is in none of the results, in the order in which they should begin.
+def items_to_do(plan: WorkPlan, prepared: Prepared, results: dict[int, ItemResult]) -> list[WorkItem]:
+    """Return the items without complete results, in the order in which they should begin.
 
-    On a service each item has files of its own, so another's result does not stand for its own, whatever it has made.
+    On a service each item has its own files, so results of other items cannot replace its own.
     """
     if is_url(plan.order.target):
-        return in_order(item for item in plan.items if item.number not in results and not item.is_empty)
-    known = Known(results.values(), plan.task)
-    return in_order(item for item in plan.items if not known.has(item, share_of(prepared.plan, item)))
+        return order_items(item for item in plan.items if item.number not in results and not item.is_empty)
+    combined = CombinedResults(results.values(), plan.task)
+    return order_items(item for item in plan.items if not combined.has(item, part_of_item(prepared.plan, item)))
 
 
 def hand_out(
@@ -279,28 +283,28 @@ def hand_out(
     stage: SharedStage,
     executor: Executor,
     progress: Progress = no_progress,
-    watch: Watch = unseen,
+    watch: Watch = ignore_event,
 ) -> tuple[dict[int, ItemResult], int]:
-    """Begin, and let an executor do what is left to do; afterwards no worker is at work.
+    """Begin, and let an executor do the remaining items; no worker is running afterwards.
 
     Args:
-        plan: what is to be done.
-        prepared: the same, with the source open.
-        stage: entered.
+        plan: the plan to execute.
+        prepared: the same plan with its source open.
+        stage: the staged target, entered.
         executor: hands items to workers.
-        progress: called with the bytes of each item that is done, or of each block written here.
-        watch: called with who has done it, and how much is left.
+        progress: called with the bytes of each finished item, or of each block written in this process.
+        watch: called with each event.
 
     Returns:
-        All results, and how many tensors an earlier run had finished.
+        All results, and the number of tensors that an earlier run had finished.
 
     Raises:
-        TransaxleError: what `begin` and the workers raise.
+        TransaxleError: errors of `begin` and of the workers.
     """
     results = begin(plan, prepared, stage)
-    items, resumed = left_to_do(plan, prepared, results), finished_of(results.values())
-    here = progress if isinstance(executor, Here) else no_progress
-    watcher = Watcher(items, *sizes_of(prepared, resumed), progress, watch, each=here is no_progress)
+    items, resumed = items_to_do(plan, prepared, results), all_tensors_done(results.values())
+    block_progress = progress if isinstance(executor, InProcess) else no_progress
+    watcher = Watcher(items, *sizes_of(prepared, resumed), progress, watch, per_item=block_progress is no_progress)
 
     def take(text: bytes) -> None:
         result = parse_result(text)
@@ -311,14 +315,14 @@ def hand_out(
         results[result.number] = result
 
     stage.share()
-    with lent(plan, prepared, here):
+    with lend_source(plan, prepared, block_progress):
         executor.run(partial(do_item, plan.text), items, take)
     stage.take_back()
-    return results, len(united(prepared.plan, resumed))
+    return results, len(join_spans(prepared.plan, resumed))
 
 
 def sizes_of(prepared: Prepared, finished: Collection[str]) -> tuple[int, int]:
-    """Return the bytes of all units, and of those that are finished."""
+    """Return the bytes of all units, and those of the finished ones."""
     units = prepared.plan.units
     return sum(each.nbytes for each in units), sum(each.nbytes for each in units if each.name in finished)
 
@@ -326,34 +330,34 @@ def sizes_of(prepared: Prepared, finished: Collection[str]) -> tuple[int, int]:
 def commit(
     plan: WorkPlan, prepared: Prepared, stage: SharedStage, results: dict[int, ItemResult], resumed: int = 0
 ) -> Report:
-    """Write what is known when all items are done, and move the checkpoint to its place.
+    """Write the files that depend on all tensors, and move the checkpoint to its place.
 
     Args:
-        plan: what was to be done.
-        prepared: the same, with the source open.
-        stage: entered, with its files prepared.
-        results: of the items.
-        resumed: tensors that an earlier run had finished.
+        plan: the executed plan.
+        prepared: the same plan with its source open.
+        stage: the staged target, entered, with its files prepared.
+        results: results of all items, by number.
+        resumed: number of tensors that an earlier run had finished.
 
     Raises:
-        Refused: INCOMPLETE, where items have no result; CORRUPT where the source was changed; LOSSY.
+        Refused: INCOMPLETE if items have no result; CORRUPT if the source was changed; LOSSY.
         StorageError: IO, NO_SPACE.
     """
-    if missing := left_to_do(plan, prepared, results):
-        raise _missing(plan, missing)
+    if missing := items_to_do(plan, prepared, results):
+        raise _refuse_missing(plan, missing)
     foretold: dict[str, str] | None = None
     if not isinstance(stage, Staging):
         _take_files(plan, stage, results)
-        foretold = {}  # the digests of a file are in it: its worker has sent all of it
+        foretold = {}  # the digests are in the files, which workers have sent completely
     write_fragments(stage, prepared.draft.early())
     _check_sums(prepared, results.values())
     _check_hashes(prepared, results.values())
-    tensors = united(prepared.plan, finished_of(results.values()))
+    tensors = join_spans(prepared.plan, all_tensors_done(results.values()))
     errors = {name: error for result in results.values() for name, error in result.errors.items()}
     measured = {step: errors[step.name] for step in prepared.plan.recoded if step.action in MEASURED_BY_READING}
     changed = seal(prepared, stage, limits(plan.jobs, plan.memory), tensors, measured, foretold)
     stage.commit()
-    report = reported(
+    report = make_report(
         prepared,
         plan.order.target,
         single=stage.single is not None,
@@ -362,61 +366,61 @@ def commit(
         leftovers=stage.found,
         synced=plan.sync,
     )
-    return replace(report, workers=_shares(results.values()))
+    return replace(report, workers=_bytes_by_worker(results.values()))
 
 
-def finished_of(results: Iterable[ItemResult]) -> dict[str, FinishedTensor]:
-    """Return all tensors, and spans of tensors, that are written."""
+def all_tensors_done(results: Iterable[ItemResult]) -> dict[str, FinishedTensor]:
+    """Return all written tensors, and spans of tensors."""
     return {name: done for result in results for name, done in result.finished.items()}
 
 
 def _take_files(plan: WorkPlan, stage: SharedUpload, results: dict[int, ItemResult]) -> None:
-    """Give an upload the files that workers have sent, if the service has just these."""
+    """Add the files that workers have sent to an upload, after checking that the service has them."""
     stage.look_again()
     lost = [number for number, result in results.items() if not stage.holds(result.sent)]
     if lost:
-        raise _missing(plan, [plan.items[number] for number in sorted(lost)])
+        raise _refuse_missing(plan, [plan.items[number] for number in sorted(lost)])
     for result in results.values():
         stage.take(result.sent)
 
 
-def _missing(plan: WorkPlan, items: Sequence[WorkItem]) -> Exception:
-    shown_numbers = spelled([item.number for item in items])
+def _refuse_missing(plan: WorkPlan, items: Sequence[WorkItem]) -> Exception:
+    shown_numbers = spell_numbers([item.number for item in items])
     message = f"{len(items):,} of {len(plan.items):,} items have no result: {shown_numbers}"
     return refuse(
         "INCOMPLETE", message, file=plan.order.target, hint=f"Do them:  transaxle work PLAN --items {shown_numbers}."
     )
 
 
-def spelled(numbers: Sequence[int]) -> str:
-    """Return numbers as people write them: `0-9,12`."""
+def spell_numbers(numbers: Sequence[int]) -> str:
+    """Return numbers in short form: `0-9,12`."""
     return ",".join(str(first) if stop == first + 1 else f"{first}-{stop - 1}" for first, stop in ranges_of(numbers))
 
 
 def _check_sums(prepared: Prepared, results: Iterable[ItemResult]) -> None:
-    """Put together what workers have summed of ranges with a checksum; the storage's recheck reads the rest."""
+    """Combine the checksums that workers have computed; the storage's recheck reads the remaining ranges."""
     witness = layer(prepared.checkpoint.container.storage, Witness)
     if witness is None:
         return
-    known = {(each.file, each.offset): each for each in prepared.checkpoint.container.checksums}
+    checksums = {(each.file, each.offset): each for each in prepared.checkpoint.container.checksums}
     for result in results:
         for file, offset, parts in result.summed:
-            checksum = known[file, offset]
+            checksum = checksums[file, offset]
             witness.expect(file, offset, checksum.size)
             witness.count(checksum, parts)
 
 
 def _check_hashes(prepared: Prepared, results: Iterable[ItemResult]) -> None:
-    """Leave to the storage's recheck what no worker has found to have the hash that the source keeps of it."""
-    hold_source(prepared)
+    """Accept the tensors that workers have checked; the storage's recheck checks the others."""
+    watch_source(prepared)
     witness = layer(prepared.checkpoint.container.storage, HashWitness)
     if witness is not None:
-        witness.believe({name for result in results for name in result.proved})
+        witness.accept({name for result in results for name in result.proved})
         for unit in prepared.plan.units:
             witness.expect(unit.transfers)
 
 
-def _shares(results: Iterable[ItemResult]) -> dict[str, int]:
+def _bytes_by_worker(results: Iterable[ItemResult]) -> dict[str, int]:
     shares: dict[str, int] = {}
     for result in results:
         shares[result.worker] = shares.get(result.worker, 0) + result.nbytes
@@ -430,61 +434,61 @@ def carry_out(
     *,
     resume: bool = False,
     progress: Progress = no_progress,
-    watch: Watch = unseen,
+    watch: Watch = ignore_event,
 ) -> Report:
-    """Carry a plan out by several workers, from its beginning to its commit.
+    """Execute a plan with several workers, from beginning to commit.
 
     Args:
-        plan: what is to be done.
-        prepared: the same, with the source open.
+        plan: the plan to execute.
+        prepared: the same plan with its source open.
         executor: hands items to workers.
         resume: continue an interrupted run, and keep this run's work if it fails too.
-        progress: called with the bytes of each item that is done, or of each block written here.
-        watch: called with who has done it, and how much is left.
+        progress: called with the bytes of each finished item, or of each block written in this process.
+        watch: called with each event.
 
     Raises:
-        TransaxleError: whatever prevents it; the target is then as it was.
+        TransaxleError: any error; the target is then unchanged.
     """
-    begun = time.monotonic()
-    with staged(plan, resume=resume) as stage:
+    start_time = time.monotonic()
+    with open_stage(plan, resume=resume) as stage:
         results, resumed = hand_out(plan, prepared, stage, executor, progress, watch)
         report = commit(plan, prepared, stage, results, resumed)
-    return replace(report, seconds=time.monotonic() - begun)
+    return replace(report, seconds=time.monotonic() - start_time)
 
 
 def begin_work(plan: WorkPlan) -> int:
-    """Begin the work on a plan, for workers that come later; return how many of its items are left to do.
+    """Begin the work on a plan for workers that start later; return the number of remaining items.
 
     Raises:
-        TransaxleError: whatever prevents it; EXISTS where the target is there, or a worker is at work.
+        TransaxleError: any error; EXISTS if the target exists, or a worker is running.
     """
-    refuse_there(plan)
-    with OpenedPlan(plan) as opened:
-        prepared = opened.prepared
-        with staged(plan, resume=True) as stage:
-            return len(left_to_do(plan, prepared, begin(plan, prepared, stage)))
+    refuse_existing(plan)
+    with OpenPlan(plan) as open_plan:
+        prepared = open_plan.prepared
+        with open_stage(plan, resume=True) as stage:
+            return len(items_to_do(plan, prepared, begin(plan, prepared, stage)))
 
 
 def commit_work(plan: WorkPlan) -> Report:
-    """Commit what workers have done of a plan.
+    """Commit what workers have done for a plan.
 
     Raises:
-        Refused: INCOMPLETE, where items have no result, or the work has not begun.
-        TransaxleError: whatever else prevents it; EXISTS where a worker is at work. The target is then as it was.
+        Refused: INCOMPLETE if items have no result, or the work has not begun.
+        TransaxleError: any other error; EXISTS if a worker is running. The target is then unchanged.
     """
-    begun = time.monotonic()
-    with OpenedPlan(plan) as opened:
-        prepared = opened.prepared
-        opened.place.refuse_not_begun()
-        if missing := left_to_do(plan, prepared, opened.place.results()):
-            raise _missing(plan, missing)
-        with staged(plan, resume=True) as stage:
+    start_time = time.monotonic()
+    with OpenPlan(plan) as open_plan:
+        prepared = open_plan.prepared
+        open_plan.place.refuse_not_begun()
+        if missing := items_to_do(plan, prepared, open_plan.place.results()):
+            raise _refuse_missing(plan, missing)
+        with open_stage(plan, resume=True) as stage:
             report = commit(plan, prepared, stage, begin(plan, prepared, stage))
-    return replace(report, seconds=time.monotonic() - begun)
+    return replace(report, seconds=time.monotonic() - start_time)
 
 
 def refuse_beyond(plan: WorkPlan, numbers: Sequence[int]) -> None:
-    """Refuse numbers of items that a plan does not have.
+    """Refuse item numbers that a plan does not have.
 
     Raises:
         Refused: AMBIGUOUS.
@@ -493,7 +497,7 @@ def refuse_beyond(plan: WorkPlan, numbers: Sequence[int]) -> None:
     if beyond:
         problem = Refusal(
             "AMBIGUOUS",
-            f"the plan has the items 0-{len(plan.items) - 1}, and not {spelled(beyond)}",
+            f"the plan has the items 0-{len(plan.items) - 1}, and not {spell_numbers(beyond)}",
             Where(plan.order.target),
         )
         raise gathered([problem])
@@ -507,33 +511,33 @@ def convert_on(
     jobs: int | None = None,
     resume: bool = False,
     progress: Progress = no_progress,
-    watch: Watch = unseen,
+    watch: Watch = ignore_event,
     **how: Any,
 ) -> Report:
-    """Carry a conversion out by the workers of an executor.
+    """Execute a conversion with the workers of an executor.
 
     Args:
-        order: what is converted.
-        prepared: the plan that was made of it.
-        on: who hands the items out.
+        order: the conversion as data.
+        prepared: its plan, with the source open.
+        on: hands out the items.
         jobs: threads of each worker.
         resume: continue an interrupted run.
-        progress: called with the bytes of each item that is done.
-        watch: called with who has done it, and how much is left.
-        **how: `items`, `overwrite`, `sync` and `memory` as for `divided`.
+        progress: called with the bytes of each finished item.
+        watch: called with each event.
+        **how: `items`, `overwrite`, `sync` and `memory`, as for `prepare_work`.
 
     Raises:
-        TypeError: nobody knows how to hand items to what it names.
-        TransaxleError: as `execute`; UNSUPPORTED where what it needs is not installed.
+        TypeError: `on` is no executor, pool or known name.
+        TransaxleError: as for `execute`; UNSUPPORTED if a required package is not installed.
     """
     executor, threads = _executor(on, jobs)
-    cleared, work = divided(order, prepared, jobs=jobs or threads, resume=resume, **how)
+    cleared, work = prepare_work(order, prepared, jobs=jobs or threads, resume=resume, **how)
     if isinstance(work, Report):
         return work
     return carry_out(work, cleared, executor, resume=resume, progress=progress, watch=watch)
 
 
-def divided(
+def prepare_work(
     order: ConversionOrder,
     prepared: Prepared,
     *,
@@ -543,51 +547,51 @@ def divided(
     sync: bool = True,
     jobs: int | None = None,
     memory: int | None = None,
-) -> tuple[Cleared, WorkPlan | Report]:
-    """Clear a plan for its target, and divide it; a target that an earlier run has finished has its report already.
+) -> tuple[CheckedPlan, WorkPlan | Report]:
+    """Check a plan for its target, and divide it; if an earlier run has finished it, return its report instead.
 
     Args:
-        order: what is converted.
-        prepared: the plan that was made of it.
-        items: how many there are; None: one for each GiB.
+        order: the conversion as data.
+        prepared: its plan, with the source open.
+        items: number of items; None: one per GiB.
         overwrite: replace a checkpoint.
         resume: continue an interrupted run.
-        sync: make everything durable before the target appears.
-        jobs: threads of each worker; None: each chooses for itself.
-        memory: bytes of the buffers of each worker.
+        sync: sync everything to disk before the target appears.
+        jobs: threads of each worker; None: its own default.
+        memory: bytes of buffers of each worker.
 
     Raises:
-        TransaxleError: every refusal of the plan, as `execute`.
+        TransaxleError: every refusal of the plan, as for `execute`.
     """
     limit, cleared = limits(jobs, memory), prepared
-    if not isinstance(cleared, Cleared):
+    if not isinstance(cleared, CheckedPlan):
         cleared = preflight(
             prepared, order.target, overwrite=overwrite, resume=resume, running=True, several=True, limit=limit
         )
-    ready(cleared)
+    require_ready(cleared)
     if cleared.finished:
-        target, overwrite, resume = cleared.asked
+        target, overwrite, resume = cleared.request
         return cleared, execute(cleared, target, overwrite=overwrite, resume=resume, sync=sync, limit=limit)
     return cleared, work_plan(order, cleared, items, overwrite=overwrite, sync=sync, jobs=jobs, memory=memory)
 
 
 def check_on(on: object) -> None:
-    """Refuse what nobody knows how to hand items to.
+    """Refuse an argument that is no executor.
 
     Raises:
         TypeError: it is neither a name nor an executor nor a pool.
-        UsageError: AMBIGUOUS for another name.
+        UsageError: AMBIGUOUS for an unknown name.
     """
     if isinstance(on, str):
         if on not in (RAY, TORCHRUN) and not on.startswith(f"{RAY}://"):
             hint = "Name one of: ray, ray://HOST:PORT, torchrun."
             raise refuse("AMBIGUOUS", f"cannot convert on {on!r}", hint=hint)
-    elif isinstance(on, type) or not isinstance(on, Executor | Submitting):
+    elif isinstance(on, type) or not isinstance(on, Executor | SubmitPool):
         raise wrong_type("on", '"ray", "torchrun", an executor or a pool with submit()', on)
 
 
 def _executor(on: On, jobs: int | None) -> tuple[Executor, int | None]:
-    """Return what hands items out, and the threads of each of its workers by default; raises as `check_on`."""
+    """Return the executor, and the default number of threads of its workers; raises like `check_on`."""
     check_on(on)
     if isinstance(on, str):
         return RayCluster(None if on == RAY else on, cpus=jobs or 1), 1
@@ -595,7 +599,7 @@ def _executor(on: On, jobs: int | None) -> tuple[Executor, int | None]:
 
 
 def is_lead() -> bool:
-    """Tell whether this process is the rank of a job that speaks for all, or in no job."""
+    """Tell whether this process is rank 0 of its job, or in no job."""
     return read_number_of_job("RANK", 0) == 0
 
 
@@ -609,43 +613,43 @@ def convert_in_parts(
     limit: Limits | None = None,
     progress: Progress = no_progress,
 ) -> Report:
-    """Carry a plan out in this process whose target is on a service that takes parts; see `execute`.
+    """Execute a plan in this process whose target is on a service with multipart uploads; see `execute`.
 
     Args:
-        prepared: from `make_plan`, or from `preflight` for just this target.
+        prepared: the plan, from `make_plan`, or from `preflight` for this target.
         target: URL of a folder or a file.
         overwrite: as for `execute`.
-        resume: continue an interrupted run of the same plan, also one by several workers, and keep this run's work if
-            it fails too. Without it unfinished work is refused, since nothing tells whether that run is still at work.
-        sync: as for `execute`; what a service has accepted is durable.
+        resume: continue an interrupted run of the same plan, even one by several workers, and keep this run's work if
+            it fails too. Without it unfinished work is refused, because that run may still be going on.
+        sync: ignored: uploads that a service has accepted are durable.
         limit: workers and memory.
         progress: called with the bytes of each block.
 
     Raises:
-        TransaxleError: as `execute`; EXISTS also where unfinished work is beside the target.
+        TransaxleError: as for `execute`; EXISTS also if unfinished work is beside the target.
     """
-    begun = time.monotonic()
+    start_time = time.monotonic()
     limit = limit or limits()
-    how: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "limit": limit, "progress": progress}
-    cleared = preflight(prepared, target, running=True, **how)
-    ready(cleared)
+    options: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "limit": limit, "progress": progress}
+    cleared = preflight(prepared, target, running=True, **options)
+    require_ready(cleared)
     if cleared.finished:
-        return execute(cleared, target, sync=sync, **how)
-    report = carry_out(_in_parts(cleared, limit, sync=sync), cleared, Here(), resume=resume, progress=progress)
-    return replace(report, workers={}, seconds=time.monotonic() - begun)
+        return execute(cleared, target, sync=sync, **options)
+    report = carry_out(_in_parts(cleared, limit, sync=sync), cleared, InProcess(), resume=resume, progress=progress)
+    return replace(report, workers={}, seconds=time.monotonic() - start_time)
 
 
-def _in_parts(cleared: Cleared, limit: Limits, *, sync: bool) -> WorkPlan:
-    """Divide a plan for one process: as the work was divided that lies beside the target already.
+def _in_parts(cleared: CheckedPlan, limit: Limits, *, sync: bool) -> WorkPlan:
+    """Divide a plan for one process, in the same way as unfinished work beside the target, if there is any.
 
-    Its items are smaller than those of several workers, where files are small.
+    Its items are smaller than those of several workers if files are small.
     """
-    target, overwrite, resume = cleared.asked
+    target, overwrite, resume = cleared.request
     count = max(1, min(_MOST, -(-sizes_of(cleared, ())[0] // ITEM)))
     stage = shared_staging_at(target, overwrite=overwrite, resume=resume, sync=sync)
-    begun = stage.hidden.begun() if resume and not isinstance(stage, Staging) else None
-    if begun is not None and begun.items and task_from(begun.task).key == cleared.task.key:
-        count = begun.items
+    unfinished = stage.hidden.begun() if resume and not isinstance(stage, Staging) else None
+    if unfinished is not None and unfinished.items and task_from(unfinished.task).key == cleared.task.key:
+        count = unfinished.items
     source, to = cleared.checkpoint.path, f"{cleared.plan.format}:{cleared.plan.dialect}"
     return WorkPlan(
         program=program_version(),

@@ -1,7 +1,7 @@
-"""Executors: what hands the items of a plan to workers, and brings back their results.
+"""Executors, which hand the items of a plan to workers and collect their results.
 
-A scheduler needs one method to be one. What has `submit`, as the pools of `concurrent.futures` have, of Dask, MPI or
-loky, is made one here, and so is a Ray cluster: Ray places items, tries them again and moves them off a lost machine.
+A scheduler needs a single method to be an executor. Pools with a method `submit` (of `concurrent.futures`, Dask, MPI or
+loky) are wrapped here, and so is a Ray cluster: Ray places items, retries them and moves them off lost machines.
 """
 
 from __future__ import annotations
@@ -19,45 +19,46 @@ from transaxle.extras import install
 from transaxle.move.journal import parse_result
 
 Work = Callable[[int], bytes]
-"""Does the item of a number, anywhere, and returns its result. It can be pickled, and called in any process that sees
-the source and the target's folder; called twice for one item, also at once, it does no harm.
+"""Does the item with a number, and returns its result. It can be pickled, and called in any process that can read the
+source and the target's folder; calling it twice for an item, even concurrently, does no harm.
 """
 _TRIES = 3
-"""How often an item is tried whose worker meets an error of the machine."""
+"""Number of attempts for an item whose worker meets an error of the machine."""
 RETRIES = 10
-"""How often a scheduler that we tell does an item again whose worker or machine is lost, or met an error of it."""
+"""Number of retries that a scheduler is told to make for items whose worker or machine is lost, or met an error of the
+machine."""
 _PATIENCE = 20.0
-"""Seconds in which workers that are told to stop do so."""
+"""Seconds in which workers must stop after they were cancelled."""
 
 
 @runtime_checkable
 class Executor(Protocol):
-    """Hands items to workers."""
+    """Hands items to workers, and collects the results."""
 
     def run(self, work: Work, items: Sequence[WorkItem], take: Callable[[bytes], None]) -> None:
-        """Let workers do items; return when all are done and no worker is at work.
+        """Let workers do items; return when all are done and no worker is running.
 
         Args:
-            work: what a worker calls with an item's `number`.
-            items: what is to be done, in the order in which it should begin; `nbytes` tells how much it is.
-            take: to be called with each result, in any order, from one thread at a time; of an item done twice with
-                one of both, or both.
+            work: the function for a worker to call with an item's `number`.
+            items: the items to do, in the order in which they should begin; `nbytes` is the size of an item.
+            take: must be called with each result, in any order, from one thread at a time; if an item was done twice,
+                with one result or both.
 
         Raises:
-            Exception: what `work` raised, when trying again makes no sense; no worker may be at work then.
+            Exception: an error of `work` that retrying cannot fix; no worker may be running then.
         """
 
 
 @runtime_checkable
-class Submitting(Protocol):
-    """What has the method of a `concurrent.futures.Executor`."""
+class SubmitPool(Protocol):
+    """A pool with the method `submit` of `concurrent.futures.Executor`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """Call a function somewhere."""
+        """Call a function in some worker."""
 
 
-class Here:
-    """Does all items in this process, one after the other."""
+class InProcess:
+    """Does all items in this process, one after another."""
 
     def run(self, work: Work, items: Sequence[WorkItem], take: Callable[[bytes], None]) -> None:
         """See `Executor`."""
@@ -69,23 +70,23 @@ class Pool:
     """Lets a pool of workers do items.
 
     Args:
-        pool: processes or threads; `concurrent.futures.ProcessPoolExecutor`, or what is used like it.
+        pool: processes or threads: `concurrent.futures.ProcessPoolExecutor`, or an object with the same `submit`.
     """
 
-    def __init__(self, pool: Submitting) -> None:
+    def __init__(self, pool: SubmitPool) -> None:
         self._pool = pool
 
     def run(self, work: Work, items: Sequence[WorkItem], take: Callable[[bytes], None]) -> None:
-        """See `Executor`; an item that fails for an error of the machine is tried again."""
+        """See `Executor`; an item that fails with an error of the machine is retried."""
         tries = {item.number: 1 for item in items}
         running = {self._pool.submit(work, item.number): item.number for item in items}
         try:
             while running:
                 finished, _ = wait(running, return_when=FIRST_COMPLETED)
-                for each in finished:
-                    number = running.pop(each)
+                for future in finished:
+                    number = running.pop(future)
                     try:
-                        result = each.result()
+                        result = future.result()
                     except StorageError:
                         if tries[number] == _TRIES:
                             raise
@@ -94,13 +95,13 @@ class Pool:
                     else:
                         take(result)
         finally:
-            for each in running:
-                each.cancel()
-            wait([each for each in running if not each.cancelled()])
+            for future in running:
+                future.cancel()
+            wait([future for future in running if not future.cancelled()])
 
 
-def _do(work: Work, number: int) -> bytes:
-    """Do an item in a worker of the cluster; what is written goes to its log, which Ray keeps."""
+def _do_and_log(work: Work, number: int) -> bytes:
+    """Do an item in a worker of the cluster; Ray keeps its output in a log."""
     sys.stderr.write(f"transaxle item {number}: begun\n")
     try:
         text = work(number)
@@ -117,9 +118,9 @@ class RayCluster:
     """Hands items to a Ray cluster.
 
     Args:
-        address: `ray://HOST:PORT` of a cluster; None: the one that runs here or that `RAY_ADDRESS` names, or a local
-            one that is started, and stopped afterwards.
-        cpus: how many Ray keeps free for an item.
+        address: `ray://HOST:PORT` of a cluster; None: the cluster that runs here or is named by `RAY_ADDRESS`, or else
+            a local one that is started, and stopped afterwards.
+        cpus: number of CPUs that Ray reserves for an item.
     """
 
     def __init__(self, address: str | None = None, *, cpus: int = 1) -> None:
@@ -130,43 +131,49 @@ class RayCluster:
         """See `Executor`."""
         if not items:
             return
-        with self._connected() as ray:
+        with self._connect() as ray:
             self._refuse_too_many(ray)
             shared = ray.put(work)
             task = ray.remote(
                 num_cpus=self._cpus, max_retries=RETRIES, retry_exceptions=[StorageError], scheduling_strategy="SPREAD"
-            )(_do)
+            )(_do_and_log)
             running = {
                 task.options(name=f"transaxle item {item.number}").remote(shared, item.number): item for item in items
             }
             try:
                 while running:
                     (finished,), _ = ray.wait(list(running), num_returns=1)
-                    take(_result(ray, finished, running.pop(finished)))
-            finally:  # workers that do not end are heard of when the claim is taken back
-                for each in running:
-                    ray.cancel(each, force=True)
+                    take(_task_result(ray, finished, running.pop(finished)))
+            finally:  # a worker that does not stop is noticed when the stage is taken back
+                for task_reference in running:
+                    ray.cancel(task_reference, force=True)
                 if running:
                     ray.wait(list(running), num_returns=len(running), timeout=_PATIENCE)
 
     def _refuse_too_many(self, ray: Any) -> None:
-        """Refuse to wait for a node with more CPUs than any has; a cluster may still get its first ones.
+        """Refuse items that need more CPUs than any node has, because Ray would wait for ever.
 
         Raises:
             Refused: UNSUPPORTED.
         """
-        most = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
-        if 0 < most < self._cpus:
-            message = f"an item takes {self._cpus} CPUs of a node, and the largest node of the cluster has {most:g}"
-            raise refuse("UNSUPPORTED", message, hint=f"Give fewer threads:  --jobs {int(most)} (jobs={int(most)}).")
+        largest_node = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
+        if 0 < largest_node < self._cpus:
+            message = (
+                f"an item takes {self._cpus} CPUs of a node, and the largest node of the cluster has {largest_node:g}"
+            )
+            raise refuse(
+                "UNSUPPORTED",
+                message,
+                hint=f"Give fewer threads:  --jobs {int(largest_node)} (jobs={int(largest_node)}).",
+            )
 
     @contextmanager
-    def _connected(self) -> Iterator[Any]:
-        """Give the module `ray`, connected to a cluster.
+    def _connect(self) -> Iterator[Any]:
+        """Yield the module `ray`, connected to a cluster.
 
         Raises:
-            Refused: UNSUPPORTED where it is not installed.
-            StorageError: IO where there is no cluster at the address.
+            Refused: UNSUPPORTED if it is not installed.
+            StorageError: IO if there is no cluster at the address.
         """
         try:
             import ray
@@ -187,11 +194,11 @@ class RayCluster:
             ray.shutdown()
 
 
-def _result(ray: Any, reference: Any, item: WorkItem) -> bytes:
-    """Return the result of the task of an item.
+def _task_result(ray: Any, reference: Any, item: WorkItem) -> bytes:
+    """Return the result of an item's task.
 
     Raises:
-        TransaxleError: what the item raised; IO where Ray gave up.
+        TransaxleError: the error of the item; IO if Ray gave up.
     """
     from ray.exceptions import RayError, RayTaskError
 

@@ -1,7 +1,7 @@
-"""What a worker does: it opens the source once, carries out one item after another, and leaves a result of each.
+"""A worker: opens the source once, does one item after another, and stores a result for each.
 
-An item may be done by several workers at once, or again: all write the same bytes to the same places, and the result is
-put beside the draft in one step, when the bytes are durable. The commit takes the plan up only where no worker is left.
+Several workers may do the same item, or do it again: all write the same bytes to the same places, and the result
+appears beside the staged files in one step, when the bytes are durable. A commit only begins when no worker is left.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Self
 
 import msgspec
 
-from transaxle.engine.carry import Share, carry, prove
+from transaxle.engine.carry import PlanPart, carry, prove
 from transaxle.engine.checkpoint.manifest import HashWitness
 from transaxle.engine.distribute.work_place import WorkPlace, work_place
-from transaxle.engine.distribute.work_plan import WorkItem, WorkPlan, numbers, parse_plan, share_of
-from transaxle.engine.execute import hold_source, state_of, task_of
-from transaxle.engine.plan.conversion import Prepared, ready
+from transaxle.engine.distribute.work_plan import WorkItem, WorkPlan, numbers, parse_plan, part_of_item
+from transaxle.engine.execute import state_of, task_of, watch_source
+from transaxle.engine.plan.conversion import Prepared, require_ready
 from transaxle.errors import Refusal, gathered, refuse
 from transaxle.formats.catalog import Recoding
 from transaxle.formats.checksums import Witness
@@ -36,16 +36,16 @@ from transaxle.move.transfer import Writable
 from transaxle.move.workers import Limits, Progress, limits, no_progress
 
 
-class OpenedPlan:
-    """A plan in this process: a context that opens its source, and plans, when that is first needed.
+class OpenPlan:
+    """A plan in a worker process: a context that opens its source, and plans, when first needed.
 
     Args:
-        plan: what was planned.
-        prepared: the same, where its source is open in this process already; it stays open.
+        plan: the plan to execute.
+        prepared: the same plan, if its source is already open in this process; it stays open.
         progress: called with the bytes of each block written.
 
     Raises:
-        TransaxleError: what opening the source raises; CORRUPT where it has changed since.
+        TransaxleError: errors of opening the source; CORRUPT if it has changed since planning.
     """
 
     def __init__(self, plan: WorkPlan, prepared: Prepared | None = None, progress: Progress = no_progress) -> None:
@@ -56,7 +56,7 @@ class OpenedPlan:
         self._prepared: Prepared | None = None
         self._place: WorkPlace | None = None if is_url(plan.order.target) else work_place(plan)
         self._storage: Storage | None = None
-        """The source, where the shares of the items are stored."""
+        """Storage of the source, if the parts of the items are stored."""
         try:
             if prepared is not None:
                 self._check(prepared)
@@ -70,7 +70,7 @@ class OpenedPlan:
 
     def _refuse_changed(self, storage: Storage) -> None:
         if is_url(self.plan.order.source):
-            return  # a request for each file is too much: those that an item reads are looked at then
+            return  # over a network, only the files that an item reads are checked
         problems = list[Refusal]()
         state = state_of(storage, self.plan.files, problems)
         if problems:
@@ -78,35 +78,35 @@ class OpenedPlan:
         refuse_changed(self.plan.task, msgspec.structs.replace(self.plan.task, state=state))
 
     def _check(self, prepared: Prepared) -> None:
-        """Take up a plan, if it is the same and can be carried out."""
+        """Check that a plan is the same and has no refusals, and use it."""
         problems = list[Refusal]()
         task = task_of(prepared, problems)
         if problems:
             raise gathered(problems)
         refuse_changed(self.plan.task, task)
-        ready(prepared)
-        hold_source(prepared)
+        require_ready(prepared)
+        watch_source(prepared)
         self._prepared = prepared
 
     @property
     def prepared(self) -> Prepared:
-        """What is carried out; the source is opened, and planned for, the first time.
+        """The plan with its source open; opened and planned at the first access.
 
         Raises:
-            TransaxleError: what opening and planning raise; CORRUPT where the source has changed since; UNSUPPORTED
-                where this program plans something else.
+            TransaxleError: errors of opening and planning; CORRUPT if the source has changed since; UNSUPPORTED if this
+                program makes another plan.
         """
         with self._lock:
             if self._prepared is None:
                 with ExitStack() as stack:
-                    self._check(stack.enter_context(self.plan.order.planned()))
+                    self._check(stack.enter_context(self.plan.order.prepare()))
                     self._stack.push(stack.pop_all())
-            assert self._prepared is not None  # it was checked
+            assert self._prepared is not None  # `_check` has set it
             return self._prepared
 
     @property
     def place(self) -> WorkPlace:
-        """Where the work happens; raises as `prepared`, which a service needs."""
+        """The place where workers write; raises like `prepared`, which a service needs."""
         with self._lock:
             if self._place is None:
                 self._place = work_place(self.plan, self.prepared)
@@ -121,37 +121,35 @@ class OpenedPlan:
         self._stack.close()
 
     def do(self, number: int) -> ItemResult:
-        """Carry an item out, unless it is done already, and return its result.
+        """Do an item, unless it is done already, and return its result.
 
         Raises:
-            TransaxleError: what planning, reading and writing raise; UNEQUAL_COPIES; CORRUPT where the source was
-                changed meanwhile; EXISTS where other work is going on, or nothing has begun.
+            TransaxleError: errors of planning, reading and writing; UNEQUAL_COPIES; CORRUPT if the source was changed
+                meanwhile; EXISTS or INCOMPLETE if other work, or no work, has begun.
         """
         item, place = self.plan.items[number], self.place
-        with place.writing(item) as writer:
-            part, storage, recoding = self._share(item)
+        with place.open_writer(item) as writer:
+            part, storage, recoding = self._part_of(item)
             place.refuse_not_begun()
             earlier = place.results([number]).get(number)
-            if earlier is not None and Known([earlier], self.plan.task).has(item, part):
+            if earlier is not None and CombinedResults([earlier], self.plan.task).has(item, part):
                 return earlier
             limit = limits(self.plan.jobs, self.plan.memory).with_min_block(part.band)
-            return writer.keep(
-                _carried_out(self.plan, item, part, storage, recoding, limit, writer.files, self._progress)
-            )
+            return writer.store(_do_part(self.plan, item, part, storage, recoding, limit, writer.files, self._progress))
 
-    def _share(self, item: WorkItem) -> tuple[Share, Storage, Recoding]:
-        """Return what an item does, as it is stored, or by planning where it is not; and the source."""
-        part = None if self._storage is None else self.place.stored_share(item)
+    def _part_of(self, item: WorkItem) -> tuple[PlanPart, Storage, Recoding]:
+        """Return the part of an item, stored or planned, with its source."""
+        part = None if self._storage is None else self.place.read_part(item)
         if part is None or self._storage is None:
             container = self.prepared.checkpoint.container
-            return share_of(self.prepared.plan, item), container.storage, container.recoding
+            return part_of_item(self.prepared.plan, item), container.storage, container.recoding
         if any(self._storage.version(file) != version for file, version in part.versions):
             refuse_changed(self.plan.task, msgspec.structs.replace(self.plan.task, state=""))
         return part, self._storage, Recoding()
 
 
-def write_shares(plan: WorkPlan, prepared: Prepared, scratch: Path) -> None:
-    """Store what each item does, for workers that plan nothing.
+def write_parts(plan: WorkPlan, prepared: Prepared, scratch: Path) -> None:
+    """Store the part of each item, for workers that do not plan.
 
     Raises:
         StorageError: IO, NO_SPACE.
@@ -163,60 +161,60 @@ def write_shares(plan: WorkPlan, prepared: Prepared, scratch: Path) -> None:
     try:
         with making.open("wb") as file:
             for item in plan.items:
-                file.write(share_of(prepared.plan, item, storage).text)
+                file.write(part_of_item(prepared.plan, item, storage).text)
         making.replace(path)
     except OSError as error:
         raise failed(error, "storing what the items do", str(path)) from error
 
 
-def _carried_out(
+def _do_part(
     plan: WorkPlan,
     item: WorkItem,
-    part: Share,
+    part: PlanPart,
     storage: Storage,
     recoding: Recoding,
     limit: Limits,
     files: Writable,
     progress: Progress,
 ) -> ItemResult:
-    begin = time.monotonic()
+    start_time = time.monotonic()
     measured = prove(part, storage, recoding, limit, allow_lossy=True)
-    done = carry(part.tensors, storage, files, limit, progress=progress)
+    finished = carry(part.tensors, storage, files, limit, progress=progress)
     witness = layer(storage, Witness)
     tallies = {} if witness is None else witness.hand_over()
     hashes = layer(storage, HashWitness)
-    proved = () if hashes is None else hashes.hand_over()
+    proved = () if hashes is None else hashes.take_proved()
     storage.recheck()
     return ItemResult(
         task=plan.task,
         number=item.number,
-        tensors={name: (each.hash, error_text(each.error)) for name, each in done.items()},
+        tensors={name: (each.hash, error_text(each.error)) for name, each in finished.items()},
         checks=tuple(numbers(item.checks)),
         measured={step.name: (error_text(error), infinite) for step, (error, infinite) in measured.items()},
         summed=tuple((each.file, each.offset, tuple(tally.parts)) for each, tally in tallies.items()),
         proved=proved,
         worker=f"{socket.gethostname()}:{os.getpid()}",
         nbytes=sum(tensor.nbytes for tensor in part.tensors),
-        seconds=time.monotonic() - begin,
+        seconds=time.monotonic() - start_time,
     )
 
 
-class Known:
-    """What results of one task hold together.
+class CombinedResults:
+    """The combined results of several items of one task.
 
     Args:
-        results: of items.
-        task: the task; results of others do not count.
+        results: results of items.
+        task: the task; results of other tasks are ignored.
     """
 
     def __init__(self, results: Iterable[ItemResult], task: Task) -> None:
-        ours = [result for result in results if result.task.key == task.key]
-        self._tensors = {name for result in ours for name in result.tensors}
-        self._checks = {number for result in ours for number in result.checks}
-        self._measured = {name for result in ours for name in result.measured}
+        own_results = [result for result in results if result.task.key == task.key]
+        self._tensors = {name for result in own_results for name in result.tensors}
+        self._checks = {number for result in own_results for number in result.checks}
+        self._measured = {name for result in own_results for name in result.measured}
 
-    def has(self, item: WorkItem, part: Share) -> bool:
-        """Tell whether all is known that an item, which does this share, should find out."""
+    def has(self, item: WorkItem, part: PlanPart) -> bool:
+        """Tell whether the results cover an item with this part completely."""
         return (
             all(tensor.name in self._tensors for tensor in part.tensors)
             and self._checks.issuperset(numbers(item.checks))
@@ -224,16 +222,16 @@ class Known:
         )
 
 
-def refuse_changed(planned: Task, found: Task) -> None:
-    """Refuse a source that is not the one that was planned for, or a program that plans otherwise.
+def refuse_changed(planned: Task, actual: Task) -> None:
+    """Refuse a source other than the planned one, or a program that plans differently.
 
     Raises:
         Refused: CORRUPT, UNSUPPORTED.
     """
-    if planned.state != found.state:
+    if planned.state != actual.state:
         message = "the source's files are not those of the plan: they were changed or replaced since"
         raise refuse("CORRUPT", message, file=planned.source, hint="Plan again, and begin anew.")
-    if planned.key != found.key:
+    if planned.key != actual.key:
         message = "this program makes another plan of the same source: it is another version, or has other plugins"
         raise refuse(
             "UNSUPPORTED", message, file=planned.source, hint="Use one installation everywhere, or plan again."
@@ -241,59 +239,59 @@ def refuse_changed(planned: Task, found: Task) -> None:
 
 
 _lock = RLock()
-_opened: dict[str, OpenedPlan] = {}
-"""What does items of the plan that this process works on, by the hash of its text."""
+_opened: dict[str, OpenPlan] = {}
+"""The plan that this process works on, by the hash of its text."""
 
 
 def do_item(text: bytes, number: int) -> bytes:
-    """Carry an item of a plan out in this process; what executors call in their workers.
+    """Do an item of a plan in this process; executors call it in their workers.
 
-    The plan stays open for the items that follow; `let_go` closes it.
+    The plan stays open for later items; `close_plan` closes it.
 
     Args:
         text: `WorkPlan.text`.
-        number: of the item.
+        number: number of the item.
 
     Returns:
         `ItemResult.text`.
 
     Raises:
-        TransaxleError: as `OpenedPlan` and its `do`.
+        TransaxleError: as for `OpenPlan` and its method `do`.
     """
     key = digest(text)
     with _lock:
         if key not in _opened:
             _close()
-            _opened[key] = OpenedPlan(parse_plan(text, "the plan"))
-        opened = _opened[key]
-    return opened.do(number).text
+            _opened[key] = OpenPlan(parse_plan(text, "the plan"))
+        open_plan = _opened[key]
+    return open_plan.do(number).text
 
 
 @contextmanager
-def lent(plan: WorkPlan, prepared: Prepared, progress: Progress = no_progress) -> Iterator[None]:
+def lend_source(plan: WorkPlan, prepared: Prepared, progress: Progress = no_progress) -> Iterator[None]:
     """Let `do_item` use the source that is open in this process, until the block ends.
 
     Args:
-        plan: what is done.
-        prepared: the same, with the source open.
+        plan: the plan to execute.
+        prepared: the same plan with its source open.
         progress: called with the bytes of each block that this process writes.
     """
     with _lock:
         _close()
-        _opened[digest(plan.text)] = OpenedPlan(plan, prepared, progress)
+        _opened[digest(plan.text)] = OpenPlan(plan, prepared, progress)
     try:
         yield
     finally:
-        let_go()
+        close_plan()
 
 
-def let_go() -> None:
+def close_plan() -> None:
     """Close the plan that `do_item` has opened in this process."""
     with _lock:
         _close()
 
 
 def _close() -> None:
-    for each in _opened.values():
-        each.__exit__(None, None, None)
+    for open_plan in _opened.values():
+        open_plan.__exit__(None, None, None)
     _opened.clear()

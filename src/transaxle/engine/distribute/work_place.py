@@ -1,7 +1,7 @@
 """Where workers write: into the hidden folder beside the target, or whole files of an upload to a service.
 
-Both keep the results of items, so that any process can see what is done. In the folder a lock keeps a commit from being
-early; a service has none, and takes nothing more once an upload is complete.
+Both store the results of items, so that any process can see what is done. In the folder a lock prevents a premature
+commit; a service has no lock, and accepts nothing more once an upload is complete.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from transaxle.engine.carry import Share, write_fragments
-from transaxle.engine.distribute.work_plan import WorkItem, WorkPlan, parse_share
-from transaxle.engine.execute import united
+from transaxle.engine.carry import PlanPart, write_fragments
+from transaxle.engine.distribute.work_plan import WorkItem, WorkPlan, parse_part
+from transaxle.engine.execute import join_spans
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.registry import SCRATCH
@@ -39,47 +39,47 @@ _THERE = (
 
 
 class WorkPlace(Protocol):
-    """Where the work on a plan happens."""
+    """The place where workers execute a plan."""
 
     def refuse_not_begun(self) -> None:
-        """Refuse to write where no work on the plan has begun.
+        """Refuse to write if no work on the plan has begun.
 
         Raises:
-            UsageError: EXISTS where it is the work of another conversion.
-            Refused: INCOMPLETE where there is none.
+            UsageError: EXISTS if another conversion has begun there.
+            Refused: INCOMPLETE if nothing has begun there.
         """
 
-    def results(self, wanted: Iterable[int] | None = None) -> dict[int, ItemResult]:
-        """Return results of items, all of them or some."""
+    def results(self, item_numbers: Iterable[int] | None = None) -> dict[int, ItemResult]:
+        """Return results of items, all of them or some, by number."""
 
-    def stored_share(self, item: WorkItem) -> Share | None:
-        """Return what an item does, where that is stored; whoever plans finds out otherwise.
+    def read_part(self, item: WorkItem) -> PlanPart | None:
+        """Return the stored part of an item; None if it is not stored, so that the worker must plan.
 
         Raises:
             StorageError: IO.
         """
 
-    def writing(self, item: WorkItem) -> AbstractContextManager[ItemWriter]:
-        """Give what takes an item's bytes, and keeps its result: a context."""
+    def open_writer(self, item: WorkItem) -> AbstractContextManager[ItemWriter]:
+        """Return a context with a writer for an item's bytes and its result."""
 
 
 class ItemWriter(Protocol):
-    """Takes what an item writes."""
+    """Writes the bytes of an item."""
 
     @property
     def files(self) -> Writable:
-        """Where the bytes go."""
+        """The files to write into."""
 
-    def keep(self, result: ItemResult) -> ItemResult:
-        """Make the bytes durable, then keep the result, and return it."""
+    def store(self, result: ItemResult) -> ItemResult:
+        """Make the bytes durable, then store the result, and return it."""
 
 
 def work_place(plan: WorkPlan, prepared: Prepared | None = None) -> WorkPlace:
-    """Return where the work on a plan happens.
+    """Return the place where workers execute a plan.
 
     Args:
-        plan: what is done there.
-        prepared: the same, with the source open: for a service.
+        plan: the plan to execute.
+        prepared: the same plan with its source open; needed for a service.
     """
     return _FolderPlace(plan) if prepared is None or not is_url(plan.order.target) else _ServicePlace(plan, prepared)
 
@@ -88,7 +88,7 @@ class _FolderPlace:
     """The hidden folder beside the target.
 
     Args:
-        plan: what is done there.
+        plan: the plan to execute.
     """
 
     def __init__(self, plan: WorkPlan) -> None:
@@ -98,32 +98,32 @@ class _FolderPlace:
 
     def refuse_not_begun(self) -> None:
         """See `WorkPlace`."""
-        begun = read_task(self._scratch)
-        if begun is None:
+        started_task = read_task(self._scratch)
+        if started_task is None:
             raise _not_begun(self._plan)
-        _refuse_other(self._plan, begun.key)
+        _refuse_other(self._plan, started_task.key)
 
-    def results(self, wanted: Iterable[int] | None = None) -> dict[int, ItemResult]:
+    def results(self, item_numbers: Iterable[int] | None = None) -> dict[int, ItemResult]:
         """See `WorkPlace`."""
-        return read_results(self._scratch, wanted)
+        return read_results(self._scratch, item_numbers)
 
-    def stored_share(self, item: WorkItem) -> Share | None:
+    def read_part(self, item: WorkItem) -> PlanPart | None:
         """See `WorkPlace`."""
-        begun = read_task(self._scratch) if item.key else None
-        if begun is None or begun.key != self._plan.task.key:
+        started_task = read_task(self._scratch) if item.key else None
+        if started_task is None or started_task.key != self._plan.task.key:
             return None
         path = self._scratch / MOVES
         try:
             with path.open("rb") as file:
                 file.seek(item.begin)
-                return parse_share(file.read(item.size), item)
+                return parse_part(file.read(item.size), item)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise failed(error, "reading what an item does", str(path)) from error
 
     @contextmanager
-    def writing(self, _item: WorkItem) -> Iterator[_FolderWriter]:
+    def open_writer(self, _item: WorkItem) -> Iterator[_FolderWriter]:
         """See `WorkPlace`."""
         if not self._place.partial.is_dir():
             raise _not_begun(self._plan)
@@ -138,7 +138,7 @@ class _FolderWriter:
     def __init__(self, files: Writer) -> None:
         self.files: Writer = files
 
-    def keep(self, result: ItemResult) -> ItemResult:
+    def store(self, result: ItemResult) -> ItemResult:
         """See `ItemWriter`."""
         self.files.flush()
         self.files.put(f"{SCRATCH}/{item_file(result.number)}", result.text)
@@ -146,72 +146,72 @@ class _FolderWriter:
 
 
 class _ServicePlace:
-    """Uploads of whole files, and the objects beside the target of a service.
+    """Uploads of whole files, and the objects beside the target on a service.
 
     Args:
-        plan: what is done there.
-        prepared: the same, with the source open.
+        plan: the plan to execute.
+        prepared: the same plan with its source open.
     """
 
     def __init__(self, plan: WorkPlan, prepared: Prepared) -> None:
         self._plan = plan
         self._prepared = prepared
-        self._known = prepared.draft.early()
-        self._opened: tuple[int, SharedUpload] | None = None
-        self._stored: dict[tuple[str, str], Mapping[int, StoredPart]] = {}
+        self._early_fragments = prepared.draft.early()
+        self._open_upload: tuple[int, SharedUpload] | None = None
+        self._part_cache: dict[tuple[str, str], Mapping[int, StoredPart]] = {}
 
     @property
     def _upload(self) -> SharedUpload:
-        """The target, opened in this process: a client belongs to one."""
+        """The target, opened in this process: clients cannot be shared between processes."""
         from transaxle.formats.store.shared_upload import SharedUpload
 
-        if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), SharedUpload(self._plan.order.target, resume=True)
-        return self._opened[1]
+        if self._open_upload is None or self._open_upload[0] != os.getpid():
+            self._open_upload = os.getpid(), SharedUpload(self._plan.order.target, resume=True)
+        return self._open_upload[1]
 
     def refuse_not_begun(self) -> None:
         """See `WorkPlace`."""
-        self._begun()
+        self._current_upload()
 
-    def _begun(self) -> BegunUpload:
-        begun = self._upload.hidden.begun()
-        if begun is None:
+    def _current_upload(self) -> BegunUpload:
+        started_upload = self._upload.hidden.begun()
+        if started_upload is None:
             raise _not_begun(self._plan)
-        _refuse_other(self._plan, task_from(begun.task).key)
-        return begun
+        _refuse_other(self._plan, task_from(started_upload.task).key)
+        return started_upload
 
-    def results(self, wanted: Iterable[int] | None = None) -> dict[int, ItemResult]:
+    def results(self, item_numbers: Iterable[int] | None = None) -> dict[int, ItemResult]:
         """See `WorkPlace`."""
-        return results_on(self._upload, self._begun().token, wanted)
+        return results_on(self._upload, self._current_upload().token, item_numbers)
 
-    def stored_share(self, item: WorkItem) -> Share | None:  # noqa: ARG002 - as in a folder
-        """Return None: whoever sends files needs their headers, and so the plan."""
+    def read_part(self, item: WorkItem) -> PlanPart | None:  # noqa: ARG002 - as in a folder
+        """Return None: to send files, a worker needs their headers, and so the plan."""
         return None
 
     @contextmanager
-    def writing(self, item: WorkItem) -> Iterator[_ServiceWriter]:
+    def open_writer(self, item: WorkItem) -> Iterator[_ServiceWriter]:
         """See `WorkPlace`."""
         from transaxle.formats.store.shared_upload import FileSender
 
-        upload, begun = self._upload, self._begun()
-        if begun.division != division_of(self._plan):
+        upload, started_upload = self._upload, self._current_upload()
+        if started_upload.division != division_of(self._plan):
             message = "the work that has begun is divided otherwise"
             raise refuse("INCOMPLETE", message, file=self._plan.order.target, hint=_BEGIN)
-        stored = self._stored_parts(begun, item) if begun.continued else {}
+        stored = self._parts_on_service(started_upload, item) if started_upload.continued else {}
         sizes = {file: self._prepared.draft.files[file] for file in item.files}
-        files = FileSender(upload.calls, begun, sizes, self._known, stored)
+        files = FileSender(upload.calls, started_upload, sizes, self._early_fragments, stored)
         try:
-            yield _ServiceWriter(files, upload, begun.token, self._prepared, item)
+            yield _ServiceWriter(files, upload, started_upload.token, self._prepared, item)
         finally:
             files.close()
 
-    def _stored_parts(self, begun: BegunUpload, item: WorkItem) -> Mapping[str, Mapping[int, StoredPart]]:
-        """Ask once for each file which parts there are: those of workers that left no result."""
+    def _parts_on_service(self, started_upload: BegunUpload, item: WorkItem) -> Mapping[str, Mapping[int, StoredPart]]:
+        """Return the stored parts of each file, of workers that left no result; each file is asked about only once."""
         for file in item.files:
-            if (begun.token, file) not in self._stored and file in begun.uploads:
-                found = self._upload.calls.stored_parts(begun.places[file], begun.uploads[file], file)
-                self._stored[begun.token, file] = found or {}
-        return {file: self._stored.get((begun.token, file), {}) for file in item.files}
+            if (started_upload.token, file) not in self._part_cache and file in started_upload.uploads:
+                parts = self._upload.calls.stored_parts(started_upload.places[file], started_upload.uploads[file], file)
+                self._part_cache[started_upload.token, file] = parts or {}
+        return {file: self._part_cache.get((started_upload.token, file), {}) for file in item.files}
 
 
 class _ServiceWriter:
@@ -222,74 +222,74 @@ class _ServiceWriter:
         self._prepared = prepared
         self._item = item
 
-    def keep(self, result: ItemResult) -> ItemResult:
-        """See `ItemWriter`; a file with room for digests is the only one, and its item has all of its tensors."""
+    def store(self, result: ItemResult) -> ItemResult:
+        """See `ItemWriter`; a file that also contains digests has all of its tensors in one item."""
         draft = self._prepared.draft
         if self._item.files and draft.seal is not None:
-            tensors = united(self._prepared.plan, result.finished)
+            tensors = join_spans(self._prepared.plan, result.finished)
             write_fragments(self.files, draft.late({name: done.hash for name, done in tensors.items()}))
         result = msgspec.structs.replace(result, begun=self._token, sent=self.files.flush())
         self._upload.hidden.put_result(result.number, result.text)
         return result
 
 
-def results_on(upload: SharedUpload, token: str, wanted: Iterable[int] | None = None) -> dict[int, ItemResult]:
-    """Return results that lie beside a target on a service, of one beginning of the work.
+def results_on(upload: SharedUpload, token: str, item_numbers: Iterable[int] | None = None) -> dict[int, ItemResult]:
+    """Return the results beside a target on a service, without those of earlier beginnings of the work.
 
     Args:
         upload: the target.
-        token: of the beginning.
-        wanted: numbers of items; None: all.
+        token: identifies the current beginning.
+        item_numbers: numbers of items; None: all.
 
     Raises:
         StorageError: IO.
     """
-    found = {}
-    for number in upload.hidden.numbers() if wanted is None else wanted:
+    results = {}
+    for number in upload.hidden.numbers() if item_numbers is None else item_numbers:
         text = upload.hidden.result(number)
         result = None if text is None else parse_result(text)
         if result is not None and result.begun == token and result.number == number:
-            found[number] = result
-    return found
+            results[number] = result
+    return results
 
 
 def division_of(plan: WorkPlan) -> str:
-    """Return a hash of which item of a plan writes which files."""
+    """Return a hash of the division of a plan: which item writes which files."""
     return digest(msgspec.json.encode([item.files for item in plan.items]))
 
 
 def task_text(task: Task) -> str:
-    """Return a task as text."""
+    """Return a task as JSON text."""
     return msgspec.json.encode(task).decode()
 
 
 def task_from(text: str) -> Task:
-    """Inverse of `task_text`."""
+    """Parse the text of a task. Inverse: `task_text`."""
     return msgspec.json.decode(text, type=Task)
 
 
-def refuse_there(plan: WorkPlan) -> None:
-    """Refuse to begin where the target is there, and the plan does not say that it is replaced.
+def refuse_existing(plan: WorkPlan) -> None:
+    """Refuse to begin if the target exists, unless the plan replaces it.
 
     Raises:
         UsageError: EXISTS.
     """
-    if _is_there(plan):
+    if _exists(plan):
         raise refuse("EXISTS", "the target already exists", file=plan.order.target, hint=_THERE)
 
 
-def _is_there(plan: WorkPlan) -> bool:
+def _exists(plan: WorkPlan) -> bool:
     return not plan.overwrite and not is_url(plan.order.target) and os.path.lexists(plan.order.target)
 
 
 def _not_begun(plan: WorkPlan) -> TransaxleError:
-    if _is_there(plan):
+    if _exists(plan):
         message = "the target already exists, and no work on this plan has begun"
         return refuse("INCOMPLETE", message, file=plan.order.target, hint=_THERE)
     return refuse("INCOMPLETE", "the work on this plan has not begun", file=plan.order.target, hint=_BEGIN)
 
 
-def _refuse_other(plan: WorkPlan, begun: Sequence[str]) -> None:
-    if begun != plan.task.key:
+def _refuse_other(plan: WorkPlan, started_key: Sequence[str]) -> None:
+    if started_key != plan.task.key:
         message = "beside the target is the unfinished work of another conversion"
         raise refuse("EXISTS", message, file=plan.order.target, hint=f"Remove it with transaxle clean. {_BEGIN}")

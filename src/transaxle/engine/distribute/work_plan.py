@@ -1,18 +1,19 @@
-"""A conversion as data that other processes carry out: what is asked for, and its division into items of work.
+"""A conversion as data that other processes can execute, and its division into work items.
 
-An item is a share of the plan that one worker does alone, of about as many bytes as the others. A tensor is divided
-only into the spans in which it is hashed, and only where it is copied as it is; the buffers that one tensor is encoded
-as stay together. What may refuse a conversion comes first: copies that must be equal, values that may become infinite.
+An item is a part of the plan that one worker does alone, of about the same size as the others. A tensor is divided only
+into the spans in which it is hashed, and only if it is copied unchanged; the buffers of an encoded tensor stay
+together. Checks that may refuse a conversion come first: copies that must be equal, and values that may become
+infinite.
 
-On a service an object has one writer. There an item is a file, or several: small ones, and those that share tensors,
-each with a part of them. A tensor that lies in the files of several items all the same (a replica for each rank) is
-made by each of them.
+On a service an object has a single writer. There an item is one file or several: small ones, or files that share
+tensors, each having parts of them. A tensor that still lies in the files of several items (a replica for each rank) is
+produced by each of them.
 
-A plan's file says what to plan, and numbers what each item does of it. Whoever begins and commits opens the source and
-plans anew, and must come to the same plan over the same files, or is refused. The shares behind the numbers are kept
-beside the draft, a range of one file for each item, so that a worker reads those of its items and plans nothing; an
-item has their hash. Where the source is seen through a view (decoded, cast, averaged), which has no form on disk,
-workers plan too.
+A plan file says what to plan, and which numbers of the plan each item covers. The driver, which begins and commits,
+opens the source and plans again; it must arrive at the same plan over the same files, or it refuses. The parts of the
+items are stored beside the staged files, each as a range of one file, so that a worker reads those of its items instead
+of planning; an item has the hash of its part. If the source is seen through a view (decoded, cast, averaged), which
+cannot be stored, workers plan too.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from transaxle.arguments import (
     read_count,
 )
 from transaxle.encodings.value_steps import MEASURED_BY_READING
-from transaxle.engine.carry import Share
+from transaxle.engine.carry import PlanPart
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config
-from transaxle.engine.execute import Cleared, source_files
+from transaxle.engine.execute import CheckedPlan, source_files
 from transaxle.engine.plan.conversion import Prepared, make_plan
 from transaxle.engine.plan.planned import Plan
 from transaxle.engine.views.encode import Encode
@@ -51,59 +52,59 @@ from transaxle.move.workers import DisjointSets
 from transaxle.options import OPTIONS
 
 _VERSION = 1
-"""Of the form of the file."""
+"""Version of the file's schema."""
 _LONGEST = 1 << 28
 _PLAN_AGAIN = "Plan again with this program:  transaxle plan SRC DST --to … --write PLAN."
-_USUAL = 1 << 30
-"""Bytes of an item where nobody says how many there are."""
-_MOST = 4096
-"""Items at most where nobody says how many there are."""
-_LITTLE = 8
-"""What is less than one part in so many of a file is little beside it."""
+_ITEM_BYTES = 1 << 30
+"""Bytes per item if the user gives no number of items."""
+_MAX_ITEMS = 4096
+"""Largest number of items if the user gives none."""
+_CHEAP = 8
+"""Producing tensors again for another file is cheap if it costs at most one part in this many of the file's size."""
 
 Ranges = tuple[tuple[int, int], ...]
-"""First number and one past the last, of each range."""
+"""Start and stop of each range of numbers."""
 
 
 class _Piece(msgspec.Struct, frozen=True):
     """A part of a plan that is not divided further."""
 
     nbytes: int
-    """Bytes that it moves, or reads."""
+    """Bytes that it moves or reads."""
     kind: str
-    """The field of `WorkItem` that its numbers are of."""
+    """Name of the field of `WorkItem` that gets its numbers."""
     numbers: Sequence[int]
-    """Of units, checks or recoded tensors of the plan."""
+    """Numbers of units, checks or recoded tensors of the plan."""
     files: tuple[str, ...] = ()
-    """The files that it is all of; none where workers share files."""
+    """Files that it fills completely; empty if workers share files."""
 
 
 class ConversionOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that decides what a conversion does."""
+    """A conversion as data: everything that determines its result."""
 
     source: str
-    """Absolute path or URL."""
+    """Absolute path or URL of the source."""
     target: str
-    """Absolute path or URL."""
+    """Absolute path or URL of the target."""
     to: str
-    """`FORMAT[:DIALECT]`."""
+    """Format and dialect of the target, `FORMAT[:DIALECT]`."""
     reading: dict[str, Any]
-    """Options of `open_checkpoint`, all of them data; a config is its content."""
+    """Options of `open_checkpoint` as plain data; a config is given by its content."""
     rules: str | None = None
-    """Text of the table of one's own; None: there is none."""
+    """Text of the user's rules file; None if there is none."""
     shaping: dict[str, Any] = {}
     """Options of `make_plan` that are plain data."""
     encode: Encode | None = None
-    """Which tensors are encoded, and how."""
+    """Which tensors to encode, and how; None: none."""
     degrees: Degrees | None = None
-    """The ranks of a target that has files for each of them."""
+    """Degrees of a target with files for each rank; None for other targets."""
 
     @contextmanager
-    def planned(self) -> Iterator[Prepared]:
-        """Open the source and plan; the files are open until the block ends.
+    def prepare(self) -> Iterator[Prepared]:
+        """Open the source and plan; the files stay open until the block ends.
 
         Raises:
-            TransaxleError: what `open_checkpoint` and `make_plan` raise.
+            TransaxleError: errors of `open_checkpoint` and `make_plan`.
         """
         with tempfile.TemporaryDirectory(prefix="transaxle-rules-") as folder:
             reading = dict(self.reading)
@@ -130,19 +131,19 @@ def order(
     """Return a conversion as data.
 
     Args:
-        src: the source's path or URL.
-        dst: the target's path or URL.
+        src: path or URL of the source.
+        dst: path or URL of the target.
         to: `FORMAT[:DIALECT]`.
-        reading: options of `open_checkpoint`, as `read_options` gives them.
-        shaping: those of `make_plan` that are plain data.
-        encode: which tensors are encoded.
-        degrees: the ranks of a target that has files for each of them.
+        reading: options of `open_checkpoint`, from `read_options`.
+        shaping: options of `make_plan` that are plain data.
+        encode: which tensors to encode.
+        degrees: degrees of a target with files for each rank.
 
     Raises:
         Refused: UNSUPPORTED for a target that several workers cannot write.
-        TransaxleError: what reading config and rules raises.
+        TransaxleError: errors of reading config and rules.
     """
-    here = local_path(dst) if is_url(dst) else dst
+    local_target = local_path(dst) if is_url(dst) else dst
     plain = {name: value for name, value in reading.items() if value is not None}
     config, rules = model_config(plain.pop("config", None)), plain.pop("rules", None)
     paths = [name for name in plain if OPTIONS[name].kind == "path"]
@@ -150,12 +151,12 @@ def order(
         if as_text(path) != path:
             message = "its name is not UTF-8, and workers are told of paths as UTF-8"
             raise refuse("UNSUPPORTED", message, file=path, hint="Rename it, or convert in this process: without --on.")
-    if here is None:
+    if local_target is None:
         multipart(Service(dst))
     plain |= {name: _absolute(plain[name]) for name in paths} | ({} if config is None else {"config": dict(config)})
     return ConversionOrder(
         source=_absolute(src),
-        target=dst if here is None else _absolute(here),
+        target=dst if local_target is None else _absolute(local_target),
         to=to,
         reading=plain,
         rules=None if rules is None else read_file(rules, LONGEST_TABLE).decode("utf-8"),
@@ -166,7 +167,7 @@ def order(
 
 
 def _absolute(path: str) -> str:
-    """Return a path as other processes find it; a link stays one."""
+    """Return a path that other processes can use; links are not resolved."""
     return path if is_url(path) else os.path.abspath(path)  # noqa: PTH100
 
 
@@ -174,29 +175,29 @@ class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a plan that one worker does alone."""
 
     number: int
-    """Its place among the items."""
+    """Index of the item in the plan."""
     nbytes: int
     """Bytes that it moves, or reads to compare and to measure."""
     tensors: Ranges = ()
-    """Which units of the plan it writes: tensors, and spans of large ones."""
+    """Units of the plan to write: tensors, and spans of large ones."""
     checks: Ranges = ()
-    """Which of the plan's copies it compares."""
+    """Checks of the plan to make: copies to compare."""
     measures: Ranges = ()
-    """Of which recoded tensors of the plan it measures the error."""
+    """Recoded tensors of the plan whose errors to measure."""
     files: tuple[str, ...] = ()
     """Target files that it writes into."""
     sources: tuple[str, ...] = ()
-    """Source files that it reads, those first of which it reads most."""
+    """Source files that it reads, those with the most bytes first."""
     begin: int = 0
-    """First byte of its share in the file that holds those of all items."""
+    """Offset of its part in the file with the parts of all items."""
     size: int = 0
-    """Bytes of its share in that file."""
+    """Size of its part in that file, in bytes."""
     key: str = ""
-    """Hash of its share; empty where the file has none, and a worker must plan the whole conversion."""
+    """Hash of its part; empty if that file has none, so that a worker must plan the whole conversion."""
 
     @property
     def magnitude(self) -> int:
-        """A number that items of about one size share, those of the usual size among them."""
+        """A class of sizes: items of about the same size have the same number."""
         return (3 * self.nbytes).bit_length()
 
     @property
@@ -206,41 +207,41 @@ class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversion, divided into items of work."""
+    """A conversion, divided into work items."""
 
     form: int = _VERSION
-    """Version of what follows."""
+    """Version of this schema."""
     program: str
     """Version of the program that planned."""
     order: ConversionOrder
-    """What is converted."""
+    """The conversion as data."""
     task: Task
-    """What the plan does, and the state of the source's files."""
+    """Identity of the plan, and the state of the source's files."""
     overwrite: bool | str = False
-    """Replace a checkpoint at the target; `everything`: with whatever else is there."""
+    """Whether to replace a checkpoint at the target; `everything`: also delete all other files there."""
     sync: bool = True
-    """Make everything durable before the target appears."""
+    """Whether to sync everything to disk before the target appears."""
     jobs: int | None = None
-    """Threads of each worker."""
+    """Threads of each worker; None: its own default."""
     memory: int | None = None
-    """Bytes of the buffers of each worker."""
+    """Bytes of the buffers of each worker; None: its own default."""
     items: tuple[WorkItem, ...]
-    """The work."""
+    """The work items."""
     files: tuple[str, ...] = ()
-    """The source files whose state is that of the task, where workers need not plan."""
+    """Source files whose state is part of the task, if workers need not plan."""
     seal: str = ""
-    """Hash of all the rest, with this empty."""
+    """Hash of all other fields, computed while this one is empty."""
 
     @property
     def text(self) -> bytes:
-        """The file's content; `read_plan` reads it."""
+        """The content of a plan file; `read_plan` reads it."""
         unsealed = msgspec.json.encode(msgspec.structs.replace(self, seal=""))
         return msgspec.json.encode(msgspec.structs.replace(self, seal=digest(unsealed)))
 
 
 def program_version() -> str:
-    """Return the version of the installed program; empty where it is not installed."""
-    from importlib import metadata  # only whoever writes or reads a plan's file waits for it
+    """Return the version of the installed program; empty if it is not installed."""
+    from importlib import metadata  # imported here: only plan files need it
 
     try:
         return metadata.version("transaxle")
@@ -248,38 +249,38 @@ def program_version() -> str:
         return ""
 
 
-def work_plan(order: ConversionOrder, cleared: Cleared, count: int | None = None, **options: Any) -> WorkPlan:
-    """Divide a cleared plan into items of work.
+def work_plan(order: ConversionOrder, cleared: CheckedPlan, count: int | None = None, **options: Any) -> WorkPlan:
+    """Divide a checked plan into work items.
 
     Args:
-        order: what it was made of.
-        cleared: the plan.
-        count: how many items; None: one for each GiB.
+        order: the conversion as data.
+        cleared: its plan, checked for the target.
+        count: number of items; None: one per GiB.
         **options: `overwrite`, `sync`, `jobs`, `memory` of `WorkPlan`.
 
     Raises:
         TransaxleError: a file of the source cannot be read.
     """
     source = cleared.checkpoint.path
-    if unpinned(source) != source:  # whoever does an item reads the commit that was planned, wherever a branch is then
+    if unpinned(source) != source:  # workers must read the planned commit, even if its branch has moved on
         order = msgspec.structs.replace(order, source=source)
     items = divide(cleared.plan, count, whole_files=is_url(order.target))
     storage = cleared.checkpoint.container.storage
     if isinstance(storage, Overlay):
         return WorkPlan(program=program_version(), order=order, task=cleared.task, items=items, **options)
-    items, files = keyed(cleared.plan, items, storage), source_files(cleared)
+    items, files = with_parts(cleared.plan, items, storage), source_files(cleared)
     return WorkPlan(program=program_version(), order=order, task=cleared.task, items=items, files=files, **options)
 
 
 def parse_plan(text: bytes, file: str) -> WorkPlan:
-    """Read a plan.
+    """Parse a plan file.
 
     Args:
         text: `WorkPlan.text`.
-        file: where it is from, for errors.
+        file: name of the file, for errors.
 
     Raises:
-        Refused: CORRUPT where it is none, or was changed; UNSUPPORTED where another version of the program wrote it.
+        Refused: CORRUPT if it is no plan, or was changed; UNSUPPORTED if another version of the program wrote it.
     """
     try:
         form = msgspec.json.decode(text, type=_Form).form
@@ -301,12 +302,12 @@ class _Form(msgspec.Struct):
 
 
 def read_plan(path: str) -> WorkPlan:
-    """Read a plan's file; raises as `parse_plan` and `read_file`."""
+    """Read a plan file; raises like `parse_plan` and `read_file`."""
     return parse_plan(read_file(path, _LONGEST), path)
 
 
 def write_plan(plan: WorkPlan, path: str) -> None:
-    """Write a plan's file, which must not exist; for its owner alone where a URL in it has a password or a signature.
+    """Write a plan file, which must not exist; only its owner may read it if a URL in it has a password or a signature.
 
     Raises:
         UsageError: EXISTS.
@@ -323,25 +324,25 @@ def write_plan(plan: WorkPlan, path: str) -> None:
         raise failed(error, "writing the plan", path) from error
 
 
-def parse_share(text: bytes, item: WorkItem) -> Share | None:
-    """Read the share of an item; None where it is not what was planned."""
+def parse_part(text: bytes, item: WorkItem) -> PlanPart | None:
+    """Read the part of an item; None if it is not the planned one."""
     if not item.key or digest(text) != item.key:
         return None
-    return msgspec.msgpack.decode(text, type=Share)
+    return msgspec.msgpack.decode(text, type=PlanPart)
 
 
-def share_of(plan: Plan, item: WorkItem, storage: Storage | None = None) -> Share:
-    """Return what an item of a plan does.
+def part_of_item(plan: Plan, item: WorkItem, storage: Storage | None = None) -> PlanPart:
+    """Return the part of a plan that an item does.
 
     Args:
         plan: the plan.
         item: the item.
-        storage: the source, for the versions of its files; None: they are left out.
+        storage: the source, for the versions of its files; None: leave them out.
 
     Raises:
         TransaxleError: a file of the source cannot be read.
     """
-    return Share(
+    return PlanPart(
         versions=() if storage is None else tuple((name, storage.version(name)) for name in item.sources),
         tensors=tuple(plan.units[number] for number in numbers(item.tensors)),
         checks=tuple(plan.checks[number] for number in numbers(item.checks)),
@@ -349,14 +350,14 @@ def share_of(plan: Plan, item: WorkItem, storage: Storage | None = None) -> Shar
     )
 
 
-def keyed(plan: Plan, items: Iterable[WorkItem], storage: Storage) -> tuple[WorkItem, ...]:
-    """Return the items of a plan with the places and hashes of their shares; raises as `share_of`."""
-    found, at = [], 0
+def with_parts(plan: Plan, items: Iterable[WorkItem], storage: Storage) -> tuple[WorkItem, ...]:
+    """Return the items of a plan with the offsets and hashes of their parts; raises like `part_of_item`."""
+    keyed_items, offset = [], 0
     for item in items:
-        text = share_of(plan, item, storage).text
-        found.append(msgspec.structs.replace(item, begin=at, size=len(text), key=digest(text)))
-        at += len(text)
-    return tuple(found)
+        text = part_of_item(plan, item, storage).text
+        keyed_items.append(msgspec.structs.replace(item, begin=offset, size=len(text), key=digest(text)))
+        offset += len(text)
+    return tuple(keyed_items)
 
 
 def numbers(ranges: Ranges) -> Iterator[int]:
@@ -366,7 +367,7 @@ def numbers(ranges: Ranges) -> Iterator[int]:
 
 
 def ranges_of(numbers: Iterable[int]) -> Ranges:
-    """Inverse of `numbers`, for numbers in any order, also given several times."""
+    """Return the ranges of numbers, given in any order, even repeatedly. Inverse: `numbers`."""
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
         if ranges and ranges[-1][1] == number:
@@ -376,11 +377,11 @@ def ranges_of(numbers: Iterable[int]) -> Ranges:
     return tuple((first, stop) for first, stop in ranges)
 
 
-def in_order(items: Iterable[WorkItem]) -> list[WorkItem]:
-    """Return items in the order in which they should begin: what may refuse the conversion, then the large ones.
+def order_items(items: Iterable[WorkItem]) -> list[WorkItem]:
+    """Return items in the order in which they should begin: checks that may refuse first, then large items.
 
-    A large item that is begun last would leave all others waiting. Items of about one size stay in the order of the
-    files, so those that are done at the same time read and write near each other.
+    A large item that begins last would let all others wait. Items of about the same size stay in file order, so that
+    concurrent workers read and write near each other.
     """
     return sorted(items, key=lambda item: (not (item.checks or item.measures), -item.magnitude))
 
@@ -389,36 +390,36 @@ def divide(plan: Plan, count: int | None = None, *, whole_files: bool = False) -
     """Divide a plan into work items.
 
     Args:
-        plan: what is to be done.
-        count: how many items; some are empty where there are not so many units, or files. None: one for each GiB.
-        whole_files: no two items write into one file.
+        plan: the plan.
+        count: number of items; some are empty if there are fewer units or files. None: one per GiB.
+        whole_files: whether each file belongs to a single item.
 
     Raises:
         TypeError: `count` is no number.
-        ValueError: it is less than one.
+        ValueError: `count` is less than one.
     """
-    pieces = [*_proofs(plan), *(_files(plan) if whole_files else _tensors(plan))]
+    pieces = [*_check_pieces(plan), *(_file_pieces(plan) if whole_files else _tensor_pieces(plan))]
     total = sum(piece.nbytes for piece in pieces)
     if count is None:
-        count = max(1, min(_MOST, len(pieces), -(-total // _USUAL)))
+        count = max(1, min(_MAX_ITEMS, len(pieces), -(-total // _ITEM_BYTES)))
     count = read_count("items", count)
     shares: list[list[_Piece]] = [[] for _ in range(count)]
-    at = 0
+    offset = 0
     for number, piece in enumerate(pieces):
-        # The item in whose share of all bytes the middle of the piece lies, if there is not one for each piece.
-        middle = min(count - 1, (at + piece.nbytes // 2) * count // total) if total else 0
+        # With more pieces than items, a piece goes to the item whose share of all bytes contains its middle.
+        middle = min(count - 1, (offset + piece.nbytes // 2) * count // total) if total else 0
         shares[number if len(pieces) <= count else middle].append(piece)
-        at += piece.nbytes
+        offset += piece.nbytes
     return tuple(_item(plan, number, share) for number, share in enumerate(shares))
 
 
 def _item(plan: Plan, number: int, share: Sequence[_Piece]) -> WorkItem:
-    tensors, compared, measures = (
+    tensors, check_ranges, measures = (
         ranges_of(itertools.chain.from_iterable(piece.numbers for piece in share if piece.kind == kind))
         for kind in ("tensors", "checks", "measures")
     )
     units = [plan.units[each] for each in numbers(tensors)]
-    checks = [plan.checks[each] for each in numbers(compared)]
+    checks = [plan.checks[each] for each in numbers(check_ranges)]
     own_files = dict.fromkeys(file for piece in share for file in piece.files)
     files = own_files or dict.fromkeys(place.file for unit in units for place in unit.everywhere)
     reads: dict[str, int] = {}
@@ -429,15 +430,15 @@ def _item(plan: Plan, number: int, share: Sequence[_Piece]) -> WorkItem:
         number=number,
         nbytes=sum(piece.nbytes for piece in share),
         tensors=tensors,
-        checks=compared,
+        checks=check_ranges,
         measures=measures,
         files=tuple(files),
         sources=tuple(sorted(reads, key=lambda file: -reads[file])),
     )
 
 
-def _proofs(plan: Plan) -> Iterator[_Piece]:
-    """Yield what may refuse a conversion."""
+def _check_pieces(plan: Plan) -> Iterator[_Piece]:
+    """Yield the checks that may refuse a conversion."""
     for number, check in enumerate(plan.checks):
         yield _Piece(2 * check.nbytes, "checks", [number])
     for number, step in enumerate(plan.recoded):
@@ -445,8 +446,8 @@ def _proofs(plan: Plan) -> Iterator[_Piece]:
             yield _Piece(nbytes(step.dtype, step.shape), "measures", [number])
 
 
-def _tensors(plan: Plan) -> Iterator[_Piece]:
-    """Yield the units of a plan; the buffers that one tensor is encoded as together."""
+def _tensor_pieces(plan: Plan) -> Iterator[_Piece]:
+    """Yield the units of a plan, with the buffers of an encoded tensor in one piece."""
     together: dict[str, list[int]] = {}
     for number, tensor in enumerate(plan.units):
         if tensor.step is not None:
@@ -457,22 +458,22 @@ def _tensors(plan: Plan) -> Iterator[_Piece]:
             yield _Piece(sum(plan.units[each].nbytes for each in group), "tensors", group)
 
 
-def _files(plan: Plan) -> Iterator[_Piece]:
-    """Yield the units of each file; those without bytes are in none.
+def _file_pieces(plan: Plan) -> Iterator[_Piece]:
+    """Yield the units of each file; units without bytes belong to no file.
 
-    A unit that lies in several files is made anew for each of them. Where that is much beside the files, as where ranks
-    share every tensor, these are one piece.
+    A unit that lies in several files is produced again for each of them. If that costs much compared with the files, as
+    if ranks share every tensor, these files form one piece.
     """
     places: list[dict[str, int]] = []
-    own, beyond = Counter[str](), Counter[str]()
+    own_bytes, extra_bytes = Counter[str](), Counter[str]()
     for unit in plan.units:
-        inside = Counter[str]()
+        bytes_in_file = Counter[str]()
         for place in unit.everywhere:
-            inside[place.file] += place.size
-        places.append(dict(inside) if unit.nbytes else {"": 0})
-        own.update(inside)
-        beyond.update({file: unit.nbytes - size for file, size in inside.items()})
-    wasteful = {file for file in own if beyond[file] * _LITTLE > own[file]}
+            bytes_in_file[place.file] += place.size
+        places.append(dict(bytes_in_file) if unit.nbytes else {"": 0})
+        own_bytes.update(bytes_in_file)
+        extra_bytes.update({file: unit.nbytes - size for file, size in bytes_in_file.items()})
+    wasteful = {file for file in own_bytes if extra_bytes[file] * _CHEAP > own_bytes[file]}
     together = DisjointSets[str]()
     for unit, sizes in zip(plan.units, places, strict=True):
         parted = [file for file, size in sizes.items() if size < unit.nbytes]

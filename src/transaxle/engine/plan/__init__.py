@@ -1,1 +1,1 @@
-"""What a conversion will do, decided before a byte moves."""
+"""Planning a conversion, completely, before any byte is moved."""

@@ -1,4 +1,4 @@
-"""Plans: frozen, JSON-able data that says every byte a conversion will move, and every reason why it may not."""
+"""Plans: immutable data with every byte that a conversion will move, and every reason why it cannot run."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ from transaxle.move.journal import span_ends
 from transaxle.move.transfer import Transfer, clip_blocks
 
 _SHOWN, _SHOWN_REFUSALS = 12, 3
-"""Rules and refusals that a printed plan shows."""
+"""Numbers of rules and refusals that a printed plan shows."""
 
 
 class OutputTensor(msgspec.Struct, frozen=True, gc=False):
-    """One tensor to be written."""
+    """A tensor to write, before its files are laid out."""
 
     name: str
     """Stored name in the target."""
     dtype: str
-    """Safetensors code."""
+    """Safetensors code of its dtype."""
     shape: tuple[int, ...]
-    """As stored."""
+    """Stored shape."""
     target: Target
-    """Where its values come from."""
+    """The target that says where its values come from."""
     step: Step | None = None
-    """How its values become one buffer of an encoding; None: they are written as they are."""
+    """How its values become one buffer of an encoding; None: they are written unchanged."""
 
 
 class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
-    """A tensor to be written, and where its bytes come from."""
+    """A tensor to write, with the places of its bytes in source and target."""
 
     name: str
     """Stored name in the target."""
     dtype: str
-    """Safetensors code."""
+    """Safetensors code of its dtype."""
     shape: tuple[int, ...]
     """Logical elements along each dim."""
     places: tuple[Transfer, ...]
-    """Destinations of its bytes, in order of the first one of each, as the transfers that would read it back."""
+    """Destinations of its bytes, in order, as the transfers that would read them back."""
     nbytes: int
     """Size in bytes."""
     rule: str
-    """The target dialect's line, as written."""
+    """Line of the target dialect, as written in the table."""
     transfers: tuple[Transfer, ...]
     """Reads that fill it, sorted by target position."""
     arithmetic: AffineSteps | None = None
-    """Arithmetic on every value, where the user allowed it."""
+    """Arithmetic on every value, if the user allowed it."""
     step: Step | None = None
-    """How the transferred values are encoded; None: they are written as they are."""
+    """How the transferred values are encoded; None: they are written unchanged."""
     copies: tuple[Transfer, ...] = ()
     """Further destinations of some of its bytes, each as the transfer that would read them back."""
 
@@ -77,7 +77,7 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
         return self.step.tensor if self.step is not None and self.step.role == Role.CODES else None
 
     def steps(self, computed: Mapping[str, Sequence[RecodedTensor]]) -> list[dict[str, Any]]:
-        """Return what makes it, in order, as plain JSON data.
+        """Return the steps that produce the tensor, in order, as plain JSON data.
 
         Args:
             computed: see `Plan.computed`.
@@ -98,7 +98,7 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
         return steps
 
     def as_json(self, *, copies: bool = True) -> dict[str, Any]:
-        """Return it as plain JSON data; without `copies` the reads that fill it are left out."""
+        """Return it as plain JSON data; without `copies`, omit the reads that fill it."""
         bare = msgspec.structs.replace(self, places=(), transfers=(), copies=(), arithmetic=None)
         data: dict[str, Any] = msgspec.to_builtins(bare)
         del data["transfers"]
@@ -111,7 +111,7 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def spans(self) -> tuple[PlannedTensor, ...]:
-        """The spans in which it is hashed, each as a tensor of bytes, where it is copied and there are several."""
+        """The spans in which it is hashed, each as a tensor of bytes; empty if there is only one, or values change."""
         ends = span_ends(self.nbytes)
         if len(ends) == 1 or self.step is not None or self.arithmetic is not None:
             return ()
@@ -121,11 +121,11 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
                 f"{self.name}\n{start}",
                 "U8",
                 (stop - start,),
-                _moved(places, start),
+                _relative_to(places, start),
                 stop - start,
                 self.rule,
-                _moved(transfers, start),
-                copies=_moved(copies, start),
+                _relative_to(transfers, start),
+                copies=_relative_to(copies, start),
             )
             for (start, stop, transfers), (_, _, places), (_, _, copies) in zip(*divided, strict=True)
         )
@@ -135,37 +135,37 @@ def _start(transfer: Transfer) -> int:
     return transfer.target
 
 
-def _moved(parts: Iterable[Transfer], start: int) -> tuple[Transfer, ...]:
-    """Return the parts of transfers that land in a span, as transfers into a tensor that is the span."""
-    moved = (msgspec.structs.replace(part, target=part.target - start) for part in parts)
-    return tuple(sorted(moved, key=_start))
+def _relative_to(parts: Iterable[Transfer], start: int) -> tuple[Transfer, ...]:
+    """Return transfers into a span of a tensor, relative to the start of the span."""
+    shifted = (msgspec.structs.replace(part, target=part.target - start) for part in parts)
+    return tuple(sorted(shifted, key=_start))
 
 
 def _dims(rule: str) -> str:
-    """Return what a rule says of its tensor beside the name."""
+    """Return the right-hand side of a rule."""
     return rule.partition(" = ")[2]
 
 
 class Route(msgspec.Struct, frozen=True):
-    """One line of a plan, as people read it."""
+    """A line of a printed plan: how rules of the source become a rule of the target."""
 
     component: str
-    """Logical tensors."""
+    """Logical tensors that the rule contains."""
     source: tuple[str, ...]
     """Rules of the source dialect."""
     target: str
     """Rule of the target dialect."""
     tensors: int
-    """Target tensors of this line."""
+    """Number of target tensors with this rule."""
 
 
-_way: Callable[[Target], tuple[str, str]] = attrgetter("component", "rule")
+_component_and_rule: Callable[[Target], tuple[str, str]] = attrgetter("component", "rule")
 
 
 def routes(bound: BoundNames, targets: Iterable[Target]) -> tuple[Route, ...]:
-    """Group target tensors by rule, beside the rules by which the source's names are read; zeros come from nowhere."""
+    """Group target tensors by rule, with the source's rules for the same logical tensors; zeros have no route."""
     rules = {component: line.text for line, _ in bound.names for component in line.expression.components}
-    counts = Counter(_way(target) for target in targets if target.parts)
+    counts = Counter(_component_and_rule(target) for target in targets if target.parts)
     return tuple(
         Route(component, tuple(dict.fromkeys(rules.get(c, "") for c in component.split(", "))), rule, number)
         for (component, rule), number in counts.items()
@@ -186,43 +186,43 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     format: str
     """Container format of the target."""
     family: str | None
-    """Model family."""
+    """Model family; None if no table reads the names."""
     from_dialect: str | None
-    """Dialect of the source."""
+    """Dialect of the source; None if no table reads the names."""
     dialect: str
     """Dialect of the target."""
     tensors: tuple[PlannedTensor, ...]
-    """The tensors to write, in file order."""
+    """Tensors to write, in file order."""
     checks: tuple[PlannedCheck, ...]
     """Pairs of source copies that must prove equal before anything is written."""
     routes: tuple[Route, ...]
-    """The plan by rules, for people."""
+    """The plan by rules, for printing."""
     files: dict[str, int]
     """Target files and their sizes, including copied ones."""
     carried: tuple[str, ...]
     """Files copied beside the tensors."""
     kept: tuple[str, ...]
-    """Source tensors without a line in the target dialect: written under their own names."""
+    """Source tensors without a line in the target dialect, which keep their names."""
     ignored: tuple[str, ...]
     """Source tensors, files and notes that are left behind."""
     aliases: dict[str, str]
-    """Target name -> target name of the tensor it is tied to."""
+    """Target name of a tied tensor -> target name of the original."""
     axes: dict[str, int]
-    """Axis sizes, as far as they are the same in every layer."""
+    """Axis sizes, without those that differ between layers."""
     refusals: tuple[Refusal, ...]
     """Reasons why the conversion cannot run; empty if it can."""
     recoded: tuple[RecodedTensor, ...] = ()
-    """Tensors that are decoded or encoded."""
+    """Tensors whose values change: decoded, encoded, cast, merged or averaged."""
     computed: dict[str, tuple[RecodedTensor, ...]] = {}
-    """File that does not exist on disk -> the steps that compute its tensor from stored ones, in order."""
+    """Virtual file -> steps that compute its tensor from stored ones, in order."""
     allow_lossy: bool = False
-    """Whether a cast may turn finite values into infinities."""
+    """Whether rounding is allowed: a dialect's arithmetic, and casts that turn finite values into infinities."""
     stayed: tuple[str, ...] = ()
-    """Plain source tensors that keep their dtype where others are cast."""
+    """Plain source tensors that keep their dtype while others are cast."""
     counted: dict[str, int] = {}
     """Name axes whose size only the names show -> that size: a missing last index would go unnoticed."""
     notes: tuple[str, ...] = ()
-    """What programs that go on with the target must be told, or will take for what the source does not say."""
+    """Notes for programs that use the target: settings to give, or defaults that they will assume."""
 
     @property
     def band(self) -> int:
@@ -231,14 +231,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def spans(self) -> dict[str, tuple[PlannedTensor, ...]]:
-        """The spans of tensors that several workers can share, by the tensor's name."""
-        found = {tensor.name: spans for tensor in self.tensors if (spans := tensor.spans)}
-        names = {tensor.name for tensor in self.tensors} if found else set[str]()
-        return {name: spans for name, spans in found.items() if names.isdisjoint(span.name for span in spans)}
+        """Tensor name -> its spans, for tensors that several workers can share."""
+        spans_by_name = {tensor.name: spans for tensor in self.tensors if (spans := tensor.spans)}
+        names = {tensor.name for tensor in self.tensors} if spans_by_name else set[str]()
+        return {name: spans for name, spans in spans_by_name.items() if names.isdisjoint(span.name for span in spans)}
 
     @cached_property
     def units(self) -> tuple[PlannedTensor, ...]:
-        """What is divided no further among workers: tensors, and the spans of large ones."""
+        """Smallest parts that workers can share: tensors, and the spans of large ones."""
         return tuple(unit for tensor in self.tensors for unit in self.spans.get(tensor.name, (tensor,)))
 
     @property
@@ -248,23 +248,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def bytes_written(self) -> int:
-        """Bytes of all target files."""
+        """Size of all target files in bytes."""
         return sum(self.files.values())
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of source tensors that are moved."""
+        """Bytes of source tensors that are read."""
         return sum(transfer.size for tensor in self.tensors for transfer in tensor.transfers)
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """Files beside the tensors: the carried ones, and a config that is written anew."""
-        anew = CONFIG in self.files and CONFIG not in self.carried
-        return (*self.carried, CONFIG) if anew else self.carried
+        """Files beside the tensors: the copied ones, and a rewritten config."""
+        is_rewritten = CONFIG in self.files and CONFIG not in self.carried
+        return (*self.carried, CONFIG) if is_rewritten else self.carried
 
     @property
     def carried_files(self) -> tuple[PlannedTensor, ...]:
-        """The carried files, each as a tensor of bytes under the file's name."""
+        """The copied files, each as a tensor of bytes with the file's name."""
         sizes = [(name, self.files[name]) for name in self.carried]
         return tuple(
             PlannedTensor(name, "U8", (size,), (transfer,), size, "", (transfer,))
@@ -279,7 +279,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def contiguous(self) -> int:
-        """Number of box copies that are one byte range on both sides."""
+        """Number of box copies that are a single byte range on both sides."""
         return sum(not transfer.loops for tensor in self.tensors for transfer in tensor.transfers)
 
     def __repr__(self) -> str:
@@ -289,7 +289,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return f"<plan {source} -> {self.format}, {self.dialect} · {tensors} · {size(self.bytes_written)} · {verdict}>"
 
     def __str__(self) -> str:
-        """Return what `print(plan)` shows: what goes where, how much, and the first reasons against it."""
+        """Return the text of `print(plan)`: rules, amounts, and the first refusals."""
         contiguous = round(100 * self.contiguous / self.copies) if self.copies else 100
         amounts = (
             f"read {size(self.bytes_read)}",
@@ -308,14 +308,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return "\n".join([*lines, "  nothing refused"])
         lines.append(f"refused ({plural(len(self.refusals), 'reason')})")
         lines += [f"  {line}" for each in self.refusals[:_SHOWN_REFUSALS] for line in str(each).splitlines()]
-        more = len(self.refusals) - _SHOWN_REFUSALS
-        return "\n".join([*lines, *([f"  … and {more:,} more: plan.refusals"] if more > 0 else [])])
+        remaining = len(self.refusals) - _SHOWN_REFUSALS
+        return "\n".join([*lines, *([f"  … and {remaining:,} more: plan.refusals"] if remaining > 0 else [])])
 
     def _repr_html_(self) -> str:
         return notebook(str(self))
 
     def as_json(self, *, copies: bool = True) -> dict[str, Any]:
-        """Return the plan as plain JSON data; without `copies` the single byte ranges are left out."""
+        """Return the plan as plain JSON data; without `copies`, omit single byte ranges."""
         bare = msgspec.structs.replace(self, tensors=(), checks=(), refusals=(), computed={})
         data: dict[str, Any] = msgspec.to_builtins(bare)
         del data["computed"]

@@ -1,9 +1,9 @@
-"""Recoding: tensors whose values change, because they are decoded, encoded, cast, merged or averaged.
+"""Recoding: tensors whose values change because they are decoded, encoded, cast, merged or averaged.
 
-What a plan says of them, which tensors of a target are encoded, and, when it is carried out, how far they are from what
-they were, and whether that may be. A training run saves quantized weights as codes, scales and an amax under names of
-its own; a hub gets them under the names and with the numbers that its readers know (`published`). And the config files
-that describe a target's number formats are rewritten to agree with it (`rewritten`).
+A plan lists them, and which target tensors are encoded; an execution measures their errors and refuses values that
+become infinite. A training run saves quantized weights as codes, scales and an amax under its own names; a hub needs
+the names and numbers that its readers know (`to_hub_encoding`). Config files that describe number formats are rewritten
+to agree with the target (`rewrite_configs`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from transaxle.encodings.encoding import ENCODINGS, FLOAT8_BLOCK, PLAIN, Encoded
 from transaxle.encodings.value_steps import CASTING, RecodedTensor
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY
-from transaxle.engine.checkpoint.settings import CONFIG, stored_config
+from transaxle.engine.checkpoint.settings import CONFIG, read_stored_config
 from transaxle.engine.plan.planned import OutputTensor, PlannedTensor
 from transaxle.engine.source import Source
 from transaxle.engine.views.encode import Encode, Step, choose
@@ -58,35 +58,35 @@ from transaxle.move.workers import Limits, run_workers
 _FILE = "\0restated "
 """Prefix of the names of virtual files."""
 _VALUES = "BF16"
-"""Dtype of the decoded values, which codes do not say."""
+"""Dtype of decoded values, which codes do not state."""
 
 
-def published(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
-    """Return a checkpoint as a hub expects it, and why some of its tensors cannot be written so.
+def to_hub_encoding(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
+    """Return a checkpoint in the encoding that a hub's readers expect, and refusals of tensors that cannot be.
 
-    A checkpoint whose config describes its quantization stays as it is; so do DeepSeek's names in a container that a
-    hub may have itself.
+    A checkpoint whose config describes its quantization is not changed; nor are DeepSeek's names in a container that a
+    hub may use itself.
 
     Args:
-        checkpoint: under its stored names.
+        checkpoint: the checkpoint under its stored names.
     """
     names = checkpoint.container.entries
-    left_out = training_only(names, names)
-    if left_out:
-        checkpoint = _of(checkpoint, checkpoint.container.without(left_out))
+    training_names = training_only(names, names)
+    if training_names:
+        checkpoint = _with_container(checkpoint, checkpoint.container.without(training_names))
     catalog = checkpoint.catalog
     if catalog.quantization is not None or catalog.refusals:
         return checkpoint, []
     trained_conventions = TRAINED - {DEEPSEEK} if checkpoint.format == SAFETENSORS.name else TRAINED
-    trained = [tensor for tensor in catalog.encoded.values() if tensor.convention in trained_conventions]
-    to = hub_convention(tensor.encoding for tensor in trained)
-    if not trained or all(tensor.convention == to.name for tensor in trained):
+    trained_tensors = [tensor for tensor in catalog.encoded.values() if tensor.convention in trained_conventions]
+    to = hub_convention(tensor.encoding for tensor in trained_tensors)
+    if not trained_tensors or all(tensor.convention == to.name for tensor in trained_tensors):
         return checkpoint, []
     container = checkpoint.container
     files: dict[str, InMemoryFile] = {}
     entries: dict[str, Entry] = {}
-    problems = [refusal for tensor in trained if (refusal := refusal_for_hub(tensor)) is not None]
-    for tensor in trained:
+    problems = [refusal for tensor in trained_tensors if (refusal := refusal_for_hub(tensor)) is not None]
+    for tensor in trained_tensors:
         for buffer in hub_buffers(tensor, to):
             entry = names[buffer.stored]
             entries[buffer.stored] = replace(entry, name=buffer.name, dtype=buffer.dtype or entry.dtype)
@@ -97,13 +97,15 @@ def published(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
             files[_FILE + stored.name] = InMemoryFile(scales.astype("<f4").tobytes())
             extent = Extent((0,) * len(stored.shape), stored.shape, _FILE + stored.name, 0)
             entries[tensor.parts[Role.GLOBAL]] = replace(stored, extents=(extent,))
-    renamed = {
+    renamed_entries = {
         entries[old].name if old in entries else old: entries.get(old, entry)
         for old, entry in container.entries.items()
     }
     metadata = {key: value for key, value in container.metadata.items() if key != TE_NOTE}
     storage = VirtualFiles(container.storage, files)
-    return _of(checkpoint, replace(container, storage=storage, entries=renamed, metadata=metadata)), problems
+    return _with_container(
+        checkpoint, replace(container, storage=storage, entries=renamed_entries, metadata=metadata)
+    ), problems
 
 
 def _amaxes(container: Container, tensor: EncodedTensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
@@ -112,7 +114,7 @@ def _amaxes(container: Container, tensor: EncodedTensor) -> np.ndarray[tuple[int
     return Source(container).read(name).view("<f4").astype(np.float32)
 
 
-def _of(checkpoint: Checkpoint, container: Container) -> Checkpoint:
+def _with_container(checkpoint: Checkpoint, container: Container) -> Checkpoint:
     return Checkpoint(container, checkpoint.settings, None, None, checkpoint.undecoded)
 
 
@@ -124,22 +126,22 @@ _SPLIT = "it splits them while it loads, but not their scales"
 _SUBCLASS = "their layers are of a subclass of nn.Linear, which it does not replace"
 _UNEVEN = "it takes the tiles of a weight for equally large, and the last one is smaller"
 _SUBCLASSED = frozenset({"falcon"})
-"""Families whose layers are of a subclass of `nn.Linear`."""
+"""Families whose linear layers are of a subclass of `nn.Linear`."""
 _NUMBERED = frozenset({"llama4", "llama4_text"})
-"""Families of whose stacked experts transformers makes numbered ones where a config is of compressed-tensors."""
+"""Families whose stacked experts transformers splits into numbered ones if a config is of compressed-tensors."""
 _OUT, _IN = ".out_proj.weight", ".in_proj_weight"
 """Ends of two names of an `nn.MultiheadAttention`, whose `out_proj` is of a subclass."""
 _MATRIX = 2
-"""Dims of a weight that is no stack."""
+"""Number of dims of a weight that is no stack."""
 
 
-def recoding(names: Collection[str], encoding: str) -> Recode:
-    """Return the function that tells the tables in which format each target is written."""
+def make_recode(names: Collection[str], encoding: str) -> Recode:
+    """Return a function for the tables that returns the format in which each target is written."""
     encoded = frozenset(names)
     return lambda name, form: NumberFormat(form.dtype, encoding) if name in encoded else form
 
 
-def components(checkpoint: Checkpoint, view: View | None) -> dict[str, Sequence[str]]:
+def target_components(checkpoint: Checkpoint, view: View | None) -> dict[str, Sequence[str]]:
     """Return the logical tensors of each target that a table reads.
 
     Args:
@@ -156,14 +158,14 @@ def components(checkpoint: Checkpoint, view: View | None) -> dict[str, Sequence[
     return {name: line.expression.components for (line, _), names in bound_names for name in names.values()}
 
 
-def across(checkpoint: Checkpoint, view: View | None) -> set[str]:
-    """Return the targets whose rows do not run along the last axis of a logical tensor: the input of its layer.
+def with_output_rows(checkpoint: Checkpoint, view: View | None) -> set[str]:
+    """Return the targets whose rows do not run along the last axis of a logical tensor, the input of its layer.
 
-    Arguments as those of `components`.
+    For the arguments see `target_components`.
     """
     if checkpoint.family is None:
         return set()
-    inputs = {name: tensor.axes[-1] for name, tensor in checkpoint.recognised.family.tensors.items() if tensor.axes}
+    inputs = {name: tensor.axes[-1] for name, tensor in checkpoint.reading.family.tensors.items() if tensor.axes}
     rows: list[tuple[str, str, Sequence[str]]]
     if view is None:
         bound_names = checkpoint.bound.names.items()
@@ -183,61 +185,62 @@ def across(checkpoint: Checkpoint, view: View | None) -> set[str]:
     return {name for name, component, axes in rows if axes and factors(axes[-1])[-1] != inputs.get(component, axes[-1])}
 
 
-def to_encode(
-    checkpoint: Checkpoint, wanted: str, view: View, encode: Encode
+def choose_to_encode(
+    checkpoint: Checkpoint, target_dialect: str, view: View, encode: Encode
 ) -> tuple[list[str], list[Refusal], list[str]]:
-    """Choose the tensors of a target that are encoded.
+    """Choose the target tensors to encode.
 
     Args:
         checkpoint: the source.
-        wanted: dialect of the target.
+        target_dialect: dialect of the target.
         view: the target.
-        encode: what the user said.
+        encode: the user's request.
 
     Returns:
-        Their names, why others that are wanted cannot be encoded, and notes about what transformers would not read.
+        Their names, refusals of requested tensors that cannot be encoded, and notes about codes that transformers would
+        read wrongly.
 
     Raises:
-        UsageError: as `choose`.
+        UsageError: as for `choose`.
     """
-    target = None if wanted == IDENTITY else view
-    parts, turned = components(checkpoint, target), across(checkpoint, target)
-    label = (checkpoint.dialect if wanted == IDENTITY else wanted) or ""
+    target = None if target_dialect == IDENTITY else view
+    parts, turned = target_components(checkpoint, target), with_output_rows(checkpoint, target)
+    label = (checkpoint.dialect if target_dialect == IDENTITY else target_dialect) or ""
     if checkpoint.family is None or label.partition("@")[0] not in (HUB, MEMORY):
         return choose(view, encode, parts, turned)
-    family = checkpoint.recognised.family
-    unread = _unread(family, view, encode.encoding, parts, turned)
+    family = checkpoint.reading.family
+    unread = _misread_targets(family, view, encode.encoding, parts, turned)
     names, misfits, notes = choose(view, encode, parts, turned, unread)
     if PREFERRED[encode.encoding] == COMPRESSED_TENSORS:
-        notes.extend(_of_experts(family, encode.encoding, {name: parts.get(name, ()) for name in names}))
+        notes.extend(_expert_notes(family, encode.encoding, {name: parts.get(name, ()) for name in names}))
     return names, misfits, notes
 
 
-def _unread(
-    family: Family, view: View, encoding: str, targets: Mapping[str, Sequence[str]], turned: Holding[str]
+def _misread_targets(
+    family: Family, view: View, encoding: str, targets: Mapping[str, Sequence[str]], output_rows: Holding[str]
 ) -> dict[str, str]:
-    """Return the targets whose codes transformers 5.23 would read wrongly, and why.
+    """Return the targets whose codes transformers 5.23 would read wrongly, with the reason.
 
     Args:
-        family: of the model.
+        family: family of the model.
         view: the target.
-        encoding: key of `ENCODINGS`.
-        targets: what `components` returns.
-        turned: what `across` returns.
+        encoding: name of the encoding, a key of `ENCODINGS`.
+        targets: logical tensors of each target, from `target_components`.
+        output_rows: targets with rows of outputs, from `with_output_rows`.
     """
-    together = [frozenset(line.expression.components) for line in _memory(family)]
-    known = frozenset[str]().union(*together)
+    fused_groups = [frozenset(line.expression.components) for line in _memory_lines(family)]
+    memory_components = frozenset[str]().union(*fused_groups)
     in_blocks = encoding == FLOAT8_BLOCK.name
 
     @cache
     def is_split(components: frozenset[str]) -> bool:
-        return components <= known and not any(components <= each for each in together)
+        return components <= memory_components and not any(components <= each for each in fused_groups)
 
     def reason(name: str, components: Sequence[str]) -> str:
         shape = view.targets[name].shape
         if len(shape) > _MATRIX:
             return _STACKED if in_blocks or family.name not in _NUMBERED else ""
-        if name in turned:
+        if name in output_rows:
             return _TURNED
         if is_split(frozenset(components)):
             return _SPLIT
@@ -251,17 +254,17 @@ def _unread(
 
 
 def _is_uneven(size: int, tile: int) -> bool:
-    """Tell whether a dim has a smaller last tile, and a number of tiles that divides it; else transformers raises."""
+    """Tell whether transformers misreads a dim: its last tile is smaller, and its number of tiles divides it."""
     count = -(-size // tile)
     return count > 1 and size % tile != 0 and size % count == 0
 
 
-def _of_experts(family: Family, encoding: str, encoded: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield what transformers 5.23 does wrongly with the experts of compressed-tensors, which others read."""
+def _expert_notes(family: Family, encoding: str, encoded: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield notes on experts in compressed-tensors that transformers 5.23 reads wrongly, unlike other programs."""
     if family.name in _NUMBERED:
         yield "transformers 5.23 looks for numbered experts beside a config of compressed-tensors, and finds none here"
         return
-    stacks = [line.expression for line in _memory(family) if len(line.expression.dims) > _MATRIX]
+    stacks = [line.expression for line in _memory_lines(family) if len(line.expression.dims) > _MATRIX]
     stacked = {component for stack in stacks for component in stack.components}
     if any(not stacked.isdisjoint(components) for components in encoded.values()):
         yield (
@@ -270,15 +273,15 @@ def _of_experts(family: Family, encoding: str, encoded: Mapping[str, Sequence[st
         )
 
 
-def _memory(family: Family) -> Sequence[Line]:
+def _memory_lines(family: Family) -> Sequence[Line]:
     dialect = family.dialect(MEMORY)
     return () if dialect is None else dialect.lines
 
 
-def computed(container: Container) -> dict[str, tuple[RecodedTensor, ...]]:
-    """Return the steps that compute tensors from stored ones, by the file that each is read from, in order.
+def steps_by_file(container: Container) -> dict[str, tuple[RecodedTensor, ...]]:
+    """Return virtual file -> the steps that compute its tensor from stored ones, in order.
 
-    A tensor has one file, that of its last step; what is decoded or cast of a mean reads the mean.
+    A tensor has a single file, that of its last step; a decoded or cast mean also has the step of the mean.
     """
     by_name: dict[str, list[RecodedTensor]] = {}
     for tensor in container.recoding.computed.values():
@@ -286,13 +289,12 @@ def computed(container: Container) -> dict[str, tuple[RecodedTensor, ...]]:
     return {file: tuple(by_name[tensor.step.name]) for file, tensor in container.recoding.computed.items()}
 
 
-def displaced(checkpoint: Checkpoint, names: Collection[str]) -> Iterator[Refusal]:
-    """Yield why tensors cannot be recoded under their own names: the dialect orders the dims of codes and of values
-    differently.
+def refuse_reordered(checkpoint: Checkpoint, names: Collection[str]) -> Iterator[Refusal]:
+    """Yield refusals of recoding under stored names, if the dialect orders the dims of codes and of values differently.
 
     Args:
         checkpoint: the source.
-        names: tensors to be encoded; decoded ones are known.
+        names: names of the tensors to encode; those to decode are known from the checkpoint.
     """
     changing = {*checkpoint.decoded, *names}
     if not changing or checkpoint.family is None:
@@ -305,22 +307,24 @@ def displaced(checkpoint: Checkpoint, names: Collection[str]) -> Iterator[Refusa
                 yield Refusal("UNSUPPORTED", message, Where(None, name), hint)
 
 
-def recoded(
+def value_changes(
     checkpoint: Checkpoint, outputs: Mapping[str, OutputTensor], planned: Sequence[PlannedTensor]
 ) -> tuple[RecodedTensor, ...]:
-    """Return the tensors whose values change.
+    """Return the steps that change values of tensors.
 
     Args:
         checkpoint: the source.
-        outputs: all tensors that are written, by name.
-        planned: those of which it is known where their bytes come from.
+        outputs: all output tensors, by name.
+        planned: the planned ones, whose transfers are known.
     """
     container = checkpoint.container
-    read = {transfer.file for tensor in planned for transfer in tensor.transfers}
+    read_files = {transfer.file for tensor in planned for transfer in tensor.transfers}
     averaged, changed = list[RecodedTensor](), list[RecodedTensor]()
     for file, tensor in container.recoding.computed.items():
-        entry = container.entries.get(tensor.step.name)  # what is computed of it, if anything, is read in its place
-        if file in read or (entry is not None and read.intersection(extent.file for extent in entry.extents)):
+        entry = container.entries.get(tensor.step.name)  # a tensor that is computed from this one is read instead of it
+        if file in read_files or (
+            entry is not None and read_files.intersection(extent.file for extent in entry.extents)
+        ):
             (averaged if tensor.step.action == "averaged" else changed).append(tensor.step)
     changed.extend(averaged)
     planned_outputs = (outputs[tensor.name] for tensor in planned)
@@ -331,10 +335,10 @@ def recoded(
 
 
 def buffers_of(view: View, name: str, encoding: str) -> list[OutputTensor]:
-    """Return the buffers that one tensor is written as."""
+    """Return the buffers as which one tensor is written."""
     convention, spec = CONVENTIONS[PREFERRED[encoding]], ENCODINGS[encoding]
     target = view.targets[name]
-    dtype, shape = view.described(name)
+    dtype, shape = view.form_of(name)
     buffers = []
     for role in (Role.CODES, Role.SCALE, *([Role.GLOBAL] if spec.has_global else ())):
         step = Step(encoding, convention.name, role, name, dtype, shape)
@@ -343,12 +347,12 @@ def buffers_of(view: View, name: str, encoding: str) -> list[OutputTensor]:
     return buffers
 
 
-def encoded_tensors(view: View, outputs: Iterable[OutputTensor]) -> dict[str, EncodedTensor]:
+def encodings_by_name(view: View, outputs: Iterable[OutputTensor]) -> dict[str, EncodedTensor]:
     """Return the encoded tensors of a target by table name, both moved and newly encoded.
 
     Args:
-        view: the target's tensors.
-        outputs: the tensors that are written.
+        view: the tensors of the target.
+        outputs: the output tensors.
     """
     encoded = dict(view.encoded)
     for product in outputs:
@@ -363,15 +367,15 @@ def encoded_tensors(view: View, outputs: Iterable[OutputTensor]) -> dict[str, En
 def measure(
     recoding: Recoding, steps: Iterable[RecodedTensor], limit: Limits
 ) -> dict[RecodedTensor, tuple[Error, int]]:
-    """Return the error of each computed tensor, and how many finite values became infinite; most are read once for it.
+    """Return the error and the number of new infinities of each computed tensor; this reads most of them once.
 
     Args:
-        recoding: what is computed.
-        steps: of the tensors to measure; those that are encoded are measured while they are written.
-        limit: workers.
+        recoding: the computed tensors of the source.
+        steps: the steps to measure; encoded tensors are measured while they are written.
+        limit: number of workers.
     """
-    wanted = set(steps)
-    computed = [tensor for tensor in recoding.computed.values() if tensor.step in wanted] if wanted else []
+    requested = set(steps)
+    computed = [tensor for tensor in recoding.computed.values() if tensor.step in requested] if requested else []
     errors: dict[RecodedTensor, tuple[Error, int]] = {}
 
     def measure_one(_: object, number: int) -> None:
@@ -385,13 +389,13 @@ def refuse_infinite(errors: Mapping[RecodedTensor, tuple[Error, int]], dtype: st
     """Refuse finite values that would become infinite: cast, merged, or decoded as the product of code and scale.
 
     Args:
-        errors: from `measure`.
-        dtype: to which plain tensors are cast; None: to their own.
+        errors: errors from `measure`.
+        dtype: dtype to which plain tensors are cast; None: their own.
 
     Raises:
         Refused: LOSSY, with every tensor that has such values.
     """
-    what = dtype or "the type of the weight"
+    type_name = dtype or "the type of the weight"
     hint = "Leave them out with --skip NAME, allow it with --allow-lossy, or use bf16, which has the range of fp32."
     if dtype is None:
         hint = "Cast the model first (convert with --dtype bf16), or allow it with --allow-lossy."
@@ -400,7 +404,7 @@ def refuse_infinite(errors: Mapping[RecodedTensor, tuple[Error, int]], dtype: st
     problems = []
     for step, (error, count) in errors.items():
         if step.action in CASTING and count:
-            message = f"{plural(count, 'finite value')} would become infinite in {what}"
+            message = f"{plural(count, 'finite value')} would become infinite in {type_name}"
             problems.append(Refusal("LOSSY", message, Where(None, step.name), hint))
         elif step.action == "decoded" and isinf(error.max):
             problems.append(Refusal("LOSSY", decoded, Where(None, step.name), keep))
@@ -408,58 +412,58 @@ def refuse_infinite(errors: Mapping[RecodedTensor, tuple[Error, int]], dtype: st
         raise gathered(problems)
 
 
-def rewritten(
+def rewrite_configs(
     checkpoint: Checkpoint, to: tuple[str, str], view: View, products: Iterable[OutputTensor], problems: list[Refusal]
 ) -> dict[str, bytes | None]:
-    """Return config files whose quantization section or dtype must change, and a config that the user gave.
+    """Return config files with a changed quantization section or dtype, and a config that the user gave.
 
     Args:
         checkpoint: the source.
         to: format and dialect of the target.
-        view: the target's tensors.
-        products: the tensors that are written.
+        view: the tensors of the target.
+        products: the output tensors.
         problems: receives the refusals.
 
     Returns:
-        Name -> new contents; None for a file that is left out.
+        File name -> new content; None for a file that is left out.
     """
-    form, dialect = to
-    given = _given(checkpoint) if form == SAFETENSORS.name else None
-    listed, catalog, recoding = list(products), checkpoint.catalog, checkpoint.container.recoding
+    format_name, dialect = to
+    user_config = _user_config(checkpoint) if format_name == SAFETENSORS.name else None
+    outputs, catalog, recoding = list(products), checkpoint.catalog, checkpoint.container.recoding
     actions = {tensor.step.action for tensor in recoding.computed.values()} - {"averaged"}
-    changing = bool(checkpoint.decoded or actions) or any(product.step is not None for product in listed)
+    changing = bool(checkpoint.decoded or actions) or any(product.step is not None for product in outputs)
     if not changing and (dialect == IDENTITY or (catalog.quantization is None and not catalog.encoded)):
-        return {} if given is None else {CONFIG: _text(given)}
-    if catalog.refusals:  # the plan has them
+        return {} if user_config is None else {CONFIG: _config_text(user_config)}
+    if catalog.refusals:  # the plan lists them
         return {}
-    encoded = encoded_tensors(view, listed)
+    encoded = encodings_by_name(view, outputs)
     buffers = {stored for tensor in encoded.values() for stored in tensor.parts.values()}
-    plain = {p.name: p.target for p in listed if p.name not in buffers and split_slot(p.name)[1] == WEIGHT}
+    plain = {p.name: p.target for p in outputs if p.name not in buffers and split_slot(p.name)[1] == WEIGHT}
     decoded = [name for name, target in plain.items() if _origins(target) & checkpoint.decoded.keys()]
     renamed = {origin for target in plain.values() for origin in _origins(target)} - plain.keys()
     dtypes = {tensor.step.dtype for tensor in recoding.computed.values() if tensor.step.action == "decoded"}
     in_memory, encoded_in_memory = (
-        _in_memory(checkpoint, dialect, _codes(view, encoded, dialect)) if changing or renamed else ({}, ())
+        _in_memory(checkpoint, dialect, _origins_of_codes(view, encoded, dialect)) if changing or renamed else ({}, ())
     )
     decoded += [name for name, target in in_memory.items() if _origins(target) & checkpoint.decoded.keys()]
     plain = in_memory | plain
     shapes = {name: target.shape for name, target in plain.items()}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     if recoding.dtype is not None:
-        dtype = recoding.dtype if recoding.dtype == _usual(plain.values()) else None
+        dtype = recoding.dtype if recoding.dtype == _most_frequent_dtype(plain.values()) else None
     describing_file = (
         MODELOPT_CONFIG if catalog.quantization is not None and catalog.quantization.file == MODELOPT_CONFIG else CONFIG
     )
     new_texts: dict[str, bytes | None] = {}
     modelopt = {tensor.convention for tensor in encoded.values()} == {MODELOPT}
-    there = {*checkpoint.container.carried, *([CONFIG] if given else ())}
-    for file in sorted(there.intersection((CONFIG, MODELOPT_CONFIG))):
+    config_files = {*checkpoint.container.carried, *([CONFIG] if user_config else ())}
+    for file in sorted(config_files.intersection((CONFIG, MODELOPT_CONFIG))):
         if file == MODELOPT_CONFIG != describing_file and encoded and not modelopt:
-            new_texts[file] = None  # it repeats config.json, and can say this no longer
+            new_texts[file] = None  # it repeats config.json, and can no longer do so
             continue
         try:
-            before = given if given and file == CONFIG else stored_config(checkpoint.container.storage, file)
-            elsewhere = file == CONFIG != describing_file
+            stored = {} if user_config and file == CONFIG else read_stored_config(checkpoint.container.storage, file)
+            before = user_config if user_config and file == CONFIG else stored
             after = rewrite_config(
                 before,
                 encoded,
@@ -467,7 +471,7 @@ def rewritten(
                 decoded=decoded,
                 renamed=renamed,
                 dtype=dtype,
-                elsewhere=elsewhere,
+                elsewhere=file == CONFIG != describing_file,
                 in_memory=encoded_in_memory,
             )
         except TransaxleError as error:
@@ -475,13 +479,13 @@ def rewritten(
             continue
         if file == MODELOPT_CONFIG and read(after) is None:
             new_texts[file] = None
-        elif after != before or before is given:
-            new_texts[file] = _text(after)
+        elif after != before or before is user_config:
+            new_texts[file] = _config_text(after)
     return new_texts
 
 
-def _codes(view: View, encoded: Mapping[str, EncodedTensor], dialect: str) -> set[str]:
-    """Return the names, in the source, of what is encoded in the target."""
+def _origins_of_codes(view: View, encoded: Mapping[str, EncodedTensor], dialect: str) -> set[str]:
+    """Return the source names of tensors that are encoded in the target."""
     if dialect == IDENTITY:
         return set(encoded)
     targets = (view.targets.get(each.parts[Role.CODES]) or view.targets[each.name] for each in encoded.values())
@@ -491,17 +495,17 @@ def _codes(view: View, encoded: Mapping[str, EncodedTensor], dialect: str) -> se
 def _in_memory(
     checkpoint: Checkpoint, dialect: str, codes: Collection[str]
 ) -> tuple[dict[str, Target], Collection[str]]:
-    """Return the plain weights of a model for a hub, and the names of the encoded ones, in transformers' memory.
+    """Return a hub model's plain weights, and the names of its encoded ones, in transformers' memory.
 
-    Readers ask the lists of a config about these names. Tied heads are among them, which are not stored.
+    Config lists refer to these names. They include tied heads, which are not stored.
 
     Args:
         checkpoint: the source.
-        dialect: of the target.
-        codes: names, in the source, of what is encoded in the target.
+        dialect: dialect of the target.
+        codes: source names of tensors that are encoded in the target.
     """
     label = checkpoint.dialect if dialect == IDENTITY else dialect
-    if not codes or not (label or "").startswith(HUB) or checkpoint.recognised.family.dialect(MEMORY) is None:
+    if not codes or not (label or "").startswith(HUB) or checkpoint.reading.family.dialect(MEMORY) is None:
         return {}, ()
     memory = checkpoint.translation(MEMORY)
     weights = {name: target for name, target in memory.targets.items() if split_slot(name)[1] == WEIGHT}
@@ -512,31 +516,31 @@ def _in_memory(
 
 
 NO_CONFIG = f"no {CONFIG} goes along"
-"""How `lacking_note` begins, which is a warning."""
+"""Beginning of the warning `note_without_config`."""
 
 
 def config_notes(checkpoint: Checkpoint, files: Holding[str]) -> tuple[str, ...]:
-    """Return what is to be said of a config that the user gave: that it is written, or that the source's stays.
+    """Return notes on a config that the user gave: that it is written, or that the source's is kept.
 
     Args:
         checkpoint: the source.
-        files: names of the target's config files that are written anew.
+        files: names of the target's rewritten config files.
     """
-    given = checkpoint.settings.config
-    if given is None:
+    user_config = checkpoint.settings.config
+    if user_config is None:
         return ()
     if CONFIG not in checkpoint.container.carried:
         return (f"{CONFIG} is written from the config that you gave",) if CONFIG in files else ()
     try:
-        if stored_config(checkpoint.container.storage) == given:
+        if read_stored_config(checkpoint.container.storage) == user_config:
             return ()
     except TransaxleError:
-        pass  # one that cannot be read differs
+        pass  # an unreadable one differs
     return (f"{CONFIG} is that of the source: the config that you gave differs from it, and only gave sizes",)
 
 
-def lacking_note(checkpoint: Checkpoint) -> str:
-    """Return what is to be said of a hub's folder that gets no config, and the option that gives it one."""
+def note_without_config(checkpoint: Checkpoint) -> str:
+    """Return the note on a hub folder without a config, and the option that adds one."""
     source = checkpoint.path
     note = f"{NO_CONFIG}, since the source has none: transformers cannot load the target without it; give --config FILE"
     if is_url(source):
@@ -545,27 +549,27 @@ def lacking_note(checkpoint: Checkpoint) -> str:
     return f"{note} (there is {above})" if os.path.isfile(above) else note  # noqa: PTH113
 
 
-def _given(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """Return the config that the user gave, where it is a model's and the source has none, nor another's place."""
-    given = checkpoint.settings.config
-    if not given or CONFIG in checkpoint.container.carried or checkpoint.stored_names.is_adapter:
+def _user_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """Return the config that the user gave, if it is that of a model and the source has none."""
+    user_config = checkpoint.settings.config
+    if not user_config or CONFIG in checkpoint.container.carried or checkpoint.stored_names.is_adapter:
         return None
-    return given if isinstance(given.get("model_type"), str) else None
+    return user_config if isinstance(user_config.get("model_type"), str) else None
 
 
-def _text(config: Mapping[str, Any]) -> bytes:
+def _config_text(config: Mapping[str, Any]) -> bytes:
     return json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def _usual(targets: Iterable[Target]) -> str | None:
+def _most_frequent_dtype(targets: Iterable[Target]) -> str | None:
     """Return the dtype of most floating-point elements; None on a tie."""
     counts: Counter[str] = Counter()
     for target in targets:
         if target.dtype in PLAIN:
             counts[target.dtype] += prod(target.shape)
-    most = max(counts.values(), default=0)
-    most_frequent = [code for code, count in counts.items() if count == most]
-    return most_frequent[0] if len(most_frequent) == 1 else None
+    largest_count = max(counts.values(), default=0)
+    dtypes = [code for code, count in counts.items() if count == largest_count]
+    return dtypes[0] if len(dtypes) == 1 else None
 
 
 def _origins(target: Any) -> set[str]:

@@ -1,8 +1,10 @@
-"""Training state beside a model: that of its optimizer, which must have its parameters in the target, and other state,
-which is not part of a hub's model, nor of the equality of two checkpoints.
+"""Training state beside a model: the optimizer's, whose parameters must be in the target, and other state.
 
-Optimizer state that no reader looks for is lost without a word, and a reader that looks for more begins with zeros. A
-parameter without any is no fault by itself: frozen ones have none, and torch makes it with the first gradient.
+Other state does not belong to a model on a hub, and does not count when two checkpoints are compared.
+
+Optimizer state that no reader looks for is lost silently, and a reader that expects more state begins with zeros. A
+parameter without state is no error by itself: frozen parameters have none, and torch creates it with the first
+gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from msgspec.structs import replace
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect
-from transaxle.engine.views.decoded import regrouped
+from transaxle.engine.views.decoded import rename_groups
 from transaxle.engine.views.encoded import View
 from transaxle.engine.wording import plural
 from transaxle.errors import Refusal, Where
@@ -39,61 +41,61 @@ from transaxle.formats.training_state import (
 )
 
 _MODEL = "model"
-"""Container of the model where the source is no state dict, which would show another, or none."""
+"""Name under which a model is nested if the source is no state dict, which would have its own nesting, or none."""
 _States = Mapping[str, AbstractSet[str]]
-"""Parameter -> its kinds of state."""
+"""Parameter -> its kinds of state, such as `exp_avg`."""
 _LISTED = 4
-"""Cap on the names that a refusal or a note lists."""
+"""Number of names that a refusal or a note lists."""
 _NUMBER = "#"
-"""Begins what stands for the name of a parameter that has only a number."""
+"""Prefix of the placeholder for a parameter that only has a number."""
 _WITHOUT = "or leave the optimizer's state out: --no-optimizer (optimizer=False)."
 
 
 def without_training(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the same checkpoint without its training state and what modules keep beside parameters, all listed."""
+    """Return the same checkpoint without training state and modules' extra state, all listed as left behind."""
     items = checkpoint.container.training
-    beside = set(checkpoint.container.beside)
-    beside.update(name for name in checkpoint.container.entries if EXTRA_STATE in name and is_extra_state(name))
-    if not items and not beside:
+    training_names = set(checkpoint.container.beside)
+    training_names.update(name for name in checkpoint.container.entries if EXTRA_STATE in name and is_extra_state(name))
+    if not items and not training_names:
         return checkpoint
     metadata = dict(checkpoint.container.metadata)
     metadata[LEFT_BEHIND] = {
         **metadata.get(LEFT_BEHIND, {}),
         **dict.fromkeys(metadata.pop(TRAINING, ()), "training state"),
     }
-    kept_container = checkpoint.container.without(beside)
+    kept_container = checkpoint.container.without(training_names)
     container = replace(kept_container, metadata=metadata, training=())
     return Checkpoint(container, checkpoint.settings, None, None, checkpoint.undecoded)
 
 
-def beside(first: Checkpoint, second: Checkpoint) -> set[str]:
-    """Return the tensors of training state that only the first checkpoint holds."""
+def training_only_in(first: Checkpoint, second: Checkpoint) -> set[str]:
+    """Return the tensors of training state that only the first checkpoint has."""
     return {name for name in first.container.beside if name not in second}
 
 
-def plain_items(checkpoint: Checkpoint, kind: Format) -> dict[KeyPath, object]:
-    """Return the training state that a format keeps as it is, by its paths: what is plain data, and was no tensor."""
+def writable_items(checkpoint: Checkpoint, kind: Format) -> dict[KeyPath, object]:
+    """Return path -> value of the training state that a format stores unchanged: plain data that was no tensor."""
     if "training" not in kind.draft_takes:
         return {}
     items = ((item.path, item.plain()) for item in checkpoint.container.training)
     return {path: value for path, value in items if value is not NOTHING and is_writable(value)}
 
 
-def left_behind(checkpoint: Checkpoint, written: Collection[KeyPath]) -> Iterator[str]:
-    """Yield what the source's reader leaves behind, without containers of which all is written."""
+def unwritten_items(checkpoint: Checkpoint, written_paths: Collection[KeyPath]) -> Iterator[str]:
+    """Yield names of training state that is left behind, except containers of which everything is written."""
     paths = [item.path for item in checkpoint.container.training if not item.is_tensor]
     for name in checkpoint.container.metadata.get(LEFT_BEHIND, ()):
-        inside = [path for path in paths if f"{joined(path)}.".startswith(f"{name}.")]
-        if not inside or not all(path in written for path in inside):
+        inner_paths = [path for path in paths if f"{joined(path)}.".startswith(f"{name}.")]
+        if not inner_paths or not all(path in written_paths for path in inner_paths):
             yield name
 
 
-def nesting_of(checkpoint: Checkpoint, names: Collection[str]) -> Nesting | None:
-    """Return how the state dict of one file is nested: as the source's; None where there is nothing but a model.
+def state_dict_nesting(checkpoint: Checkpoint, names: Collection[str]) -> Nesting | None:
+    """Return how the state dict of a single file is nested: as in the source; None if it is only a model.
 
     Args:
         checkpoint: the source.
-        names: of all tensors that are written.
+        names: names of all output tensors.
     """
     container = checkpoint.container
     if not container.training and not any(name.startswith(OPTIMIZER) for name in names):
@@ -103,9 +105,10 @@ def nesting_of(checkpoint: Checkpoint, names: Collection[str]) -> Nesting | None
     return Nesting(root and root.rpartition(".")[2], container.paths)
 
 
-def state_of_other_names(checkpoint: Checkpoint) -> bool:
-    """Tell whether a checkpoint has state of parameters that it stores under other names: in parts, or those of another
-    dialect.
+def has_state_of_other_names(checkpoint: Checkpoint) -> bool:
+    """Tell whether optimizer state belongs to parameters stored under other names.
+
+    That is: to parameters stored in parts, or under names of another dialect.
     """
     names = checkpoint.container.entries
     if all(split_slot(name)[0] in names for name in names) or checkpoint.family is None:
@@ -114,60 +117,61 @@ def state_of_other_names(checkpoint: Checkpoint) -> bool:
     return bound.state_dialect is not None or any(line.of_state and slot for line, slot in bound.names)
 
 
-def misplaced_state(checkpoint: Checkpoint, view: View, kind: Format, wanted: str) -> list[Refusal]:
-    """Refuse state without its parameter, and parameters that lack a part of the state that others like them have.
+def refuse_misplaced_state(checkpoint: Checkpoint, view: View, kind: Format, target_dialect: str) -> list[Refusal]:
+    """Refuse state without its parameter, and parameters that lack part of the state that similar ones have.
 
-    Where names stay as they are (`identity`), both stay as they are, unless the format has a parameter's values and its
-    state in one place.
+    If names are kept (`identity`), both are kept too, unless the format stores a parameter's values together with its
+    state.
 
     Args:
         checkpoint: the source.
-        view: the target's tensors.
-        kind: the target's format.
-        wanted: its dialect.
+        view: the tensors of the target.
+        kind: format of the target.
+        target_dialect: dialect of the target.
     """
     states = _states(view)
-    if view.refusals or (wanted == IDENTITY and not kind.full_precision):
+    if view.refusals or (target_dialect == IDENTITY and not kind.full_precision):
         return []
     problems = []
-    orphans = _orphans(checkpoint, view, states, wanted)
+    orphans = _orphans(checkpoint, view, states, target_dialect)
     if numbered := [name for name in orphans if name.startswith(_NUMBER)]:
-        message = f"the file numbers the parameters of its optimizer, and nothing names them: {_named(numbered)}"
+        message = f"the file numbers the parameters of its optimizer, and nothing names them: {_list_names(numbered)}"
         hint = f'Keep all names with --to dcp (to="dcp"), {_WITHOUT}'
         problems.append(Refusal("UNSUPPORTED", message, _where(numbered), hint))
     if orphans := [name for name in orphans if name not in numbered]:
-        message = f"the target would have optimizer state, but no values, for {_named(orphans)}"
+        message = f"the target would have optimizer state, but no values, for {_list_names(orphans)}"
         hint = f"Check whether a shard is missing, add a line for it to your own table (--rules, rules=), {_WITHOUT}"
         problems.append(Refusal("MISSING_TENSOR", message, _where(orphans), hint))
-    for lacking, names in _partial(checkpoint, view, states).items():
-        message = f"other parameters of the same group have {', '.join(lacking)}, {_named(names)} not"
+    for missing_kinds, names in _partial_state(checkpoint, view, states).items():
+        message = f"other parameters of the same group have {', '.join(missing_kinds)}, {_list_names(names)} not"
         hint = f"Check whether a shard is missing, {_WITHOUT}"
         problems.append(Refusal("INCOMPLETE", message, _where(names), hint))
     return problems
 
 
-def state_notes(checkpoint: Checkpoint, view: View, wanted: str) -> Iterator[str]:
-    """Yield what is to be told of a target's optimizer state; for arguments see `misplaced_state`."""
+def state_notes(checkpoint: Checkpoint, view: View, target_dialect: str) -> Iterator[str]:
+    """Yield notes on a target's optimizer state; for the arguments see `refuse_misplaced_state`."""
     states = _states(view)
-    if wanted == IDENTITY:
-        if orphans := _orphans(checkpoint, view, states, wanted):
-            yield f"optimizer state without values: {_named(orphans)}"
+    if target_dialect == IDENTITY:
+        if orphans := _orphans(checkpoint, view, states, target_dialect):
+            yield f"optimizer state without values: {_list_names(orphans)}"
     else:
         if checkpoint.bound.state_dialect is not None:
             labels = checkpoint.bound.state_dialect.label, checkpoint.bound.dialect.label
             yield "the optimizer's state has the names of {}, the weights those of {}".format(*labels)
-        for name, condition in _fused(checkpoint, states, wanted):
+        for name, condition in _presumably_fused(checkpoint, states, target_dialect):
             yield (
                 f"the optimizer's state is written for {name}: fused, unless the config (--config, config=) "
                 f'has "{condition}": false'
             )
-    numbers = group_numbers(regrouped(checkpoint.container.metadata.get(GROUPS, ()), view.targets, []))
+    numbers = group_numbers(rename_groups(checkpoint.container.metadata.get(GROUPS, ()), view.targets, []))
     if without := [name for name in numbers if name in view.targets and name not in states]:
-        yield f"in the optimizer's groups, but without state (frozen, or without a gradient so far): {_named(without)}"
+        names = _list_names(without)
+        yield f"in the optimizer's groups, but without state (frozen, or without a gradient so far): {names}"
 
 
 def _states(view: View) -> dict[str, set[str]]:
-    """Return the kinds of state of each parameter."""
+    """Return parameter -> its kinds of state."""
     states: defaultdict[str, set[str]] = defaultdict(set)
     for parameter, slot in map(split_slot, view.targets):
         if slot != WEIGHT:
@@ -175,27 +179,29 @@ def _states(view: View) -> dict[str, set[str]]:
     return dict(states)
 
 
-def _orphans(checkpoint: Checkpoint, view: View, states: _States, wanted: str) -> list[str]:
-    """Return the parameters that have state and no values, nor values of their parts."""
-    left = [name for name in states if name not in view.targets and name not in view.encoded]
-    if not left:
+def _orphans(checkpoint: Checkpoint, view: View, states: _States, target_dialect: str) -> list[str]:
+    """Return the parameters with state whose values, whole or in parts, are not in the target."""
+    without_values = [name for name in states if name not in view.targets and name not in view.encoded]
+    if not without_values:
         return []
-    if wanted == IDENTITY:
-        known = set(checkpoint.catalog.entries)
+    if target_dialect == IDENTITY:
+        known_names = set(checkpoint.catalog.entries)
         if checkpoint.family is not None:
             bound = checkpoint.bound
-            others = bound.state_dialect is not None
-            read = (of_line.values() for (line, _), of_line in bound.names.items() if line.of_state or others)
-            known.update(split_slot(name)[0] for names in read for name in names)
-        return [name for name in left if name not in known]
-    lines = [line for line in pick_dialect(checkpoint.recognised.family, wanted).lines if line.of_state]
-    return [name for name in left if not any(line.name.match(name) is not None for line in lines)]
+            has_state_dialect = bound.state_dialect is not None
+            state_names = (
+                of_line.values() for (line, _), of_line in bound.names.items() if line.of_state or has_state_dialect
+            )
+            known_names.update(split_slot(name)[0] for names in state_names for name in names)
+        return [name for name in without_values if name not in known_names]
+    lines = [line for line in pick_dialect(checkpoint.reading.family, target_dialect).lines if line.of_state]
+    return [name for name in without_values if not any(line.name.match(name) is not None for line in lines)]
 
 
-def _fused(checkpoint: Checkpoint, states: _States, wanted: str) -> list[tuple[str, str]]:
-    """Return the names and conditions of fused parameters that are written although nothing says that they are."""
-    dialect = pick_dialect(checkpoint.recognised.family, wanted)
-    if dialect is checkpoint.recognised.dialect and checkpoint.format != UNIVERSAL.name:
+def _presumably_fused(checkpoint: Checkpoint, states: _States, target_dialect: str) -> list[tuple[str, str]]:
+    """Return (name, condition) of parameters that are written as fused although no config says so."""
+    dialect = pick_dialect(checkpoint.reading.family, target_dialect)
+    if dialect is checkpoint.reading.dialect and checkpoint.format != UNIVERSAL.name:
         return []
     return [
         (line.name.text, line.when.text)
@@ -207,30 +213,32 @@ def _fused(checkpoint: Checkpoint, states: _States, wanted: str) -> list[tuple[s
     ]
 
 
-def _partial(checkpoint: Checkpoint, view: View, states: _States) -> dict[tuple[str, ...], list[str]]:
-    """Return kinds of state -> parameters that lack them, where others of their group and number of dims have all that
-    they have, and these. Copies in full precision do not count: only weights of lower precision have some.
+def _partial_state(checkpoint: Checkpoint, view: View, states: _States) -> dict[tuple[str, ...], list[str]]:
+    """Return kinds of state -> parameters that lack them, although similar parameters have them.
+
+    Parameters are similar if they are in the same group and have the same number of dims. Full-precision copies are
+    ignored: only weights of lower precision have some.
     """
-    groups = group_numbers(regrouped(checkpoint.container.metadata.get(GROUPS, ()), view.targets, []))
-    alike: defaultdict[tuple[int | None, int], dict[frozenset[str], list[str]]] = defaultdict(dict)
+    groups = group_numbers(rename_groups(checkpoint.container.metadata.get(GROUPS, ()), view.targets, []))
+    similar: defaultdict[tuple[int | None, int], dict[frozenset[str], list[str]]] = defaultdict(dict)
     for name, kinds in states.items():
         if name in view.targets:
             key = groups.get(name), len(view.targets[name].layout.shape)
-            alike[key].setdefault(frozenset(kinds - {MASTER}), []).append(name)
-    found: dict[tuple[str, ...], list[str]] = {}
-    for of_kinds in alike.values():
-        whole = frozenset[str]().union(*of_kinds)
+            similar[key].setdefault(frozenset(kinds - {MASTER}), []).append(name)
+    missing_state: dict[tuple[str, ...], list[str]] = {}
+    for of_kinds in similar.values():
+        all_kinds = frozenset[str]().union(*of_kinds)
         for kinds, names in of_kinds.items():
-            if kinds and kinds != whole and whole in of_kinds:
-                found.setdefault(tuple(sorted(whole - kinds)), []).extend(names)
-    return found
+            if kinds and kinds != all_kinds and all_kinds in of_kinds:
+                missing_state.setdefault(tuple(sorted(all_kinds - kinds)), []).extend(names)
+    return missing_state
 
 
 def _where(names: Sequence[str]) -> Where:
     return Where(None, names[0] if len(names) == 1 else None)
 
 
-def _named(names: Sequence[str]) -> str:
-    """Write a number of parameters, and the first of them."""
-    more = ", …" if len(names) > _LISTED else ""
-    return f"{plural(len(names), 'parameter')} ({', '.join(names[:_LISTED])}{more})"
+def _list_names(names: Sequence[str]) -> str:
+    """Return a number of parameters with the first of their names."""
+    ellipsis = ", …" if len(names) > _LISTED else ""
+    return f"{plural(len(names), 'parameter')} ({', '.join(names[:_LISTED])}{ellipsis})"

@@ -1,1 +1,1 @@
-"""Tensors seen another way: decoded, encoded, cast, their scales unpacked."""
+"""Views of stored tensors: decoded, encoded or cast, and with scales in row-major order."""

@@ -1,8 +1,8 @@
-"""Casts: plain floating-point tensors seen in another dtype, cast when they are read.
+"""Casts: plain floating-point tensors shown in another dtype, and cast when they are read.
 
-Encoded tensors are not touched (`decode` does that), nor are integers. Optimizer state, scales of the cache of a
-quantized model, and tensors that a family's table marks as `precise`, keep their dtype unless patterns name them; the
-plan lists what stays.
+Encoded tensors (see `decode`) and integers are not cast. Optimizer state, scales of a quantized model's cache,
+and tensors that a family's table marks as `precise` keep their dtype unless patterns name them; the plan lists
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transaxle.encodings.encoding import CASTS, PLAIN, Error, Wide
 from transaxle.encodings.value_steps import Action, RecodedTensor
 from transaxle.engine.source import Source
 from transaxle.engine.views.decoded import RowMajorBytes
-from transaxle.engine.views.encode import chosen
+from transaxle.engine.views.encode import select_names
 from transaxle.engine.views.encoded import Catalog
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
@@ -37,17 +37,17 @@ BAND = 1 << 18
 
 
 class Caster:
-    """One plain tensor as the row-major bytes of its values in another dtype.
+    """A virtual file with the values of one plain tensor in another dtype, in row-major order.
 
     Args:
         entry: the tensor.
-        source: turns it into transfers.
+        source: source that turns it into transfers.
         reader: reads the files.
-        dtype: safetensors code of the wanted dtype.
+        dtype: safetensors code of the target dtype.
     """
 
     action: ClassVar[Action] = "cast"
-    """What it does to the values, as reports call it."""
+    """Name of the operation in reports."""
 
     def __init__(self, entry: Entry, source: Source, reader: Readable, dtype: Wide) -> None:
         self.entry = entry
@@ -57,14 +57,14 @@ class Caster:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
+        """Size of the values in bytes."""
         return nbytes(self.dtype, self.entry.shape)
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill a view with the bytes of the values from `offset` on.
+        """Fill a view with the bytes of the values, beginning at `offset`.
 
         Raises:
-            TransaxleError: what the reader raises.
+            TransaxleError: any error of the reader.
         """
         from transaxle.encodings.arithmetic.scaling import cast
 
@@ -83,7 +83,7 @@ class Caster:
         return RecodedTensor(self.entry.name, self.action, self.entry.dtype, "", self.dtype, self.entry.shape)
 
     def measure(self) -> tuple[Error, int]:
-        """Return how far the cast values are from the originals, and how many finite ones became infinite."""
+        """Return the error of the cast values, and how many finite values became infinite."""
         from transaxle.encodings.arithmetic.scaling import cast, cast_error
 
         total, infinite = Error(), 0
@@ -102,7 +102,7 @@ class Caster:
         return RowMajorBytes(self._reader, self._source.transfers(identity_target(self.entry.name, self.entry)))
 
 
-def precise(bound: BoundNames | None) -> frozenset[str]:
+def precise_names(bound: BoundNames | None) -> frozenset[str]:
     """Return the stored names that keep their dtype unless a pattern names them; see `precise` in tables."""
     if bound is None:
         return frozenset()
@@ -119,27 +119,27 @@ def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str],
     Args:
         catalog: the tensors of a container.
         to: `bf16`, `fp16` or `fp32`.
-        only: patterns of the names to cast; none: all weights but those of `keep`.
+        only: patterns of the names to cast; default: all weights except those in `keep`.
         skip: patterns of names that keep their dtype.
-        keep: names that are cast only where a pattern of `only` names them.
+        keep: names that are cast only if a pattern of `only` names them.
 
     Raises:
-        Refused: what the catalog refuses: codes that are not known could be cast, or their scales alone; UNSUPPORTED
-            for numbers beside other codes.
-        UsageError: AMBIGUOUS for an unknown type, where no tensor is plain, and for a pattern that none of them has.
+        Refused: refusals of the catalog, as unknown codes or their scales could be cast; UNSUPPORTED for tensors that
+            may be scales of codes.
+        UsageError: AMBIGUOUS for an unknown type, if no tensor is plain, and for a pattern that matches none of them.
     """
     if to not in CASTS:
         raise refuse("AMBIGUOUS", f"cannot cast to {to!r}", hint=f"Choose one of: {', '.join(CASTS)}.")
     if catalog.refusals:
         raise gathered(catalog.refusals)
     container, dtype = catalog.container, CASTS[to]
-    beside = set(training_only(catalog.entries, catalog.entries))
+    training_tensors = set(training_only(catalog.entries, catalog.entries))
     plain = [
         name
         for name in container.entries
         if name in catalog.entries and name not in catalog.encoded and container.entries[name].dtype in PLAIN
     ]
-    plain = [name for name in plain if name not in beside]
+    plain = [name for name in plain if name not in training_tensors]
     if not plain:
         message = "no plain floating-point tensor to cast; integers, codes and scales are not cast"
         raise refuse("AMBIGUOUS", message, hint='To decode encoded tensors, use --decode (decode="bf16").')
@@ -150,59 +150,59 @@ def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str],
         and name not in keep
         and not (is_of_cache(name) and (catalog.encoded or catalog.quantization))
     ]
-    wanted = frozenset(chosen(plain, only, skip, "plain floating-point tensor", usual))
+    selected = frozenset(select_names(plain, only, skip, "plain floating-point tensor", usual))
     changing = (
-        name for name in plain if name in wanted and name not in only and container.entries[name].dtype != dtype
+        name for name in plain if name in selected and name not in only and container.entries[name].dtype != dtype
     )
-    if scales := list(scales_alone(changing, catalog)):
+    if scales := list(refuse_scales_alone(changing, catalog)):
         raise gathered(scales)
     source = Source(container, None)
     casters: dict[str, Caster] = {}
     entries: dict[str, Entry] = {}
     for name, entry in container.entries.items():
         entries[name] = entry
-        if name in wanted and entry.dtype != dtype:
+        if name in selected and entry.dtype != dtype:
             casters[_FILE + name] = Caster(entry, source, container.storage, dtype)
             extent = Extent((0,) * len(entry.shape), entry.shape, _FILE + name, 0)
             entries[name] = Entry(name, dtype, entry.shape, (extent,))
-    stayed = [name for name in plain if name not in wanted and container.entries[name].dtype != dtype]
+    stayed = [name for name in plain if name not in selected and container.entries[name].dtype != dtype]
     return container.recoded(casters, entries, dtype=dtype, stayed=tuple(stayed))
 
 
-def scales_alone(names: Iterable[str], catalog: Catalog) -> Iterator[Refusal]:
-    """Yield why some tensors are not cast: they are scales of codes, or lie beside codes that nobody describes.
+def refuse_scales_alone(names: Iterable[str], catalog: Catalog) -> Iterator[Refusal]:
+    """Yield refusals of tensors that must not be cast alone: they are scales of codes, or may be.
 
     Args:
-        names: stored names, or those of an encoded tensor's buffers.
+        names: stored names, or internal names of an encoded tensor's buffers.
         catalog: the tensors of a container.
     """
     buffers = catalog.container.entries
     codes_in: dict[str, list[Entry]] = defaultdict(list)
     for name, entry in buffers.items():
         if may_be_codes(name, entry):
-            codes_in[_holder(name)].append(entry)
+            codes_in[_module_name(name)].append(entry)
     hint = "Leave it out with --skip NAME; if it is no scale, give its whole name with --only."
     for name in names:
         stored, _, role = name.partition("\0")
-        codes = next((e for e in _around(stored, codes_in) if role or _may_scale(buffers[stored], e)), None)
+        codes = next((e for e in _codes_around(stored, codes_in) if role or _may_scale(buffers[stored], e)), None)
         if codes is not None:
             message = f"it lies beside {codes.dtype} {list(codes.shape)} ({codes.name}), and may be a scale"
             where = Where(None, stored)
             yield Refusal("UNSUPPORTED", f"{message}: cast alone, scales change what codes stand for", where, hint)
 
 
-def _around(name: str, codes_in: Mapping[str, Sequence[Entry]]) -> Iterator[Entry]:
-    """Yield the codes in the module of a tensor, then in those around it."""
-    holder = _holder(name)
+def _codes_around(name: str, codes_in: Mapping[str, Sequence[Entry]]) -> Iterator[Entry]:
+    """Yield the codes in the module of a tensor, then in the modules around it."""
+    holder = _module_name(name)
     while holder:
         yield from codes_in.get(holder, ())
-        holder = "" if holder.startswith(OPTIMIZER) else _holder(holder)
+        holder = "" if holder.startswith(OPTIMIZER) else _module_name(holder)
 
 
 def _may_scale(entry: Entry, codes: Entry) -> bool:
-    return may_scale(entry.name, entry, codes, deeper=_holder(entry.name) != _holder(codes.name))
+    return may_scale(entry.name, entry, codes, deeper=_module_name(entry.name) != _module_name(codes.name))
 
 
-def _holder(name: str) -> str:
-    """Return the module of a tensor, or the parameter whose optimizer state it is."""
+def _module_name(name: str) -> str:
+    """Return the module of a tensor, or for optimizer state, its parameter."""
     return name.rpartition("/" if name.startswith(OPTIMIZER) else ".")[0]

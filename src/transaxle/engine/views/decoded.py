@@ -1,19 +1,19 @@
-"""Encoded tensors seen as plain ones, with what metadata and parameter groups say of them.
+"""Encoded tensors shown as plain ones, with matching metadata and parameter groups.
 
-Decoding as a view of storage: an encoded tensor becomes a plain one in a virtual file.
+**Decoding** is a view of storage: an encoded tensor becomes a plain one in a virtual file.
 
-Reading a range of that file decodes the values of just that range, from the codes and scales of just that range. So
-planning, copying, resharding, comparing and loading need not know that anything was ever encoded.
+Reading a range of that file decodes only the values of that range, from only its codes and scales. So planning,
+copying, resharding, comparing and loading need not know that anything was encoded.
 
-**Header notes**: what a container's metadata says about encoded tensors, removed where it is no longer true.
+**Header notes**: what a container's metadata says about encoded tensors, removed when it is no longer true.
 
-torchao's files describe each tensor in the header's metadata, and list the names of all. The description of a tensor
-that was decoded or renamed must not be carried over.
+torchao's files describe each tensor in the header's metadata, and list the names of all. After a tensor was decoded or
+renamed, its description must not be copied along.
 
-Parameter groups in another dialect: each group's settings follow its parameters to their new names.
+**Parameter groups** in another dialect: each group's settings follow its parameters to their new names.
 
-A tensor made of several parameters (a stack, a fused projection) is one parameter of the target, so all of them must be
-in one group: an optimizer cannot train parts of a parameter with different settings.
+A tensor composed of several parameters (a stack, a fused projection) is one parameter of the target. So all of them
+must be in one group: an optimizer cannot train parts of a parameter with different settings.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from transaxle.move.transfer import Readable, Scratch, Transfer, clip, produce
 
 
 def without_notes(metadata: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
-    """Return a container's metadata without the notes on some tensors.
+    """Return a container's metadata without the descriptions of some tensors.
 
     Args:
-        metadata: of one file, or of all together, where a key on which they differ has `file:` before it.
-        names: the tensors; None: all.
+        metadata: metadata of one file, or of several; then a key on which files differ is prefixed with `file:`.
+        names: names of the tensors; None: all.
     """
     remaining = dict(metadata)
     for key in metadata:
@@ -73,7 +73,7 @@ def without_notes(metadata: Mapping[str, Any], names: Collection[str] | None = N
     return remaining
 
 
-def joined(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def join_notes(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return a container's metadata with one joint list of tensors instead of one list per file."""
     lists = [key for key in metadata if key.endswith(f":{NAMES}")]
     try:
@@ -85,20 +85,20 @@ def joined(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 DTYPES: Mapping[str, Wide] = {"bf16": "BF16", "fp32": "F32"}
-"""Types that users can decode to -> their safetensors codes."""
+"""Types to which users can decode -> their safetensors codes."""
 _FILE = "decoded:"
 _BAND = 1 << 18
 """Elements that are decoded at a time."""
 _CHUNK = 1 << 20
 """Bytes of scales that are read at a time."""
-_KEPT = 16 << 20
-"""Bytes of scales that are cached."""
+_CACHE_BYTES = 16 << 20
+"""Size of the cache of scales in bytes."""
 
 ScaleArray: TypeAlias = "npt.NDArray[Any]"
 
 
 class RowMajorBytes:
-    """The bytes of one stored buffer in row-major order, wherever its chunks lie; what no transfer fills is zero."""
+    """The bytes of one stored buffer in row-major order, whatever its chunks; bytes that no transfer fills are zero."""
 
     def __init__(self, reader: Readable, transfers: list[Transfer]) -> None:
         self._reader = reader
@@ -107,7 +107,7 @@ class RowMajorBytes:
         self._local = threading.local()
 
     def read(self, start: int, stop: int) -> Bytes:
-        """Return a range of bytes."""
+        """Return the bytes from `start` to `stop`."""
         out: Bytes = np.empty(stop - start, np.uint8)
         if start == stop:
             return out
@@ -117,8 +117,14 @@ class RowMajorBytes:
         scratch: Scratch | None = getattr(self._local, "scratch", None)
         if scratch is None:
             scratch = self._local.scratch = Scratch(_CHUNK)
-        near = (t for t in self._transfers if t.target < stop and start < t.target_end)
-        produce(self._reader, [part for transfer in near for part in clip(transfer, start, stop)], start, out, scratch)
+        overlapping = (t for t in self._transfers if t.target < stop and start < t.target_end)
+        produce(
+            self._reader,
+            [part for transfer in overlapping for part in clip(transfer, start, stop)],
+            start,
+            out,
+            scratch,
+        )
         return out
 
 
@@ -131,7 +137,7 @@ class _ScaleCache:
         self._size = 0
 
     def get(self, key: tuple[str, int]) -> Bytes | None:
-        """Return the chunk under a key, or None."""
+        """Return the chunk of a key; None if it is not cached."""
         with self._lock:
             cached = self._entries.get(key)
             if cached is not None:
@@ -144,19 +150,19 @@ class _ScaleCache:
             if key not in self._entries:
                 self._entries[key] = data
                 self._size += data.nbytes
-            while self._size > _KEPT and len(self._entries) > 1:
+            while self._size > _CACHE_BYTES and len(self._entries) > 1:
                 self._size -= self._entries.popitem(last=False)[1].nbytes
 
 
 class Decoder:
-    """One encoded tensor as the row-major bytes of its values.
+    """A virtual file with the decoded values of one encoded tensor, in row-major order.
 
     Args:
-        tensor: what it is.
-        source: where its buffers are.
-        reader: the files.
+        tensor: the encoded tensor.
+        source: source of its buffers.
+        reader: reads the files.
         dtype: safetensors code of the values.
-        cache: shared memory for scales.
+        cache: cache of scales, shared between decoders.
     """
 
     def __init__(
@@ -169,7 +175,7 @@ class Decoder:
         shape = (1,) * (2 - len(tensor.shape)) + tensor.shape
         tile = (1,) * (2 - len(tensor.shape)) + tensor.encoding.tiles(tensor.shape)
         self._encoding = replace(tensor.encoding, tile=tensor.encoding.tile[-2:])
-        """Of one matrix."""
+        """The encoding of one matrix."""
         *outer, self._rows, self._columns = shape
         *steps, self._tile_rows, self._tile_columns = tile
         self._bits = tensor.encoding.code_bits
@@ -181,21 +187,21 @@ class Decoder:
         for dim, (size, step) in enumerate(zip(outer, steps, strict=True)):
             numbers = numbers.take(np.arange(size) // step, dim)
         self._grids: list[int] = numbers.reshape(-1).tolist()
-        """Number of the grid of each matrix."""
+        """Per matrix, the index of its grid of scales."""
         if self._bits < 8 and self._columns % 2:
             message = f"rows of {self._columns} codes of {self._bits} bits do not fill whole bytes"
             raise refuse("UNSUPPORTED", message, tensor=tensor.name)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
+        """Size of the values in bytes."""
         return nbytes(self.dtype, self.tensor.shape)
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill a view with the bytes of the values from `offset` on.
+        """Fill a view with the bytes of the values, beginning at `offset`.
 
         Raises:
-            TransaxleError: what the reader raises.
+            TransaxleError: any error of the reader.
         """
         out = np.frombuffer(view, np.uint8)
         item = self._item
@@ -209,16 +215,16 @@ class Decoder:
         out[:] = elements.view(np.uint8)[begin : begin + len(out)]
 
     def scales(self, first: int, last: int) -> npt.NDArray[np.float64]:
-        """Return the scale of each of a range of elements: that of its tile, times the global one if there is one."""
+        """Return the scale of each element in a range: that of its tile, times the global scale if there is one."""
         out = np.empty(last - first, np.float64)
-        at = 0
+        position = 0
         for row, rows, column, columns in self._boxes(first, last):
             scale, phase = self._scales_of(row, rows, column, columns)
             tall = (np.arange(rows) + phase[0]) // self._tile_rows
             wide = (np.arange(columns) + phase[1]) // self._tile_columns
             factors = scale.astype(np.float64) * self._factors[row // self._rows]
-            out[at : at + rows * columns] = factors[np.ix_(tall, wide)].reshape(-1)
-            at += rows * columns
+            out[position : position + rows * columns] = factors[np.ix_(tall, wide)].reshape(-1)
+            position += rows * columns
         return out
 
     @property
@@ -228,8 +234,9 @@ class Decoder:
         return RecodedTensor(tensor.name, "decoded", tensor.encoding.name, tensor.convention, self.dtype, tensor.shape)
 
     def measure(self) -> tuple[Error, int]:
-        """Return how far the decoded values are from the exact products, over the whole tensor; an overflow is an
-        infinite error.
+        """Return the error of the decoded values against the exact products, over the whole tensor.
+
+        An overflow is an infinite error.
         """
         from transaxle.encodings.arithmetic.codec import decode_error
 
@@ -243,12 +250,12 @@ class Decoder:
     def _decode(self, first: int, last: int, out: npt.NDArray[Any]) -> None:
         from transaxle.encodings.arithmetic.codec import decode_box
 
-        at = 0
+        position = 0
         for row, rows, column, columns in self._boxes(first, last):
-            # Packed codes are read byte by byte, which may be one more on either side.
+            # Packed codes are read in whole bytes: round columns out to even ones.
             left, right = (column & ~1, column + columns + 1 & ~1) if self._bits < 8 else (column, column + columns)
             codes, scale, phase = self._read_box(row, rows, left, right - left)
-            into = out[at : at + rows * columns].reshape(rows, columns)
+            into = out[position : position + rows * columns].reshape(rows, columns)
             fits = right - left == columns
             values = decode_box(
                 self._encoding,
@@ -261,10 +268,10 @@ class Decoder:
             )
             if not fits:
                 into[...] = values[:, column - left : column - left + columns]
-            at += rows * columns
+            position += rows * columns
 
     def _boxes(self, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
-        """Cut a range of elements into boxes `(row, rows, column, columns)` of one matrix each, in order."""
+        """Split a range of elements into boxes `(row, rows, column, columns)` of one matrix each, in order."""
         width = self._columns
         while first < last:
             row, column = divmod(first, width)
@@ -278,7 +285,7 @@ class Decoder:
                 first += rows * width
 
     def _read_box(self, row: int, rows: int, column: int, columns: int) -> tuple[Bytes, ScaleArray, tuple[int, int]]:
-        """Read the codes and scales of a box that lies in one matrix, and the phase of the box in its first tile."""
+        """Read the codes and scales of a box within one matrix, and the box's offset in its first tile."""
         if columns == self._columns:
             begin = row * columns * self._bits // 8
             codes = self._codes.read(begin, begin + rows * columns * self._bits // 8)
@@ -288,7 +295,7 @@ class Decoder:
         return codes.reshape(rows, columns * self._bits // 8), *self._scales_of(row, rows, column, columns)
 
     def _scales_of(self, row: int, rows: int, column: int, columns: int) -> tuple[ScaleArray, tuple[int, int]]:
-        """Read the scales of a box that lies in one matrix, and return its phase in its first tile."""
+        """Read the scales of a box within one matrix, and the box's offset in its first tile."""
         number, inside = divmod(row, self._rows)
         top = self._grids[number] * self._grid_rows
         scale = self._scales(top + inside // self._tile_rows, top + (inside + rows - 1) // self._tile_rows + 1)
@@ -334,7 +341,7 @@ class Decoder:
 
     @cached_property
     def _factors(self) -> list[float]:
-        """Per matrix, the factor of its products: its global scale."""
+        """Per matrix, the factor of its products: its global scale, or 1."""
         count = len(self._grids)
         if Role.GLOBAL not in self.tensor.parts:
             return [1.0] * count
@@ -346,8 +353,8 @@ class Decoder:
         return factors * (count // len(factors))
 
 
-def plainly(recode: Recode) -> Recode:
-    """Adapt `recode`: a tensor decoded here is offered as a plain one."""
+def recode_as_plain(recode: Recode) -> Recode:
+    """Adapt `recode`, so that a tensor decoded here is offered to it as a plain one."""
 
     def form(name: str, stored: NumberFormat) -> NumberFormat:
         return recode(
@@ -357,98 +364,100 @@ def plainly(recode: Recode) -> Recode:
     return form
 
 
-def decoded(catalog: Catalog, chosen: Collection[str], dtype: Wide) -> Container:
+def with_decoded(catalog: Catalog, chosen: Collection[str], dtype: Wide) -> Container:
     """Return a container in which some encoded tensors are plain.
 
     Args:
         catalog: the tensors of a container.
         chosen: table names of the encoded tensors to decode.
-        dtype: safetensors code of their values.
+        dtype: safetensors code of the decoded values.
 
     Returns:
-        A container with a plain entry under each of these names instead of its buffers; input scales are left out, as
-            they belong to the layer's activations, not to the weight, and so is what only training with codes needs.
+        A container with a plain entry under each of these names instead of its buffers. Input scales are left out,
+        because they belong to the layer's activations; so are tensors that only training with codes needs.
 
     Raises:
-        Refused: UNSUPPORTED for a tensor whose codes are no whole bytes row by row.
+        Refused: UNSUPPORTED for a tensor whose rows of codes are not whole bytes.
     """
     container = catalog.container
     source, cache = Source(container, catalog.buffers), _ScaleCache()
     tensors = {name: catalog.encoded[name] for name in chosen}
     parts = {stored: role for tensor in tensors.values() for role, stored in tensor.parts.items()}
     input_scales = {stored: container.entries[stored] for stored, role in parts.items() if role is Role.INPUT_SCALE}
-    begin = _FILE
+    prefix = _FILE
     # No real file may have the name of a virtual one.
-    while any(name.startswith(begin) for name in container.files):
-        begin += ":"
+    while any(name.startswith(prefix) for name in container.files):
+        prefix += ":"
     entries: dict[str, Entry] = {}
     decoders: dict[str, Decoder] = {}
-    heads = {tensor.parts[Role.CODES]: tensor for tensor in tensors.values()}
-    aside = {name: container.entries[name] for name in training_only(heads, container.entries)}
+    tensor_by_codes = {tensor.parts[Role.CODES]: tensor for tensor in tensors.values()}
+    training_entries = {name: container.entries[name] for name in training_only(tensor_by_codes, container.entries)}
     for stored, entry in container.entries.items():
-        tensor = heads.get(stored)
+        tensor = tensor_by_codes.get(stored)
         if tensor is not None:
-            file = begin + tensor.name
+            file = prefix + tensor.name
             decoders[file] = Decoder(tensor, source, container.storage, dtype, cache)
             entries[tensor.name] = Entry(
                 tensor.name, dtype, tensor.shape, (Extent((0,) * len(tensor.shape), tensor.shape, file, 0),)
             )
-        elif stored not in parts and stored not in aside:
+        elif stored not in parts and stored not in training_entries:
             entries[stored] = entry
     metadata = without_notes(container.metadata, tensors)
-    left = {**container.left, **input_scales, **aside}
-    return container.recoded(decoders, entries, metadata=metadata, left=left)
+    left_entries = {**container.left, **input_scales, **training_entries}
+    return container.recoded(decoders, entries, metadata=metadata, left=left_entries)
 
 
 _HINT = "--no-optimizer leaves the optimizer state and its settings out."
 
 
-def regrouped(groups: Iterable[ParamGroup], targets: Mapping[str, Target], problems: list[Refusal]) -> list[ParamGroup]:
+def rename_groups(
+    groups: Iterable[ParamGroup], targets: Mapping[str, Target], problems: list[Refusal]
+) -> list[ParamGroup]:
     """Return parameter groups under the target's names.
 
     Args:
-        groups: under the source's names.
+        groups: groups with the source's names.
         targets: the tensors of the target.
         problems: receives UNSUPPORTED for every target tensor whose parameters are in different groups.
 
-    A parameter comes from those that its state is read from, where these are not those of its values: files may have
-        the parts of a fused parameter, with the state and the group of the whole.
-    A parameter with optimizer state but without a group takes the group of the parameters that it is fused with: where
-        ranks share out experts, torch's own checkpoints keep the groups of one rank only.
+    If a parameter's state is read from other parameters than its values, its group is that of the state's: files may
+    store the parts of a fused parameter, with the state and the group of the whole.
     """
     groups = list(groups)
     group_of = group_numbers(groups)
     names: dict[str, list[str]] = {}
-    made_of: dict[str, tuple[Target, dict[str, None]]] = {}
-    by_state: dict[str, tuple[Target, dict[str, None]]] = {}
+    sources_of: dict[str, tuple[Target, dict[str, None]]] = {}
+    sources_of_state: dict[str, tuple[Target, dict[str, None]]] = {}
     trained: set[str] = set()
     for target in targets.values() if groups else ():
         parameter, slot = split_slot(target.name)
         origins = (origin.name for target_part in target.parts for origin in target_part.origins)
         sources = dict.fromkeys(split_slot(origin)[0] for origin in origins)
         if slot == WEIGHT:
-            made_of[parameter] = target, sources
+            sources_of[parameter] = target, sources
         else:
             trained.update(sources)
-            by_state.setdefault(parameter, (target, {}))[1].update(sources)
-    fused = {source for name, (_, sources) in by_state.items() if name not in made_of for source in sources}
-    for parameter, (target, sources) in by_state.items():
-        if parameter not in made_of or not sources.keys() <= made_of[parameter][1].keys():
-            made_of[parameter] = target, sources
-    for parameter, (target, sources) in made_of.items():
-        if parameter not in by_state and fused.issuperset(sources):
+            sources_of_state.setdefault(parameter, (target, {}))[1].update(sources)
+    fused = {source for name, (_, sources) in sources_of_state.items() if name not in sources_of for source in sources}
+    for parameter, (target, sources) in sources_of_state.items():
+        if parameter not in sources_of or not sources.keys() <= sources_of[parameter][1].keys():
+            sources_of[parameter] = target, sources
+    for parameter, (target, sources) in sources_of.items():
+        if parameter not in sources_of_state and fused.issuperset(sources):
             continue
         memberships = {group_of.get(source) for source in sources if source in group_of or source not in trained}
         if len(memberships) > 1:
-            problems.append(Refusal("UNSUPPORTED", _unlike(target, sources, group_of), Where(None, parameter), _HINT))
+            problems.append(
+                Refusal("UNSUPPORTED", _describe_unlike(target, sources, group_of), Where(None, parameter), _HINT)
+            )
             continue
         for source in sources:
             names.setdefault(source, []).append(parameter)
     return renamed(groups, names)
 
 
-def _unlike(target: Target, sources: Iterable[str], group_of: Mapping[str, int]) -> str:
-    """Say which parameters of a target tensor are trained with other settings than the first."""
+def _describe_unlike(target: Target, sources: Iterable[str], group_of: Mapping[str, int]) -> str:
+    """Describe which parameters of a target tensor are trained with other settings than the first."""
     first, *other_sources = sources
     unlike_source = next(name for name in other_sources if group_of.get(name) != group_of.get(first))
     memberships: Sequence[str] = [

@@ -1,10 +1,10 @@
-"""Encoding: the last step of a planned tensor, from its values in target order to one of its buffers.
+"""Encoding: the last step of a planned tensor, which turns its values in target order into one of its buffers.
 
-Values come in bands of whole tile rows, which is all that a codec needs at a time; every matrix of a stack is tiled by
-itself. Each buffer is a planned tensor of its own and reads the values by itself. Where a matrix has a global scale,
+Values are read in bands of whole tile rows, because a codec needs no more at a time; every matrix of a stack is tiled
+separately. Each buffer is a planned tensor of its own and reads the values separately. If a matrix has a global scale,
 its amax is computed before anything is written.
 
-Choosing tensors by patterns of their names.
+Also: selecting tensors by patterns of their names.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import nbytes, numpy_dtype
 
 
-def chosen(
+def select_names(
     names: Iterable[str], only: Sequence[str], skip: Sequence[str], noun: str, default: Sequence[str] | None = None
 ) -> list[str]:
-    """Choose some of several names.
+    """Select names by patterns.
 
     Args:
-        names: all of them; order is kept.
-        only: patterns of wanted names, in which `*` stands for any characters; none: those of `default`.
-        skip: patterns of those not wanted.
-        noun: what the names name, for the error.
-        default: names chosen where `only` has no patterns; None: all.
+        names: all names; their order is kept.
+        only: patterns of names to select, in which `*` stands for any characters; if empty, the names in `default`.
+        skip: patterns of names to leave out.
+        noun: what the names stand for, for the error.
+        default: names selected if `only` is empty; None: all.
 
     Raises:
-        UsageError: AMBIGUOUS for a pattern that no name has: nobody writes one for nothing.
+        UsageError: AMBIGUOUS for a pattern that matches no name.
     """
     all_names = list(names)
     idle = [pattern for pattern in (*only, *skip) if not any(fnmatchcase(name, pattern) for name in all_names)]
     if idle:
-        raise gathered(_idle(pattern, all_names, noun) for pattern in idle)
+        raise gathered(_refuse_pattern(pattern, all_names, noun) for pattern in idle)
     matched = [name for name in all_names if any(fnmatchcase(name, pattern) for pattern in only)]
-    wanted = matched if only else all_names if default is None else default
-    return [name for name in wanted if not any(fnmatchcase(name, pattern) for pattern in skip)]
+    selected = matched if only else all_names if default is None else default
+    return [name for name in selected if not any(fnmatchcase(name, pattern) for pattern in skip)]
 
 
-def _idle(pattern: str, names: Sequence[str], noun: str) -> Refusal:
+def _refuse_pattern(pattern: str, names: Sequence[str], noun: str) -> Refusal:
     close = get_close_matches(pattern, names, 1, 0.5) or names[:1]
     hint = f"Names look like {close[0]}; * stands for any text." if close else f"There is no {noun}."
     return Refusal("AMBIGUOUS", f"no {noun} has a name like {pattern!r}", hint=hint)
@@ -60,46 +60,46 @@ def _idle(pattern: str, names: Sequence[str], noun: str) -> Refusal:
 
 METHODS = ("float8_block", "mxfp8", "nvfp4")
 """Encodings that can be written."""
-_LEFT_PLAIN = frozenset({
+_PLAIN_WORDS = frozenset({
     "answers", "bias", "classifier", "downsample", "head", "patch", "patches", "pos", "position", "positions", "rel",
     "router", "score", "sentence", "sinks", "subsampling", "token", "tokens", "type", "types", "word", "words", "wpe",
     "wte",
 })  # fmt: skip
-"""Words in the names of tensors that nobody quantizes; `mtp_norm` consists of two words."""
-_IN_WORDS = ("emb", "norm")
-"""What such words have in them: `embeddings`, `layernorm`."""
+"""Words in the names of tensors that are never quantized; `mtp_norm` consists of two words."""
+_PLAIN_PARTS = ("emb", "norm")
+"""Parts of such words: `embeddings`, `layernorm`."""
 _WORD = re.compile(r"[a-z]+")
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
-"""A segment that counts layers or experts."""
+"""Segment of a name that numbers a layer or an expert."""
 _NO_LINEAR = re.compile(
     r"(?:.*\.)?(?:gate|shared|output_projection|predictions\.decoder|query_feat|[^.]*conv[^.]*|[^.]*_weight)\.weight"
     r"|(?:.*\.)?(?:DenseReluDense\.wo|weights_proj|compressor\.(?:indexer\.)?(?:wkv|wgate|kv_proj|gate_proj))\.weight"
     r"|qformer\..*"
 )
-"""Names of routers, embeddings, heads and convolutions whose tables, made from traces, have no names of their own.
+"""Names of routers, embeddings, heads and convolutions in tables made from traces, which name no logical tensors.
 
-Also of linear layers that transformers never takes for encoded: it keeps them in float32, or confuses a layer whose own
-name ends with `_weight` with a weight.
+Also of linear layers that transformers never treats as encoded: it keeps them in float32, or mistakes a layer whose
+name ends with `_weight` for a weight.
 """
-_KEPT = "left plain"
-_NAMED = "encoded, as --only says"
+_LEFT_PLAIN_NOTE = "left plain"
+_ENCODED_NOTE = "encoded, as --only says"
 _EXPERT = "expert"
-_PICTURE = 4
-"""Dims of a convolution over pictures."""
-_OF_LAYER = re.compile(rf".*\.weight\d*|.*{_EXPERT}.*")
-"""Names of layers' weights. Parameters with names of their own are of no linear layer, but for stacked experts."""
+_CONV2D_DIMS = 4
+"""Number of dims of a 2-D convolution's weight."""
+_LAYER_WEIGHT = re.compile(rf".*\.weight\d*|.*{_EXPERT}.*")
+"""Names of weights of layers. Other parameters belong to no linear layer, except stacked experts."""
 _ALSO_PLAIN = frozenset({"eh_proj", "mtp_proj"})
-"""Whole names of logical tensors that nobody quantizes."""
+"""Names of logical tensors that are never quantized."""
 _WAY_OUT = "Leave it out with --skip, or name others with --only."
 
 
 class Encode(msgspec.Struct, frozen=True):
-    """What the user wants to encode."""
+    """The user's request to encode tensors."""
 
     encoding: str
-    """One of `METHODS`."""
+    """Name of the encoding, one of `METHODS`."""
     only: tuple[str, ...] = ()
-    """Patterns of the target's table names; none: the weights of linear layers."""
+    """Patterns of the target's table names; if empty, the weights of linear layers."""
     skip: tuple[str, ...] = ()
     """Patterns of names that stay plain."""
 
@@ -111,20 +111,20 @@ class Encode(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
-    """How a tensor's values become one of its buffers."""
+    """How to compute one buffer of an encoded tensor from its values."""
 
     encoding: str
-    """Key of `ENCODINGS`."""
+    """Name of the encoding, a key of `ENCODINGS`."""
     convention: str
-    """Key of `CONVENTIONS`."""
+    """Name of the convention, a key of `CONVENTIONS`."""
     role: str
-    """The buffer, a `Role`."""
+    """The buffer to compute, a `Role`."""
     tensor: str
     """Table name of the tensor."""
     dtype: str
     """Safetensors code of the values."""
     shape: tuple[int, ...]
-    """The values along each dim."""
+    """Shape of the values."""
 
     @property
     def spec(self) -> Encoding:
@@ -133,12 +133,12 @@ class Step(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
+        """Size of the values in bytes."""
         return nbytes(self.dtype, self.shape)
 
     @property
     def matrices(self) -> int:
-        """How many matrices there are."""
+        """Number of matrices in the stack."""
         return prod(self.shape[:-2])
 
     @property
@@ -148,8 +148,9 @@ class Step(msgspec.Struct, frozen=True, gc=False):
         return min(self.spec.tiles(self.shape)[-2], rows) * columns * numpy_dtype(self.dtype).itemsize
 
     def bands(self, room: int) -> Iterator[tuple[int, int, int]]:
-        """Yield `(matrix, first row, last row)` of each band, in order, with as many rows of tiles as fit into `room`
-        bytes.
+        """Yield `(matrix, first row, last row)` of each band, in order.
+
+        A band has as many rows of tiles as fit into `room` bytes, at least one.
         """
         rows = self.shape[-2]
         tile = self.spec.tiles(self.shape)[-2]
@@ -159,11 +160,11 @@ class Step(msgspec.Struct, frozen=True, gc=False):
                 yield number, first_row, min(first_row + step, rows)
 
     def global_scale(self, size: float) -> np.float32:
-        """Return the global scale of a matrix with this amax."""
+        """Return the global scale of a matrix with the amax `size`."""
         return CONVENTIONS[self.convention].global_from_amax(size, self.spec)
 
     def factor(self, sizes: Sequence[float], number: int) -> float:
-        """Return the factor of a matrix's values, beside their scales, when they are decoded."""
+        """Return the factor by which the decoded values of a matrix are multiplied, beside their scales."""
         if not self.spec.has_global:
             return 1.0
         return CONVENTIONS[self.convention].factor(float(self.global_scale(sizes[number])), self.spec)
@@ -172,20 +173,20 @@ class Step(msgspec.Struct, frozen=True, gc=False):
 Measure = Callable[[Error], None]
 """Receives the error of encoded values."""
 Values = Callable[[Sequence[int]], Iterator[memoryview]]
-"""Yields the bytes of a tensor's values in order, cut at the given ends."""
+"""Yields the bytes of a tensor's values in order, split at the given end offsets."""
 
 
 def buffer_blocks(
-    step: Step, values: Values, sizes: Sequence[float], *, room: int, measured: Measure
+    step: Step, values: Values, sizes: Sequence[float], *, room: int, report_error: Measure
 ) -> Iterator[memoryview]:
-    """Produce one buffer of a tensor that is encoded, in order.
+    """Produce the bytes of one buffer of an encoded tensor, in order.
 
     Args:
-        step: what is produced.
-        values: gives the tensor's values.
-        sizes: amax of each matrix, where there is a scale for the whole of it.
-        room: bytes of values at once, unless one row of tiles takes more.
-        measured: told the error of each band of codes.
+        step: the buffer to compute.
+        values: reads the values of the tensor.
+        sizes: amax of each matrix, if matrices have global scales.
+        room: bytes of values per band, unless one row of tiles takes more.
+        report_error: called with the error of each band of codes.
     """
     if step.role == Role.GLOBAL:
         yield np.array([step.global_scale(size) for size in sizes], np.float32).view(np.uint8).data
@@ -203,12 +204,12 @@ def buffer_blocks(
         if step.role == Role.SCALE:
             yield np.ascontiguousarray(scale).view(np.uint8).reshape(-1).data
             continue
-        measured(encode_error(step.spec, band_values, codes, scale, factor=step.factor(sizes, number)))
+        report_error(encode_error(step.spec, band_values, codes, scale, factor=step.factor(sizes, number)))
         yield codes.reshape(-1).data
 
 
-def largest(step: Step, values: Values, *, room: int) -> tuple[float, ...]:
-    """Return the amax of each matrix of a tensor; arguments as of `buffer_blocks`."""
+def matrix_amaxes(step: Step, values: Values, *, room: int) -> tuple[float, ...]:
+    """Return the amax of each matrix of a tensor; for the arguments see `buffer_blocks`."""
     from transaxle.encodings.arithmetic.codec import amax
 
     kind = numpy_dtype(step.dtype)
@@ -224,40 +225,41 @@ def largest(step: Step, values: Values, *, room: int) -> tuple[float, ...]:
 
 def choose(
     view: View,
-    wanted: Encode,
+    request: Encode,
     components: Mapping[str, Sequence[str]],
     across: Container[str] = (),
     unread: Mapping[str, str] | None = None,
 ) -> tuple[list[str], list[Refusal], list[str]]:
-    """Choose the tensors of a view that are encoded.
+    """Choose the tensors of a view to encode.
 
     Args:
         view: the target.
-        wanted: what the user said. Without patterns, the weights of linear layers as the tables know them: never
-            embeddings, heads, routers, norms, biases or sinks, and nothing that is encoded already.
-        components: target name -> its logical tensors, where a table reads it.
-        across: names of targets whose rows do not run along the input of their layers.
-        unread: names of targets whose codes transformers would read wrongly, and why. They are encoded only where the
-            user's patterns name them.
+        request: the user's request. Without patterns, the weights of linear layers according to the tables: never
+            embeddings, heads, routers, norms, biases or sinks, and no encoded tensors.
+        components: target name -> its logical tensors, for targets that a table reads.
+        across: names of targets whose rows do not run along the input dim of their layers.
+        unread: name of a target whose codes transformers would read wrongly -> reason. Such a target is encoded only if
+            the user's patterns name it.
 
     Returns:
-        Target names, why others that are wanted cannot be encoded, and notes about what transformers would not read.
+        Target names, refusals of requested tensors that cannot be encoded, and notes about codes that transformers
+        would read wrongly.
 
     Raises:
-        UsageError: AMBIGUOUS for a pattern that no tensor has; where neither a table nor a pattern says which tensors
-            are wanted; and where nothing is left to be encoded.
+        UsageError: AMBIGUOUS for a pattern that matches no tensor, if neither a table nor a pattern selects tensors,
+            and if nothing is left to encode.
     """
     buffers = {stored for one in view.encoded.values() for stored in one.parts.values()}
     plain = {name: target for name, target in view.targets.items() if name not in buffers and _is_weight(target)}
     hint = "Choose the tensors with --only PATTERN."
-    if not wanted.only and not components:
+    if not request.only and not components:
         raise refuse("AMBIGUOUS", "no table says which tensors are weights of linear layers", hint=hint)
     linear = [name for name, target in plain.items() if _is_linear(target, components.get(name, ()))]
-    names = chosen([*plain, *view.encoded], wanted.only, wanted.skip, "tensor", default=linear)
+    names = select_names([*plain, *view.encoded], request.only, request.skip, "tensor", default=linear)
     unread = {name: unread[name] for name in names if name in unread} if unread else {}
-    if not wanted.only:
+    if not request.only:
         names = [name for name in names if name not in unread]
-    notes = list(_notes(unread, _NAMED if wanted.only else _KEPT))
+    notes = list(_notes(unread, _ENCODED_NOTE if request.only else _LEFT_PLAIN_NOTE))
     if not names:
         why = (
             f"{len(view.encoded)} tensors are already encoded"
@@ -265,14 +267,14 @@ def choose(
             else "\n".join(notes) or "no plain tensor is the weight of a linear layer"
         )
         raise refuse("AMBIGUOUS", f"nothing to encode: {why}", hint=hint)
-    encoding = ENCODINGS[wanted.encoding]
+    encoding = ENCODINGS[request.encoding]
     misfits = {name: _misfit(view, plain.get(name), encoding, name, across=name in across) for name in names}
     problems = [Refusal("UNSUPPORTED", why, Where(None, name), _WAY_OUT) for name, why in misfits.items() if why]
     return [name for name, why in misfits.items() if not why], problems, notes
 
 
 def _notes(unread: Mapping[str, str], text: str) -> Iterator[str]:
-    """Yield what transformers would not read, by reasons; numbers in names as `*`, as patterns have it."""
+    """Yield a note per reason about codes that transformers would read wrongly; numbers in names become `*`."""
     for reason in dict.fromkeys(unread.values()):
         names = [name for name, why in unread.items() if why == reason]
         patterns = ", ".join(dict.fromkeys(_NUMBER.sub("*", name) for name in names))
@@ -284,7 +286,7 @@ def _misfit(view: View, target: Target | None, encoding: Encoding, name: str, *,
     """Return why a tensor cannot be encoded; empty if it can."""
     if target is None:
         return f"the tensor is already encoded in {view.encoded[name].encoding.name}: decode it first"
-    dtype, shape = view.described(name)
+    dtype, shape = view.form_of(name)
     if dtype not in WIDE:
         return f"values of {dtype} cannot be encoded; {', '.join(WIDE)} can"
     if len(shape) < 2:
@@ -306,11 +308,13 @@ def _is_weight(target: Target) -> bool:
 
 
 def _is_linear(target: Target, components: Sequence[str]) -> bool:
-    """Tell whether a target is the weight of linear layers, which all of its logical tensors must be."""
+    """Tell whether a target is the weight of linear layers: all of its logical tensors must be such weights."""
     if not components or len(target.shape) < 2 or 1 in target.shape[-2:] or not _ALSO_PLAIN.isdisjoint(components):
         return False
-    of_picture = len(target.shape) == _PICTURE and _EXPERT not in target.name  # or experts of all layers
-    if of_picture or not _OF_LAYER.fullmatch(target.name) or _NO_LINEAR.fullmatch(target.name):
+    of_picture = (
+        len(target.shape) == _CONV2D_DIMS and _EXPERT not in target.name
+    )  # 4 dims may also be layers, experts, rows, columns
+    if of_picture or not _LAYER_WEIGHT.fullmatch(target.name) or _NO_LINEAR.fullmatch(target.name):
         return False
     words = _WORD.findall(" ".join((target.name, *components)).lower())
-    return not any(word in _LEFT_PLAIN or any(part in word for part in _IN_WORDS) for word in words)
+    return not any(word in _PLAIN_WORDS or any(part in word for part in _PLAIN_PARTS) for word in words)

@@ -1,15 +1,15 @@
 """Encoded tensors among plain ones: one name and one shape for the tables, several buffers on disk.
 
-A table speaks of a weight. Where that is stored as codes and scales, the tables see only the codes, under the weight's
-name and in its shape. After the translation each buffer follows: the scales by the tiles that they belong to, and all
-of them under the names and shapes of the convention. Nothing is decoded on the way.
+A table describes weights. If a weight is stored as codes and scales, the tables see only the codes, under the weight's
+name and in its shape. After the translation the other buffers follow: scales according to the tiles that they belong
+to, and all buffers under the names and shapes of the convention. Nothing is decoded on the way.
 
-**Compact scales**: scales that torchao stores in the order of a matrix-multiply kernel, read in the order of rows.
+**Compact scales**: scales that torchao stores in the order of a matrix-multiply kernel, read in row-major order.
 
-The kernel wants tiles of 128 x 4 scales, padded, and within a tile four rows of 32 side by side (cuBLAS, "1-D block
-scaling factors layout"). The tiles follow the order of the tensor's rows. Where such a tensor is decoded or moved to
+The kernel needs tiles of 128 x 4 scales, padded, and within a tile four rows of 32 side by side (cuBLAS, "1-D block
+scaling factors layout"). The tiles follow the order of the tensor's rows. If such a tensor is decoded or moved to
 another dialect, its scales are read from a virtual file whose bytes are reordered on the fly. Under its own name it
-stays as it is.
+keeps the kernel's order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from transaxle.encodings.conventions.scheme import UNKNOWN_KEY
 from transaxle.encodings.conventions.torchao_convention import NAMES as TORCHAO_NAMES
 from transaxle.encodings.conventions.torchao_convention import SwizzledTensor, find_swizzled
 from transaxle.encodings.encoding import WHOLE, EncodedTensor, Encoding, Role
-from transaxle.engine.source import Source, redescribed
+from transaxle.engine.source import Source, redescribe
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.catalog import ITEM_BITS, Container, Entry, Extent
 from transaxle.formats.storage.copier import Bytes
@@ -45,20 +45,20 @@ if TYPE_CHECKING:
 
 
 _ROWS, _COLUMNS, _LANES = 128, 4, 32
-"""Rows and columns of one kernel tile, and how many of its rows lie one below the other."""
-_KEPT = 8
-"""Reordered buffers that are cached, so that reading one piece by piece reorders it once."""
+"""Rows and columns of one kernel tile, and the number of consecutive rows that are stored as lanes."""
+_CACHED = 8
+"""Number of reordered buffers that are cached, so that reading one piece by piece reorders it once."""
 _FILE = "\0compact "
-"""What the name of a file that does not exist begins with."""
+"""Prefix of the names of virtual files."""
 
 
 class _CompactScales(msgspec.Struct, frozen=True):
-    """One buffer in the kernel's order, readable as a file in compact order."""
+    """A virtual file with one buffer of scales in compact order, reordered from the kernel's."""
 
     source: Entry
-    """As it is stored."""
+    """The buffer as stored."""
     shape: tuple[int, int]
-    """Scales along both dims, padding left out."""
+    """Scales along both dims, without padding."""
     compact: Callable[[str], Bytes]
     """Returns a stored buffer in compact order, by its name."""
 
@@ -72,14 +72,14 @@ class _CompactScales(msgspec.Struct, frozen=True):
         view.cast("B")[:] = self.compact(self.source.name)[offset : offset + view.nbytes].data
 
 
-def ordered(stored: Bytes, shape: tuple[int, int]) -> Bytes:
-    """Return scales in compact order, flat.
+def compact_order(stored: Bytes, shape: tuple[int, int]) -> Bytes:
+    """Reorder scales from the kernel's order to row-major order, flat.
 
     Args:
-        stored: one byte each, in the kernel's order, padding included.
-        shape: scales along both dims without padding.
+        stored: one byte per scale, in the kernel's order, including padding.
+        shape: scales along both dims, without padding.
 
-    Post-condition: scale `(r, c)` was at `512 t + 16 (r % 32) + 4 (r % 128 // 32) + c % 4`, with `t` its tile.
+    Post-condition: scale `(r, c)` of tile `t` was at byte `512 t + 16 (r % 32) + 4 (r % 128 // 32) + c % 4`.
     """
     rows, columns = (-(-size // step) for size, step in zip(shape, (_ROWS, _COLUMNS), strict=True))
     tiles = stored.reshape(rows, columns, _LANES, _ROWS // _LANES, _COLUMNS)
@@ -87,19 +87,19 @@ def ordered(stored: Bytes, shape: tuple[int, int]) -> Bytes:
     return np.ascontiguousarray(padded[: shape[0], : shape[1]]).reshape(-1)
 
 
-def ordering(container: Container) -> Container:
-    """Return the same container, which can also read torchao's scales in compact order; see `compacted`."""
+def add_compact_scales(container: Container) -> Container:
+    """Return a container that can also read torchao's scales in compact order; see `use_compact_scales`."""
     entries = container.entries
     described = {
         name: (tensor, shape)
         for name, tensor in find_swizzled(container.metadata).items()
-        if (shape := _shape(entries, tensor))
+        if (shape := _scale_shape(entries, tensor))
     }
     if not described:
         return container
     scales = {tensor.scale: shape for tensor, shape in described.values()}
     source = Source(container, {name: entries[name] for name in scales})
-    reordered = lru_cache(_KEPT)(lambda name: ordered(source.read(name), scales[name]))
+    reordered = lru_cache(_CACHED)(lambda name: compact_order(source.read(name), scales[name]))
     files = {_FILE + name: _CompactScales(entries[name], shape, reordered) for name, shape in scales.items()}
     compact = {
         tensor.source.name: replace(tensor.source, shape=tensor.shape, extents=(Extent((0, 0), tensor.shape, file, 0),))
@@ -110,8 +110,8 @@ def ordering(container: Container) -> Container:
     return replace(container, storage=VirtualFiles(container.storage, files), recoding=recoding)
 
 
-def compacted(container: Container) -> Container:
-    """Return a container with compact scales, as tables need them; see `ordering`."""
+def use_compact_scales(container: Container) -> Container:
+    """Return a container with scales in compact order, as tables need them; see `add_compact_scales`."""
     compact, notes = container.recoding.compact, container.recoding.compact_notes
     if not compact:
         return container
@@ -120,8 +120,8 @@ def compacted(container: Container) -> Container:
     return replace(container, entries=entries, metadata=metadata)
 
 
-def _shape(entries: Mapping[str, Entry], description: SwizzledTensor) -> tuple[int, int] | None:
-    """Return the number of scales along both dims; None if the stored ones do not fill the kernel's tiles."""
+def _scale_shape(entries: Mapping[str, Entry], description: SwizzledTensor) -> tuple[int, int] | None:
+    """Return the number of scales along both dims; None if the stored buffer does not fill the kernel's tiles."""
     codes, scale = entries.get(description.codes), entries.get(description.scale)
     if codes is None or scale is None or len(codes.shape) != 2 or ITEM_BITS.get(scale.dtype) != 8:
         return None
@@ -131,23 +131,23 @@ def _shape(entries: Mapping[str, Entry], description: SwizzledTensor) -> tuple[i
 
 
 StoredForm = tuple[str, Shape]
-"""Safetensors code and shape under which a target is stored, if they differ from the target's own."""
+"""Safetensors code and shape with which a target is stored, if they differ from the target's own."""
 
 _SCALE = "scale"
-"""Part of the name of every buffer of scales."""
+"""Text that occurs in the name of every buffer of scales."""
 _WAY_OUT = "To keep the tensors exactly as stored:  --to safetensors:identity."
-"""Hint for buffers that do not fit together."""
-_DECODED = "Choose a dialect that keeps these tensors apart, or decode them:  --decode bf16."
+"""Hint for buffers that do not match."""
+_DECODE_HINT = "Choose a dialect that keeps these tensors apart, or decode them:  --decode bf16."
 """Hint for tensors that would have to share one scale."""
 
 
 def buffer_name(name: str, role: Role) -> str:
-    """Return the internal name of a buffer; no stored tensor has it."""
+    """Return the internal name of a buffer; no stored tensor has such a name."""
     return name if role is Role.CODES else f"{name}\0{role}"
 
 
-def matrix(shape: Shape) -> Tile:
-    """Return the tile of a buffer with one number per matrix: the last two dims."""
+def matrix_tile(shape: Shape) -> Tile:
+    """Return the tile of a buffer with one number per matrix: the size of the last two dims."""
     return (*(1 for _ in shape[:-2]), *(max(size, 1) for size in shape[-2:]))
 
 
@@ -155,31 +155,31 @@ class Catalog(msgspec.Struct, frozen=True, dict=True):
     """The tensors of a container as tables see them."""
 
     container: Container
-    """The files."""
+    """The container."""
     entries: Mapping[str, Entry]
-    """Table name -> entry: plain tensors, and the codes of encoded ones with the shape in elements."""
+    """Table name -> entry: plain tensors, and the codes of encoded ones with their shape in elements."""
     encoded: Mapping[str, EncodedTensor]
-    """The encoded tensors among them."""
+    """The encoded tensors by table name."""
     quantization: Quantization | None = None
-    """The config's description of them."""
+    """The config's description of the encoded tensors; None if it has none."""
     refusals: tuple[Refusal, ...] = ()
-    """Buffers that cannot be grouped, or do not fit."""
+    """Refusals of buffers that cannot be matched or do not fit."""
 
     @cached_property
     def buffers(self) -> Mapping[str, Entry]:
-        """Every entry that targets are read from: the tables' entries, and the other buffers under internal names."""
+        """All entries from which targets are read: those of the tables, and the other buffers under internal names."""
         buffers = dict(self.entries)
         for tensor in self.encoded.values():
             for role, stored in tensor.parts.items():
                 if role is not Role.CODES:
                     entry = self.container.entries[stored]
                     shape = grid_of(tensor.encoding, tensor.shape, role)
-                    buffers[buffer_name(tensor.name, role)] = redescribed(entry, tensor.name, entry.dtype, shape)
+                    buffers[buffer_name(tensor.name, role)] = redescribe(entry, tensor.name, entry.dtype, shape)
         return buffers
 
 
 def grid_of(encoding: Encoding, shape: Shape, role: Role) -> Shape:
-    """Return the shape of a buffer of a tensor, counted in tiles; of the codes, in elements."""
+    """Return the shape of a tensor's buffer: one number per tile; for codes, the tensor's shape."""
     if role is Role.CODES:
         return shape
     tile = tile_of(encoding, shape, role)
@@ -187,29 +187,29 @@ def grid_of(encoding: Encoding, shape: Shape, role: Role) -> Shape:
 
 
 def tile_of(encoding: Encoding, shape: Shape, role: Role) -> Tile:
-    """Return how many elements along each dim share one number of a buffer."""
-    return encoding.tiles(shape) if role is Role.SCALE else matrix(shape)
+    """Return the number of elements along each dim that share one number of a buffer."""
+    return encoding.tiles(shape) if role is Role.SCALE else matrix_tile(shape)
 
 
 def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[str, Any] | None) -> Catalog:
     """Find the encoded tensors of a container.
 
     Args:
-        container: the files.
-        config: the model's config; empty where there is none.
-        modelopt: what stands in the config of older ModelOpt exports, where there is one.
+        container: the container.
+        config: the model's config; empty if there is none.
+        modelopt: the separate config of older ModelOpt exports; None if there is none.
 
     Returns:
-        Its tensors for the tables; with refusals where the buffers do not fit together.
+        Its tensors as tables see them, with refusals of buffers that do not match.
     """
-    if modelopt is None and not _speaks_of_encodings(container, config):
+    if modelopt is None and not _may_be_encoded(container, config):
         return Catalog(container, container.entries, {})
-    container = compacted(container)
+    container = use_compact_scales(container)
     try:
         quantization = read(config, modelopt=modelopt)
         groups = group(container.entries, quantization, container.metadata)
     except TransaxleError as error:
-        return Catalog(container, container.entries, {}, None, _explained(error, container))
+        return Catalog(container, container.entries, {}, None, _with_hint(error, container))
     refusals = tuple(
         refusal if refusal.hint else dataclasses.replace(refusal, hint=_WAY_OUT) for refusal in groups.refusals
     )
@@ -225,7 +225,7 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
         tensor = codes.get(stored)
         try:
             table_entry = (
-                entry if tensor is None else redescribed(entry, tensor.name, tensor.encoding.code, tensor.shape)
+                entry if tensor is None else redescribe(entry, tensor.name, tensor.encoding.code, tensor.shape)
             )
         except TransaxleError as error:
             problems.extend(error.refusals)
@@ -237,8 +237,8 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
     return Catalog(container, entries, groups.encoded, quantization, tuple(problems))
 
 
-def _explained(error: TransaxleError, container: Container) -> tuple[Refusal, ...]:
-    """Return the refusals of a config; where all tensors are plain, with a hint that its section may be left over."""
+def _with_hint(error: TransaxleError, container: Container) -> tuple[Refusal, ...]:
+    """Return the refusals of a config; if all tensors are plain, hint that its section may be left over."""
     names_codes = group(container.entries).refusals
     if names_codes or any(entry.dtype in SPEAKING for entry in container.entries.values()):
         return error.refusals
@@ -249,25 +249,25 @@ def _explained(error: TransaxleError, container: Container) -> tuple[Refusal, ..
     )
 
 
-def describes_tensors(metadata: Mapping[str, Any]) -> bool:
-    """Tell whether a container's metadata describes encoded tensors, as torchao's files and TransformerEngine's do."""
+def describes_codes(metadata: Mapping[str, Any]) -> bool:
+    """Tell whether a container's metadata describes encoded tensors, as in files of torchao and TransformerEngine."""
     return any(key in (TE_NOTE, TORCHAO_NAMES) or key.endswith(f":{TORCHAO_NAMES}") for key in metadata)
 
 
-def nothing_encoded(to: str) -> TransaxleError:
+def refuse_plain(to: str) -> TransaxleError:
     """Build the refusal of `decode` for a checkpoint without encoded tensors."""
     hint = f'To cast plain tensors, use --dtype {to} (dtype="{to}").'
     return refuse("AMBIGUOUS", "nothing to decode: the checkpoint has no encoded tensors", hint=hint)
 
 
-def _speaks_of_encodings(container: Container, config: Mapping[str, Any]) -> bool:
-    """Tell whether anything speaks of encoded tensors: a dtype, a name, the metadata or the config.
+def _may_be_encoded(container: Container, config: Mapping[str, Any]) -> bool:
+    """Tell whether a dtype, a name, the metadata or the config suggests encoded tensors.
 
-    If nothing does, all tensors are plain, and nobody need know how encoded ones are stored.
+    If not, all tensors are plain, and modules about encodings need not be imported.
     """
     return (
         any(entry.dtype in SPEAKING or _SCALE in name for name, entry in container.entries.items())
-        or describes_tensors(container.metadata)
+        or describes_codes(container.metadata)
         or any(SECTIONS.intersection(section) for section in (config, *config.values()) if isinstance(section, Mapping))
     )
 
@@ -276,12 +276,12 @@ class View(Translation, frozen=True):
     """A checkpoint in another dialect, with every buffer under its stored name."""
 
     stored: Mapping[str, StoredForm] = msgspec.field(default_factory=dict)
-    """Dtype and shape of targets that are stored in another form than their elements."""
+    """Target name -> stored dtype and shape, for targets stored in another form than their elements."""
     encoded: Mapping[str, EncodedTensor] = msgspec.field(default_factory=dict)
     """The encoded tensors by table name, with the names of their buffers."""
 
-    def described(self, name: str) -> StoredForm:
-        """Return the safetensors code and the shape under which a target is stored."""
+    def form_of(self, name: str) -> StoredForm:
+        """Return the safetensors code and the shape with which a target is stored."""
         stored_form = self.stored.get(name)
         if stored_form is None:
             target = self.targets[name]
@@ -289,16 +289,16 @@ class View(Translation, frozen=True):
         return stored_form
 
 
-def viewed(translation: Translation, catalog: Catalog) -> View:
-    """Make the other buffers of encoded tensors follow the codes.
+def add_buffers(translation: Translation, catalog: Catalog) -> View:
+    """Return a translation with targets for all buffers of encoded tensors.
 
     Args:
-        translation: of the tensors that the tables see.
+        translation: translation of the tensors as tables see them.
         catalog: these tensors.
 
     Returns:
-        The same view with a target for every buffer, each under its stored name. Its refusals grow by BLOCK_MISALIGNED,
-            DTYPE_MIXED and NAME_COLLISION.
+        The same view with a target for every buffer, under its stored name. Its refusals may grow by BLOCK_MISALIGNED,
+        DTYPE_MIXED and NAME_COLLISION.
     """
     if not catalog.encoded:
         return _view(structs.replace(translation, refusals=(*catalog.refusals, *translation.refusals)), {}, {})
@@ -310,7 +310,7 @@ def _view(translation: Translation, stored: Mapping[str, StoredForm], encoded: M
 
 
 class _BufferFollower:
-    """Adds to each target of codes the targets of the other buffers."""
+    """Adds targets of the other buffers to each target of codes."""
 
     def __init__(self, translation: Translation, catalog: Catalog) -> None:
         self.translation = translation
@@ -325,7 +325,7 @@ class _BufferFollower:
     def run(self) -> View:
         for name, target in self.translation.targets.items():
             try:
-                if tensor := self._encoded(target):
+                if tensor := self._encoding_of(target):
                     self._follow(target, tensor)
                 else:
                     self._add(target, name)
@@ -333,7 +333,7 @@ class _BufferFollower:
                 self._refuse(error.refusals, name)
         for check in self.translation.checks:
             try:
-                self.checks.extend(self._checked(check))
+                self.checks.extend(self._buffer_checks(check))
             except TransaxleError as error:
                 self._refuse(error.refusals, check.first.name)
         changed = structs.replace(
@@ -363,11 +363,11 @@ class _BufferFollower:
         if described is not None and described != (target.dtype, target.shape):
             self.stored[name] = described
 
-    def _encoded(self, target: Target) -> EncodedTensor | None:
-        """Return one of the encoded tensors that a target consists of, which are all alike; None for a plain target.
+    def _encoding_of(self, target: Target) -> EncodedTensor | None:
+        """Return one of the encoded tensors of which a target consists, all of one kind; None for a plain target.
 
         Raises:
-            Refused: DTYPE_MIXED for encoded tensors of several kinds, or beside plain ones.
+            Refused: DTYPE_MIXED for encoded tensors of several kinds, or mixed with plain ones.
         """
         names = [origin.name for part in target.parts for origin in part.origins]
         kinds = {self._kind(name): name for name in names}
@@ -379,7 +379,7 @@ class _BufferFollower:
         return self.catalog.encoded.get(names[0]) if names else None
 
     def _kind(self, name: str) -> tuple[str, Encoding | None, str]:
-        """Return how a tensor is stored, as a text that names its buffers, its encoding and its convention."""
+        """Return how a tensor is stored: a text with its encoding and buffers, the encoding, and the convention."""
         tensor = self.catalog.encoded.get(name)
         if tensor is None:
             return self.catalog.entries[name].dtype, None, ""
@@ -390,9 +390,9 @@ class _BufferFollower:
 
     def _follow(self, target: Target, tensor: EncodedTensor) -> None:
         """Add a target for each buffer of an encoded tensor."""
-        convention = CONVENTIONS[tensor.convention] if target.is_identity else written_as(tensor)
+        convention = CONVENTIONS[tensor.convention] if target.is_identity else writable_convention(tensor)
         parts: dict[Role, str] = {}
-        for role, buffer, checks in list(self._buffers(target, tensor)):  # all of them, or none
+        for role, buffer, checks in list(self._buffers(target, tensor)):  # collected first: all are added, or none
             stored = self.catalog.container.entries[tensor.parts[role]]
             if target.is_identity:
                 name, described = stored.name, (stored.dtype, stored.shape)
@@ -407,12 +407,12 @@ class _BufferFollower:
         self.encoded[target.name] = EncodedTensor(target.name, tensor.encoding, target.shape, parts, convention.name)
 
     def _buffers(self, target: Target, tensor: EncodedTensor) -> Iterator[tuple[Role, Target, Sequence[Check]]]:
-        """Yield the target of each buffer, in tiles, with checks of the numbers that become one and so must be equal.
+        """Yield the target of each buffer, in tiles, with checks that numbers which become one are equal.
 
         Raises:
-            Refused: BLOCK_MISALIGNED; DTYPE_MIXED where one of several sources lacks a buffer.
+            Refused: BLOCK_MISALIGNED; DTYPE_MIXED if one of several sources lacks a buffer.
         """
-        from transaxle.axes.layout.tile import scales  # few checkpoints are encoded
+        from transaxle.axes.layout.tile import scales  # imported here: few checkpoints are encoded
 
         yield Role.CODES, target, ()
         sources = {o.name: self.catalog.encoded[o.name] for part in target.parts for o in part.origins}
@@ -435,32 +435,32 @@ class _BufferFollower:
                 role,
                 first,
                 [
-                    Check(first, other_target, _merged(target, role, first, other_target), _DECODED)
+                    Check(first, other_target, _describe_shared(target, role, first, other_target), _DECODE_HINT)
                     for other_target in other_targets
                 ],
             )
 
-    def _checked(self, check: Check) -> Iterator[Check]:
-        """Yield a check of two copies, and those of their other buffers."""
+    def _buffer_checks(self, check: Check) -> Iterator[Check]:
+        """Yield a check of two copies, and checks of their other buffers."""
         yield check
-        first_tensor, second_tensor = self._encoded(check.first), self._encoded(check.second)
+        first_tensor, second_tensor = self._encoding_of(check.first), self._encoding_of(check.second)
         if first_tensor is None and second_tensor is None:
             return
-        ways = [self._kind(side.parts[0].origins[0].name) for side in (check.first, check.second)]
-        if first_tensor is None or second_tensor is None or ways[0] != ways[1]:
-            kinds = " and ".join(words for words, *_ in ways)
+        kinds_of_sides = [self._kind(side.parts[0].origins[0].name) for side in (check.first, check.second)]
+        if first_tensor is None or second_tensor is None or kinds_of_sides[0] != kinds_of_sides[1]:
+            kinds = " and ".join(words for words, *_ in kinds_of_sides)
             message = f"{check.why}\nbut they are stored as {kinds}"
             raise refuse("UNEQUAL_COPIES", message, tensor=check.first.name)
         sides = zip(self._buffers(check.first, first_tensor), self._buffers(check.second, second_tensor), strict=True)
         for (role, first, inside), (_, second, _) in sides:
             if role is not Role.CODES:
                 yield from inside
-                named = structs.replace(first, name=first_tensor.parts[role])
-                yield Check(named, second, check.why, check.hint)
+                renamed = structs.replace(first, name=first_tensor.parts[role])
+                yield Check(renamed, second, check.why, check.hint)
 
 
-def _merged(target: Target, role: Role, first: Target, second: Target) -> str:
-    """Say that one number of a target stands for those of two sources: what their names do not have in common."""
+def _describe_shared(target: Target, role: Role, first: Target, second: Target) -> str:
+    """Describe that one number of a target stands for those of two sources, by the differing parts of their names."""
     names = [target_side.parts[0].origins[0].name.partition("\0")[0].split(".") for target_side in (first, second)]
     while names[0][:1] == names[1][:1] != []:
         names = [name[1:] for name in names]
@@ -470,11 +470,11 @@ def _merged(target: Target, role: Role, first: Target, second: Target) -> str:
     return f"{target.rule}\nit has one {role} for the tensors of {first_name} and {second_name}, which have one each"
 
 
-def written_as(tensor: EncodedTensor) -> Convention:
-    """Return the convention in which an encoded tensor is written: its own, or one with the same numbers.
+def writable_convention(tensor: EncodedTensor) -> Convention:
+    """Return the convention in which to write an encoded tensor: its own, or one with equivalent numbers.
 
     Raises:
-        Refused: UNSUPPORTED where there is none.
+        Refused: UNSUPPORTED if there is none.
     """
     own_convention, name = CONVENTIONS[tensor.convention], tensor.encoding.name
     for candidate in (own_convention, CONVENTIONS[PREFERRED[name]], *CONVENTIONS.values()):

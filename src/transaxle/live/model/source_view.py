@@ -104,7 +104,7 @@ def change_form(checkpoint: Checkpoint, stems: Sequence[Regrouping]) -> Checkpoi
     checks, problems = copy_checks(stems, container.entries)
     if problems:
         raise gathered(problems)
-    return restacked.seen_as(WANTED).checking(checks)
+    return restacked.view_as(WANTED).with_checks(checks)
 
 
 class _TableNames(StoredNames):
@@ -303,7 +303,7 @@ def _one_tensor(first: Line, second: Line) -> bool:
 def _of_family(checkpoint: Checkpoint, family: str) -> Checkpoint:
     """Return a source as a checkpoint of the model's family, if several families' tables read its names."""
     try:
-        _ = checkpoint.recognised
+        _ = checkpoint.reading
     except TransaxleError as error:
         if error.code != _UNDECIDED or checkpoint.settings.family is not None:
             raise
@@ -315,7 +315,7 @@ def _of_family(checkpoint: Checkpoint, family: str) -> Checkpoint:
 def _translate(checkpoint: Checkpoint, label: str, *, partial: bool) -> Checkpoint:
     """Return a source in another dialect; with `partial`, without tensors that lack something."""
     try:
-        return checkpoint.seen_as(label)
+        return checkpoint.view_as(label)
     except TransaxleError as error:
         if not LACKING.issuperset(refusal.code for refusal in error.refusals):
             raise
