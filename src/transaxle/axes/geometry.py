@@ -333,7 +333,7 @@ class ChunkRule(Protocol):
     """Rule by which `parts` ranks divide the intervals of a dim among them."""
 
     def __call__(self, intervals: Intervals, parts: int, rank: int, /) -> Intervals:
-        """Return the part of `intervals` that `rank`, one of `parts` ranks, gets."""
+        """Return the part of `intervals` that belongs to `rank`, one of `parts` ranks."""
 
 
 def torch_chunk(count: int, parts: int, rank: int) -> Interval:
@@ -542,7 +542,7 @@ def _dim_layout(node: Node, sizes: Mapping[str, int]) -> Layout:
 
 
 def _name_padding(node: Node) -> Node:
-    """Give each padding segment of a dim a name of its own, so that it gets positions as components do."""
+    """Rename the padding segments of a dim to distinct names, so that they get positions as components do."""
     match node:
         case Merge(parts):
             return Merge(tuple(map(_name_padding, parts)))

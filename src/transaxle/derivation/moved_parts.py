@@ -394,7 +394,7 @@ class PaddingAxis:
 
 
 AxisKey = DigitAxis | PaddingAxis | Place
-"""An axis before it gets a name; a place in names stands for the axis that it counts."""
+"""An axis before it gets a name; a place in names represents the axis of the index there."""
 
 
 @dataclass(frozen=True)

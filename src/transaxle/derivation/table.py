@@ -90,7 +90,7 @@ class Structure:
     """Side -> its lines."""
     sizes: dict[AxisKey, dict[int, set[int]]]
     """Axis -> trace -> its sizes in that trace."""
-    named: set[AxisKey]
+    name_axes: set[AxisKey]
     """Axes that are indices in names."""
     ties: list[TiedPart] = field(default_factory=list)
     """Tensors that share values."""
@@ -152,7 +152,7 @@ class Builder:
             self.joined.join(place, self.found.axes.first(place))
         lines = {side: self._lines(self._settle(variants[side])) for side in SIDES}
         structure = Structure(list(self.found.all), {}, {}, lines, self._sizes(), set())
-        structure.named = {self.joined.first(place) for place in self.counts}
+        structure.name_axes = {self.joined.first(place) for place in self.counts}
         for part, number in self.numbers.items():
             structure.axes[number] = self._axes(part)
         tied = self._tie(structure, aliases)
@@ -501,7 +501,7 @@ class Writer:
         constant = len(set(size.values())) == 1 and len(self.configs) > 1
         if axis in self.formulas or not self._is_well_known(size) or isinstance(axis, PaddingAxis):
             return
-        if constant and axis not in self.structure.named:
+        if constant and axis not in self.structure.name_axes:
             return
         formula = self.known.formula(size, near)
         if formula is not None and constant and isinstance(axis, tuple) and not _speaks_of(formula, axis[1]):
@@ -573,12 +573,12 @@ class Writer:
         if formula is not None:
             return formula
         size = self._size(axis)
-        if axis in self.structure.named or not size or isinstance(axis, PaddingAxis):
+        if axis in self.structure.name_axes or not size or isinstance(axis, PaddingAxis):
             return axis
         return tuple(sorted(size.items()))
 
     def _source(self, axis: AxisKey) -> str:
-        if axis in self.structure.named and isinstance(axis, tuple):
+        if axis in self.structure.name_axes and isinstance(axis, tuple):
             return axis[1].replace(HOLE, "").rstrip(".").rpartition(".")[2]
         formula = self.formulas.get(axis)
         return "" if formula is None else formula.replace("len(", "").split("|")[0]

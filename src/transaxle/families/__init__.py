@@ -96,14 +96,14 @@ class Families(Mapping[str, Family]):
     ) -> None:
         user_families = user_families or {}
         self.entries = {**entries, **{name: _own_entry(family, entries) for name, family in user_families.items()}}
-        """Those at hand: that ship, and of a user's table."""
+        """Index entries of the shipped families and of a user's table."""
         self._own = user_families
         self._read = dict(user_families)
         self._closed = closed
 
     @cached_property
     def everything(self) -> Families:
-        """These families, and those of installed packages.
+        """The families of this mapping together with those of installed packages.
 
         Raises:
             Refused: a package cannot be used.

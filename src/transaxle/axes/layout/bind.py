@@ -292,7 +292,7 @@ def with_kept(bound: BoundNames, target: Dialect, sizes: Sizes, stored: Mapping[
 def with_state_of(
     bound: BoundNames, dialect: Dialect, prefix: str, sizes: Sizes, stored: Mapping[str, Stored]
 ) -> BoundNames:
-    """Match the names of optimizer state with another dialect than that of the weights, as far as it knows them.
+    """Match the names of optimizer state with another dialect than that of the weights; names unknown to it stay bound.
 
     Args:
         bound: all names, bound through the dialect of the weights.

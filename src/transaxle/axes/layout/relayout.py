@@ -250,7 +250,7 @@ def solve(equations: Mapping[Expression, Mapping[Shape, Mapping[str, int]]], siz
 
 
 NOTHING = "[]"
-"""Axis of size 0 that stands for every tensor of an inseparable sum but the first."""
+"""Axis of size 0 that replaces every tensor of an inseparable sum but the first."""
 
 
 def inseparable(
@@ -430,7 +430,7 @@ class Check(msgspec.Struct, frozen=True, eq=False):
     first: Target
     """A stored tensor, read in its own layout."""
     second: Target
-    """The other copy in the same layout; a target without parts stands for zeros."""
+    """The other copy in the same layout; a target without parts means zeros."""
     why: str
     """The first line of the refusal: which rule implies that the two are copies."""
     hint: str = ""
@@ -578,7 +578,9 @@ class Copier:
 
 
 def _within(origins: Sequence[Origin], piece: Piece) -> Sequence[Origin]:
-    """Return the origins that may overlap a piece: those in its box, if their indices form a full grid; else all."""
+    """Return the origins that may overlap a piece: those in its box if the indices of all form a full grid, else
+    all.
+    """
     if len(origins) < 3:
         return origins
     first, last = origins[0].index, origins[-1].index

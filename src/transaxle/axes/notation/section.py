@@ -211,7 +211,7 @@ class Sections:
 
 
 def _alternatives(name: str) -> Iterator[str]:
-    """Yield the names that a name with (possibly nested) alternatives stands for."""
+    """Expand a name with (possibly nested) alternatives into all names."""
     choice = _CHOICE.search(name)
     if choice is None:
         yield name

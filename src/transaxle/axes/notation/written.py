@@ -204,7 +204,7 @@ class Mounts:
         self.replaced = bool(mounted and left_out) or not mounted.isdisjoint(declared)
         return own_statements if self.replaced else spelled
 
-    def overlay_section(self, statements: Iterable[Statement]) -> tuple[Statement, ...]:
+    def replace_inherited(self, statements: Iterable[Statement]) -> tuple[Statement, ...]:
         """Return inherited statements, with those that a mount declares too replaced by the mounted ones."""
         mounted = {key for key, _ in self._parts}
         inherited = [
@@ -731,7 +731,7 @@ class _Declaration(msgspec.Struct):
         mounts = Mounts(partial(self._find, reader), reader.suggest, problems)
         statements = mounts.family(self.statements)
         if mounts.replaced:
-            below = replace(below, statements=mounts.overlay_section(below.statements))
+            below = replace(below, statements=mounts.replace_inherited(below.statements))
         sections = [(section, mounts.dialect(section.label, lines)) for section, lines in self.sections]
         ready = Overlay(below, self.head, problems, mounts, self.adds).result(statements, sections)
         if self.adds:

@@ -398,7 +398,7 @@ def classifies(bound: BoundNames) -> bool:
 
 
 def refuse_contradicted(holdings: Holdings) -> Iterator[Refusal]:
-    """Yield a refusal where stored names imply a larger model, such as one with a head, than what lines can read.
+    """Yield a refusal where stored names imply more tensors (such as a head) than the dialect's lines describe.
 
     Tensors without a line keep their names; the names of other tensors would be those of a model without them.
 
