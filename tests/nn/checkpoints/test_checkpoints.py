@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import io
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import transaxle as tx
 from tests import checkpoints
-from tests.nn.layers import EXPERTS, layer
+from tests.nn.layers import layer
 from tests.quant.kinds import MORE, raw
 from transaxle.nn import GroupedLinear
 from transaxle.quant import QuantizedTensor, kernels
@@ -72,59 +68,6 @@ def test_transaxle_load_reads_either_form(
     assert report.bytes_written == report.bytes_needed == report.bytes_read
     assert not report.missing
     assert not report.unexpected
-    _same(made, source)
-
-
-@pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("kind", ["plain", "mxfp8", "nvfp4", "float8 delayed"])
-def test_the_dcp_planner_reads_either_form(kind: str, single: bool, tmp_path: Path) -> None:
-    source, made = Model(not single, 1, kind), Model(single, 5, kind)
-    state = {"model": made.state_dict()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is one process
-        dcp_save({"model": source.state_dict()}, checkpoint_id=str(tmp_path / "saved"))
-        dcp_load(state, checkpoint_id=str(tmp_path / "saved"), planner=tx.LoadPlanner())
-    made.load_state_dict(state["model"])
-    _same(made, source)
-
-
-def test_meta_models_are_loaded(tmp_path: Path) -> None:
-    source = Model(single=False, seed=1)
-    tx.save(source, tmp_path / "saved", to=SAFETENSORS)
-    with torch.device("meta"):
-        made = Model.__new__(Model)
-        nn.Module.__init__(made)
-        made.blocks = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "fc1": GroupedLinear(
-                        EXPERTS,
-                        64,
-                        64,
-                        params_dtype=torch.bfloat16,
-                        single_grouped_weight=True,
-                        single_grouped_bias=True,
-                    )
-                }
-            )
-            for _ in range(2)
-        )
-        made.norm = nn.LayerNorm(64)
-    tx.load(made, tmp_path / "saved")
-    _same(made, source)
-
-
-@pytest.mark.parametrize(
-    "extra",
-    [torch.empty(0), torch.zeros(3, dtype=torch.uint8), io.BytesIO(), None],
-    ids=["empty", "bytes", "file", "None"],
-)
-@pytest.mark.parametrize("single", [True, False])
-def test_what_transformer_engine_keeps_beside_is_no_reason_to_refuse(extra: Any, single: bool, tmp_path: Path) -> None:
-    source, made = Model(single=False, seed=1), Model(single=single, seed=5)
-    torch.save({**source.state_dict(), "blocks.0.fc1._extra_state": extra}, tmp_path / "saved.pt")
-    report = tx.load(made, tmp_path / "saved.pt")
-    assert ("blocks.0.fc1._extra_state" in report.unexpected) == isinstance(extra, torch.Tensor)
     _same(made, source)
 
 

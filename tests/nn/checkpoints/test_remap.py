@@ -5,8 +5,6 @@ The tests named after TransformerEngine's open ends say which of them they are.
 
 from __future__ import annotations
 
-import io
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from tests.nn.layers import EXPERTS, SPLITS, layer, rows
 from tests.quant.kinds import MORE, raw
 from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear
-from transaxle.quant import MXFP8, DelayedScaling, Float8Block, QuantizedTensor, Quantizer, kernels
+from transaxle.quant import MXFP8, Float8Block, QuantizedTensor, Quantizer, kernels
 
 MULTI: dict[str, Any] = {}
 SINGLE: dict[str, Any] = {"single_grouped_weight": True, "single_grouped_bias": True}
@@ -154,18 +152,6 @@ def test_mxfp8_cross_format() -> None:
         both.load_state_dict(state)
 
 
-def test_values_are_quantized_once_where_the_layer_is_quantized() -> None:
-    plain = layer(in_features=64, out_features=64, params_dtype=torch.bfloat16, bias=False)
-    for form in (MULTI, {"single_grouped_weight": True}):
-        made = _quantized(MXFP8(), 1, **form)
-        with pytest.warns(UserWarning, match="are quantized once"):
-            made.load_state_dict(plain.state_dict())
-        codes = [MXFP8().quantize(getattr(plain, f"weight{place}").data).components for place in range(EXPERTS)]
-        held = [made.weight[place] if form else getattr(made, f"weight{place}") for place in range(EXPERTS)]
-        for one, two in zip(codes, held, strict=True):
-            assert all(torch.equal(raw(one[name]), raw(two.components[name])) for name in one)
-
-
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
 def test_assign_keeps_the_class_without_aliasing(form: dict[str, bool], strict: bool) -> None:
@@ -220,115 +206,6 @@ def test_assigned_experts_that_are_one_tensor_do_not_alias(single: bool) -> None
         assert all(torch.equal(raw(buffer), before[name]) for name, buffer in second.components.items())
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
-@pytest.mark.parametrize("count", [2, 5])
-def test_count_mismatch(form: dict[str, bool], packed: bool, strict: bool, count: int) -> None:
-    """Both counts are named, also without `strict`, and nothing is loaded."""
-    source = GroupedLinear(count, 16, 24)
-    state = source.state_dict()
-    if packed:
-        state = {
-            "weight": torch.stack([state[f"weight{place}"] for place in range(count)]),
-            "bias": torch.stack([state[f"bias{place}"] for place in range(count)]),
-        }
-    made = layer(**form)
-    before = {name: value.clone() for name, value in made.state_dict().items()}
-    with pytest.raises(TransaxleError, match=f"has {count} experts, the layer {EXPERTS}") as caught:
-        made.load_state_dict(state, strict=strict)
-    assert caught.value.code == "SHAPE_MISMATCH"
-    assert len(caught.value.refusals) == 2  # of the weight and of the bias
-    _equal(made.state_dict(), before)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
-def test_partial_experts(form: dict[str, bool], strict: bool) -> None:
-    """The missing ones are named."""
-    state = layer(1).state_dict()
-    del state["weight1"], state["weight2"]
-    made = layer(**form)
-    with pytest.raises(TransaxleError, match="experts 1, 2 of 4 are missing") as caught:
-        made.load_state_dict(state, strict=strict)
-    assert caught.value.code == "INCOMPLETE"
-    state = layer(1).state_dict()
-    del state["weight3"]
-    with pytest.raises(TransaxleError, match="has 3 experts, the layer 4; 3 are missing"):
-        made.load_state_dict(state, strict=strict)
-    state["weight9"] = state["weight0"]
-    with pytest.raises(TransaxleError, match=r"experts 3 of 4 are missing; there are experts 9"):
-        made.load_state_dict(state, strict=strict)
-
-
-@pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
-def test_conflicting_keys(form: dict[str, bool]) -> None:
-    """Two forms of one parameter: equal ones are accepted, others refused with the experts that differ."""
-    state = layer(1).state_dict()
-    both = {**state, **_packed(state)}
-    made = layer(**form)
-    made.load_state_dict(both)
-    _equal(made.state_dict(), state if not form else _packed(state))
-    some = {name: value for name, value in both.items() if name != "weight2"}
-    made.load_state_dict(some)
-    both["weight2"] = both["weight2"] + 1
-    with pytest.raises(TransaxleError, match=r"weight and weight2 both hold expert 2\n.*but they differ") as caught:
-        made.load_state_dict(both, strict=False)
-    assert caught.value.code == "UNEQUAL_COPIES"
-    quantized = _quantized(MXFP8())
-    twice = {**quantized.state_dict(), **_packed(quantized.state_dict())}
-    quantized.load_state_dict(twice)
-    twice["weight1_scale_inv"] = twice["weight0_scale_inv"]
-    with pytest.raises(TransaxleError, match="weight_scale_inv and weight1_scale_inv"):
-        quantized.load_state_dict(twice)
-
-
-@pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
-@pytest.mark.parametrize("packed", [True, False])
-def test_the_callers_dict_is_left_as_it_is(form: dict[str, bool], packed: bool) -> None:
-    """At the top, nested, and called directly; `_metadata` survives."""
-    source = layer(1).state_dict()
-    bare = _packed(source) if packed else dict(source)
-    for prefix in PREFIXES:
-        state = OrderedDict({f"{prefix}{name}": value for name, value in bare.items()})
-        state["_extra_state"] = None
-        del state["_extra_state"]
-        state._metadata = {"": {"version": 1}, prefix.rstrip("."): {"version": 3}}  # type: ignore[attr-defined]
-        kept, told = dict(state), dict(state._metadata)  # type: ignore[attr-defined]
-        _unflatten(layer(**form), prefix).load_state_dict(state)
-        layer(**form)._load_from_state_dict(state, prefix, {}, True, [], [], [])
-        assert list(state) == list(kept)
-        assert all(state[name] is value for name, value in kept.items())
-        assert state._metadata == told  # type: ignore[attr-defined]
-
-
-def test_loading_twice_is_loading_once() -> None:
-    state = layer(1).state_dict()
-    made = layer(2, **SINGLE)
-    made.load_state_dict(state)
-    once = {name: value.clone() for name, value in made.state_dict().items()}
-    made.load_state_dict(state)
-    made.load_state_dict(made.state_dict())
-    _equal(made.state_dict(), once)
-
-
-@pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
-@pytest.mark.parametrize("packing", ["[N,O]", "[N,1,O]", "per expert", "[N*O]"])
-def test_biases_of_every_shape(form: dict[str, bool], packing: str) -> None:
-    state = layer(1).state_dict()
-    stack = _packed(state)["bias"]
-    rest = {name: value for name, value in state.items() if name.startswith("weight")}
-    shaped = {
-        "[N,O]": {"bias": stack},
-        "[N,1,O]": {"bias": stack[:, None]},
-        "per expert": {f"bias{place}": stack[place] for place in range(EXPERTS)},
-        "[N*O]": {"bias": stack.reshape(-1)},
-    }[packing]
-    made = layer(2, **form)
-    made.load_state_dict(rest | shaped)
-    _equal(made.state_dict(), _packed(state) if form else state)
-
-
 @pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
 def test_biases_that_are_absent_are_missed_and_superfluous_ones_told(form: dict[str, bool]) -> None:
     state = layer(1).state_dict()
@@ -342,33 +219,6 @@ def test_biases_that_are_absent_are_missed_and_superfluous_ones_told(form: dict[
     with pytest.raises(RuntimeError, match="Unexpected key"):
         plain.load_state_dict(state)
     assert len(plain.load_state_dict(state, strict=False).unexpected_keys) == EXPERTS
-
-
-@pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
-def test_experts_below_each_other_are_read_as_experts(form: dict[str, bool]) -> None:
-    """[N * out, in]: the layer knows N and out."""
-    state = layer(1).state_dict()
-    wanted = _packed(state)
-    made = layer(2, **form)
-    made.load_state_dict({**wanted, "weight": wanted["weight"].reshape(-1, 16)})
-    _equal(made.state_dict(), wanted if form else state)
-    with pytest.raises(TransaxleError, match="has 3 experts, the layer 4"):
-        made.load_state_dict({**wanted, "weight": wanted["weight"][:3].reshape(-1, 16)})
-    with pytest.raises(TransaxleError, match="has 95 rows, not a whole number of experts"):
-        made.load_state_dict({**wanted, "weight": wanted["weight"].reshape(-1, 16)[:95]})
-
-
-def test_quantized_experts_below_each_other_need_scales_of_their_own() -> None:
-    source = _quantized(MXFP8())
-    wanted = _packed(source.state_dict())
-    below = {name: value.flatten(0, 1) for name, value in wanted.items()}
-    for form in (MULTI, {"single_grouped_weight": True}):
-        made = _quantized(MXFP8(), 2, **form)
-        made.load_state_dict(below)
-        _equal(made.state_dict(), wanted if form else source.state_dict())
-    shared = {"weight": below["weight"], "weight_scale_inv": torch.ones(1)}
-    with pytest.raises(TransaxleError, match="is not one scale for each of 4 experts"):
-        _quantized(MORE["float8"], 2).load_state_dict(shared)
 
 
 def test_sequential_remap() -> None:
@@ -398,33 +248,6 @@ def test_sequential_remap() -> None:
             _equal(found, _packed(own))
         again.load_state_dict(one.state_dict())
         _equal(again.state_dict(), state)
-
-
-@pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
-@pytest.mark.parametrize(
-    "extra",
-    [None, torch.empty(0), io.BytesIO(), io.BytesIO(b"cos\nsystem\n(S'false'\ntR."), torch.zeros(3), "absent"],
-    ids=["None", "empty tensor", "empty file", "pickle", "bytes", "absent"],
-)
-def test_extra_state_of_any_kind_is_accepted(form: dict[str, bool], extra: Any) -> None:
-    """Missing, empty, and what earlier releases pickled; nothing of it is opened."""
-    state: State = dict(layer(1).state_dict())
-    if not isinstance(extra, str):
-        state["_extra_state"] = extra
-    made = layer(2, **form)
-    made.load_state_dict(state)
-    made.load_state_dict(dict(state), assign=True)
-    assert "_extra_state" not in made.state_dict()
-    nested = _unflatten(layer(2, **form), "block.experts.")
-    nested.load_state_dict({f"block.experts.{name}": value for name, value in state.items()})
-
-
-def test_state_of_delayed_scaling_is_plain_tensors() -> None:
-    made = _quantized(DelayedScaling(length=4), single_grouped_weight=True)
-    state = made.state_dict()
-    assert state["weight_amax_history"].shape == (EXPERTS, 4)
-    assert state["weight_scaled_for"].shape == (EXPERTS, 1)
-    assert all(type(value) is torch.Tensor for value in state.values())
 
 
 def test_a_checkpoint_of_meta_tensors_is_of_the_right_form() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 from typing import Any
 
 import pytest
@@ -53,41 +50,6 @@ def test_members_have_codes_and_scales_of_their_own(kind: str, dequantized: list
     for place, one in enumerate(after):
         assert isinstance(one, QuantizedTensor)
         assert same(one, other if place == 2 else members[place])
-    assert dequantized == []
-
-
-@kinds
-def test_it_pickles_and_copies_raw(kind: str, dequantized: list[Any]) -> None:
-    made = GroupedTensor.stack(_members(kind))
-    assert isinstance(made.data, QuantizedTensor)
-    file = io.BytesIO()
-    torch.save(made.data, file)
-    file.seek(0)
-    for other in (
-        pickle.loads(pickle.dumps(made)).data,  # noqa: S301
-        copy.deepcopy(made).data,
-        torch.load(file, weights_only=False),
-        copy.deepcopy(torch.nn.Parameter(made.data)),
-    ):
-        assert isinstance(other, QuantizedTensor)
-        assert same(other, made.data)
-        there, here = other.components["data"], made.data.components["data"]
-        assert there.untyped_storage().data_ptr() != here.untyped_storage().data_ptr()
-    assert dequantized == []
-
-
-@kinds
-def test_a_part_of_the_experts_is_a_part_of_the_buffers(kind: str, dequantized: list[Any]) -> None:
-    """What expert parallelism and FSDP2 do with it."""
-    members = _members(kind)
-    made = GroupedTensor.stack(members)
-    for first, part in zip((0, 2), made.data.chunk(2), strict=True):
-        own = GroupedTensor(part).quantized_tensors
-        assert all(isinstance(one, QuantizedTensor) and same(one, members[first + n]) for n, one in enumerate(own))
-    whole = torch.cat(list(made.data.split([1, 3])))
-    assert isinstance(whole, QuantizedTensor)
-    assert isinstance(made.data, QuantizedTensor)
-    assert same(whole, made.data)
     assert dequantized == []
 
 

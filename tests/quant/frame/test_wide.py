@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,9 +46,11 @@ def _load_plain(rank: int, world: int, kind: str, folder: Path, decode: str | No
     return bytes_of(model)
 
 
-@pytest.mark.oracle
-@kinds
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, torch.bfloat16) for kind in SIX if kind != "float8"), ("mxfp8", torch.float32)],
+    ids=str,
+)
 def test_values_are_quantized_once_as_if_unsharded(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     values = _plain(tmp_path / "plain", dtype)
     decode = None if dtype == torch.bfloat16 else "bf16"  # the embedding and the norms are bfloat16
@@ -75,8 +78,10 @@ def test_what_is_missing_or_of_another_shape_is_still_told(tmp_path: Path) -> No
     }
 
 
-@pytest.mark.parametrize("source", SIX)
-@pytest.mark.parametrize("kind", SIX)
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [*pairwise(SIX), ("nvfp4 training", "mxfp8"), ("float8_block", "float8"), ("mxfp8", "mxfp8")],
+)
 def test_another_encoding_is_refused_unless_decoding_is_allowed(source: str, kind: str, tmp_path: Path) -> None:
     saved, model = _linear(source, 1), _linear(kind, 2)
     tx.save(saved, tmp_path / "saved", to="identity")

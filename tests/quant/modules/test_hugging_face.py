@@ -75,9 +75,9 @@ def _train(rank: int, world: int, family: str, kind: str) -> tuple[list[float], 
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.oracle
-@five
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "mxfp8"), ("qwen3_moe", "float8_block"), ("qwen3_moe", "nvfp4")]
+)
 def test_training_under_fsdp_is_that_of_one_rank(family: str, kind: str) -> None:
     """All linear layers, and experts in stacks of five over two ranks."""
     torch.set_num_threads(1)
@@ -87,7 +87,7 @@ def test_training_under_fsdp_is_that_of_one_rank(family: str, kind: str) -> None
     assert run(2, _train, family, kind) == [(alone, count)] * 2
 
 
-@five
+@pytest.mark.parametrize("kind", ["float8 delayed", "nvfp4"])
 @pytest.mark.parametrize("experts", GRADS)
 def test_experts_are_multiplied_as_their_values_are(experts: str, kind: str) -> None:
     wide = _model("qwen3_moe", experts)
@@ -126,6 +126,8 @@ def test_transformers_loads_what_two_ranks_saved_as_fp8(
 
     wanted = run(2, _save, family, str(tmp_path / "saved"))[0]
     saved = tx.open(tmp_path / "saved")
+    told = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert (told["quant_method"], told["weight_block_size"]) == ("fp8", [128, 128])
     codes = [name for name in saved if saved[name].dtype == "F8_E4M3"]
     assert all(f"{name}_scale_inv" in saved for name in codes)
     assert len(codes) == (14 if family == "llama" else 8 + 2 * 5 * 3)

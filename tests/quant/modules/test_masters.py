@@ -54,8 +54,9 @@ def test_masters_move_as_plain_parameters_do(maker: str) -> None:
     assert all(torch.equal(master, twin) for master, twin in zip(optimizer.masters, twins, strict=True))
 
 
-@makers
-@pytest.mark.parametrize("way", ["transaxle", "torch", "torch, full"])
+@pytest.mark.parametrize(
+    ("maker", "way"), [*((maker, "transaxle") for maker in OPTIMIZERS), ("AdamW", "torch"), ("SGD", "torch, full")]
+)
 def test_state_goes_to_a_fresh_optimizer(maker: str, way: str, tmp_path: Path) -> None:
     model, other = built("float8_block", None), built("float8_block", None, seed=1)
     optimizer = MasterWeights(model.parameters(), OPTIMIZERS[maker])
@@ -180,9 +181,7 @@ def _fresh(rank: int, world: int, kind: str, folder: Path) -> Any:
     return model(torch.arange(9)[None]).tolist(), train(model, optimizer, range(2, 4))
 
 
-@pytest.mark.oracle
-@kinds
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async_save"])
+@pytest.mark.parametrize(("kind", "asynchronous"), [("float8 delayed", False), ("mxfp8", True)])
 def test_a_model_from_nothing_gives_the_same_output(kind: str, asynchronous: bool, tmp_path: Path) -> None:
     """Built on the meta device, its optimizer fused; what both are comes from the files."""
     saved = run(2, _fused, kind, tmp_path / "saved", asynchronous)
@@ -210,8 +209,7 @@ def _one(rank: int, world: int, kind: str, folder: Path) -> dict[str, torch.Tens
     return _unsharded(model)
 
 
-@pytest.mark.oracle
-@kinds
+@pytest.mark.parametrize("kind", ["float8 delayed", "nvfp4"])
 def test_replicas_with_shard_groups_of_one(kind: str, tmp_path: Path) -> None:
     kept = run(2, _hybrid, kind, tmp_path / "saved", (2, 1))
     found = run(1, _one, kind, tmp_path / "saved")[0]

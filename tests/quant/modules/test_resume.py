@@ -22,7 +22,8 @@ import transaxle as tx
 from tests.live.ranks import run
 from tests.quant.training import SIX, built, bytes_of, equal, inverted, mesh_of, started, train, trainer
 
-kinds = pytest.mark.parametrize("kind", SIX)
+kinds = pytest.mark.parametrize("kind", [kind for kind in SIX if kind != "float8"])
+"""One for each encoding, and that which has a state beside: current scaling is delayed scaling without it."""
 TRAINERS = 4
 """Ranks that trained before they saved."""
 TRAINED, AFTER = range(5), range(5, 7)
@@ -115,12 +116,12 @@ def test_runs_go_on_at_any_degree(kind: str, tmp_path: Path) -> None:
     kept = saved[0][0]
     found = run(TRAINERS, _go_on, kind, tmp_path, ["tx", "dcp async"], kept)
     assert [losses for losses, _ in found] == [losses for _, losses in saved]
-    for world, ways in ((2, ["tx async", "dcp"]), (3, ["tx", "whole.pt"]), (1, ["dcp async"])):
+    for world, ways in ((2, ["tx async", "dcp"]), (3, ["whole.pt"])):
         for losses, of_the_same_bytes in run(world, _go_on, kind, tmp_path, ways, kept):
             assert losses == of_the_same_bytes
     # From degree to degree, each time through files.
     source = "tx"
-    for number, world in enumerate((2, 1, TRAINERS)):
+    for number, world in enumerate((1, TRAINERS)):
         hop = f"tx hop {number}"
         run(world, _hop, kind, tmp_path, source, hop, kept)
         source = hop
@@ -134,9 +135,12 @@ def _hop(
     tx.save(model, folder / target, to="identity", optimizer=optimizer)
 
 
+BY_PROCESS = ("float8 delayed", "nvfp4 training")
+
+
 def _by_process(rank: int, world: int, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     found = {}
-    for kind in SIX:
+    for kind in BY_PROCESS:
         model = built(kind, mesh_of(world))
         optimizer = trainer(model)
         train(model, optimizer, range(2))
@@ -152,7 +156,7 @@ def _by_process(rank: int, world: int, folder: Path) -> dict[str, dict[str, torc
 
 
 def _after_process(rank: int, world: int, folder: Path, kept: dict[str, dict[str, torch.Tensor]]) -> None:
-    for kind in SIX:
+    for kind in BY_PROCESS:
         model = built(kind, mesh_of(world), seed=5)
         optimizer = trainer(model)
         state = _state(model, optimizer)

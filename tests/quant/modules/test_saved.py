@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import transaxle as tx
-from tests.live.ranks import run
 from tests.quant.kinds import MORE, raw
-from transaxle.quant import NVFP4, Float8Block, MasterWeights, QuantizedTensor, quantize_
-
-HEAD = "lm_head"
-"""Engines leave it as it is."""
+from transaxle.quant import NVFP4, QuantizedTensor, quantize_
 
 
 def _equal(first: nn.Module, second: nn.Module) -> bool:
@@ -34,8 +25,9 @@ def _model(kind: str, seed: int) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("kind", MORE)
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async_save"])
+@pytest.mark.parametrize(
+    ("kind", "asynchronous"), [*((kind, False) for kind in MORE), ("float8 delayed", True), ("nvfp4, both ways", True)]
+)
 def test_every_format_is_saved_and_loaded_bit_for_bit(kind: str, asynchronous: bool, tmp_path: Path) -> None:
     model, kept, other = _model(kind, 0), _model(kind, 0), _model(kind, 1)
     if asynchronous:
@@ -64,7 +56,7 @@ def test_every_format_is_loaded_decoded(kind: str, tmp_path: Path) -> None:
         assert torch.equal(weight, values.to(torch.bfloat16)), name
 
 
-@pytest.mark.parametrize("kind", MORE)
+@pytest.mark.parametrize("kind", ["float8 delayed", "mxfp8", "nvfp4, both ways"])
 def test_half_a_weight_fills_none(kind: str, tmp_path: Path) -> None:
     """Codes under the scales of others are other values: neither is taken alone, also where names may be missing."""
     full = {name: raw(entry.detach()).clone() for name, entry in _model(kind, 0).state_dict().items()}
@@ -83,65 +75,6 @@ def test_half_a_weight_fills_none(kind: str, tmp_path: Path) -> None:
     tx.load(model, tmp_path / "none", dialect="identity", strict=False)
     for name, entry in model.state_dict().items():
         assert torch.equal(raw(entry.detach()), kept[name] if name.startswith(weight) else full[name])
-
-
-def _llama(seed: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 128}
-    torch.manual_seed(seed)
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
-    model = LlamaForCausalLM(config).bfloat16()
-    quantize_(model, Float8Block(), lambda name, _: name != HEAD)
-    return model
-
-
-def _train_and_save(rank: int, world: int, folder: Path) -> dict[str, torch.Tensor]:
-    model = _llama(0)
-    config = json.loads(model.config.to_json_string(use_diff=False))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
-    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    optimizer = MasterWeights(model.parameters(), partial(torch.optim.AdamW, lr=1e-2))
-    tokens = torch.arange(24).reshape(2, 12) + rank
-    for _ in range(3):
-        model(tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    tx.save(model, folder, to="hf", config=config)
-    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.peers
-@pytest.mark.filterwarnings("ignore")
-def test_transformers_loads_what_was_trained_on_several_ranks(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
-
-    trained = run(2, _train_and_save, tmp_path / "saved")[0]
-    method = FineGrainedFP8Config(dequantize=True)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=method, dtype=torch.bfloat16)
-    theirs = dict(loaded.named_parameters())
-    assert theirs.keys() == trained.keys()
-    assert all(torch.equal(theirs[name], values) for name, values in trained.items())
-
-
-@pytest.mark.peers
-@pytest.mark.filterwarnings("ignore")
-def test_transformers_loads_a_block_model_as_fp8(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
-
-    model, other = _llama(0), _llama(1)
-    tx.save(model, tmp_path / "saved", to="hf", config=json.loads(model.config.to_json_string(use_diff=False)))
-    told = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
-    assert (told["quant_method"], told["weight_block_size"]) == ("fp8", [128, 128])
-    tx.load(other, tmp_path / "saved")
-    assert _equal(model, other)
-    method = FineGrainedFP8Config(dequantize=True)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=method, dtype=torch.bfloat16)
-    theirs = dict(loaded.named_parameters())
-    for name, parameter in model.named_parameters():
-        values = parameter.dequantize() if isinstance(parameter, QuantizedTensor) else parameter
-        assert torch.equal(theirs[name], values)
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])

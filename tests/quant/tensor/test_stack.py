@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import copy
 import pickle
-from functools import partial
-from itertools import pairwise
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from tests.live.ranks import run
 from tests.quant.kinds import KINDS, MORE, raw, same, values
 from transaxle.errors import TransaxleError
 from transaxle.quant import (
     MXFP8,
     Float8CurrentScaling,
-    MasterWeights,
     QuantizedTensor,
     Quantizer,
     from_components,
     kernels,
 )
-from transaxle.quant.entries import give_entries
 
 kinds = pytest.mark.parametrize("quantizer", MORE.values(), ids=MORE.keys())
 SHAPES = ((3, 70, 144), (2, 256, 128), (1, 33, 64))
@@ -160,69 +148,3 @@ def test_what_has_no_exact_result_raises(act: object) -> None:
     with pytest.raises((TransaxleError, RuntimeError)):
         act(made)  # type: ignore[operator]
     assert same(before, made)
-
-
-class _Experts(nn.Module):
-    """Experts whose weights lie in one stack."""
-
-    def __init__(self, quantizer: Quantizer, count: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(quantizer.quantize(stack(count, 70, 64) / 64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([nn.functional.linear(x, weight) for weight in self.weight])
-
-
-def _made(kind: str, count: int, world: int) -> _Experts:
-    model = _Experts(MORE[kind], count)
-    give_entries(model)
-    if world:
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    return model
-
-
-def _step(model: nn.Module) -> float:
-    optimizer = MasterWeights(model.parameters(), partial(torch.optim.AdamW, lr=1e-2, foreach=False))
-    loss = model(values(4, 64)).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    return float(loss.item())
-
-
-def _train(rank: int, world: int, kind: str, count: int, folder: str) -> None:
-    model, alone = _made(kind, count, world), _made(kind, count, 0)
-    losses = _step(model), _step(alone)
-    step = -(-count // world)
-    parameter, whole = model.weight, alone.weight
-    assert isinstance(parameter, DTensor)
-    shard = parameter.to_local()
-    assert isinstance(shard, QuantizedTensor)
-    assert isinstance(whole, QuantizedTensor)
-    if world < 3:  # the mean of three equal gradients in bfloat16 is not that gradient
-        assert losses[0] == losses[1]
-        part = whole.detach()[min(step * rank, count) : step * (rank + 1)]
-        assert isinstance(part, QuantizedTensor)
-        assert same(shard, part)
-    save(model.state_dict(), checkpoint_id=folder)
-
-
-def _restored(rank: int, world: int, kind: str, count: int, folder: str) -> dict[str, torch.Tensor]:
-    model = _made(kind, count, 1)
-    load(model.state_dict(), checkpoint_id=folder)
-    parameter: torch.Tensor = model.weight
-    assert isinstance(parameter, DTensor)
-    local = parameter.to_local()
-    assert isinstance(local, QuantizedTensor)
-    return {name: raw(buffer) for name, buffer in local.components.items()}
-
-
-@pytest.mark.oracle
-@pytest.mark.parametrize("kind", MORE)
-@pytest.mark.parametrize(("world", "count"), [(2, 3), (3, 4), (3, 2)])
-def test_experts_are_sharded_trained_saved_and_resharded(kind: str, world: int, count: int, tmp_path: Path) -> None:
-    """Uneven, with a rank that has none, and with fewer experts than ranks."""
-    run(world, _train, kind, count, str(tmp_path))
-    found = run(1, _restored, kind, count, str(tmp_path))[0]
-    assert found["data"].shape[0] == count
-    assert all(buffer.any() for buffer in found.values())
-    assert not any(torch.equal(one, other) for one, other in pairwise(found["data"]))
