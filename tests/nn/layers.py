@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_map, tree_map_only
@@ -22,6 +23,10 @@ SPLITS = (
 )
 """Rows of each expert of an input of `ROWS`."""
 ROWS = 12
+SINGLE: dict[str, Any] = {"single_grouped_weight": True, "single_grouped_bias": True}
+FORMS: dict[str, dict[str, Any]] = {"experts": {}, "packed": SINGLE}
+"""A layer with a parameter for each expert, and with one for all."""
+forms = pytest.mark.parametrize("form", FORMS)
 
 
 def layer(seed: int = 0, **said: Any) -> GroupedLinear:

@@ -181,3 +181,22 @@ def quantized_of(model: nn.Module) -> dict[str, QuantizedTensor]:
         if isinstance(inner, QuantizedTensor):
             found[name] = inner
     return found
+
+
+class CountingGather:
+    """An all-gather that counts bytes."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See torch."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Gather, and count."""
+        assert output_tensor.dtype == torch.uint8
+        self.bytes += output_tensor.nbytes
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import transaxle as tx
 from tests.live.ranks import run
-from tests.nn.layers import EXPERTS, SPLITS, layer, rows
+from tests.nn.layers import EXPERTS, FORMS, SPLITS, forms, layer, rows
 from tests.quant.kinds import KINDS, MORE, raw
 from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear
@@ -39,9 +39,6 @@ ODD = ("mxfp8, both ways", "nvfp4, 16x16, both ways")
 Door = Callable[[nn.Module, State, Path, bool], None]
 AT = "blocks.0.fc1."
 """What stands before the names of the layer."""
-SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True}
-FORMS: dict[str, dict[str, bool]] = {"experts": {}, "packed": SINGLE}
-forms = pytest.mark.parametrize("form", FORMS)
 
 
 def _by_module(model: nn.Module, state: State, path: Path, strict: bool) -> None:

@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.nn.layers import EXPERTS, SPLITS, layer, rows
+from tests.nn.layers import EXPERTS, SINGLE, SPLITS, layer, rows
 from tests.quant.kinds import MORE, raw
 from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear
 from transaxle.quant import MXFP8, Float8Block, QuantizedTensor, Quantizer, kernels
 
 MULTI: dict[str, Any] = {}
-SINGLE: dict[str, Any] = {"single_grouped_weight": True, "single_grouped_bias": True}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PREFIXES = ["", "0.", "block.experts.fc1."]
 State = dict[str, Any]
@@ -167,25 +166,6 @@ def test_assign_keeps_the_class_without_aliasing(form: dict[str, bool], strict: 
             with torch.no_grad():
                 getattr(made, name).fill_(9)
             _equal({other: made.state_dict()[other] for other in others}, others)
-
-
-@pytest.mark.parametrize("kind", ["mxfp8", "float8 delayed", "nvfp4"])
-@pytest.mark.parametrize("single", [False, True])
-def test_assigned_quantized_experts_do_not_alias(kind: str, single: bool) -> None:
-    for other in (False, True):
-        source = _quantized(MORE[kind], 1, single_grouped_weight=other)
-        held = {name: value.clone() for name, value in source.state_dict().items()}
-        made = _quantized(MORE[kind], 2, single_grouped_weight=single)
-        made.load_state_dict(source.state_dict(), assign=True)
-        first = made.weight[0] if single else made.weight0
-        rest = [made.weight[place] if single else getattr(made, f"weight{place}") for place in range(1, EXPERTS)]
-        before = [{name: raw(buffer).clone() for name, buffer in one.components.items()} for one in rest]
-        with torch.no_grad():
-            first.copy_(torch.full((64, 64), 3.0, dtype=torch.bfloat16))
-        for one, was in zip(rest, before, strict=True):
-            assert all(torch.equal(raw(buffer), was[name]) for name, buffer in one.components.items())
-        if other != single:
-            _equal(source.state_dict(), held)
 
 
 @pytest.mark.parametrize("single", [False, True])

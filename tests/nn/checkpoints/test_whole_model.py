@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 import transaxle as tx
 from tests.live.ranks import run
+from tests.nn.layers import SINGLE
 from transaxle.errors import TransaxleError, refuse
 from transaxle.quant import MXFP8
 from transaxle.quant.entries import entries
 
-SINGLE: dict[str, Any] = {"single_grouped_weight": True, "single_grouped_bias": True}
 State = dict[str, Any]
 
 

@@ -10,17 +10,28 @@ import torch
 from torch.nn import functional
 
 from tests.cuda import nothing_waits
-from tests.nn.layers import EXPERTS, SPLITS, Unreadable, expected, experts, layer, of_output, readable, rows, run
+from tests.nn.layers import (
+    EXPERTS,
+    FORMS,
+    SINGLE,
+    SPLITS,
+    Unreadable,
+    experts,
+    forms,
+    layer,
+    of_output,
+    readable,
+    rows,
+    run,
+)
 from transaxle.encodings import encoding as encodings
 from transaxle.encodings.encoding import FLOAT8, Encoding
 from transaxle.errors import TransaxleError
-from transaxle.nn import GroupedLinear, grouped_linear
+from transaxle.nn import GroupedLinear
 from transaxle.nn import kernel_choice as module
-from transaxle.nn.kernel_choice import Path, path
+from transaxle.nn.kernel_choice import path
 from transaxle.quant import MXFP8, DelayedScaling, Float8Block, Float8CurrentScaling, QuantizedTensor, kernels
 
-SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True}
-FORMS: dict[str, dict[str, Any]] = {"experts": {}, "packed": SINGLE}
 RECIPES = {"current": Float8CurrentScaling(), "delayed": DelayedScaling(length=4)}
 MX, BOTH = MXFP8(), MXFP8(columnwise=True)
 SIZES: dict[str, Any] = {"in_features": 32, "out_features": 48, "params_dtype": torch.bfloat16}
@@ -32,7 +43,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BUILT = "USE_CUDA=1, USE_MSLK=1"
 FAR = 0.06
 """How far products of codes are from those of values, relative."""
-forms = pytest.mark.parametrize("form", FORMS)
 
 
 class Emulated:
@@ -323,46 +333,6 @@ def test_a_build_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         path(torch.bfloat16, CUDA, (48, 32), capability=H200, forced="scaled", quantizer=RECIPES["current"]).way
         == "scaled"
     )
-
-
-@pytest.mark.parametrize(
-    ("said", "recipe", "how"),
-    [
-        ({}, MX, {"capability": H200}),
-        ({}, MX, {"build": "USE_CUDA=1"}),
-        ({}, MX, {"scales": ("cuda",)}),
-        ({}, Float8Block(), {}),
-        ({}, MXFP8("F8_E5M2"), {}),
-        ({}, Float8CurrentScaling(), {}),
-        ({"in_features": 48}, MX, {}),
-        ({"out_features": 48}, MX, {}),
-        ({"params_dtype": torch.float32}, MX, {}),
-    ],
-    ids=str,
-)
-def test_a_device_m_splits_works_where_a_condition_fails(
-    emulated: Emulated, said: dict[str, Any], recipe: Any, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Values are multiplied, in groups, and nothing is read back."""
-    if "build" in how:
-        monkeypatch.setattr(module, "_build", lambda: how["build"])
-    if "scales" in how:
-        monkeypatch.setattr(module, "SCALES", how["scales"])
-
-    def told(*given: Any, **more: Any) -> Path:
-        return path(*given, **more, capability=how.get("capability"))
-
-    monkeypatch.setattr(grouped_linear, "path", told)
-    sizes = {**SIZES, "out_features": 64, **said}
-    made = layer(**sizes).quantize_(recipe)
-    x = rows(made, dtype=sizes["params_dtype"])
-    assert made.path(x).way == "grouped"
-    assert made.path(x).values
-    found, wanted = run(made, x, Unreadable(torch.tensor(SPLITS[0]))), expected(made, x, SPLITS[0])
-    assert not emulated.calls
-    for name in ("output", "input"):
-        assert isinstance(found[name], Unreadable)
-        torch.testing.assert_close(readable(found[name]), wanted[name], rtol=3e-2, atol=3e-2)
 
 
 def test_on_a_cpu_a_layer_says_why_not() -> None:

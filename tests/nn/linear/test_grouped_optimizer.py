@@ -22,12 +22,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import transaxle as tx
-from tests.nn.layers import EXPERTS, SPLITS, layer, rows
+from tests.nn.layers import EXPERTS, FORMS, SPLITS, layer, rows
 from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear, optimizer_state_as
 
-SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True}
-FORMS: dict[str, dict[str, bool]] = {"experts": {}, "packed": SINGLE}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 

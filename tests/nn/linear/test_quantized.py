@@ -13,18 +13,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import transaxle as tx
-from tests.nn.layers import EXPERTS, SPLITS, experts, layer, looped, of_output, rows
+from tests.nn.layers import EXPERTS, FORMS, SPLITS, experts, forms, layer, looped, of_output, rows
 from tests.quant.kinds import KINDS, raw, same
 from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear, optimizer_state_as
 from transaxle.quant import DelayedScaling, MasterWeights, QuantizedTensor, Quantizer, quantize_, quantized_init
 
-SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True}
-FORMS: dict[str, dict[str, Any]] = {"experts": {}, "packed": SINGLE}
 SIZES: dict[str, Any] = {"in_features": 64, "out_features": 32, "params_dtype": torch.bfloat16}
 RATE = 0.5
 kinds = pytest.mark.parametrize("quantizer", KINDS.values(), ids=KINDS.keys())
-forms = pytest.mark.parametrize("form", FORMS)
 pairs = pytest.mark.parametrize(("source", "target"), [("experts", "packed"), ("packed", "experts")])
 
 

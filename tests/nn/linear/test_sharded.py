@@ -18,14 +18,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import transaxle as tx
 from tests.live.ranks import run
-from tests.nn.layers import EXPERTS, SPLITS, expected, layer, rows
+from tests.nn.layers import EXPERTS, FORMS, SPLITS, expected, layer, rows
 from tests.nn.layers import run as ran
 from tests.quant.kinds import MORE, raw, values
 from transaxle.nn import GroupedLinear, GroupedTensor
 from transaxle.quant import MasterWeights
 
 WORLD = 2
-FORMS = {"experts": {}, "packed": {"single_grouped_weight": True, "single_grouped_bias": True}}
 QUANTIZED = ("float8_block", "mxfp8", "nvfp4")
 
 

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from tests.cuda import nothing_waits
-from tests.nn.layers import EXPERTS, ROWS, SPLITS, expected, experts, layer, of_output, rows, run
+from tests.nn.layers import EXPERTS, ROWS, SINGLE, SPLITS, expected, experts, layer, of_output, rows, run
 from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear
 from transaxle.quant import Float8CurrentScaling
 
 quiet = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 """Of torch's tracer, which does so itself."""
-SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True}
 WITHIN = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 

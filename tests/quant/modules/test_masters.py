@@ -163,31 +163,6 @@ def test_state_without_masters_and_of_other_parameters_is_refused() -> None:
     assert equal(bytes_of(model, optimizer), kept)
 
 
-def _fused(rank: int, world: int, kind: str, folder: Path, asynchronous: bool) -> Any:
-    model = built(kind, mesh_of(world))
-    optimizer = trainer(model, fused=True)
-    train(model, optimizer, range(2))
-    if asynchronous:
-        tx.async_save(model, folder, to="dcp:identity", optimizer=optimizer).result()
-    else:
-        tx.save(model, folder, to="identity", optimizer=optimizer)
-    return model(torch.arange(9)[None]).tolist(), train(model, optimizer, range(2, 4))
-
-
-def _fresh(rank: int, world: int, kind: str, folder: Path) -> Any:
-    model = built(kind, mesh_of(world), meta=True)
-    optimizer = trainer(model, fused=True)
-    tx.load(model, folder, dialect="identity", optimizer=optimizer)
-    return model(torch.arange(9)[None]).tolist(), train(model, optimizer, range(2, 4))
-
-
-@pytest.mark.parametrize(("kind", "asynchronous"), [("float8 delayed", False), ("mxfp8", True)])
-def test_a_model_from_nothing_gives_the_same_output(kind: str, asynchronous: bool, tmp_path: Path) -> None:
-    """Built on the meta device, its optimizer fused; what both are comes from the files."""
-    saved = run(2, _fused, kind, tmp_path / "saved", asynchronous)
-    assert run(2, _fresh, kind, tmp_path / "saved") == saved
-
-
 def _hybrid(rank: int, world: int, kind: str, folder: Path, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
     model = built(kind, mesh)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -111,41 +110,6 @@ def test_masters_are_updated_and_quantized(quantizer: Quantizer) -> None:
         assert same(model.weight, quantizer.quantize(wanted.bfloat16()))
     optimizer.zero_grad()
     assert model.weight.grad is None
-
-
-def _llama(meta: bool = False) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 128}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
-    torch.manual_seed(0)
-    with torch.device("meta" if meta else "cpu"):
-        return LlamaForCausalLM(config)
-
-
-@pytest.mark.parametrize("quantizer", [KINDS["mxfp8"], KINDS["nvfp4"]], ids=["mxfp8", "nvfp4"])
-@pytest.mark.filterwarnings("ignore")
-def test_hugging_face_models_are_built_quantized(quantizer: Quantizer) -> None:
-    wide, tokens = _llama(), torch.arange(12).reshape(2, 6)
-    with quantized_init(quantizer):
-        model = _llama()
-    linears = [module for name, module in model.named_modules() if name.endswith("_proj")]
-    assert len(linears) == 7
-    assert all(isinstance(module.weight, QuantizedTensor) for module in linears)
-    assert not isinstance(model.lm_head.weight, QuantizedTensor)
-    named = dict(wide.named_modules())
-    for name, module in model.named_modules():
-        if name.endswith("_proj"):
-            assert same(module.weight, quantizer.quantize(named[name].weight))
-            named[name].weight.data.copy_(module.weight.dequantize())
-    assert torch.equal(model(tokens).logits, wide(tokens).logits)
-    model(tokens, labels=tokens).loss.backward()
-    assert all(type(module.weight.grad) is torch.Tensor for module in linears)
-    with quantized_init(quantizer):
-        empty = _llama(meta=True)
-    assert all(module.weight.is_meta for module in empty.modules() if isinstance(module, nn.Linear))
-    empty.load_state_dict(model.state_dict(), assign=True)
-    assert empty.state_dict().keys() == model.state_dict().keys()
 
 
 @pytest.mark.gpu

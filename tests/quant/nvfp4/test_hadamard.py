@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import numpy as np
 import torch
 
 from tests.quant.nvfp4 import statement
-from transaxle.quant.nvfp4 import apply_hadamard, hadamard_matrix, transpose_operand
+from transaxle.quant.nvfp4 import hadamard_matrix, transpose_operand
 
 
 def test_the_matrix_is_orthogonal() -> None:
@@ -17,32 +15,6 @@ def test_the_matrix_is_orthogonal() -> None:
     assert np.array_equal(found, statement.hadamard())
     assert np.array_equal(found @ found.T, np.eye(16))
     assert np.array_equal(found.T @ found, np.eye(16))
-
-
-def test_exact_products_stay() -> None:
-    """In exact arithmetic the product of two transformed operands is that of the operands."""
-    generator = np.random.default_rng(0)
-    left, right = (
-        [[Fraction(int(n), 64) for n in row] for row in generator.integers(-999, 999, (3, 48))] for _ in range(2)
-    )
-    exact = [[Fraction(int(4 * entry), 4) for entry in row] for row in hadamard_matrix().tolist()]
-
-    def turned(rows: list[list[Fraction]]) -> list[list[Fraction]]:
-        return [
-            [
-                sum((row[part + i] * exact[i][j] for i in range(16)), Fraction())
-                for part in (0, 16, 32)
-                for j in range(16)
-            ]
-            for row in rows
-        ]
-
-    def product(one: list[list[Fraction]], two: list[list[Fraction]]) -> list[list[Fraction]]:
-        return [[sum((a * b for a, b in zip(x, y, strict=True)), Fraction()) for y in two] for x in one]
-
-    assert product(turned(left), turned(right)) == product(left, right)
-    values = torch.tensor([[float(n) for n in row] for row in left])
-    assert apply_hadamard(values).double().tolist() == [[float(n) for n in row] for row in turned(left)]
 
 
 def test_rows_are_transformed_by_sixteens() -> None:

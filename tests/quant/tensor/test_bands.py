@@ -22,7 +22,7 @@ import transaxle as tx
 from tests.live.ranks import run
 from tests.quant.kinds import MORE, raw, same, values
 from tests.quant.tensor.test_stack import stack
-from tests.quant.training import equal
+from tests.quant.training import CountingGather, equal
 from transaxle.errors import TransaxleError
 from transaxle.quant import MasterWeights, QuantizedTensor
 from transaxle.quant.entries import give_entries
@@ -119,26 +119,10 @@ def test_training_and_checkpoints_are_those_of_one_rank(kind: str, tmp_path: Pat
     run(WORLD, _train, kind, str(tmp_path))
 
 
-class _Counting:
-    """An all-gather that counts bytes."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Any:
-        self.bytes += output_tensor.nbytes
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
 def _gathered(rank: int, world: int, kind: str) -> list[int]:
     found = []
     for cut in CUTS:
-        sharded, counting = _made(kind, cut), _Counting()
+        sharded, counting = _made(kind, cut), CountingGather()
         assert isinstance(sharded, FSDPModule)
         sharded.set_custom_all_gather(counting)  # type: ignore[arg-type]
         count = CUTS[cut][0]

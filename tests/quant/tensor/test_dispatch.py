@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tests.quant.kinds import KINDS, raw, values
 from transaxle.errors import TransaxleError
-from transaxle.quant import Float8CurrentScaling, QuantizedTensor, Quantizer, dispatch
+from transaxle.quant import Float8CurrentScaling, QuantizedTensor, Quantizer
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "quantized-tensor.md"
 ROWS, COLUMNS = 256, 384
@@ -158,16 +158,6 @@ def test_views_share_what_they_are_views_of(quantizer: Quantizer) -> None:
     made = quantizer.quantize(values(ROWS, COLUMNS))
     made.narrow(0, 0, ROWS).view(-1).view(ROWS, COLUMNS).detach().copy_(_twin(made, seed=3))
     assert torch.equal(made.dequantize(), quantizer.quantize(values(ROWS, COLUMNS, seed=3)).dequantize())
-
-
-def test_classes_follow_the_schema_where_the_table_is_silent() -> None:
-    made, aten = KINDS["mxfp8"].quantize(values(4, 32)), torch.ops.aten
-    assert dispatch.operation_class(aten.detach.default, (made,)) == "raw"
-    assert dispatch.operation_class(aten.mm.default, (made, made)) == "dequantizes"
-    assert dispatch.operation_class(aten.t.default, (made,)) == "dequantizes"
-    assert dispatch.operation_class(aten.mul_.Tensor, (made, made)) == "raises"
-    assert dispatch.operation_class(aten.mul_.Tensor, (torch.ones(4, 32), made)) == "dequantizes"
-    assert dispatch.operation_class(aten.squeeze.default, (made,)) == "raises"
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.live.ranks import run
 from tests.quant.kinds import MORE, same, values
+from tests.quant.training import CountingGather
 from transaxle.errors import TransaxleError
 from transaxle.quant import MasterWeights, QuantizedTensor, quantize_
 
@@ -137,23 +138,6 @@ def test_training_is_that_of_one_rank(kind: str, world: int) -> None:
     run(world, _train, kind)
 
 
-class _Counting:
-    """An all-gather that counts bytes."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Any:
-        assert output_tensor.dtype == torch.uint8
-        self.bytes += output_tensor.nbytes
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
 def _gather_bytes(rank: int, world: int, kind: str) -> tuple[int, int]:
     torch.manual_seed(0)
     model = nn.Linear(128, 256, bias=False).bfloat16()
@@ -162,7 +146,7 @@ def _gather_bytes(rank: int, world: int, kind: str) -> tuple[int, int]:
     assert isinstance(weight, QuantizedTensor)
     shared = weight.frame.shared
     wanted = sum(buffer.nbytes for name, buffer in weight.components.items() if name not in shared)
-    sharded, counting = fully_shard(model, mesh=_mesh(world)), _Counting()
+    sharded, counting = fully_shard(model, mesh=_mesh(world)), CountingGather()
     assert isinstance(sharded, FSDPModule)
     sharded.set_custom_all_gather(counting)  # type: ignore[arg-type]
     model(values(4, 128))
