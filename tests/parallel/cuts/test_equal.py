@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_ as torch_clips
 
+import transaxle as tx
 from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, build, tokens
 from transaxle.parallel.cutting import clip_grad_norm_, cut_parameters
@@ -80,3 +82,50 @@ def test_every_kind_of_model(kind: str, world: int) -> None:
         assert {name: off for name, off in once.items() if not off < ONCE} == {}
         assert {name: off for name, off in trained.items() if not off < TRAINED} == {}
         assert 2 * len(trained) == 3 * (len(once) - 2)
+
+
+# The norm of all gradients: every element of the model once, whoever holds it.
+
+
+def _norms(rank: int, world: int) -> tuple[float, float]:
+    """FSDP over two of tensor parallel over two: our norm, and that of the whole model."""
+    config, ids = CONFIGS["phi3"], tokens(CONFIGS["phi3"])
+    whole, model = build(config), build(config)
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    tx.parallel.tensor_parallel(model, mesh["tp"])
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    for each in (whole, model):
+        each(input_ids=ids, labels=ids).loss.backward()
+    cut = tx.parallel.tensor_parallel(build(config), mesh["tp"])
+    cut(input_ids=ids, labels=ids).loss.backward()
+    for each, said in ((model, "same mesh"), (cut, "mixed")):
+        with pytest.raises(RuntimeError, match=said):  # torch's own never takes a part beside DTensors for the whole
+            torch_clips(each.parameters(), 1e9)
+    wanted = torch_clips(whole.parameters(), 1e9)
+    return float(tx.parallel.clip_grad_norm_(model, 1e9)), float(wanted)
+
+
+def test_norm_under_fsdp() -> None:
+    for mine, wanted in run(4, _norms):
+        assert mine == pytest.approx(wanted, rel=1e-5)
+
+
+def _shared(rank: int, world: int) -> list[tuple[float, float]]:
+    """Ranks that share one head of keys and values, whose rows in a fused projection follow those of its queries."""
+    found = []
+    for kind, heads in (("phi3", 1), ("phi3", 2), ("llama", 1)):
+        config = {**CONFIGS[kind], "num_key_value_heads": heads}
+        whole, ids = build(config), tokens(config)
+        cut = tx.parallel.tensor_parallel(build(config), init_device_mesh("cpu", (world,)))
+        for each in (whole, cut):
+            each(input_ids=ids, labels=ids).loss.backward()
+        found.append((float(tx.parallel.clip_grad_norm_(cut, 1e9)), float(torch_clips(whole.parameters(), 1e9))))
+    return found
+
+
+def test_norm_of_heads_that_ranks_share() -> None:
+    for found in run(4, _shared):
+        for mine, wanted in found:
+            assert mine == pytest.approx(wanted, rel=1e-5)

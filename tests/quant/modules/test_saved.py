@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import transaxle as tx
-from tests.quant.kinds import MORE, raw
-from transaxle.quant import NVFP4, QuantizedTensor, quantize_
+from tests.live.ranks import run
+from tests.quant.kinds import KINDS, MORE, raw, same
+from tests.quant.training import SIX, Transformer, built, bytes_of, equal, mesh_of, quantized_of, train, trainer
+from transaxle.errors import TransaxleError
+from transaxle.move.mover import Movement
+from transaxle.quant import NVFP4, MasterWeights, QuantizedTensor, quantize_
 
 
 def _equal(first: nn.Module, second: nn.Module) -> bool:
@@ -92,3 +100,155 @@ def test_scales_that_reach_elsewhere_say_so(to: str, tmp_path: Path) -> None:
     quantize_(other, NVFP4())
     with pytest.raises(tx.TransaxleError, match="scales up to 256"):
         tx.load(other, tmp_path / "saved")
+
+
+# Checkpoints that are not of the model's encoding: values are quantized once, and it is told; codes are refused.
+
+kinds = pytest.mark.parametrize("kind", SIX)
+ENCODED = {"float8": "float8", "float8 delayed": "float8", "float8_block": "float8_block"}
+
+
+def _plain(folder: Path, dtype: torch.dtype, seed: int = 7) -> dict[str, torch.Tensor]:
+    """Write a checkpoint that is not quantized, by another library."""
+    torch.manual_seed(seed)
+    values = {name: tensor.detach().to(dtype) for name, tensor in Transformer().state_dict().items()}
+    folder.mkdir(exist_ok=True)
+    save_file(values, folder / "model.safetensors")
+    return values
+
+
+def _load_plain(rank: int, world: int, kind: str, folder: Path, decode: str | None, meta: bool) -> dict[str, Any]:
+    model = built(kind, mesh_of(world) if world > 1 else None, meta=meta)
+    report = tx.load(model, folder, dtype=decode)
+    wanted = quantized_of(model)
+    made = {each.name: each for each in report.converted if each.name in wanted}
+    assert made.keys() == wanted.keys()
+    assert {each.to for each in made.values()} == {next(iter(wanted.values())).quantizer.encoding.name}
+    assert report.bytes_written == sum(
+        getattr(entry, "_local_tensor", entry).nbytes for entry in model.state_dict().values()
+    )
+    return bytes_of(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, torch.bfloat16) for kind in SIX if kind != "float8"), ("mxfp8", torch.float32)],
+    ids=str,
+)
+def test_values_are_quantized_once_as_if_unsharded(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    values = _plain(tmp_path / "plain", dtype)
+    decode = None if dtype == torch.bfloat16 else "bf16"  # the embedding and the norms are bfloat16
+    alone = _load_plain(0, 1, kind, tmp_path / "plain", decode, False)
+    for name, one in SIX[kind].quantize(values["blocks.0.up.weight"].bfloat16()).components.items():
+        suffix = "" if name == "data" else f"_{name}"
+        assert torch.equal(alone[f"blocks.0.up.weight{suffix}"], raw(one))
+    if dtype == torch.bfloat16:
+        for world, meta in ((3, False), (2, True)):
+            for found in run(world, _load_plain, kind, tmp_path / "plain", decode, meta):
+                assert equal(found, alone)
+
+
+def test_what_is_missing_or_of_another_shape_is_still_told(tmp_path: Path) -> None:
+    values = _plain(tmp_path / "plain", torch.bfloat16)
+    del values["head.weight"]
+    values["blocks.0.up.weight"] = values["blocks.0.up.weight"][:100].clone()
+    save_file(values, tmp_path / "plain" / "model.safetensors")
+    with pytest.raises(TransaxleError) as refused:
+        tx.load(built("mxfp8", None), tmp_path / "plain", dialect="identity")
+    assert {(one.code, one.where.tensor) for one in refused.value.refusals} == {
+        ("SHAPE_MISMATCH", "blocks.0.up.weight"),
+        ("MISSING_TENSOR", "head.weight"),
+        ("MISSING_TENSOR", "head.weight_scale_inv"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [*pairwise(SIX), ("nvfp4 training", "mxfp8"), ("float8_block", "float8"), ("mxfp8", "mxfp8")],
+)
+def test_another_encoding_is_refused_unless_decoding_is_allowed(source: str, kind: str, tmp_path: Path) -> None:
+    saved, model = _linear(source, 1), _linear(kind, 2)
+    tx.save(saved, tmp_path / "saved", to="identity")
+    before = bytes_of(model)
+    if SIX[source].encoding == SIX[kind].encoding:
+        tx.load(model, tmp_path / "saved", decode="bf16", strict=source == kind)
+        assert all(
+            torch.equal(raw(model[0].weight.components[n]), raw(b)) for n, b in saved[0].weight.components.items()
+        )
+        return
+    with pytest.raises(TransaxleError) as refused:
+        tx.load(model, tmp_path / "saved")
+    problems = refused.value.refusals
+    assert [(one.code, one.where.tensor) for one in problems] == [("DTYPE_MISMATCH", "0.weight")]
+    assert 'decode="bf16"' in problems[0].hint
+    assert SIX[source].encoding.name in problems[0].message
+    assert equal(bytes_of(model), before)
+    report = tx.load(model, tmp_path / "saved", decode="bf16")
+    (told,) = [each for each in report.converted if each.name == "0.weight"]
+    assert (told.stored, told.to) == (SIX[source].encoding.name, SIX[kind].encoding.name)
+    assert same(model[0].weight, SIX[kind].quantize(saved[0].weight.dequantize()))
+
+
+def _linear(kind: str, seed: int) -> Any:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 166)).bfloat16()
+    quantize_(model, SIX[kind])
+    return model
+
+
+def test_decoding_leaves_what_fits_as_it_is(tmp_path: Path) -> None:
+    """One layer of two has another encoding: only that is quantized again."""
+    torch.manual_seed(0)
+    pair = [nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16() for _ in range(2)]
+    saved, model = cast(Any, pair)
+    quantize_(saved, KINDS["mxfp8"], lambda name, _: name == "0")
+    quantize_(saved, KINDS["float8_block"])
+    quantize_(model, KINDS["mxfp8"])
+    tx.save(saved, tmp_path / "saved", to="identity")
+    report = tx.load(model, tmp_path / "saved", decode="bf16")
+    assert [each.name for each in report.converted] == ["1.weight"]
+    first, second = (layer.weight for layer in model)
+    assert isinstance(first, QuantizedTensor)
+    assert isinstance(second, QuantizedTensor)
+    assert same(first, saved[0].weight)
+    assert same(second, KINDS["mxfp8"].quantize(saved[1].weight.dequantize()))
+
+
+def _masters_of_plain(rank: int, world: int, folder: Path) -> None:
+    values = {name: tensor.float() for name, tensor in tx_values(folder).items()}
+    model = built("float8_block", mesh_of(world), meta=True)
+    optimizer = trainer(model)
+    tx.load(model, folder, optimizer=optimizer, strict=False)
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.states.items():
+        assert torch.equal(state["master"].full_tensor(), values[names[parameter]])
+    train(model, optimizer, range(1))
+
+
+def tx_values(folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors, by another library."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def test_masters_start_from_the_values_that_were_loaded(tmp_path: Path) -> None:
+    """Not from their codes, and not from what the model was made of."""
+    _plain(tmp_path / "plain", torch.bfloat16)
+    run(2, _masters_of_plain, tmp_path / "plain")
+    model, codes = built("mxfp8", None), built("mxfp8", None, seed=9)
+    tx.save(codes, tmp_path / "codes", to="identity")
+    optimizer = MasterWeights(model.parameters(), partial(torch.optim.SGD, lr=0.0))
+    tx.load(model, tmp_path / "codes", dialect="identity", optimizer=optimizer, strict=False)
+    for master, weight in zip(optimizer.masters, quantized_of(codes).values(), strict=True):
+        assert torch.equal(master, weight.dequantize(torch.float32))
+
+
+def test_a_load_that_writes_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransformerEngine's resharded MXFP8 loads copied into values that were thrown away, and reported success."""
+    model = _linear("mxfp8", 1)
+    tx.save(model, tmp_path / "saved", to="identity")
+    monkeypatch.setattr(Movement, "move_local", lambda _: None)
+    with pytest.raises(TransaxleError, match="0 bytes were written") as refused:
+        tx.load(model, tmp_path / "saved", dialect="identity")
+    assert refused.value.code == "INCOMPLETE"
