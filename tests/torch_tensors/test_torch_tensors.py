@@ -1,4 +1,4 @@
-"""Strided copies: against a walk over the elements, one by one."""
+"""Strided copies against a walk over the elements, bytes of tensors, and models in wrappers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masters as an optimizer's state: found by torch, by Transaxle and by schedulers under the parameters' names."""
+"""Master weights as optimizer state; quantized runs that are saved in every way and resumed at every degree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with quantized weights: which layers, their products and gradients, training with masters."""
+"""Models with quantized weights: which layers, products, gradients, masters, and the entries of state dicts."""
 
 from __future__ import annotations
 

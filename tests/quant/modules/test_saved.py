@@ -1,4 +1,4 @@
-"""Quantized models and Transaxle's own save and load, and what transformers makes of the folder."""
+"""Quantized models with `tx.save` and `tx.load`, from checkpoints of codes, of values, and of other encodings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding to E2M1: the neighbours, their probabilities, and the mean."""
+"""Stochastic rounding to E2M1, the random numbers for it (Philox), and the random Hadamard transform."""
 
 from __future__ import annotations
 

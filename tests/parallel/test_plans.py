@@ -1,4 +1,4 @@
-"""Wrong plans, and models of which too little is known: refused before anything is cut, with the numbers."""
+"""Plans that are refused, what must be equal on all ranks, and guards against taking a part for the whole."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import transaxle as tx
 from tests.live.ranks import run
-from tests.parallel.cuts.test_quantized import (
+from tests.parallel.models import SIZES, build, tokens
+from tests.parallel.test_quantized import (
     MIXTURE,
     ONCE,
     _differing,
@@ -30,7 +31,6 @@ from tests.parallel.cuts.test_quantized import (
     _saved,
     _unlike,
 )
-from tests.parallel.models import SIZES, build, tokens
 from tests.quant.nvfp4.statement import Quantized, product, quantized, transformed, words
 from tests.quant.nvfp4.test_products import key_of
 from transaxle.parallel.cutting import ParameterCut, cut_parameters

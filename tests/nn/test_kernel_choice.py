@@ -1,4 +1,4 @@
-"""The predicate: every condition of it, printed, forced, and with splits that are on the device."""
+"""How a layer multiplies: each condition of the choice, and grouped products of float8 codes, emulated in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantizers against the codec on numpy, and delayed scaling against its formula written out."""
+"""Quantizers against the codec on numpy and written-out formulas: rowwise and columnwise codes, delayed scaling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a quantized tensor is: its buffers, its identity, copies into and out of it, pickles."""
+"""Quantized matrices and stacks: buffers, identity, views, copies into and out of them, pickles."""
 
 from __future__ import annotations
 

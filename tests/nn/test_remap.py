@@ -1,7 +1,4 @@
-"""Checkpoints of grouped layers, packed or per expert, loaded into layers of either form.
-
-The tests named after TransformerEngine's open ends say which of them they are.
-"""
+"""State dicts of grouped layers, packed or per expert, into layers of either form; loaded whole, or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized parameters under FSDP2, on real ranks: what is gathered, trained, saved and loaded is bit for bit right."""
+"""Quantized parameters under FSDP2 on real ranks, cut along any dim: bit for bit those of one rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.nn import functional
 import transaxle as tx
 from tests.live.ranks import run
 from tests.quant.kinds import MORE, raw, same, values
-from tests.quant.tensor.test_tensor import stack
+from tests.quant.test_tensor import stack
 from tests.quant.training import CountingGather, equal
 from transaxle.errors import TransaxleError
 from transaxle.quant import MasterWeights, QuantizedTensor, quantize_

@@ -1,4 +1,4 @@
-"""Expert layouts of other frameworks, to and from grouped layers in one step; the oracle is written-out torch."""
+"""Experts in other frameworks' layouts: state dicts converted in one step, and files loaded into grouped layers."""
 
 from __future__ import annotations
 

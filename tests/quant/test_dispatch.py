@@ -1,4 +1,4 @@
-"""The table of operations in the documentation, cell by cell, and that what is raw has the right values."""
+"""The table of operations in the documentation, cell by cell, and torch functions on quantized tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transaxle.errors import TransaxleError
 from transaxle.quant import Float8CurrentScaling, NVFP4BlockScaling, QuantizedTensor, Quantizer, quantize_
 from transaxle.quant.quantizers import ROUNDING
 
-PAGE = Path(__file__).parents[3] / "docs" / "reference" / "quantized-tensor.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "quantized-tensor.md"
 ROWS, COLUMNS = 256, 384
 Operation = Callable[[torch.Tensor], object]
 

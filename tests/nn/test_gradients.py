@@ -1,4 +1,4 @@
-"""Gradients of weights that go elsewhere: computed later, summed up in `main_grad`, or put there."""
+"""Gradients of weights that are delayed, or accumulated in `main_grad`; delayed ones under FSDP2 and DDP too."""
 
 from __future__ import annotations
 

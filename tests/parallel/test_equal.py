@@ -1,4 +1,4 @@
-"""A cut model computes what the whole one does: logits, every gradient, and what five steps make of them."""
+"""A cut model computes what the whole one does: logits, gradients, their norm, and five steps of training."""
 
 from __future__ import annotations
 

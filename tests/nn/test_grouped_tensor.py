@@ -1,4 +1,4 @@
-"""The grouped parameter: one buffer, N members that are views of it with scales of their own."""
+"""`GroupedTensor`, and `m_splits` in every form: what the host refuses, and what is never read from a device."""
 
 from __future__ import annotations
 
