@@ -51,7 +51,9 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return (whole if whole.dim() else whole.reshape(1)).view(torch.uint8)
 
 
-def same(first: QuantizedTensor, second: QuantizedTensor) -> bool:
-    """Whether two have the same buffers, byte by byte."""
+def same(first: object, second: object) -> bool:
+    """Whether two quantized tensors have the same buffers, byte by byte."""
+    assert isinstance(first, QuantizedTensor)
+    assert isinstance(second, QuantizedTensor)
     one, two = first.components, second.components
     return one.keys() == two.keys() and all(torch.equal(raw(one[name]), raw(two[name])) for name in one)
