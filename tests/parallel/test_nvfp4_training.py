@@ -210,6 +210,7 @@ def _sharing(rank: int, world: int, config: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("config", "heads", "world"), [(CONFIG, 2, 4), (FUSED, 1, 2)], ids=["llama", "phi3"])
 def test_heads_that_ranks_share(config: dict[str, Any], heads: int, world: int) -> None:
     """The gradient of their keys and values is summed up before it is quantized, and counted once for the input."""

@@ -356,6 +356,7 @@ def _by_other_ways(rank: int, world: int, kind: str, out: str) -> None:
     assert local_of(empty.lm_head.weight).dtype == torch.bfloat16  # type: ignore[union-attr, arg-type]
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("kind", ["float8 delayed", "nvfp4"])
 def test_other_ways(kind: str, tmp_path: Path) -> None:
     run(4, _by_other_ways, kind, str(tmp_path))

@@ -81,6 +81,7 @@ def _quantize_shards(rank: int, world: int, kind: str, rows: int) -> None:
     assert same(made, wanted)
 
 
+@pytest.mark.oracle
 @kinds
 @pytest.mark.parametrize(("world", "rows"), [(2, 201), (3, 4)])
 def test_sharded_is_unsharded(kind: str, world: int, rows: int) -> None:

@@ -201,6 +201,7 @@ def _net(kind: str, seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), _compiled(inner) if kind == "inner" else inner)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("before", ["", "module.", "_orig_mod.module."])
 @pytest.mark.parametrize("stored", ["", "inner", "inside"])
 def test_a_state_dict_is_loaded_whatever_wrappers_either_side_has(stored: str, before: str, tmp_path: Path) -> None:

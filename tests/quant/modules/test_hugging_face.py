@@ -75,6 +75,7 @@ def _train(rank: int, world: int, family: str, kind: str) -> tuple[list[float], 
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("family", "kind"), [("llama", "mxfp8"), ("qwen3_moe", "float8_block"), ("qwen3_moe", "nvfp4")]
 )

@@ -187,6 +187,7 @@ def _one(rank: int, world: int, kind: str, folder: Path) -> dict[str, torch.Tens
     return _unsharded(model)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("kind", ["float8 delayed", "nvfp4"])
 def test_replicas_with_shard_groups_of_one(kind: str, tmp_path: Path) -> None:
     kept = run(2, _hybrid, kind, tmp_path / "saved", (2, 1))

@@ -129,6 +129,7 @@ def _load_plain(rank: int, world: int, kind: str, folder: Path, decode: str | No
     return bytes_of(model)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [*((kind, torch.bfloat16) for kind in SIX if kind != "float8"), ("mxfp8", torch.float32)],
