@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from pathlib import Path
 from typing import Any
@@ -77,36 +76,3 @@ def test_item_3_who_reads_names_by_tables_takes_these() -> None:
     )
     for function in (*target_ranks, tx.TrainerCheckpoints, tx.AccelerateHooks):
         assert vocabulary <= inspect.signature(function).parameters.keys(), function
-
-
-def test_item_3_fields_of_reports_mean_the_same_in_all() -> None:
-    """`None` aside. States that were asked for, `extra`, are of `load` alone."""
-    reports = (
-        tx.Report,
-        tx.SaveReport,
-        tx.LoadReport,
-        tx.ReshardReport,
-        tx.RefitReport,
-        tx.Verification,
-        tx.Comparison,
-    )
-    kinds: dict[str, set[str]] = {}
-    for report in reports:
-        own = {each.name: str(each.type) for each in dataclasses.fields(report)}
-        own |= {
-            name: str(each.fget.__annotations__["return"])
-            for name, each in vars(report).items()
-            if isinstance(each, property)
-        }
-        for name, kind in own.items():
-            kinds.setdefault(name, set()).add(kind.removesuffix(" | None"))
-    assert {name: found for name, found in kinds.items() if len(found) > 1} == {}
-    assert {"seconds", "tensors", "bytes_read", "bytes_written"} <= kinds.keys()
-
-
-def test_item_3_a_refusal_is_explained() -> None:
-    for code in tx.CODES:
-        assert str(tx.explain(code.lower())).startswith(tx.explain(code).summary)
-    assert set(tx.explain("EXISTS").as_json()) == {"summary", "meaning", "example", "remedy"}
-    with pytest.raises(ValueError, match=r"no code 'EXIST'\. Did you mean 'EXISTS'"):
-        tx.explain("EXIST")

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import transaxle as tx
-from tests.live.model.test_peft_model import _base, _held, _with
+from tests.live.model.test_peft import _base, _whole, _with
 from tests.live.ranks import run
 from tests.live.topologies import full
 
@@ -29,11 +29,11 @@ def test_an_adapter_is_merged_on_the_way(kind: str) -> None:
     model, engine = _with(kind, 1), _base(2)
     refit = tx.Refit(model, engine, adapter="merged")
     for _ in range(2):
-        before = _held(model)
+        before = _whole(model)
         refit.push()
         wanted, found = _merged(model), engine.state_dict()
         assert all(torch.equal(found[name], wanted[name]) for name in found)
-        after = _held(model)
+        after = _whole(model)
         assert all(torch.equal(after[name], before[name]) for name in before)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -42,9 +42,9 @@ def test_an_adapter_is_merged_on_the_way(kind: str) -> None:
 
 def test_an_adapter_is_sent_alone() -> None:
     model, other = _with("lora", 1), _with("lora", 2)
-    before = _held(other)
+    before = _whole(other)
     report = tx.Refit(model, other, adapter="alone").push()
-    wanted, found = _held(model), _held(other)
+    wanted, found = _whole(model), _whole(other)
     changed = {name for name in found if not torch.equal(found[name], before[name])}
     assert changed == {name for name in found if "lora_" in name or ".modules_to_save." in name}
     assert all(torch.equal(found[name], wanted[name]) for name in changed)
@@ -117,7 +117,7 @@ def test_an_adapter_of_tied_weights_changes_what_it_is_of(how: dict[str, Any], *
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) * 0.3)
         tokens = torch.arange(10)[None]
         wanted = model(tokens).logits
-        before = _held(model)
+        before = _whole(model)
         for tied in (True, False):
             engine = _tied_model(2, tied=tied)
             if tied and not one:
@@ -126,7 +126,7 @@ def test_an_adapter_of_tied_weights_changes_what_it_is_of(how: dict[str, Any], *
                 continue
             tx.Refit(model, engine, adapter="merged").push()
             torch.testing.assert_close(engine(tokens).logits, wanted)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in _held(model).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in _whole(model).items())
 
 
 def test_adapters_of_two_parameters_of_one_module_are_all_merged() -> None:
@@ -147,8 +147,8 @@ def test_adapters_of_two_parameters_of_one_module_are_all_merged() -> None:
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
-    before, engine = _held(model), base(2)
+    before, engine = _whole(model), base(2)
     tx.Refit(model, engine, adapter="merged").push()
     wanted = _merged(model)
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in engine.state_dict().items())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in _held(model).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in _whole(model).items())

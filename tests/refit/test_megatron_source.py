@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import transaxle as tx
 from tests.formats.megatron import gpt_job
 from tests.formats.megatron.gpt_job import Degrees
-from tests.live.load.test_megatron_load import MODELS, _states
+from tests.live.load.test_megatron import MODELS, _states
 from tests.live.ranks import run
 from tests.oracles import hub
 

@@ -7,23 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.live.ranks import run
+import transaxle as tx
+from tests.live.ranks import ranks, run
 from tests.live.topologies import full
 from tests.oracles.quiet import quiet
 from transaxle.errors import TransaxleError
+from transaxle.live.global_tensors import census
 from transaxle.live.load import load
 from transaxle.live.reshard import reshard
 from transaxle.live.save import save
-from transaxle.live.state_dict_adapter import loadable_as
+from transaxle.live.transport.world import World
 
 
 class Fused(nn.Module):
@@ -129,15 +133,6 @@ def test_copies_in_a_state_dict_reach_the_parameters(tmp_path: Path, make: Calla
     assert _same(_tensors(given), _tensors(other))
 
 
-def test_a_meta_model_of_copies_is_loaded(tmp_path: Path) -> None:
-    given, _ = _pair(Fused)
-    save(given, tmp_path / "out", to="safetensors")
-    with torch.device("meta"):
-        taken, _ = _pair(Fused)
-    load(taken, tmp_path / "out")
-    assert _same(_tensors(given), _tensors(taken))
-
-
 @pytest.mark.parametrize("make", [Deaf, Rounding])
 def test_what_does_not_load_what_it_shows_is_refused_before(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
     given, taken = _pair(make)
@@ -165,20 +160,6 @@ def test_a_parameter_that_a_state_dict_leaves_out_is_told_of(tmp_path: Path) -> 
     assert _same(_tensors(taken), {**_tensors(given), "1.hidden": before["1.hidden"]})
 
 
-def test_an_optimizer_of_what_no_entry_is_has_the_names_of_its_parameters(tmp_path: Path) -> None:
-    (given, taken), optimizers = _pair(Fused), list[torch.optim.Optimizer]()
-    for model in (given, taken):
-        optimizers.append(torch.optim.AdamW(model.parameters()))
-    for parameter in given.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizers[0].step()
-    save(given, tmp_path / "out", to="safetensors", optimizer=optimizers[0])
-    load(taken, tmp_path / "out", optimizer=optimizers[1])
-    held = [[optimizer.state[p]["exp_avg"] for p in optimizer.param_groups[0]["params"]] for optimizer in optimizers]
-    assert all(torch.equal(*pair) for pair in zip(*held, strict=True))
-    assert _same(_tensors(given), _tensors(taken))
-
-
 def _nested(make: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), make(), nn.Sequential(make(), nn.BatchNorm1d(3)))
 
@@ -194,7 +175,7 @@ def _sharded(rank: int, world: int, source: str, meta: bool) -> dict[str, torch.
     return _tensors(model)
 
 
-@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("meta", [pytest.param(False, marks=pytest.mark.oracle), True])
 def test_copies_under_fsdp2(tmp_path: Path, meta: bool) -> None:
     given = _nested(Fused)
     save(given, tmp_path / "out", to="safetensors")
@@ -224,7 +205,7 @@ def _flat(rank: int, world: int, source: str, target: str, orig: bool) -> dict[s
     return found
 
 
-@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("orig", [False, pytest.param(True, marks=pytest.mark.oracle)])
 def test_fsdp1_is_loaded_saved_and_resharded(tmp_path: Path, orig: bool) -> None:
     given = _nested(lambda: nn.Linear(5, 3))
     save(given, tmp_path / "out", to="safetensors")
@@ -235,55 +216,217 @@ def test_fsdp1_is_loaded_saved_and_resharded(tmp_path: Path, orig: bool) -> None
     assert _same(kept, {name: tensor.clone() for name, tensor in given.state_dict().items()})
 
 
-@pytest.mark.parametrize("meta", [False, True])
-def test_torchtitans_fused_attention_is_loaded_and_resharded(tmp_path: Path, meta: bool) -> None:
-    """Its state dict shows q, k and v of one weight; the oracle is its own `load_state_dict`."""
-    given, taken, other = (_titan() for _ in range(3))
-    assert any("wqkv" in name for name, _ in given.named_parameters())
-    save(given, tmp_path / "out", to="safetensors")
-    if meta:
-        taken = _titan(meta=True)
-    load(taken, tmp_path / "out")
-    assert _same(_tensors(given), _tensors(taken))
-    other.load_state_dict({name: tensor.clone() for name, tensor in given.state_dict().items()})
-    assert _same(_tensors(other), _tensors(taken))
-    fresh = _titan()
-    reshard(given, fresh)
-    assert _same(_tensors(given), _tensors(fresh))
+# Parameters that FSDP2 has gathered are freed with what is written into them, so nothing is loaded into these.
 
 
-def test_what_was_made_to_be_filled_is_given_back_into_fused_weights() -> None:
-    given, taken = _titan(), _titan()
-    state, give_back = loadable_as(taken, "torchtitan", source="torchtitan", family="llama")
-    for name, tensor in given.state_dict().items():
-        state[name].copy_(tensor)
-    give_back()
-    assert _same(_tensors(given), _tensors(taken))
+def _gathered(rank: int, world: int, folder: str) -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (model[0], model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (world,)), reshard_after_forward=False)
+    tx.save(model, f"{folder}/out", to="safetensors:identity")
+    wanted = {name: full(parameter) for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model(torch.ones(2, 4))
+    state = dict(model.named_parameters())
+    room = {name: torch.zeros(tensor.shape) for name, tensor in state.items()}
+    calls: list[Callable[[], object]] = [
+        lambda: tx.load(state, f"{folder}/out"),
+        lambda: tx.save(state, f"{folder}/other", to="safetensors:identity"),
+        lambda: tx.reshard(room, state),
+        lambda: tx.Refit(room, state),
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises(tx.TransaxleError, match="Give the model itself, or its state_dict") as found:
+            call()
+        said += [f"{each.code} {each.where.tensor}" for each in found.value.refusals]
+    tx.load(model.state_dict(), f"{folder}/out")
+    tx.load(dict(model.named_parameters()), f"{folder}/out")
+    model(torch.ones(2, 4))
+    model.state_dict()  # shards them again
+    assert all(torch.equal(full(parameter), wanted[name]) for name, parameter in model.named_parameters())
+    return said
 
 
-def _titan(*, meta: bool = False) -> nn.Module:
+def test_gathered_parameters_are_refused(tmp_path: object) -> None:
+    names = [f"{layer}.{name}" for layer in (0, 1) for name in ("weight", "bias")]
+    assert run(2, _gathered, str(tmp_path)) == [[f"UNSUPPORTED {name}" for name in names] * 4] * 2
+
+
+# Parameters whose values are kept somewhere else: what is written into them would be lost, and is refused.
+
+with quiet():
+    from accelerate import disk_offload, dispatch_model
+
+CPU = torch.device("cpu")
+MAP: Any = {"0": "cpu", "1": "disk"}
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+
+OFFLOADED: dict[str, Callable[[Path], Any]] = {
+    "disk_offload": lambda folder: disk_offload(_net(), folder, execution_device=CPU),
+    "dispatch_model": lambda folder: dispatch_model(
+        _net(), MAP, main_device="cpu", offload_dir=folder, force_hooks=True
+    ),
+}
+
+
+@pytest.mark.parametrize("how", OFFLOADED)
+def test_what_accelerate_has_offloaded_is_refused(tmp_path: Path, how: str) -> None:
+    given = _net()
+    save(given, tmp_path / "saved", to="safetensors")
     with quiet():
-        from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
-        from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers
+        model = OFFLOADED[how](tmp_path / "away")
+    shown = model(torch.ones(1, 2))
+    for ask in (lambda: load(model, tmp_path / "saved"), lambda: reshard(given, model)):
+        with pytest.raises(TransaxleError) as found:
+            ask()
+        assert any(how in refusal.hint for refusal in found.value.refusals)
+        assert {refusal.code for refusal in found.value.refusals} == {"UNSUPPORTED"}
+    assert torch.equal(model(torch.ones(1, 2)), shown)
+    assert all(parameter.is_meta for parameter in model[1].parameters())
 
-        init = {"weight": nn.init.normal_}
-        rope = ComplexRoPE.Config(dim=4, max_seq_len=16, theta=1e4)
-        with torch.device("meta"):
-            model: nn.Module = Llama3Model.Config(
-                dim=16,
-                vocab_size=24,
-                tok_embeddings=Embedding.Config(num_embeddings=24, embedding_dim=16, param_init=init),
-                norm=RMSNorm.Config(normalized_shape=16, param_init=init),
-                lm_head=Linear.Config(in_features=16, out_features=24, param_init=init),
-                layers=_build_llama3_layers(
-                    n_layers=2, dim=16, n_heads=4, n_kv_heads=2, hidden_dim=24, rope=rope, attn_backend="flex"
-                ),
-            ).build()
-        if meta:
-            return model
-        model.to_empty(device="cpu")
-        cast(Any, model).init_states(buffer_device=torch.device("cpu"))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_()
-        return model
+
+def test_what_deepspeeds_optimizer_keeps_is_refused(tmp_path: Path) -> None:
+    """The marks are those of its ZeRO-1 and 2 and of bf16 (`_hp_mapping`), and of ZeRO-3 (`ds_id`)."""
+    save(_net(), tmp_path / "saved", to="safetensors")
+    for mark, what in (("_hp_mapping", "would overwrite the loaded values"), ("ds_id", "ZeRO-3 has taken its values")):
+        model: Any = _net()
+        setattr(model[1].weight, mark, 1)
+        before = model[1].weight.detach().clone()
+        with pytest.raises(TransaxleError, match=what) as found:
+            load(model, tmp_path / "saved")
+        assert [refusal.where.tensor for refusal in found.value.refusals] == ["1.weight"]
+        assert torch.equal(model[1].weight, before)
+
+
+def test_torchs_own_quantized_modules_are_refused(tmp_path: Path) -> None:
+    with quiet():
+        import torch.ao.nn.quantized as quantized
+
+        modules = [quantized.Linear(3, 4), quantized.Embedding(4, 8)]
+    for module in modules:
+        with pytest.raises(TransaxleError) as found:
+            save(nn.Sequential(module), tmp_path / "saved", to="safetensors")
+        assert {refusal.code for refusal in found.value.refusals} == {"UNSUPPORTED"}
+        assert all(refusal.hint for refusal in found.value.refusals)
+
+
+# A DTensor that a rank of its mesh omits, a group smaller than the mesh: refused everywhere, nothing is written.
+
+SOURCE = {"a": torch.arange(64.0).reshape(8, 8), "b": torch.arange(24.0).reshape(8, 3), "c": torch.ones(4)}
+KEPT = 5.0
+
+
+def _state(mesh: DeviceMesh, value: float) -> dict[str, Any]:
+    fulls = {name: torch.full_like(tensor, value) for name, tensor in SOURCE.items()}
+    state: dict[str, Any] = {
+        name: distribute_tensor(fulls[name], mesh, [Shard(0)], src_data_rank=None) for name in ("a", "b")
+    }
+    return {**state, "c": fulls["c"]}
+
+
+def _omitted(rank: int, world: int, folder: str, call: str, who: int, placement: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    placed = Shard(0) if placement == "shard" else Replicate()
+    source, target = _state(mesh, KEPT), _state(mesh, KEPT)
+    target["b"] = distribute_tensor(torch.full_like(SOURCE["b"], KEPT), mesh, [placed], src_data_rank=None)
+    source["b"] = distribute_tensor(torch.full_like(SOURCE["b"], KEPT), mesh, [placed], src_data_rank=None)
+    lacking = source if call == "reshard from" else target
+    if rank == who:
+        del lacking["b"]
+    try:
+        if call.startswith("reshard"):
+            tx.reshard(source, target)
+        elif call == "load":
+            tx.load(target, f"{folder}/source", strict=False)
+        elif call == "save":
+            tx.save(target, f"{folder}/target", to="safetensors")
+        else:
+            tx.async_save(target, f"{folder}/target", to="safetensors").result()
+    finally:
+        for value in target.values():
+            assert bool(((value.to_local() if isinstance(value, DTensor) else value) == KEPT).all())
+
+
+@pytest.mark.parametrize(
+    ("call", "who", "placement"),
+    [
+        ("load", 0, "shard"), ("load", 1, "replicate"), ("save", 1, "shard"), ("async_save", 0, "replicate"),
+        ("reshard to", 1, "replicate"), ("reshard from", 0, "shard"),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_one_rank_omits_is_refused_before(tmp_path: Path, call: str, who: int, placement: str) -> None:
+    (tmp_path / "source").mkdir()
+    save_file(SOURCE, tmp_path / "source" / "model.safetensors")
+    answers = ranks(2).answers(_omitted, str(tmp_path), call, who, placement)
+    assert [fine for fine, _ in answers] == [False, False]
+    for _, error in answers:
+        assert isinstance(error, TransaxleError), error
+        assert [(one.code, one.where.tensor) for one in error.refusals] == [("INCOMPLETE", "b")]
+        assert f"its mesh has ranks 0, 1, but rank {who} does not have the tensor" in str(error)
+        assert error.hint
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def _narrow(rank: int, world: int, folder: str, call: str) -> str:
+    """Call it on ranks 0 and 1 alone; the tensors lie on all three."""
+    mesh = init_device_mesh("cpu", (world,))
+    pair = dist.new_group([0, 1], backend="gloo")
+    if rank == 2:
+        return "not asked"
+    source, target = _state(mesh, KEPT), _state(mesh, KEPT)
+    try:
+        if call == "reshard":
+            tx.reshard(source, target, pair)
+        elif call == "load":
+            tx.load(target, f"{folder}/source", group=pair)
+        else:
+            tx.save(target, f"{folder}/target", to="safetensors", group=pair)
+    except TransaxleError as error:
+        for value in target.values():
+            assert bool(((value.to_local() if isinstance(value, DTensor) else value) == KEPT).all())
+        return "\n".join(f"{one.code} {one.where.tensor} {one.message} {bool(one.hint)}" for one in error.refusals)
+    return "taken"
+
+
+@pytest.mark.parametrize("call", ["load", "save", "reshard"])
+def test_a_group_smaller_than_the_mesh_is_refused_before(tmp_path: Path, call: str) -> None:
+    (tmp_path / "source").mkdir()
+    save_file(SOURCE, tmp_path / "source" / "model.safetensors")
+    said = "its mesh has ranks 0, 1, 2, of which 2 are not in the process group True"
+    want = f"UNSUPPORTED a {said}\nUNSUPPORTED b {said}"
+    assert run(3, _narrow, str(tmp_path), call) == [want, want, "not asked"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def _seen(rank: int, world: int) -> dict[str, Any]:
+    """One name is a plain tensor on rank 0, and a DTensor on the mesh of ranks 0 and 1 as rank 1 sees it."""
+    mesh = init_device_mesh("cpu", (world,))
+    full = torch.ones(4, 2)
+    mixed = full if rank == 0 else distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
+    found = census({"mixed": mixed}, World())["mixed"]
+    return {"held": {who: tuple(map(list, held)) for who, held in found.positions.items()}, "loose": found.loose}
+
+
+def test_each_rank_is_asked_what_it_holds_itself() -> None:
+    held = {0: ([(0, 4)], [(0, 2)]), 1: ([(2, 4)], [(0, 2)])}
+    assert run(2, _seen) == [{"held": held, "loose": True}] * 2
+
+
+def _outside(rank: int, world: int) -> tuple[list[str], list[str]]:
+    """A DTensor on a mesh of rank 0 alone, which rank 1 sees too."""
+    mesh = DeviceMesh("cpu", torch.tensor([0]))
+    state = {"model.norm.weight": DTensor.from_local(torch.ones(4), mesh, [Shard(0)], run_check=False)}
+    made = tx.state_dict_as(state, "identity")
+    return sorted(made), [type(one).__name__ for one in made.values()]
+
+
+def test_a_state_dict_as_leaves_out_what_a_rank_is_no_part_of() -> None:
+    assert run(2, _outside) == [(["model.norm.weight"], ["DTensor"]), ([], [])]

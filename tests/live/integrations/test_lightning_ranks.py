@@ -175,7 +175,7 @@ def _refused_rotation(rank: int, world: int, kind: str, folder: str) -> str:
     return refused.value.code
 
 
-@pytest.mark.parametrize("kind", [DDP, FSDP])
+@pytest.mark.parametrize("kind", [DDP, pytest.param(FSDP, marks=pytest.mark.oracle)])
 def test_what_the_first_rank_may_not_delete_every_rank_raises(tmp_path: Path, kind: str) -> None:
     assert run(2, _refused_rotation, kind, str(tmp_path)) == ["EXISTS", "EXISTS"]
     assert (tmp_path / "epoch=1.ckpt" / NOTES).read_text() == "mine"
@@ -192,7 +192,7 @@ def _refused_save(rank: int, world: int, kind: str, folder: str) -> str:
     return refused.value.code
 
 
-@pytest.mark.parametrize("kind", [DDP, FSDP])
+@pytest.mark.parametrize("kind", [pytest.param(DDP, marks=pytest.mark.oracle), FSDP])
 def test_what_the_first_rank_cannot_save_every_rank_raises(tmp_path: Path, kind: str) -> None:
     assert run(2, _refused_save, kind, str(tmp_path)) == ["UNSUPPORTED", "UNSUPPORTED"]
     assert list(tmp_path.iterdir()) == []

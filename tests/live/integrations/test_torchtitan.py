@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import transaxle as tx
-from tests.formats.s3_server import Bucket, reach_s3
 from tests.live.ranks import run
 from tests.oracles.quiet import quiet
 
@@ -50,10 +49,8 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def _trained(rank: int, world: int, folder: str, server: str, until: int, begin: int = -1) -> dict[str, torch.Tensor]:
-    """Go on from a checkpoint, -1: the newest, to a step, as torchtitan's trainer does; return what is held then."""
-    if server:
-        reach_s3(server)
+def _trained(rank: int, world: int, folder: str, until: int) -> dict[str, torch.Tensor]:
+    """Train from the newest checkpoint up to a step, as torchtitan's trainer does; return weights and state."""
     manager_class = _example()
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
@@ -66,7 +63,7 @@ def _trained(rank: int, world: int, folder: str, server: str, until: int, begin:
         dataloader=None, model_parts=[model], optimizers=optimizer, lr_schedulers=schedule,
         states={"train_state": progress}, sd_adapter=None,
     )  # fmt: skip
-    resumed = manager.load(begin)
+    resumed = manager.load(-1)
     assert resumed == (progress.step > 0)
     while progress.step < until:
         rows = torch.arange(4.0 * WIDTH).reshape(4, WIDTH).sin() + progress.step
@@ -91,30 +88,13 @@ def _near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> No
 
 
 def test_a_run_of_torchtitan_resumes_on_other_ranks_and_keeps_three(tmp_path: Path) -> None:
-    straight, *_ = run(1, _trained, str(tmp_path / "straight"), "", 6)
-    run(2, _trained, str(tmp_path / "run"), "", 4)
+    straight, *_ = run(1, _trained, str(tmp_path / "straight"), 6)
+    run(2, _trained, str(tmp_path / "run"), 4)
     (tmp_path / "run" / "step-9").mkdir()  # what a run that was killed might leave: it is no checkpoint
-    found, *_ = run(1, _trained, str(tmp_path / "run"), "", 6)
+    found, *_ = run(1, _trained, str(tmp_path / "run"), 6)
     _near(found, straight)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"step-4", "step-5", "step-6", "step-9"}
     assert all(tx.verify(tmp_path / "run" / f"step-{step}").ok for step in (4, 5, 6))
-
-
-def test_a_run_of_torchtitan_that_goes_back_keeps_what_it_saves_then(tmp_path: Path) -> None:
-    """Later steps are another run's: they stay, and are none of the three."""
-    run(1, _trained, str(tmp_path / "run"), "", 4)
-    run(1, _trained, str(tmp_path / "other"), "", 9)
-    for step in (7, 8, 9):
-        (tmp_path / "other" / f"step-{step}").rename(tmp_path / "run" / f"step-{step}")
-    run(1, _trained, str(tmp_path / "run"), "", 5, 4)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {f"step-{step}" for step in (3, 4, 5, 7, 8, 9)}
-
-
-def test_a_run_of_torchtitan_keeps_its_checkpoints_under_a_url(bucket: Bucket, s3_server: str) -> None:
-    place = f"{bucket.url}/run"
-    run(2, _trained, place, s3_server, 4)
-    assert {name.split("/")[1] for name in bucket.names()} == {"step-2", "step-3", "step-4"}
-    assert tx.verify(f"{place}/step-4").ok
 
 
 def _begun(rank: int, world: int, folder: str) -> None:

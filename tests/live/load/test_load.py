@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.optim import SGD, AdamW
 
-from tests.live.ranks import run
+import transaxle as tx
+from tests.corpus.checksums import flip
+from tests.live.ranks import ranks, run
+from tests.live.topologies import LLAMA, MOE, source
+from tests.oracles import hub
+from transaxle.errors import TransaxleError
 from transaxle.live.load import load
+from transaxle.live.reshard import reshard
+from transaxle.live.save import save
 
 FULL = {
     "rows": torch.arange(70, dtype=torch.float32).reshape(10, 7),
@@ -92,63 +98,6 @@ def test_every_shard_is_the_one_torch_cuts(folder: str, world: int, shape: tuple
         assert all(each["received"] == 0 for each in found)
 
 
-CUTS = {"rows": Shard(0), "columns": Shard(1), "both": Replicate()}
-"""How each tensor of `large` is cut."""
-
-
-class Moved(TorchDispatchMode):
-    """Bytes that torch's collectives were given."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
-            self.bytes += sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-        return func(*args, **kwargs or {})
-
-
-def large() -> dict[str, torch.Tensor]:
-    """A matrix of 1.5 MB for each cut."""
-    rng = np.random.default_rng(0)
-    return {name: torch.from_numpy(rng.standard_normal((601, 640), np.float32)) for name in CUTS}
-
-
-def _moved(rank: int, world: int, folder: str, once: bool) -> dict[str, int]:
-    mesh = init_device_mesh("cpu", (world,))
-    whole = large()
-    state, truth = {}, {}
-    for name, cut in CUTS.items():
-        state[name] = distribute_tensor(torch.full_like(whole[name], 77), mesh, [cut], src_data_rank=None)
-        truth[name] = distribute_tensor(whole[name], mesh, [cut], src_data_rank=None).to_local()
-    with CommDebugMode() as comm, Moved() as moved:
-        report = load(state, folder, broadcast_replicated=once)
-    for name, tensor in state.items():
-        assert torch.equal(tensor.to_local(), truth[name]), name
-    return {
-        "functional": sum(count for op, count in comm.get_comm_counts().items() if not str(op).startswith("c10d.")),
-        "counted": comm.get_total_counts(), "moved": moved.bytes, "read": report.bytes_read,
-        "needed": report.bytes_needed, "received": report.bytes_received,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("once", [True, False])
-def test_no_value_passes_through_a_collective_that_need_not(tmp_path: Path, once: bool) -> None:
-    """Cuts are read by those who need them; only what all hold alike is sent, and only where that is asked for."""
-    world, whole = 3, large()
-    save_file(whole, tmp_path / "model.safetensors")
-    found = run(world, _moved, str(tmp_path), once)
-    shared = whole["both"].nbytes
-    needed = sum(each["needed"] for each in found)
-    assert needed == whole["rows"].nbytes + whole["columns"].nbytes + world * shared
-    assert all(each["functional"] == 0 < each["counted"] for each in found), "the ranks agree, DTensors send nothing"
-    received = sum(each["received"] for each in found)
-    assert received == ((world - 1) * shared if once else 0)
-    assert sum(each["read"] for each in found) == needed - received
-    assert all(0 < each["moved"] < (1 << 18) + 2 * each["received"] for each in found), "names and shapes, no values"
-
-
 def _columns(rank: int, world: int, folder: str, rows: int, columns: int) -> float:
     mesh = init_device_mesh("cpu", (world,))
     state = {"w": distribute_tensor(torch.zeros(rows, columns), mesh, [Shard(1)], src_data_rank=None)}
@@ -156,11 +105,374 @@ def _columns(rank: int, world: int, folder: str, rows: int, columns: int) -> flo
     return report.bytes_read / report.bytes_needed
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "most"), [(512, 4, 2.0), (512, 32, 2.0), (512, 34, 1.0), (512, 256, 1.0), (256, 4, 1.0)]
-)
+@pytest.mark.parametrize(("rows", "columns", "most"), [(512, 32, 2.0), (512, 34, 1.0), (256, 4, 1.0)])
 def test_gaps_are_read_along_only_where_they_are_short_and_many(
     tmp_path: Path, rows: int, columns: int, most: float
 ) -> None:
     save_file({"w": torch.rand(rows, columns)}, tmp_path / "model.safetensors")
     assert all(most - 0.01 < found <= most for found in run(2, _columns, str(tmp_path), rows, columns))
+
+
+# Checksums of storages that several ranks read, each a part.
+
+
+def rows(rank: int, world: int, path: str, cut: int) -> int | list[str]:
+    del rank
+    mesh = init_device_mesh("cpu", (world,))
+    state: dict[str, DTensor] = {"w": distribute_tensor(torch.zeros(64, 40), mesh, [Shard(cut)])}
+    try:
+        return tx.load(state, path).bytes_read
+    except tx.TransaxleError as error:
+        return [each.code for each in error.refusals]
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_ranks_that_read_a_storage_together(tmp_path: Path, cut: int) -> None:
+    file = tmp_path / "model.pt"
+    torch.save({"w": torch.rand(64, 40)}, file)
+    assert run(2, rows, str(file), cut) == [64 * 40 * 2, 64 * 40 * 2]  # each byte once
+    flip(file)
+    assert run(2, rows, str(file), cut) == [["CORRUPT"], ["CORRUPT"]]
+
+
+# What does not fit is refused before anything is written: on every rank, with everything that is wrong.
+
+
+def _bad(rank: int, world: int, source: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    state: dict[str, Any] = {
+        "good": distribute_tensor(torch.full((4, 2), 5.0), mesh, [Shard(0)], src_data_rank=None),
+        "tall": torch.full((3, 2), 5.0),
+        "kind": torch.full((2,), 5),
+    }
+    if rank == 1:
+        state["only here"] = torch.full((1,), 5.0)
+    try:
+        load(state, source)
+    finally:
+        for value in state.values():
+            assert bool(((value.to_local() if hasattr(value, "to_local") else value) == 5).all())
+
+
+def test_everything_is_listed_on_every_rank_and_nothing_written(tmp_path: Path) -> None:
+    tensors = {"good": torch.arange(8.0).reshape(4, 2), "tall": torch.ones(2, 2), "kind": torch.ones(2)}
+    save_file({**tensors, "more": torch.ones(1)}, tmp_path / "model.safetensors")
+    want = {
+        ("SHAPE_MISMATCH", "tall"),
+        ("DTYPE_MISMATCH", "kind"),
+        ("MISSING_TENSOR", "only here"),
+        ("UNEXPECTED_TENSOR", "more"),
+    }
+    for fine, error in ranks(2).answers(_bad, str(tmp_path)):
+        assert not fine
+        assert isinstance(error, TransaxleError), error
+        assert {(r.code, r.where.tensor) for r in error.refusals} == want
+        assert all(r.hint for r in error.refusals if r.code.endswith("TENSOR"))
+
+
+def _partial(rank: int, world: int, target: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    save({"w": DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)}, target, to="safetensors")
+
+
+def test_terms_of_a_sum_are_no_tensor(tmp_path: Path) -> None:
+    with pytest.raises(TransaxleError) as found:
+        run(2, _partial, str(tmp_path / "out"))
+    assert found.value.code == "UNSUPPORTED"
+    assert not (tmp_path / "out").exists()
+
+
+class Rotary(nn.Module):
+    """A buffer that no checkpoint holds, computed by its module."""
+
+    def __init__(self, *, knows: bool) -> None:
+        super().__init__()
+        self.register_buffer("turns", torch.arange(3.0), persistent=False)
+        if knows:
+            self.reset_parameters = self._reset
+
+    def _reset(self) -> None:
+        with torch.no_grad():
+            self.turns.copy_(torch.arange(3.0))  # type: ignore[operator]
+
+
+def _meta(*, knows: bool = True) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(2, 2), Rotary(knows=knows), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_no_meta_tensor_is_left(tmp_path: Path, strict: bool) -> None:
+    full = nn.Linear(2, 2).state_dict()
+    save_file({f"0.{name}": tensor for name, tensor in full.items()}, tmp_path / "model.safetensors")
+    model = _meta()
+    with pytest.raises(TransaxleError) as found:
+        load(model, tmp_path, strict=strict)
+    assert {r.where.tensor for r in found.value.refusals} == {"2.weight", "2.bias"}
+    assert all(parameter.is_meta for parameter in model.parameters())
+    with pytest.raises(TransaxleError) as found:
+        load(_meta(knows=False), tmp_path, strict=strict)
+    assert {r.where.tensor for r in found.value.refusals} == {"2.weight", "2.bias", "1.turns"}
+    save_file({f"{n}.{k}": t + n for n in (0, 2) for k, t in full.items()}, tmp_path / "model.safetensors")
+    load(model, tmp_path, strict=strict)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert torch.equal(model[2].weight, full["weight"] + 2)  # type: ignore[index]
+    assert torch.equal(model[1].turns, torch.arange(3.0))  # type: ignore[index]
+
+
+def test_a_meta_tensor_of_a_state_dict_is_refused(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(TransaxleError) as found:
+        load({"w": torch.empty(2, device="meta")}, tmp_path)
+    assert found.value.code == "UNSUPPORTED"
+
+
+def test_a_tensor_whose_elements_are_one_in_memory_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.arange(3.0), "w": torch.arange(6.0).reshape(2, 3)}, tmp_path / "model.safetensors")
+    state = {"a": torch.zeros(3), "w": torch.zeros(3).expand(2, 3)}
+    for ask in (
+        lambda: load(state, tmp_path),
+        lambda: reshard({n: torch.ones(t.shape) for n, t in state.items()}, state),
+    ):
+        with pytest.raises(TransaxleError) as found:
+            ask()
+        assert [(r.code, r.where.tensor) for r in found.value.refusals] == [("UNSUPPORTED", "w")]
+        assert not state["a"].any()
+
+
+# What is refused names everything at once, with what to do; what is allowed leaves nothing unfilled.
+
+SAFETENSORS = "safetensors"
+
+
+class Net(nn.Module):
+    """A tie, buffers of both kinds, a frozen parameter."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.table = nn.Embedding(6, 4)
+        self.middle = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.table.weight
+        self.middle.bias.requires_grad_(False)
+        self.scratch: torch.Tensor
+        self.register_buffer("scratch", torch.full((3,), 5.0), persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Fill what no checkpoint holds."""
+        with torch.no_grad():
+            self.scratch.fill_(5.0)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.norm(self.middle(self.table(tokens))))
+        return found
+
+
+class Outer(nn.Module):
+    """A model whose part computes its own buffer, as rotary embeddings do."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.net = Net(seed)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(tokens)
+        return found
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.arange(6)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _trained(model: nn.Module) -> nn.Module:
+    """The model with running statistics that are not those of a new one."""
+    _step(model, SGD(model.parameters(), lr=0.1))
+    return model
+
+
+def _refusals(found: pytest.ExceptionInfo[TransaxleError]) -> dict[tuple[str, str | None], str]:
+    return {(refusal.code, refusal.where.tensor): refusal.hint for refusal in found.value.refusals}
+
+
+@pytest.mark.parametrize("where", ["real", "meta", "part"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_every_kind_of_model_is_filled(tmp_path: Path, where: str, strict: bool) -> None:
+    truth = _trained(Outer(1))
+    save(truth, tmp_path / "out", to=SAFETENSORS)
+    with torch.device("meta" if where == "meta" else "cpu"):
+        model = Outer(2)
+    if where == "part":
+        model.net.middle.to("meta")
+        model.net.norm.to("meta")
+    load(model, tmp_path / "out", strict=strict)
+    everything = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert not any(tensor.is_meta for tensor in everything.values())
+    for name, tensor in (dict(truth.named_parameters()) | dict(truth.named_buffers())).items():
+        assert torch.equal(everything[name], tensor), name
+    assert model.net.head.weight is model.net.table.weight
+    assert not model.net.middle.bias.requires_grad
+    assert model.net.middle.weight.requires_grad
+
+
+def test_everything_is_told_at_once_with_what_to_do(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.ones(2), "b.weight": torch.ones(2, 2), "c.weights": torch.ones(3)}
+    save_file({**tensors, "x.bias": torch.ones(1)}, tmp_path / "model.safetensors")
+    state = {"a.weight": torch.zeros(2).bfloat16(), "b.weight": torch.zeros(4), "c.weight": torch.zeros(3)}
+    state["model.x.bias"] = torch.zeros(1)
+    with pytest.raises(TransaxleError) as found:
+        load(state, tmp_path)
+    assert _refusals(found) == {
+        ("DTYPE_MISMATCH", "a.weight"): 'Use dtype="bf16" to cast the stored values to the parameter\'s dtype.',
+        ("SHAPE_MISMATCH", "b.weight"): "Build the model with the sizes that the source has.",
+        ("MISSING_TENSOR", "c.weight"): "Use strict=False to load the others.",
+        (
+            "MISSING_TENSOR",
+            "model.x.bias",
+        ): "The closest name in the source is x.bias. Use strict=False to load the others.",
+        ("UNEXPECTED_TENSOR", "c.weights"): "Use strict=False to load the others.",
+        (
+            "UNEXPECTED_TENSOR",
+            "x.bias",
+        ): "The closest name in the model is model.x.bias. Use strict=False to load the others.",
+    }
+    assert all(not tensor.any() for tensor in state.values())
+
+
+@pytest.mark.parametrize("told", ["config given", "no config"])
+@pytest.mark.parametrize(
+    ("config", "lacks", "missing"),
+    [
+        (LLAMA, "self_attn.o_proj", ("self_attn.o_proj.weight",)),
+        (MOE, "layers.0.mlp.experts.1.", ("layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj")),
+    ],
+    ids=["names alike", "experts in one tensor"],
+)
+def test_a_part_of_a_model_from_a_hub(
+    tmp_path: Path, config: dict[str, Any], lacks: str, missing: tuple[str, ...], told: str
+) -> None:
+    """All that is there is loaded; a tensor of which some expert lacks stays whole as it was."""
+    folder = Path(source(tmp_path / "hub", config))
+    model = hub.model(config, torch.float32)
+    truth = type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
+    stored = load_file(folder / hub.WEIGHTS)
+    save_file({name: tensor for name, tensor in stored.items() if lacks not in name}, folder / hub.WEIGHTS)
+    folder.joinpath("config.json").unlink()
+    said = config if told == "config given" else None
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(TransaxleError) as found:
+        load(model, folder, config=said)
+    assert found.value.code == "MISSING_TENSOR"
+    assert found.value.hint == "A shard may be missing. Use strict=False to load the tensors that exist."
+    report = load(model, folder, strict=False, config=said)
+    assert set(report.missing) == {name for name in before if name.endswith(missing)} != set()
+    assert report.unexpected == ()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, (before if name in report.missing else truth)[name]), name
+
+
+def test_the_checkpoint_of_another_model_is_told(tmp_path: Path) -> None:
+    save(nn.Linear(3, 2), tmp_path / "out", to=SAFETENSORS)
+    with pytest.raises(TransaxleError) as found:
+        load(nn.ModuleDict({"encoder": nn.Linear(5, 5)}), tmp_path / "out")
+    for said in (str(tmp_path / "out"), "model: encoder.weight", "source: bias, weight", "another model"):
+        assert said in str(found.value)
+
+
+@pytest.mark.parametrize("state", [None, [torch.ones(1)], "model"])
+def test_what_is_no_model_is_refused(tmp_path: Path, state: Any) -> None:
+    for work in (load, save):
+        with pytest.raises(TransaxleError) as found:
+            work(state, tmp_path / "out")
+        assert found.value.code in ("UNSUPPORTED", "IO")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_has_no_bytes_is_not_saved(tmp_path: Path) -> None:
+    state = {
+        "meta": torch.ones(2, device="meta"),
+        "sparse": torch.eye(2).to_sparse(),
+        "fine": torch.ones(2),
+        "lazy": nn.LazyLinear(2).weight,
+    }
+    with pytest.raises(TransaxleError) as found:
+        save({name: state[name] for name in ("meta", "sparse", "fine")}, tmp_path / "out", to=SAFETENSORS)
+    assert set(_refusals(found)) == {("UNSUPPORTED", "meta"), ("UNSUPPORTED", "sparse")}
+    with pytest.raises(TransaxleError) as found:
+        save(state, tmp_path / "out", to=SAFETENSORS)
+    assert set(_refusals(found)) == {("UNSUPPORTED", "lazy")}
+    assert not (tmp_path / "out").exists()
+
+
+def test_state_that_would_be_stale_is_refused(tmp_path: Path) -> None:
+    """An optimizer that has made steps keeps no moments of another run; one that has made none is told of it."""
+    save(Outer(1), tmp_path / "out", to=SAFETENSORS)
+    model = Outer(2)
+    optimizer = AdamW(model.parameters())
+    with pytest.raises(TransaxleError, match="there is no optimizer state to take") as absent:
+        load(model, tmp_path / "out", optimizer=optimizer)
+    assert absent.value.code == "MISSING_TENSOR"
+    report = load(model, tmp_path / "out", optimizer=optimizer, strict=False)
+    assert (report.states, report.missing) == (0, ("optimizer",))
+    _step(model, optimizer)
+    with pytest.raises(TransaxleError) as found:
+        load(model, tmp_path / "out", optimizer=optimizer)
+    assert ("MISSING_TENSOR", "optim/net.middle.weight/exp_avg") in _refusals(found)
+    report = load(model, tmp_path / "out", optimizer=optimizer, strict=False)
+    assert "optim/net.middle.weight/exp_avg" in report.missing
+
+
+def test_state_that_was_taken_away_is_missed(tmp_path: Path) -> None:
+    """A model without it may be published; a run that means to go on must hear of it."""
+    model, other, out = Outer(1), Outer(2), tmp_path / "out"
+    optimizer = AdamW(model.parameters())
+    _step(model, optimizer)
+    saved = save(model, out, to=SAFETENSORS, optimizer=optimizer)
+    assert str(saved).startswith(f"{out} · safetensors · identity · {saved.tensors} tensors · ")
+    shutil.rmtree(out / "optimizer")
+    with pytest.raises(TransaxleError) as found:
+        load(other, out, optimizer=AdamW(other.parameters()))
+    assert (found.value.code, found.value.where.file) == ("INCOMPLETE", "optimizer/optimizer.safetensors")
+    report = load(other, out, optimizer=AdamW(other.parameters()), strict=False)
+    assert str(report).startswith(f"{out} · identity · {report.tensors} tensors, 0 of the optimizer, 1 missing · ")
+    assert load(other, out).tensors == report.tensors
+
+
+def test_an_optimizer_that_lacks_a_parameter(tmp_path: Path) -> None:
+    model = Outer(1)
+    optimizer = AdamW(model.parameters())
+    _step(model, optimizer)
+    save(model, tmp_path / "out", to=SAFETENSORS, optimizer=optimizer)
+    other = Outer(2)
+    fewer = AdamW(other.net.middle.parameters())
+    with pytest.raises(TransaxleError) as found:
+        load(other, tmp_path / "out", optimizer=fewer)
+    assert ("UNEXPECTED_TENSOR", "optim/net.table.weight/exp_avg") in _refusals(found)
+    load(other, tmp_path / "out", optimizer=fewer, strict=False)
+    moments = fewer.state[other.net.middle.weight]
+    assert torch.equal(moments["exp_avg"], optimizer.state[model.net.middle.weight]["exp_avg"])
+    stranger = AdamW(Outer(3).parameters())
+    with pytest.raises(TransaxleError) as found:
+        load(other, tmp_path / "out", optimizer=stranger)
+    assert "after fully_shard" in found.value.hint
+
+
+class Scaled(nn.Embedding):
+    """A module whose initialiser, that of the class it comes from, knows nothing of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 4)
+        self.scale: torch.Tensor
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+
+def test_a_buffer_that_its_module_does_not_fill(tmp_path: Path) -> None:
+    save(nn.Sequential(Scaled()), tmp_path / "saved", to="dcp")
+    with torch.device("meta"):
+        model = nn.Sequential(Scaled())
+    with pytest.raises(TransaxleError, match="does not give it values") as caught:
+        load(model, tmp_path / "saved")
+    assert set(_refusals(caught)) == {("MISSING_TENSOR", "0.scale")}

@@ -10,12 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import transaxle as tx
 from tests import checkpoints
+from tests.formats.s3_server import Bucket
 from tests.live.load.test_load import FULL, PLACEMENTS, WORLDS, _octets, on
-from tests.live.ranks import run
+from tests.live.ranks import ranks, run
+from transaxle.errors import TransaxleError
+from transaxle.formats.store.staging import Writer
+from transaxle.formats.store.upload import Upload
+from transaxle.live.asynchronous import async_save
 from transaxle.live.save import save
 
 
@@ -63,24 +68,6 @@ def test_tables_and_configs_that_differ_between_ranks_are_refused(tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
-def _of_a_wrong_type(rank: int, world: int, folder: str) -> list[str]:
-    messages = []
-    for function in (tx.save, tx.async_save):
-        wrong: Any = {"shard_size": 2.5} if rank else {}
-        with pytest.raises((TypeError, tx.TransaxleError)) as error:
-            function({"w": torch.ones(2)}, folder, **wrong)
-        messages.append(str(error.value))
-    return messages
-
-
-def test_an_argument_of_a_wrong_type_on_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
-    """Otherwise they would wait."""
-    first, second = run(2, _of_a_wrong_type, str(tmp_path / "out"))
-    assert all("rank 1 failed: TypeError" in message for message in first)
-    assert all("shard_size must be a number of bytes" in message for message in second)
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_hub_folder_without_a_config_is_told_of(tmp_path: Path) -> None:
     """As the command line does; with the model's config, there is nothing to tell."""
     state = {name: torch.from_numpy(array.astype(np.float32)) for name, array in checkpoints.tensors().items()}
@@ -91,7 +78,7 @@ def test_a_hub_folder_without_a_config_is_told_of(tmp_path: Path) -> None:
     assert (tmp_path / "whole" / "config.json").exists()
 
 
-@pytest.mark.parametrize(("typed", "nearest"), [("safetensor", "safetensors"), ("pt", "torch"), ("dcp:hff", "hf")])
+@pytest.mark.parametrize(("typed", "nearest"), [("safetensor", "safetensors"), ("dcp:hff", "hf")])
 def test_a_slip_in_to_gets_the_nearest_name(typed: str, nearest: str, tmp_path: Path) -> None:
     """Also for a model that no table knows."""
     with pytest.raises(tx.TransaxleError, match=f"Did you mean {nearest}") as caught:
@@ -99,3 +86,193 @@ def test_a_slip_in_to_gets_the_nearest_name(typed: str, nearest: str, tmp_path: 
     assert caught.value.code == "AMBIGUOUS"
     with pytest.raises(tx.TransaxleError, match=r"convert_hf_to_gguf\.py"):
         tx.save(torch.nn.Linear(2, 2), tmp_path / "out", to="gguf")
+
+
+# Weights that change while they are saved: whatever is stored of them has the hashes that are stored of it.
+
+
+def _state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    state = {f"w{number}": torch.randn(300, 1000, generator=generator) for number in range(3)}
+    return state | {"turned": torch.randn(40, 50, generator=generator).T, "small": torch.arange(3.0)}
+
+
+def _changing(state: dict[str, torch.Tensor], kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let all values change whenever bytes have been written, and before they are hashed."""
+    written: list[int] = []
+    pwrite = kind.pwrite
+
+    def after(files: Any, file: str, offset: int, view: memoryview) -> None:
+        pwrite(files, file, offset, view)
+        written.append(view.nbytes)
+        for tensor in state.values():
+            tensor.add_(1)
+
+    monkeypatch.setattr(kind, "pwrite", after)
+    return written
+
+
+@pytest.mark.parametrize(
+    ("to", "laid_out"),
+    [
+        ("safetensors:identity", "anew"),
+        ("dcp:identity", "as it is"),
+        ("torch:identity", "anew"),
+        ("one.safetensors", "as it is"),
+    ],
+)
+def test_what_is_saved_has_its_hashes(to: str, laid_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = _state()
+    if laid_out == "anew":
+        state = {name: tensor.T if tensor.dim() == 2 else tensor for name, tensor in state.items()}
+    written = _changing(state, Writer, monkeypatch)
+    target = tmp_path / ("out" if ":" in to else to)
+    tx.save(state, target, to=to if ":" in to else "safetensors:identity")
+    assert len(written) >= len(state)
+    found = tx.verify(target)
+    assert found, found
+    with tx.open(target) as checkpoint:
+        names = ("w0", "w1", "w2")
+        moved = [
+            checkpoint[name].torch() - (_state()[name].T if laid_out == "anew" else _state()[name]) for name in names
+        ]
+    assert max(each.max() for each in moved) >= 1, "nothing changed while it was saved"
+    assert all(torch.allclose(each, each.round(), atol=1e-3) for each in moved)
+
+
+def test_what_is_sent_has_its_hashes(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder's hashes come last; the digests of one file come first, so it is read twice, and refused."""
+    state = _state()
+    _changing(state, Upload, monkeypatch)
+    tx.save(state, f"{bucket.url}/out", to="safetensors:identity")
+    assert tx.verify(f"{bucket.url}/out")
+    before = bucket.names()
+    with pytest.raises(tx.TransaxleError, match="changed between two reads") as caught:
+        tx.save(state, f"{bucket.url}/one.safetensors", to="safetensors:identity")
+    assert {each.code for each in caught.value.refusals} == {"CORRUPT"}
+    assert bucket.names() == before
+
+
+# `verify=True` of a save: what the disk has is read back, and a byte that is not what was held in memory is told.
+
+WORLD = 2
+LARGE = 4096
+"""Bytes of a write that is a part of a tensor, and no header."""
+WRITE = Writer.pwrite
+
+
+def _two_tensors(rank: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    full = torch.arange(64 * 256.0).reshape(64, 256)
+    return {"w": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None), "b": torch.arange(7)}
+
+
+def _flipped(self: Writer, file: str, offset: int, view: memoryview) -> None:
+    """Write as a disk or a cable that turns a bit."""
+    octets = bytearray(view)
+    if len(octets) >= LARGE:
+        octets[-1] ^= 1
+    WRITE(self, file, offset, memoryview(octets))
+
+
+def _saved(rank: int, world: int, folder: str, to: str) -> list[tuple[bool, int, str]]:
+    """Save well, now and in the background; return what each report says of the verification."""
+    jobs = (
+        tx.save(_two_tensors(rank), f"{folder}/now", to=to, verify=True),
+        tx.async_save(_two_tensors(rank), f"{folder}/later", to=to, verify=True).result(),
+    )
+    found = []
+    for report in jobs:
+        assert report.verification is not None
+        assert "verify" in report.stages
+        assert "read back" in str(report)
+        found.append((report.verification.ok, report.verification.tensors, report.verification.against))
+    assert tx.save(_two_tensors(rank), f"{folder}/unread", to=to).verification is None
+    return found
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_the_report_says_what_was_read(tmp_path: Path, to: str) -> None:
+    assert run(WORLD, _saved, str(tmp_path), to) == [[(True, 2, "manifest")] * 2] * WORLD
+
+
+def _damaged(rank: int, world: int, folder: str, to: str) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Writer, "pwrite", _flipped)
+        tx.save(_two_tensors(rank), f"{folder}/unread", to=to)  # nobody notices
+        with pytest.raises(tx.TransaxleError) as found:
+            tx.save(_two_tensors(rank), f"{folder}/read", to=to, verify=True)
+    return [found.value.code, str(found.value)]
+
+
+@pytest.mark.parametrize("to", ["dcp"])
+def test_a_bit_that_turned_on_the_way_is_told_on_every_rank(tmp_path: Path, to: str) -> None:
+    (code, text), other = run(WORLD, _damaged, str(tmp_path), to)
+    assert [code, text] == other
+    assert code == "CORRUPT"
+    assert "the bytes were changed after they were written" in text
+    assert not tx.verify(tmp_path / "unread").ok
+
+
+# Copies that differ between ranks are refused, by name and rank: one checkpoint has room for one of them.
+
+CODE = "UNEQUAL_COPIES"
+
+
+def _possibly_odd_state(rank: int, world: int, odd: str) -> dict[str, Any]:
+    """Tensors of four ranks, 2 x 2; of the one that is named, rank 3 has other values."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    state: dict[str, Any] = {
+        "plain": torch.tensor([1.0, float("nan"), -0.0]),
+        "turned": torch.arange(6.0).reshape(2, 3).T,
+        "sharded": distribute_tensor(torch.arange(8.0), mesh["dp"], [Shard(0)], src_data_rank=None),
+        "cut": distribute_tensor(torch.arange(8.0), mesh, [Shard(0), Shard(0)], src_data_rank=None),
+        "number": 7,
+    }
+    if odd and rank == 3:
+        other = state[odd]
+        state[odd] = 8 if isinstance(other, int) else other + 0.5
+    return state
+
+
+def _refused(rank: int, world: int, target: str, odd: str, background: bool) -> None:
+    state = _possibly_odd_state(rank, world, odd)
+    if background:
+        async_save(state, target, to="safetensors").result()
+    else:
+        save(state, target, to="safetensors")
+
+
+@pytest.mark.parametrize("odd", ["plain", "sharded", "number"])
+def test_copies_that_differ_are_refused_on_every_rank(tmp_path: Path, odd: str) -> None:
+    for fine, error in ranks(4).answers(_refused, str(tmp_path / "out"), odd, False):
+        assert not fine
+        assert isinstance(error, TransaxleError), error
+        assert [(each.code, each.where.tensor) for each in error.refusals] == [(CODE, odd)]
+        assert ("2; 3" if odd == "sharded" else "0, 1, 2; 3") in str(error)
+        assert "check_copies=False" in str(error)
+    assert not list(tmp_path.iterdir())
+
+
+def test_in_the_background_too(tmp_path: Path) -> None:
+    with pytest.raises(TransaxleError) as found:
+        run(4, _refused, str(tmp_path / "out"), "plain", True)
+    assert found.value.code == CODE
+    assert not (tmp_path / "out").exists()
+
+
+def _allowed(rank: int, world: int, folder: str) -> None:
+    save(_possibly_odd_state(rank, world, ""), f"{folder}/equal", to="safetensors")
+    save(_possibly_odd_state(rank, world, "turned"), f"{folder}/any", to="safetensors", check_copies=False)
+
+
+def test_equal_ones_are_saved_and_others_where_that_is_said(tmp_path: Path) -> None:
+    run(4, _allowed, str(tmp_path))
+    equal = load_file(tmp_path / "equal" / "model.safetensors")
+    turned = torch.arange(6.0).reshape(2, 3).T
+    assert torch.equal(equal["plain"].view(torch.int32), torch.tensor([1.0, float("nan"), -0.0]).view(torch.int32))
+    assert torch.equal(equal["turned"], turned)
+    assert torch.equal(equal["sharded"], torch.arange(8.0))
+    found = load_file(tmp_path / "any" / "model.safetensors")["turned"]
+    assert torch.equal(found, turned) or torch.equal(found, turned + 0.5)

@@ -23,7 +23,7 @@ from tests.live.ranks import DIED, Ranks
 from transaxle.errors import TransaxleError
 from transaxle.formats.store.staging import Writer
 from transaxle.live import asynchronous
-from transaxle.live.asynchronous import SaveJob, Saver, async_save
+from transaxle.live.asynchronous import SaveJob, async_save
 from transaxle.live.save import save
 
 WORLD = 2
@@ -31,9 +31,6 @@ SHORT = timedelta(seconds=20)
 """How long ranks wait for one that hangs or was killed: nothing else tells them of it."""
 HUNG = 600.0
 """Seconds after which a test gives up; nothing that works waits for them."""
-PATIENCE = timedelta(seconds=10)
-"""How long background processes wait for one that stands still."""
-KEPT = Saver.__init__.__defaults__
 OLD, NEW = 0.0, 100.0
 
 
@@ -136,21 +133,6 @@ def test_the_former_checkpoint_stays(tmp_path: Path, ranks: Ranks, fault: str, w
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.oracle
-def test_a_rank_that_hangs_is_not_waited_for(tmp_path: Path, ranks: Ranks) -> None:
-    target = tmp_path / "run"
-    ranks.run(_first, str(target))
-    ranks.meet(str(tmp_path))
-    for pipe in ranks.pipes:
-        pipe.send(("tests.live.save.test_save_failures", _again.__name__, (str(target), 1, "hung")))
-    assert ranks.pipes[0].poll(HUNG)
-    fine, error = ranks.pipes[0].recv()
-    assert not fine
-    assert isinstance(error, TransaxleError), error
-    assert error.code == "IO"
-    assert _holds(target, OLD)
-
-
 def _process(world: int) -> Any:
     saver, _ = asynchronous._SAVERS[os.getpid(), tuple(range(world))]
     return saver._process
@@ -188,7 +170,7 @@ def _background(rank: int, world: int, target: str, who: int, fault: str) -> lis
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize(("fault", "who"), [("killed", 0), ("killed", 1), ("missing", 0), ("full", 0), ("full", 1)])
+@pytest.mark.parametrize(("fault", "who"), [("killed", 0), ("killed", 1), ("missing", 0), ("full", 1)])
 def test_a_background_save_that_fails_is_told_on_every_rank(tmp_path: Path, ranks: Ranks, fault: str, who: int) -> None:
     target = tmp_path / "run"
     for said in ranks.run(_background, str(target), who, fault):
@@ -214,39 +196,6 @@ def test_a_background_process_that_never_arrives_is_not_waited_for(tmp_path: Pat
         assert "the background process of rank 1 ended (exit code -9)" in said
     assert not target.exists()
     assert _holds(tmp_path / "run-next", NEW)
-
-
-def _stopped(rank: int, world: int, target: str) -> list[str]:
-    """Save while the background process of one rank stands still, and again afterwards."""
-    Saver.__init__.__defaults__ = (PATIENCE,)
-    try:
-        _job(_state(OLD), target).result()
-        process = _process(world)
-        if rank == world - 1:
-            os.kill(process.pid, signal.SIGSTOP)
-        job, said = _job(_state(NEW), target), []
-        try:
-            job.result(HUNG)
-        except TransaxleError as error:
-            said.append(str(error))
-        assert not process.is_alive()
-        _job(_state(NEW + 1), f"{target}-next").result(HUNG)
-    finally:
-        Saver.__init__.__defaults__ = KEPT
-    return said
-
-
-@pytest.mark.oracle
-def test_a_background_process_that_stands_still_is_not_waited_for(tmp_path: Path, ranks: Ranks) -> None:
-    """Its own rank, too, learns that the others have given up; the next save has processes that speak to each other."""
-    target = tmp_path / "run"
-    first, second = ranks.run(_stopped, str(target))
-    assert first == second
-    assert len(first) == 1
-    assert "did not answer in time" in first[0]
-    assert _holds(target, OLD)
-    assert _holds(tmp_path / "run-next", NEW + 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-next"]
 
 
 def _unseen(rank: int, world: int, target: str) -> None:

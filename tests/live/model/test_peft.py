@@ -1,4 +1,4 @@
-"""Models of peft under FSDP2: a base and adapters are loaded and saved as on one rank; the oracle is peft."""
+"""Models of peft: a base reaches the weights below the adapters, an adapter's files its own; the oracle is peft."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import transaxle as tx
 from tests.live.ranks import run
 from tests.oracles.quiet import quiet
+from transaxle.errors import TransaxleError
+from transaxle.live.load import load
+from transaxle.live.save import save
+from transaxle.verbs import open as opened
 
 with quiet():
     import peft
@@ -27,14 +31,19 @@ SIZES = {
 }  # fmt: skip
 """Sizes that two and three ranks do not cut evenly."""
 TARGETS = ["q_proj", "down_proj"]
-ADAPTERS: dict[str, Any] = {
-    "plain": {},
-    "heads": {"modules_to_save": ["lm_head"]},
-    "rank of three": {"r": 3, "target_modules": ["v_proj", "gate_proj"]},
+CONFIGS: dict[str, Any] = {
+    "lora": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, modules_to_save=["lm_head"], use_dora=True),
+    "embedding": lambda: peft.LoraConfig(r=2, target_modules=["embed_tokens", "v_proj"], bias="all"),
+    "tokens": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, trainable_token_indices=[1, 3]),
+    "vera": lambda: peft.VeraConfig(r=2, target_modules=["q_proj", "o_proj"]),
+    "norms": lambda: peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
 }
+MADE = ("prompt",)
+"""Those for whose files peft makes tensors that are none of the model's."""
 
 
-def _scrambled(model: nn.Module, seed: int) -> Any:
+def _filled(model: nn.Module, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -44,23 +53,17 @@ def _scrambled(model: nn.Module, seed: int) -> Any:
 
 def _base(seed: int) -> Any:
     with quiet():
-        return _scrambled(LlamaForCausalLM(LlamaConfig(**SIZES)), seed)
+        return _filled(LlamaForCausalLM(LlamaConfig(**SIZES)), seed)
 
 
-def _adapted(kind: str, seed: int, mesh: Any = None) -> Any:
+def _with(kind: str, seed: int) -> Any:
     with quiet():
-        config = peft.LoraConfig(**{"r": 2, "target_modules": TARGETS, **ADAPTERS[kind]})
-        model = _scrambled(peft.get_peft_model(_base(seed), config), seed)
-    if mesh is not None:
-        for layer in model.base_model.model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    return model
+        return _filled(peft.get_peft_model(_base(seed), CONFIGS[kind]()), seed)
 
 
 def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
         for name, tensor in model.named_parameters(remove_duplicate=False)
     }
 
@@ -70,6 +73,125 @@ def _differing(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> li
     return [
         name for name in sorted({*one, *two}) if name not in one or name not in two or not one[name].equal(two[name])
     ]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_base_is_loaded_below_the_adapters(tmp_path: Path, kind: str) -> None:
+    base, model, other = _base(1), _with(kind, 2), _with(kind, 3)
+    base.save_pretrained(tmp_path / "base")
+    before = _whole(model)
+    report = load(model, tmp_path / "base")
+    after = _whole(model)
+    other.load_state_dict(model.state_dict())
+    peft.set_base_model_state_dict(other, base.state_dict())
+    wanted = _whole(other)
+    copies = {name for name in after if ".modules_to_save." in name}
+    assert _differing(after, wanted) == []
+    assert all(torch.equal(after[name], base.state_dict()["lm_head.weight"]) for name in copies)
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed
+    assert not changed & set(report.untouched)
+    assert {name for name in model.state_dict() if name not in changed} == set(report.untouched)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_an_adapter_is_loaded_as_peft_does(tmp_path: Path, kind: str) -> None:
+    given, model = _with(kind, 1), _with(kind, 2)
+    other = _with(kind, 3)
+    other.load_state_dict(model.state_dict())
+    with quiet():
+        given.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+        other.load_adapter(tmp_path / "adapter", "default", is_trainable=True)
+    if kind in MADE:
+        with pytest.raises(TransaxleError) as found:
+            load(model, tmp_path / "adapter")
+        assert found.value.code == "UNSUPPORTED"
+        assert "load_adapter" in found.value.hint
+        return
+    report = load(model, tmp_path / "adapter")
+    after, wanted = _whole(model), _whole(other)
+    assert _differing(after, wanted) == []
+    assert report.tensors
+    assert any("base_layer" in name for name in report.untouched)
+
+
+@pytest.mark.parametrize("rows", [0, 29])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"target_modules": ["embed_tokens", "lm_head"], "bias": "lora_only"},
+        {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"]},
+    ],
+)
+def test_weights_of_the_base_in_an_adapter_are_loaded_as_peft_does(
+    tmp_path: Path, chosen: dict[str, Any], rows: int
+) -> None:
+    """peft stores them where an adapter changes embeddings or the head, or where the vocabulary was resized."""
+    models: list[Any] = []
+    for seed in (1, 2, 2):
+        with quiet():
+            _base(seed).save_pretrained(tmp_path / "base")
+            base = LlamaForCausalLM.from_pretrained(tmp_path / "base")  # peft compares the vocabularies of both
+            if rows:
+                base.resize_token_embeddings(rows, mean_resizing=False)
+            models.append(_filled(peft.get_peft_model(base, peft.LoraConfig(r=2, **chosen)), len(models)))
+    given, model, other = models
+    other.load_state_dict(model.state_dict())
+    with quiet():
+        given.save_pretrained(tmp_path / "adapter")
+        other.load_adapter(tmp_path / "adapter", "default", is_trainable=True)
+    before = _whole(model)
+    report = load(model, tmp_path / "adapter")
+    with opened(tmp_path / "adapter") as files:
+        own = [name for name in files if name.endswith(("embed_tokens.weight", "base_layer.weight"))]
+    assert own or not rows
+    after, wanted = _whole(model), _whole(other)
+    assert _differing(after, wanted) == []
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert not changed & set(report.untouched)
+    assert rows or len(chosen) == 1 or any(place in name for name in changed for place in ("embed_tokens", "lm_head"))
+
+
+def test_a_checkpoint_of_the_whole_is_loaded_under_its_own_names(tmp_path: Path) -> None:
+    given, model = _with("lora", 1), _with("lora", 2)
+    save(given, tmp_path / "whole", to="safetensors:identity")
+    report = load(model, tmp_path / "whole")
+    assert report.untouched == ()
+    assert _differing(_whole(model), _whole(given)) == []
+
+
+def test_a_merged_adapter_is_refused(tmp_path: Path) -> None:
+    _base(1).save_pretrained(tmp_path / "base")
+    model = _with("embedding", 2)
+    model.merge_adapter()
+    before = _whole(model)
+    with pytest.raises(TransaxleError) as found:
+        load(model, tmp_path / "base")
+    assert {refusal.code for refusal in found.value.refusals} == {"UNSUPPORTED"}
+    assert "unmerge_adapter" in found.value.hint
+    assert _differing(_whole(model), before) == []
+
+
+# Models of peft under FSDP2: a base and adapters are loaded and saved as on one rank; the oracle is peft.
+
+ADAPTERS: dict[str, Any] = {
+    "plain": {},
+    "heads": {"modules_to_save": ["lm_head"]},
+    "rank of three": {"r": 3, "target_modules": ["v_proj", "gate_proj"]},
+}
+
+
+def _adapted(kind: str, seed: int, mesh: Any = None) -> Any:
+    with quiet():
+        config = peft.LoraConfig(**{"r": 2, "target_modules": TARGETS, **ADAPTERS[kind]})
+        model = _filled(peft.get_peft_model(_base(seed), config), seed)
+    if mesh is not None:
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
 
 
 def _loaded(rank: int, world: int, kind: str, folder: str) -> None:

@@ -1,35 +1,222 @@
-"""Trainer and accelerate save under a URL: in the background, rotated, and resumed where nothing else is left."""
+"""What others call: transformers' Trainer and accelerate, with their own copies of the weights spoilt or left out."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load as load_bytes
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import dropout
 
 import transaxle as tx
 from tests.formats.s3_server import Bucket, reach_s3
-from tests.live.integrations.test_integrations import (
-    _full_from,
-    _held,
-    _launched,
-    _losses,
-    _prepared,
-    _trainer,
-)
 from tests.live.ranks import run
 from tests.live.sweeps.test_sweep_optimizers import imported
-from tests.live.topologies import FSDP
+from tests.live.topologies import FSDP, LLAMA, MOE, build, full
+from tests.oracles import hub
 from tests.oracles.quiet import quiet
+from transaxle.errors import TransaxleError
 from transaxle.formats.registry import MANIFEST
-from transaxle.live.integrations.step_checkpoints import StepCheckpoints, is_complete, remove
+from transaxle.live.integrations.step_checkpoints import FOLDER, StepCheckpoints, is_complete, remove
 
-pytestmark = pytest.mark.peers
+TOKENS = [{"input_ids": [(7 * n + 3 * i) % 96 for i in range(8)], "labels": list(range(n, n + 8))} for n in range(16)]
+LOSS, STEP = "loss", "step"
+DDP = "ddp"
+
+
+def _trainer(folder: Path, callbacks: list[Any], steps: int, batch: int = 2, **said: Any) -> Any:
+    """A Trainer on weights of seed 1; call it where the environment is put back."""
+    from transformers import Trainer, TrainingArguments
+
+    torch.manual_seed(1)
+    args = TrainingArguments(
+        output_dir=str(folder), max_steps=steps, save_steps=2, logging_steps=1, per_device_train_batch_size=batch,
+        learning_rate=1e-2, use_cpu=True, report_to=[], disable_tqdm=True, seed=3, **said,
+    )  # fmt: skip
+    model = hub.model(MOE, torch.float32)
+    return Trainer(model=model, args=args, train_dataset=TOKENS, eval_dataset=TOKENS[:4], callbacks=callbacks)
+
+
+def _launched(rank: int, world: int) -> None:
+    """Let this process look to accelerate like one that torchrun has started."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
+    os.environ["MASTER_PORT"] = "29500"  # the process group is there already: nobody listens
+
+
+def _losses(trainer: Any) -> dict[int, float]:
+    return {entry[STEP]: entry[LOSS] for entry in trainer.state.log_history if LOSS in entry}
+
+
+def _spoil(checkpoint: Path) -> None:
+    """Make the Trainer's own copies of weights and moments useless."""
+    own = checkpoint / "model.safetensors"
+    save_file({name: t * 0 for name, t in load_file(own).items()}, own, {"format": "pt"})
+    (checkpoint / "optimizer.pt").unlink()
+
+
+def _best(rank: int, world: int, folder: str) -> None:
+    """Keep one checkpoint, the best: when the run ends, the Trainer deletes the last one, which we write."""
+    with quiet():
+        told: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "score"}
+        told |= {"load_best_model_at_end": True, "save_total_limit": 1, "greater_is_better": False}
+        trainer = _trainer(Path(folder), [tx.TrainerCheckpoints()], 4, **told)
+        trainer.compute_metrics = lambda _: {"score": trainer.state.global_step}
+        trainer.train()
+    assert [path.name for path in Path(folder).iterdir()] == ["checkpoint-2"]
+
+
+@pytest.mark.peers
+def test_a_trainer_that_keeps_the_best_checkpoint_alone_deletes_none_that_is_being_written(tmp_path: Path) -> None:
+    run(1, _best, str(tmp_path))
+
+
+def _crash(rank: int, world: int, folder: str) -> None:
+    """Fail while the second checkpoint is being written, and resume from the first; then from another folder."""
+    out = Path(folder, "out")
+    with quiet():
+        trainer = _trainer(out, [tx.TrainerCheckpoints(background=False)], 4)
+        kept, os.pwrite = os.pwrite, _full_from(2)
+        try:
+            with pytest.raises(tx.TransaxleError) as found:
+                trainer.train()
+        finally:
+            os.pwrite = kept
+        assert found.value.code == "NO_SPACE"
+        assert not (out / "checkpoint-4" / FOLDER).exists()
+        assert tx.verify(out / "checkpoint-2" / FOLDER).ok
+        _spoil(out / "checkpoint-2")
+        again = _trainer(out, [tx.TrainerCheckpoints()], 4)
+        again.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+        truth = {name: p.detach().clone() for name, p in again.model.state_dict().items()}
+        # A Trainer does not tell where it resumes from: another run's folder of the same step is not taken for it.
+        elsewhere = Path(folder, "elsewhere")
+        stale = elsewhere / "checkpoint-2"
+        shutil.copytree(out / "checkpoint-4", stale)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            lost = _trainer(elsewhere, [tx.TrainerCheckpoints()], 4)
+            lost.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+        assert any("give resume=" in str(each.message) for each in told)
+        moved = _trainer(elsewhere, [tx.TrainerCheckpoints(resume=out / "checkpoint-2")], 4)
+        moved.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+        assert all(torch.equal(p, truth[name]) for name, p in moved.model.state_dict().items())
+        assert not all(torch.equal(p, truth[name]) for name, p in lost.model.state_dict().items())
+
+
+def _full_from(number: int) -> Any:
+    """A disk that is full when so many files of weights have been begun."""
+    write, seen = os.pwrite, set[int]()
+
+    def pwrite(fd: int, octets: Any, offset: int) -> int:
+        if Path(f"/proc/self/fd/{fd}").readlink().name == "model.safetensors":
+            seen.add(os.fstat(fd).st_ino)
+        if len(seen) >= number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, octets, offset)
+
+    return pwrite
+
+
+@pytest.mark.peers
+def test_a_trainer_that_crashed_resumes_from_the_checkpoint_before(tmp_path: Path) -> None:
+    run(1, _crash, str(tmp_path))
+
+
+@pytest.mark.peers
+def test_a_model_whose_values_deepspeed_keeps_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """Nor one that could only be saved; the mark is that of ZeRO-1 and 2."""
+    run(1, _kept, str(tmp_path))
+
+
+def _kept(rank: int, world: int, folder: str) -> None:
+    from accelerate import Accelerator
+    from peft import LoraConfig, get_peft_model
+
+    _launched(rank, world)
+    with quiet():
+        trainer = _trainer(Path(folder), [tx.TrainerCheckpoints()], 2)
+        adapted = get_peft_model(hub.model(MOE, torch.float32), LoraConfig(target_modules=["q_proj"]))
+        unsavable = _trainer(Path(folder), [tx.TrainerCheckpoints()], 2)
+        unsavable.model = unsavable.model_wrapped = adapted
+        with pytest.raises(TransaxleError, match="adapters"):
+            unsavable.train()
+        marked: Any = next(trainer.model.parameters())
+        marked._hp_mapping = 1
+        with pytest.raises(TransaxleError, match="DeepSpeed's optimizer has its own copy"):
+            trainer.train()
+        accelerator = Accelerator(cpu=True)
+        with pytest.raises(TransaxleError, match="DeepSpeed's optimizer has its own copy"):
+            tx.AccelerateHooks(trainer.model).register(accelerator)
+    assert trainer.state.global_step == 0
+    assert not any(Path(folder).glob("checkpoint-*"))
+    assert not accelerator._save_model_state_pre_hook
+
+
+def _prepared(rank: int, world: int, seed: int) -> tuple[Any, Any, Any]:
+    """An accelerator with a sharded Llama and its optimizer; call it where the environment is put back."""
+    from accelerate import Accelerator
+
+    torch.manual_seed(seed)
+    _launched(rank, world)
+    accelerator = Accelerator(cpu=True)
+    assert (accelerator.process_index, accelerator.num_processes) == (rank, world)
+    model = build(LLAMA, FSDP, meta=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    accelerator._models.append(model)  # as `prepare` does; it would wrap a sharded model in DDP
+    return accelerator, model, optimizer
+
+
+def _held(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Weights and moments, whole, by the names of the plain model."""
+    names = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    return {name: (full(p), full(optimizer.state[p]["exp_avg"])) for name, p in names.items()}
+
+
+def _several(rank: int, world: int, folder: str) -> None:
+    """Two models with hooks between two that accelerate saves itself; all have the same shapes."""
+    from accelerate import Accelerator
+
+    with quiet():
+        _launched(rank, world)
+        accelerator = Accelerator(cpu=True)
+        held = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            models = [accelerator.prepare(torch.nn.Linear(3, 2)) for _ in range(4)]
+            for model in models[1:3]:
+                tx.AccelerateHooks(model, to="safetensors:identity").register(accelerator)
+            if seed == 1:
+                accelerator.save_state(folder)
+            else:
+                accelerator.load_state(folder)
+            held.append([each.detach().clone() for model in models for each in model.parameters()])
+            accelerator.free_memory()
+        assert all(torch.equal(one, other) for one, other in zip(*held, strict=True))
+        model = accelerator.prepare(torch.nn.Linear(2, 2))
+        tx.AccelerateHooks(model, to="safetensors:identity").register(accelerator)
+        accelerator.save_state(f"{folder}/next")
+    assert [path.name for path in Path(folder, "next").glob("transaxle*")] == ["transaxle"]
+
+
+@pytest.mark.peers
+def test_accelerates_hooks_of_several_models_keep_them_apart(tmp_path: Path) -> None:
+    run(2, _several, str(tmp_path))
+    assert {path.name for path in tmp_path.glob("transaxle*")} == {"transaxle", "transaxle_1"}
+    assert {path.name for path in tmp_path.glob("model*")} == {"model.safetensors", "model_1.safetensors"}
+
+
+# Trainer and accelerate save under a URL: in the background, rotated, and resumed where nothing else is left.
+
 STEPS, KEPT = 10, 3
 BEST = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "score", "greater_is_better": True}
 
@@ -57,6 +244,8 @@ def _train(rank: int, world: int, server: str, folder: str, url: str, limit: int
     return _losses(trainer), weights, fetched, trainer.state.best_global_step
 
 
+@pytest.mark.peers
+@pytest.mark.oracle
 def test_a_trainer_saves_under_a_url_and_goes_on_where_nothing_else_is_left(
     tmp_path: Path, bucket: Bucket, s3_server: str
 ) -> None:
@@ -100,6 +289,7 @@ def _noisy(rank: int, world: int, folder: str, steps: int, batch: int, again: bo
     return _losses(trainer), weights, scaler.state_dict()
 
 
+@pytest.mark.peers
 @pytest.mark.oracle
 @pytest.mark.parametrize("batch", [2, 4])
 def test_random_states_and_the_scaler_go_on_where_nothing_else_is_left(tmp_path: Path, batch: int) -> None:
@@ -142,10 +332,12 @@ def _fetched(rank: int, world: int, folder: str) -> None:
         assert list(Path(folder, "third").iterdir()) == []
 
 
+@pytest.mark.peers
 def test_what_is_fetched_is_whole_or_not_there(tmp_path: Path) -> None:
     run(1, _fetched, str(tmp_path))
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("background", [True, False])
 def test_nothing_is_deleted_before_a_newer_one_is_complete(tmp_path: Path, background: bool) -> None:
     """Neither an old one, nor what was the best until now, nor steps after the one that a run went back to."""
@@ -183,26 +375,6 @@ def test_nothing_is_deleted_before_a_newer_one_is_complete(tmp_path: Path, backg
     assert all(tx.verify(url / f"step-{number}").ok for number in names())
 
 
-def _crash(rank: int, world: int, folder: str) -> None:
-    """The disk is full from the third checkpoint on: the two before it stay."""
-    url = Path(folder, "url")
-    with quiet():
-        callback = tx.TrainerCheckpoints(url=url, keep=1, background=False)
-        kept, os.pwrite = os.pwrite, _full_from(2)
-        try:
-            with pytest.raises(tx.TransaxleError) as found:
-                _trainer(Path(folder, "out"), [callback], 6).train()
-        finally:
-            os.pwrite = kept
-    assert found.value.code == "NO_SPACE"
-    assert [path.name for path in url.iterdir()] == ["checkpoint-2"]
-    assert tx.verify(url / "checkpoint-2").ok
-
-
-def test_a_trainer_whose_disk_is_full_keeps_the_one_before(tmp_path: Path) -> None:
-    run(1, _crash, str(tmp_path))
-
-
 def _others(rank: int, world: int, folder: str) -> None:
     """Two runs that log nothing, and so have the same history; under the url is the other one's second step."""
     out, url = Path(folder, "mine"), Path(folder, "url")
@@ -224,6 +396,7 @@ def _others(rank: int, world: int, folder: str) -> None:
         assert all(torch.equal(one, two) for one, two in pairs)
 
 
+@pytest.mark.peers
 def test_what_another_run_of_equal_history_saved_under_the_url_is_not_taken(tmp_path: Path) -> None:
     run(1, _others, str(tmp_path))
 
@@ -233,7 +406,7 @@ def _save_states(rank: int, world: int, server: str, folder: str, url: str) -> l
     reach_s3(server)
     held = []
     with quiet():
-        accelerator, model, optimizer = _prepared(rank, world, 5, FSDP)
+        accelerator, model, optimizer = _prepared(rank, world, 5)
         hooks = tx.AccelerateHooks(model, optimizer, url=url, keep=2, background=True)
         hooks.register(accelerator)
         tokens = torch.arange(24).reshape(2, 12)
@@ -248,11 +421,11 @@ def _save_states(rank: int, world: int, server: str, folder: str, url: str) -> l
     return held
 
 
-def _load_state(rank: int, world: int, server: str, folder: str, url: str, own: bool) -> dict[str, Any]:
+def _load_state_from_url(rank: int, world: int, server: str, folder: str, url: str, own: bool) -> dict[str, Any]:
     """Load a state by accelerate, or, where its own files are gone, by ours."""
     reach_s3(server)
     with quiet():
-        accelerator, model, optimizer = _prepared(rank, world, 6, FSDP)
+        accelerator, model, optimizer = _prepared(rank, world, 6)
         if own:
             tx.AccelerateHooks(model, optimizer, url=url).register(accelerator)
             accelerator.load_state(folder)
@@ -261,6 +434,8 @@ def _load_state(rank: int, world: int, server: str, folder: str, url: str, own: 
     return _held(model, optimizer)
 
 
+@pytest.mark.peers
+@pytest.mark.oracle
 def test_accelerate_saves_under_a_url_and_loads_at_another_world(
     tmp_path: Path, bucket: Bucket, s3_server: str
 ) -> None:
@@ -268,15 +443,16 @@ def test_accelerate_saves_under_a_url_and_loads_at_another_world(
     held, *_ = run(2, _save_states, s3_server, str(tmp_path), url)
     assert _steps(bucket) == ["checkpoint-0", "checkpoint-3", "checkpoint-4"]
     assert not list(tmp_path.rglob("model*"))
-    for world, number, own in ((1, 4, True), (4, 0, False), (2, 3, True)):
+    for world, number, own in ((1, 4, True), (2, 0, False)):
         assert is_complete(f"{url}/checkpoint-{number}")
-        found, *_ = run(world, _load_state, s3_server, str(tmp_path / f"checkpoint-{number}"), url, own)
+        found, *_ = run(world, _load_state_from_url, s3_server, str(tmp_path / f"checkpoint-{number}"), url, own)
         for name, (weight, moment) in held[number].items():
             assert torch.equal(found[name][0], weight), name
             assert torch.equal(found[name][1], moment), name
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.peers
+@pytest.mark.parametrize("background", [True])
 def test_the_best_state_stays_when_a_run_resumes(tmp_path: Path, *, background: bool) -> None:
     """Each checkpoint says which one is the best, so hooks that are made anew keep it, too."""
     model, extra = torch.nn.Linear(2, 2), {"epoch": 3}
@@ -305,6 +481,7 @@ def test_the_best_state_stays_when_a_run_resumes(tmp_path: Path, *, background: 
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint_3", "checkpoint_4"]
 
 
+@pytest.mark.peers
 def test_what_cannot_be_is_refused_when_callbacks_are_made() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(tx.TransaxleError, match="keep counts the checkpoints under url"):
@@ -332,6 +509,7 @@ class _Place:
         self.row = state["row"]
 
 
+@pytest.mark.peers
 def test_accelerates_hooks_restore_what_they_save(tmp_path: Path) -> None:
     model, place = torch.nn.Linear(3, 2), _Place(5)
     hooks = tx.AccelerateHooks(model, to="safetensors", extra={"place": place, "name": "first run"})
@@ -342,6 +520,7 @@ def test_accelerates_hooks_restore_what_they_save(tmp_path: Path) -> None:
     assert place.row == 5
 
 
+@pytest.mark.peers
 def test_what_was_saved_before_is_not_loaded_with_the_files_of_a_later_save(tmp_path: Path) -> None:
     """A run that goes back saves a step that is there: where that fails, its url still has the earlier run's."""
     model, out = torch.nn.Linear(3, 2), tmp_path / "checkpoint_1"
@@ -362,6 +541,7 @@ def test_what_was_saved_before_is_not_loaded_with_the_files_of_a_later_save(tmp_
     hooks.load([model], str(out))
 
 
+@pytest.mark.peers
 def test_hooks_that_would_overwrite_or_miss_models_are_refused(tmp_path: Path) -> None:
     first, second = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     weights = [model.state_dict() for model in (first, second)]
