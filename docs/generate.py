@@ -87,7 +87,7 @@ def known_families() -> Iterator[str]:
         )
         written = _tables().families[name][0].written
         assert written is not None
-        own, whole = (_count_lines(each) for each in (text, written.spelled()))
+        own, whole = (_count_lines(each) for each in (text, written.spell_out()))
         lines = str(own) if entry.traced else f"{own} of {whole}"
         cells = (f"`{name}`", ", ".join(entry.model_types), ", ".join(entry.dialects), lines, *made)
         yield f"| {' | '.join(cells)} |\n"
