@@ -11,7 +11,7 @@ import pytest
 import transaxle as tx
 from tests import checkpoints
 from transaxle.errors import LONGEST_NAME, Refusal, Where, gathered, shortened
-from transaxle.formats.storage.local import failed
+from transaxle.formats.storage.local import storage_error
 
 
 def test_a_long_name_is_cut_in_the_middle() -> None:
@@ -61,9 +61,9 @@ def test_errors_of_files_are_also_those_of_the_system(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [PermissionError, IsADirectoryError, NotADirectoryError, FileNotFoundError])
 def test_an_error_of_the_system_keeps_its_kind(kind: type[OSError]) -> None:
-    error = failed(kind(13, "why"), "reading", "x")
+    error = storage_error(kind(13, "why"), "reading", "x")
     assert isinstance(error, kind)
     assert error.code == "IO"
     assert isinstance(error, OSError)
-    assert failed(error, "opening", "y") is error, "one that is ours already says what failed"
-    assert not isinstance(failed(OSError(5, "why"), "reading", "x"), OSError)
+    assert storage_error(error, "opening", "y") is error, "one that is ours already says what storage_error"
+    assert not isinstance(storage_error(OSError(5, "why"), "reading", "x"), OSError)

@@ -535,7 +535,7 @@ def test_numbers_of_a_job_that_are_none(
 
 @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp", "torch_dist"])
 def test_too_many_files(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transaxle: Transaxle) -> None:
-    monkeypatch.setattr("transaxle.formats.shards.MOST_FILES", 10)
+    monkeypatch.setattr("transaxle.formats.shards.MAX_FILES", 10)
     source = tiny(tmp_path / "ck")
     outcome = transaxle("convert", source, tmp_path / "out", "--to", f"{to}:megatron", "--shard-size", "1", "--json")
     assert outcome.code == USAGE
@@ -544,7 +544,7 @@ def test_too_many_files(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "files; at most 10 are written" in refusal["message"]
     said = re.search(r"--shard-size (\S+)", refusal["hint"])
     assert said is not None
-    monkeypatch.setattr("transaxle.formats.shards.MOST_FILES", 1000)
+    monkeypatch.setattr("transaxle.formats.shards.MAX_FILES", 1000)
     assert not (tmp_path / "out").exists()
     outcome = transaxle("convert", source, tmp_path / "out", "--to", f"{to}:megatron", "--shard-size", said[1])
     assert outcome.code == 0

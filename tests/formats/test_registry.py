@@ -14,14 +14,14 @@ from transaxle.formats.catalog import Spec
 from transaxle.formats.registry import (
     Clue,
     Format,
-    begins_right,
     builtin,
     every_format,
     find,
     foreign_ends,
-    get,
+    get_format,
+    has_right_signature,
     holds_tensors,
-    imported,
+    import_object,
     is_of_checkpoint,
     is_one_file,
     is_step,
@@ -44,9 +44,9 @@ SPELLED_ELSEWHERE = {
 def test_a_record_names_what_is_there(kind: Format) -> None:
     readers = {kind.reader, *(clue.reader for clue in kind.clues if clue.reader)}
     for reader in readers:
-        assert kind.reader_takes <= set(signature(imported(reader)).parameters)
+        assert kind.reader_takes <= set(signature(import_object(reader)).parameters)
     for clue in kind.clues:
-        assert callable(imported(clue.candidates) if isinstance(clue.candidates, str) else clue.candidates)
+        assert callable(import_object(clue.candidates) if isinstance(clue.candidates, str) else clue.candidates)
     if kind.draft:
         assert kind.draft_takes <= set(signature(kind.drafter).parameters)
         draft = kind.drafter([Spec("a", "F32", (2,))], metadata={}, shard_size=None)
@@ -57,10 +57,10 @@ def test_a_record_names_what_is_there(kind: Format) -> None:
 
 
 def test_names_are_those_of_the_records() -> None:
-    assert find("dcp") is get("dcp") is registry.DCP
+    assert find("dcp") is get_format("dcp") is registry.DCP
     assert find("gguf") is None
     with pytest.raises(ValueError, match="gguf"):
-        get("gguf")
+        get_format("gguf")
     names = ["torch_dist", "megatron_torch", "dcp", "deepspeed", "deepspeed-universal", "safetensors", "torch"]
     assert [kind.name for kind in every_format()] == names
     assert writable() == ("safetensors", "torch", "dcp", "torch_dist", "megatron_torch", "deepspeed-universal")
@@ -78,10 +78,10 @@ def test_files_are_claimed_by_their_ends() -> None:
     assert not any(map(opens_checkpoint, ("model.safetensors", "__0_0.distcp", "x_optim_states.pt")))
     assert is_of_checkpoint("__0_0.distcp")
     assert not is_of_checkpoint("notes.txt")
-    assert begins_right("a.bin", b"PK\x03\x04")
-    assert begins_right("a.bin", b"")
-    assert not begins_right("a.bin", b"\0\0\0\0\0\0\0\0{")
-    assert begins_right("a.safetensors", b"\0\0\0\0\0\0\0\0{")
+    assert has_right_signature("a.bin", b"PK\x03\x04")
+    assert has_right_signature("a.bin", b"")
+    assert not has_right_signature("a.bin", b"\0\0\0\0\0\0\0\0{")
+    assert has_right_signature("a.safetensors", b"\0\0\0\0\0\0\0\0{")
 
 
 def test_no_two_formats_claim_a_file() -> None:

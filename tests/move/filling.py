@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from transaxle.axes.geometry import Loop
-from transaxle.formats.storage.copier import Bytes, Steps, read_each
+from transaxle.formats.storage.copier import Bytes, Steps, read_strided
 from transaxle.move.transfer import Readable, Scratch, Transfer, add_transfer
 
 
@@ -22,7 +22,7 @@ class PlainFiles(ABC):
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
         """See `Readable`."""
-        steps.call(partial(read_each, partial(self.read_into, name), offset, view, width, loops))
+        steps.call(partial(read_strided, partial(self.read_into, name), offset, view, width, loops))
 
 
 def fill(reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: Scratch) -> None:

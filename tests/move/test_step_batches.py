@@ -268,7 +268,7 @@ def test_long_ranges_are_summed_piece_by_piece_while_they_are_read(
         assert witness.is_right(checksum) is (flipped is None)
     short = Checksum("f", 20, 800_000, 0, "a record that ends too late")
     with pytest.raises(Refused, match="it ends at 700100"):
-        Witness(below, [short], {}).settle([short])
+        Witness(below, [short], {}).check_rest([short])
     below.close()
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.engine import law
 from tests.move.filling import PlainFiles, fill
 from transaxle.axes.geometry import Loop
-from transaxle.formats.storage.copier import Steps, read_each
+from transaxle.formats.storage.copier import Steps, read_strided
 from transaxle.move.transfer import Scratch, Transfer, clip, clip_blocks, lower
 
 FILE = "source"
@@ -217,7 +217,7 @@ class Strides(Memory):
     ) -> None:
         def read() -> None:
             before = len(self.calls)
-            read_each(partial(self.read_into, name), offset, view, width, loops)
+            read_strided(partial(self.read_into, name), offset, view, width, loops)
             if loops:
                 self.at_once.append(len(self.calls) - before)
 

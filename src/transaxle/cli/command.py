@@ -488,7 +488,7 @@ def write_profile(typed: str) -> Iterator[None]:
         UsageError: EXISTS, before the block runs.
         StorageError: IO, NO_SPACE.
     """
-    from transaxle.formats.storage.local import failed as storage_failed
+    from transaxle.formats.storage.local import storage_error as storage_failed
     from transaxle.spans import record_trace
 
     rank = read_number_of_job("RANK", 0)

@@ -16,7 +16,7 @@ from transaxle.cli.screen import Screen
 from transaxle.engine.compare import Comparison, Difference, components_by_name
 from transaxle.engine.verification import Verification
 from transaxle.engine.wording import fold, parameters, plural, size
-from transaxle.formats.registry import listed
+from transaxle.formats.registry import join_names
 
 
 @click.command(
@@ -64,7 +64,7 @@ def print_verification(screen: Screen, result: Verification) -> None:
         screen.line(f"checked the structure only, there are no digests: {amount}")
         screen.line(f"  {_describe_unchecked(result)}: give a second checkpoint to compare with")
     if result.unlisted:
-        screen.line(f"  not checked, as the manifest does not list them: {listed(result.unlisted)}")
+        screen.line(f"  not checked, as the manifest does not list them: {join_names(result.unlisted)}")
 
 
 def _describe_unchecked(result: Verification) -> str:

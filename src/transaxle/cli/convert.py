@@ -24,7 +24,7 @@ from transaxle.engine.plan.planned import Plan
 from transaxle.engine.plan.recoding import NO_CONFIG
 from transaxle.engine.wording import duration, fold, fold_to_text, parameters, percent, plural, size, speed
 from transaxle.errors import TransaxleError, gathered
-from transaxle.formats.storage.storage import unpinned
+from transaxle.formats.storage.storage import without_commit
 from transaxle.formats.training_state import OPTIMIZER
 from transaxle.move.workers import Limits, limits
 from transaxle.options import select
@@ -239,7 +239,7 @@ def _print_result(screen: Screen, report: Report, page: str | None) -> int:
 
 def print_report(screen: Screen, report: Report) -> None:
     """Print the report of a completed conversion."""
-    if unpinned(report.source) != report.source:
+    if without_commit(report.source) != report.source:
         screen.line(f"read {report.source}")
     parts = [
         report.path,

@@ -20,7 +20,7 @@ from transaxle.engine.moves import RENAMED, UNCHANGED, rules, words
 from transaxle.engine.wording import parameters, plural
 from transaxle.errors import refuse
 from transaxle.extras import install
-from transaxle.formats.storage.local import failed
+from transaxle.formats.storage.local import storage_error
 
 _SIZES = {
     "vocab_size": 56,
@@ -85,7 +85,7 @@ def demo_command(screen: Screen, keep: str | None) -> int:
         except FileExistsError:
             raise refuse("EXISTS", "the folder already exists", file=keep, hint="Choose another folder.") from None
         except OSError as error:
-            raise failed(error, "making the folder", keep) from None
+            raise storage_error(error, "making the folder", keep) from None
         return _run(screen, folder, shown=f"{keep.rstrip('/')}/")
 
 

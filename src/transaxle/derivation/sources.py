@@ -57,7 +57,7 @@ from transaxle.engine.execute import execute
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.verification import open_pair
 from transaxle.errors import Code, TransaxleError, refuse
-from transaxle.formats.storage.local import failed
+from transaxle.formats.storage.local import storage_error
 from transaxle.formats.store.access import opened_draft
 from transaxle.formats.store.place import rename_new
 from transaxle.move.workers import limits
@@ -332,7 +332,7 @@ def check_place(path: PathLike, *, overwrite: Overwrite = False) -> None:
         is_other = overwrite != EVERYTHING and target.exists() and not (target.is_file() and _is_table(target))
     except OSError as error:
         if overwrite:
-            raise failed(error, "reading the file that is to be replaced", shown) from error
+            raise storage_error(error, "reading the file that is to be replaced", shown) from error
         is_other = True
     anyway = f'{_ELSEWHERE} anyway: --overwrite={EVERYTHING} (overwrite="{EVERYTHING}").'
     if not overwrite:
@@ -369,7 +369,7 @@ def write_table(text: str, path: PathLike, *, overwrite: Overwrite = False) -> N
             partial.unlink()
         if isinstance(error, FileExistsError):
             raise refuse("EXISTS", "something else created the file in the meantime", file=str(path)) from error
-        raise failed(error, "writing the table", str(path)) from error
+        raise storage_error(error, "writing the table", str(path)) from error
 
 
 def _is_table(path: Path) -> bool:

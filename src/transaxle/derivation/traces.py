@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.errors import refuse
-from transaxle.formats.storage.local import failed
+from transaxle.formats.storage.local import storage_error
 
 Numbers = npt.NDArray[np.int64]
 """A tensor of element numbers, from 1 on; tensors that share values share numbers."""
@@ -225,7 +225,7 @@ def number_elements(src: str, dst: str) -> int:
     try:
         target.mkdir()
     except OSError as error:
-        raise failed(error, "creating the folder", dst) from error
+        raise storage_error(error, "creating the folder", dst) from error
     try:
         save_file(numbers, target / "model.safetensors")
         for member, content in other_files.items():
@@ -233,7 +233,7 @@ def number_elements(src: str, dst: str) -> int:
     except BaseException as error:
         shutil.rmtree(target, ignore_errors=True)
         if isinstance(error, OSError):
-            raise failed(error, "writing the numbered copy", dst) from error
+            raise storage_error(error, "writing the numbered copy", dst) from error
         raise
     return total
 

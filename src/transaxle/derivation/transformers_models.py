@@ -50,7 +50,7 @@ from transaxle.derivation.traces import (
 )
 from transaxle.errors import refuse
 from transaxle.extras import install
-from transaxle.formats.storage.storage import parsed
+from transaxle.formats.storage.storage import parse_json
 
 KeyPath = tuple[str, ...]
 Change = tuple[KeyPath, object]
@@ -373,7 +373,7 @@ def trace(peer: Peer, model: Any) -> Trace:
         memory = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         with save_temporarily(model) as folder:
             carried.append((load_tensors(folder, load_file), memory))
-            config = parsed((folder / "config.json").read_text("utf-8"))
+            config = parse_json((folder / "config.json").read_text("utf-8"))
     return _combine(carried, config)
 
 

@@ -38,7 +38,7 @@ from transaxle.engine.wording import duration, plural, size
 from transaxle.errors import Refusal, Refused, Where, gathered, refuse
 from transaxle.formats.catalog import Fragment, Recoding
 from transaxle.formats.registry import MANIFEST
-from transaxle.formats.storage.storage import Storage, layer, unpinned
+from transaxle.formats.storage.storage import Storage, layer, without_commit
 from transaxle.formats.store.staging import shown
 from transaxle.move.journal import WHOLE, FinishedTensor, HashingFiles, digest, span_ends
 from transaxle.move.mover import Movement
@@ -334,7 +334,7 @@ def _write_final_files(
     if changed:
         raise gathered([Refusal("CORRUPT", _BETWEEN, Where(None, name), _AGAIN) for name in changed])
     if foretold is None:
-        write_fragments(files, prepared.draft.late(tensors))
+        write_fragments(files, prepared.draft.late_fragments(tensors))
     if files.single is None:
         files.write(MANIFEST, encode(manifest_of(prepared, tensors, carried)))
 
@@ -389,7 +389,7 @@ def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping
         tensors={
             tensor.name: TensorRecord(tensor.dtype, tensor.shape, tensors[tensor.name]) for tensor in plan.tensors
         },
-        source=msgspec.UNSET if unpinned(plan.source) == plan.source else plan.source,
+        source=msgspec.UNSET if without_commit(plan.source) == plan.source else plan.source,
     )
 
 

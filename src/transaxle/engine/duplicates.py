@@ -396,7 +396,7 @@ def average_replicas(container: Container) -> Container:
         twins = [twin for twin in twins if twin not in pairs]
     if not means:
         return replace(container, twins=tuple(twins))
-    return container.recoded(means, entries, twins=tuple(twins))
+    return container.with_computed(means, entries, twins=tuple(twins))
 
 
 def _replicas(container: Container) -> dict[str, list[Twin]]:

@@ -444,7 +444,7 @@ def _write(
     with span("create files"):
         reusable_files = staging.prepare(prepared.draft.files if staging.single is not None else plan.files)
 
-    write_fragments(staging, prepared.draft.early())
+    write_fragments(staging, prepared.draft.early_fragments())
     journal = Journal(staging.scratch, prepared.task)
     try:
         tensors = _intact_tensors(staging, plan, join_spans(plan, journal.finished), reusable_files)
@@ -453,10 +453,10 @@ def _write(
             _check_reads_of(prepared, [tensor for tensor in plan.tensors if tensor.name in tensors], tensors)
         progress(sum(tensor.nbytes for tensor in plan.tensors) - sum(tensor.nbytes for tensor in remaining))
         foretold: dict[str, str] | None = None
-        if staging.ordered and prepared.draft.sealed_first:  # a stream cannot be rewound: tensors are read twice
+        if staging.ordered and prepared.draft.has_leading_digests:  # a stream cannot be rewound: tensors are read twice
             read_tensors = tensors | carry(remaining, storage, None, limit)
             foretold = {name: done.hash for name, done in read_tensors.items()}
-            write_fragments(staging, prepared.draft.late(foretold))
+            write_fragments(staging, prepared.draft.late_fragments(foretold))
         files = staging if times is None else times.wrap(staging)
         tensors |= carry(remaining, storage, files, limit, record=journal.add, progress=progress)
     finally:
@@ -488,10 +488,10 @@ def _check_reads_of(prepared: Prepared, tensors: list[PlannedTensor], finished: 
         return
     for transfer in (transfer for tensor in tensors for transfer in tensor.transfers):
         if transfer.file in container.files:
-            witness.expect(transfer.file, transfer.source, transfer.source_span)
+            witness.mark_read(transfer.file, transfer.source, transfer.source_span)
         else:  # a virtual file: its parts are unknown here
             for each in container.checksums:
-                witness.expect(each.file, each.offset, each.size)
+                witness.mark_read(each.file, each.offset, each.size)
 
 
 def _intact_tensors(

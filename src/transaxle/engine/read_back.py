@@ -26,7 +26,7 @@ from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog import Fragment
 from transaxle.formats.registry import MANIFEST, is_one_file
 from transaxle.formats.storage.copier import READING, Steps, same_bytes
-from transaxle.formats.storage.storage import Storage, files_in
+from transaxle.formats.storage.storage import Storage, walk_files
 from transaxle.formats.store.staging import storage_at, takes_parts
 from transaxle.move.journal import WHOLE, HashingFiles
 from transaxle.move.mover import Movement
@@ -144,7 +144,7 @@ def _has_planned_files(prepared: Prepared, storage: Storage) -> bool:
     """Tell whether names, sizes and headers are as planned."""
     plan, single = prepared.plan, storage.single
     if single is None:
-        if set(files_in(storage)) != {*plan.files, MANIFEST}:
+        if set(walk_files(storage)) != {*plan.files, MANIFEST}:
             return False
         sizes = plan.files
     else:
@@ -153,7 +153,7 @@ def _has_planned_files(prepared: Prepared, storage: Storage) -> bool:
         sizes = dict(zip([single], prepared.draft.files.values(), strict=True))
     if any(storage.size(name) != size for name, size in sizes.items()):
         return False
-    return all(_has_fragment(storage, fragment) for fragment in prepared.draft.early())
+    return all(_has_fragment(storage, fragment) for fragment in prepared.draft.early_fragments())
 
 
 def _has_fragment(storage: Storage, fragment: Fragment) -> bool:
@@ -170,7 +170,7 @@ def _same_bytes(
     if tensors is None:
         return False
     if single:
-        return all(_has_fragment(storage, fragment) for fragment in prepared.draft.late(tensors))
+        return all(_has_fragment(storage, fragment) for fragment in prepared.draft.late_fragments(tensors))
     carried = _compare_tensors(prepared, plan.carried_files, storage, limit, progress, errors, span_size=WHOLE)
     if carried is None:
         return False

@@ -48,7 +48,7 @@ from transaxle.formats.catalog import NUMBERS, Checksum, Container, Entry, Seal,
 from transaxle.formats.checksums import Witness
 from transaxle.formats.detect import has_choices
 from transaxle.formats.registry import MANIFEST
-from transaxle.formats.storage.storage import files_in, layer
+from transaxle.formats.storage.storage import layer, walk_files
 from transaxle.move.journal import WHOLE, HashingFiles, span_ends
 from transaxle.move.mover import Movement
 from transaxle.move.transfer import NoExchange
@@ -191,7 +191,7 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
         problems.extend(stale(manifest, container))
         plain = _plain_numbers(container) - recorded.keys()
         problems.extend(_refuse_unlisted(recorded, dict.fromkeys(name for name in stored if name not in plain)))
-        folder_files = () if container.storage.single else files_in(container.storage)
+        folder_files = () if container.storage.single else walk_files(container.storage)
         extra = tuple(name for name in folder_files if name not in manifest.files and name != MANIFEST)
     places: dict[str, tuple[Seal, int]] = {}
     for seal in container.seals:
@@ -289,7 +289,7 @@ def _check_sums(container: Container, limit: Limits) -> list[Refusal]:
         return []
 
     def settle(_: object, checksum: Checksum) -> None:
-        witness.settle([checksum])
+        witness.check_rest([checksum])
 
     run_workers(container.checksums, limit.jobs, lambda _: None, settle)
     return [witness.problem(checksum) for checksum in container.checksums if not witness.is_right(checksum)]

@@ -1,19 +1,19 @@
-"""The catalog: what a container holds and where, before any data is read; readers, drafts and plans share it.
+"""The catalog of a container: its tensors and the places of their bytes, known before any data is read.
 
-A container that exists (`Container`) and one that is about to be written (`Draft`) have the same form: entries, each
-with the extents that hold its bytes. That is why a plan is only a list of copies between two catalogs.
+Readers, drafts and plans share it. A container that exists (`Container`) and one that is not written yet (`Draft`) have
+the same form: entries, each with extents (chunks of its bytes in files). So a plan is a list of copies between two
+catalogs.
 
-A `Seal` says where a file keeps digests of its own bytes, if it is a checkpoint by itself and has no manifest. There is
-one digest for each tensor, and one for all other bytes, the other digests included. They are known only when the bytes
-are written, so space of a fixed width is reserved, and filled in last. Other readers see the text as an ordinary note.
+A `Seal` locates the digests that a file keeps of its own bytes, if the file is a whole checkpoint without a manifest:
+one digest for each tensor, and one for all other bytes. They are known only after the bytes are written, so space of a
+fixed width is reserved for them and filled in last. Other programs see the digests as ordinary metadata.
 
-A number that a container keeps in its description, as a pickle does, is a tensor without dims like any other, but its
-bytes are not in a file. They are put into a pseudo-file in memory, `NUMBERS`, that is read like real ones, under a name
-that no file can have.
+A number that a container stores in its metadata, as a pickle does, becomes a tensor without dims. Its bytes are in a
+pseudo-file in memory, `NUMBERS`, whose name no real file can have.
 
-Element types are named by their safetensors code. A type that safetensors has no code for is named as torch names it,
-in capitals (`COMPLEX32`); sinks that cannot hold it refuse it. F4 and F6 count *elements* in shapes; their bytes are
-packed along the last dim.
+Dtypes are named by their safetensors code. A dtype without such a code has torch's name in capitals (`COMPLEX32`);
+formats that cannot store it refuse it. Shapes of F4 and F6 count *elements*, although their bytes are packed along the
+last dim.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ import xxhash
 from msgspec.structs import replace
 
 from transaxle.axes.geometry import Loop
-from transaxle.encodings.value_steps import ComputedTensor
 from transaxle.errors import refuse
-from transaxle.formats.storage.copier import READING, Steps, read_each
+from transaxle.formats.storage.copier import READING, Steps, read_strided
 from transaxle.formats.storage.storage import Overlay, Storage, VirtualFiles
 
 if TYPE_CHECKING:
@@ -47,21 +46,21 @@ BITS: dict[str, int] = {
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-"""Bits per element of every safetensors code, in the order of the library's own list: its writer sorts by it."""
+"""Bits per element by safetensors code, in the order of the safetensors library, by which its writer sorts."""
 
 ITEM_BITS: dict[str, int] = BITS | {
     "COMPLEX32": 32, "COMPLEX128": 128, "QINT8": 8, "QUINT8": 8, "QINT32": 32, "QUINT4X2": 8, "QUINT2X4": 8,
     "BITS8": 8, "BITS16": 16, "BITS1X8": 8, "BITS2X4": 8, "BITS4X2": 8,
     **{f"{sign}INT{bits}": 8 for sign in ("", "U") for bits in range(1, 8)},
 }  # fmt: skip
-"""Bits per element of every type that may be stored; torch counts a whole byte for each element of its packed ones."""
+"""Bits per element of every dtype that may be stored; torch's packed dtypes have 8."""
 
 Shape = tuple[int, ...]
 
 
 @cache
 def _numpy() -> Mapping[str, np.dtype]:
-    """Return the numpy types by code; `ml_dtypes` is imported by the first who reads values."""
+    """Return the numpy dtypes by code; the first call imports `ml_dtypes`."""
     import ml_dtypes
 
     return {
@@ -77,7 +76,7 @@ def _numpy() -> Mapping[str, np.dtype]:
 
 
 def numpy_dtype(code: str) -> np.dtype:
-    """Return the numpy type for reading: the real one, or U8 for packed types (F4, F6) and for bare bits."""
+    """Return the numpy dtype of a code; U8 for packed dtypes (F4, F6) and for plain bits."""
     return _numpy().get(code, np.dtype("u1"))
 
 
@@ -87,44 +86,46 @@ def _codes() -> Mapping[np.dtype, str]:
 
 
 def is_scalar(value: object) -> bool:
-    """Tell whether something is one of numpy's scalars; numpy is not imported for that."""
+    """Tell whether a value is a numpy scalar, without importing numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic)
 
 
 def scalar(data: bytes, code: str) -> np.generic:
-    """Return the numpy scalar of these bytes."""
-    found: np.generic = np.frombuffer(data, numpy_dtype(code))[0]
-    return found
+    """Return the numpy scalar of the bytes `data`, of the dtype with this code."""
+    value: np.generic = np.frombuffer(data, numpy_dtype(code))[0]
+    return value
 
 
 def code_of(dtype: np.dtype) -> str:
-    """Return the code of a numpy type.
+    """Return the code of a numpy dtype.
 
     Raises:
-        KeyError: where there is none.
+        KeyError: for a dtype without a code.
     """
     return _codes()[dtype]
 
 
-def stored_number(data: bytes, code: str) -> float:
-    """Return the number that the bytes of one element mean, such as an optimizer's step; integers stay exact."""
+def number_value(data: bytes, code: str) -> float:
+    """Return the number that the bytes of one element encode, such as an optimizer's step; integers stay
+    exact.
+    """
     value: float = scalar(data, code).item()
     return value
 
 
 PACKED = {"F4": 2}
-"""Codes of which torch counts several elements as one, along the last dim."""
+"""Code -> number of elements that torch counts as one along the last dim."""
 
 
-def logical(counts: Shape, code: str) -> Shape:
-    """Return torch's counts along each dim as ours: elements, also of packed types."""
+def elements_shape(counts: Shape, code: str) -> Shape:
+    """Convert torch's shape to the shape in elements, which differs for packed dtypes."""
     packed = PACKED.get(code, 1)
     return counts if packed == 1 or not counts else (*counts[:-1], counts[-1] * packed)
 
 
 def packed_width(code: str, width: int) -> int:
-    """Return the bytes that `width` consecutive elements of one row take.
+    """Return the number of bytes of `width` consecutive elements in a row.
 
     Raises:
         Refused: SHAPE_MISMATCH where packed elements do not fill whole bytes.
@@ -137,7 +138,7 @@ def packed_width(code: str, width: int) -> int:
 
 @lru_cache(maxsize=4096)
 def nbytes(code: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a dense tensor; see `packed_width`. Cached, as models have few shapes."""
+    """Return the size in bytes of a dense tensor; see `packed_width`. Cached, as models have few distinct shapes."""
     count = 1
     for size in shape:
         count *= size
@@ -145,50 +146,50 @@ def nbytes(code: str, shape: tuple[int, ...]) -> int:
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False):
-    """A rectangular chunk of a stored tensor and the place of its bytes."""
+    """A rectangular chunk of a stored tensor, and the place of its bytes in a file."""
 
     start: tuple[int, ...]
     """First index of the chunk in each dim of the stored tensor."""
     shape: tuple[int, ...]
-    """Elements of the chunk along each dim."""
+    """Size of the chunk in each dim, in elements."""
     file: str
     """Name of the file inside the container."""
     offset: int
-    """Byte offset in the file of the chunk's first element."""
+    """Byte offset of the chunk's first element in the file."""
     strides: tuple[int, ...] | None = None
-    """Element strides in the file; None when the chunk is row-major without gaps."""
+    """Strides in the file, in elements; None if the chunk is row-major without gaps."""
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """A stored tensor: its dtype, its shape, and the extents that hold it."""
+    """A stored tensor: its dtype, its shape, and its extents."""
 
     name: str
     dtype: str
-    """A key of `ITEM_BITS`: mostly a safetensors code."""
+    """Dtype code: a key of `ITEM_BITS`, in most cases a safetensors code."""
     shape: tuple[int, ...]
-    """Logical elements along each dim."""
+    """Shape in elements, also for packed dtypes."""
     extents: tuple[Extent, ...]
     """Chunks that tile the tensor without holes or overlaps."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the dense tensor."""
+        """Size of the dense tensor in bytes."""
         return nbytes(self.dtype, self.shape)
 
 
 class Checksum(msgspec.Struct, frozen=True, gc=False):
-    """A checksum that a container's format keeps for a range of bytes; it is compared when the range has been read."""
+    """A checksum that a file has for a range of its bytes; it is checked when the range has been read."""
 
     file: str
     """Name of the file inside the container."""
     offset: int
-    """First byte of the range."""
+    """Offset of the first byte of the range in the file."""
     size: int
-    """Bytes of the range."""
+    """Size of the range in bytes."""
     crc32: int
-    """Their CRC-32."""
+    """CRC-32 of the range."""
     what: str
-    """Description of the range, for errors."""
+    """Description of the range, for error messages."""
 
     @property
     def end(self) -> int:
@@ -197,92 +198,93 @@ class Checksum(msgspec.Struct, frozen=True, gc=False):
 
 
 class Twin(msgspec.Struct, frozen=True):
-    """Two places that must hold the same bytes: a replica on another rank, a step that several files record."""
+    """Two stored tensors that must be equal, such as a replica on another rank, or a step number in several files."""
 
     first: Entry
-    """The tensor that is read."""
+    """The tensor that conversions read."""
     second: Entry
-    """Its copy, of the same type and shape."""
+    """The copy, of the same dtype and shape."""
     why: str
-    """Why they must be equal."""
+    """Reason why the two must be equal, for error messages."""
     replica: bool = False
-    """Whether each rank updates its copy by itself, so that the copies may drift apart."""
+    """Whether ranks update their copies independently, so that the values may have drifted apart."""
     rounded: bool = False
-    """Whether the copy has lower precision: then it must be what the first rounds to, bit by bit."""
+    """Whether the copy has lower precision; it must then equal the rounded first tensor bit by bit."""
     dates: bool = False
-    """Whether it tells that files are of one save: it is compared also where its tensor is not wanted."""
+    """Whether equality proves that files come from one save; then the two are compared even if the tensor is not
+    read."""
 
 
 class Recoding(msgspec.Struct, frozen=True):
-    """What is done to the values of a container's tensors when they are read."""
+    """Conversions of tensor values while a container is read: decoding, casts, and a merged adapter."""
 
     computed: Mapping[str, ComputedTensor] = msgspec.field(default_factory=dict)
-    """File that does not exist on disk -> the tensor whose values are computed for it."""
+    """Name of a virtual file -> the computation that produces its values."""
     dtype: str | None = None
-    """Safetensors code of the type that plain tensors are cast to; None: they are not cast."""
+    """Safetensors code of the dtype that plain tensors are cast to; None: no cast."""
     stayed: tuple[str, ...] = ()
-    """Plain tensors of other types that keep them where others are cast."""
+    """Names of the plain tensors that keep their dtype while others are cast."""
     adapter: Container | None = None
     """The adapter that is merged into the weights."""
     notes: tuple[str, ...] = ()
-    """What plans say of it."""
+    """Sentences about the recoding, which plans show."""
     compact: Mapping[str, Entry] = msgspec.field(default_factory=dict)
-    """Scales that are stored in the order of a kernel -> the same in the order of rows, as tables need them."""
+    """Name of scales stored in a kernel's order -> entry of the same scales in row-major order, as tables need them."""
     compact_notes: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """What the container's metadata would say of their tensors, were they stored so."""
+    """Name of a tensor of `compact` -> the metadata that describes it in row-major order."""
 
 
 class Container(msgspec.Struct, frozen=True):
-    """An opened checkpoint: its catalog, and the storage its bytes are read from."""
+    """An opened checkpoint: its catalog, and the storage of its files."""
 
     format: str
-    """Name of the format, e.g. `safetensors`."""
+    """Name of the format, such as `safetensors`."""
     path: str
     """The path as the user typed it."""
     storage: Storage
-    """Reads byte ranges of the files below."""
+    """Storage that reads byte ranges of `files`."""
     entries: Mapping[str, Entry]
     """Stored tensors by name, in file order."""
     files: Mapping[str, int]
-    """Size in bytes of every file that holds tensors or describes them."""
+    """Size in bytes of each file that contains tensors or describes them."""
     metadata: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Everything the container records beside its tensors."""
+    """Metadata of the container, as its format stores it."""
     carried: tuple[str, ...] = ()
-    """Other files of the folder that travel with the model (config, tokenizer)."""
+    """Other files of the folder that conversions copy with the model (config, tokenizer)."""
     ignored: tuple[str, ...] = ()
-    """Names that are left alone: other tensor files, hidden files, sub-folders, links and special files; see
+    """Names that conversions leave alone: other tensor files, hidden files, sub-folders, links and special files; see
     `registry`.
     """
     checksums: tuple[Checksum, ...] = ()
-    """Checksums that the format itself keeps; `verify` checks them."""
+    """Checksums in the files of the format; `verify` checks them."""
     twins: tuple[Twin, ...] = ()
-    """Copies whose equality every conversion checks before it writes."""
+    """Copies that each conversion compares before it writes."""
     left: Mapping[str, Entry] = msgspec.field(default_factory=dict)
-    """Tensors that exist but are not wanted."""
+    """Tensors that are in the files, but were not selected."""
     training: tuple[TrainingItem, ...] = ()
-    """State beside model and optimizer; see `TrainingItem`."""
+    """Training state other than model and optimizer, such as schedules; see `TrainingItem`."""
     seals: tuple[Seal, ...] = ()
-    """Places where files keep digests of all their bytes; `verify` checks them."""
+    """Places of digests that files keep of their own bytes; `verify` checks them."""
     config: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """What its own files say of the model, under the keys of a config.json; used where there is none."""
+    """Facts about the model from the container's own files, with the keys of a config.json; used without one."""
     unread: tuple[Refusal, ...] = ()
-    """Why the optimizer's state, or some of it, cannot be read; whatever wants the optimizer is refused for it."""
+    """Refusals of optimizer state that cannot be read; they are raised if the optimizer is requested."""
     uncompared: tuple[Twin, ...] = ()
-    """Tensors that are not wanted, with their copies; only `verify` compares them."""
+    """Copies of tensors that were not selected; only `verify` compares them."""
     paths: Mapping[str, tuple[str | int, ...]] = msgspec.field(default_factory=dict)
-    """Tensor -> path in the state dict, of those nested in neither the model nor the optimizer; see `State`."""
+    """Tensor -> key path in the state dict, for tensors outside the model's and the optimizer's dicts; see `State`."""
     recoding: Recoding = Recoding()
-    """Which tensors are computed from stored ones, and how."""
+    """ComputedTensor tensors: which ones, and from which stored tensors."""
 
-    def recoded(
+    def with_computed(
         self, computed: Mapping[str, ComputedTensor], entries: Mapping[str, Entry], **changes: Any
     ) -> Container:
         """Return the container with further computed tensors.
 
         Args:
-            computed: file, of a name that no other has -> the tensor whose values are computed for it.
-            entries: all tensors, those among them.
-            **changes: of the recoding, and of the container.
+            computed: name of a virtual file, unique in the container -> the computation of its values.
+            entries: all tensors of the new container, including the computed ones.
+            **changes: changed fields of `Recoding` and `Container`.
         """
         recoding = {name: changes.pop(name) for name in Recoding.__struct_fields__ if name in changes}
         adapter: Container | None = recoding.get("adapter")
@@ -292,39 +294,39 @@ class Container(msgspec.Struct, frozen=True):
 
     @property
     def beside(self) -> frozenset[str]:
-        """Names of the tensors that are training state."""
+        """Names of the tensors that belong to `training`."""
         return frozenset([item.name for item in self.training if item.name is not None])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Size of all tensors in bytes."""
         return sum(entry.nbytes for entry in self.entries.values())
 
     def without(self, names: Collection[str]) -> Container:
-        """Return the container without some tensors: they move to `left`, and their copies are not compared.
+        """Return the container without some tensors: they move to `left`, and their twins to `uncompared`.
 
-        Copies that tell whether all files are of one save are compared nevertheless.
+        Twins that prove that all files come from one save (`dates`) are still compared.
         """
-        unwanted = {name: entry for name, entry in self.entries.items() if name in names}
-        places = {(extent.file, extent.offset) for entry in unwanted.values() for extent in entry.extents}
-        kept = [
+        omitted = {name: entry for name, entry in self.entries.items() if name in names}
+        places = {(extent.file, extent.offset) for entry in omitted.values() for extent in entry.extents}
+        is_compared = [
             twin.dates or any((each.file, each.offset) not in places for each in twin.first.extents)
             for twin in self.twins
         ]
         return replace(
             self,
-            entries={name: entry for name, entry in self.entries.items() if name not in unwanted},
-            left={**self.left, **unwanted},
-            twins=tuple(itertools.compress(self.twins, kept)),
+            entries={name: entry for name, entry in self.entries.items() if name not in omitted},
+            left={**self.left, **omitted},
+            twins=tuple(itertools.compress(self.twins, is_compared)),
             uncompared=(
                 *self.uncompared,
-                *(twin for twin, wanted in zip(self.twins, kept, strict=True) if not wanted),
+                *(twin for twin, wanted in zip(self.twins, is_compared, strict=True) if not wanted),
             ),
         )
 
 
 class Spec(msgspec.Struct, frozen=True, gc=False):
-    """A tensor to be written, as a draft needs it."""
+    """Name, dtype and shape of a tensor that a draft is to place."""
 
     name: str
     dtype: str
@@ -332,7 +334,7 @@ class Spec(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fragment(msgspec.Struct, frozen=True):
-    """Bytes of a draft that are known before any tensor: a header, an index."""
+    """Bytes of a draft that do not depend on tensor values, such as a header or an index."""
 
     file: str
     offset: int
@@ -340,99 +342,100 @@ class Fragment(msgspec.Struct, frozen=True):
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """A container that does not exist yet: every tensor already has its place."""
+    """The layout of a container that is not written yet: the place of each tensor in its files."""
 
     format: str
     entries: Mapping[str, Entry]
-    """Tensors by name, in the order in which their files are written."""
+    """Tensors by name, in the order in which they are written."""
     files: Mapping[str, int]
-    """Final size of every file."""
+    """Final size of each file, in bytes."""
     fragments: tuple[Fragment, ...]
-    """Bytes that are known before any tensor is copied."""
+    """All bytes of the files outside the tensors."""
     seal: Seal | None = None
-    """Space for digests in a file that is the whole checkpoint; the fragment around it is written last."""
+    """Space for digests in a single-file checkpoint; its fragment is written last. None: no digests."""
     copies: Mapping[str, tuple[Extent, ...]] = msgspec.field(default_factory=dict)
-    """Further places of a tensor, by its name: chunks that several ranks hold, each with the same bytes."""
+    """Tensor name -> further places of its bytes, for chunks that several ranks store."""
     notes: tuple[str, ...] = ()
-    """What a reader of the files must be told, or takes for what the source does not say; one sentence each."""
+    """Sentences for the user: settings that a reader of the files needs, and assumptions where the source says
+    nothing."""
 
-    def early(self) -> tuple[Fragment, ...]:
-        """Return the fragments that are known before any tensor is copied: all but the one with room for digests."""
-        return tuple(fragment for fragment in self.fragments if not self._is_sealed(fragment))
+    def early_fragments(self) -> tuple[Fragment, ...]:
+        """Return the fragments that can be written before any tensor: all but the one with space for digests."""
+        return tuple(fragment for fragment in self.fragments if not self._contains_digests(fragment))
 
-    def late(self, hashes: Mapping[str, str]) -> Iterator[Fragment]:
-        """Yield the fragment that holds the digests, filled in.
+    def late_fragments(self, hashes: Mapping[str, str]) -> Iterator[Fragment]:
+        """Yield the fragment that contains the digests, with the digests filled in.
 
         Args:
-            hashes: of every tensor, by name.
+            hashes: tensor name -> hash of its bytes.
         """
         if self.seal is None:
             return
         firsts = {entry.extents[0].offset: hashes[name] for name, entry in self.entries.items() if entry.nbytes}
         ordered = sorted(self.fragments, key=lambda fragment: fragment.offset)
         parts = [(fragment.offset, fragment.data) for fragment in ordered]
-        for sealed, (_, data) in zip(ordered, filled(parts, self.seal, firsts), strict=True):
-            if self._is_sealed(sealed):
+        for sealed, (_, data) in zip(ordered, fill_digests(parts, self.seal, firsts), strict=True):
+            if self._contains_digests(sealed):
                 yield replace(sealed, data=data)
 
     def with_files(self, files: Mapping[str, bytes]) -> Draft:
-        """Return the same draft with further files of known contents."""
+        """Return the draft with further files, given as name -> contents."""
         fragments = (Fragment(name, 0, text) for name, text in sorted(files.items()))
         sizes = {name: len(text) for name, text in sorted(files.items())}
         return replace(self, files={**self.files, **sizes}, fragments=(*self.fragments, *fragments))
 
     @property
-    def sealed_first(self) -> bool:
-        """Whether the digests precede the tensors: a stream then needs them before it begins."""
+    def has_leading_digests(self) -> bool:
+        """Whether the digests precede the tensors, so that a stream needs them before it starts."""
         return self.seal is not None and any(
-            not fragment.offset and self._is_sealed(fragment) for fragment in self.fragments
+            not fragment.offset and self._contains_digests(fragment) for fragment in self.fragments
         )
 
-    def _is_sealed(self, fragment: Fragment) -> bool:
+    def _contains_digests(self, fragment: Fragment) -> bool:
         return self.seal is not None and fragment.offset <= self.seal.head < fragment.offset + len(fragment.data)
 
 
 DIGITS = 32
-"""Characters of one digest: an xxh3-128 in hex."""
+"""Number of characters of a digest, an xxh3-128 hash in hex."""
 _BLANK = b"0" * DIGITS
 _BLOCK = 1 << 20
 
 
 class Seal(msgspec.Struct, frozen=True):
-    """Where the digests of a file are."""
+    """Places of the digests in a file, as byte offsets."""
 
     file: str
     """Name of the file inside the container."""
     head: int
-    """First byte of the digest of all bytes outside the tensors, computed with zeros in its own place."""
+    """Offset of the digest of all bytes outside the tensors; it is computed with zeros in its own place."""
     places: Mapping[int, int]
-    """First byte of a tensor -> first byte of its digest; tensors without bytes have none."""
+    """Offset of a tensor -> offset of its digest; empty tensors have none."""
 
 
-def seal_of(file: str, head: int, begin: int, offsets: Iterable[int]) -> Seal:
-    """Return the seal of a file whose tensor digests follow one another.
+def make_seal(file: str, head: int, begin: int, offsets: Iterable[int]) -> Seal:
+    """Return the seal of a file whose tensor digests are contiguous.
 
     Args:
         file: name of the file.
-        head: first byte of the digest of the other bytes.
-        begin: first byte of the first tensor's digest.
-        offsets: first bytes of the tensors that have bytes, in the order of their digests.
+        head: offset of the digest of all bytes outside the tensors.
+        begin: offset of the first tensor's digest.
+        offsets: offsets of the tensors that are not empty, in the order of their digests.
     """
     return Seal(file, head, {offset: begin + number * DIGITS for number, offset in enumerate(offsets)})
 
 
 def read_digest(storage: Storage, seal: Seal, place: int) -> str:
-    """Return a digest as the file states it."""
+    """Read the digest at an offset of the file."""
     return storage.read(seal.file, place, DIGITS).decode("latin-1")
 
 
-def rest_of(storage: Storage, seal: Seal, tensors: Iterable[tuple[int, int]]) -> str:
-    """Return the digest of all bytes outside the tensors.
+def digest_outside(storage: Storage, seal: Seal, tensors: Iterable[tuple[int, int]]) -> str:
+    """Compute the digest of all bytes of a file outside its tensors.
 
     Args:
         storage: the files.
-        seal: of the file.
-        tensors: first byte of each tensor and the one after its last.
+        seal: the seal of the file.
+        tensors: `(first byte, one past the last byte)` of each tensor.
     """
     return _digest(_bytes_outside(storage, seal.file, tensors), seal.head)
 
@@ -447,7 +450,7 @@ def _bytes_outside(storage: Storage, file: str, tensors: Iterable[tuple[int, int
 
 
 def _digest(parts: Iterable[tuple[int, bytes]], head: int) -> str:
-    """Return the digest of pieces of a file, with zeros in the place of the digest itself."""
+    """Return the digest of `(offset, bytes)` parts, with zeros in the place `head` of the digest itself."""
     state = xxhash.xxh3_128()
     for offset, data in parts:
         first, last = max(head, offset), min(head + DIGITS, offset + len(data))
@@ -457,13 +460,13 @@ def _digest(parts: Iterable[tuple[int, bytes]], head: int) -> str:
     return state.hexdigest()
 
 
-def filled(parts: Iterable[tuple[int, bytes]], seal: Seal, hashes: Mapping[int, str]) -> list[tuple[int, bytes]]:
-    """Return all bytes outside the tensors with the digests filled in.
+def fill_digests(parts: Iterable[tuple[int, bytes]], seal: Seal, hashes: Mapping[int, str]) -> list[tuple[int, bytes]]:
+    """Return the bytes outside the tensors with the digests filled in.
 
     Args:
-        parts: those bytes, in the order of the file, each with its offset.
-        seal: where the digests go.
-        hashes: first byte of a tensor -> its digest.
+        parts: `(offset, bytes)` of all bytes outside the tensors, in file order.
+        seal: the places of the digests.
+        hashes: offset of a tensor -> its digest.
     """
     pieces = []
     for offset, data in parts:
@@ -501,30 +504,30 @@ def number(value: Number) -> tuple[str, bytes] | None:
 
 
 class NumbersInMemory(Overlay):
-    """A storage with one further file, which exists in memory only.
+    """A storage with one additional file in memory, `NUMBERS`.
 
     Args:
-        below: the real files.
+        below: the storage of the real files.
     """
 
     def __init__(self, below: Storage) -> None:
         super().__init__(below)
         self._numbers = bytearray()
 
-    def over(self, below: Storage) -> NumbersInMemory:
-        """Return the same numbers on top of other files."""
+    def moved_onto(self, below: Storage) -> NumbersInMemory:
+        """Return an overlay of another storage that shares these numbers."""
         moved = NumbersInMemory(below)
         moved._numbers = self._numbers
         return moved
 
     def add(self, data: bytes) -> Extent:
-        """Keep the bytes of one number and return where they are."""
+        """Append the bytes of one number, and return their extent."""
         extent = Extent((), (), NUMBERS, len(self._numbers))
         self._numbers += data
         return extent
 
     def add_all(self, other: NumbersInMemory) -> int:
-        """Keep the numbers of another storage, too, and return where the first of them is."""
+        """Append the numbers of another overlay, and return the offset of the first one."""
         start = len(self._numbers)
         self._numbers += other._numbers
         return start
@@ -534,7 +537,7 @@ class NumbersInMemory(Overlay):
         return len(self._numbers) if name == NUMBERS else super().size(name)
 
     def version(self, name: str) -> str:
-        """See `Storage`; numbers change only with the file they were read from."""
+        """See `Storage`; numbers have no version of their own, as they come from a real file."""
         return "" if name == NUMBERS else super().version(name)
 
     def add_read(
@@ -542,7 +545,7 @@ class NumbersInMemory(Overlay):
     ) -> None:
         """See `Storage`."""
         if name == NUMBERS:
-            steps.call(partial(read_each, self._copy, offset, view, width, loops), READING, view.nbytes)
+            steps.call(partial(read_strided, self._copy, offset, view, width, loops), READING, view.nbytes)
         else:
             self.below.add_read(steps, name, offset, view, width, loops)
 

@@ -1,10 +1,10 @@
-"""Checksums that files keep of their bytes, compared with the bytes on their way to a reader.
+"""Checks the checksums in files while the bytes are read.
 
-A zip archive keeps the CRC-32 of each record. Whoever copies a record has its bytes in hand, so they are summed as they
-pass, piece by piece and in any order; only what nobody read is read for the checksum alone.
+A zip archive contains the CRC-32 of each record. Bytes that are read anyway are summed on the way, part by part and in
+any order; only the rest of a range is read for the checksum alone.
 
 `copier.c` computes a CRC-32 in a third of zlib's time where the processor multiplies without carries, which is every
-x86-64 of the last ten years; elsewhere zlib computes it, to the same number.
+x86-64 of the last ten years; elsewhere zlib computes the same number.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from msgspec.structs import replace
 from transaxle.axes.geometry import Loop
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog import Checksum, Container, Entry
-from transaxle.formats.storage.copier import Steps, address_to_read, compiled_function
+from transaxle.formats.storage.copier import Steps, compiled_function, read_address
 from transaxle.formats.storage.storage import Overlay, Storage
 
 _BLOCK = 1 << 20
-_MOST_PARTS = 4096
-"""Cap on the summed pieces of one range; a piece beyond it is not counted, and is read again at the end."""
+_MAX_PARTS = 4096
+"""Maximum number of summed parts of a range; further parts are dropped, and read again at the end."""
 _POLYNOMIAL, _ONES = 0xEDB88320, 0xFFFFFFFF
 _HINT = "Copy or download the file again; `transaxle verify` finds everything that is damaged."
 
 SummedRange = tuple[int, int, int]
-"""First byte in the file, one past the last, and the CRC-32 of the bytes between."""
+"""`(first byte in the file, one past the last byte, CRC-32 of the bytes)`."""
 
 
 class Tally(msgspec.Struct):
-    """The progress of one range."""
+    """Progress of the checksum of one range."""
 
     parts: list[SummedRange] = msgspec.field(default_factory=list)
-    """Summed pieces, in order, without overlaps; adjacent ones are joined."""
+    """Summed parts, in order and without overlaps; adjacent parts are merged."""
     read: int = 0
-    """Bytes read of the range; bytes read twice count twice."""
+    """Number of bytes read of the range; bytes read twice count twice."""
     shared: int = 0
-    """Of these, bytes of short runs whose share in the checksum is known."""
+    """Number of bytes read as short runs whose share of the checksum is known."""
     share: int = 0
-    """The share of all of them: see `copier.c`; that of bytes read twice is 0."""
+    """XOR of these runs' shares of the checksum (see `copier.c`); bytes read twice cancel out."""
     cover: int = 0
-    """What the share would be if each byte were 255: tells which bytes are in it."""
+    """Value that `share` would have if each byte were 255; it shows which bytes `share` includes."""
 
     def add(self, summed: SummedRange) -> None:
-        """Add one summed piece; one that overlaps another, or exceeds the cap, is dropped."""
+        """Add a summed part; drop it if it overlaps another part, or exceeds the cap."""
         at = bisect_left(self.parts, summed)
         previous = self.parts[at - 1] if at else None
         following = self.parts[at] if at < len(self.parts) else None
@@ -62,14 +62,14 @@ class Tally(msgspec.Struct):
             return
         first, last = at, at
         if previous and previous[1] == summed[0]:
-            summed, first = joined(previous, summed), at - 1
+            summed, first = merge_parts(previous, summed), at - 1
         if following and following[0] == summed[1]:
-            summed, last = joined(summed, following), at + 1
-        if first < last or len(self.parts) < _MOST_PARTS:
+            summed, last = merge_parts(summed, following), at + 1
+        if first < last or len(self.parts) < _MAX_PARTS:
             self.parts[first:last] = [summed]
 
     def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the ranges between two bytes that are not summed yet."""
+        """Return the byte ranges in `[start, stop)` that are not summed yet."""
         gaps = []
         at = max(bisect_right(self.parts, (start, start, 0)) - 1, 0)
         for first, last, _ in self.parts[at:]:
@@ -82,12 +82,12 @@ class Tally(msgspec.Struct):
 
 
 class Witness(Overlay):
-    """A storage that sums what is read of the ranges with checksums. Safe to share between threads.
+    """A storage that checks the checksums of byte ranges while they are read. Safe to share between threads.
 
     Args:
-        below: the files.
-        checksums: their checksums; no two ranges overlap.
-        entries: the tensors, to name the one in a damaged range.
+        below: the storage of the files.
+        checksums: checksums of ranges of the files; no two ranges overlap.
+        entries: the tensors, to name the tensor in a damaged range.
     """
 
     def __init__(self, below: Storage, checksums: Sequence[Checksum], entries: Mapping[str, Entry]) -> None:
@@ -99,21 +99,21 @@ class Witness(Overlay):
                 self._ranges.setdefault(checksum.file, []).append(checksum)
         self._starts = {file: [checksum.offset for checksum in ranges] for file, ranges in self._ranges.items()}
         self._tallies: dict[Checksum, Tally] = {}
-        self._settled: dict[Checksum, bool] = {}
+        self._results: dict[Checksum, bool] = {}
         self._lock = Lock()
 
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """See `Storage`; bytes that are summed up are read by themselves, so that this can be done piece by piece."""
+        """See `Storage`; ranges with a checksum are read by separate steps, so that each part can be summed."""
         if loops:
-            self._note_runs(steps, name, offset, view, width, loops)
+            self._add_strided_read(steps, name, offset, view, width, loops)
             return
         end, at = offset + view.nbytes, offset
-        for checksum in self._touched(name, offset, end):
+        for checksum in self._ranges_in(name, offset, end):
             start, stop = max(offset, checksum.offset), min(end, checksum.end)
-            whole = stop - start == checksum.size and checksum not in self._tallies and checksum not in self._settled
-            for first, last in [(start, stop)] if whole else self._unsummed(checksum, start, stop):
+            whole = stop - start == checksum.size and checksum not in self._tallies and checksum not in self._results
+            for first, last in [(start, stop)] if whole else self._count_read(checksum, start, stop):
                 if at < first:
                     self.below.add_read(steps, name, at, view[at - offset : first - offset])
                 crc, part = c_uint32(), view[first - offset : last - offset]
@@ -127,65 +127,65 @@ class Witness(Overlay):
         if at < end:
             self.below.add_read(steps, name, at, view[at - offset :])
 
-    def _note_runs(
+    def _add_strided_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
     ) -> None:
-        """List that runs are read and, where they lie in one range, summed up on their way."""
+        """Add a strided read; if all of its runs are in one range, add their share of the checksum."""
         self.below.add_read(steps, name, offset, view, width, loops)
         total, end = _extent(offset, width, loops)
-        touched = [*self._touched(name, offset, end)]
+        touched = [*self._ranges_in(name, offset, end)]
         inside = len(touched) == 1 and touched[0].offset <= offset and end <= touched[0].end
-        found = steps.share(view, [_moved(step) for _, step, _ in loops]) if inside and total else None
+        result = steps.add_crc_share(view, [_shift(step) for _, step, _ in loops]) if inside and total else None
         for checksum in touched:
-            if found is None:
+            if result is None:
                 steps.then(partial(self._count_runs, checksum, total))
             else:
                 cover = _cover(width, tuple([(count, step) for count, step, _ in loops]))
-                steps.then(partial(self._count_shared, checksum, total, end, found, cover))
+                steps.then(partial(self._count_shared, checksum, total, end, result, cover))
 
     def recheck(self) -> None:
-        """Check that no file has changed, and the checksum of every range that was read in part: its rest is read now.
+        """Check that no file has changed, and read the rest of each partly read range, to check its checksum.
 
         Raises:
             Refused: CORRUPT, for each range whose bytes do not match its checksum.
             StorageError: IO.
         """
         super().recheck()
-        self.settle(self.open())
-        self.judge()
+        self.check_rest(self.open())
+        self.refuse_wrong()
 
-    def expect(self, file: str, offset: int, size: int) -> None:
-        """Note bytes that somebody else has read: `recheck` checks the ranges around them."""
-        for checksum in self._touched(file, offset, offset + size):
+    def mark_read(self, file: str, offset: int, size: int) -> None:
+        """Mark bytes as read by another reader, so that `recheck` checks the ranges around them."""
+        for checksum in self._ranges_in(file, offset, offset + size):
             with self._lock:
                 self._tally(checksum)
 
     def open(self) -> list[Checksum]:
-        """Return the ranges that were read in part and are not checked yet."""
+        """Return the ranges that were partly read and are not checked yet."""
         with self._lock:
             return list(self._tallies)
 
-    def hand_over(self) -> dict[Checksum, Tally]:
-        """Return the ranges that were read in part, with their progress, and leave them to whoever puts them together.
+    def take_tallies(self) -> dict[Checksum, Tally]:
+        """Return the partly read ranges with their progress, to combine them with other ranks', and forget them.
 
-        A range that was mostly read here is read to its end first, and judged.
+        A range that was mostly read is first read to its end, and checked.
 
         Raises:
             Refused: CORRUPT, for each range whose bytes do not match its checksum.
             StorageError: IO.
         """
-        self.settle([each for each in self.open() if 2 * self.tally(each).read >= each.size])
-        self.judge()
+        self.check_rest([each for each in self.open() if 2 * self.tally(each).read >= each.size])
+        self.refuse_wrong()
         with self._lock:
             tallies, self._tallies = self._tallies, {}
         return tallies
 
     def tally(self, checksum: Checksum) -> Tally:
-        """Return the progress of a range that is not checked yet."""
+        """Return the progress of a range that is not checked yet; an empty tally if nothing was read."""
         return self._tallies.get(checksum, Tally())
 
     def count(self, checksum: Checksum, parts: Sequence[SummedRange]) -> None:
-        """Add summed pieces of a range; once they cover it, it is checked."""
+        """Add summed parts of a range, and check it once they cover it."""
         with self._lock:
             tally = self._tally(checksum)
             if tally is None:
@@ -194,63 +194,63 @@ class Witness(Overlay):
                 tally.add(summed)
             start, stop = checksum.offset, checksum.end
             if len(tally.parts) == 1 and tally.parts[0][:2] == (start, stop):
-                self._settled[checksum] = tally.parts[0][2] == checksum.crc32
+                self._results[checksum] = tally.parts[0][2] == checksum.crc32
                 del self._tallies[checksum]
 
-    def put_together(self, checksum: Checksum, tallies: Sequence[Tally]) -> None:
-        """Add what several ranks have read of a range; once it covers the range, that is checked.
+    def combine_tallies(self, checksum: Checksum, tallies: Sequence[Tally]) -> None:
+        """Combine the progress of several ranks in a range, and check the range once it is covered.
 
         Args:
             checksum: the range.
-            tallies: theirs, and that of this one.
+            tallies: the progress of all ranks, including this one.
         """
         self.count(checksum, [part for tally in tallies for part in tally.parts])
         share, cover = (reduce(xor, each) for each in zip(*((each.share, each.cover) for each in tallies), strict=True))
         with self._lock:
             self._check_share(checksum, sum(tally.shared for tally in tallies), share, cover)
 
-    def settle(self, checksums: Collection[Checksum]) -> None:
-        """Read the unread parts of ranges, so that they are checked.
+    def check_rest(self, checksums: Collection[Checksum]) -> None:
+        """Read the unread parts of ranges, and check the ranges.
 
         Raises:
-            TransaxleError: what reading raises.
+            TransaxleError: for a failed read.
         """
         buffer = bytearray(min(_BLOCK, max((checksum.size for checksum in checksums), default=0)))
         with Steps() as steps:
             for checksum in checksums:
-                if checksum in self._settled:
+                if checksum in self._results:
                     continue
                 for first, last in self.tally(checksum).gaps(checksum.offset, checksum.end):
-                    self.count(checksum, [(first, last, self._summed(checksum.file, first, last, buffer, steps))])
+                    self.count(checksum, [(first, last, self._crc_of(checksum.file, first, last, buffer, steps))])
 
     def is_right(self, checksum: Checksum) -> bool | None:
         """Tell whether a range matches its checksum; None if it is not checked yet."""
-        return self._settled.get(checksum) if checksum.size else checksum.crc32 == 0
+        return self._results.get(checksum) if checksum.size else checksum.crc32 == 0
 
-    def judge(self, places: Iterable[tuple[str, int, int]] | None = None) -> None:
-        """Refuse the ranges that were checked and do not match.
+    def refuse_wrong(self, places: Iterable[tuple[str, int, int]] | None = None) -> None:
+        """Refuse checked ranges that do not match their checksum.
 
         Args:
-            places: judge only the ranges there: file, first byte, number of bytes; None: all.
+            places: `(file, first byte, number of bytes)` to which the refusal is limited; None: all ranges.
 
         Raises:
-            Refused: CORRUPT, for each of them.
+            Refused: CORRUPT, for each of these ranges.
         """
         with self._lock:
-            wrong = {checksum: None for checksum, right in self._settled.items() if not right}
+            wrong = {checksum: None for checksum, right in self._results.items() if not right}
         if wrong and places is not None:
-            touched = (checksum for file, at, size in places for checksum in self._touched(file, at, at + size))
+            touched = (checksum for file, at, size in places for checksum in self._ranges_in(file, at, at + size))
             wrong = {checksum: None for checksum in touched if checksum in wrong}
         if wrong:
             raise gathered([self.problem(checksum) for checksum in wrong])
 
     def problem(self, checksum: Checksum) -> Refusal:
-        """Say that a range does not have its checksum."""
+        """Return the refusal of a range that does not match its checksum."""
         message = f"{checksum.what}: its bytes do not match the checksum in the file"
         return Refusal("CORRUPT", message, Where(checksum.file, self._tensor_in(checksum)), _HINT)
 
-    def _unsummed(self, checksum: Checksum, start: int, stop: int) -> list[tuple[int, int]]:
-        """Note that bytes of a range are read, and return those that are not summed up yet."""
+    def _count_read(self, checksum: Checksum, start: int, stop: int) -> list[tuple[int, int]]:
+        """Count bytes of a range as read, and return the parts of them that are not summed yet."""
         with self._lock:
             tally = self._tally(checksum)
             if tally is None:
@@ -259,50 +259,50 @@ class Witness(Overlay):
             return tally.gaps(start, stop)
 
     def _check_whole(self, checksum: Checksum, crc: c_uint32) -> None:
-        """Check a range that was read and summed up whole."""
+        """Check a range that was read and summed as a whole."""
         with self._lock:
-            self._settled.setdefault(checksum, crc.value == checksum.crc32)
+            self._results.setdefault(checksum, crc.value == checksum.crc32)
             self._tallies.pop(checksum, None)
 
     def _count_one(self, checksum: Checksum, first: int, last: int, crc: c_uint32) -> None:
-        """Count a piece of a range that was read and summed up."""
+        """Count a part of a range that was read and summed."""
         self.count(checksum, [(first, last, crc.value)])
 
     def _count_runs(self, checksum: Checksum, total: int) -> None:
-        """Count runs that are read, and not summed up."""
+        """Count the bytes of runs that were read but not summed."""
         with self._lock:
             tally = self._tally(checksum)
             if tally is not None:
                 tally.read += total
 
-    def _count_shared(self, checksum: Checksum, total: int, end: int, found: array[int], cover: int) -> None:
-        """Count runs that are read and summed up; `found`: what `Steps.share` returned."""
+    def _count_shared(self, checksum: Checksum, total: int, end: int, result: array[int], cover: int) -> None:
+        """Count runs whose share of the checksum was computed; `result`: returned by `Steps.share`."""
         self._count_runs(checksum, total)
         with self._lock:
             tally = self._tally(checksum)
-            if tally is None or not found[1]:
+            if tally is None or not result[1]:
                 return
-            beyond = _moved(checksum.end - end)
+            beyond = _shift(checksum.end - end)
             tally.shared += total
-            tally.share ^= _times(beyond, found[0])
+            tally.share ^= _times(beyond, result[0])
             tally.cover ^= _times(beyond, cover)
             self._check_share(checksum, tally.shared, tally.share, tally.cover)
 
     def _check_share(self, checksum: Checksum, shared: int, share: int, cover: int) -> None:
-        """Check a range of which as many bytes are shared as it has, if these are its bytes, each once.
+        """Check a range by the shares of its runs, if these include each of its bytes exactly once.
 
-        Otherwise, as where one was read twice and another not at all, it stays open, and is read for its checksum. The
-        share alone does not tell: zeros have none, and whatever is read twice has none.
+        Otherwise (a byte was read twice, and another never) the range stays unchecked, and is read again later. `share`
+        alone cannot show this: zeros contribute nothing to it, and bytes read twice cancel out.
         """
-        if shared != checksum.size or checksum in self._settled or cover != _cover(checksum.size, ()):
+        if shared != checksum.size or checksum in self._results or cover != _cover(checksum.size, ()):
             return
-        zeros = _times(_moved(checksum.size), _ONES) ^ _ONES
+        zeros = _times(_shift(checksum.size), _ONES) ^ _ONES
         if share ^ zeros == checksum.crc32:
-            self._settled[checksum] = True
+            self._results[checksum] = True
             self._tallies.pop(checksum, None)
 
-    def _summed(self, file: str, first: int, last: int, buffer: bytearray, steps: Steps) -> int:
-        """Return the CRC-32 of bytes that are read for it alone."""
+    def _crc_of(self, file: str, first: int, last: int, buffer: bytearray, steps: Steps) -> int:
+        """Read bytes `[first, last)` of a file, and return their CRC-32."""
         crc = c_uint32()
         with memoryview(buffer) as block:
             for at in range(first, last, len(block)):
@@ -312,8 +312,8 @@ class Witness(Overlay):
             steps.run()
         return crc.value
 
-    def _touched(self, file: str, start: int, stop: int) -> Iterator[Checksum]:
-        """Yield the ranges of a file that have bytes between two places."""
+    def _ranges_in(self, file: str, start: int, stop: int) -> Iterator[Checksum]:
+        """Yield the ranges with a checksum that overlap `[start, stop)` of a file."""
         ranges = self._ranges.get(file)
         if ranges is None:
             return
@@ -324,11 +324,11 @@ class Witness(Overlay):
             at += 1
 
     def _tally(self, checksum: Checksum) -> Tally | None:
-        """Return the progress of a range; None if it has been checked."""
-        return None if checksum in self._settled else self._tallies.setdefault(checksum, Tally())
+        """Return the progress of a range; None if it is already checked."""
+        return None if checksum in self._results else self._tallies.setdefault(checksum, Tally())
 
     def _tensor_in(self, checksum: Checksum) -> str | None:
-        """Return the first tensor that lies in a range."""
+        """Return the name of the first tensor in a range."""
         start, stop = checksum.offset, checksum.end
         places = self._places.get(checksum.file, [])
         at = bisect_left(places, (start, ""))
@@ -336,7 +336,7 @@ class Witness(Overlay):
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, str]]]:
-        """Where tensors begin, by file."""
+        """File -> sorted `(offset, name)` of its tensors."""
         places_by_file: dict[str, list[tuple[int, str]]] = {}
         for name, entry in self._entries.items():
             for extent in entry.extents:
@@ -345,51 +345,51 @@ class Witness(Overlay):
 
 
 def _extent(offset: int, width: int, loops: Sequence[Loop]) -> tuple[int, int]:
-    """Return how many bytes runs have, and where the last one ends in the file."""
+    """Return the total bytes of strided runs, and the offset in the file at which the last run ends."""
     total = width * prod(count for count, _, _ in loops)
     return total, offset + width + sum((count - 1) * step for count, step, _ in loops)
 
 
 @lru_cache(1024)
 def _cover(width: int, loops: tuple[tuple[int, int], ...]) -> int:
-    """Return the share of runs whose bytes are all 255; `loops`: count and step in the file."""
+    """Return the checksum share of runs whose bytes are all 255; `loops` are `(count, step in the file)`."""
     octet = zlib.crc32(b"\xff") ^ zlib.crc32(b"\0")
-    share = _repeated(octet, _moved(1), width)
+    share = _geometric_sum(octet, _shift(1), width)
     for count, step in reversed(loops):
-        share = _repeated(share, _moved(step), count)
+        share = _geometric_sum(share, _shift(step), count)
     return share
 
 
-def _repeated(share: int, power: int, count: int) -> int:
-    """Return the sum of a polynomial's products with the powers of another one, from 0 up to the count."""
-    found = 0
-    upto = 1 << 31  # the power that the next product would have
+def _geometric_sum(share: int, power: int, count: int) -> int:
+    """Return the sum of `share * power**i` for i in `range(count)`, as polynomials."""
+    total = 0
+    upto = 1 << 31  # the power of the next product
     for bit in f"{count:b}":
-        found ^= _times(upto, found)
+        total ^= _times(upto, total)
         upto = _times(upto, upto)
         if bit == "1":
-            found ^= _times(upto, share)
+            total ^= _times(upto, share)
             upto = _times(upto, power)
-    return found
+    return total
 
 
-def witnessed(container: Container) -> Container:
-    """Return a container whose storage checks the checksums of its files while these are read."""
+def with_checks(container: Container) -> Container:
+    """Return the container with a storage that checks the checksums of its files during reads."""
     return replace(container, storage=Witness(container.storage, container.checksums, container.entries))
 
 
-def joined(first: SummedRange, second: SummedRange) -> SummedRange:
-    """Return two neighbouring parts as one.
+def merge_parts(first: SummedRange, second: SummedRange) -> SummedRange:
+    """Merge two adjacent summed parts.
 
-    The CRC-32 of A and B together is that of A, moved on by the length of B, xor that of B: CRCs are polynomials
-    modulo a fixed one, and moving on by a byte multiplies by x**8 (zlib's `crc32_combine`, which Python lacks).
+    The CRC-32 of A followed by B is the CRC of A, shifted by the length of B, xor the CRC of B. CRCs are polynomials
+    modulo a fixed one, and a shift by a byte multiplies by x**8 (zlib's `crc32_combine`, which Python lacks).
     """
-    return first[0], second[1], _times(_moved(second[1] - second[0]), first[2]) ^ second[2]
+    return first[0], second[1], _times(_shift(second[1] - second[0]), first[2]) ^ second[2]
 
 
 @lru_cache(1024)
-def _moved(size: int) -> int:
-    """Return x**(8 * size) modulo the polynomial, its lowest power in the highest bit."""
+def _shift(size: int) -> int:
+    """Return x**(8 * size) modulo the CRC polynomial; the highest bit is the lowest power."""
     power, square = 1 << 31, 1 << 23
     while size:
         if size & 1:
@@ -400,7 +400,7 @@ def _moved(size: int) -> int:
 
 
 def _times(first: int, second: int) -> int:
-    """Return the product of two polynomials modulo the polynomial."""
+    """Return the product of two polynomials modulo the CRC polynomial."""
     # Carry-less multiplication: bits are coefficients, the lowest power in the highest bit.
     product = 0
     for bit in range(31, -1, -1):
@@ -410,27 +410,27 @@ def _times(first: int, second: int) -> int:
     return product
 
 
-_FEWEST = 1 << 12
-"""Bytes that are worth the call."""
+_MIN_BYTES = 1 << 12
+"""Smallest number of bytes for which the compiled function is called."""
 _CRC = ctypes.c_uint32
 
 
 def crc32(data: memoryview, crc: int = 0) -> int:
-    """Return the CRC-32 of bytes.
+    """Return the CRC-32 of `data`, continued from `crc`.
 
     Args:
         data: the bytes, contiguous.
-        crc: of the bytes before them.
+        crc: CRC-32 of the preceding bytes.
     """
-    compiled = load_crc32() if data.nbytes >= _FEWEST else None
+    compiled = load_crc32() if data.nbytes >= _MIN_BYTES else None
     if compiled is None:
         return zlib.crc32(data, crc)
     octets, result = data.cast("B"), _CRC(crc)
-    added = compiled(address_to_read(octets), len(octets), ctypes.byref(result))
+    added = compiled(read_address(octets), len(octets), ctypes.byref(result))
     return zlib.crc32(octets[added:], result.value)
 
 
 @cache
 def load_crc32() -> Callable[..., int] | None:
-    """Return the compiled function; None if it was not built, cannot be loaded, or was built from another source."""
+    """Return the compiled CRC-32 function; None if it was not built, or was built from another source."""
     return compiled_function("transaxle_crc32", (ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_CRC)), ctypes.c_int64)

@@ -1,8 +1,8 @@
-"""Which format a path is in: the clues of all formats, asked in a fixed order; the first that has an answer decides.
+"""Detects the format of a path: tries the clues of all formats in a fixed order, and uses the first match.
 
-A folder may hold a checkpoint twice, in two formats or two precisions. Guessing would load one of them in silence. So
-the order is written down, the files that were not chosen are listed as ignored, and when one question has two answers
-the user is asked.
+A folder may contain a checkpoint twice, in two formats or two precisions. So the order of the clues is fixed, files
+that were not chosen are listed as ignored, and the user is asked if one clue has two matches; nothing is guessed.
+
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from transaxle.arguments import Weights
 from transaxle.errors import LONGEST_NAME, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Container
-from transaxle.formats.checksums import witnessed
+from transaxle.formats.checksums import with_checks
 from transaxle.formats.registry import (
     DCP,
     DCP_DATA,
@@ -38,10 +38,10 @@ from transaxle.formats.registry import (
     check_newest,
     every_format,
     find,
-    installed,
-    listed,
+    join_names,
     one_file_ends,
-    unknown,
+    plugin_formats,
+    unknown_format,
     unread_end,
 )
 from transaxle.formats.storage.storage import Storage, SubFolder, is_url, too_long
@@ -59,27 +59,27 @@ _OF_RANKS = (
     "wrote them (transformers' convert_llama_weights_to_hf.py for Meta's), and convert the result. One alone can "
     'keep its names: --to safetensors:identity (to="safetensors:identity").'
 )
-_LOOKED_INTO = 50
+_MAX_SUBFOLDERS = 50
 _SNAPSHOTS = "snapshots"
-"""Folder in the cache of a hub, with a folder for each version."""
+"""Folder in huggingface_hub's cache that has a sub-folder for each revision."""
 _ORIGIN = "Give the checkpoint that it was made from, or save its tensors as safetensors."
 _WRITTEN_AS = re.compile(rb'\{\s*"transaxle":\s*\d+,\s*"format":\s*"([A-Za-z0-9_.+-]{1,100})"')
-"""How our manifests begin: the rest, which may be long, is not read."""
+"""Start of our manifests; the rest, which may be long, is not read."""
 _LONGEST_BEGINNING = 512
-_PART = re.compile(
+_PART_NAMES = re.compile(
     r"\.hf_metadata|model|optim|pytorch_model_fsdp_\d+|optimizer_\d+|(?:optimizer(?:_\d+)?|scheduler)\.(?:pt|bin)"
 )
-"""Files and folders of step folders of parts, see `step_parts`."""
+"""Names of files and folders that occur in step folders of parts, see `step_parts`."""
 _WEIGHTS = "weights"
-"""What readers take of formats that may hold weights twice."""
+"""Option of readers of formats that may store the weights twice."""
 
 
 class _Match(NamedTuple):
-    """A member of a folder that would be a checkpoint."""
+    """A candidate: a member of a folder that may be a checkpoint."""
 
     kind: Format
     clue: Clue | None
-    """What found it; None where the user names the format of a file."""
+    """The clue that matched; None if the user named the format of a file."""
     member: str
 
 
@@ -98,122 +98,126 @@ def open_container(
 
     Args:
         path: folder or file.
-        format: consider this format only.
-        weights: of a format that holds them twice, which weights; None: those that an optimizer keeps.
-        cutter: says how ranks cut parameters where the checkpoint does not.
-        optimizer: whether its state is wanted; None: if it is known.
-        average: whether replicas that differ are to be averaged, which only formats of ranks have.
-        lenient: open a format that has no choice of weights, and no replicas, all the same.
-        naming: names the parameters of an optimizer that numbers them, where its state is wanted.
+        format: name of the only format to try; None: all formats.
+        weights: which weights to read, if the format stores them twice; None: the copies of the optimizer.
+        cutter: tells how ranks sharded parameters, if the checkpoint does not.
+        optimizer: whether to read the optimizer's state; None: if its parameter names are in the checkpoint.
+        average: average replicas that differ; only formats with a file per rank have replicas.
+        lenient: ignore `weights` and `average` for formats to which they do not apply, instead of refusing.
+        naming: names the parameters of an optimizer whose state has only their numbers.
 
     Raises:
-        UsageError: AMBIGUOUS if there are two candidates at the step that decides, or no such format.
-        Refused: UNSUPPORTED if there is no checkpoint; INCOMPLETE for one shard of several; whatever the format's
+        UsageError: AMBIGUOUS if the first matching clue has two candidates, or if there is no such format.
+        Refused: UNSUPPORTED if there is no checkpoint; INCOMPLETE for one shard of several; other codes of the format's
             reader refuses.
         StorageError: IO.
     """
-    wanted = None if format is None else find(format)
-    if format is not None and wanted is None:
-        raise unknown(format, [each.name for each in every_format()])
+    kind = None if format is None else find(format)
+    if format is not None and kind is None:
+        raise unknown_format(format, [each.name for each in every_format()])
     options = {"weights": weights, "cutter": cutter, "optimizer": optimizer}
-    asked = () if lenient else _asked(weights, average=average)
+    inapplicable = () if lenient else _inapplicable(weights, average=average)
     storage = storage_at(path)
     try:
-        given = {name: option for name, option in options.items() if option is not None}
-        container = _open(storage, storage.path, _Wanted(wanted, given, asked, naming if optimizer else None))
+        given_options = {name: option for name, option in options.items() if option is not None}
+        container = _open(
+            storage, storage.path, _Choices(kind, given_options, inapplicable, naming if optimizer else None)
+        )
     except BaseException:
         storage.close()
         raise
-    return witnessed(container) if container.checksums else container
+    return with_checks(container) if container.checksums else container
 
 
 def has_choices(format: str) -> bool:  # noqa: A002 - as above
-    """Tell whether checkpoints of a format may hold weights twice, or replicas that differ."""
+    """Tell whether checkpoints of a format may store the weights twice, or replicas that differ."""
     kind = find(format)
     return kind is not None and _WEIGHTS in kind.reader_takes
 
 
-def _asked(weights: Weights | None, *, average: bool) -> tuple[tuple[str, str], ...]:
-    """Return why what is asked for cannot be had of a format that stores each weight once, and what to do."""
+def _inapplicable(weights: Weights | None, *, average: bool) -> tuple[tuple[str, str], ...]:
+    """Return `(message, hint)` for each given option that does not apply to a format that stores each weight once."""
     precision = "{} stores its weights once, so there is no precision to choose", "Omit --weights."
     replicas = "{} stores its weights once, so there are no replicas to average", "Omit --average-replicas (average=)."
     return (*([precision] if weights is not None else []), *([replicas] if average else []))
 
 
-class _Wanted(NamedTuple):
-    """What is asked of a place."""
+class _Choices(NamedTuple):
+    """The user's choices for opening a place."""
 
     kind: Format | None = None
-    """The only format that is considered; None: all."""
+    """The only format to try; None: all formats."""
     options: Mapping[str, Any] = {}
-    """Options of readers."""
-    asked: Sequence[tuple[str, str]] = ()
-    """Why what is asked for cannot be had of most formats, and what to do."""
+    """Options of the readers, by name."""
+    inapplicable: Sequence[tuple[str, str]] = ()
+    """`(message, hint)` to refuse a format that stores each weight once; see `_inapplicable`."""
     naming: Naming | None = None
-    """Names numbered parameters."""
+    """Names the numbered parameters of an optimizer; None: leave them behind."""
 
 
-def _open(storage: Storage, path: str, wanted: _Wanted) -> Container:
+def _open(storage: Storage, path: str, choices: _Choices) -> Container:
     folder = _folder(storage)
     if SCRATCH in folder.folders or (storage.single and _unfinished_around(path)):
         message = "a run that was killed, or is still at work, has not written all of this: the rest is zeros"
         hint = "Continue it with --resume and its other options, or remove it with transaxle clean."
         raise refuse("INCOMPLETE", message, file=path, hint=hint)
-    matches = _first_matches(folder, wanted.kind)
-    if not matches and storage.single and wanted.kind and wanted.kind.one_file:
-        matches = [_Match(wanted.kind, None, storage.single)]
+    matches = _first_matches(folder, choices.kind)
+    if not matches and storage.single and choices.kind and choices.kind.one_file:
+        matches = [_Match(choices.kind, None, storage.single)]
     if not storage.single and _may_have_parts(folder):
-        return _open_parts(folder, path, matches, wanted)
+        return _open_parts(folder, path, matches, choices)
     if not matches:
-        raise _nothing(folder, wanted.kind)
-    return _of_match(folder, path, matches, wanted)
+        raise _refuse_nothing(folder, choices.kind)
+    return _open_match(folder, path, matches, choices)
 
 
 def _may_have_parts(folder: Folder) -> bool:
     """Tell whether a folder may be a step folder of parts, see `step_parts`."""
-    return any(map(_PART.fullmatch, (*folder.names, *folder.folders)))
+    return any(map(_PART_NAMES.fullmatch, (*folder.names, *folder.folders)))
 
 
-def _open_parts(folder: Folder, path: str, matches: Sequence[_Match], wanted: _Wanted) -> Container:
-    """Open a step folder of parts, see `step_parts`; also a folder with names like those of parts, and without any."""
+def _open_parts(folder: Folder, path: str, matches: Sequence[_Match], choices: _Choices) -> Container:
+    """Open a folder whose names are those of a step folder of parts, see `step_parts`, even if it has no parts."""
     from transaxle.formats.step_parts import in_part, weights_folders, with_model_files, with_parts
 
     folder = replace(folder, storage=with_model_files(folder))
     parts = [] if matches else weights_folders(folder)
     if len(parts) > 1:
-        raise _several(path, [_Match(DCP, None, part) for part in parts])
+        raise _refuse_several(path, [_Match(DCP, None, part) for part in parts])
     if not matches and not parts:
-        raise _nothing(folder, wanted.kind)
+        raise _refuse_nothing(folder, choices.kind)
 
     def open_part(member: str) -> Container:
         if member in folder.names:
             return TORCH.open(None, folder.storage, path, member)
-        asked = wanted if member in parts else _Wanted()
-        return in_part(member, path, lambda: _open(SubFolder(folder.storage, member), path, asked))
+        part_choices = choices if member in parts else _Choices()
+        return in_part(member, path, lambda: _open(SubFolder(folder.storage, member), path, part_choices))
 
     part = parts[0] if parts else None
-    weights = open_part(part) if part else _of_match(folder, path, matches, wanted)
-    without_state = wanted.options.get("optimizer") is False
-    return with_parts(weights, folder, part, open_part, wanted.naming, without_state=without_state)
+    weights = open_part(part) if part else _open_match(folder, path, matches, choices)
+    without_state = choices.options.get("optimizer") is False
+    return with_parts(weights, folder, part, open_part, choices.naming, without_state=without_state)
 
 
-def _of_match(folder: Folder, path: str, matches: Sequence[_Match], wanted: _Wanted) -> Container:
-    """Open the checkpoint that clues have found in a place."""
+def _open_match(folder: Folder, path: str, matches: Sequence[_Match], choices: _Choices) -> Container:
+    """Open the checkpoint that the clues matched."""
     storage = folder.storage
     if len(matches) > 1:
-        raise _several(path, matches)
+        raise _refuse_several(path, matches)
     kind, clue, member = matches[0]
     shard = None if clue is not None and clue.all_shards else _shard(member)
     if shard and int(shard[2]) > 1 and not storage.single:
         message = f"this is shard {int(shard[1])} of {int(shard[2])}; the other shards and their index are missing"
         raise refuse("INCOMPLETE", message, file=member, hint="To read this shard alone, give the file itself.")
-    if wanted.asked and _WEIGHTS not in kind.reader_takes:
+    if choices.inapplicable and _WEIGHTS not in kind.reader_takes:
         where = Where(path)
-        raise gathered(Refusal("UNSUPPORTED", each.format(kind.title), where, hint) for each, hint in wanted.asked)
+        raise gathered(
+            Refusal("UNSUPPORTED", each.format(kind.title), where, hint) for each, hint in choices.inapplicable
+        )
     if kind.newest in folder.names:
         check_newest(folder, kind.newest)
-    taken = {name: option for name, option in wanted.options.items() if name in kind.reader_takes}
-    container = kind.open(clue, storage, path, member, **taken)
+    reader_options = {name: option for name, option in choices.options.items() if name in kind.reader_takes}
+    container = kind.open(clue, storage, path, member, **reader_options)
     if kind.package:
         from transaxle.formats.package_checks import check_container
 
@@ -225,7 +229,7 @@ def _of_match(folder: Folder, path: str, matches: Sequence[_Match], wanted: _Wan
 
 
 def _unfinished_around(file: str) -> bool:
-    """Tell whether a file on this machine is in a folder that is not written to its end."""
+    """Tell whether a local file is in a folder whose conversion is not finished."""
     return not is_url(file) and (Path(file).parent / SCRATCH).is_dir()
 
 
@@ -233,26 +237,26 @@ def _folder(storage: Storage, inside: str = "") -> Folder:
     if storage.single:
         return Folder(storage, "", (storage.single,), ())
     listing = storage.listing(inside)
-    # What must not be read counts as a candidate too: opening it says why, which a plain "nothing here" would not.
+    # Members that must not be read are candidates too: opening one explains why, unlike a plain "nothing here".
     return Folder(storage, f"{inside}/" if inside else "", listing.everything(), listing.folders)
 
 
-def _first_matches(folder: Folder, wanted: Format | None) -> list[_Match]:
-    """Return what the first clues find that find anything; clues of one place are asked together."""
-    if wanted is not None:
-        return _found_by([wanted], folder)
-    writer = _written_as(folder)
-    named = _found_by([writer], folder) if writer is not None else []
-    return named or _found_by(builtin().values(), folder) or _found_by(installed(), folder)
+def _first_matches(folder: Folder, only: Format | None) -> list[_Match]:
+    """Return the matches of the first clue that has any; clues with the same place are tried together."""
+    if only is not None:
+        return _matches_of([only], folder)
+    writer = _written_format(folder)
+    written_matches = _matches_of([writer], folder) if writer is not None else []
+    return written_matches or _matches_of(builtin().values(), folder) or _matches_of(plugin_formats(), folder)
 
 
-def _written_as(folder: Folder) -> Format | None:
-    """Return the installed format that a folder's manifest names; None where it names one that ships, or none.
+def _written_format(folder: Folder) -> Format | None:
+    """Return the plugin format that a folder's manifest names; None for a built-in format or without a manifest.
 
-    The names of its files may be those of a format that ships, whose clue would otherwise take them.
+    A plugin's files may have names like those of a built-in format, whose clue would otherwise match first.
 
     Raises:
-        Refused: UNSUPPORTED where no package that is installed has it.
+        Refused: UNSUPPORTED if no installed package provides the format.
     """
     if folder.storage.single or MANIFEST not in folder.names:
         return None
@@ -273,8 +277,8 @@ def _written_as(folder: Folder) -> Format | None:
     return kind
 
 
-def _found_by(formats: Iterable[Format], folder: Folder) -> list[_Match]:
-    for clues in _in_order(formats):
+def _matches_of(formats: Iterable[Format], folder: Folder) -> list[_Match]:
+    for clues in _by_place(formats):
         matches = [_Match(kind, clue, member) for kind, clue in clues for member in _candidates(kind, clue, folder)]
         if matches:
             return matches
@@ -283,46 +287,54 @@ def _found_by(formats: Iterable[Format], folder: Folder) -> list[_Match]:
 
 def _candidates(kind: Format, clue: Clue, folder: Folder) -> tuple[str, ...]:
     with kind.answerable("a clue"):
-        return clue.found(folder)
+        return clue.find_candidates(folder)
 
 
-def _in_order(formats: Iterable[Format]) -> Iterator[list[tuple[Format, Clue]]]:
+def _by_place(formats: Iterable[Format]) -> Iterator[list[tuple[Format, Clue]]]:
     clues = sorted(((kind, clue) for kind in formats for clue in kind.clues), key=lambda each: each[1].place)
-    for _, same in groupby(clues, key=lambda each: each[1].place):
-        yield list(same)
+    for _, clues_of_place in groupby(clues, key=lambda each: each[1].place):
+        yield list(clues_of_place)
 
 
 def _shard(member: str) -> re.Match[str] | None:
-    """Read number and count out of the name of a shard; None for other names."""
+    """Match the name of a shard, with groups for its number and the count; None for other names."""
     return _SHARD.fullmatch(member.removesuffix(next((end for end in one_file_ends() if member.endswith(end)), "")))
 
 
 def _rank(file: str) -> tuple[str, int] | None:
-    """Read what the files of all ranks are called, and the number of one, out of a name; None for other names."""
+    """Split the name of a rank's file into the name without the rank, and the rank; None for other names."""
     match = _RANK.fullmatch(file)
     return None if match is None else (f"{match[1]}{match[3]}", int(match[2]))
 
 
 def part_of_ranks(storage: Storage) -> Refusal | None:
-    """Return why a file that was given alone is no whole model: by its name, it is one of several ranks' files."""
+    """Return a refusal if a single file is, by its name, the file of one rank of several, and so not a whole model."""
     rank = _rank(storage.single) if storage.single else None
     if rank is None:
         return None
-    around: list[str] = []
+    neighbours: list[str] = []
     if not is_url(storage.path):
-        with suppress(OSError):  # a folder that cannot be listed says nothing
-            around = os.listdir(os.path.dirname(storage.path) or ".")  # noqa: PTH120, PTH208 - as typed
-    others = {other[1]: name for name in sorted(around) if (other := _rank(name)) is not None and other[0] == rank[0]}
-    others.pop(rank[1], None)
-    is_one = sorted((rank[1], *others)) == list(range(1 + len(others))) if others else rank[0].startswith(_META)
-    if not is_one or (rank[1] == 0 and not others):
+        with suppress(OSError):  # without a listing, the name alone decides
+            neighbours = os.listdir(os.path.dirname(storage.path) or ".")  # noqa: PTH120, PTH208 - as typed
+    sibling_files = {
+        other[1]: name for name in sorted(neighbours) if (other := _rank(name)) is not None and other[0] == rank[0]
+    }
+    sibling_files.pop(rank[1], None)
+    ranks_are_complete = (
+        sorted((rank[1], *sibling_files)) == list(range(1 + len(sibling_files)))
+        if sibling_files
+        else rank[0].startswith(_META)
+    )
+    if not ranks_are_complete or (rank[1] == 0 and not sibling_files):
         return None
-    besides = f", beside {listed(list(others.values()))}" if others else ""
-    message = f"by its name, this is the file of rank {rank[1]} of several{besides}: a part of the tensors of a model"
+    siblings_text = f", beside {join_names(list(sibling_files.values()))}" if sibling_files else ""
+    message = (
+        f"by its name, this is the file of rank {rank[1]} of several{siblings_text}: a part of the tensors of a model"
+    )
     return Refusal("INCOMPLETE", message, Where(storage.path), _OF_RANKS)
 
 
-def _several(path: str, matches: Sequence[_Match]) -> TransaxleError:
+def _refuse_several(path: str, matches: Sequence[_Match]) -> TransaxleError:
     members = [match.member for match in matches]
     kinds = list(dict.fromkeys(match.kind.name for match in matches))
     if len(kinds) > 1:
@@ -333,19 +345,19 @@ def _several(path: str, matches: Sequence[_Match]) -> TransaxleError:
         hint = f"These look like the shards of one checkpoint: its index (*{INDEX}) is missing."
     else:
         hint = f"Give one of them: {path.rstrip('/')}/{members[0]}"
-    return refuse("AMBIGUOUS", f"the folder holds several checkpoints: {listed(members)}", file=path, hint=hint)
+    return refuse("AMBIGUOUS", f"the folder holds several checkpoints: {join_names(members)}", file=path, hint=hint)
 
 
-def _nothing(folder: Folder, wanted: Format | None) -> TransaxleError:
-    """Refuse a place without a checkpoint; say what is there, and which sub-folder looks like one."""
+def _refuse_nothing(folder: Folder, only: Format | None) -> TransaxleError:
+    """Return the refusal of a place without a checkpoint; it lists the contents, and sub-folders that have one."""
     storage = folder.storage
-    what = f"no {wanted.name} checkpoint" if wanted else "no checkpoint"
+    summary = f"no {only.name} checkpoint" if only else "no checkpoint"
     if storage.single:
-        return _no_file(storage.path, what, wanted)
-    if wanted is None or wanted.newest:
+        return _refuse_file(storage.path, summary, only)
+    if only is None or only.newest:
         for kind in every_format():
             check_newest(folder, kind.newest)
-    if wanted in (None, DCP) and any(name.endswith(DCP_DATA) for name in folder.names):
+    if only in (None, DCP) and any(name.endswith(DCP_DATA) for name in folder.names):
         message = (
             "the file is missing, which DCP writes last: the save was interrupted, or a copy left out hidden files"
         )
@@ -353,39 +365,39 @@ def _nothing(folder: Folder, wanted: Format | None) -> TransaxleError:
         return refuse("INCOMPLETE", message, file=DCP_METADATA, hint=hint)
     names = [*folder.names, *(f"{name}/" for name in folder.folders)]
     path = storage.path.rstrip("/")
-    others = [name for name in folder.folders if name not in (STATE_FOLDER, _SNAPSHOTS)]
-    if _SNAPSHOTS in folder.folders:  # the cache of a hub, of which the other folders hold files without names
-        others = [f"{_SNAPSHOTS}/{name}" for name in storage.listing(_SNAPSHOTS).folders]
-    deeper = [f"{path}/{name}" for name in others[:_LOOKED_INTO] if _holds_one(storage, name, wanted)]
+    subfolders = [name for name in folder.folders if name not in (STATE_FOLDER, _SNAPSHOTS)]
+    if _SNAPSHOTS in folder.folders:  # a hub's cache: other folders contain files without names
+        subfolders = [f"{_SNAPSHOTS}/{name}" for name in storage.listing(_SNAPSHOTS).folders]
+    deeper = [f"{path}/{name}" for name in subfolders[:_MAX_SUBFOLDERS] if _has_checkpoint(storage, name, only)]
     hint = ""
     if deeper:
-        hint = f"There is one in {listed(deeper)}."
-    elif wanted is None and (ends := sorted(set(filter(None, map(unread_end, folder.names))))):
-        hint = f"Files that end in {listed(ends)} are not read. {_ORIGIN}"
-    elif wanted is None:
-        kinds = listed([kind.name for kind in every_format()])
+        hint = f"There is one in {join_names(deeper)}."
+    elif only is None and (ends := sorted(set(filter(None, map(unread_end, folder.names))))):
+        hint = f"Files that end in {join_names(ends)} are not read. {_ORIGIN}"
+    elif only is None:
+        kinds = join_names([kind.name for kind in every_format()])
         hint = f"Give the file or folder that holds the tensors; these are read: {kinds}."
-    message = f"{what} here; found {listed(names) or 'nothing'}"
+    message = f"{summary} here; found {join_names(names) or 'nothing'}"
     return refuse("UNSUPPORTED", message, file=storage.path, hint=hint)
 
 
-def _no_file(path: str, what: str, wanted: Format | None) -> TransaxleError:
-    """Refuse a file whose name is not that of a checkpoint."""
-    if wanted is not None:
+def _refuse_file(path: str, summary: str, only: Format | None) -> TransaxleError:
+    """Return the refusal of a file whose name matches no format."""
+    if only is not None:
         hint = ""
     elif end := unread_end(path):
-        return refuse("UNSUPPORTED", f"{what}: files that end in {end} are not read", file=path, hint=_ORIGIN)
+        return refuse("UNSUPPORTED", f"{summary}: files that end in {end} are not read", file=path, hint=_ORIGIN)
     elif not is_url(path) and _is_checkpoint(around := os.path.dirname(path) or "."):  # noqa: PTH120 - as typed
         hint = f"Give the folder: {around}"
-    else:  # files of any name are given that are safetensors; those of other formats keep their endings
+    else:  # safetensors files may have any name; files of other formats keep their endings
         hint = f"If it is a safetensors file all the same, say so: --format {SAFETENSORS.name}."
-    return refuse("UNSUPPORTED", f"{what}: the file's name does not tell a known format", file=path, hint=hint)
+    return refuse("UNSUPPORTED", f"{summary}: the file's name does not tell a known format", file=path, hint=hint)
 
 
 def _is_checkpoint(path: str) -> bool:
     storage = storage_at(path)
     try:
-        return _holds_one(storage, "", None)
+        return _has_checkpoint(storage, "", None)
     finally:
         storage.close()
 
@@ -398,10 +410,10 @@ def _weights_folders(folder: Folder) -> list[str]:
     return weights_folders(folder)
 
 
-def _holds_one(storage: Storage, inside: str, wanted: Format | None) -> bool:
-    """Tell whether a sub-folder looks like a checkpoint; one that cannot be looked at does not."""
+def _has_checkpoint(storage: Storage, inside: str, only: Format | None) -> bool:
+    """Tell whether a sub-folder looks like a checkpoint; False if it cannot be read."""
     try:
         folder = _folder(storage, inside)
-        return SCRATCH not in folder.folders and bool(_first_matches(folder, wanted) or _weights_folders(folder))
+        return SCRATCH not in folder.folders and bool(_first_matches(folder, only) or _weights_folders(folder))
     except TransaxleError:
         return False

@@ -1,13 +1,14 @@
-"""Nested state dicts: their leaves, however a pickled value is nested, shared or self-referential, and the way back.
+"""Flattens nested state dicts of pickles into leaves, and nests them again.
 
-The walk does not recurse, knows which containers it is inside of, and counts: a few bytes of pickle can describe a
-billion leaves by sharing one list again and again.
+The walk does not recurse, detects containers that contain themselves, and limits the number of leaves: a few bytes of
+pickle can describe a
+billion leaves by sharing one list many times.
 
-A whole checkpoint is nested as one state dict: the model, the optimizer's state, and the items beside them.
+A whole checkpoint is one nested state dict, with the model, the optimizer's state, and other items:
 
       {"model": {name: tensor}, "optimizer": {"state": {parameter: {state: tensor}}, "param_groups": [...]}, ...}
 
-`state.arrange` reads the same names from it.
+`training_state.arrange` names its leaves.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from transaxle.formats.pickled.allowed import TENSORS
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap, Quantized, Scalar, TensorRef
 from transaxle.formats.training_state import GROUPS, OPTIMIZER, PARAMS, KeyPath, Leaf, ParamGroup
 
-_MOST = 2_000_000
-"""Cap on leaves and containers."""
-_MOST_PARTS = 12_000_000
-"""Cap on the summed lengths of all their paths."""
+_MAX_ITEMS = 2_000_000
+"""Maximum number of leaves and containers."""
+_MAX_PATH_LENGTHS = 12_000_000
+"""Maximum of the summed path lengths."""
 _DEEPEST = 100
 _LONGEST = 4096
 _ALONE = "tensor"
-"""Name of a tensor that is saved without a dict."""
+"""Name of a tensor that was saved without a dict."""
 _CONTAINERS = (dict, OrderedMap, list, tuple)
 
 
 class Odd(str):
-    """Replaces a key that is neither text nor integer in a path."""
+    """Stand-in, in a path, for a key that is neither a string nor an integer."""
 
     __slots__ = ()
 
 
 def is_tensor(value: object) -> bool:
-    """Tell whether a value is a tensor, be it one of a kind that is not read."""
+    """Tell whether a value is a tensor, even of a kind that cannot be read."""
     if type(value) is TensorRef or type(value) is Quantized:
         return True
     if type(value) is not Object:
@@ -51,17 +52,18 @@ def is_tensor(value: object) -> bool:
 
 
 def flatten(value: object, file: str) -> list[Leaf]:
-    """Return the leaves of what a pickle holds, in order.
+    """Return the leaves of an unpickled value, in order.
 
-    Dicts, lists and tuples are walked; an empty dict is one leaf, and so is a list or tuple that holds neither tensors
+    Dicts, lists and tuples are walked. An empty dict is one leaf, and so is a list or tuple that contains neither
+    tensors
     nor containers.
 
     Args:
         value: plain values and descriptors.
-        file: for errors.
+        file: name of the file, for error messages.
 
     Raises:
-        Refused: CORRUPT if it holds itself, is nested too deeply or has more leaves than any real file.
+        Refused: CORRUPT for a container that contains itself, too deep nesting, or more leaves than any real file has.
     """
     if is_tensor(value):
         return [Leaf((_ALONE,), "tensor", value)]
@@ -69,12 +71,12 @@ def flatten(value: object, file: str) -> list[Leaf]:
 
 
 class _Walk:
-    """One walk, with its counts and the lists it has already examined."""
+    """One walk over a value, with its remaining limits and the lists that it has examined."""
 
     def __init__(self, file: str) -> None:
         self._file = file
-        self._left = _MOST
-        self._parts = _MOST_PARTS
+        self._items_left = _MAX_ITEMS
+        self._lengths_left = _MAX_PATH_LENGTHS
         self._plain: dict[int, bool] = {}
 
     def leaves(self, top: Any) -> Iterator[Leaf]:
@@ -87,17 +89,17 @@ class _Walk:
                 inside.discard(id(container))
                 walks.pop()
                 continue
-            self._left -= 1
-            self._parts -= len(walks)
-            if self._left < 0 or self._parts < 0:
-                raise refuse("CORRUPT", f"it has more than {_MOST} items", file=self._file)
+            self._items_left -= 1
+            self._lengths_left -= len(walks)
+            if self._items_left < 0 or self._lengths_left < 0:
+                raise refuse("CORRUPT", f"it has more than {_MAX_ITEMS} items", file=self._file)
             key, value = item
             item_path = (*path, key)
             if type(value) not in _CONTAINERS or self._is_leaf(value):
                 yield _leaf(item_path, value)
                 continue
             if id(value) in inside:
-                raise refuse("CORRUPT", f"{_shown(item_path)} contains itself", file=self._file)
+                raise refuse("CORRUPT", f"{_show_path(item_path)} contains itself", file=self._file)
             if len(item_path) > _DEEPEST:
                 raise refuse("CORRUPT", f"it is nested more than {_DEEPEST} levels deep", file=self._file)
             if not value and isinstance(value, dict):
@@ -121,7 +123,7 @@ class _Walk:
         return key
 
     def _is_leaf(self, value: Any) -> bool:
-        """Tell whether a container is one leaf; a list is examined once, however often it is shared."""
+        """Tell whether a container is one leaf; a shared list is examined only once."""
         if isinstance(value, dict):
             return False
         is_plain = self._plain.get(id(value))
@@ -136,11 +138,11 @@ def _leaf(path: KeyPath, value: Any) -> Leaf:
         return Leaf(path, "tensor", value)
     if type(value) is Scalar or (type(value) in (int, float, bool) and number(value) is not None):
         return Leaf(path, "number", value)
-    return Leaf(path, "other", value, described(value))
+    return Leaf(path, "other", value, describe(value))
 
 
-def described(value: object) -> str:
-    """Describe a value that is neither tensor nor number."""
+def describe(value: object) -> str:
+    """Return a description, for messages, of a value that is neither tensor nor number."""
     if type(value) is Object:
         return str(value.cls)
     if type(value) is Quantized:
@@ -152,7 +154,7 @@ def described(value: object) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def _shown(path: KeyPath) -> str:
+def _show_path(path: KeyPath) -> str:
     return repr(list(path))[:_LONGEST]
 
 
@@ -161,15 +163,15 @@ _NUMBER = re.compile(r"#(\d+)")
 
 
 class Nesting(msgspec.Struct, frozen=True):
-    """Where a nested state dict has the tensors that are not an optimizer's."""
+    """Key paths of the tensors in a nested state dict, except those of an optimizer."""
 
     root: str | None = None
-    """Container of the model; None: its tensors are at the top."""
+    """Top-level key of the model's dict; None: the model's tensors are at the top level."""
     paths: Mapping[str, KeyPath] = msgspec.field(default_factory=dict)
-    """Name -> path of every tensor that is nested elsewhere."""
+    """Name -> key path of each tensor outside the model's dict."""
 
     def path(self, name: str) -> KeyPath:
-        """Return the path of a tensor."""
+        """Return the key path of a tensor."""
         optimizer = optimizer_path(name)
         if optimizer is not None:
             return optimizer
@@ -177,7 +179,7 @@ class Nesting(msgspec.Struct, frozen=True):
 
 
 def optimizer_path(name: str) -> KeyPath | None:
-    """Return the path of `optim/<parameter>/<state>`; None for any other name."""
+    """Return the key path of a tensor named `optim/<parameter>/<state>`; None for other names."""
     parameter, _, state = name.removeprefix(OPTIMIZER).rpartition("/")
     if not name.startswith(OPTIMIZER) or not parameter or not state:
         return None
@@ -185,31 +187,33 @@ def optimizer_path(name: str) -> KeyPath | None:
 
 
 def group_path(number: int, setting: str) -> KeyPath:
-    """Return the path of a group's setting."""
+    """Return the key path of a setting of an optimizer's parameter group."""
     return (_OPTIMIZER, GROUPS, number, setting)
 
 
 def as_numbered(parameter: str) -> str | int:
-    """Return a parameter as torch lists it: by its name, or by its number if it has none."""
+    """Return the number of a parameter named `#<number>`; other names are returned as they are."""
     number = _NUMBER.fullmatch(parameter)
     return int(number[1]) if number else parameter
 
 
-def listed(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
-    """Return groups as torch lists them, see `as_numbered`."""
+def list_groups(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
+    """Return parameter groups as torch lists them, with numbers for unnamed parameters; see `as_numbered`."""
     return [{**group, PARAMS: [as_numbered(parameter) for parameter in group[PARAMS]]} for group in groups]
 
 
-def nested(values: Mapping[str, object], nesting: Nesting, groups: Sequence[Mapping[str, object]]) -> dict[Any, Any]:
-    """Return one nested state dict.
+def nest_state(
+    values: Mapping[str, object], nesting: Nesting, groups: Sequence[Mapping[str, object]]
+) -> dict[Any, Any]:
+    """Nest tensors and optimizer settings into one state dict.
 
     Args:
-        values: by name.
-        nesting: where those are that are not the optimizer's.
-        groups: settings of the optimizer.
+        values: tensor name -> value.
+        nesting: key paths of the tensors that are not the optimizer's.
+        groups: parameter groups of the optimizer.
 
     Raises:
-        Refused: NAME_COLLISION where one of them would be inside another, or in its place.
+        Refused: NAME_COLLISION if the key path of a tensor is, or continues, that of another tensor.
     """
     top: dict[Any, Any] = {}
     containers: dict[KeyPath, dict[Any, Any]] = {(): top}

@@ -1,8 +1,8 @@
-"""Checks of what the formats of installed packages return: a catalog that is opened, a draft that is to be written.
+"""Checks the catalogs and drafts that plugin formats return.
 
-Everything after a reader or a draft relies on the catalog: dims that are numbers, bytes that lie inside their files,
-chunks that tile their tensor. The formats that ship check this while they parse, and their tests hold them to it. For a
-package nobody vouches, and its files come from anyone, so its catalogs are checked here, once each.
+All later code relies on catalogs: shapes are integers, bytes are inside their files, and chunks tile their tensor. The
+built-in formats check this while they parse. A plugin's code is not tested here, and its files are untrusted, so each
+of its catalogs is checked once.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from transaxle.errors import Code, Faults, TransaxleError
 from transaxle.formats.catalog import ITEM_BITS, Checksum, Container, Draft, Entry, Extent, Fragment, Spec, nbytes
 from transaxle.formats.dcp.chunk_tiling import check_tiling
 from transaxle.formats.registry import MANIFEST, STATE_FOLDER, Format
-from transaxle.formats.storage.storage import checked_parts
+from transaxle.formats.storage.storage import split_name
 
-_MOST_DIMS = 64
-"""Most dims that numpy supports."""
-_MOST_BITS = (2**63 - 1) * 8
+_MAX_DIMS = 64
+"""Maximum number of dims in numpy."""
+_MAX_BITS = (2**63 - 1) * 8
 _WIDEST = max(ITEM_BITS.values())
 
 
 class _Range(NamedTuple):
-    """Bytes of a file that a draft gives to one tensor or fragment."""
+    """A byte range of a file that a draft assigns to a tensor or fragment."""
 
     start: int
     stop: int
     tensor: str | None
-    """None for a fragment."""
+    """Name of the tensor; None for a fragment."""
 
 
 class _Checks:
-    """What a format's package returned, and the problems found in it.
+    """Checks on the result of one plugin format; collects the problems.
 
     Args:
-        kind: the format; each problem names its package.
+        kind: the format; each problem mentions its package.
         files: size of each file.
-        hint: what the user can do; empty: for a file that was read.
+        hint: hint of each problem; empty: a default hint for files that were read.
     """
 
     def __init__(self, kind: Format, files: Mapping[str, int], hint: str = "") -> None:
@@ -47,17 +47,17 @@ class _Checks:
         self._who = f"format {kind.name} of the package {kind.package} gave "
         self._hint = hint or f"The file is damaged, or {kind.package} has a bug: its reader must refuse such a file."
 
-    def add(self, code: Code, what: str, file: str | None, tensor: str | None = None) -> None:
-        """Add a problem: `what` the package gave."""
-        self.faults.add(code, self._who + what, file, tensor, self._hint)
+    def add(self, code: Code, problem: str, file: str | None, tensor: str | None = None) -> None:
+        """Add a problem; `problem` describes the wrong value that the package gave."""
+        self.faults.add(code, self._who + problem, file, tensor, self._hint)
 
     def entry(self, name: Any, entry: Any, file: str | None) -> bool:
         """Check one tensor and the places of its bytes.
 
         Args:
-            name: under which it is listed.
-            entry: the tensor.
-            file: named where no extent of it can be.
+            name: its key in the catalog.
+            entry: the tensor's entry.
+            file: file to name in a problem if the entry's extents have none.
         """
         if not _is_a(entry, Entry) or entry.name != name or not _is_text(name):
             self.add("CORRUPT", f"{entry!r} for the tensor {name!r}; expected an Entry of that name", file)
@@ -70,45 +70,45 @@ class _Checks:
         if not _is_a(entry.dtype, str) or entry.dtype not in ITEM_BITS:
             self.add("CORRUPT", f"the dtype {entry.dtype!r}, which is none of safetensors or torch", file, entry.name)
             return False
-        if not _are_counts(entry.shape) or len(entry.shape) > _MOST_DIMS:
-            what = f"the shape {entry.shape!r}; expected a tuple of at most {_MOST_DIMS} integers from 0 on"
-            self.add("CORRUPT", what, file, entry.name)
+        if not _are_counts(entry.shape) or len(entry.shape) > _MAX_DIMS:
+            problem = f"the shape {entry.shape!r}; expected a tuple of at most {_MAX_DIMS} integers from 0 on"
+            self.add("CORRUPT", problem, file, entry.name)
             return False
-        if prod(size or 1 for size in entry.shape) * _WIDEST > _MOST_BITS:
-            what = f"the shape {list(entry.shape)}, which overflows: no file holds so many elements"
-            self.add("CORRUPT", what, file, entry.name)
+        if prod(size or 1 for size in entry.shape) * _WIDEST > _MAX_BITS:
+            problem = f"the shape {list(entry.shape)}, which overflows: no file holds so many elements"
+            self.add("CORRUPT", problem, file, entry.name)
             return False
         if not all(self._extent(entry, extent, file) for extent in extents):
             return False
         return _is_whole(entry) or self._tiles(entry, file)
 
     def _extent(self, entry: Entry, extent: Any, file: str | None) -> bool:
-        """Check that a chunk has numbers for numbers, and that its bytes lie inside its file."""
+        """Check that the fields of a chunk are integers, and that its bytes are inside its file."""
         if not _is_a(extent.file, str) or extent.file not in self.files:
             self.add("CORRUPT", f"bytes in the file {extent.file!r}, which is not among its files", file, entry.name)
             return False
         dims = len(entry.shape)
         if not all(_are_counts(each) and len(each) == dims for each in (extent.start, extent.shape)):
-            what = f"a chunk of {extent.shape!r} at {extent.start!r}; expected {dims} integers each, from 0 on"
-            self.add("CORRUPT", what, extent.file, entry.name)
+            problem = f"a chunk of {extent.shape!r} at {extent.start!r}; expected {dims} integers each, from 0 on"
+            self.add("CORRUPT", problem, extent.file, entry.name)
             return False
         if extent.strides is not None and not (_are_counts(extent.strides) and len(extent.strides) == dims):
-            what = f"the strides {extent.strides!r}; expected {dims} integers from 0 on, or None"
-            self.add("CORRUPT", what, extent.file, entry.name)
+            problem = f"the strides {extent.strides!r}; expected {dims} integers from 0 on, or None"
+            self.add("CORRUPT", problem, extent.file, entry.name)
             return False
         if type(extent.offset) is not int or extent.offset < 0:
-            what = f"the offset {extent.offset!r}; expected an integer from 0 on"
-            self.add("CORRUPT", what, extent.file, entry.name)
+            problem = f"the offset {extent.offset!r}; expected an integer from 0 on"
+            self.add("CORRUPT", problem, extent.file, entry.name)
             return False
         try:
-            size = _reach(entry.dtype, extent)
+            size = _span_bytes(entry.dtype, extent)
         except TransaxleError as error:
-            what = f"a chunk of {list(extent.shape)}: {error.refusals[0].message}"
-            self.add(error.code, what, extent.file, entry.name)
+            problem = f"a chunk of {list(extent.shape)}: {error.refusals[0].message}"
+            self.add(error.code, problem, extent.file, entry.name)
             return False
         if extent.offset + size > self.files[extent.file]:
-            what = f"bytes {extent.offset} to {extent.offset + size} of a file of {self.files[extent.file]}"
-            self.add("CORRUPT", what, extent.file, entry.name)
+            problem = f"bytes {extent.offset} to {extent.offset + size} of a file of {self.files[extent.file]}"
+            self.add("CORRUPT", problem, extent.file, entry.name)
             return False
         return True
 
@@ -121,19 +121,19 @@ class _Checks:
             self.add("CORRUPT", f"chunks that do not cover it exactly once: {refusal.message}", file, entry.name)
         return False
 
-    def done(self) -> None:
-        """Raise what was found."""
+    def raise_problems(self) -> None:
+        """Raise the collected problems, if any."""
         if self.faults:
             raise self.faults.error()
 
 
 def check_container(kind: Format, container: Any, member: str) -> None:
-    """Refuse a catalog of an installed format that is not true, or not of the types that it must have.
+    """Refuse a container of a plugin format with wrong types, or with places outside of its files.
 
     Args:
         kind: the format.
-        container: what its reader returned.
-        member: the file that was to be read.
+        container: the return value of its reader.
+        member: the file that was read.
 
     Raises:
         Refused: CORRUPT, with file, tensor and package.
@@ -144,25 +144,29 @@ def check_container(kind: Format, container: Any, member: str) -> None:
         checks.add("CORRUPT", f"{container!r}; expected a Container", member)
         raise checks.faults.error()
     checks = _Checks(kind, container.files if _is_a(container.files, Mapping) else {})
-    for what, texts in (("files", tuple(checks.files)), ("carried", container.carried), ("ignored", container.ignored)):
+    for field, texts in (
+        ("files", tuple(checks.files)),
+        ("carried", container.carried),
+        ("ignored", container.ignored),
+    ):
         if not _is_a(texts, tuple) or not all(map(_is_text, texts)):
-            checks.add("CORRUPT", f"{what} {texts!r}; expected names of files", member)
-            checks.done()
+            checks.add("CORRUPT", f"{field} {texts!r}; expected names of files", member)
+            checks.raise_problems()
     if not _is_a(container.entries, Mapping) or not _is_a(container.left, Mapping):
         checks.add("CORRUPT", "entries that are no mapping of names", member)
-        checks.done()
+        checks.raise_problems()
     for file, size in checks.files.items():
-        present = container.storage.size(file)
-        if type(size) is not int or size != present:
-            checks.add("CORRUPT", f"the size {size!r} for a file of {present} bytes", file)
-    checks.done()
+        actual_size = container.storage.size(file)
+        if type(size) is not int or size != actual_size:
+            checks.add("CORRUPT", f"the size {size!r} for a file of {actual_size} bytes", file)
+    checks.raise_problems()
     twins = [twin for pair in container.twins for twin in (pair.first, pair.second)]
     listed = [*container.entries.items(), *container.left.items(), *((entry.name, entry) for entry in twins)]
     for name, entry in listed:
         checks.entry(name, entry, member)
     for checksum in container.checksums:
         _check_sum(checks, checksum, member)
-    checks.done()
+    checks.raise_problems()
 
 
 def _check_sum(checks: _Checks, checksum: Any, member: str) -> None:
@@ -173,12 +177,12 @@ def _check_sum(checks: _Checks, checksum: Any, member: str) -> None:
 
 
 def check_draft(kind: Format, draft: Any, specs: Sequence[Spec]) -> None:
-    """Refuse a draft of an installed format whose places are not those of the tensors that are to be written.
+    """Refuse a draft of a plugin format that does not give each tensor, and each byte of its files, exactly one place.
 
     Args:
         kind: the format.
-        draft: what it returned.
-        specs: the tensors.
+        draft: the return value of its draft function.
+        specs: the tensors to be written.
 
     Raises:
         Refused: CORRUPT, OVERLAP or UNSUPPORTED, with file, tensor and package.
@@ -191,63 +195,65 @@ def check_draft(kind: Format, draft: Any, specs: Sequence[Spec]) -> None:
     checks = _Checks(kind, draft.files, hint)
     for file, size in draft.files.items():
         _check_file(checks, kind, file, size)
-    checks.done()
+    checks.raise_problems()
     for spec in specs:
         entry = draft.entries.get(spec.name)
         if entry is None:
             checks.add("CORRUPT", "no place for this tensor", None, spec.name)
         elif checks.entry(spec.name, entry, None) and (entry.dtype, entry.shape) != (spec.dtype, spec.shape):
-            what = f"{entry.dtype} {list(entry.shape)}; expected {spec.dtype} {list(spec.shape)}"
-            checks.add("CORRUPT", what, None, spec.name)
+            problem = f"{entry.dtype} {list(entry.shape)}; expected {spec.dtype} {list(spec.shape)}"
+            checks.add("CORRUPT", problem, None, spec.name)
     names = {spec.name for spec in specs}
     for name in (name for name in draft.entries if name not in names):
         checks.add("CORRUPT", f"a place for {name!r}, which is not to be written", None)
-    checks.done()
+    checks.raise_problems()
     ranges: dict[str, list[_Range]] = {file: [] for file in checks.files}
     for entry in draft.entries.values():
-        _add_runs(checks, entry, ranges)
+        _add_tensor_ranges(checks, entry, ranges)
     for fragment in draft.fragments:
         _add_fragment(checks, fragment, ranges)
-    checks.done()
+    checks.raise_problems()
     for file, parts in ranges.items():
         _check_filled(checks, file, parts)
-    checks.done()
+    checks.raise_problems()
 
 
 def _check_file(checks: _Checks, kind: Format, file: Any, size: Any) -> None:
-    """Check a file's name and size: what is written must be replaced, and left behind, by its name later."""
+    """Check a file's name and size; later conversions recognise the file by its name, to replace it."""
     if not _is_text(file) or type(size) is not int or size < 0:
         checks.add(
             "CORRUPT", f"the size {size!r} for the file {file!r}; expected a name and an integer from 0 on", None
         )
         return
     try:
-        checked_parts(file)
+        split_name(file)
     except TransaxleError as error:
         for refusal in error.refusals:
             checks.add(refusal.code, f"a name that leads out of the folder: {refusal.message}", file)
         return
-    own = kind.file_pattern.fullmatch(file) or kind.file_pattern.fullmatch(file.removeprefix(f"{STATE_FOLDER}/"))
-    only = len(checks.files) == 1 and bool(kind.one_file) and "/" not in file and file.endswith(kind.one_file)
-    if file == MANIFEST or not (own or only):
+    matches_pattern = kind.file_pattern.fullmatch(file) or kind.file_pattern.fullmatch(
+        file.removeprefix(f"{STATE_FOLDER}/")
+    )
+    is_single_file = len(checks.files) == 1 and bool(kind.one_file) and "/" not in file and file.endswith(kind.one_file)
+    if file == MANIFEST or not (matches_pattern or is_single_file):
         checks.add("CORRUPT", f"a file that its own `files`, {kind.files!r}, does not match", file)
 
 
-def _add_runs(checks: _Checks, entry: Entry, ranges: Mapping[str, list[_Range]]) -> None:
-    """Note a tensor's bytes; its chunks must be runs of its row-major bytes, in order: so they are written."""
-    for before, extent in _with_elements_before(entry):
+def _add_tensor_ranges(checks: _Checks, entry: Entry, ranges: Mapping[str, list[_Range]]) -> None:
+    """Record a tensor's byte ranges; its chunks must be runs of its row-major bytes, in order, to be written."""
+    for before, extent in _nonempty_chunks(entry):
         if _first_element(entry.shape, extent) != before or not _is_run(entry.shape, extent):
-            what = (
+            problem = (
                 f"the chunk {list(extent.shape)} at {list(extent.start)}; expected runs of the tensor's bytes, in order"
             )
-            checks.add("UNSUPPORTED", what, extent.file, entry.name)
+            checks.add("UNSUPPORTED", problem, extent.file, entry.name)
             return
         size = nbytes(entry.dtype, extent.shape)
         ranges[extent.file].append(_Range(extent.offset, extent.offset + size, entry.name))
 
 
-def _with_elements_before(entry: Entry) -> Iterator[tuple[int, Extent]]:
-    """Yield the chunks that hold elements, each with the number of elements in those before."""
+def _nonempty_chunks(entry: Entry) -> Iterator[tuple[int, Extent]]:
+    """Yield each chunk that is not empty, with the number of elements in the chunks before it."""
     before = 0
     for extent in entry.extents:
         if prod(extent.shape):
@@ -256,7 +262,7 @@ def _with_elements_before(entry: Entry) -> Iterator[tuple[int, Extent]]:
 
 
 def _first_element(shape: tuple[int, ...], extent: Extent) -> int:
-    """Return the row-major number of a chunk's first element."""
+    """Return the row-major index of a chunk's first element in its tensor."""
     number = 0
     for size, start in zip(shape, extent.start, strict=True):
         number = number * size + start
@@ -264,7 +270,7 @@ def _first_element(shape: tuple[int, ...], extent: Extent) -> int:
 
 
 def _is_run(shape: tuple[int, ...], extent: Extent) -> bool:
-    """Tell whether a chunk is one run of the tensor's row-major bytes: one index, a span, then whole dims."""
+    """Tell whether a chunk is contiguous in the row-major tensor: single indices, one slice, then whole dims."""
     sizes = list(zip(extent.shape, shape, strict=True))
     while sizes and sizes[0][0] == 1:
         sizes.pop(0)
@@ -287,22 +293,22 @@ def _add_fragment(checks: _Checks, fragment: Any, ranges: Mapping[str, list[_Ran
 
 
 def _check_filled(checks: _Checks, file: str, ranges: Sequence[_Range]) -> None:
-    """Check that each byte of a file has one owner: a gap would be neither written nor verified."""
-    reached, last = 0, "a fragment"
+    """Check that each byte of a file belongs to one tensor or fragment; a gap would be neither written nor verified."""
+    reached, last_owner = 0, "a fragment"
     filled = sorted((part for part in ranges if part.start < part.stop), key=lambda part: part[:2])
     for part in (*filled, _Range(checks.files[file], checks.files[file], None)):
         if part.start < reached:
-            what = f"bytes {part.start} to {min(part.stop, reached)} twice: they are also those of {last}"
-            checks.add("OVERLAP", what, file, part.tensor)
+            problem = f"bytes {part.start} to {min(part.stop, reached)} twice: they are also those of {last_owner}"
+            checks.add("OVERLAP", problem, file, part.tensor)
         elif part.start > reached:
-            what = f"bytes {reached} to {part.start} to no tensor and no fragment; padding is a Fragment too"
-            checks.add("CORRUPT", what, file)
+            problem = f"bytes {reached} to {part.start} to no tensor and no fragment; padding is a Fragment too"
+            checks.add("CORRUPT", problem, file)
         if part.stop > reached:
-            reached, last = part.stop, "a fragment" if part.tensor is None else f"the tensor {part.tensor}"
+            reached, last_owner = part.stop, "a fragment" if part.tensor is None else f"the tensor {part.tensor}"
 
 
-def _reach(dtype: str, extent: Extent) -> int:
-    """Return the bytes from a chunk's first element to the end of its last.
+def _span_bytes(dtype: str, extent: Extent) -> int:
+    """Return the number of bytes from a chunk's first element to the end of its last one.
 
     Raises:
         Refused: SHAPE_MISMATCH where packed elements do not fill whole bytes.
@@ -318,15 +324,15 @@ def _is_whole(entry: Entry) -> bool:
 
 
 def _are_counts(values: Any) -> bool:
-    """Tell whether something is a tuple of integers from 0 on; True and 4.0 are none."""
+    """Tell whether a value is a tuple of non-negative `int`s; bools and floats are not."""
     return _is_a(values, tuple) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _is_a(value: Any, kind: type) -> bool:
-    """Tell whether a value is of the type that it is declared to have, which nothing but this check vouches for."""
+    """Like `isinstance`, but for a value whose declared type must not convince the type checker."""
     return isinstance(value, kind)
 
 
 def _is_text(name: Any) -> bool:
-    """Tell whether something is text that can be written: half a surrogate pair, which JSON can spell, cannot."""
+    """Tell whether a value is a string that can be encoded; half a surrogate pair, which JSON can contain, cannot."""
     return type(name) is str and not any("\ud800" <= character <= "\udfff" for character in name)

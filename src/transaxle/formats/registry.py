@@ -1,19 +1,19 @@
-"""All container formats by name, and what they say together of the names of files: which belong to a checkpoint.
+"""The table of all container formats, and questions about file names that need all formats.
 
-Whoever needs to know something of a format asks here; nothing else lists them. Formats of installed packages are looked
-for where no format that ships answers: a name that none of them has, a folder that none of them reads, a file whose
-kind none of them knows.
+Formats of installed packages (plugins) are loaded only if no built-in format matches: for an unknown format name, a
+folder that no built-in format recognises, or a file with an unknown ending.
 
-Sidecars are the other files of a checkpoint's folder, which are copied with the weights or left alone. A model is more
-than its tensors: its config, its tokenizer and its chat template go where it goes. A second set of weights (another
-format, another precision) does not, and neither does a link out of the folder. Both lists are shown to the user:
-nothing is left behind in silence.
 
-What the program knows of a container format is one record. Reader and draft are named by module path and imported when
-the format is used: looking at a folder of safetensors files imports nothing of DCP, of pickles or of DeepSpeed.
+Sidecars are the other files of a checkpoint's folder. A model's config, tokenizer and chat template are copied with its
+weights. A second set of weights (another format or precision) is not, and neither is a link out of the folder. Both
+lists are shown to the user.
 
-The order of the clues is that in which a folder that holds a checkpoint twice is read: what describes a whole folder
-comes before single files, and Hugging Face's own names before others.
+
+Each format is one record. Its reader and draft are named by module path, and imported when the format is used: a look
+at a folder of safetensors files imports nothing of DCP, pickles or DeepSpeed.
+
+The order of the clues decides which checkpoint is read in a folder that contains two: clues for a whole folder come
+before those for single files, and Hugging Face's names before others.
 """
 
 from __future__ import annotations
@@ -39,52 +39,52 @@ if TYPE_CHECKING:
 
 
 _LONGEST_TAG = 4096
-"""Bytes that are read of a file that names a step."""
+"""Maximum bytes that are read of a file that names the newest step."""
 _SHOWN = 10
-"""Names that an error lists."""
+"""Maximum number of names that an error message lists."""
 INDEX = ".index.json"
-"""Suffix of a file that lists which shard holds which tensor."""
+"""Suffix of an index, which maps tensors to shards."""
 HERE = "."
-"""Candidate for a path that is itself the folder of one step."""
+"""Candidate that stands for the path itself, if that is the folder of one step."""
 LAST = 100
-"""Place of a clue that is tried after those of all built-in formats."""
+"""`place` of a clue that is tried after the clues of all built-in formats."""
 
 
 class Folder(msgspec.Struct, frozen=True):
-    """The names that detection sees: no contents, except one small tag file."""
+    """The file and folder names of a place, from which formats are detected."""
 
     storage: Storage
     inside: str
     """Sub-folder of the storage, with a trailing `/`; empty for the folder itself."""
     names: tuple[str, ...]
-    """Files directly in the folder, or the one file that the path denotes."""
+    """Files directly in the folder, or the single file that was given."""
     folders: tuple[str, ...]
-    """Sub-folders; none if the path denotes one file."""
+    """Sub-folders; empty if a single file was given."""
 
 
 Candidates = Callable[[Folder], tuple[str, ...]]
-"""Returns the members of a folder that would each be a checkpoint."""
+"""`candidates(folder)`: return the members of a folder each of which may be a checkpoint."""
 
 
 class Clue(msgspec.Struct, frozen=True):
     """One way to recognise a format."""
 
     candidates: Candidates | str
-    """Finds the candidates; or its `module:function`, which is imported if `hint` matches."""
+    """Function that returns the candidates; or its `module:function`, imported only if `hint` matches."""
     place: int = LAST
-    """Order of the clues, the smallest first. If clues of one place find two candidates, the user decides."""
+    """Sort key: clues with a smaller place are tried first. Two candidates of equal place are refused as ambiguous."""
     hint: str = ""
     """Regular expression; the clue is tried only if it matches the whole name of a file or sub-folder."""
     reader: str = ""
     """`module:function` that opens its candidates, if that is not the format's own reader."""
     all_shards: bool = False
-    """A candidate stands for all shards in its folder, so that one that is named `…-00001-of-00002` may be opened."""
+    """Whether a candidate stands for all shards in its folder, so that its name may be `…-00001-of-00002`."""
 
-    def found(self, folder: Folder) -> tuple[str, ...]:
-        """Return the candidates in a folder."""
+    def find_candidates(self, folder: Folder) -> tuple[str, ...]:
+        """Return the candidates of the clue in a folder."""
         if self.hint and not any(re.fullmatch(self.hint, name) for name in (*folder.names, *folder.folders)):
             return ()
-        find = imported(self.candidates) if isinstance(self.candidates, str) else self.candidates
+        find = import_object(self.candidates) if isinstance(self.candidates, str) else self.candidates
         candidates: tuple[str, ...] = find(folder)
         return candidates
 
@@ -94,77 +94,77 @@ class Format:
     """A container format."""
 
     name: str
-    """What `--format`, `--to` and plans call it."""
+    """Name of the format in `--format`, `--to` and plans."""
     title: str
-    """A checkpoint of it in words, with its article."""
+    """Description of a checkpoint in this format, with an article, for messages."""
     clues: tuple[Clue, ...]
-    """How it is recognised."""
+    """Clues that recognise the format."""
     reader: str
     """`module:function(storage, path, member)`, which returns a `Container`; `member` is a clue's candidate."""
     draft: str = ""
     """`module:function(tensors, *, metadata, shard_size)`, which returns a `Draft`; empty: it cannot be written."""
     reader_takes: frozenset[str] = frozenset()
-    """Keywords that the reader takes besides: `weights` (which precision), `cutter` (how ranks cut parameters),
-    `optimizer` (whether its state is wanted)."""
+    """Optional keywords of the reader: `weights` (which precision), `cutter` (how ranks cut parameters),
+    `optimizer` (whether to read its state)."""
     draft_takes: frozenset[str] = frozenset()
-    """Keywords that the draft takes besides: `groups` (an optimizer's settings), `training` (other plain data by its
-    paths), `run` and `read` (what a training run says of itself, and a reader of small tensors), `sealed` (leave room
-    for digests in the one file), `nesting` (how the state dict in the one file is nested), `stem` (how names of files
-    begin), `config` (the model's), `cuts` (where tensors of several layers or experts are cut into chunks), `degrees`
-    and `parts` (the ranks that have files, and what each tensor-parallel one holds of a tensor)."""
+    """Optional keywords of the draft: `groups` (an optimizer's settings), `training` (other plain data
+    by its paths), `run` and `read` (facts about a training run, and a reader of small tensors), `sealed` (leave space
+    for digests in a single file), `nesting` (how the state dict in a single file is nested), `stem` (beginning of file
+    names), `config` (of the model), `cuts` (where tensors of several layers or experts are cut into chunks), `degrees`
+    and `parts` (the parallel degrees, and each tensor-parallel rank's part of a tensor)."""
     dialects: tuple[str, ...] = ()
-    """Dialects in which it is written unless the user names one: the first that fits. Empty: the source's own names."""
+    """Default dialects for writing; the first that the family has is used. Empty: the names of the source."""
     full_precision: bool = False
-    """Whether its weights are the full-precision copies that the optimizer keeps, where it keeps some."""
+    """Whether a checkpoint's weights are the optimizer's full-precision copies, where there are any."""
     dtypes: frozenset[str] | None = None
-    """Types of tensors that it can hold, as safetensors codes; None: its draft refuses what it cannot."""
+    """Dtypes that the format can store, as safetensors codes; None: its draft refuses other dtypes itself."""
 
     one_file: tuple[str, ...] = ()
-    """Ends of the names of files each of which can be a checkpoint by itself; empty: it is always a folder."""
+    """Endings of files that can be a whole checkpoint; empty: a checkpoint is always a folder."""
     heads: tuple[tuple[int, bytes], ...] = ()
-    """Offset and bytes by which such a file is told from others of its name; one of them is enough."""
+    """`(offset, bytes)` signatures of such a file; one must match. Empty: no check."""
     parts: tuple[str, ...] = ()
-    """Ends of the names of its other files that hold tensors or describe them."""
+    """Endings of other files of the format that contain tensors or describe them."""
     openers: tuple[str, ...] = ()
-    """Ends of the names of files that make those around them a checkpoint: they must appear last."""
+    """Endings of files that complete a checkpoint, such as an index; they must be written last."""
     files: str = r"(?!)"
     """Regular expression for the paths of all its files inside the folder of a checkpoint."""
     sidecars: frozenset[str] = frozenset()
-    """Names of the files that frameworks write beside them."""
+    """Names of small files that frameworks write with this format."""
     steps: str = ""
-    """Regular expression for sub-folders, each of which is a checkpoint of one training step; empty: it has none."""
+    """Regular expression for the names of step folders, each of them a checkpoint; empty: no step folders."""
     newest: str = ""
-    """File beside such sub-folders that names the newest."""
+    """Name of the file next to the step folders that names the newest one; empty: none."""
     inner: str = ""
-    """Sub-folder of a step that holds some of its files."""
+    """Sub-folder of a step folder for some of its files; empty: none."""
     package: str = ""
-    """Distribution that it comes from; empty: it ships with Transaxle."""
+    """Python distribution that provides the format; empty: it is built in."""
 
     def open(self, clue: Clue | None, storage: Storage, path: str, member: str, **options: Any) -> Container:
-        """Open a checkpoint of it.
+        """Open a checkpoint of this format.
 
         Args:
-            clue: what found it; None where the user names the format.
-            storage: where the files are.
-            path: what the user typed.
+            clue: the clue that matched; None if the user named the format.
+            storage: storage of the files.
+            path: the path as the user typed it.
             member: the candidate.
-            **options: those of `reader_takes`.
+            **options: keyword arguments from `reader_takes`.
 
         Raises:
-            TransaxleError: what the reader raises.
+            TransaxleError: from the reader.
         """
-        reader = self._imported((clue.reader if clue is not None else "") or self.reader)
+        reader = self._import((clue.reader if clue is not None else "") or self.reader)
         with self.answerable("its reader", member):
             container: Container = reader(storage, path, member, **options)
         return container
 
     @contextmanager
     def answerable(self, what: str, file: str | None = None) -> Iterator[None]:
-        """Let an error of an installed package name that package; of a format that ships it stays the bug that it is.
+        """Turn an unexpected exception of a plugin format into a refusal that names its package.
 
         Args:
-            what: the part of it that runs.
-            file: what it reads.
+            what: the part of the format that runs, for the message.
+            file: the file that is read.
         """
         try:
             with aside() if self.package else nullcontext():
@@ -180,8 +180,8 @@ class Format:
 
     @cached_property
     def drafter(self) -> Callable[..., Draft]:
-        """What lays out a checkpoint of it that does not exist yet."""
-        drafter: Callable[..., Draft] = self._imported(self.draft)
+        """The function named by `draft`, imported on first use."""
+        drafter: Callable[..., Draft] = self._import(self.draft)
         return drafter
 
     @cached_property
@@ -191,69 +191,68 @@ class Format:
 
     @cached_property
     def step_pattern(self) -> re.Pattern[str]:
-        """`steps`, compiled; it matches nothing where there are none."""
+        """`steps`, compiled; without step folders it matches nothing."""
         return re.compile(self.steps or r"(?!)")
 
-    def _imported(self, where: str) -> Any:
+    def _import(self, where: str) -> Any:
         try:
             with aside() if self.package else nullcontext():
-                return imported(where)
+                return import_object(where)
         except BaseException as error:
             if not self.package or is_users(error):
-                raise  # one of our own modules: that is a bug, and no refusal
+                raise  # in one of our own modules this is a bug, not a refusal
             message = f"format {self.name} of the package {self.package}: {where} cannot be imported: {error!r}"
             raise refuse("UNSUPPORTED", message, hint=f"Repair the package, or remove {self.package}.") from error
 
 
-def imported(where: str) -> Any:
-    """Return what `module:name` names.
+def import_object(where: str) -> Any:
+    """Import and return the object at `module:name`.
 
     Raises:
-        Exception: whatever importing the module raises; AttributeError where it has no such name.
+        Exception: from the import of the module; AttributeError if the module has no such name.
     """
     module, _, name = where.partition(":")
     return getattr(import_module(module), name)
 
 
 def ending(*ends: str, unless: str = r"(?!)") -> Candidates:
-    """Return what finds the files whose names end so.
+    """Return a `Candidates` function for files with these endings.
 
     Args:
-        ends: ends of names.
-        unless: regular expression for names that are no candidates, unless the path denotes that one file.
+        ends: endings of file names.
+        unless: regular expression for names to skip, unless the user gave that file itself.
     """
-    left_out = re.compile(unless)
+    skipped = re.compile(unless)
 
     def candidates(folder: Folder) -> tuple[str, ...]:
-        wanted = folder.storage.single
-        found = (name for name in folder.names if name.endswith(ends))
-        return tuple(name for name in found if name == wanted or not left_out.fullmatch(name))
+        single_file = folder.storage.single
+        names = (name for name in folder.names if name.endswith(ends))
+        return tuple(name for name in names if name == single_file or not skipped.fullmatch(name))
 
     return candidates
 
 
 def named(name: str) -> Candidates:
-    """Return what finds the file of this name."""
+    """Return a `Candidates` function for the file with this name."""
     return lambda folder: (name,) if name in folder.names else ()
 
 
 def first_of(pattern: str) -> Candidates:
-    """Return what finds the first of the files whose names match all of a regular expression, by numbers in them."""
+    """Return a `Candidates` function for the first file, by the numbers in its name, that matches a pattern
+    entirely.
+    """
     compiled = re.compile(pattern)
 
     def candidates(folder: Folder) -> tuple[str, ...]:
-        found = [name for name in folder.names if compiled.fullmatch(name)]
-        return (min(found, key=lambda name: (*map(int, re.findall(r"\d+", name)), name)),) if found else ()
+        names = [name for name in folder.names if compiled.fullmatch(name)]
+        return (min(names, key=lambda name: (*map(int, re.findall(r"\d+", name)), name)),) if names else ()
 
     return candidates
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Pause the search for garbage that holds itself: of the millions of objects that are made here, none is.
-
-    Whatever else is dropped goes at once, as always.
-    """
+def without_gc() -> Iterator[None]:
+    """Pause Python's cyclic garbage collector, which is slow with millions of new objects and would find no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -264,7 +263,7 @@ def uncollected() -> Iterator[None]:
 
 
 def newest_step(folder: Folder, file: str) -> str | None:
-    """Return the sub-folder that a file names; None where the file, or the sub-folder, is not there."""
+    """Return the sub-folder that a tag file names; None if the file or the sub-folder is missing."""
     if file not in folder.names or not folder.folders:
         return None
     tag = _tag_in(folder, file)
@@ -272,10 +271,11 @@ def newest_step(folder: Folder, file: str) -> str | None:
 
 
 def check_newest(folder: Folder, file: str) -> None:
-    """Refuse a file that names no sub-folder of the checkpoint: another step is not what was asked for.
+    """Refuse a tag file that names a missing sub-folder, instead of reading another step.
 
     Raises:
-        Refused: PATH_ESCAPE where it leads out; CORRUPT where it is empty; INCOMPLETE where the folder is not there.
+        Refused: PATH_ESCAPE for a path out of the folder; CORRUPT for an empty tag; INCOMPLETE for a missing
+            sub-folder.
     """
     if not file or file not in folder.names or newest_step(folder, file) is not None:
         return
@@ -287,13 +287,13 @@ def check_newest(folder: Folder, file: str) -> None:
         hint = "Give the folder of a step itself."
         raise refuse("PATH_ESCAPE" if tag else "CORRUPT", message, file=f"{folder.inside}{file}", hint=hint)
     if folder.folders:
-        message = f"the file names the step {tag!r}, whose folder is missing; present: {listed(folder.folders)}"
+        message = f"the file names the step {tag!r}, whose folder is missing; present: {join_names(folder.folders)}"
         hint = "Copy that folder, or give the folder of a step itself."
         raise refuse("INCOMPLETE", message, file=f"{folder.inside}{file}", hint=hint)
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return names as errors show them: the first ten."""
+def join_names(names: Sequence[str]) -> str:
+    """Join names for an error message; only the first ten are shown."""
     shown = ", ".join(names[:_SHOWN])
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
@@ -305,11 +305,11 @@ def _tag_in(folder: Folder, file: str) -> str:
 
 
 _HUB = "(?:diffusion_pytorch_model|pytorch_model|model|consolidated)"
-"""How the files of a model begin that Hugging Face's libraries, and Meta's, write."""
+"""Pattern for the beginnings of model file names of Hugging Face's libraries and of Meta."""
 
 
 def _shards_and_index(*ends: str) -> str:
-    """Return a pattern for the files of a model on a hub: whole, in shards, and their index; no adapters."""
+    """Return a pattern for model files on a hub: a single file, shards, or their index, but not adapters."""
     end = f"(?:{'|'.join(map(re.escape, ends))})"
     return (
         rf"{_HUB}(?:[.\-_]?\d[^/]*|[.\-][^/]*)?{end}"
@@ -337,7 +337,7 @@ SAFETENSORS = Format(
 
 _TORCH_FILES = (".bin", ".pt", ".pth")
 _NO_WEIGHTS = r"(training_args|(optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state)(_\d+)?)\.(bin|pt|pth)"
-"""What transformers' Trainer and accelerate keep beside the weights."""
+"""Pattern for training state of transformers' Trainer and accelerate, which are not weights."""
 TORCH = Format(
     name="torch",
     title="a torch checkpoint",
@@ -358,9 +358,9 @@ TORCH = Format(
 DCP_METADATA = ".metadata"
 DCP_DATA = ".distcp"
 DCP_RANK = rf"__(\d+){re.escape(DCP_METADATA)}"
-"""Pattern for the metadata that each rank writes of a save without coordination."""
+"""Pattern for the metadata file of one rank, from a save without coordination between ranks."""
 DCP_SHARD = r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors"
-"""Pattern for what torch's `HuggingFaceStorageWriter` writes before it consolidates."""
+"""Pattern for the shards of torch's `HuggingFaceStorageWriter` before consolidation."""
 DCP = Format(
     name="dcp",
     title="a torch.distributed.checkpoint (DCP) folder",
@@ -384,7 +384,7 @@ DCP = Format(
 )
 
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
-"""File beside the folders of Megatron's iterations that names the newest."""
+"""Name of the file next to Megatron's iteration folders that names the newest one."""
 _ITERATIONS = r"iter_\d{7,}|release"
 TORCH_DIST = Format(
     name="torch_dist",
@@ -408,9 +408,9 @@ TORCH_DIST = Format(
 )
 
 MEGATRON_RANK = r"mp_rank_\d{2,6}(?:_\d{3,6}){0,2}"
-"""Pattern for the folder in which one rank of Megatron writes."""
+"""Pattern for the name of a Megatron rank's folder."""
 MEGATRON_MODEL, MEGATRON_FLAT = "model_optim_rng.pt", "distrib_optim.pt"
-"""Files in it: the rank's part of the model, and of the distributed optimizer's flat buffers."""
+"""Files in a Megatron rank's folder: its part of the model, and of the distributed optimizer's flat buffers."""
 MEGATRON_TORCH = Format(
     name="megatron_torch",
     title="a Megatron checkpoint of one folder for each rank",
@@ -442,7 +442,7 @@ RANK_FILES = (
     r"(?:layer_(\d{1,6})_)?expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt",
     r"expp_rank_\d{1,6}_mp_rank_\d{1,6}_optim_states\.pt",
 )
-"""Patterns for what ranks write: their optimizer or, of ZeRO-3, model; a model; a layer; an expert; an optimizer of
+"""Patterns for the files of DeepSpeed ranks: optimizer (or model, for ZeRO-3), model, layer, expert, and optimizer of
 experts without ZeRO."""
 _RANK_FILE = "|".join(f"(?:{pattern})" for pattern in RANK_FILES)
 _STEPS = r"global_step\d+(_universal)?"
@@ -487,55 +487,55 @@ UNIVERSAL = Format(
 )
 
 FORMATS = (SAFETENSORS, TORCH, DCP, TORCH_DIST, MEGATRON_TORCH, UNIVERSAL, DEEPSPEED)
-"""In the order in which lists show them."""
+"""All built-in formats, in the order of lists for the user."""
 
 CALLED = {
     "huggingface": "hf", "hub": "hf", "sglang": "hf", "pt": "torch", "pth": "torch", "bin": "torch",
     "mcore": "torch_dist", "megatron-lm": "torch_dist", "fsdp": "dcp", "fsdp2": "dcp", "zero": "deepspeed-universal",
 }  # fmt: skip
-"""What people call a target -> the dialect or format that they mean."""
+"""Common other name of a target -> the dialect or format."""
 
 
 GROUP = "transaxle.formats"
-"""Entry points of packages that add a format: the format's name, and where its `Format` is."""
+"""Entry point group for formats of installed packages; each entry point names a `Format`."""
 _ORDINARY = frozenset({
     "", "csv", "gitattributes", "gitignore", "html", "ini", "jinja", "jpg", "json", "jsonl", "log", "md", "model",
     "png", "py", "rst", "sh", "tiktoken", "toml", "tsv", "txt", "xml", "yaml", "yml",
 })  # fmt: skip
-"""Endings of names that no installed format can claim, so that such a file is no reason to look for one."""
+"""Common file endings that no plugin format may claim, so that such files do not cause plugins to be loaded."""
 _FOREIGN = (
     ".ckpt", ".gguf", ".ggml", ".h5", ".keras", ".msgpack", ".npy", ".npz", ".onnx", ".onnx_data", ".ot", ".pkl",
     ".pickle", ".tflite",
 )  # fmt: skip
-"""Ends of the names of files with tensors that no format here writes, and none reads, but for `.ckpt`: they do not
-travel with a model."""
+"""Endings of other tensor files, which no built-in format writes and, except `.ckpt`, none reads. They are not copied
+with a model."""
 
 
 @cache
 def builtin() -> Mapping[str, Format]:
-    """Return the formats that ship with Transaxle, by name."""
+    """Return the built-in formats by name."""
     return {kind.name: kind for kind in FORMATS}
 
 
 def find(name: str) -> Format | None:
-    """Return a format by name; None where there is none.
+    """Return a format by name; None if there is no such format.
 
     Raises:
-        Refused: where an installed package has a format of this name that cannot be used.
+        Refused: for a plugin format of this name that cannot be used.
     """
     if name in builtin():
         return builtin()[name]
-    return next((_installed(plugin) for plugin in plugins(GROUP) if plugin.name == name), None)
+    return next((_load_format(plugin) for plugin in plugins(GROUP) if plugin.name == name), None)
 
 
 @cache
-def installed() -> tuple[Format, ...]:
+def plugin_formats() -> tuple[Format, ...]:
     """Return the formats of installed packages.
 
     Raises:
-        Refused: UNSUPPORTED where one cannot be used, NAME_COLLISION where it claims what another one has.
+        Refused: UNSUPPORTED for one that cannot be used, NAME_COLLISION if two claim the same file endings.
     """
-    kinds = tuple(map(_installed, plugins(GROUP)))
+    kinds = tuple(map(_load_format, plugins(GROUP)))
     claimed = {end: "Transaxle" for kind in builtin().values() for end in (*kind.one_file, *kind.parts)}
     for kind, plugin in zip(kinds, plugins(GROUP), strict=True):
         for end in (*kind.one_file, *kind.parts):
@@ -545,8 +545,8 @@ def installed() -> tuple[Format, ...]:
 
 
 @cache
-def _installed(plugin: Plugin) -> Format:
-    """Return the format of an installed package, and check what it claims."""
+def _load_format(plugin: Plugin) -> Format:
+    """Load the format of an installed package, and check its name and file endings."""
     kind = plugin.load()
     if not isinstance(kind, Format):
         raise plugin.refusal("UNSUPPORTED", f"it is {kind!r}, and no transaxle.formats.registry.Format")
@@ -560,21 +560,21 @@ def _installed(plugin: Plugin) -> Format:
     return replace(kind, package=plugin.package)
 
 
-def get(name: str) -> Format:
-    """Return a format that is known to be there."""
+def get_format(name: str) -> Format:
+    """Return a format by name; raise ValueError if there is no such format."""
     kind = find(name)
     if kind is None:
         raise ValueError(f"there is no format {name!r}")
     return kind
 
 
-def unknown(name: str, known: Sequence[str], hint: str = "") -> TransaxleError:
-    """Return the error for a format that does not exist, with the nearest one that does.
+def unknown_format(name: str, known: Sequence[str], hint: str = "") -> TransaxleError:
+    """Return the error for an unknown format name, with the most similar name as hint.
 
     Args:
         name: what the user typed.
-        known: names of the formats that it could have been.
-        hint: what to do, where that is known better than by the nearest name.
+        known: names of the possible formats.
+        hint: hint to use instead of the most similar name.
     """
     close = difflib.get_close_matches(name.lower(), known, 1)
     message = f"there is no format {name!r}; there are: {', '.join(known)}"
@@ -582,87 +582,87 @@ def unknown(name: str, known: Sequence[str], hint: str = "") -> TransaxleError:
 
 
 def every_format() -> tuple[Format, ...]:
-    """Return all formats, in the order in which a folder is looked at for them."""
+    """Return all formats, in the order in which they are tried on a folder."""
     shipped = sorted(builtin().values(), key=lambda kind: min(clue.place for clue in kind.clues))
-    return (*shipped, *installed())
+    return (*shipped, *plugin_formats())
 
 
 def writable() -> tuple[str, ...]:
     """Return the names of the formats that can be written."""
-    return tuple(kind.name for kind in (*builtin().values(), *installed()) if kind.draft)
+    return tuple(kind.name for kind in (*builtin().values(), *plugin_formats()) if kind.draft)
 
 
 def is_one_file(name: str) -> bool:
-    """Tell whether a file of this name can be a checkpoint by itself; also of a path."""
-    return _any(name, lambda kind: name.endswith(kind.one_file))
+    """Tell whether a file with this name or path can be a whole checkpoint."""
+    return _any_format(name, lambda kind: name.endswith(kind.one_file))
 
 
 def one_file_ends() -> tuple[str, ...]:
-    """Return the ends of the names of such files, as far as formats ship with Transaxle."""
+    """Return the endings of files that can be a whole checkpoint in a built-in format."""
     return tuple(end for kind in builtin().values() for end in kind.one_file)
 
 
 def foreign_ends() -> tuple[str, ...]:
-    """Return the ends of the names of other files with tensors: parts of folders, and formats that are not read."""
+    """Return the endings of other tensor files: parts of a folder, and formats that cannot be read."""
     return (*(end for kind in builtin().values() for end in kind.parts), *_FOREIGN)
 
 
 def unread_end(name: str) -> str:
-    """Return the end of the name of a file with tensors that no format here reads; empty for other names."""
+    """Return the ending of a tensor file that no built-in format reads; empty for other names."""
     return next((end for end in _FOREIGN if name.lower().endswith(end)), "")
 
 
 def holds_tensors(name: str) -> bool:
-    """Tell whether a file of this name holds tensors, in whatever format."""
+    """Tell whether a file with this name contains tensors, in any format."""
     lower = name.lower()
-    return lower.endswith(_FOREIGN) or _any(name, lambda kind: lower.endswith((*kind.one_file, *kind.parts)))
+    return lower.endswith(_FOREIGN) or _any_format(name, lambda kind: lower.endswith((*kind.one_file, *kind.parts)))
 
 
 def opens_checkpoint(name: str) -> bool:
-    """Tell whether a file of this name makes the files around it a checkpoint."""
-    return _any(name, lambda kind: name.endswith(kind.openers))
+    """Tell whether a file with this name completes a checkpoint, as an index does."""
+    return _any_format(name, lambda kind: name.endswith(kind.openers))
 
 
 def is_of_checkpoint(name: str) -> bool:
-    """Tell whether a file of this name is found in folders that hold a checkpoint, and in no others."""
-    return _any(name, lambda kind: name.endswith((*kind.one_file, *kind.parts, *kind.openers)))
+    """Tell whether a file with this name occurs only in folders of checkpoints."""
+    return _any_format(name, lambda kind: name.endswith((*kind.one_file, *kind.parts, *kind.openers)))
 
 
 def is_step(folder: str) -> bool:
-    """Tell whether a folder of this name holds a checkpoint of one training step."""
+    """Tell whether a folder with this name is the checkpoint of a training step."""
     return any(kind.step_pattern.fullmatch(folder) for kind in builtin().values())
 
 
-def begins_right(name: str, head: bytes) -> bool:
-    """Tell whether a file begins as those do whose name ends so; an empty one has nothing to lose.
+def has_right_signature(name: str, head: bytes) -> bool:
+    """Tell whether the first bytes of a file fit its ending, or it is empty, so that it may be replaced.
 
     Args:
-        name: ends like a file that can be a checkpoint.
+        name: name of the file.
         head: its first bytes.
     """
-    return not head or _any(name, lambda kind: name.endswith(kind.one_file) and _begins(kind, head))
+    return not head or _any_format(name, lambda kind: name.endswith(kind.one_file) and _has_signature(kind, head))
 
 
-def _begins(kind: Format, head: bytes) -> bool:
+def _has_signature(kind: Format, head: bytes) -> bool:
     return not kind.heads or any(head.startswith(part, at) for at, part in kind.heads)
 
 
-def _any(name: str, test: Callable[[Format], bool]) -> bool:
-    """Tell whether a format says something of a file; those that are installed are asked of unknown kinds of files."""
-    return any(map(test, builtin().values())) or (_suffix(name) not in _ORDINARY and any(map(test, installed())))
+def _any_format(name: str, test: Callable[[Format], bool]) -> bool:
+    """Tell whether `test` is true of any format; plugin formats are loaded only for uncommon file endings."""
+    return any(map(test, builtin().values())) or (_suffix(name) not in _ORDINARY and any(map(test, plugin_formats())))
 
 
 def _suffix(name: str) -> str:
-    """Return the last ending of a name, without the dot; empty where there is none."""
+    """Return the lower-case text after the last dot of a file name; empty without a dot."""
     return name.rpartition("/")[2].rpartition(".")[2].lower() if "." in name.rpartition("/")[2] else ""
 
 
 MANIFEST = "transaxle.json"
-"""Our own description of a checkpoint that we wrote; the engine handles it, so it is neither carried nor ignored."""
+"""Name of the manifest of checkpoints that Transaxle wrote; it is neither carried nor ignored."""
 SCRATCH = ".transaxle"
-"""Folder for files outside the checkpoint while it is written; its presence means that the work is not finished."""
+"""Folder for working files during a conversion; a checkpoint that has it is not finished."""
 STATE_FOLDER = "optimizer"
-"""Folder for the optimizer's state: a framework that loads a model reads the files beside its config."""
+"""Folder for the optimizer's state, apart from the model, because frameworks read all files next to a config."""
 _CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 """peft's description of an adapter."""
@@ -670,45 +670,46 @@ _MODEL_FILES = (
     _CONFIG, "generation_config.json", "tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab.",
     "merges.txt", "chat_template", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-"""Prefixes of a model's own small files. A single tensor file may be anywhere, and a run's folder holds its logs as
-well, so only these count as their sidecars."""
+"""Prefixes of a model's small files. Only these are carried with a single tensor file, which may be in any folder, and
+out of a training run's folder, which contains logs as well."""
 
 
 _DOCUMENTS = (".md", "license", "license.txt", "notice", "notice.txt")
-"""Ends of the names of files that only people read."""
+"""Endings of files for human readers only."""
 
 
 def is_for_people(name: str) -> bool:
-    """Tell whether no program reads a file."""
+    """Tell whether a file is only for human readers."""
     return name.lower().endswith(_DOCUMENTS)
 
 
 def is_of_model(name: str) -> bool:
-    """Tell whether a small file is a model's own: its config, its tokenizer."""
+    """Tell whether a file belongs to a model, such as its config or tokenizer."""
     return name.startswith(_MODEL_FILES)
 
 
-def tells_of_use(name: str) -> bool:
-    """Tell whether a file only says how to use a model: a tokenizer, a template, a text. No tensor depends on it."""
+def is_for_use(name: str) -> bool:
+    """Tell whether a file concerns only the use of a model, not its tensors: tokenizer, template or text."""
     return name != _CONFIG and (is_for_people(name) or is_of_model(name))
 
 
 class SidecarFiles(msgspec.Struct, frozen=True):
-    """The files of a folder that hold none of its checkpoint's tensors."""
+    """The other files of a checkpoint's folder, without tensors of the checkpoint."""
 
     carried: tuple[str, ...]
-    """Files that are copied with the model."""
+    """Files that conversions copy with the model."""
     ignored: tuple[str, ...]
-    """Left alone: other tensor files, hidden files, sub-folders (with a `/`), links and special files."""
+    """Files that are not copied: other tensor files, hidden files, sub-folders (with a `/`), links and special
+    files."""
 
 
 def sort_sidecars(storage: Storage, files: Collection[str], *, of_run: bool = False) -> SidecarFiles:
-    """Sort the files around a checkpoint.
+    """Sort the other files of a checkpoint's folder into carried and ignored ones.
 
     Args:
-        storage: where they are.
-        files: those that it consists of.
-        of_run: the folder is a run's, with files that are no part of the model.
+        storage: storage of the folder.
+        files: the checkpoint's own files.
+        of_run: whether the folder is a training run's, with files that do not belong to the model.
 
     Raises:
         Refused: PATH_ESCAPE or UNSUPPORTED if the folder's config.json exists but must not be read.
@@ -717,19 +718,19 @@ def sort_sidecars(storage: Storage, files: Collection[str], *, of_run: bool = Fa
     listing = storage.listing()
     if _CONFIG in listing.special:
         raise gathered([listing.special[_CONFIG]])
-    others = [name for name in listing.names if name not in files and name != MANIFEST]
+    other_files = [name for name in listing.names if name not in files and name != MANIFEST]
     if storage.single:
-        return SidecarFiles(tuple(filter(is_of_model, others)), ())
-    own = tuple(name for name in others if not _left_alone(name))
-    carried = tuple(filter(is_of_model, own)) if of_run else own
+        return SidecarFiles(tuple(filter(is_of_model, other_files)), ())
+    candidates = tuple(name for name in other_files if not _is_ignored(name))
+    carried = tuple(filter(is_of_model, candidates)) if of_run else candidates
     used = {file.partition("/")[0] for file in files if "/" in file}
     folders = tuple(f"{name}/" for name in listing.folders if name not in used)
-    ignored = [*(name for name in others if name not in carried), *listing.special, *folders]
+    ignored = [*(name for name in other_files if name not in carried), *listing.special, *folders]
     if STATE_FOLDER in used:
         inside = (f"{STATE_FOLDER}/{name}" for name in storage.listing(STATE_FOLDER).everything())
         ignored += [name for name in inside if name not in files]
     return SidecarFiles(carried, tuple(sorted(ignored)))
 
 
-def _left_alone(name: str) -> bool:
+def _is_ignored(name: str) -> bool:
     return name.startswith(".") or name.lower().endswith(INDEX) or holds_tensors(name)

@@ -1,18 +1,21 @@
-"""Safetensors: eight bytes of length, then JSON that says where each tensor is, then the tensors; one file or shards.
+"""The safetensors format, in one file or shards: eight bytes of length, a JSON header with the place of each tensor,
+and the tensors.
 
-- Headers: we parse them ourselves. The library maps the file, keeps the last of two equal names, and stops at the first
-  fault with a message that names no file. This parser trusts nothing, reports every fault at once, and reads a header
+- Headers are parsed here. The safetensors library maps the file, keeps the last of two equal names, and stops at the
+first
+  fault with a message that names no file. This parser trusts nothing, reports all faults together, and reads a header
   of 70,000 tensors in a fraction of a second. What it accepts, the library accepts.
-- Parts: torch keeps parts of tensors in such files, with a note in the header on which parts they are. The header lists
-  each part as if it were a tensor; the note says where it begins in the whole. The shape of the whole is not recorded:
-  it extends as far as the parts do. If the last parts of every tensor are missing, nothing can tell.
-- Opening: one file, or the shards that an index names. transformers takes the index at its word: a path in it is
+- Parts: torch can save parts of tensors in such files, with a note about the parts in the header. The header lists
+  each part as if it were a tensor; the note has the part's start in the whole tensor. The shape of the whole is not
+  recorded:
+  it extends as far as the parts do. If the last parts of all tensors are missing, this cannot be detected.
+- Opening: one file, or the shards that an index names. transformers trusts the index: a path in it is
   followed, a tensor that moved to another shard is looked for in the wrong one, a tensor that is missing stays at its
-  random initial value. Here the headers say what there is, and an index that says anything else is refused.
-- Drafts: every tensor of files that do not exist yet gets its file and its offset before a byte moves. The files are
-  those that Hugging Face's own writers make of the same tensors: shards filled in the given order, and in each file the
-  widest types first, then by name. So every tensor begins at a multiple of its item size, and a conversion back is byte
-  for byte the file it started from.
+  random initial value. Here the headers decide which tensors exist, and an index that contradicts them is refused.
+- Drafts: each tensor of files to be written gets its file and offset before any byte moves. The files equal those that
+  Hugging Face's writers make of the same tensors: shards are filled in the given order, and in each file the
+  widest dtypes come first, then by name. So each tensor begins at a multiple of its item size, and converting back
+  gives the original file byte for byte.
 """
 
 from __future__ import annotations
@@ -42,9 +45,9 @@ from transaxle.formats.catalog import (
     Seal,
     Shape,
     Spec,
-    logical,
+    elements_shape,
+    make_seal,
     nbytes,
-    seal_of,
 )
 from transaxle.formats.registry import SAFETENSORS, sort_sidecars
 from transaxle.formats.shards import Sized, has_state, lay_out_shards, read_files
@@ -54,27 +57,27 @@ from transaxle.formats.storage.storage import (
     Storage,
     members,
     pairs_in,
-    parsed_as,
-    repeated,
+    parse_json_as,
+    repeated_keys,
     too_long,
 )
 from transaxle.formats.training_state import GROUPS, KEPT, KEPT_RUN, ParamGroup, decode, encode, facts_as_text, facts_in
 
 METADATA = "__metadata__"
-"""The one key of a header that is not a tensor."""
+"""The only key of a header that is not a tensor."""
 SEALED = ("transaxle.digest", "transaxle.digests")
-"""Keys of the metadata: the digest of all bytes outside the tensors, and the tensors' digests in file order. They are
-two, so that damage to one name does not make a sealed file look like an ordinary one.
+"""Metadata keys for the digest of all bytes outside the tensors, and for the tensors' digests in file order. There are
+two keys so that damage to one of them does not make a sealed file look like an ordinary one.
 """
 LENGTH_BYTES = 8
 MAX_HEADER = 100_000_000
-"""Cap on the header's bytes, the library's own."""
+"""Maximum size of a header in bytes, as in the safetensors library."""
 MAX_NOTES = 100_000
-"""Cap on the keys of `__metadata__`."""
+"""Maximum number of keys of `__metadata__`."""
 MAX_DIMS = 64
-"""Most dims that numpy supports."""
+"""Maximum number of dims in numpy."""
 ALIGNMENT = 8
-"""The data begins at a multiple of this."""
+"""The data begins at a multiple of this many bytes."""
 
 _MAX_COUNT = 2**63 - 1
 _MAX_ITEM_BYTES = max(BITS.values()) // 8
@@ -99,25 +102,25 @@ _INFO_FIELDS = len(_TensorInfo.__struct_fields__)
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The contents of one safetensors file."""
+    """The parsed header of one safetensors file."""
 
     entries: Mapping[str, Entry]
-    """Tensors by name, in the order of their bytes; each has one extent, with its offset from the file's beginning."""
+    """Tensors by name, in file order; each has one extent, with its offset in the file."""
     metadata: Mapping[str, str]
-    """The free text under `__metadata__`."""
+    """Strings under `__metadata__`, without digests."""
     size: int
-    """Bytes before the data: the length field and the JSON."""
+    """Number of bytes before the data: length field and JSON."""
     seal: Seal | None = None
-    """Where it keeps digests of the file's bytes; their text is not in the metadata."""
+    """Places of the digests of the file's bytes; None: it has none."""
 
 
 def read_header(storage: Storage, file: str, begin: int = 0) -> Header:
-    """Read the header of one file, or of the safetensors data that a file ends with.
+    """Read the header of a safetensors file, or of safetensors data at the end of another file.
 
     Args:
-        storage: where the file is.
-        file: its name.
-        begin: first byte of the header in the file, at most the file's size.
+        storage: storage of the file.
+        file: name of the file.
+        begin: offset of the header in the file.
 
     Raises:
         Refused: CORRUPT, NAME_COLLISION, OVERLAP, UNSUPPORTED: every problem found, each with file and tensor.
@@ -149,8 +152,8 @@ def parse_header(text: bytes, file: str, data_size: int, begin: int = 0) -> Head
 
     Args:
         text: the JSON, without the length field.
-        file: name used in errors and extents.
-        data_size: bytes of the file that follow the header.
+        file: name of the file, for extents and error messages.
+        data_size: number of bytes in the file after the header.
         begin: first byte of the header in the file.
 
     Raises:
@@ -171,7 +174,7 @@ def parse_header(text: bytes, file: str, data_size: int, begin: int = 0) -> Head
         rows.add(name, raw)
         if faults.full:
             break
-    # Every decoded key accounts for one colon: more colons mean that a key occurs twice.
+    # Each decoded key has one colon; more colons mean that a key occurs twice.
     if not faults and pair_count != top_level_count + len(metadata) + _INFO_FIELDS * len(rows.names):
         _add_repeated(text, file, faults)
     entries_are_valid = not faults
@@ -189,10 +192,10 @@ def parse_header(text: bytes, file: str, data_size: int, begin: int = 0) -> Head
 
 
 def _seal(text: bytes, metadata: Mapping[str, str], entries: Mapping[str, Entry], file: str, begin: int) -> Seal | None:
-    """Return where a header keeps digests; None if it keeps none.
+    """Return the places of the digests in a header; None if it has none.
 
     Raises:
-        Refused: CORRUPT where some of them are missing.
+        Refused: CORRUPT if some digests are missing.
     """
     digest_texts = [metadata.get(key) for key in SEALED]
     if digest_texts == [None, None]:
@@ -208,11 +211,11 @@ def _seal(text: bytes, metadata: Mapping[str, str], entries: Mapping[str, Entry]
         ):
             raise refuse("CORRUPT", "the digests in the header are incomplete", file=file, hint=_AGAIN)
     head, first = (begin + LENGTH_BYTES + at for at in places if at is not None)
-    return seal_of(file, head, first, offsets)
+    return make_seal(file, head, first, offsets)
 
 
 def _value_at(text: bytes, key: str) -> int | None:
-    """Return where the value of a key of the metadata begins in a header as this module writes it."""
+    """Return the offset of a metadata value in a header that this module wrote; None without this key."""
     key_text = f'"{key}":"'.encode()
     at = text.find(key_text)
     while at > 0 and text[at - 1 : at] == b"\\":
@@ -220,35 +223,35 @@ def _value_at(text: bytes, key: str) -> int | None:
     return at + len(key_text) if at >= 0 else None
 
 
-def room_for_seal(header: bytes, file: str, offsets: Sequence[int]) -> Seal:
-    """Return the seal of a header that was written with `blank_seal` among its metadata.
+def seal_from_header(header: bytes, file: str, offsets: Sequence[int]) -> Seal:
+    """Return the seal of a header whose metadata includes `blank_seal`.
 
     Args:
-        header: as `encode_header` gives it.
+        header: result of `encode_header`.
         file: name of the file.
-        offsets: first bytes in the file of the tensors that have bytes, in file order.
+        offsets: offsets in the file of the tensors that are not empty, in file order.
     """
     head, first = (_value_at(header, key) for key in SEALED)
     assert head is not None
     assert first is not None
-    return seal_of(file, head, first, offsets)
+    return make_seal(file, head, first, offsets)
 
 
 def blank_seal(count: int) -> dict[str, str]:
-    """Return the metadata that leaves room for the digests of so many tensors, those that have bytes."""
+    """Return metadata with space for the digests of `count` tensors; empty tensors do not count."""
     return dict(zip(SEALED, ("0" * DIGITS, "0" * DIGITS * count), strict=True))
 
 
 def encode_header(tensors: Iterable[tuple[Spec, int, int]], metadata: Mapping[str, str]) -> bytes:
-    """Write a header: length field, JSON, and spaces up to a multiple of eight bytes.
+    """Return the bytes of a header: length field, JSON, and spaces up to a multiple of eight bytes.
 
     Args:
-        tensors: what the file holds, and the first byte of each and the one after its last, counted from the end of
-            the header; in the order of their bytes.
-        metadata: free text; left out when empty.
+        tensors: `(tensor, first byte, one past the last byte)` in file order, with offsets from the end of
+            the header.
+        metadata: strings for `__metadata__`; omitted when empty.
 
     Raises:
-        Refused: UNSUPPORTED for names or metadata that are no Unicode, and for a header over 100 MB.
+        Refused: UNSUPPORTED for names or metadata that are not Unicode, and for a header over 100 MB.
     """
     document: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
     for spec, begin, end in tensors:
@@ -266,7 +269,7 @@ def encode_header(tensors: Iterable[tuple[Spec, int, int]], metadata: Mapping[st
 
 
 def _metadata_of(top: dict[str, msgspec.Raw], pair_count: int, file: str, faults: Faults) -> dict[str, str]:
-    """Take `__metadata__` out of the header's members; `said` are the keys of the whole header, at every level."""
+    """Remove `__metadata__` from the header's members, and return it; `pair_count` counts all keys of the header."""
     raw = top.pop(METADATA, None)
     if raw is None:
         return {}
@@ -281,7 +284,7 @@ def _metadata_of(top: dict[str, msgspec.Raw], pair_count: int, file: str, faults
 
 
 def _add_repeated(text: bytes, file: str, faults: Faults) -> None:
-    for name, *keys in repeated(text):
+    for name, *keys in repeated_keys(text):
         if not keys:
             faults.add("NAME_COLLISION", "the header lists this name twice", file, name)
         else:
@@ -289,16 +292,16 @@ def _add_repeated(text: bytes, file: str, faults: Faults) -> None:
 
 
 class _CheckedShape(NamedTuple):
-    """What is computed once for all tensors of one shape."""
+    """A validated shape, computed once for all tensors that have it."""
 
     dims: tuple[int, ...]
     start: tuple[int, ...]
-    """As many zeros: where a tensor's only extent begins."""
+    """A zero for each dim: the start of a tensor's only extent."""
     elements: int
     fault: tuple[Code, str] | None
 
 
-def _checked_shape(dims: tuple[int, ...]) -> _CheckedShape:
+def _check_shape(dims: tuple[int, ...]) -> _CheckedShape:
     if len(dims) > MAX_DIMS:
         return _CheckedShape(
             (), (), 0, ("UNSUPPORTED", f"the tensor has more than the {MAX_DIMS} dims that numpy supports")
@@ -311,16 +314,16 @@ def _checked_shape(dims: tuple[int, ...]) -> _CheckedShape:
 
 
 class _DataLayout(NamedTuple):
-    """Byte ranges of the tensors of one file, counted from its data."""
+    """Byte ranges of the tensors of one file, relative to its data."""
 
     begins: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
     order: npt.NDArray[np.intp]
-    """The tensors sorted by `begins`, then `ends`."""
+    """Indices that sort the tensors by `begins`, then `ends`."""
 
 
 class _HeaderRows:
-    """The entries of a header while it is parsed, in columns: a header may have a million of them."""
+    """The entries of a header during parsing, stored in columns because there may be a million of them."""
 
     def __init__(self, file: str, faults: Faults) -> None:
         self.file = file
@@ -330,10 +333,10 @@ class _HeaderRows:
         self._shapes: list[_CheckedShape] = []
         self._offsets = array("q")
         # A hundred thousand tensors have a few dozen shapes: each is checked and kept once.
-        self._known: dict[tuple[int, ...], _CheckedShape] = {}
+        self._shapes_by_dims: dict[tuple[int, ...], _CheckedShape] = {}
 
     def add(self, name: str, raw: msgspec.Raw) -> None:
-        """Decode one entry; a malformed one becomes a fault, not a row."""
+        """Decode and append one entry; a malformed one becomes a fault instead."""
         if len(name) > LONGEST_NAME:
             self._faults.add(*too_long(name), self.file, name)
             return
@@ -343,16 +346,16 @@ class _HeaderRows:
             self._faults.add("CORRUPT", f"the header's entry is malformed: {error}", self.file, name)
             return
         key = tuple(info.shape[: MAX_DIMS + 1])
-        shape = self._known.get(key)
+        shape = self._shapes_by_dims.get(key)
         if shape is None:
-            shape = self._known[key] = _checked_shape(key)
+            shape = self._shapes_by_dims[key] = _check_shape(key)
         self.names.append(name)
         self._dtypes.append(info.dtype)
         self._shapes.append(shape)
         self._offsets.extend(info.data_offsets)
 
     def are_in_order(self, data_size: int) -> bool:
-        """Tell whether the tensors, as they are listed, tile the data, which nearly all headers' do."""
+        """Tell whether the tensors tile the data in the order of the header, as in nearly all files."""
         begins, ends = self._offsets[::2], self._offsets[1::2]
         return array("q", (0, *ends)) == array("q", (*begins, data_size)) and all(map(le, begins, ends))
 
@@ -363,7 +366,7 @@ class _HeaderRows:
         return _DataLayout(begins, ends, np.lexsort((ends, begins)))
 
     def entries(self, order: Sequence[int], base: int) -> dict[str, Entry]:
-        """Build the catalog, and check that each dtype and shape fills exactly its bytes."""
+        """Return the entries in this order; check that each dtype and shape matches its number of bytes."""
         entries: dict[str, Entry] = {}
         codes = {code: code for code in BITS}
         file, faults = self.file, self._faults
@@ -395,7 +398,7 @@ def _add_layout(rows: _HeaderRows, layout: _DataLayout, data_size: int, faults: 
     begins, ends, order = layout
     file, names = rows.file, rows.names
     if (ends < begins).any():
-        return  # their sizes have been refused, and the rest cannot be judged
+        return  # these sizes have been refused already, and make the rest meaningless
     starts, stops = begins[order], ends[order]
     covered = np.concatenate((np.zeros(1, np.int64), np.maximum.accumulate(stops)))
     for at in np.flatnonzero(starts != covered[:-1]).tolist():
@@ -423,31 +426,31 @@ def _add_layout(rows: _HeaderRows, layout: _DataLayout, data_size: int, faults: 
 
 
 _PART_NOTE = "DCP_SHARDING_INFO"
-"""Key of the header's free text."""
+"""Metadata key for torch's note about parts of tensors."""
 PART_NOTES = frozenset({_PART_NOTE, "DCP_VERSION"})
-"""Keys of free text that describe parts, and so do not apply to the whole."""
+"""Metadata keys that describe parts of tensors, and so are wrong for whole tensors."""
 
 
 class _PartNote(msgspec.Struct, frozen=True):
-    """The note on one part."""
+    """torch's note about one part of a tensor."""
 
     saved_offsets: list[int]
-    """First index of the part in each dim of the whole."""
+    """First index of the part in each dim of the whole tensor."""
 
 
 def part_starts(
     entries: Mapping[str, Entry], metadata: Mapping[str, str], file: str, faults: Faults
 ) -> dict[str, Shape] | None:
-    """Return where each part of one file begins in its tensor.
+    """Return the start of each part of a file in its whole tensor.
 
     Args:
         entries: the tensors that the file's header lists.
-        metadata: its free text.
-        file: its name, for errors.
+        metadata: the strings under `__metadata__`.
+        file: name of the file, for error messages.
         faults: receives the problems.
 
     Returns:
-        Name of the tensor -> first index of the part, in elements; None if the note is missing or malformed.
+        Tensor name -> first index of the part in each dim, in elements; None if the note is missing or malformed.
     """
     text = metadata.get(_PART_NOTE)
     if text is None:
@@ -456,7 +459,7 @@ def part_starts(
         )
         return None
     try:
-        note = parsed_as(text, dict[str, _PartNote])
+        note = parse_json_as(text, dict[str, _PartNote])
     except NotJsonError as error:
         faults.add("CORRUPT", f"the header's {_PART_NOTE} is malformed: {error}", file)
         return None
@@ -470,31 +473,31 @@ def part_starts(
         ):
             faults.add("CORRUPT", f"the header's {_PART_NOTE} does not say where this part begins", file, name)
             continue
-        first_indices[name] = logical(tuple(part_note.saved_offsets), entry.dtype)
+        first_indices[name] = elements_shape(tuple(part_note.saved_offsets), entry.dtype)
     return first_indices
 
 
 def open_safetensors(storage: Storage, path: str, member: str) -> Container:
-    """Open one safetensors file, or all shards of an index, with the optimizer's state in its folder beside them.
+    """Open one safetensors file, or all shards of an index, and also the optimizer's state in its sub-folder.
 
-    The sizes in the index's metadata are not compared with anything: many published ones are wrong, because tied
-    weights were counted twice. They are left out of the container's metadata, which holds the headers' free text and
-    the other strings of the index; a key on which shards differ appears once a shard, as `<file>:<key>`.
+    The sizes in the index's metadata are ignored: many published ones are wrong, because tied
+    weights were counted twice. The container's metadata has the headers' strings and
+    the other strings of the index; a key on which shards differ appears once per shard, as `<file>:<key>`.
 
     Args:
-        storage: where the files are.
-        path: what the user typed.
-        member: the file to open: `*.safetensors`, or an index `*.safetensors.index.json`.
+        storage: storage of the files.
+        path: the path as the user typed it.
+        member: name of a `*.safetensors` file or of an index, `*.safetensors.index.json`.
 
     Raises:
-        Refused: everything that is wrong with the index and with all headers: CORRUPT, INCOMPLETE for a shard or a
-            tensor that is not there, NAME_COLLISION, OVERLAP, PATH_ESCAPE, UNSUPPORTED.
+        Refused: for all problems of the index and the headers together: CORRUPT, INCOMPLETE for a missing shard or
+            tensor, NAME_COLLISION, OVERLAP, PATH_ESCAPE, UNSUPPORTED.
         StorageError: IO.
     """
     read = read_files(storage, member, lambda file: read_header(storage, file))
     _check_whole(read.parts)
     sidecars = sort_sidecars(storage, read.sizes)
-    metadata: dict[str, Any] = {**read.index_texts, **_merged(read.parts)}
+    metadata: dict[str, Any] = {**read.index_texts, **_merge_metadata(read.parts)}
     if KEPT in metadata and (groups := decode(metadata[KEPT])) is not None:
         del metadata[KEPT]
         metadata[GROUPS] = groups
@@ -516,7 +519,7 @@ def open_safetensors(storage: Storage, path: str, member: str) -> Container:
 
 
 def _check_whole(headers: Mapping[str, Header]) -> None:
-    """Refuse files that hold parts of tensors, saved by torch, under the names of the tensors.
+    """Refuse files in which torch saved only parts of tensors.
 
     Raises:
         Refused: INCOMPLETE; CORRUPT for a malformed note.
@@ -532,10 +535,10 @@ def _check_whole(headers: Mapping[str, Header]) -> None:
         raise faults.error()
 
 
-def _merged(headers: Mapping[str, Header]) -> dict[str, str]:
-    """Return the free text of all headers; see `open_safetensors` for keys on which they differ.
+def _merge_metadata(headers: Mapping[str, Header]) -> dict[str, str]:
+    """Merge the metadata of all headers; see `open_safetensors` for keys on which they differ.
 
-    Torch's notes on parts are left out: they would be wrong for the same tensors under other names.
+    torch's notes about parts are omitted: they would be wrong for the same tensors under other names.
     """
     texts_by_file: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for file, header in headers.items():
@@ -553,7 +556,7 @@ def _merged(headers: Mapping[str, Header]) -> dict[str, str]:
 _STEM = "model"
 _RANK = {code: rank for rank, code in enumerate(BITS)}
 _WHOLE_BYTES = frozenset(code for code, bits in BITS.items() if bits % 8 == 0)
-"""First index of a whole tensor, by its dims."""
+"""Codes of the dtypes whose elements fill whole bytes."""
 
 
 def draft(
@@ -569,21 +572,21 @@ def draft(
     """Lay out safetensors files.
 
     Args:
-        tensors: what to write; shards are filled in this order.
-        metadata: free text for the header of every file.
-        shard_size: bytes of tensors in one file; a tensor that is larger gets a file of its own. Without it, or when
+        tensors: the tensors to write; shards are filled in this order.
+        metadata: strings for the header of each file.
+        shard_size: bytes of tensors in one file; a larger tensor gets a file of its own. Without it, or if
             everything fits, there is one file `model.safetensors` and no index.
-        groups: settings of the optimizer, as text in the header of the first file.
-        run: what the source says of its run, likewise where there is state of an optimizer.
-        sealed: leave room for digests in the header; there must be one file.
-        stem: how the names of the files begin.
+        groups: parameter groups of the optimizer, stored as text in the header of the first file.
+        run: facts about the training run, stored likewise if there is optimizer state.
+        sealed: reserve space for digests in the header; requires a single file.
+        stem: beginning of the file names.
 
     Raises:
-        Refused: for every tensor that has no place: UNSUPPORTED (dtype, dims, a name that is no Unicode),
-            NAME_COLLISION, SHAPE_MISMATCH (packed elements that do not fill whole bytes).
+        Refused: for each tensor that cannot be stored: UNSUPPORTED (dtype, dims, a name that is not Unicode),
+            NAME_COLLISION, SHAPE_MISMATCH (packed elements do not fill whole bytes).
     """
     faults = Faults()
-    if _are_plain(tensors):  # the usual case, of very many
+    if _are_plain(tensors):  # fast path for very many tensors
         sized = list(zip(tensors, map(nbytes, map(_dtype, tensors), map(_shape, tensors)), strict=True))
     else:
         sized, names_so_far = [], set[str]()
@@ -592,25 +595,25 @@ def draft(
             names_so_far.add(spec.name)
     if faults:
         raise faults.error()
-    beside = {KEPT: encode(groups)} if groups else {}
+    first_metadata = {KEPT: encode(groups)} if groups else {}
     if has_state(map(_name, tensors)) and (facts := facts_as_text(run or {})) is not None:
-        beside[KEPT_RUN] = facts
-    first_file_metadata = iter([beside])
-    room = blank_seal(sum(size > 0 for _, size in sized)) if sealed else {}
+        first_metadata[KEPT_RUN] = facts
+    first_file_metadata = iter([first_metadata])
+    seal_metadata = blank_seal(sum(size > 0 for _, size in sized)) if sealed else {}
 
     def lay_out(file: str, shard: Iterable[Sized]) -> tuple[list[Entry], list[Fragment], int]:
-        return _lay_out(file, shard, {**(metadata or {}), **next(first_file_metadata, {}), **room})
+        return _lay_out(file, shard, {**(metadata or {}), **next(first_file_metadata, {}), **seal_metadata})
 
     files = lay_out_shards(SAFETENSORS.name, stem, SAFETENSORS.one_file[0], sized, shard_size, lay_out)
     if not sealed:
         return files
     (header,) = files.fragments
     offsets = [entry.extents[0].offset for entry in files.entries.values() if entry.nbytes]
-    return replace(files, seal=room_for_seal(header.data, header.file, offsets))
+    return replace(files, seal=seal_from_header(header.data, header.file, offsets))
 
 
 def _are_plain(tensors: Sequence[Spec]) -> bool:
-    """Tell whether nothing can be wrong with any of the tensors, and each of their elements fills whole bytes."""
+    """Tell whether all tensors can surely be stored, and their elements fill whole bytes."""
     names = set(map(_name, tensors))
     kinds = set(zip(map(_dtype, tensors), map(len, map(_shape, tensors)), strict=True))
     has_places = all(dtype in _WHOLE_BYTES and dims <= MAX_DIMS for dtype, dims in kinds)
@@ -618,7 +621,7 @@ def _are_plain(tensors: Sequence[Spec]) -> bool:
 
 
 def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
-    """Return the bytes of a tensor; whatever forbids writing it is a fault."""
+    """Return the size of a tensor in bytes; add a fault for each reason that it cannot be stored."""
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     if spec.name == METADATA:
         faults.add("NAME_COLLISION", "safetensors uses this name for its metadata", None, shown)
@@ -640,7 +643,7 @@ def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
 
 
 def _lay_out(file: str, shard: Iterable[Sized], metadata: Mapping[str, str]) -> tuple[list[Entry], list[Fragment], int]:
-    """Give each tensor of one file its offset; also return the file's header and its size."""
+    """Lay out one file: return its entries, its header as a fragment, and its size in bytes."""
     items = list(shard)
     names = [spec.name for spec, _ in items]
     by_type: dict[str, list[Sized]] = {}
@@ -650,16 +653,16 @@ def _lay_out(file: str, shard: Iterable[Sized], metadata: Mapping[str, str]) -> 
     specs: list[Spec] = []
     ends = [0]
     for dtype in sorted(by_type, key=_RANK.__getitem__, reverse=True):
-        of_type, sizes = zip(*by_type[dtype], strict=True)
-        specs += of_type
+        dtype_specs, sizes = zip(*by_type[dtype], strict=True)
+        specs += dtype_specs
         ends += [*accumulate(sizes, initial=ends[-1])][1:]
     header = encode_header(zip(specs, ends, ends[1:], strict=False), metadata)
     base, shapes = len(header), list(map(_shape, specs))
     extents = map(
         Extent, map(_ORIGINS.__getitem__, map(len, shapes)), shapes, repeat(file), [base + end for end in ends]
     )
-    placed = list(map(Entry, map(_name, specs), map(_dtype, specs), shapes, zip(extents, strict=False)))
-    return placed, [Fragment(file, 0, header)], base + ends[-1]
+    entries = list(map(Entry, map(_name, specs), map(_dtype, specs), shapes, zip(extents, strict=False)))
+    return entries, [Fragment(file, 0, header)], base + ends[-1]
 
 
 _name, _dtype, _shape = map(attrgetter, ("name", "dtype", "shape"))

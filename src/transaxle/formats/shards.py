@@ -1,6 +1,6 @@
-"""Shards: tensors spread over several files, and `*.index.json`, in which Hugging Face lists which file holds which.
+"""Shards: tensors in several files, with Hugging Face's `*.index.json`, which maps tensors to files.
 
-transformers trusts an index. Here the shards decide what exists, and an index that contradicts them is refused,
+transformers trusts an index. Here the shards decide which tensors exist, and an index that contradicts them is refused,
 whatever the format of the shards.
 """
 
@@ -21,28 +21,28 @@ from transaxle.formats.storage.storage import (
     MAX_PAIRS,
     NotJsonError,
     Storage,
-    dropped,
+    has_dropped_keys,
     is_plain,
     members,
     pairs_in,
-    repeated,
+    repeated_keys,
 )
 from transaxle.formats.training_state import OPTIMIZER
 
-MOST_FILES = 10_000
-"""Cap on the files of one checkpoint: names count them with five digits, and a terabyte in files of 5 GB has 200."""
-_MANY = 100
-"""Files that a refusal of too many suggests at least; fewer than ten times as many."""
+MAX_FILES = 10_000
+"""Maximum number of shards: names number them with five digits, and a terabyte in files of 5 GB has only 200."""
+_MIN_FILES = 100
+"""Least number of files with the shard size that `refuse_many` suggests; it is less than ten times this."""
 WEIGHT_MAP = "weight_map"
-"""Tensor name -> name of the shard that holds it."""
+"""Key of an index: tensor name -> name of its shard."""
 INDEX_METADATA = "metadata"
 TOTAL_SIZE = "total_size"
-"""Bytes of all tensors."""
+"""Key of an index's metadata: total bytes of all tensors."""
 DERIVED = frozenset({TOTAL_SIZE, "total_parameters"})
-"""Keys of the metadata that repeat what the shards say."""
+"""Keys of an index's metadata that follow from the shards."""
 
 _NUMBERED = re.compile(r"(.*)-\d{1,9}(-of-\d{1,9}\.\w+)")
-"""Name of a shard; the groups, without its number, are common to all shards of its set."""
+"""Pattern of a shard's name; its groups are equal for all shards of a set."""
 _MAX_INDEX = 200_000_000
 _NULL = msgspec.Raw(b"null")
 _EMPTY = msgspec.Raw(b"{}")
@@ -53,46 +53,46 @@ _weight_map: msgspec.json.Decoder[dict[str, str]] = msgspec.json.Decoder(dict[st
 
 
 class HoldsEntries(Protocol):
-    """The contents of one file."""
+    """The parsed contents of one file of tensors."""
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """Its tensors by name."""
+        """The file's tensors by name."""
 
 
 Sized = tuple[Spec, int]
-"""A tensor and its bytes."""
+"""`(tensor, size in bytes)`."""
 FileLayout = Callable[[str, list[Sized]], tuple[list[Entry], list[Fragment], int]]
-"""Lays out one file: its name and tensors -> entries, the bytes around them, and the file's size."""
+"""`layout(file, tensors)`: return the file's entries, its bytes outside the tensors, and its size."""
 FileContent = TypeVar("FileContent", bound=HoldsEntries)
 
 
 class ReadFiles(msgspec.Struct, Generic[FileContent], frozen=True):
-    """The files of a checkpoint, all of which were read."""
+    """All files of a checkpoint, parsed."""
 
     parts: Mapping[str, FileContent]
-    """File name -> its contents."""
+    """File name -> parsed contents."""
     entries: Mapping[str, Entry]
-    """All tensors."""
+    """All tensors by name."""
     index_texts: Mapping[str, str]
-    """Texts of the index's metadata."""
+    """String values of the index's metadata, without derived ones."""
     sizes: Mapping[str, int]
-    """Bytes of each file, indexes included."""
+    """Size in bytes of each file, including indexes."""
 
 
 def encode_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
-    """Return the text of an index, in the layout that transformers gives it."""
+    """Return the text of an index, formatted as transformers writes it."""
     if not weight_map:
         index = {INDEX_METADATA: {TOTAL_SIZE: total_size}, WEIGHT_MAP: {}}
         return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-    # Written out, as indented text takes `json` five times as long, and there may be a hundred thousand tensors.
+    # Formatted by hand: there may be a hundred thousand tensors, and `json` is five times as slow with indentation.
     lines = [f"    {_quoted(name)}: {_quoted(weight_map[name])}" for name in sorted(weight_map)]
     head = f'{{\n  "{INDEX_METADATA}": {{\n    "{TOTAL_SIZE}": {total_size}\n  }},\n  "{WEIGHT_MAP}": {{\n'
     return (head + ",\n".join(lines) + "\n  }\n}\n").encode()
 
 
 def read_index(storage: Storage, index: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the weight map, and those texts of the index's metadata that are not derived from the tensors.
+    """Return the weight map of an index, and the strings of its metadata that do not follow from the tensors.
 
     Raises:
         Refused: CORRUPT, NAME_COLLISION.
@@ -110,39 +110,39 @@ def read_index(storage: Storage, index: str) -> tuple[dict[str, str], dict[str, 
         weight_map = _weight_map.decode(weight_map_text)
         metadata = bytes(top.get(INDEX_METADATA, _EMPTY))
         notes = members(metadata)
-        if dropped(text, top) or dropped(metadata, notes):
+        if has_dropped_keys(text, top) or has_dropped_keys(metadata, notes):
             raise NotJsonError("the index has a key twice")
     except (NotJsonError, msgspec.MsgspecError) as error:
         message = f"the index must map tensors to files under {WEIGHT_MAP!r}: {error}"
         raise refuse("CORRUPT", message, file=index, hint="Copy or download the file again.") from error
     if pairs_in(weight_map_text) != len(weight_map):
-        twice = [name for name, *_ in repeated(weight_map_text)]
+        twice = [name for name, *_ in repeated_keys(weight_map_text)]
         raise gathered(Refusal("NAME_COLLISION", "the index lists it twice", Where(index, name)) for name in twice)
     texts = {key: raw for key, raw in notes.items() if key not in DERIVED and bytes(raw).startswith(b'"')}
     return weight_map, {key: _text.decode(raw) for key, raw in texts.items()}
 
 
 def read_files(storage: Storage, member: str, read: Callable[[str], FileContent]) -> ReadFiles[FileContent]:
-    """Read a file, or all shards of an index, and the files of the optimizer's state in their folder.
+    """Read a file, or all shards of an index, and also the optimizer's state in its sub-folder.
 
     Args:
-        storage: the files.
-        member: a file, or an index.
+        storage: storage of the files.
+        member: name of the file or index.
         read: reads one file.
 
     Raises:
-        Refused: every problem of the indexes and of all files.
+        Refused: for all problems of the indexes and files together.
         StorageError: IO.
     """
     faults = Faults()
     parts, entries, index_texts = _read_set(storage, member, read, faults)
     names = [*parts, member]
-    beside = _state_beside(storage, member)
-    if beside is not None:
-        state_contents, state, _ = _read_set(storage, beside, read, faults)
-        if all(name.startswith(OPTIMIZER) for name in state):  # else it is somebody else's folder
+    state_member = _state_of(storage, member)
+    if state_member is not None:
+        state_contents, state, _ = _read_set(storage, state_member, read, faults)
+        if all(name.startswith(OPTIMIZER) for name in state):  # otherwise another program wrote the folder
             parts |= state_contents
-            names += [*state_contents, beside]
+            names += [*state_contents, state_member]
             for name in sorted(state.keys() & entries.keys()):
                 holder = entries[name].extents[0].file
                 faults.add("NAME_COLLISION", f"the tensor is also in {holder}", state[name].extents[0].file, name)
@@ -152,8 +152,8 @@ def read_files(storage: Storage, member: str, read: Callable[[str], FileContent]
     return ReadFiles(parts, entries, index_texts, {name: storage.size(name) for name in dict.fromkeys(names)})
 
 
-def _state_beside(storage: Storage, member: str) -> str | None:
-    """Return the file, or the index, of the optimizer's state beside a model's."""
+def _state_of(storage: Storage, member: str) -> str | None:
+    """Return the name of the optimizer's file or index for a model's file or index; None if there is none."""
     if storage.single is not None or STATE_FOLDER not in storage.listing().folders:
         return None
     ending = member.removesuffix(INDEX).rpartition(".")[2]
@@ -167,43 +167,43 @@ def _state_beside(storage: Storage, member: str) -> str | None:
 def _read_set(
     storage: Storage, member: str, read: Callable[[str], FileContent], faults: Faults
 ) -> tuple[dict[str, FileContent], dict[str, Entry], dict[str, str]]:
-    """Read a file, or all shards of an index; return also their tensors, and the texts of the index's metadata."""
+    """Read a file, or all shards of an index; return contents, tensors, and the strings of the index's metadata."""
     if not member.endswith(INDEX):
         content = read(member)
         return {member: content}, dict(content.entries), {}
     weight_map, index_texts = read_index(storage, member)
-    _check_alone(storage, member, weight_map, faults)
+    _check_index(storage, member, weight_map, faults)
     parts = read_shards(storage, member, weight_map, read, faults)
     return (
         parts,
-        agreed(member, weight_map, {name: content.entries for name, content in parts.items()}, faults),
+        check_agreement(member, weight_map, {name: content.entries for name, content in parts.items()}, faults),
         index_texts,
     )
 
 
-def _check_alone(storage: Storage, index: str, weight_map: Mapping[str, str], faults: Faults) -> None:
-    """Refuse an empty index, and one beside an unsharded file of its name: programs differ in which they read.
+def _check_index(storage: Storage, index: str, weight_map: Mapping[str, str], faults: Faults) -> None:
+    """Refuse an empty index, and one next to an unsharded file of the same name: programs differ in which they read.
 
-    transformers reads the file and ignores the shards. A user who names one of the two has chosen.
+    transformers reads the file and ignores the shards. If the user gave one of the two, that one is read.
     """
     if not weight_map:
         faults.add("CORRUPT", f"its {WEIGHT_MAP} is empty: it lists no tensor", index)
     if storage.single is not None:
         return
-    begin, named = _folder_of(index), set(weight_map.values())
-    whole_file = index.removeprefix(begin).removesuffix(INDEX)
-    files_here = storage.listing(begin.rstrip("/")).everything()
-    numbered = [match.groups() for shard in named if (match := _NUMBERED.fullmatch(shard))]
-    sets = set(numbered if len(numbered) == len(named) else ())  # a name of another kind is told of elsewhere
+    folder, index_shards = _folder_of(index), set(weight_map.values())
+    whole_file = index.removeprefix(folder).removesuffix(INDEX)
+    files_here = storage.listing(folder.rstrip("/")).everything()
+    numbered = [match.groups() for shard in index_shards if (match := _NUMBERED.fullmatch(shard))]
+    sets = set(numbered if len(numbered) == len(index_shards) else ())  # other names are refused elsewhere
     for shard in files_here:
         match = _NUMBERED.fullmatch(shard)
-        if match and match.groups() in sets and shard not in named:
+        if match and match.groups() in sets and shard not in index_shards:
             message = f"its name makes it a shard of the same set, but the index {index} does not list it"
             faults.add(
-                "CORRUPT", message, f"{begin}{shard}", hint="Copy the index that belongs to it, or remove the shard."
+                "CORRUPT", message, f"{folder}{shard}", hint="Copy the index that belongs to it, or remove the shard."
             )
-    if whole_file not in named and whole_file in files_here:
-        message = f"{begin}{whole_file} and the shards of {index} are two checkpoints in one folder"
+    if whole_file not in index_shards and whole_file in files_here:
+        message = f"{folder}{whole_file} and the shards of {index} are two checkpoints in one folder"
         faults.add(
             "AMBIGUOUS", message, storage.path, hint=f"Name the one you mean: the file {whole_file}, or the index."
         )
@@ -212,17 +212,17 @@ def _check_alone(storage: Storage, index: str, weight_map: Mapping[str, str], fa
 def read_shards(
     storage: Storage, index: str, weight_map: Mapping[str, str], read: Callable[[str], FileContent], faults: Faults
 ) -> dict[str, FileContent]:
-    """Read all shards that an index names, by name; they lie beside it.
+    """Read all shards that an index names, from the folder of the index.
 
     Args:
-        storage: where they are.
-        index: its name, for errors.
+        storage: storage of the shards.
+        index: name of the index.
         weight_map: tensor -> shard.
         read: reads one shard.
-        faults: receives what is wrong with any of them; such a shard is left out.
+        faults: receives the problems of shards; the result lacks these shards.
 
     Raises:
-        StorageError: IO for the folder.
+        StorageError: IO, if the folder cannot be listed.
     """
     begin = _folder_of(index)
     listing = storage.listing(begin.rstrip("/"))
@@ -246,10 +246,10 @@ def read_shards(
     return parts
 
 
-def agreed(
+def check_agreement(
     index: str, weight_map: Mapping[str, str], shards: Mapping[str, Mapping[str, Entry]], faults: Faults
 ) -> dict[str, Entry]:
-    """Return the tensors of all shards; every contradiction between them and the index is a fault."""
+    """Return the tensors of all shards; add a fault for each contradiction between shards and index."""
     begin = _folder_of(index)
     entries: dict[str, Entry] = {}
     holders: dict[str, str] = {}
@@ -261,8 +261,8 @@ def agreed(
                 faults.add("CORRUPT", f"the tensor is not in the index {index}", shard, name)
             holders[name] = shard
             entries[name] = entry
-    for name, named in weight_map.items():
-        shard = f"{begin}{named}"
+    for name, shard_name in weight_map.items():
+        shard = f"{begin}{shard_name}"
         if shard not in shards or name in shards[shard]:
             continue
         if name in holders:
@@ -277,38 +277,38 @@ def agreed(
 
 
 def _folder_of(index: str) -> str:
-    """Return the folder of an index, with a trailing `/`; empty for the checkpoint's own folder."""
+    """Return the folder of an index with a trailing `/`; empty for the top folder."""
     return index[: index.rfind("/") + 1]
 
 
 def lay_out_shards(
     form: str, stem: str, ending: str, sized: Sequence[Sized], shard_size: int | None, lay_out_file: FileLayout
 ) -> Draft:
-    """Lay out one file, or several with their index; the optimizer's state in files of its own, in a folder of its own.
+    """Lay out one file, or shards with an index; optimizer state gets its own files in a sub-folder.
 
-    A framework that loads the model then meets nothing that it does not know.
+    So frameworks that load the model do not see tensors that they do not know.
 
     Args:
         form: name of the format.
-        stem: beginning of the file names, `model`.
-        ending: their end, `.safetensors`.
-        sized: what to write; shards are filled in this order.
-        shard_size: bytes of tensors in one file; a tensor that is larger gets a file of its own. None: one file with
+        stem: beginning of the file names, such as `model`.
+        ending: ending of the file names, such as `.safetensors`.
+        sized: the tensors; shards are filled in this order.
+        shard_size: bytes of tensors in one file; a larger tensor gets a file of its own. None: one file with
             everything.
-        lay_out_file: lays out one file; called for the optimizer's state, if there is any, before the model.
+        lay_out_file: lays out one file; called first for the optimizer's state, then for the model.
     """
-    are_some = has_state(spec.name for spec, _ in sized)
-    state = [item for item in sized if item[0].name.startswith(OPTIMIZER)] if are_some else []
+    any_state = has_state(spec.name for spec, _ in sized)
+    state = [item for item in sized if item[0].name.startswith(OPTIMIZER)] if any_state else []
     if shard_size is None or len(state) in (0, len(sized)):
         return _lay_out(form, stem, ending, sized, shard_size, lay_out_file)
-    beside = _lay_out(form, f"{STATE_FOLDER}/{STATE_FOLDER}", ending, state, shard_size, lay_out_file)
+    state_files = _lay_out(form, f"{STATE_FOLDER}/{STATE_FOLDER}", ending, state, shard_size, lay_out_file)
     weights = [item for item in sized if not item[0].name.startswith(OPTIMIZER)]
     model = _lay_out(form, stem, ending, weights, shard_size, lay_out_file)
     return Draft(
         form,
-        {**model.entries, **beside.entries},
-        {**model.files, **beside.files},
-        (*model.fragments, *beside.fragments),
+        {**model.entries, **state_files.entries},
+        {**model.files, **state_files.files},
+        (*model.fragments, *state_files.fragments),
     )
 
 
@@ -325,10 +325,10 @@ def _lay_out(
     inside = len(stem.rpartition("/")[0]) + 1 if "/" in stem else 0
     for number, shard in enumerate(shards, 1):
         file = shard_name(stem, ending, number, len(shards))
-        placed, known_fragments, files[file] = lay_out_file(file, shard)
-        fragments.extend(known_fragments)
-        names = [entry.name for entry in placed]
-        entries.update(zip(names, placed, strict=True))
+        file_entries, file_fragments, files[file] = lay_out_file(file, shard)
+        fragments.extend(file_fragments)
+        names = [entry.name for entry in file_entries]
+        entries.update(zip(names, file_entries, strict=True))
         weight_map.update(dict.fromkeys(names, file[inside:]))
     if len(shards) > 1:
         index, name = encode_index(weight_map, sum(size for _, size in sized)), f"{stem}{ending}{INDEX}"
@@ -338,36 +338,36 @@ def _lay_out(
 
 
 def has_state(names: Iterable[str]) -> bool:
-    """Tell whether some names are those of an optimizer's state; very many are searched as one text."""
-    listed = list(names)
-    return OPTIMIZER in "".join(listed) and any(name.startswith(OPTIMIZER) for name in listed)
+    """Tell whether any name is that of optimizer state. The names are joined first, as there may be very many."""
+    all_names = list(names)
+    return OPTIMIZER in "".join(all_names) and any(name.startswith(OPTIMIZER) for name in all_names)
 
 
 def refuse_many(files: int, size: int, shard_size: int) -> None:
-    """Refuse a size of files that gives more of them than anybody wants: folders become slow, and hubs refuse them.
+    """Refuse a shard size that gives too many files: folders become slow, and hubs refuse them.
 
     Args:
-        files: how many there would be.
-        size: bytes of all tensors.
-        shard_size: the size that the user gave.
+        files: number of files that there would be.
+        size: total bytes of all tensors.
+        shard_size: the size in bytes that the user gave.
 
     Raises:
         UsageError: AMBIGUOUS.
     """
-    if files <= MOST_FILES:
+    if files <= MAX_FILES:
         return
-    power = len(str(size // _MANY)) - 1
+    power = len(str(size // _MIN_FILES)) - 1
     unit = ("B", "KB", "MB", "GB", "TB", "PB")[power // 3]
     sensible = f"{10 ** (power % 3)}{unit}"
-    given = f"files of {shard_size:,} bytes (--shard-size, shard_size=)"
-    message = f"{given} would be {files:,} files; at most {MOST_FILES:,} are written"
-    enough = f'--shard-size {sensible} (shard_size="{sensible}")'
-    hint = f"Give a larger size: {enough} makes some {-(-size // 10**power):,} files."
+    wish = f"files of {shard_size:,} bytes (--shard-size, shard_size=)"
+    message = f"{wish} would be {files:,} files; at most {MAX_FILES:,} are written"
+    option = f'--shard-size {sensible} (shard_size="{sensible}")'
+    hint = f"Give a larger size: {option} makes some {-(-size // 10**power):,} files."
     raise refuse("AMBIGUOUS", message, hint=hint)
 
 
 def split(sized: Sequence[Sized], shard_size: int | None) -> list[list[Sized]]:
-    """Fill shards in order, as huggingface_hub does; there is at least one, even if it is empty."""
+    """Fill shards in order, as huggingface_hub does; without tensors there is one empty shard."""
     if shard_size is None or sum(size for _, size in sized) <= shard_size:
         return [list(sized)]
     shards: list[list[Sized]] = []
@@ -386,5 +386,5 @@ def split(sized: Sequence[Sized], shard_size: int | None) -> list[list[Sized]]:
 
 
 def shard_name(stem: str, ending: str, number: int, count: int) -> str:
-    """Return the name of a shard, counted from 1; the plain name if there is only one."""
+    """Return the name of a shard; `number` counts from 1. A single file has no number."""
     return f"{stem}{ending}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}{ending}"

@@ -1,11 +1,11 @@
-"""Step folders of parts: a trainer keeps the weights and the optimizer's state of one step as two checkpoints.
+"""Step folders of parts: some trainers save the weights and the optimizer's state of a step as two checkpoints.
 
     checkpoint-3/pytorch_model_fsdp_0/   optimizer_0/     accelerate, transformers' Trainer under FSDP: DCP folders
-    checkpoint-3/model.safetensors       optimizer.bin    the same with whole files
-    checkpoint-3/model.safetensors       optimizer.pt     the same of one process: parameters have numbers, not names
+    checkpoint-3/model.safetensors       optimizer.bin    accelerate and Trainer, with unsharded files
+    checkpoint-3/model.safetensors       optimizer.pt     Trainer on one process: parameters have numbers only
     epoch_0_step_3/model/                optim/           NeMo Automodel, with the model's config in model/.hf_metadata
 
-The step folder opens as one checkpoint, whose files have their paths in it. A part alone opens as what it is.
+The step folder opens as one checkpoint; file names are relative to the step folder. Each part also opens by itself.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from transaxle.formats.catalog import NUMBERS, Container, Entry, Extent, Numbers
 from transaxle.formats.registry import ADAPTER_CONFIG, TORCH, Folder, SidecarFiles, is_of_model, sort_sidecars
 from transaxle.formats.storage.storage import LiftedFiles, Renaming, Storage, layer
 from transaxle.formats.torch_file.saved import read_saved
-from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, OPTIMIZER, TRAINING, TrainingItem, renamed
+from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, OPTIMIZER, TRAINING, TrainingItem, rename_parameters
 
 _WEIGHTS = re.compile(r"pytorch_model_fsdp_\d+")
 _MODEL = "model"
-"""A folder of this name is weights only beside a folder of optimizer state."""
+"""Name of a folder that contains weights if a folder of optimizer state is next to it."""
 _STATES = re.compile(r"optim|optimizer_\d+")
 _STATE_FILES = re.compile(r"optimizer(?:_\d+)?\.(?:pt|bin)")
 _SCHEDULES = re.compile(r"scheduler\.(?:pt|bin)")
 _SCHEDULER = "scheduler"
-"""What the state of a schedule is called, see `TrainingItem`."""
+"""Name of the training item for a learning-rate schedule, see `TrainingItem`."""
 _SETTINGS = "settings"
 _MODEL_METADATA = ".hf_metadata"
-"""Folder in which Automodel keeps the files that travel with the model."""
+"""Folder with the model's config and tokenizer, in checkpoints of Automodel."""
 NUMBERED = f"{OPTIMIZER}#"
-"""How the names of state begin whose parameters have numbers."""
+"""Prefix of the names of optimizer state whose parameters have numbers only."""
 _LEAVE_OUT = "To do without the optimizer's state: --no-optimizer (optimizer=False)."
 
 Naming = Callable[[Container, Container], Mapping[str, str]]
-"""Returns the names of an optimizer's numbered parameters, `#0` -> name, given the weights and the state; raises
-`Refused` where they cannot be proved."""
+"""`naming(weights, state)`: return `#0` -> name for an optimizer's numbered parameters; raise
+`Refused` if the names cannot be proved."""
 OpenPart = Callable[[str], Container]
-"""Opens a file or a sub-folder of the step folder."""
+"""`open_part(member)`: open a file or a sub-folder of the step folder."""
 
 
 def weights_folders(folder: Folder) -> list[str]:
-    """Return the sub-folders that hold a model of their own."""
-    found = [name for name in folder.folders if _WEIGHTS.fullmatch(name)]
-    beside = _MODEL in folder.folders and any(map(_STATES.fullmatch, folder.folders))
-    return [*found, _MODEL] if beside else found
+    """Return the sub-folders that contain a model's weights."""
+    folders = [name for name in folder.folders if _WEIGHTS.fullmatch(name)]
+    has_model = _MODEL in folder.folders and any(map(_STATES.fullmatch, folder.folders))
+    return [*folders, _MODEL] if has_model else folders
 
 
 def with_model_files(folder: Folder) -> Storage:
-    """Return a folder's files, among them those that travel with the model and are in a sub-folder for them."""
+    """Return a folder's storage, with the model's config and tokenizer files of the sub-folder `.hf_metadata` added."""
     storage = folder.storage
     if _MODEL_METADATA not in folder.folders:
         return storage
@@ -77,27 +77,27 @@ def with_parts(
     *,
     without_state: bool,
 ) -> Container:
-    """Return the checkpoint of a step folder: its weights, with the optimizer's state that is beside them, if any is.
+    """Combine the weights of a step folder with the optimizer's state and the schedules in it, if any.
 
-    State that cannot be read, or that would not be that of the weights, is `unread`. Where nobody asks for names of
-    numbered parameters, such state is left behind.
+    State that cannot be read, or cannot be matched with the weights, becomes `unread`. State of numbered parameters is
+    left behind unless `naming` is given.
 
     Args:
         weights: the checkpoint of the weights.
         folder: the step folder.
-        part: the sub-folder that the weights are in; None: the step folder itself.
+        part: the sub-folder of the weights; None: the step folder itself.
         open_part: opens the other parts.
-        naming: names numbered parameters; None: they are not asked for.
-        without_state: leave the state unread.
+        naming: names numbered parameters; None: the state was not requested.
+        without_state: do not read the optimizer's state.
     """
     complete = without_state or any(name.startswith(OPTIMIZER) for name in weights.entries)
     members = [] if complete else _state_members(folder)
-    known = _SCHEDULER in weights.metadata.get(TRAINING, ())
-    schedules = [name for name in folder.names if _SCHEDULES.fullmatch(name) and not known]
+    has_schedule = _SCHEDULER in weights.metadata.get(TRAINING, ())
+    schedules = [name for name in folder.names if _SCHEDULES.fullmatch(name) and not has_schedule]
     if part is None and (not (members or schedules) or not _is_plain(weights.storage, folder.storage)):
         return weights
     unread: list[Refusal] = []
-    left: dict[str, str] = {}
+    left_behind: dict[str, str] = {}
     states: list[Container] = []
     inner = [weights] if part is not None else []
     for member in members:
@@ -111,21 +111,24 @@ def with_parts(
             unread += (Refusal(one.code, one.message, one.where, one.hint or _LEAVE_OUT) for one in error.refusals)
             continue
         if any(name.startswith(NUMBERED) for name in state.entries):
-            left[member] = "its parameters have numbers: --optimizer (optimizer=True) looks for their names"
+            left_behind[member] = "its parameters have numbers: --optimizer (optimizer=True) looks for their names"
         elif all(name.startswith(OPTIMIZER) or name in state.beside for name in state.entries):
             states.append(state)
             inner += [state] if member in folder.folders else []
     for file in schedules:
-        with suppress(Refused):  # it is ignored, and listed
+        with suppress(Refused):  # such a file is ignored, and listed as ignored
             states.append(_schedule(folder.storage, weights.path, file))
-    joined = _joined(folder.storage, weights, states)
-    metadata = {**joined.metadata, **({LEFT_BEHIND: {**joined.metadata.get(LEFT_BEHIND, {}), **left}} if left else {})}
+    joined = _merge(folder.storage, weights, states)
+    metadata = {
+        **joined.metadata,
+        **({LEFT_BEHIND: {**joined.metadata.get(LEFT_BEHIND, {}), **left_behind}} if left_behind else {}),
+    }
     joined = replace(joined, metadata=metadata, unread=(*joined.unread, *unread))
     return _with_sidecars(joined, folder.storage, inner, apart=part is not None)
 
 
 def _state_members(folder: Folder) -> list[str]:
-    """Return the sub-folders and files that hold an optimizer's state."""
+    """Return the sub-folders and files that contain an optimizer's state."""
     return [
         *(name for name in folder.folders if _STATES.fullmatch(name)),
         *(name for name in folder.names if _STATE_FILES.fullmatch(name)),
@@ -133,7 +136,7 @@ def _state_members(folder: Folder) -> list[str]:
 
 
 def _schedule(storage: Storage, path: str, file: str) -> Container:
-    """Open the state of a schedule, which is settings and counters: one item of the training state.
+    """Open the state of a learning-rate schedule as a container without tensors, with one training item.
 
     Raises:
         Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED.
@@ -145,26 +148,26 @@ def _schedule(storage: Storage, path: str, file: str) -> Container:
 
 
 def _with_names(state: Container, names: Mapping[str, str]) -> Container:
-    """Return a numbered state under the names of its parameters."""
+    """Rename the numbered parameters of an optimizer's state; `names`: `#0` -> name."""
 
-    def named(name: str) -> str:
-        parameter, _, rest = name.removeprefix(OPTIMIZER).partition("/")
-        return f"{OPTIMIZER}{names[parameter]}/{rest}" if parameter in names else name
+    def new_name(name: str) -> str:
+        parameter, _, state_name = name.removeprefix(OPTIMIZER).partition("/")
+        return f"{OPTIMIZER}{names[parameter]}/{state_name}" if parameter in names else name
 
-    entries = {named(name): replace(entry, name=named(name)) for name, entry in state.entries.items()}
-    groups = renamed(state.metadata.get(GROUPS, ()), {number: (name,) for number, name in names.items()})
+    entries = {new_name(name): replace(entry, name=new_name(name)) for name, entry in state.entries.items()}
+    groups = rename_parameters(state.metadata.get(GROUPS, ()), {number: (name,) for number, name in names.items()})
     return replace(state, entries=entries, metadata={**state.metadata, GROUPS: groups})
 
 
-def _joined(storage: Storage, weights: Container, states: Sequence[Container]) -> Container:
-    """Return one container of several, with the files of all under their paths in the step folder.
+def _merge(storage: Storage, weights: Container, states: Sequence[Container]) -> Container:
+    """Merge containers into one, whose file names are relative to the step folder.
 
     Raises:
-        Refused: NAME_COLLISION for a tensor that two of them have.
+        Refused: NAME_COLLISION for a tensor that is in two of them.
     """
     faults = Faults()
     numbers = NumbersInMemory(storage)
-    parts = [moved_out(part, storage, numbers) for part in (weights, *states)]
+    parts = [move_out(part, storage, numbers) for part in (weights, *states)]
     entries: dict[str, Entry] = {}
     for part in parts:
         for name in part.entries.keys() & entries.keys():
@@ -191,7 +194,9 @@ def _joined(storage: Storage, weights: Container, states: Sequence[Container]) -
 
 
 def _metadata(parts: Iterable[Container]) -> dict[str, Any]:
-    """Return the metadata of all parts: lists and mappings are joined, of anything else the first counts."""
+    """Merge the metadata of all parts: lists and dicts are merged; other values come from the first part that has
+    one.
+    """
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.metadata.items():
@@ -204,46 +209,46 @@ def _metadata(parts: Iterable[Container]) -> dict[str, Any]:
     return merged
 
 
-def moved_out(container: Container, storage: Storage, numbers: NumbersInMemory) -> Container:
-    """Return a container of a sub-folder as one of a folder around it: its files have their paths there.
+def move_out(container: Container, storage: Storage, numbers: NumbersInMemory) -> Container:
+    """Return the container of a sub-folder as a container of the outer folder, with file names relative to that.
 
     Args:
         container: the container.
-        storage: files of the folder around it, which its own storage is built on.
-        numbers: takes its numbers; the storage of what is returned.
+        storage: storage of the outer folder, on which the container's own storage is layered.
+        numbers: storage of the result; receives the container's in-memory numbers.
     """
     inline = layer(container.storage, NumbersInMemory)
     start = numbers.add_all(inline) if inline is not None else 0
-    named = {name: _named_below(container.storage, storage, name) for name in container.files}
+    names_below = {name: _named_below(container.storage, storage, name) for name in container.files}
 
-    def extent(each: Extent) -> Extent:
-        if each.file == NUMBERS:
-            return Extent(each.start, each.shape, NUMBERS, each.offset + start, each.strides)
-        return Extent(each.start, each.shape, named[each.file], each.offset, each.strides)
+    def extent(part: Extent) -> Extent:
+        if part.file == NUMBERS:
+            return Extent(part.start, part.shape, NUMBERS, part.offset + start, part.strides)
+        return Extent(part.start, part.shape, names_below[part.file], part.offset, part.strides)
 
-    def entry(each: Entry) -> Entry:
-        return Entry(each.name, each.dtype, each.shape, tuple(map(extent, each.extents)))
+    def entry(part: Entry) -> Entry:
+        return Entry(part.name, part.dtype, part.shape, tuple(map(extent, part.extents)))
 
     def twins(pairs: Sequence[Twin]) -> tuple[Twin, ...]:
         return tuple(replace(twin, first=entry(twin.first), second=entry(twin.second)) for twin in pairs)
 
-    if not start and all(name == below for name, below in named.items()):
+    if not start and all(name == below for name, below in names_below.items()):
         return replace(container, storage=numbers)
     return replace(
         container,
         storage=numbers,
-        entries={name: entry(each) for name, each in container.entries.items()},
-        files={named[name]: size for name, size in container.files.items()},
-        checksums=tuple(replace(each, file=named[each.file]) for each in container.checksums),
+        entries={name: entry(part) for name, part in container.entries.items()},
+        files={names_below[name]: size for name, size in container.files.items()},
+        checksums=tuple(replace(part, file=names_below[part.file]) for part in container.checksums),
         twins=twins(container.twins),
         uncompared=twins(container.uncompared),
-        left={name: entry(each) for name, each in container.left.items()},
-        seals=tuple(replace(each, file=named[each.file]) for each in container.seals),
+        left={name: entry(part) for name, part in container.left.items()},
+        seals=tuple(replace(part, file=names_below[part.file]) for part in container.seals),
     )
 
 
 def _is_plain(storage: Storage, below: Storage) -> bool:
-    """Tell whether a storage is that below with other names and numbers at most: then it can be put together anew."""
+    """Tell whether a storage only renames files of `below` or adds numbers, so that it can be rebuilt."""
     while storage is not below:
         if not isinstance(storage, Renaming | NumbersInMemory):
             return False
@@ -252,35 +257,37 @@ def _is_plain(storage: Storage, below: Storage) -> bool:
 
 
 def _named_below(storage: Storage, below: Storage, name: str) -> str:
-    """Return the name of a file in a storage below another one."""
+    """Translate a file's name in `storage` to its name in `below`, a lower layer."""
     at: Any = storage
     while at is not below:
-        name = at.named(name) if isinstance(at, Renaming) else name
+        name = at.name_below(name) if isinstance(at, Renaming) else name
         at = at.below
     return name
 
 
 def _with_sidecars(container: Container, storage: Storage, inner: Sequence[Container], *, apart: bool) -> Container:
-    """Return a container with the files beside it: those of the step folder, and those that travel with the weights.
+    """Return a container with its sidecar files: those of the step folder, and those of the parts' sub-folders.
 
     Args:
-        container: the checkpoint of the step folder, with the files beside its weights unless these are apart.
+        container: the checkpoint of the step folder; unless `apart`, it already has the sidecars of its weights.
         storage: files of the step folder.
-        inner: what was opened of sub-folders; of their other files, those of a model travel, and the rest is listed.
-        apart: whether the weights are in a sub-folder, too.
+        inner: containers of sub-folders; their model files are carried, their other files are listed as ignored.
+        apart: whether the weights are also in a sub-folder.
     """
-    below = [_named_below(each.storage, storage, name) for each in inner for name in (*each.carried, *each.ignored)]
+    inner_files = [
+        _named_below(each.storage, storage, name) for each in inner for name in (*each.carried, *each.ignored)
+    ]
     top = storage.names()
-    travelling = [path for path in below if apart and _travels(path.rpartition("/")[2])]
+    travelling = [path for path in inner_files if apart and _travels(path.rpartition("/")[2])]
     lifted = {name: path for path in travelling if (name := path.rpartition("/")[2]) not in top}
     inline = layer(container.storage, NumbersInMemory)
     assert inline is not None
-    files = inline.over(LiftedFiles(storage, lifted)) if lifted else inline
-    beside = sort_sidecars(files, container.files) if apart else SidecarFiles(container.carried, container.ignored)
-    used = {*container.files, *(f"{file.partition('/')[0]}/" for file in container.files), *lifted.values()}
-    rest = (path for path in below if not path.endswith(f"/{_MODEL_METADATA}/"))
-    ignored = sorted({*beside.ignored, *rest} - used)
-    carried = tuple(name for name in beside.carried if name not in used)
+    files = inline.moved_onto(LiftedFiles(storage, lifted)) if lifted else inline
+    sidecars = sort_sidecars(files, container.files) if apart else SidecarFiles(container.carried, container.ignored)
+    used_names = {*container.files, *(f"{file.partition('/')[0]}/" for file in container.files), *lifted.values()}
+    other_files = (path for path in inner_files if not path.endswith(f"/{_MODEL_METADATA}/"))
+    ignored = sorted({*sidecars.ignored, *other_files} - used_names)
+    carried = tuple(name for name in sidecars.carried if name not in used_names)
     return replace(container, storage=files, carried=carried, ignored=tuple(ignored))
 
 
@@ -289,19 +296,19 @@ def _travels(name: str) -> bool:
 
 
 def in_part(part: str, path: str, opening: Callable[[], Container]) -> Container:
-    """Open a sub-folder; what is refused in it has its path in the step folder.
+    """Open a sub-folder; refusals name files by their paths in the step folder.
 
     Args:
-        part: its name.
-        path: of the step folder, as the user typed it.
-        opening: opens it.
+        part: name of the sub-folder.
+        path: path of the step folder, as the user typed it.
+        opening: opens the sub-folder.
     """
     try:
         return opening()
     except TransaxleError as error:
         refusals = []
-        for one in error.refusals:
-            inside = one.where.file is not None and one.where.file != path
-            file = f"{part}/{one.where.file}" if inside else f"{path.rstrip('/')}/{part}"
-            refusals.append(replaced(one, where=Where(file, one.where.tensor)))
+        for refusal in error.refusals:
+            inside = refusal.where.file is not None and refusal.where.file != path
+            file = f"{part}/{refusal.where.file}" if inside else f"{path.rstrip('/')}/{part}"
+            refusals.append(replaced(refusal, where=Where(file, refusal.where.tensor)))
         raise gathered(refusals) from None

@@ -1,24 +1,25 @@
-"""Names of the items in a training state, the same for every format that nests dicts.
+"""Names the items of a training state, in the same way for all formats that save nested dicts.
 
-A model's tensors keep the model's names; an optimizer's state is named after its parameter; everything else after its
-path. Nothing is paired by shape or order, and two paths that would get one name are refused. Numbers become tensors
-without dims; an optimizer's settings become its `groups`. Everything else is left behind, and listed.
+A model's tensors keep their names; optimizer state is named after its parameter; all other items are named after their
+key path. Nothing is matched by shape or order, and two paths that would get one name are refused. Numbers become
+tensors
+without dims; an optimizer's settings become `groups`. All other values are left behind, and listed.
 
-Beside model and optimizer trainers save schedulers, counters, the position in the data and averages of the weights, in
+Trainers also save schedulers, counters, the position in the data and averages of the weights, in
 the same dict as the model (torchtitan: `train_state`, `lr_scheduler`, `dataloader`; Lightning: `loops`, `callbacks`,
 `hyper_parameters`; nanoGPT: `model_args`, `iter_num`). Such an item is recognised by the names of its containers, by
-its place beside the model's container, or as a Python number (`epoch`), which no parameter is. Its tensors and numbers
-are ordinary tensors of the catalog; a `TrainingItem` records which these are, and keeps the other values as far as they
-are plain data. Formats without a place for counters and schedules keep them beside the optimizer's state (`KEPT_RUN`).
+its place next to the model's container, or because it is a Python number (`epoch`). Its tensors and numbers
+are ordinary tensors of the catalog; a `TrainingItem` refers to them, and stores the other values as far as they
+are plain data. Formats without a place for counters and schedules store them with the optimizer's state (`KEPT_RUN`).
 
 **Parameter groups**: an optimizer's settings, with the names of the parameters that they apply to.
 
-Every format keeps them in its own way; here they are plain data, under one key of a container's metadata:
+Each format stores them in its own way; here they are plain data, under one key of a container's metadata:
 
     ck.metadata["param_groups"] == [{"lr": 0.001, "betas": (0.9, 0.95), "params": ["model.norm.weight", ...]}, ...]
 
-A setting keeps its type: numbers, texts, None, and tuples, lists and dicts of them stay as they are; a number with
-a dtype of its own (a tensor without dims, a numpy number) is a numpy scalar. Parameters have the names of their state,
+A setting keeps its type: numbers, strings, None, and tuples, lists and dicts of these are unchanged; a number with
+a dtype (a tensor without dims, a numpy number) is a numpy scalar. Parameters have the names used for their state,
 `optim/<parameter>/<state>`.
 
 **Full-precision weights**: the copies of low-precision weights that an optimizer updates, `optim/<parameter>/fp32`.
@@ -38,25 +39,25 @@ from msgspec.structs import replace
 from transaxle.errors import Faults, refuse
 from transaxle.formats.catalog import BITS, Container, Entry, code_of, is_scalar, scalar
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
-from transaxle.formats.storage.storage import Storage, parsed
+from transaxle.formats.storage.storage import Storage, parse_json
 
 ParamGroup = Mapping[str, Any]
-"""Settings of one group, and its parameters' names under `PARAMS`."""
+"""Settings of one parameter group, with the names of its parameters under `PARAMS`."""
 
 GROUPS = "param_groups"
-"""Key of a container's metadata, and of the list of groups in torch's own states."""
+"""Key of the parameter groups in a container's metadata, and in torch's optimizer state dicts."""
 PARAMS, NAMES = "params", "param_names"
 KEPT = "optim/param_groups"
-"""Key for groups in formats that have no place for them: beside the tensors, or in a header."""
-_DEEPEST_SETTINGS, _MOST = 8, 1_000_000
-"""Caps on the depth of a setting, and on its values."""
+"""Name under which formats without a place for parameter groups store them, as a tensor or in a header."""
+_DEEPEST_SETTINGS, _MAX_VALUES = 8, 1_000_000
+"""Maximum nesting depth of a setting, and maximum number of its values."""
 _TUPLE, _DICT, _FLOAT, _TYPED = "tuple", "dict", "float", "dtype"
 _VALUE = "hex"
 
 
 def plain(value: object) -> object:
-    """Return a setting as plain data; `NOTHING` if a group cannot hold it, or it exceeds the caps."""
-    return _plain_settings(value, _DEEPEST_SETTINGS, [_MOST])
+    """Return a setting as plain data; `NOTHING` if a group cannot contain it, or it is too large."""
+    return _plain_settings(value, _DEEPEST_SETTINGS, [_MAX_VALUES])
 
 
 def _plain_settings(value: object, depth: int, budget: list[int]) -> object:
@@ -72,7 +73,7 @@ def _plain_settings(value: object, depth: int, budget: list[int]) -> object:
         for item in value:  # type: ignore[attr-defined]
             items.append(_plain_settings(item, depth - 1, budget))
             if items[-1] is NOTHING:
-                break  # a list that is shared again and again has no end
+                break  # a list that is shared many times may have billions of items
         return NOTHING if any(item is NOTHING for item in items) else type(value)(items)  # type: ignore[call-arg]
     if isinstance(value, dict):
         pairs = {key: _plain_settings(item, depth - 1, budget) for key, item in value.items() if budget[0] >= 0}
@@ -90,10 +91,10 @@ def single(storage: Storage, entry: Entry) -> object:
 
 
 def groups_of_equal_settings(settings: Mapping[str, Mapping[str, Any]]) -> list[ParamGroup]:
-    """Return groups from settings given by parameter: parameters with equal settings form a group.
+    """Group parameters by equal settings.
 
     Args:
-        settings: parameter -> its settings.
+        settings: name of a parameter -> its settings.
 
     Post-condition: groups and parameters are in the order in which they first appear.
     """
@@ -109,12 +110,14 @@ def settings_of(group: ParamGroup) -> dict[str, Any]:
 
 
 def group_numbers(groups: Iterable[ParamGroup]) -> dict[str, int]:
-    """Return the number of the group that each parameter is in: parameters of one group have the same settings."""
+    """Return parameter name -> index of its group."""
     return {name: number for number, group in enumerate(groups) for name in group[PARAMS]}
 
 
-def renamed(groups: Iterable[ParamGroup], names: Mapping[str, Sequence[str]]) -> list[ParamGroup]:
-    """Return groups with renamed parameters; duplicates are dropped, and a name without a new one stays."""
+def rename_parameters(groups: Iterable[ParamGroup], names: Mapping[str, Sequence[str]]) -> list[ParamGroup]:
+    """Return groups with renamed parameters; `names`: old name -> new names. Duplicates are dropped; other names
+    stay.
+    """
     return [
         {**group, PARAMS: list(dict.fromkeys(new for old in group[PARAMS] for new in names.get(old, (old,))))}
         for group in groups
@@ -123,14 +126,14 @@ def renamed(groups: Iterable[ParamGroup], names: Mapping[str, Sequence[str]]) ->
 
 def encode(groups: Iterable[ParamGroup]) -> str:
     """Return groups as JSON; values that JSON cannot express are tagged.  Inverse: `decode`."""
-    return json.dumps([{key: _tagged(value) for key, value in group.items()} for group in groups], allow_nan=False)
+    return json.dumps([{key: _tag(value) for key, value in group.items()} for group in groups], allow_nan=False)
 
 
 def decode(text: str) -> list[ParamGroup] | None:
-    """Read what `encode` returned; None for any other text."""
+    """Inverse of `encode`; None for any other text."""
     try:
-        listed = parsed(text)
-        groups = [{key: _untagged(value) for key, value in group.items()} for group in listed]
+        parsed_groups = parse_json(text)
+        groups = [{key: _untag(value) for key, value in group.items()} for group in parsed_groups]
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
         return None
     return list[ParamGroup](groups) if all(_is_group(group) for group in groups) else None
@@ -141,27 +144,27 @@ def _is_group(group: ParamGroup) -> bool:
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
-def _tagged(value: Any) -> Any:
+def _tag(value: Any) -> Any:
     if is_scalar(value):
         return {_TYPED: code_of(value.dtype), _VALUE: value.tobytes().hex()}
     if isinstance(value, tuple):
-        return {_TUPLE: [_tagged(item) for item in value]}
+        return {_TUPLE: [_tag(item) for item in value]}
     if isinstance(value, dict):
-        return {_DICT: {key: _tagged(item) for key, item in value.items()}}
+        return {_DICT: {key: _tag(item) for key, item in value.items()}}
     if isinstance(value, list):
-        return [_tagged(item) for item in value]
+        return [_tag(item) for item in value]
     return {_FLOAT: repr(value)} if isinstance(value, float) and not isfinite(value) else value
 
 
-def _untagged(value: Any) -> Any:
+def _untag(value: Any) -> Any:
     if isinstance(value, list):
-        return [_untagged(item) for item in value]
+        return [_untag(item) for item in value]
     if not isinstance(value, dict):
         return value
     if _TUPLE in value:
-        return tuple(_untagged(item) for item in value[_TUPLE])
+        return tuple(_untag(item) for item in value[_TUPLE])
     if _DICT in value:
-        return {key: _untagged(item) for key, item in value[_DICT].items()}
+        return {key: _untag(item) for key, item in value[_DICT].items()}
     if _FLOAT in value:
         return float(value[_FLOAT])
     return scalar(bytes.fromhex(value[_VALUE]), value[_TYPED])
@@ -179,16 +182,16 @@ _NAMES = frozenset(
         "client_state", "metrics", "history",
     }
 )  # fmt: skip
-"""Containers and numbers that trainers write at the top of a state."""
+"""Top-level names of containers and numbers that trainers save as training state."""
 _AVERAGES = frozenset(
     {
         "ema", "ema_state", "ema_state_dict", "ema_model", "ema_model_state_dict", "model_ema", "state_dict_ema",
         "ema_params", "ema_weights", "averaged_model", "shadow_params",
     }
 )  # fmt: skip
-"""Containers of averages of the weights beside those of the model; alone they are the model."""
+"""Top-level names of averaged weights, if the model is saved as well; otherwise these are the model."""
 EXTRA_STATE = "_extra_state"
-"""Last segment of what modules keep beside parameters, such as TransformerEngine's scales, as bytes."""
+"""Last segment of the name of a module's extra state, such as TransformerEngine's scales, as bytes."""
 _DEEPEST = 64
 
 
@@ -196,44 +199,44 @@ class TrainingItem(msgspec.Struct, frozen=True):
     """One item of the training state."""
 
     path: tuple[str | int, ...]
-    """Keys and list indices from the top of the state."""
+    """Key path: keys and list indices from the top of the state."""
     name: str | None
-    """Name of its tensor in the catalog; None if it is not a tensor."""
+    """Name of the item's tensor in the catalog; None if the item is not a tensor or number."""
     value: Any = None
-    """Its value if it was not saved as a tensor, as the pickle describes it."""
+    """Value of an item that was not saved as a tensor, as read from the pickle."""
     what: str = ""
-    """A description of the value."""
+    """Description of the value, for messages."""
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it was saved as a tensor."""
+        """Whether the item was saved as a tensor."""
         return self.name is not None and self.value is None
 
     def plain(self) -> object:
-        """Return the value as plain data; `NOTHING` where some of it is not, or it was saved as a tensor."""
+        """Return the value as plain data; `NOTHING` if it contains other objects, or was saved as a tensor."""
         return NOTHING if self.is_tensor else _plain_value(self.value, _DEEPEST)
 
 
 def is_training(path: tuple[str | int, ...], kind: str, root: str | None, holding: Collection[str | int]) -> bool:
-    """Tell whether a leaf outside of model and optimizer is training state.
+    """Tell whether a leaf outside of the model and the optimizer is training state.
 
     Args:
-        path: where it is.
-        kind: see `formats.state.Leaf`; a tensor is a parameter, unless a container of training state holds it, or the
-            model is in a container and the tensor is alone beside that.
-        root: name of the model's container; None: there is none.
-        holding: tops of the paths of all tensors.
+        path: key path of the leaf.
+        kind: see `Leaf`; a tensor is a parameter, unless it is in a container of training state, or the
+            model is in a container and the tensor is directly at the top level.
+        root: top-level key of the model's container; None: the model is at the top level.
+        holding: top-level keys under which there are tensors.
     """
-    top, nested = str(path[0]), len(path) > 1
+    top, nest_items = str(path[0]), len(path) > 1
     if kind == "tensor":
-        return top in _NAMES if nested and top not in _AVERAGES else root is not None and "." not in top
+        return top in _NAMES if nest_items and top not in _AVERAGES else root is not None and "." not in top
     if top.partition(".")[0] in _NAMES:
         return True
-    return kind == "number" and "." not in top and (not nested or root is not None or path[0] not in holding)
+    return kind == "number" and "." not in top and (not nest_items or root is not None or path[0] not in holding)
 
 
 def is_extra_state(name: str) -> bool:
-    """Tell whether a tensor is what a module keeps beside its parameters; Megatron's shards add `/shard_0_2`."""
+    """Tell whether a tensor's name is that of a module's extra state; Megatron's shards add `/shard_0_2`."""
     return name.rpartition(".")[2].partition("/")[0] == EXTRA_STATE
 
 
@@ -242,38 +245,38 @@ def tops(items: Sequence[TrainingItem]) -> list[str]:
     return list(dict.fromkeys(str(item.path[0]) for item in items))
 
 
-def nested(items: Sequence[TrainingItem], top: str, read: Callable[[str], object]) -> tuple[object, list[str]]:
-    """Return the state under one name as it was saved, and descriptions of the values that are not plain data.
+def nest_items(items: Sequence[TrainingItem], top: str, read: Callable[[str], object]) -> tuple[object, list[str]]:
+    """Return the nested state under a top-level name, and descriptions of its values that are not plain data.
 
     Args:
-        items: of a container.
-        top: the name.
-        read: returns the value of a tensor of the catalog.
+        items: the training items of a container.
+        top: the top-level name.
+        read: returns the value of a tensor, by name.
     """
-    odd: list[str] = []
+    not_plain: list[str] = []
     tree: dict[str | int, Any] = {}
     for item in items:
         if str(item.path[0]) != top:
             continue
         value = read(str(item.name)) if item.is_tensor else item.plain()
         if value is NOTHING:
-            odd.append(f"{'.'.join(map(str, item.path))} is {item.what}")
+            not_plain.append(f"{'.'.join(map(str, item.path))} is {item.what}")
         at = tree
         for key in item.path[:-1]:
             at = at.setdefault(key, {})
         at[item.path[-1]] = value
-    return _listed(tree).get(top), odd
+    return _lists_from_dicts(tree).get(top), not_plain
 
 
-def _listed(tree: dict[str | int, Any]) -> Any:
-    """Turn dicts whose keys are 0, 1, … into lists: a path does not tell the two apart."""
-    inner = {key: _listed(value) if type(value) is dict else value for key, value in tree.items()}
+def _lists_from_dicts(tree: dict[str | int, Any]) -> Any:
+    """Turn dicts with the keys 0, 1, … into lists; key paths do not distinguish the two."""
+    inner = {key: _lists_from_dicts(value) if type(value) is dict else value for key, value in tree.items()}
     numbers = [key for key in inner if isinstance(key, int)]
     return [inner[key] for key in sorted(numbers)] if inner and sorted(numbers) == list(range(len(inner))) else inner
 
 
 def _plain_value(value: Any, depth: int) -> object:
-    """Return a value as plain data; `NOTHING` where some of it is not."""
+    """Return a value as plain data; `NOTHING` if it contains other objects."""
     if depth < 0:
         return NOTHING
     if value is None or type(value) in (bool, int, float, str, bytes):
@@ -295,15 +298,15 @@ KeyPath = tuple[str | int, ...]
 LeafKind = Literal["tensor", "number", "other", "empty"]
 
 ROOT = "root"
-"""Metadata key: the top-level container whose name was removed from all names."""
+"""Metadata key: name of the model's top-level container, which was removed from the tensor names."""
 RUN = "deepspeed"
-"""Key of a container's metadata: what a training run says of itself, counters and settings."""
+"""Metadata key: counters and settings of a DeepSpeed training run."""
 MEGATRON = "megatron"
-"""Key of a container's metadata: what a run of Megatron says of itself."""
+"""Metadata key: counters and arguments of a Megatron training run."""
 TRAINING = "training_state"
-"""Metadata key: top-level names that are training state, see `TrainingItem`."""
+"""Metadata key: top-level names of the training state, see `TrainingItem`."""
 LEFT_BEHIND = "left_behind"
-"""Metadata key: path -> kind of every item that is neither tensor nor number."""
+"""Metadata key: path -> description of each item that is neither tensor nor number."""
 OPTIMIZER = "optim/"
 """Prefix of the names of optimizer state: `optim/<parameter>/<state>`."""
 
@@ -311,57 +314,57 @@ _ROOTS = ("model", "module", "state_dict")
 _OPTIMIZERS = frozenset({"optim", "optimizer", "optimizer_state_dict", "optimizer_state"})
 _STATE = "state"
 _LONGEST = 1 << 28
-"""Cap on the characters of all names together."""
+"""Maximum number of characters of all names together."""
 
 
 class Leaf(msgspec.Struct, frozen=True, eq=False):
-    """One item of a state."""
+    """One leaf of a nested state."""
 
     path: KeyPath
-    """Its path."""
+    """Key path of the leaf."""
     kind: LeafKind
-    """Whether it is a tensor, a number, a dict or list of nothing, or something else."""
+    """Kind of the leaf: a tensor, a number, an empty dict or list, or something else."""
     value: Any = None
-    """Its value, as the format describes it; for an optimizer's lists `params` and `param_names`, their items."""
+    """Value of the leaf, as the format's reader represents it; the list itself for `params` and `param_names`."""
     what: str = ""
-    """A description, for items that are left behind."""
+    """Description, for items that are left behind."""
 
 
 class State(msgspec.Struct, frozen=True):
-    """A state's leaves by name."""
+    """The leaves of a state by name, with the optimizer's groups and the training items."""
 
     leaves: Mapping[str, Leaf]
-    """Tensors and numbers, in their order."""
+    """Tensors and numbers by name, in their order in the file."""
     root: str | None
-    """Top-level container whose name was removed from the names."""
+    """Key of the model's top-level container, which was removed from the names; None if there is none."""
     left_behind: Mapping[str, str]
-    """Path -> description of every other item; a container without tensors is one item."""
+    """Path -> description of each other item; a container without tensors is one item."""
     groups: Sequence[ParamGroup] = ()
-    """Settings of all optimizers, one mapping for each group."""
+    """Parameter groups of all optimizers."""
     training: Sequence[TrainingItem] = ()
-    """State beside model and optimizer, such as schedulers and counters."""
+    """Training state other than model and optimizer, such as schedulers and counters."""
     paths: Mapping[str, KeyPath] = msgspec.field(default_factory=dict)
-    """Name -> path of every leaf outside of `root`, or of the top if there is no root, and of an optimizer's state."""
+    """Name -> key path of each leaf that is neither directly in the model's container nor optimizer state."""
 
     def metadata(self) -> dict[str, Any]:
-        """Return its entries in a container's metadata."""
+        """Return the state's entries in a container's metadata."""
         root = {} if self.root is None else {ROOT: self.root}
         groups = {GROUPS: list(self.groups)} if self.groups else {}
-        beside = {TRAINING: tops(self.training)} if self.training else {}
-        return root | groups | beside | ({LEFT_BEHIND: dict(self.left_behind)} if self.left_behind else {})
+        training = {TRAINING: tops(self.training)} if self.training else {}
+        return root | groups | training | ({LEFT_BEHIND: dict(self.left_behind)} if self.left_behind else {})
 
 
 def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] | None = None) -> State:
     """Name the leaves of a state.
 
     Args:
-        leaves: every item; order is kept.
+        leaves: all leaves of the state; their order is preserved.
         file: for errors.
         read: returns the value of a tensor without dims among an optimizer's settings, given its leaf's value, or
             `NOTHING`.
 
     Raises:
-        Refused: NAME_COLLISION for two leaves of one name; CORRUPT if the names exceed the cap.
+        Refused: NAME_COLLISION for two leaves with one name; CORRUPT if the names are too long together.
     """
     leaves, empty = _without_empty(leaves)
     optimizers = _OptimizerNames(leaves)
@@ -369,7 +372,7 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
     root = _root(model)
     settings = _settings(model)
     holding = {*_ROOTS, *(leaf.path[0] for leaf in model if leaf.kind == "tensor")}
-    named: dict[str, Leaf] = {}
+    leaves_by_name: dict[str, Leaf] = {}
     left_behind: dict[str, str] = {}
     groups = _GroupSettings(read)
     training: list[TrainingItem] = []
@@ -379,7 +382,7 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
         optimizer_root = optimizers.root_of(leaf.path)
         if leaf.path[0] == KEPT or (optimizer_root is not None and _in_groups(leaf.path[len(optimizer_root)])):
             if not groups.add(optimizer_root or (), leaf):
-                left_behind[joined(leaf.path)] = leaf.what or leaf.kind
+                left_behind[join_path(leaf.path)] = leaf.what or leaf.kind
             continue
         settings_container = _shortest(leaf.path, settings) if optimizer_root is None else None
         outside = optimizer_root is None and leaf.path[0] != root
@@ -387,10 +390,10 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
         if is_beside and (settings_container is not None or leaf.kind == "other"):
             training.append(TrainingItem(leaf.path, None, leaf.value, leaf.what or leaf.kind))
         if settings_container is not None:
-            left_behind[joined(settings_container)] = "settings"
+            left_behind[join_path(settings_container)] = "settings"
             continue
         if optimizer_root is None:
-            name = joined(leaf.path[1:] if root is not None and leaf.path[0] == root else leaf.path)
+            name = join_path(leaf.path[1:] if root is not None and leaf.path[0] == root else leaf.path)
         else:
             name = optimizers.name(optimizer_root, leaf.path)
         length += len(name)
@@ -399,38 +402,45 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
         if leaf.kind == "other":
             left_behind[name] = leaf.what
             continue
-        if name in named:
-            first_path, second_path = (repr(list(same_name.path)) for same_name in (named[name], leaf))
+        if name in leaves_by_name:
+            first_path, second_path = (repr(list(same_name.path)) for same_name in (leaves_by_name[name], leaf))
             faults.add("NAME_COLLISION", f"two items would have this name: {first_path} and {second_path}", file, name)
-        named[name] = leaf
+        leaves_by_name[name] = leaf
         if is_beside:
             training.append(TrainingItem(leaf.path, name, leaf.value if leaf.kind == "number" else None))
-    beside = [leaf for leaf in empty if optimizers.root_of(leaf.path) is None and leaf.path[0] != root]
-    beside = [leaf for leaf in beside if is_training(leaf.path, leaf.kind, root, holding)]
-    training += (TrainingItem(leaf.path, None, leaf.value, leaf.what) for leaf in beside)
+    empty_items = [leaf for leaf in empty if optimizers.root_of(leaf.path) is None and leaf.path[0] != root]
+    empty_items = [leaf for leaf in empty_items if is_training(leaf.path, leaf.kind, root, holding)]
+    training += (TrainingItem(leaf.path, None, leaf.value, leaf.what) for leaf in empty_items)
     if faults:
         raise faults.error()
-    return State(named, root, left_behind, groups.groups(optimizers.parameter_name), training, _outside(named, root))
+    return State(
+        leaves_by_name,
+        root,
+        left_behind,
+        groups.groups(optimizers.parameter_name),
+        training,
+        _outside(leaves_by_name, root),
+    )
 
 
 def _without_empty(leaves: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
-    """Return the leaves that hold something, and the others, which only training state keeps."""
+    """Split leaves into those with contents, and empty dicts and lists, which only training state keeps."""
     empty = [leaf for leaf in leaves if leaf.kind == "empty"]
     return ([leaf for leaf in leaves if leaf.kind != "empty"] if empty else leaves), empty
 
 
-def _outside(named: Mapping[str, Leaf], root: str | None) -> dict[str, KeyPath]:
-    """Return the paths of leaves that are not where those of a model are, nor an optimizer's state; see `State`."""
-    least = 2 if root is None else 1
+def _outside(leaves_by_name: Mapping[str, Leaf], root: str | None) -> dict[str, KeyPath]:
+    """Return the key paths of leaves outside of the model and the optimizer; see `State.paths`."""
+    min_length = 2 if root is None else 1
     return {
         name: leaf.path
-        for name, leaf in named.items()
-        if len(leaf.path) >= least and leaf.path[0] != root and not name.startswith(OPTIMIZER)
+        for name, leaf in leaves_by_name.items()
+        if len(leaf.path) >= min_length and leaf.path[0] != root and not name.startswith(OPTIMIZER)
     }
 
 
-def joined(path: KeyPath) -> str:
-    """Return a path as one name."""
+def join_path(path: KeyPath) -> str:
+    """Join a key path to one name with dots."""
     return ".".join(str(part) for part in path)
 
 
@@ -447,7 +457,7 @@ def _prefixes(paths: Iterable[KeyPath]) -> set[KeyPath]:
 
 
 def _shortest(path: KeyPath, among: set[KeyPath]) -> KeyPath | None:
-    """Return the shortest proper prefix of a path that is in a set."""
+    """Return the shortest proper prefix of a path that is in a set; None if there is none."""
     if among:
         for length in range(1, len(path)):
             if path[:length] in among:
@@ -456,15 +466,15 @@ def _shortest(path: KeyPath, among: set[KeyPath]) -> KeyPath | None:
 
 
 def _root(leaves: Sequence[Leaf]) -> str | None:
-    """Return the one top-level container whose children are tensors; None if there is none, or more."""
+    """Return the key of the only top-level container of tensors; None if there is none, or several."""
     flat = {leaf.path[0] for leaf in leaves if leaf.kind == "tensor" and len(leaf.path) == 2}
-    nested = {leaf.path[0] for leaf in leaves if leaf.kind == "tensor" and len(leaf.path) > 2}
-    candidates = [root for root in _ROOTS if root in flat and root not in nested]
+    nest_items = {leaf.path[0] for leaf in leaves if leaf.kind == "tensor" and len(leaf.path) > 2}
+    candidates = [root for root in _ROOTS if root in flat and root not in nest_items]
     return candidates[0] if len(candidates) == 1 else None
 
 
 def _settings(leaves: Sequence[Leaf]) -> set[KeyPath]:
-    """Return the containers that hold no tensor but something that is not a number: settings, not state."""
+    """Return the containers that have other values than numbers but no tensors; these are settings, not state."""
     holding = _prefixes(leaf.path for leaf in leaves if leaf.kind == "tensor")
     containers: set[KeyPath] = set()
     for leaf in leaves:
@@ -477,45 +487,45 @@ def _settings(leaves: Sequence[Leaf]) -> set[KeyPath]:
 
 
 class _OptimizerNames:
-    """The optimizers of a state: their paths, and the names of their parameters."""
+    """The optimizers in a state: their key paths, and the names of their parameters."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._roots = {root for leaf in leaves for root in _optimizers(leaf)}
-        numbered = dict.fromkeys(root for leaf in leaves if (root := self._numbered(leaf)) is not None)
+        numbered = dict.fromkeys(root for leaf in leaves if (root := self._numbered_root(leaf)) is not None)
         lists = {leaf.path: leaf.value for leaf in leaves if leaf.path[-1:] in ((PARAMS,), (NAMES,))}
         self._names = {root: _parameter_names(root, lists) for root in numbered}
         unnamed = [root for root, names in self._names.items() if not names]
         self._marks = {root: f"#{at}." for at, root in enumerate(unnamed)} if len(unnamed) > 1 else {}
 
     def root_of(self, path: KeyPath) -> KeyPath | None:
-        """Return the path of the optimizer that contains a path."""
+        """Return the path of the optimizer that contains a path; None if there is none."""
         if self._roots:
             for length in range(len(path)):
                 if path[:length] in self._roots and _inside(path[length]):
                     return path[:length]
         return None
 
-    def _numbered(self, leaf: Leaf) -> KeyPath | None:
+    def _numbered_root(self, leaf: Leaf) -> KeyPath | None:
         """Return the path of the optimizer that contains a leaf, if it numbers its parameters."""
         root = self.root_of(leaf.path)
         if root is None:
             return None
         parts = _parts(leaf.path[len(root) :])
         if parts is None:
-            listed = leaf.value if leaf.path[-1] == PARAMS and isinstance(leaf.value, list | tuple) else ()
-            return root if any(isinstance(parameter, int) for parameter in listed) else None
+            parameters = leaf.value if leaf.path[-1] == PARAMS and isinstance(leaf.value, list | tuple) else ()
+            return root if any(isinstance(parameter, int) for parameter in parameters) else None
         return root if _is_number(parts[0]) else None
 
     def name(self, root: KeyPath, path: KeyPath) -> str:
         """Return the name of a leaf of an optimizer."""
         parts = _parts(path[len(root) :])
         if parts is None:
-            return joined(path)
+            return join_path(path)
         parameter, state = parts
         return f"{OPTIMIZER}{self.parameter_name(root, parameter)}/{state}"
 
     def parameter_name(self, root: KeyPath, parameter: str | int) -> str:
-        """Return the name of a parameter, which the optimizer may know by its number only."""
+        """Return the name of a parameter; `#<number>` if the optimizer has only numbers."""
         if not _is_number(parameter):
             return str(parameter)
         saved_name = self._names.get(root, {}).get(str(parameter))
@@ -523,10 +533,10 @@ class _OptimizerNames:
 
 
 class _GroupSettings:
-    """Settings of optimizers, collected leaf by leaf.
+    """Collects the settings of optimizers, leaf by leaf.
 
-    torch keeps them in a list of groups, `param_groups, 0, lr`, or flattened by parameter,
-    `param_groups.<parameter>.lr`. Where an optimizer has both, the list counts.
+    torch saves them in a list of groups, `param_groups, 0, lr`, or flattened by parameter,
+    `param_groups.<parameter>.lr`. If an optimizer has both, the list is used.
 
     Args:
         read: see `arrange`.
@@ -538,7 +548,7 @@ class _GroupSettings:
         self._flat: dict[KeyPath, dict[str, dict[str, Any]]] = {}
 
     def add(self, root: KeyPath, leaf: Leaf) -> bool:
-        """Add a setting; False if it cannot be represented."""
+        """Add the setting in a leaf; return False if it cannot be represented."""
         inner = leaf.path[len(root) :]
         if leaf.kind == "tensor":
             value = NOTHING if self._read is None else self._read(leaf.value)
@@ -564,8 +574,8 @@ class _GroupSettings:
             if root not in self._listed:
                 groups += groups_of_equal_settings(self._flat[root])
             for _, group in sorted(self._listed.get(root, {}).items()):
-                listed = group.get(PARAMS)
-                listed_parameters = listed if isinstance(listed, list | tuple) else ()
+                parameters = group.get(PARAMS)
+                listed_parameters = parameters if isinstance(parameters, list | tuple) else ()
                 names = [
                     parameter_name(root, parameter)
                     for parameter in listed_parameters
@@ -576,7 +586,7 @@ class _GroupSettings:
 
 
 def _begins(key: str | int, word: str) -> bool:
-    """Tell whether a key is a word, or a flattened key that begins with it."""
+    """Tell whether a key is `word`, or a flattened key whose first segment is `word`."""
     return isinstance(key, str) and key.partition(".")[0] == word
 
 
@@ -589,16 +599,16 @@ def _inside(key: str | int) -> bool:
 
 
 def _optimizers(leaf: Leaf) -> Iterator[KeyPath]:
-    """Yield the paths that must be an optimizer for a leaf's path to make sense."""
+    """Yield the prefixes of a leaf's path that must be an optimizer, by the keys that follow."""
     path = leaf.path
     for at, key in enumerate(path):
-        after = path[at + 1 :]
-        flattened = isinstance(key, str) and "." in key and not after
+        following = path[at + 1 :]
+        flattened = isinstance(key, str) and "." in key and not following
         if _in_groups(key):
-            has_list = leaf.kind == "other" if not after else isinstance(after[0], int)
+            has_list = leaf.kind == "other" if not following else isinstance(following[0], int)
             is_optimizer = flattened or (key == GROUPS and has_list)
         elif _begins(key, _STATE) and at and path[at - 1] in _OPTIMIZERS:
-            is_optimizer = flattened or (key == _STATE and len(after) > 1)
+            is_optimizer = flattened or (key == _STATE and len(following) > 1)
         else:
             is_optimizer = False
         if is_optimizer:
@@ -606,10 +616,10 @@ def _optimizers(leaf: Leaf) -> Iterator[KeyPath]:
 
 
 def _parts(inner: KeyPath) -> tuple[str | int, str] | None:
-    """Return parameter and state of a path in an optimizer: `state, p, s, …`, or the flattened key `state.p.s`."""
+    """Return `(parameter, state)` of a path in an optimizer: `state, p, s, …`, or the flattened key `state.p.s`."""
     head = inner[0]
     if head == _STATE:
-        return (inner[1], joined(inner[2:])) if len(inner) > 2 else None
+        return (inner[1], join_path(inner[2:])) if len(inner) > 2 else None
     if isinstance(head, str) and len(inner) == 1 and _begins(head, _STATE):
         parameter, _, state = head.removeprefix(f"{_STATE}.").rpartition(".")
         return (parameter, state) if parameter else None
@@ -621,7 +631,7 @@ def _is_number(parameter: str | int) -> bool:
 
 
 def _parameter_names(root: KeyPath, lists: Mapping[KeyPath, Any]) -> dict[str, str]:
-    """Return number -> name of an optimizer's parameters; empty unless all its groups list both."""
+    """Return number -> name of an optimizer's parameters; empty unless all its groups list numbers and names."""
     names_by_number: dict[str, str] = {}
     for group in itertools.count():
         numbers = lists.get((*root, GROUPS, group, PARAMS))
@@ -639,15 +649,15 @@ def _parameter_names(root: KeyPath, lists: Mapping[KeyPath, Any]) -> dict[str, s
 
 
 KEPT_RUN = "optim/run"
-"""Key for the facts in the header of a file."""
+"""Key of the run's facts in the header of a file."""
 _COUNTS = ("global_steps", "global_samples")
 
 
 def facts_as_text(run: Mapping[str, Any]) -> str | None:
-    """Return the facts as text; None where there are none.  Inverse: `facts_in`.
+    """Return the counters of a training run as text; None without any. Inverse: `facts_in`.
 
     Args:
-        run: what the source says of its run, as drafts take it.
+        run: facts about the training run, as passed to drafts.
     """
     counts = {key: run[key] for key in _COUNTS if isinstance(run.get(key), int)}
     facts = {RUN: counts, MEGATRON: run.get(MEGATRON) or {}}
@@ -655,10 +665,10 @@ def facts_as_text(run: Mapping[str, Any]) -> str | None:
 
 
 def facts_in(text: str) -> dict[str, Any]:
-    """Return the facts as a container's metadata keep them; none for any other text."""
+    """Parse the result of `facts_as_text` for a container's metadata; return an empty dict for any other text."""
     groups = decode(text) or []
-    found = settings_of(groups[0]) if len(groups) == 1 else {}
-    facts = {key: found[key] for key in (RUN, MEGATRON) if isinstance(found.get(key), dict) and found[key]}
+    settings = settings_of(groups[0]) if len(groups) == 1 else {}
+    facts = {key: settings[key] for key in (RUN, MEGATRON) if isinstance(settings.get(key), dict) and settings[key]}
     counts = facts.get(MEGATRON, {}).get("counters", {})
     whole = [*facts.get(RUN, {}).values(), *(counts.values() if isinstance(counts, dict) else [None])]
     whole += [facts[MEGATRON]["iteration"]] if "iteration" in facts.get(MEGATRON, {}) else []
@@ -666,19 +676,19 @@ def facts_in(text: str) -> dict[str, Any]:
 
 
 MASTER = "fp32"
-"""State: the full-precision copy of a low-precision weight."""
+"""Name of the optimizer state that is a full-precision copy of a low-precision weight."""
 _FULL = frozenset({"F32", "F64"})
 
 
 def with_full_precision(container: Container, *, strict: bool) -> Container:
-    """Return a container whose weights are the copies in full precision that the optimizer keeps.
+    """Return the container with weights replaced by the optimizer's full-precision copies.
 
     Args:
-        container: with optimizer state by parameter.
-        strict: refuse weights of low precision that have no such copy, instead of keeping them.
+        container: a container with optimizer state.
+        strict: refuse low-precision weights without such a copy, instead of keeping them.
 
     Raises:
-        Refused: UNSUPPORTED for each of these.
+        Refused: UNSUPPORTED for each such weight.
     """
     faults = Faults()
     entries: dict[str, Entry] = {}

@@ -23,8 +23,8 @@ from torch import nn
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.formats.storage.storage import parsed
-from transaxle.formats.training_state import nested, tops
+from transaxle.formats.storage.storage import parse_json
+from transaxle.formats.training_state import nest_items, tops
 from transaxle.live.model.state_tensors import State, set_extra_state
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors import as_bytes, code_of, copy_to_cpu, torch_dtype
@@ -110,7 +110,7 @@ def encode_states(states: Mapping[str, Any], world: World) -> bytes | None:
     parts = [{name: text for name, text in rank_texts.items() if name not in shared} for rank_texts in everyone]
 
     def decode_texts(texts: Mapping[str, str]) -> dict[str, Any]:
-        return {name: parsed(text) for name, text in texts.items()}
+        return {name: parse_json(text) for name, text in texts.items()}
 
     contents = {_WORLD: world.size, _SHARED: decode_texts(shared), _RANKS: [decode_texts(part) for part in parts]}
     return json.dumps(contents, indent=1, allow_nan=False).encode() + b"\n"
@@ -132,7 +132,7 @@ class SavedStates:
         self._size = world.size
         try:
             empty = {_WORLD: world.size, _SHARED: {}, _RANKS: []}
-            contents: dict[str, Any] = empty if text is None else parsed(text)
+            contents: dict[str, Any] = empty if text is None else parse_json(text)
             self._saved_by = int(contents[_WORLD])
             self._non_tensors = {name for part in contents[_RANKS] for name in part}
             rank_states = contents[_RANKS][position] if contents[_RANKS] and self._saved_by == self._size else {}
@@ -222,7 +222,7 @@ class ExtraLoad:
             if tensor.shape and self._owner == STATE
         ]
         for name in self._trained:
-            unreadable = nested(self._items, name, lambda _: None)[1]
+            unreadable = nest_items(self._items, name, lambda _: None)[1]
             message = f"it is not plain data, and a load never unpickles objects: {'; '.join(unreadable)}"
             hint = "Leave it out of extra, and restore that part yourself."
             self.problems += [Refusal("UNSUPPORTED", message, Where(None, name), hint)] if unreadable else []
@@ -251,7 +251,7 @@ class ExtraLoad:
             value = self._read(name)
             self.scalars[name] = value if self._owner == MODEL else value.item()
         for name in self._trained:
-            self._extras.states[f"{EXTRA}/{name}"] = nested(self._items, name, self._read)[0]
+            self._extras.states[f"{EXTRA}/{name}"] = nest_items(self._items, name, self._read)[0]
         for name in self._non_tensors:
             key = f"{self._owner}/{name}"
             if name not in self._stored and key in self._extras.states:

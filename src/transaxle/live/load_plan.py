@@ -37,7 +37,7 @@ from transaxle.formats.catalog import Checksum
 from transaxle.formats.checksums import Tally, Witness
 from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.formats.storage.storage import Storage, layer, lowest, unpinned
+from transaxle.formats.storage.storage import Storage, layer, lowest, without_commit
 from transaxle.formats.training_state import GROUPS, OPTIMIZER, PARAMS, ParamGroup
 from transaxle.live.derived import find_unloadable, indirectly_filled
 from transaxle.live.extra_state import ExtraLoad
@@ -558,7 +558,7 @@ def refuse_different(checkpoint: Checkpoint, world: World) -> None:
         Refused: on every rank: CORRUPT if the paths are equal, otherwise AMBIGUOUS.
     """
     with world.together():
-        own_opening = unpinned(checkpoint.path), _identity(checkpoint), _reading(checkpoint)
+        own_opening = without_commit(checkpoint.path), _identity(checkpoint), _reading(checkpoint)
     opened_by_rank = world.gather(own_opening)
     first_path, first_identity, first_reading = opened_by_rank[0]
     for rank, (path, identity, reading) in zip(world.ranks, opened_by_rank, strict=True):
@@ -589,7 +589,7 @@ def _identity(checkpoint: Checkpoint) -> str:
     storage = checkpoint.container.storage
     if storage.single is None and MANIFEST in storage.names() and storage.size(MANIFEST) <= _LARGEST_MANIFEST:
         return digest(storage.read(MANIFEST, 0, storage.size(MANIFEST)))
-    pinned = checkpoint.path if unpinned(checkpoint.path) != checkpoint.path else ""
+    pinned = checkpoint.path if without_commit(checkpoint.path) != checkpoint.path else ""
     return digest(repr((pinned, sorted(checkpoint.container.files.items()))).encode())
 
 
@@ -633,7 +633,7 @@ def _check_sums(storage: Storage, world: World) -> None:
                 read.setdefault(checksum, []).append(tally)
         ranges = sorted(read, key=lambda summed: (summed.file, summed.offset))
         for checksum in ranges[world.ranks.index(world.rank) :: world.size]:
-            witness.put_together(checksum, read[checksum])
+            witness.combine_tallies(checksum, read[checksum])
             if witness.is_right(checksum) is None and sum(tally.read for tally in read[checksum]) >= checksum.size:
-                witness.settle([checksum])
-        witness.judge()
+                witness.check_rest([checksum])
+        witness.refuse_wrong()

@@ -119,7 +119,7 @@ def write(
             if isinstance(stage, Upload):
                 return "", "", world.ranks if stage.shared else world.ranks[:1]
             stage.prepare(plan.files if stage.single is None else prepared.draft.files)
-            write_fragments(stage, prepared.draft.early())
+            write_fragments(stage, prepared.draft.early_fragments())
             return str(stage.path), stage.mark(), ()
 
         with clock.stage("prepare"):
@@ -242,7 +242,10 @@ class _RankShare:
                 if stage is not None:
                     carried = plan.carried if lead is not None and lead.single is None else ()
                     stage.prepare(own_files | {name: plan.files[name] for name in carried})
-                    fragments = [*draft.early(), *(() if foretold is None else draft.late(foretold))]
+                    fragments = [
+                        *draft.early_fragments(),
+                        *(() if foretold is None else draft.late_fragments(foretold)),
+                    ]
                     write_fragments(stage, (fragment for fragment in fragments if fragment.file in own_files))
 
             def send() -> _Hashes:
@@ -261,7 +264,7 @@ class _RankShare:
                 # a stream cannot go back to digests that precede their data, so all bytes are moved twice
                 foretold = (
                     _merge_hashes(world.pool(lambda: self._move(target_ranks, None, ordered=True)))
-                    if draft.sealed_first
+                    if draft.has_leading_digests
                     else None
                 )
                 world.pool(begin)

@@ -29,7 +29,7 @@ from transaxle.encodings.encoding import Error
 from transaxle.errors import refuse
 from transaxle.formats.checksums import SummedRange
 from transaxle.formats.storage.copier import WRITING, Bytes, Running, Steps, new_hash, scatter
-from transaxle.formats.storage.local import failed
+from transaxle.formats.storage.local import storage_error
 from transaxle.formats.store.place import ITEMS, JOURNAL
 from transaxle.move.transfer import (
     Readable,
@@ -147,7 +147,7 @@ class HashingFiles(Sink):
         """See `Sink`."""
         if key in self._hashed:
             self._hash_of(key).add_update(steps, start, data)
-        if self._files is not None and steps.most and self._places_of(key).are_plain and self.batches_steps:
+        if self._files is not None and steps.max_bytes and self._places_of(key).are_plain and self.batches_steps:
             for file, offset, part in self.locate(key, start, data):
                 cast("StepWritable", self._files).add_write(steps, file, offset, part)
         elif self._files is not None:
@@ -246,7 +246,7 @@ def digest_in(storage: Readable, places: Sequence[Transfer], span_size: int | No
         for start, stop, parts in clip_blocks(places, ends):
             add_transfers(steps, storage, parts, start, block[: stop - start], scratch)
             item_hash.add_update(steps, start, block[: stop - start].data)
-            steps.breathe()
+            steps.run_if_full()
         steps.run()
     return item_hash.hexdigest()
 
@@ -374,7 +374,7 @@ def read_results(folder: Path, numbers: Iterable[int] | None = None) -> dict[int
             if result is not None:
                 results[number] = result
     except OSError as error:
-        raise failed(error, "reading the results of work items", os.fspath(folder)) from error
+        raise storage_error(error, "reading the results of work items", os.fspath(folder)) from error
     return results
 
 
@@ -405,7 +405,7 @@ def _read_lines(journal: Path) -> list[bytes]:
     try:
         return journal.read_bytes().split(b"\n") if journal.exists() else []
     except OSError as error:
-        raise failed(error, "reading the journal", os.fspath(journal)) from error
+        raise storage_error(error, "reading the journal", os.fspath(journal)) from error
 
 
 def _task(line: bytes) -> Task | None:
@@ -521,7 +521,7 @@ class Journal:
         try:
             yield
         except OSError as error:
-            raise failed(error, f"{action} the journal", os.fspath(self._path)) from error
+            raise storage_error(error, f"{action} the journal", os.fspath(self._path)) from error
 
     def add(self, name: str, tensor: FinishedTensor) -> None:
         """Record a tensor whose bytes are written. A name with a line break is not recorded; its tensor is redone.

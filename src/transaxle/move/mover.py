@@ -178,7 +178,7 @@ class Movement:
                 self._sink.take(item.key, at, block)
                 at += len(block)
             self._count_delivered(item, stop - start)
-        worker.steps.breathe()
+        worker.steps.run_if_full()
 
     def _count_delivered(self, item: Item, size: int) -> None:
         """Count delivered bytes of an item, and end the item with its last byte."""

@@ -418,7 +418,7 @@ def add_transfers(
 def _scatter_spans(steps: Steps, spans: list[tuple[Bytes, Transfer]], out: Bytes, start: int) -> None:
     """Add steps that copy spans from the scratch to their places in the target, and clear the list of spans."""
     for span_bytes, part in spans:
-        steps.lay(span_bytes, out, part.target - start, part.width, part.loops)
+        steps.scatter(span_bytes, out, part.target - start, part.width, part.loops)
     spans.clear()
 
 
@@ -445,7 +445,7 @@ def add_transfer(steps: Steps, reader: Readable, transfer: Transfer, out: Bytes,
     if scratch.reads_span(transfer):
         span_bytes = scratch.array[: transfer.source_span]
         reader.add_read(steps, file, transfer.source, span_bytes.data)
-        steps.lay(span_bytes, out, at, width, loops)
+        steps.scatter(span_bytes, out, at, width, loops)
         return
     if scratch.reads_runs(transfer):
         end = transfer.target_end - start
@@ -476,7 +476,7 @@ def add_transfer(steps: Steps, reader: Readable, transfer: Transfer, out: Bytes,
                 view = scratch.array.data[slot * span : (slot + 1) * span]
                 reader.add_read(steps, file, first_round.source + (first + slot) * step, view)
             side_by_side = (*before, (count_taken, span, into), *after)
-            steps.lay(scratch.array[: count_taken * span], out, at + first * into, width, side_by_side)
+            steps.scatter(scratch.array[: count_taken * span], out, at + first * into, width, side_by_side)
     else:
         for first in range(count):
             add_transfer(steps, reader, rounds(first, 1), out, start, scratch)

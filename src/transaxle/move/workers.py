@@ -299,7 +299,7 @@ class Worker:
         """Add the steps that fill `out` with a byte range of a target; see `produce`."""
         self.check_stop()
         add_transfers(self.steps, self._reader, parts, start, out, self.scratch)
-        self.steps.breathe()
+        self.steps.run_if_full()
 
     def fill(self, parts: Collection[Transfer], start: int, out: Bytes) -> None:
         """Fill `out` with a byte range of a target; see `produce`."""
@@ -344,7 +344,7 @@ class Worker:
                     capacity = out[part.target - low : part.target_end - low]
                     self._reader.add_read(self.steps, part.file, part.source, capacity)
             yield low, out
-            self.steps.breathe()
+            self.steps.run_if_full()
 
     def blocks(
         self,

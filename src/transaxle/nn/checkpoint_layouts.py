@@ -40,7 +40,7 @@ from transaxle.axes.translation.translate import translate
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.training_state import GROUPS, PARAMS, ParamGroup
 from transaxle.formats.training_state import groups_of_equal_settings as groups_of
-from transaxle.formats.training_state import renamed as renamed_groups
+from transaxle.formats.training_state import rename_parameters as renamed_groups
 from transaxle.nn.expert_relayout import Entry, Layer, add_prefix, describe, move, stems
 from transaxle.nn.grouped_linear import GroupedLinear
 from transaxle.quant.tensor import QuantizedTensor

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from transaxle.errors import refuse, shortened
-from transaxle.formats.storage.local import failed
+from transaxle.formats.storage.local import storage_error
 from transaxle.formats.store.access import opened_draft
 
 MARK = b"<!doctype html><!-- a report of transaxle -->"
@@ -266,7 +266,7 @@ def check_destination(path: str, *, overwrite: bool | None) -> None:
             target.parent.stat()
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise failed(error, "writing the report", path) from error
+        raise storage_error(error, "writing the report", path) from error
     if not os.path.lexists(target):
         return
     is_report = target.is_file() and _is_report(target)
@@ -301,7 +301,7 @@ def write_page(html: bytes, path: str, *, overwrite: bool) -> None:
             file.write(html)
         draft.replace(target)
     except OSError as error:
-        raise failed(error, "writing the report", path) from error
+        raise storage_error(error, "writing the report", path) from error
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)

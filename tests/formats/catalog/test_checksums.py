@@ -18,7 +18,7 @@ import transaxle as tx
 from tests.corpus.checksums import flip
 from transaxle.axes.geometry import Loop
 from transaxle.formats.catalog import Checksum
-from transaxle.formats.checksums import Tally, Witness, joined
+from transaxle.formats.checksums import Tally, Witness, merge_parts
 from transaxle.formats.storage.copier import Steps
 from transaxle.formats.storage.local import LocalStorage
 
@@ -33,7 +33,7 @@ def part(start: int, stop: int) -> tuple[int, int, int]:
 def test_two_parts_joined_are_the_whole(at: list[int]) -> None:
     """zlib takes the sum of both at once."""
     first, middle, last = sorted(at)
-    assert joined(part(first, middle), part(middle, last)) == part(first, last)
+    assert merge_parts(part(first, middle), part(middle, last)) == part(first, last)
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 50)), max_size=12))
@@ -139,20 +139,20 @@ def test_what_several_have_read_is_put_together(tmp_path: Path) -> None:
     for start, stop in ((0, 1500), (1500, 2500), (2500, 4000)):
         worker = Witness(Counted(tmp_path), [checksum], {})
         worker.read("data", start, stop - start)
-        tallies = worker.hand_over()
+        tallies = worker.take_tallies()
         assert worker.open() == []
         pieces.append(tallies[checksum].parts)
     together = Counted(tmp_path)
     witness = Witness(together, [checksum], {})
-    witness.expect("data", 0, 4000)
+    witness.mark_read("data", 0, 4000)
     for parts in (pieces[0], pieces[2]):
         witness.count(checksum, parts)
     witness.recheck()
     assert (witness.is_right(checksum), together.count) == (True, 1000)
     mostly = Witness(Counted(tmp_path), [checksum], {})
     mostly.read("data", 0, 2100)
-    assert (mostly.hand_over(), mostly.is_right(checksum)) == ({}, True)
+    assert (mostly.take_tallies(), mostly.is_right(checksum)) == ({}, True)
     wrong = Witness(LocalStorage(tmp_path), [Checksum("data", 0, 4000, 1, "all")], {})
     wrong.read("data", 0, 4000)
     with pytest.raises(tx.TransaxleError, match="do not match the checksum"):
-        wrong.hand_over()
+        wrong.take_tallies()

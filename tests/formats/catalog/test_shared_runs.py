@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import transaxle as tx
 from transaxle.axes.geometry import Loop
 from transaxle.formats.catalog import Checksum
-from transaxle.formats.checksums import Tally, Witness, _cover, _moved
+from transaxle.formats.checksums import Tally, Witness, _cover, _shift
 from transaxle.formats.storage.copier import Steps, load_steps
 from transaxle.formats.storage.local import LocalStorage
 
@@ -71,7 +71,7 @@ def test_the_share_of_runs_is_that_of_the_file_with_zeros_between_them(
     (folder / "f").write_bytes(data)
     steps, out = Steps(), bytearray(max(rooms) + width)
     LocalStorage(folder).add_read(steps, "f", offset, memoryview(out), width, loops)
-    found = steps.share(memoryview(out), [_moved(step) for _, step, _ in loops])
+    found = steps.add_crc_share(memoryview(out), [_shift(step) for _, step, _ in loops])
     steps.run()
     alone, expected = bytearray(len(data) - offset), bytearray(len(out))
     for place, room in zip(places, rooms, strict=True):
@@ -99,9 +99,9 @@ def test_readers_of_columns_prove_the_whole_and_read_nothing_twice(tmp_path: Pat
     tallies = [read_columns(Witness(Twice(tmp_path), [RANGE], {}), at, at + 32) for at in range(0, COLUMNS, 32)]
     assert [tally.read for tally in tallies] == [ROWS * 32] * 4
     witness = Witness(Twice(tmp_path), [RANGE], {})
-    witness.put_together(RANGE, tallies[:3])
+    witness.combine_tallies(RANGE, tallies[:3])
     assert witness.is_right(RANGE) is None
-    witness.put_together(RANGE, tallies)
+    witness.combine_tallies(RANGE, tallies)
     assert witness.is_right(RANGE)
     alone = Witness(Twice(tmp_path), [RANGE], {})
     for at in (64, 0, 32, 96):
@@ -144,7 +144,7 @@ def test_the_same_zeros_twice_are_not_all_zeros(tmp_path: Path) -> None:
         tallies.append(witness.tally(zeros))
     for some in ([0, 1], [0, 2], [2, 3]):
         witness = Witness(LocalStorage(tmp_path), [zeros], {})
-        witness.put_together(zeros, [tallies[number] for number in some])
+        witness.combine_tallies(zeros, [tallies[number] for number in some])
         assert witness.is_right(zeros) is None
 
 

@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import transaxle
-from transaxle.formats.storage.storage import NotJsonError, dropped, members, pairs_in, parsed, parsed_as, repeated
+from transaxle.formats.storage.storage import (
+    NotJsonError,
+    has_dropped_keys,
+    members,
+    pairs_in,
+    parse_json,
+    parse_json_as,
+    repeated_keys,
+)
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(alphabet=':"\\{}[],ab\n'),
@@ -40,7 +48,7 @@ def count(value: Any) -> int:
 def test_each_pair_is_one_colon(value: Any, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
     assert pairs_in(text) == count(value)
-    assert repeated(text) == []
+    assert repeated_keys(text) == []
 
 
 def test_pairs_across_chunks() -> None:
@@ -61,13 +69,13 @@ def test_pairs_across_chunks() -> None:
     ],
 )
 def test_keys_given_twice_are_found(text: bytes, paths: list[tuple[str, ...]]) -> None:
-    assert repeated(text) == paths
+    assert repeated_keys(text) == paths
     assert (pairs_in(text) != count(json.loads(text))) == bool(paths)
 
 
 def test_keys_dropped_by_the_decoder() -> None:
     twice, once, below = b'{"a":{"b":1},"a":{}}', b'{"a":{"b":1},"c":{}}', b'{"a":{"b":1,"b":1}}'
-    assert [dropped(text, members(text)) for text in (twice, once, below)] == [True, False, False]
+    assert [has_dropped_keys(text, members(text)) for text in (twice, once, below)] == [True, False, False]
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\xff", b'{"a":"\xff"}', b"{} x", b'{"a":' + b"[" * 10**6])
@@ -78,13 +86,13 @@ def test_what_is_no_object(text: bytes) -> None:
 
 def test_nesting_is_bounded() -> None:
     with pytest.raises(NotJsonError):
-        repeated(b"[" * 10**5 + b"]" * 10**5)
+        repeated_keys(b"[" * 10**5 + b"]" * 10**5)
 
 
 @given(json_values)
 def test_text_that_is_not_ambiguous_is_read_as_by_json(value: Any) -> None:
     text = json.dumps(value)
-    assert parsed(text) == parsed(text.encode()) == parsed(b"\xef\xbb\xbf" + text.encode()) == value
+    assert parse_json(text) == parse_json(text.encode()) == parse_json(b"\xef\xbb\xbf" + text.encode()) == value
 
 
 @pytest.mark.parametrize(
@@ -96,15 +104,15 @@ def test_text_that_is_not_ambiguous_is_read_as_by_json(value: Any) -> None:
 )  # fmt: skip
 def test_what_two_readers_may_read_in_two_ways_is_not_read(text: str | bytes) -> None:
     with pytest.raises(NotJsonError):
-        parsed(text)
+        parse_json(text)
     with pytest.raises(NotJsonError):
-        parsed_as(text, dict[str, int])
+        parse_json_as(text, dict[str, int])
 
 
 def test_another_form_is_refused() -> None:
-    assert parsed_as('{"a":1}', dict[str, int]) == {"a": 1}
+    assert parse_json_as('{"a":1}', dict[str, int]) == {"a": 1}
     with pytest.raises(NotJsonError):
-        parsed_as('{"a":"1"}', dict[str, int])
+        parse_json_as('{"a":"1"}', dict[str, int])
 
 
 _READ_ELSEWHERE = {

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from tests.formats.pickled.assemble import FILE
 from tests.formats.pickled.test_interpreter import plain
-from transaxle.formats.flattened_state import Odd, described, flatten, is_tensor
+from transaxle.formats.flattened_state import Odd, describe, flatten, is_tensor
 from transaxle.formats.pickled.descriptors import Global, Key, Object, OrderedMap, Scalar, TensorRef
 from transaxle.formats.training_state import KeyPath, Leaf
 
@@ -93,5 +93,5 @@ def test_every_leaf_is_where_its_path_leads(what: Any) -> None:
 
 
 def test_words() -> None:
-    assert described(Global("os", "path")) == "the name os.path"
-    assert described(b"") == "bytes"
+    assert describe(Global("os", "path")) == "the name os.path"
+    assert describe(b"") == "bytes"

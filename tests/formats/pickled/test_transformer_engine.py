@@ -26,7 +26,7 @@ from tests.oracles.te_pickles import (
     restored,
 )
 from transaxle.errors import Code, TransaxleError
-from transaxle.formats.flattened_state import described, flatten
+from transaxle.formats.flattened_state import describe, flatten
 from transaxle.formats.pickled.descriptors import DType, Global, Object, Quantized, TensorRef
 from transaxle.formats.pickled.interpreter import Bounds
 
@@ -110,7 +110,7 @@ def test_a_parameter_of_such_a_tensor_is_the_tensor() -> None:
     assert isinstance(value(call(name("torch.nn.parameter", "Parameter"), inner, True)), Quantized)
     (leaf,) = flatten({"a": value(inner)}, FILE)
     assert leaf.kind == "tensor"
-    assert described(leaf.value) == "a Float8Tensor"
+    assert describe(leaf.value) == "a Float8Tensor"
 
 
 def test_a_tensor_that_a_recipe_leaves_alone() -> None:

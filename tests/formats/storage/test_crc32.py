@@ -35,7 +35,7 @@ def test_it_is_zlibs(start: int, size: int, before: int) -> None:
 def test_short_and_uniform_bytes_are_summed_by_the_compiled_loop_too(
     size: int, fill: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_FEWEST", 0)
+    monkeypatch.setattr(module, "_MIN_BYTES", 0)
     data = DATA[:size] if fill is None else bytes([fill]) * size
     assert crc32(memoryview(data)) == zlib.crc32(data)
 

@@ -115,4 +115,4 @@ def test_what_is_read_together_is_summed_up(storage: LocalStorage, damaged: int)
     assert read(witness, places) == [DATA[name][at : at + size] for name, at, size in places]
     assert [witness.is_right(each) for each in checksums] == [number != damaged for number in range(4)]
     with pytest.raises(Refused, match=f"stretch {damaged}: its bytes do not match"):
-        witness.judge()
+        witness.refuse_wrong()

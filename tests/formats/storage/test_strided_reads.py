@@ -243,7 +243,7 @@ def test_a_transpose_moves_every_element(
         loops.reverse()
     held = np.random.default_rng(rows).integers(1, 256, source_end, np.uint8)
     out = np.zeros(target_end + 5, np.uint8)
-    assert copier._how_to_lay(held, out, 5, width, loops)[0] == copier._TRANSPOSE
+    assert copier._encode_scatter(held, out, 5, width, loops)[0] == copier._TRANSPOSE
     scatter(held, out, 5, width, loops)
     assert np.array_equal(out, copied_by_index(held, len(out), 5, width, loops))
 
@@ -264,7 +264,7 @@ def test_a_transpose_moves_every_element(
 )
 def test_anything_else_is_left_alone(width: int, at: int, loops: tuple[Loop, ...]) -> None:
     held, out = np.ones(128 if width == 2 else 192, np.uint8), np.zeros(128 if width == 2 else 192, np.uint8)
-    assert copier._how_to_lay(held, out, at, width, loops)[0] != copier._TRANSPOSE
+    assert copier._encode_scatter(held, out, at, width, loops)[0] != copier._TRANSPOSE
 
 
 def test_without_the_transpose_numpy_copies(monkeypatch: pytest.MonkeyPatch) -> None:

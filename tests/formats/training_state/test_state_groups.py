@@ -20,7 +20,7 @@ from transaxle.formats.training_state import (
     group_numbers,
     groups_of_equal_settings,
     plain,
-    renamed,
+    rename_parameters,
     settings_of,
 )
 
@@ -93,7 +93,7 @@ def test_parameters_with_equal_settings_are_a_group() -> None:
 
 def test_new_names() -> None:
     old = [{"lr": 1, "params": ["a", "b", "c"]}, {"lr": 2, "params": ["d"]}]
-    assert renamed(old, {"a": ["x"], "b": ["x"], "d": ["y", "z"]}) == [
+    assert rename_parameters(old, {"a": ["x"], "b": ["x"], "d": ["y", "z"]}) == [
         {"lr": 1, "params": ["x", "c"]},
         {"lr": 2, "params": ["y", "z"]},
     ]

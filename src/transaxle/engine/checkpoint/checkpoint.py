@@ -67,7 +67,7 @@ from transaxle.engine.wording import plural
 from transaxle.errors import Code, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Container
 from transaxle.formats.detect import open_container, part_of_ranks
-from transaxle.formats.registry import UNIVERSAL, uncollected
+from transaxle.formats.registry import UNIVERSAL, without_gc
 from transaxle.formats.shards import has_state
 from transaxle.formats.storage.storage import Storage, close, is_closed
 from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, OPTIMIZER, PARAMS, is_extra_state
@@ -195,7 +195,7 @@ class Checkpoint(TensorSet):
             raise reading
         return None
 
-    @uncollected()
+    @without_gc()
     def translation(self, dialect: str, recode: Recode = same) -> View:
         """Return the tensors of this checkpoint in another dialect, together with every refusal.
 
@@ -530,7 +530,7 @@ def _parameter_names(options: Settings, weights: Container, state: Container) ->
     return names_by_number(weights, state, options.config, in_memory)
 
 
-@uncollected()
+@without_gc()
 @stage("open")
 def open_checkpoint(
     path: PathLike,

@@ -24,10 +24,10 @@ from transaxle.axes.layout.relayout import identity_target, is_one_run
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.source import Source
 from transaxle.errors import Refusal, StorageError, TransaxleError, Where, gathered, refuse
-from transaxle.formats.catalog import Container, Entry, Seal, Shape, nbytes, read_digest, rest_of
-from transaxle.formats.registry import MANIFEST, is_for_people, listed, tells_of_use
+from transaxle.formats.catalog import Container, Entry, Seal, Shape, digest_outside, nbytes, read_digest
+from transaxle.formats.registry import MANIFEST, is_for_people, is_for_use, join_names
 from transaxle.formats.storage.copier import Steps
-from transaxle.formats.storage.storage import NotJsonError, Overlay, Storage, layer, parsed
+from transaxle.formats.storage.storage import NotJsonError, Overlay, Storage, layer, parse_json
 from transaxle.move.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -543,7 +543,7 @@ class HashWitness(Overlay):
             index += 1
 
     def _problem(self, tensor: RecordedTensor) -> Refusal:
-        files = listed(list(dict.fromkeys(part.file for part in tensor.transfers)))
+        files = join_names(list(dict.fromkeys(part.file for part in tensor.transfers)))
         hint = _MEANT if self.manifest is not None else _MEANT_ALONE
         return Refusal("CORRUPT", f"in the source, {CHANGED} ({files})", Where(self.path, tensor.name), hint)
 
@@ -603,7 +603,7 @@ def problems_of(storage: Storage, *, copies_about_use: bool, config_given: bool)
             if config_given:
                 continue
             hint = _MEANT_CONFIG
-        elif manifest is not None and tells_of_use(name):
+        elif manifest is not None and is_for_use(name):
             if not copies_about_use or _is_edited(container, name, manifest):
                 continue
             hint = _MEANT_BESIDE
@@ -618,7 +618,7 @@ def edit_notes(storage: Storage, carried: Collection[str]) -> Iterator[str]:
         return
     try:
         manifest, container = witness.manifest, witness.container
-        about_use = [name for name in carried if tells_of_use(name)]
+        about_use = [name for name in carried if is_for_use(name)]
         changed = stale(manifest, container, about_use) if manifest is not None and about_use else []
     except TransaxleError:  # this is refused before anything is written
         return
@@ -638,7 +638,7 @@ def _is_edited(container: Container, name: str, manifest: Manifest) -> bool:
         data = container.storage.read(name, 0, container.storage.size(name))
         text = data.decode()
         if name.endswith(".json"):
-            return len(data) != manifest.files[name].size and bool(parsed(text))
+            return len(data) != manifest.files[name].size and bool(parse_json(text))
     except (TransaxleError, UnicodeDecodeError, NotJsonError):
         return False
     return len(data) > manifest.files[name].size and "\0" not in text
@@ -704,6 +704,6 @@ def check_rest(seal: Seal, container: Container) -> Iterator[Refusal]:
     ranges = list(_ranges(seal.file, container))
     if {begin for _, begin, _ in ranges} != seal.places.keys():
         yield Refusal("CORRUPT", "the number of digests is not the number of tensors", Where(seal.file))
-    digest = rest_of(container.storage, seal, ((begin, end) for _, begin, end in ranges))
+    digest = digest_outside(container.storage, seal, ((begin, end) for _, begin, end in ranges))
     if digest != read_digest(container.storage, seal, seal.head):
         yield Refusal("CORRUPT", "the header, or other bytes around the tensors, were changed", Where(seal.file))

@@ -23,7 +23,7 @@ from transaxle.arguments import (
 from transaxle.errors import refuse
 from transaxle.families import Families, builtin, with_rules
 from transaxle.formats.storage.local import read_file
-from transaxle.formats.storage.storage import NotJsonError, Storage, parsed
+from transaxle.formats.storage.storage import NotJsonError, Storage, parse_json
 from transaxle.options import OPTIONS
 
 CONFIG = "config.json"
@@ -160,7 +160,7 @@ def parse_config(text: str | bytes, file: str) -> Mapping[str, Any]:
         Refused: CORRUPT if it is no JSON object, or has a key twice.
     """
     try:
-        config = parsed(text)
+        config = parse_json(text)
     except NotJsonError as error:
         raise refuse("CORRUPT", f"not JSON: {error}", file=file, hint=_AGAIN) from None
     if not isinstance(config, dict):

@@ -195,7 +195,7 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
         produce(storage, transfers, 0, out, scratch)
         witness = layer(storage, Witness)
         if witness is not None:
-            witness.judge((transfer.file, transfer.source, transfer.source_span) for transfer in transfers)
+            witness.refuse_wrong((transfer.file, transfer.source, transfer.source_span) for transfer in transfers)
         return out
 
     def __repr__(self) -> str:

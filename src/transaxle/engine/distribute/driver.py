@@ -40,7 +40,7 @@ from transaxle.engine.execute import CheckedPlan, execute, join_spans, preflight
 from transaxle.engine.plan.conversion import Prepared, require_ready
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.checksums import Witness
-from transaxle.formats.storage.local import failed
+from transaxle.formats.storage.local import storage_error
 from transaxle.formats.storage.storage import is_url, layer
 from transaxle.formats.store.place import ITEMS
 from transaxle.formats.store.staging import Staging, shared_staging_at, shown
@@ -198,12 +198,12 @@ def begin(plan: WorkPlan, prepared: Prepared, stage: SharedStage) -> dict[int, I
         return _begin_upload(plan, prepared, stage)
     refuse_other_task(stage.scratch, plan.task, shown(plan.order.target))
     existing_files = stage.prepare(_files(prepared, stage))
-    write_fragments(stage, prepared.draft.early())
+    write_fragments(stage, prepared.draft.early_fragments())
     Journal(stage.scratch, plan.task).close()
     try:
         (stage.scratch / ITEMS).mkdir(exist_ok=True)
     except OSError as error:
-        raise failed(error, "making the folder for results", str(stage.scratch)) from error
+        raise storage_error(error, "making the folder for results", str(stage.scratch)) from error
     write_parts(plan, prepared, stage.scratch)
     return _usable_results(plan, prepared, stage.scratch, existing_files)
 
@@ -213,7 +213,7 @@ def _begin_upload(plan: WorkPlan, prepared: Prepared, stage: SharedUpload) -> di
     sizes = {file: prepared.draft.files[file] for item in plan.items for file in item.files}
     stage.begin_or_continue(sizes, task_text(plan.task), division_of(plan), len(plan.items))
     stage.prepare(_files(prepared, stage))
-    write_fragments(stage, prepared.draft.early())
+    write_fragments(stage, prepared.draft.early_fragments())
     results = {}
     for number, result in results_on(stage, stage.begun.token).items():
         if _belongs_to_item(plan, prepared, number, result) and stage.holds(result.sent):
@@ -252,7 +252,7 @@ def _usable_results(
             else:
                 results[number] = result
         except OSError as error:
-            raise failed(error, "ordering the results of an earlier run", str(path)) from error
+            raise storage_error(error, "ordering the results of an earlier run", str(path)) from error
     return results
 
 
@@ -349,7 +349,7 @@ def commit(
     if not isinstance(stage, Staging):
         _take_files(plan, stage, results)
         foretold = {}  # the digests are in the files, which workers have sent completely
-    write_fragments(stage, prepared.draft.early())
+    write_fragments(stage, prepared.draft.early_fragments())
     _check_sums(prepared, results.values())
     _check_hashes(prepared, results.values())
     tensors = join_spans(prepared.plan, all_tensors_done(results.values()))
@@ -406,7 +406,7 @@ def _check_sums(prepared: Prepared, results: Iterable[ItemResult]) -> None:
     for result in results:
         for file, offset, parts in result.summed:
             checksum = checksums[file, offset]
-            witness.expect(file, offset, checksum.size)
+            witness.mark_read(file, offset, checksum.size)
             witness.count(checksum, parts)
 
 

@@ -27,7 +27,7 @@ from transaxle.engine.plan.conversion import Prepared, require_ready
 from transaxle.errors import Refusal, gathered, refuse
 from transaxle.formats.catalog import Recoding
 from transaxle.formats.checksums import Witness
-from transaxle.formats.storage.local import failed
+from transaxle.formats.storage.local import storage_error
 from transaxle.formats.storage.storage import Storage, is_url, layer
 from transaxle.formats.store.place import MOVES
 from transaxle.formats.store.staging import storage_at
@@ -164,7 +164,7 @@ def write_parts(plan: WorkPlan, prepared: Prepared, scratch: Path) -> None:
                 file.write(part_of_item(prepared.plan, item, storage).text)
         making.replace(path)
     except OSError as error:
-        raise failed(error, "storing what the items do", str(path)) from error
+        raise storage_error(error, "storing what the items do", str(path)) from error
 
 
 def _do_part(
@@ -181,7 +181,7 @@ def _do_part(
     measured = prove(part, storage, recoding, limit, allow_lossy=True)
     finished = carry(part.tensors, storage, files, limit, progress=progress)
     witness = layer(storage, Witness)
-    tallies = {} if witness is None else witness.hand_over()
+    tallies = {} if witness is None else witness.take_tallies()
     hashes = layer(storage, HashWitness)
     proved = () if hashes is None else hashes.take_proved()
     storage.recheck()

@@ -19,7 +19,7 @@ from transaxle.engine.execute import join_spans
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.registry import SCRATCH
-from transaxle.formats.storage.local import failed
+from transaxle.formats.storage.local import storage_error
 from transaxle.formats.storage.storage import is_url
 from transaxle.formats.store.place import MOVES, TargetPlace
 from transaxle.formats.store.staging import Writer
@@ -120,7 +120,7 @@ class _FolderPlace:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise failed(error, "reading what an item does", str(path)) from error
+            raise storage_error(error, "reading what an item does", str(path)) from error
 
     @contextmanager
     def open_writer(self, _item: WorkItem) -> Iterator[_FolderWriter]:
@@ -156,7 +156,7 @@ class _ServicePlace:
     def __init__(self, plan: WorkPlan, prepared: Prepared) -> None:
         self._plan = plan
         self._prepared = prepared
-        self._early_fragments = prepared.draft.early()
+        self._early_fragments = prepared.draft.early_fragments()
         self._open_upload: tuple[int, SharedUpload] | None = None
         self._part_cache: dict[tuple[str, str], Mapping[int, StoredPart]] = {}
 
@@ -227,7 +227,7 @@ class _ServiceWriter:
         draft = self._prepared.draft
         if self._item.files and draft.seal is not None:
             tensors = join_spans(self._prepared.plan, result.finished)
-            write_fragments(self.files, draft.late({name: done.hash for name, done in tensors.items()}))
+            write_fragments(self.files, draft.late_fragments({name: done.hash for name, done in tensors.items()}))
         result = msgspec.structs.replace(result, begun=self._token, sent=self.files.flush())
         self._upload.hidden.put_result(result.number, result.text)
         return result

@@ -43,8 +43,8 @@ from transaxle.engine.plan.planned import Plan
 from transaxle.engine.views.encode import Encode
 from transaxle.errors import refuse, without_secrets
 from transaxle.formats.catalog import nbytes
-from transaxle.formats.storage.local import failed, read_file
-from transaxle.formats.storage.storage import Overlay, Storage, as_text, is_url, unpinned
+from transaxle.formats.storage.local import read_file, storage_error
+from transaxle.formats.storage.storage import Overlay, Storage, as_text, is_url, without_commit
 from transaxle.formats.store.multipart import multipart
 from transaxle.formats.store.service import Service, local_path
 from transaxle.move.journal import Task, digest
@@ -262,7 +262,7 @@ def work_plan(order: ConversionOrder, cleared: CheckedPlan, count: int | None = 
         TransaxleError: a file of the source cannot be read.
     """
     source = cleared.checkpoint.path
-    if unpinned(source) != source:  # workers must read the planned commit, even if its branch has moved on
+    if without_commit(source) != source:  # workers must read the planned commit, even if its branch has moved on
         order = msgspec.structs.replace(order, source=source)
     items = divide(cleared.plan, count, whole_files=is_url(order.target))
     storage = cleared.checkpoint.container.storage
@@ -321,7 +321,7 @@ def write_plan(plan: WorkPlan, path: str) -> None:
     except FileExistsError:
         raise refuse("EXISTS", "the file for the plan already exists", file=path, hint="Name another file.") from None
     except OSError as error:
-        raise failed(error, "writing the plan", path) from error
+        raise storage_error(error, "writing the plan", path) from error
 
 
 def parse_part(text: bytes, item: WorkItem) -> PlanPart | None:

@@ -59,7 +59,7 @@ from transaxle.errors import Refusal, TransaxleError, Where, gathered, in_both_l
 from transaxle.families import is_dialect
 from transaxle.formats import registry
 from transaxle.formats.catalog import ITEM_BITS, Draft, Entry, Extent, Spec, nbytes
-from transaxle.formats.registry import MANIFEST, SAFETENSORS, SCRATCH, Format, builtin, get, uncollected, writable
+from transaxle.formats.registry import MANIFEST, SAFETENSORS, SCRATCH, Format, builtin, get_format, without_gc, writable
 from transaxle.formats.storage.storage import as_text
 from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, MEGATRON, OPTIMIZER, ROOT, RUN, with_full_precision
 from transaxle.move.transfer import Transfer, lower
@@ -101,7 +101,7 @@ def for_hub(to: str) -> bool:
     return (form, (label or IDENTITY).partition("@")[0]) == HUB
 
 
-@uncollected()
+@without_gc()
 @stage("plan")
 def make_plan(
     checkpoint: Checkpoint,
@@ -140,10 +140,10 @@ def make_plan(
         problems.extend(refuse_without_line(name, label) for name in view.kept_names)
     single = is_one_file(target)
     source = checkpoint.source_of(label)
-    options = {**_draft_options(checkpoint, view, source, get(form), problems), "sealed": single}
+    options = {**_draft_options(checkpoint, view, source, get_format(form), problems), "sealed": single}
     plain = (item.name for item in checkpoint.container.training if item.path in options["training"])
     outputs = _outputs_by_name(_outputs(view, names, encode.encoding if encode else "", plain), problems)
-    options |= _ranks_options(checkpoint, get(form), label, outputs, degrees, view.axes, problems)
+    options |= _ranks_options(checkpoint, get_format(form), label, outputs, degrees, view.axes, problems)
     draft, lost = _draft_files(checkpoint, (form, label), outputs, options, None if single else shard_size, problems)
     tensors = _plan_tensors(source, outputs, draft, allow_lossy, problems)
     checks = plan_checks(source, view.checks, problems) if view.checks or checkpoint.container.twins else ()
@@ -254,7 +254,11 @@ def _loadable_targets(to: str) -> tuple[str, Sequence[str]]:
 def _with_view_dialect(checkpoint: Checkpoint, to: str) -> str:
     """Return `FORMAT[:DIALECT]`; without a dialect, add that of the view, unless the format has its own dialects."""
     form, label = parse_to(to)
-    return f"{form}:{checkpoint.shown_as}" if label is None and checkpoint.shown_as and not get(form).dialects else to
+    return (
+        f"{form}:{checkpoint.shown_as}"
+        if label is None and checkpoint.shown_as and not get_format(form).dialects
+        else to
+    )
 
 
 @stage("find tables")
@@ -268,7 +272,7 @@ def _choose_target(
         UsageError: as for `parse_to` and `_default_dialect`.
     """
     form, label = parse_to(to)
-    kind = get(form)
+    kind = get_format(form)
     is_adapter = checkpoint.stored_names.is_adapter
     if label and not is_adapter and checkpoint.family is None:  # report an unknown label rather than unknown names
         check_dialect(label, checkpoint.settings.families, () if ":" in to else writable())
@@ -284,7 +288,7 @@ def _choose_target(
     if degrees is not None and "degrees" not in kind.draft_takes:
         message = f"{kind.title} has no files for each rank: it is read at any degree of parallelism"
         label_suffix = f":{label}" if label and ":" in to else ""
-        alternatives = [f"{each}{label_suffix}" for each in writable() if "degrees" in get(each).draft_takes]
+        alternatives = [f"{each}{label_suffix}" for each in writable() if "degrees" in get_format(each).draft_takes]
         options = "--tp, --pp, --ep and --make-vocab-size-divisible-by"
         raise refuse("UNSUPPORTED", message, hint=f"Omit {options}, or write --to {' or --to '.join(alternatives)}.")
     if degrees is not None and "parts" not in kind.draft_takes and degrees.pp * degrees.ep > 1:
@@ -383,7 +387,7 @@ def _translate(
     if target_dialect == IDENTITY and (names or checkpoint.decoded):
         misfits.extend(refuse_reordered(checkpoint, names))
     if any(name.startswith(OPTIMIZER) for name in view.targets):
-        misfits += refuse_misplaced_state(checkpoint, view, get(form), target_dialect)
+        misfits += refuse_misplaced_state(checkpoint, view, get_format(form), target_dialect)
         notes = [*notes, *state_notes(checkpoint, view, target_dialect)]
     notes = (*view.notes, *notes, *_unread_code_notes(view, names, form, target_dialect))
     return view, [name for name in names if name in view.targets], [*view.refusals, *misfits], notes
@@ -451,7 +455,7 @@ def _draft_files(
             left_out.append(f"note {key}")  # a note of another format, or of only one shard
         else:
             metadata[key] = value
-    kind = get(form)
+    kind = get_format(form)
     if draft_options["groups"] and not kind.draft_takes & {"groups", "run"}:
         left_out.append(GROUPS)
     problems.extend(refuse_dtypes(kind, specs))
@@ -652,7 +656,7 @@ def parse_to(to: str) -> tuple[str, str | None]:
     if kind is not None and kind.draft:
         return first, second or None
     if kind is None and (colon or not first):
-        raise registry.unknown(first, registry.writable(), _correct_format(first, second))
+        raise registry.unknown_format(first, registry.writable(), _correct_format(first, second))
     if kind is not None:
         message = f"cannot write format {first!r}; formats that can be written: {', '.join(registry.writable())}"
         suggestion = next((name for name in registry.writable() if name.startswith(first)), None)
@@ -707,7 +711,7 @@ def refuse_name(target: str | None, form: str) -> Iterator[Refusal]:
     if registry.is_one_file(target):
         if not target.endswith(endings):
             message = f"the ending of the name belongs to another format, and {form} is to be written"
-            alternatives = [name for name in registry.writable() if target.endswith(registry.get(name).one_file)]
+            alternatives = [name for name in registry.writable() if target.endswith(registry.get_format(name).one_file)]
             name = f"End it in {endings[0]}" if endings else "Name a folder"
             hint = (
                 f"{name}, or write another format: --to {' or --to '.join(alternatives)}."

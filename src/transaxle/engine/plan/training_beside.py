@@ -37,7 +37,7 @@ from transaxle.formats.training_state import (
     KeyPath,
     group_numbers,
     is_extra_state,
-    joined,
+    join_path,
 )
 
 _MODEL = "model"
@@ -85,7 +85,7 @@ def unwritten_items(checkpoint: Checkpoint, written_paths: Collection[KeyPath]) 
     """Yield names of training state that is left behind, except containers of which everything is written."""
     paths = [item.path for item in checkpoint.container.training if not item.is_tensor]
     for name in checkpoint.container.metadata.get(LEFT_BEHIND, ()):
-        inner_paths = [path for path in paths if f"{joined(path)}.".startswith(f"{name}.")]
+        inner_paths = [path for path in paths if f"{join_path(path)}.".startswith(f"{name}.")]
         if not inner_paths or not all(path in written_paths for path in inner_paths):
             yield name
 

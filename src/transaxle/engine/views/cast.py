@@ -166,7 +166,7 @@ def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str],
             extent = Extent((0,) * len(entry.shape), entry.shape, _FILE + name, 0)
             entries[name] = Entry(name, dtype, entry.shape, (extent,))
     stayed = [name for name in plain if name not in selected and container.entries[name].dtype != dtype]
-    return container.recoded(casters, entries, dtype=dtype, stayed=tuple(stayed))
+    return container.with_computed(casters, entries, dtype=dtype, stayed=tuple(stayed))
 
 
 def refuse_scales_alone(names: Iterable[str], catalog: Catalog) -> Iterator[Refusal]:

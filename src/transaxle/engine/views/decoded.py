@@ -42,8 +42,8 @@ from transaxle.engine.views.encoded import Catalog, buffer_name
 from transaxle.errors import Refusal, Where, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
 from transaxle.formats.storage.copier import Bytes
-from transaxle.formats.storage.storage import parsed
-from transaxle.formats.training_state import ParamGroup, group_numbers, renamed
+from transaxle.formats.storage.storage import parse_json
+from transaxle.formats.training_state import ParamGroup, group_numbers, rename_parameters
 from transaxle.move.transfer import Readable, Scratch, Transfer, clip, produce
 
 
@@ -59,7 +59,7 @@ def without_notes(metadata: Mapping[str, Any], names: Collection[str] | None = N
         if key != NAMES and not key.endswith(f":{NAMES}"):
             continue
         try:
-            listed = [str(name) for name in parsed(metadata[key])]
+            listed = [str(name) for name in parse_json(metadata[key])]
         except (TypeError, ValueError):
             continue
         removed = listed if names is None else [name for name in listed if name in names]
@@ -77,7 +77,7 @@ def join_notes(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return a container's metadata with one joint list of tensors instead of one list per file."""
     lists = [key for key in metadata if key.endswith(f":{NAMES}")]
     try:
-        names = dict.fromkeys(str(name) for key in lists for name in parsed(metadata[key]))
+        names = dict.fromkeys(str(name) for key in lists for name in parse_json(metadata[key]))
     except (TypeError, ValueError):
         return dict(metadata)
     joined_notes = {key: value for key, value in metadata.items() if key not in lists}
@@ -404,7 +404,7 @@ def with_decoded(catalog: Catalog, chosen: Collection[str], dtype: Wide) -> Cont
             entries[stored] = entry
     metadata = without_notes(container.metadata, tensors)
     left_entries = {**container.left, **input_scales, **training_entries}
-    return container.recoded(decoders, entries, metadata=metadata, left=left_entries)
+    return container.with_computed(decoders, entries, metadata=metadata, left=left_entries)
 
 
 _HINT = "--no-optimizer leaves the optimizer state and its settings out."
@@ -453,7 +453,7 @@ def rename_groups(
             continue
         for source in sources:
             names.setdefault(source, []).append(parameter)
-    return renamed(groups, names)
+    return rename_parameters(groups, names)
 
 
 def _describe_unlike(target: Target, sources: Iterable[str], group_of: Mapping[str, int]) -> str:

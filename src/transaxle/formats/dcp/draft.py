@@ -21,7 +21,18 @@ import numpy as np
 
 from transaxle.axes.geometry import row_major
 from transaxle.errors import Faults, TransaxleError
-from transaxle.formats.catalog import PACKED, Draft, Entry, Extent, Fragment, Shape, Spec, code_of, logical, nbytes
+from transaxle.formats.catalog import (
+    PACKED,
+    Draft,
+    Entry,
+    Extent,
+    Fragment,
+    Shape,
+    Spec,
+    code_of,
+    elements_shape,
+    nbytes,
+)
 from transaxle.formats.dcp.metadata import DATA_FILE, METADATA, MODULES, Payload, flat_path, path_of
 from transaxle.formats.flattened_state import as_numbered, group_path
 from transaxle.formats.pickled.allowed import STORAGES
@@ -32,7 +43,7 @@ from transaxle.formats.shards import refuse_many
 from transaxle.formats.torch_file.archive import ALIGNMENT, ZipItem, lay_out
 from transaxle.formats.torch_file.draft import saved, surround
 from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, VERSION
-from transaxle.formats.training_state import PARAMS, KeyPath, ParamGroup, joined
+from transaxle.formats.training_state import PARAMS, KeyPath, ParamGroup, join_path
 
 LARGEST = 1 << 30
 """Cap on the tensor bytes in one archive, because torch reads whole archives even to load a part of one."""
@@ -133,7 +144,7 @@ def as_torch_tensor(spec: Spec, path: KeyPath, names_by_key: dict[str, str], fau
         faults: receives NAME_COLLISION, SHAPE_MISMATCH or UNSUPPORTED.
     """
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
-    key = joined(path)
+    key = join_path(path)
     if key in names_by_key:
         complaint = (
             "two tensors have this name"
@@ -275,7 +286,7 @@ class DataFiles:
 
 def _bytes_of(dtype: DType, shape: Shape) -> int:
     """Return the size in bytes of a chunk, given its shape in torch."""
-    return nbytes(dtype.code, logical(shape, dtype.code))
+    return nbytes(dtype.code, elements_shape(shape, dtype.code))
 
 
 ChunksByTensor = list[tuple[TorchTensor, list[ChunkPlace]]]
@@ -290,7 +301,9 @@ def metadata_of(tensors: ChunksByTensor, objects: ObjectPlaces, *, with_paths: b
         objects: path and archive of each item that is not a tensor.
         with_paths: record the state-dict path of each key, as torch's planners do; Megatron's keys are no paths.
     """
-    paths = {joined(path): path for path in (*(tensor.path for tensor, _ in tensors), *(path for path, _ in objects))}
+    paths = {
+        join_path(path): path for path in (*(tensor.path for tensor, _ in tensors), *(path for path, _ in objects))
+    }
     about = _torch_object("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[])
     return _torch_object(
         "Metadata",
@@ -308,7 +321,7 @@ def _item_metadata(tensors: ChunksByTensor, objects: ObjectPlaces) -> Iterator[t
     for tensor, chunks in tensors:
         boxes = (_torch_object("ChunkStorageMetadata", offsets=_size(c.start), sizes=_size(c.shape)) for c in chunks)
         yield (
-            joined(tensor.path),
+            join_path(tensor.path),
             _torch_object(
                 "TensorStorageMetadata",
                 properties=properties[tensor.dtype],
@@ -317,17 +330,17 @@ def _item_metadata(tensors: ChunksByTensor, objects: ObjectPlaces) -> Iterator[t
             ),
         )
     for path, _ in objects:
-        yield joined(path), Object(_CLASSES["BytesStorageMetadata"], new=True)
+        yield join_path(path), Object(_CLASSES["BytesStorageMetadata"], new=True)
 
 
 def _storage_places(tensors: ChunksByTensor, objects: ObjectPlaces) -> Iterator[tuple[Object, Object]]:
     """Yield the index of each chunk and object with its storage info: file, offset and length."""
     for tensor, chunks in tensors:
-        key = joined(tensor.path)
+        key = join_path(tensor.path)
         for number, (start, _, payload) in enumerate(chunks):
             yield _torch_object("MetadataIndex", fqn=key, index=number, offset=_size(start)), _storage_info(payload)
     for path, payload in objects:
-        yield _torch_object("MetadataIndex", fqn=joined(path), index=None, offset=None), _storage_info(payload)
+        yield _torch_object("MetadataIndex", fqn=join_path(path), index=None, offset=None), _storage_info(payload)
 
 
 def _storage_info(payload: Payload) -> Object:
@@ -383,9 +396,11 @@ def draft(
     names_by_key: dict[str, str] = {}
     torch_tensors = [as_torch_tensor(spec, path_of(spec.name), names_by_key, faults) for spec in tensors]
     for path in training:
-        if joined(path) in names_by_key:
-            complaint = f"{names_by_key[joined(path)]!r} has the key of an item that is no tensor, {joined(path)!r}"
-            faults.add("NAME_COLLISION", complaint, None, joined(path))
+        if join_path(path) in names_by_key:
+            complaint = (
+                f"{names_by_key[join_path(path)]!r} has the key of an item that is no tensor, {join_path(path)!r}"
+            )
+            faults.add("NAME_COLLISION", complaint, None, join_path(path))
     if faults:
         raise faults.error()
     files = DataFiles(shard_size, sum(nbytes(spec.dtype, spec.shape) for spec in tensors))
@@ -398,7 +413,7 @@ def draft(
             payload, offset = files.place(tensor.dtype, shape)
             placed_chunks.append(ChunkPlace(start, shape, payload))
             code = tensor.spec.dtype
-            extents.append(Extent(logical(start, code), logical(shape, code), payload.file, offset))
+            extents.append(Extent(elements_shape(start, code), elements_shape(shape, code), payload.file, offset))
         chunks.append((tensor, placed_chunks))
         entries[tensor.spec.name] = Entry(tensor.spec.name, tensor.spec.dtype, tensor.spec.shape, tuple(extents))
     settings = chain(training.items(), _by_path(groups))
@@ -427,12 +442,12 @@ def _objects(
     objects: ObjectPlaces = []
     keys_so_far = set(tensor_keys)
     for path, value in values:
-        if joined(path) in keys_so_far:
+        if join_path(path) in keys_so_far:
             continue  # a parameter whose name is a number has the same flat key twice: the nested item counts
-        keys_so_far.add(joined(path))
+        keys_so_far.add(join_path(path))
         if isinstance(value, np.generic):
             code = code_of(value.dtype)
-            tensor = TorchTensor(Spec(joined(path), code, ()), path, DTYPES[code], (), value.nbytes)
+            tensor = TorchTensor(Spec(join_path(path), code, ()), path, DTYPES[code], (), value.nbytes)
             chunks.append((tensor, [ChunkPlace((), (), files.put(DTYPES[code], value.tobytes()))]))
             continue
         if repr(value) not in shared_archives:

@@ -32,9 +32,9 @@ from transaxle.formats.pickled.allowed import ALLOWED, INERT, GlobalRule, Names
 from transaxle.formats.pickled.descriptors import DType, Global, Key, Object
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
 from transaxle.formats.pickled.scan import NONE, Graph, Sizes, Unread, scanned
-from transaxle.formats.registry import DCP_DATA, DCP_METADATA, uncollected
+from transaxle.formats.registry import DCP_DATA, DCP_METADATA, without_gc
 from transaxle.formats.storage.storage import Storage
-from transaxle.formats.training_state import GROUPS, KeyPath, joined
+from transaxle.formats.training_state import GROUPS, KeyPath, join_path
 
 MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
 """Package of torch's classes: its name now, and before torch 2.0."""
@@ -231,7 +231,7 @@ def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem
     if size > bounds.size:
         raise refuse("CORRUPT", f"the metadata has {size} bytes; at most {bounds.size} are read", file=file)
     bounds = Bounds(memory=max(bounds.memory, min(_MEMORY_PER_BYTE * size, _MOST_MEMORY)))
-    with uncollected():
+    with without_gc():
         with suppress(Unread):
             columns, parts = _scan_columns(storage.read(file, 0, size), bounds.memory)
             places = _places_of_columns(parts)
@@ -412,7 +412,7 @@ class _ItemReader:
         if len(saved_path) > _DEEPEST:
             self._fault(key, f"it is nested more than {_DEEPEST} levels deep")
             return None
-        if joined(saved_path) != key:
+        if join_path(saved_path) != key:
             self._fault(key, f"its path is {list(saved_path)}, which gives another name")
             return None
         return saved_path

@@ -26,9 +26,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from transaxle.errors import Faults, Refusal, TransaxleError, Where
-from transaxle.formats.catalog import PACKED, Checksum, Entry, Extent, Shape, logical, nbytes, number
+from transaxle.formats.catalog import PACKED, Checksum, Entry, Extent, Shape, elements_shape, nbytes, number
 from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
-from transaxle.formats.flattened_state import described
+from transaxle.formats.flattened_state import describe
 from transaxle.formats.pickled.descriptors import NOTHING, Quantized, Scalar, TensorRef
 from transaxle.formats.safetensors import part_starts, read_header
 from transaxle.formats.storage.copier import Steps
@@ -409,7 +409,7 @@ class Payloads:
         if archive is None:
             return None
         if isinstance(archive, _ObjectArchive):
-            self._fault(item.key, payload.file, f"its archive does not hold a tensor, but {described(archive.value)}")
+            self._fault(item.key, payload.file, f"its archive does not hold a tensor, but {describe(archive.value)}")
             return None
         if isinstance(archive, QuantizedChunk):
             return archive if self._agrees(item, chunk, payload, archive.dtype, archive.layout.shape) else None
@@ -466,7 +466,7 @@ class Payloads:
             which, offsets = [which[at] for at in inside], [offsets[at] for at in inside]
             starts = [starts[at] for at in inside]
         if code in PACKED:
-            starts = [logical(start, code) for start in starts]
+            starts = [elements_shape(start, code) for start in starts]
         archive_offsets = np.array(offsets, np.int64)
         occupied_ranges = self._occupied.setdefault(file, [])
         for archive, matching, crc32 in self._stencils.matches(file, length, offsets):
@@ -517,7 +517,7 @@ class Payloads:
         if type(value) is Scalar or (type(value) in (int, float, bool) and number(value) is not None):
             leaf = Leaf(item.path, "number", value)
         else:
-            leaf = Leaf(item.path, "other", value, described(value))
+            leaf = Leaf(item.path, "other", value, describe(value))
         self._objects[payload] = leaf
         return leaf
 
@@ -630,14 +630,14 @@ class Payloads:
         if not self._is_stored(item.key, payload, archive.repeated):
             return None
         extent = archive.place
-        start = logical(chunk.start, item.dtype.code)
+        start = elements_shape(chunk.start, item.dtype.code)
         return Extent(start, extent.shape, payload.file, payload.offset + extent.offset, extent.strides)
 
     def _in_blob(self, item: SavedItem, chunk: SavedChunk, payload: Payload) -> Extent | None:
         """Return the place of a chunk in the safetensors data that begins at the chunk's offset."""
         assert item.dtype is not None
         code = item.dtype.code
-        size = nbytes(code, logical(chunk.shape, code))
+        size = nbytes(code, elements_shape(chunk.shape, code))
         if payload.length != size:
             message = f"its {payload.length} bytes are not an archive, and safetensors data would have {size}"
             self._fault(item.key, payload.file, message)
@@ -649,7 +649,7 @@ class Payloads:
         if entry is None:
             self._faults.add("INCOMPLETE", "the file does not hold this part of the tensor", payload.file, item.key)
             return None
-        if start != logical(chunk.start, code):
+        if start != elements_shape(chunk.start, code):
             message = f"the file should hold the part at {list(chunk.start)}, but holds the one at {list(start or ())}"
             hint = "In this format torch writes only one part of a tensor to a file; the others are lost."
             self._faults.add("INCOMPLETE", message, payload.file, item.key, hint)
@@ -658,7 +658,7 @@ class Payloads:
             message = f"the metadata says {code}, but the file holds {entry.dtype}"
             self._faults.add("DTYPE_MISMATCH", message, payload.file, item.key)
             return None
-        if entry.shape != logical(chunk.shape, code):
+        if entry.shape != elements_shape(chunk.shape, code):
             message = f"its chunk is {list(chunk.shape)} in the metadata, but {list(entry.shape)} in the file"
             self._faults.add("SHAPE_MISMATCH", message, payload.file, item.key)
             return None

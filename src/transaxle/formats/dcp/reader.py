@@ -36,7 +36,7 @@ from transaxle.formats.catalog import (
     NumbersInMemory,
     Shape,
     Twin,
-    logical,
+    elements_shape,
     number,
 )
 from transaxle.formats.dcp.chunk_tiling import ChunkBox, check_tiling, outside
@@ -45,7 +45,7 @@ from transaxle.formats.dcp.payload import Payloads, QuantizedChunk
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
 from transaxle.formats.registry import DCP, DCP_RANK, DCP_SHARD, sort_sidecars
 from transaxle.formats.safetensors import PART_NOTES, Header, part_starts, read_header
-from transaxle.formats.storage.storage import Storage, checked_parts
+from transaxle.formats.storage.storage import Storage, split_name
 from transaxle.formats.torch_file.quantized_tensors import CODES, NOTE, TAKEN, StoringKind
 from transaxle.formats.torch_file.saved import ViewFault
 from transaxle.formats.training_state import LEFT_BEHIND, ROOT, KeyPath, Leaf, arrange, single
@@ -245,7 +245,7 @@ def _sizes(storage: Storage, items: Sequence[_ItemOfRanks], member: str, faults:
     sizes: dict[str, int] = {}
     for file, count in parts.items():
         try:
-            if len(checked_parts(file)) == 1 and file not in present:
+            if len(split_name(file)) == 1 and file not in present:
                 message = f"the file is missing; {member} places {count} parts of tensors in it"
                 faults.add("INCOMPLETE", message, file, hint="Copy the missing file.")
             else:
@@ -338,7 +338,7 @@ def _tensor(
         quantized_whole = assemble(item.key, item.shape, quantized, item_of_ranks.file, faults)
         return replace(quantized_whole, twins=quantized_whole.twins + twins) if quantized_whole else None
     extents.sort(key=_start)
-    return _WholeTensor(Entry(item.key, code, logical(item.shape, code), tuple(extents)), twins)
+    return _WholeTensor(Entry(item.key, code, elements_shape(item.shape, code), tuple(extents)), twins)
 
 
 _start: Callable[[Extent], Shape] = attrgetter("start")

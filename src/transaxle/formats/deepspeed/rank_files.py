@@ -22,7 +22,7 @@ from transaxle.formats.catalog import BITS, Checksum, Entry, Extent, NumbersInMe
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.deepspeed.spread import Owners, RankBlock, ShardBlock, Spread, owners, whole
-from transaxle.formats.flattened_state import described
+from transaxle.formats.flattened_state import describe
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Scalar, TensorRef
 from transaxle.formats.torch_file.saved import ViewFault, place, read_saved
 from transaxle.formats.training_state import plain as plain_setting
@@ -295,7 +295,7 @@ def _note_unread(reader: TensorReader, settings: CheckedValue) -> None:
     """Record the settings of a group that are not plain data as unread."""
     for _, node in settings.string_items():
         if plain_setting(node.value) is NOTHING:
-            reader.unread[".".join(node.path)] = described(node.value)
+            reader.unread[".".join(node.path)] = describe(node.value)
 
 
 def _stage(root: CheckedValue) -> int:

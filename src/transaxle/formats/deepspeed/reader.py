@@ -61,7 +61,7 @@ from transaxle.formats.flattened_state import flatten
 from transaxle.formats.registry import HERE, sort_sidecars
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import copied
-from transaxle.formats.training_state import LEFT_BEHIND, OPTIMIZER, RUN, Leaf, ParamGroup, arrange, joined
+from transaxle.formats.training_state import LEFT_BEHIND, OPTIMIZER, RUN, Leaf, ParamGroup, arrange, join_path
 
 _LARGEST = 64 << 20
 
@@ -140,7 +140,7 @@ def read_numbered_state(
             name = f"{OPTIMIZER}#{masters}/{keys.FP32}"
             masters += 1
         elif not name.startswith(OPTIMIZER):
-            left_behind[joined(leaf.path)] = "a setting" if leaf.kind == "number" else "a tensor"
+            left_behind[join_path(leaf.path)] = "a setting" if leaf.kind == "number" else "a tensor"
             continue
         entries[name] = _entry(reader, name, leaf)
     return entries, left_behind, state.groups

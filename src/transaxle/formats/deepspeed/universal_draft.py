@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from transaxle.errors import Faults, TransaxleError
-from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec, nbytes, stored_number
+from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec, nbytes, number_value
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.hints import HINTS, Hint, hint_fields
 from transaxle.formats.deepspeed.rank_files import CLASS, CLIENT, FIELDS
@@ -186,7 +186,7 @@ def _common_step(
             continue
         data = read(spec.name)
         common = common or (spec, data)
-        step = stored_number(data, spec.dtype)
+        step = number_value(data, spec.dtype)
         first, first_step = first_of.setdefault(group_of.get(parameter), (parameter, step))
         if step != first_step:
             message = f"it was updated {step:g} times, {first} {first_step:g} times: DeepSpeed has one step for a group"

@@ -20,9 +20,9 @@ from transaxle.formats.registry import (
     MEGATRON_TRACKER,
     TORCH_DIST,
     Folder,
-    listed,
+    join_names,
 )
-from transaxle.formats.storage.storage import NotJsonError, Storage, parsed
+from transaxle.formats.storage.storage import NotJsonError, Storage, parse_json
 
 BACKEND_FILE = "metadata.json"
 """File that records the backend of a distributed checkpoint, such as `torch_dist`."""
@@ -136,7 +136,9 @@ def newest_iteration(folder: Folder) -> str | None:
         raise refuse("CORRUPT", message, file=file, hint="Give the folder of an iteration itself.")
     name = text if text == RELEASE else iteration_folder(int(text))
     if name not in folder.folders:
-        message = f"the file names {text}, but there is no folder {name}; present: {listed(folder.folders) or 'none'}"
+        message = (
+            f"the file names {text}, but there is no folder {name}; present: {join_names(folder.folders) or 'none'}"
+        )
         hint = "Copy that folder, or give the folder of an iteration itself."
         raise refuse("INCOMPLETE", message, file=file, hint=hint)
     return name
@@ -219,7 +221,7 @@ def _backend(folder: Folder, inside: str) -> str:
 def _read_backend_file(storage: Storage, file: str) -> dict[str, Any] | None:
     """Return the contents of a `metadata.json`; None for a malformed file or duplicate keys."""
     try:
-        about = parsed(storage.read(file, 0, min(storage.size(file), _MAX_BYTES)))
+        about = parse_json(storage.read(file, 0, min(storage.size(file), _MAX_BYTES)))
     except (NotJsonError, TransaxleError):
         return None
     return about if isinstance(about, dict) else None

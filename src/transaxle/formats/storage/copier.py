@@ -1,14 +1,15 @@
-"""The copier: lists of transfers between files and memory, carried out together.
+"""The copier: carries out lists of steps, such as reads, copies, hashes and writes, in one call to C.
 
-Reading gives the interpreter lock away and takes it back, and threads that do so for every block wait for one another
-longer than Python computes. So what is done to a file is listed first: ranges are read, and runs of equal length, each
-into its place; runs are copied or transposed; bytes are hashed, summed up, compared and written. `copier.c` carries a
-whole list out while the lock is away. A step that it cannot do at once (an error, a short read, a full disk) is done
-in the ordinary way, which says what is wrong; so are all steps where nothing was compiled, by numpy, xxhash and zlib.
+Each system call releases and takes Python's interpreter lock, and threads that do this for each block wait for one
+another
+longer than Python computes. So steps are collected first: reads of ranges, and of strided runs of equal length,
+strided copies and transposes, hashes, CRC-32, comparisons and writes. `copier.c` carries out a
+whole list without the lock. A step that fails there (an error, a short read, a full disk) is repeated
+in Python, which raises the error. Without the compiled library all steps run in Python, with numpy, xxhash and zlib.
 
-A column cut of a matrix is a run of a few kB in each of its rows: they are one step. Runs of a single element, as those
-of a transposed matrix, are read together with the bytes between them, and put into their places in memory tile by tile,
-where numpy would fetch every line of memory again and again.
+A column slice of a matrix is a run of a few kB in each row: together they are one step. Runs of a single element, as
+in a transposed matrix, are read together with the bytes between them, and copied into place tile by tile,
+where numpy would load each cache line many times.
 """
 
 from __future__ import annotations
@@ -31,53 +32,53 @@ import xxhash
 
 from transaxle.axes.geometry import Loop
 from transaxle.errors import TransaxleError
-from transaxle.spans import is_recording, span
+from transaxle.spans import span
 
 if TYPE_CHECKING:
     from transaxle.formats.storage.storage import Handles
 
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
-"""One-dimensional."""
+"""One-dimensional array of bytes."""
 
 SOURCE = Path(__file__).with_name("copier.c")
 LIBRARY = Path(__file__).with_name("libcopier.so")
 _NUMBERS = 10
-"""Numbers that say what a step is; see `transaxle_steps`."""
+"""Number of integers that encode a step; see `transaxle_steps` in `copier.c`."""
 _READ, _WRITE, _HASH, _SUM, _TRANSPOSE, _COPY, _COMPARE, _READ_AND_SUM, _READ_RUNS, _CALL = range(10)
 _KINDS = "read", "write", "hash", "sum", "lay", "lay", "compare", "read and sum", "read"
-"""What is done in each, as traces call it."""
+"""Name of each kind of step, in traces."""
 _SIZES = 4, 4, 3, 2, None, None, 3, 4, 8
-"""Which of their numbers is that of the bytes."""
-_Again = Callable[[], object]
+"""Position, by kind, of a step's number of bytes among its integers; None: it has none."""
+_Fallback = Callable[[], object]
 
 _ELEMENTS = frozenset({1, 2, 4, 8})
-"""Bytes of elements that can be transposed."""
-_FEWEST = 8
-"""Rows and columns that a transpose has at least; numpy is as fast with fewer."""
-_WIDE = 16
-"""Bytes of a run that is copied as such; numpy is faster with shorter ones."""
+"""Element sizes in bytes that the C transpose supports."""
+_MIN_ROWS = 8
+"""Minimum rows and columns of a C transpose; numpy is as fast with fewer."""
+_MIN_RUN = 16
+"""Minimum bytes of a run that C copies; numpy is faster with shorter runs."""
 
 
 class Steps:
-    """Transfers of one thread, carried out in the order in which they were listed.
+    """A list of steps of one thread, carried out in order.
 
-    Memory is named, not copied: what a step reads is what lies there when its turn comes. Files stay open until the
-    list is carried out or forgotten, which is done where a `with` block is left.
+    Steps refer to memory without copying it, and use its content at the time when they run. Files stay open until the
+    list has run or is cleared, at the latest at the end of the `with` block.
 
     Args:
-        most: bytes that are worth one call; 0: each block is carried out at once.
+        max_bytes: bytes after which `run_if_full` runs the list; 0: at each call.
     """
 
-    def __init__(self, most: int = 0) -> None:
-        self.most = most
+    def __init__(self, max_bytes: int = 0) -> None:
+        self.max_bytes = max_bytes
         self.size = 0
-        """Bytes read and written by what is listed."""
+        """Number of bytes that the pending steps read and write."""
         self._numbers = array("q")
-        self._again: list[_Again] = []
-        self._then: list[tuple[int, Callable[[], object]]] = []
-        """What is called, and how many steps must be done for it."""
-        self._kept: list[object] = []
-        """What must not be freed before the steps are done."""
+        self._fallbacks: list[_Fallback] = []
+        self._callbacks: list[tuple[int, Callable[[], object]]] = []
+        """`(number of steps that must be done, callback)`."""
+        self._alive: list[object] = []
+        """Objects that must stay alive until the steps are done."""
         self._files: dict[tuple[int, str], int] = {}
         self._open = ExitStack()
 
@@ -85,10 +86,10 @@ class Steps:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.forget()
+        self.clear()
 
-    def opened(self, name: str, handles: Handles) -> int:
-        """Return the descriptor of a file, which stays open until the list is carried out."""
+    def open_file(self, name: str, handles: Handles) -> int:
+        """Open a file if necessary, and return its descriptor; it stays open until the list has run."""
         key = id(handles), name
         descriptor = self._files.get(key)
         if descriptor is None:
@@ -98,189 +99,190 @@ class Steps:
         return descriptor
 
     def read(
-        self, fd: int, offset: int, view: memoryview, again: _Again, width: int = 0, loops: Sequence[Loop] = ()
+        self, fd: int, offset: int, view: memoryview, fallback: _Fallback, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """Read bytes of an open file.
+        """Add a read of an open file, of one range or of strided runs.
 
         Args:
-            fd: its descriptor.
-            offset: the first byte.
-            view: where they go: writable, contiguous and not empty. Of runs: it begins with the first run's place, and
-                no run's place leaves it.
-            again: reads them in the ordinary way.
-            width: bytes of a run, where there are loops.
+            fd: descriptor of the file.
+            offset: offset in the file of the first byte.
+            view: target memory: writable, contiguous and not empty. The first run goes to its start, and
+                all runs must fit.
+            fallback: does the read in Python.
+            width: bytes of a run, if there are loops.
             loops: `(count, step in the file, step in the view)` in bytes, the outermost first.
         """
         if not loops:
-            self._add(again, _READ, fd, offset, address(view), view.nbytes)
+            self._add(fallback, _READ, fd, offset, address(view), view.nbytes)
             self.size += view.nbytes
             return
         numbers, size = _in_line(loops), width * prod(count for count, _, _ in loops)
-        self._kept.append(numbers)
+        self._alive.append(numbers)
         place = numbers.buffer_info()[0]
-        self._add(again, _READ_RUNS, fd, offset, address(view), width, len(loops), place, 0, size)
+        self._add(fallback, _READ_RUNS, fd, offset, address(view), width, len(loops), place, 0, size)
         self.size += size
 
-    def share(self, view: memoryview, powers: Sequence[int]) -> array[int] | None:
-        """Sum up the runs which the latest step reads, each while it is in the cache.
+    def add_crc_share(self, view: memoryview, powers: Sequence[int]) -> array[int] | None:
+        """Let the latest step, a strided read, also compute its runs' share of a CRC-32.
 
         Args:
-            view: where that step puts them.
-            powers: x**(8 * step in the file) of each of their loops, modulo the polynomial.
+            view: target memory of that step.
+            powers: x**(8 * step in the file), modulo the polynomial, for each of its loops.
 
         Returns:
-            What will be in its two first numbers when the steps are done: their share in the CRC-32 of the bytes up to
-            the last run's end (see `copier.c`), and 1 if it is known, else 0. None where that step does something else.
+            An array. After the steps have run, its first number is the share of the CRC-32 of all bytes up to the end
+            of the last run (see `copier.c`), and its second number is 1 if that share is known, otherwise 0. None if
+            the latest step is not this read.
         """
         kind, _, _, place, _, depth = self._numbers[-_NUMBERS : 6 - _NUMBERS] or (None,) * 6
         if (kind, place, depth) != (_READ_RUNS, address(view), len(powers)):
             return None
-        found = array("I", (0, 0, *powers))
-        self._kept.append(found)
-        self._numbers[7 - _NUMBERS] = found.buffer_info()[0]
-        return found
+        result = array("I", (0, 0, *powers))
+        self._alive.append(result)
+        self._numbers[7 - _NUMBERS] = result.buffer_info()[0]
+        return result
 
-    def write(self, fd: int, offset: int, view: memoryview, again: _Again) -> None:
-        """Write bytes to an open file: contiguous and not empty; otherwise as `read`."""
-        self._add(again, _WRITE, fd, offset, address_to_read(view), view.nbytes)
+    def write(self, fd: int, offset: int, view: memoryview, fallback: _Fallback) -> None:
+        """Add a write to an open file; the view is contiguous and not empty. Otherwise as `read`."""
+        self._add(fallback, _WRITE, fd, offset, read_address(view), view.nbytes)
         self.size += view.nbytes
 
     def hash(self, running: Running, view: memoryview) -> None:
-        """Hash bytes, contiguous and not empty, which come next."""
-        again = partial(running.update, view)
+        """Add a step that hashes the next bytes; the view is contiguous and not empty."""
+        fallback = partial(running.update, view)
         if isinstance(running, CompiledHash):
-            self._add(again, _HASH, running.address, address_to_read(view), view.nbytes)
+            self._add(fallback, _HASH, running.address, read_address(view), view.nbytes)
         else:
-            self._add(again, _CALL + _HASH, view.nbytes)
+            self._add(fallback, _CALL + _HASH, view.nbytes)
 
     def sum(self, view: memoryview, crc: ctypes.c_uint32, crc32: Callable[[memoryview, int], int]) -> None:
-        """Add bytes to a CRC-32: in the step before, if that reads them.
+        """Add a step that updates a CRC-32; it is merged with the previous step if that reads the same bytes.
 
         Args:
             view: the bytes: writable, contiguous and not empty.
-            crc: that of the bytes before them.
-            crc32: does it in the ordinary way.
+            crc: CRC-32 of the preceding bytes; updated when the step runs.
+            crc32: computes the CRC-32 in Python.
         """
 
-        def again() -> None:
+        def fallback() -> None:
             crc.value = crc32(view, crc.value)
 
-        self._kept.append(crc)
+        self._alive.append(crc)
         place, size = address(view), view.nbytes
         kind, *_, read_to, read_size = self._numbers[-_NUMBERS : 5 - _NUMBERS] or (None,) * 5
         if (kind, read_to, read_size) == (_READ, place, size):
-            read = self._again[-1]
+            read = self._fallbacks[-1]
 
             def both() -> None:
                 read()
-                again()
+                fallback()
 
             self._numbers[-_NUMBERS], self._numbers[5 - _NUMBERS] = _READ_AND_SUM, ctypes.addressof(crc)
-            self._again[-1] = both
+            self._fallbacks[-1] = both
         else:
-            self._add(again, _SUM, place, size, ctypes.addressof(crc))
+            self._add(fallback, _SUM, place, size, ctypes.addressof(crc))
 
-    def lay(self, held: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop]) -> None:
-        """Copy runs from one buffer to another.
+    def scatter(self, source: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop]) -> None:
+        """Add a strided copy from one buffer to another.
 
         Args:
-            held: the source, from the first run on.
+            source: the source; the first run is at its start.
             out: the target.
-            at: byte of the target at which the first run goes.
+            at: offset of the first run in the target.
             width: bytes of a run.
-            loops: `(count, step in the source, step in the target)` in bytes, the outermost first.
+            loops: `(count, step in the source, step in the target)` in bytes, outermost first.
         """
-        kind, numbers, around = _how_to_lay(held, out, at, width, loops)
+        kind, numbers, around = _encode_scatter(source, out, at, width, loops)
         if around:
             array_of_loops = _in_line(around)
-            self._kept.append(array_of_loops)
+            self._alive.append(array_of_loops)
             numbers = (*numbers, array_of_loops.buffer_info()[0])
-        self._add(partial(_lay, held, out, at, width, loops), kind, *numbers)
+        self._add(partial(_scatter_by_numpy, source, out, at, width, loops), kind, *numbers)
 
-    def compare(self, one: memoryview, other: memoryview, differ: Callable[[], object]) -> None:
-        """Compare as many bytes.
+    def compare(self, first: memoryview, second: memoryview, differ: Callable[[], object]) -> None:
+        """Add a comparison of two buffers of equal size.
 
         Args:
-            one: contiguous and not empty.
-            other: likewise.
-            differ: called where they are not equal.
+            first: contiguous and not empty.
+            second: contiguous and not empty.
+            differ: called if they are not equal.
         """
 
-        def again() -> None:
-            if not same_bytes(one, other):
+        def fallback() -> None:
+            if not same_bytes(first, second):
                 differ()
 
-        self._add(again, _COMPARE, address_to_read(one), address_to_read(other), one.nbytes)
+        self._add(fallback, _COMPARE, read_address(first), read_address(second), first.nbytes)
 
-    def call(self, function: _Again, kind: int = _COPY, size: int = 0) -> None:
-        """Call a function of Python that does a step.
+    def call(self, function: _Fallback, kind: int = _COPY, size: int = 0) -> None:
+        """Add a step that is a Python function.
 
         Args:
-            function: does it.
-            kind: what step it is, for traces.
-            size: bytes that it reads or writes.
+            function: carries out the step.
+            kind: kind of the step, for traces.
+            size: number of bytes that it reads or writes.
         """
         self._add(function, _CALL + kind, size)
         self.size += size
 
     def then(self, call: Callable[[], object]) -> None:
-        """Let something be called when the list is over, if all that is in it so far is done."""
-        self._then.append((len(self._again), call))
+        """Add a callback for after the run; it is called if all steps added so far have succeeded."""
+        self._callbacks.append((len(self._fallbacks), call))
 
-    def breathe(self) -> None:
-        """Carry out what is listed, if it is enough for one call."""
-        if self.size >= self.most:
+    def run_if_full(self) -> None:
+        """Run the pending steps if they have enough bytes for one call."""
+        if self.size >= self.max_bytes:
             self.run()
 
     def run(self) -> None:
-        """Carry out what is listed, and forget it.
+        """Run the pending steps, and clear the list.
 
         Raises:
-            TransaxleError: what a step raises that is done again. Those after it are not done; what waited only for
-                those before it is called.
+            TransaxleError: for a failed step. Later steps do not run; callbacks that depend only on earlier steps are
+                called.
         """
         try:
             self._carry_out()
-            self._call(len(self._again))
+            self._call(len(self._fallbacks))
         finally:
-            self.forget()
+            self.clear()
 
-    def forget(self) -> None:
-        """Forget what is listed."""
+    def clear(self) -> None:
+        """Drop the pending steps, and close files."""
         self.size = 0
         self._numbers = array("q")
-        for each in (self._again, self._then, self._kept, self._files):
-            each.clear()
+        for pending in (self._fallbacks, self._callbacks, self._alive, self._files):
+            pending.clear()
         self._open.close()
 
-    def _add(self, again: _Again, *numbers: int) -> None:
+    def _add(self, fallback: _Fallback, *numbers: int) -> None:
         self._numbers.extend((*numbers, *(0,) * (_NUMBERS - len(numbers))))
-        self._again.append(again)
+        self._fallbacks.append(fallback)
 
     def _carry_out(self) -> None:
         compiled = load_steps()
-        place, total, finished = self._numbers.buffer_info()[0], len(self._again), 0
-        apart = is_recording()
+        place, total, finished = self._numbers.buffer_info()[0], len(self._fallbacks), 0
+        one_by_one = is_recording()
         while finished < total:
-            stop = finished + 1 if apart else total  # a trace says how long each step takes
+            stop = finished + 1 if one_by_one else total  # a trace records the time of each step
             with self._span(finished):
-                reached = finished if compiled is None else compiled(place, stop, finished)
-                if reached < stop:
-                    self._do_again(reached)
-                    reached += 1
-            finished = reached
+                done = finished if compiled is None else compiled(place, stop, finished)
+                if done < stop:
+                    self._fall_back(done)
+                    done += 1
+            finished = done
 
-    def _do_again(self, number: int) -> None:
+    def _fall_back(self, number: int) -> None:
         try:
-            self._again[number]()
+            self._fallbacks[number]()
         except BaseException:
-            with suppress(TransaxleError):  # the first error is the one that counts
+            with suppress(TransaxleError):  # only the first error is raised
                 self._call(number)
             raise
 
     def _call(self, finished: int) -> None:
-        """Call what waited for the first steps alone."""
-        for number, call in self._then:
+        """Call the callbacks that depend only on the first `finished` steps."""
+        for number, call in self._callbacks:
             if number <= finished:
                 call()
 
@@ -292,95 +294,95 @@ class Steps:
 
 
 READING, WRITING = _READ, _WRITE
-"""Kinds of steps that Python does."""
+"""Kinds of steps that are Python functions."""
 
 
 @cache
 def load_steps() -> Callable[..., int] | None:
-    """Return the compiled function; None if it was not built, cannot be loaded, or was built from another source."""
+    """Return the compiled function that runs steps; None if it was not built, or was built from another source."""
     return compiled_function("transaxle_steps", (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), ctypes.c_int64)
 
 
 class Running(Protocol):
-    """A hash of the bytes so far: XXH3 of 128 bits."""
+    """A running xxh3-128 hash."""
 
     def update(self, data: memoryview, /) -> None:
-        """Take the bytes that come next."""
+        """Hash the next bytes."""
 
     def hexdigest(self) -> str:
         """Return the hash, in hex."""
 
 
-_OF_STATE = ctypes.c_uint64 * 51
-"""`hash` of copier.c: eight sums, how many bytes, stripes and bytes in the buffer, the last stripe, the buffer."""
+_HashState = ctypes.c_uint64 * 51
+"""`hash` of `copier.c`: eight sums, counts of bytes, stripes and buffered bytes, the last stripe, the buffer."""
 _TOTAL, _BUFFER = 8, 11 * 8 + 64
 _SHORT = 240
-"""Bytes that xxhash hashes in another way."""
+"""Maximum length in bytes of inputs that XXH3 hashes with another algorithm."""
 
 
 class CompiledHash:
-    """A hash that the compiled steps can take bytes into."""
+    """A running hash that compiled steps can update."""
 
     def __init__(self, update: Callable[..., None], digest: Callable[..., None]) -> None:
         self._update, self._digest = update, digest
-        self._state = _OF_STATE()
+        self._state = _HashState()
         self.address = ctypes.addressof(self._state)
-        """Where the state is."""
+        """Address of the hash state."""
 
     def update(self, data: memoryview) -> None:
-        """Take the bytes that come next."""
+        """Hash the next bytes."""
         if data.nbytes:
-            self._update(self.address, address_to_read(data), data.nbytes)
+            self._update(self.address, read_address(data), data.nbytes)
 
     def hexdigest(self) -> str:
         """Return the hash, in hex."""
         if self._state[_TOTAL] <= _SHORT:
             return xxhash.xxh3_128_hexdigest(bytes(self._state)[_BUFFER : _BUFFER + self._state[_TOTAL]])
-        found = (ctypes.c_uint64 * 2)()
-        self._digest(self.address, ctypes.addressof(found))
-        return f"{found[0]:016x}{found[1]:016x}"
+        words = (ctypes.c_uint64 * 2)()
+        self._digest(self.address, ctypes.addressof(words))
+        return f"{words[0]:016x}{words[1]:016x}"
 
 
 def new_hash() -> Running:
-    """Return the hash of no bytes."""
+    """Return a new running hash, compiled if possible."""
     compiled = load_hash()
     return xxhash.xxh3_128() if compiled is None else CompiledHash(*compiled)
 
 
 @cache
 def load_hash() -> tuple[Callable[..., None], Callable[..., None]] | None:
-    """Return the compiled functions that take bytes and say what their hash is; otherwise as `load_steps`."""
+    """Return the compiled functions `(update, digest)` of XXH3; otherwise as `load_steps`."""
     update = compiled_function("transaxle_hash", (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), None)
     digest = compiled_function("transaxle_hash_of", (ctypes.c_void_p, ctypes.c_void_p), None)
     return None if update is None or digest is None or sys.byteorder != "little" else (update, digest)
 
 
-def read_each(
+def read_strided(
     read_one: Callable[[int, memoryview], object], offset: int, view: memoryview, width: int, loops: Sequence[Loop]
 ) -> None:
-    """Read runs one by one; without loops, one range.
+    """Read strided runs one by one in Python; without loops, one range.
 
     Args:
-        read_one: reads a range from a byte of the file into a view.
-        offset: see `Steps.read`, and so the others.
-        view: see there.
-        width: see there.
-        loops: see there.
+        read_one: `read_one(offset, view)` reads one range of the file.
+        offset: offset in the file of the first run.
+        view: target memory; see `Steps.read`.
+        width: bytes of a run.
+        loops: see `Steps.read`.
     """
     if not loops:
         read_one(offset, view)
         return
     (count, step, into), *inner = loops
     for number in range(count):
-        room = view[number * into :]
-        read_each(read_one, offset + number * step, room if inner else room[:width], width, inner)
+        target = view[number * into :]
+        read_strided(read_one, offset + number * step, target if inner else target[:width], width, inner)
 
 
 def runs_in(view: memoryview, width: int, loops: Sequence[Loop]) -> int:
-    """Return how many runs are read into a view, as `Steps.read` is told; 0 where they are empty.
+    """Return the number of runs of a strided read (see `Steps.read`); 0 if they are empty.
 
     Raises:
-        ValueError: where a run's place leaves the view.
+        ValueError: if the runs do not fit into the view.
     """
     total = prod(count for count, _, _ in loops) if width else 0
     end = sum((count - 1) * max(step, 0) for count, _, step in loops) + width
@@ -389,17 +391,17 @@ def runs_in(view: memoryview, width: int, loops: Sequence[Loop]) -> int:
     return total
 
 
-def scatter(held: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop]) -> None:
-    """Copy runs from one buffer to another at once; see `Steps.lay`."""
+def scatter(source: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop]) -> None:
+    """Carry out a strided copy from one buffer to another; see `Steps.scatter`."""
     steps = Steps()
-    steps.lay(held, out, at, width, loops)
+    steps.scatter(source, out, at, width, loops)
     steps.run()
 
 
-def _lay(held: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop]) -> None:
-    """Copy runs by numpy: one at once, several as the widest words that fit."""
+def _scatter_by_numpy(source: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop]) -> None:
+    """Do a strided copy with numpy, in the widest words that fit."""
     if not loops:
-        out[at : at + width] = held[:width]
+        out[at : at + width] = source[:width]
         return
     shape, sources, targets = ([loop[part] for loop in loops] for part in range(3))
     # Every offset, width and step is a multiple of the word; then numpy moves 8 bytes at a time instead of one.
@@ -409,47 +411,49 @@ def _lay(held: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop]) ->
         sources.append(word)
         targets.append(word)
     kind = np.dtype(f"u{word}")
-    view: npt.NDArray[Any] = np.ndarray(shape, kind, held.data, 0, sources)
+    view: npt.NDArray[Any] = np.ndarray(shape, kind, source.data, 0, sources)
     into: npt.NDArray[Any] = np.ndarray(shape, kind, out.data, at, targets)
     into[...] = view
 
 
-def _how_to_lay(
-    held: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop]
+def _encode_scatter(
+    buffer: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop]
 ) -> tuple[int, tuple[int, ...], Sequence[Loop]]:
-    """Return the kind of a step that copies runs, its numbers, and the loops that the last one of them points to."""
+    """Return `(kind, integers, loops)` of the step for a strided copy; its last integer will point to the loops."""
     by_numpy = _CALL + _COPY, (), ()
     ends = [width + sum((loop[0] - 1) * loop[side] for loop in loops) for side in (1, 2)]
-    is_plain = held.flags.c_contiguous and out.flags.c_contiguous and held.ndim == out.ndim == 1
-    if not is_plain or at < 0 or ends[0] > len(held) or at + ends[1] > len(out):
+    is_plain = buffer.flags.c_contiguous and out.flags.c_contiguous and buffer.ndim == out.ndim == 1
+    if not is_plain or at < 0 or ends[0] > len(buffer) or at + ends[1] > len(out):
         return by_numpy
-    if any(count < 1 or step < 0 or into < 0 for count, step, into in loops):
+    if any(count < 1 or step < 0 or target_step < 0 for count, step, target_step in loops):
         return by_numpy
-    source, target = held.ctypes.data, out.ctypes.data + at
-    across = next((number for number, loop in enumerate(loops) if loop[1] == width), None)
-    along = next((number for number, loop in enumerate(loops) if loop[2] == width), None)
-    can_turn = width in _ELEMENTS and across is not None and along is not None and across != along
-    if can_turn and min(loops[across or 0][0], loops[along or 0][0]) >= _FEWEST:
-        (columns, _, into), (rows, step, _) = loops[across or 0], loops[along or 0]
-        around = [loop for number, loop in enumerate(loops) if number not in (across, along)]
-        return _TRANSPOSE, (source, target, width, rows, columns, step, into, len(around)), around
-    if width < _WIDE:
+    source, target = buffer.ctypes.data, out.ctypes.data + at
+    source_loop = next((number for number, loop in enumerate(loops) if loop[1] == width), None)
+    target_loop = next((number for number, loop in enumerate(loops) if loop[2] == width), None)
+    can_transpose = (
+        width in _ELEMENTS and source_loop is not None and target_loop is not None and source_loop != target_loop
+    )
+    if can_transpose and min(loops[source_loop or 0][0], loops[target_loop or 0][0]) >= _MIN_ROWS:
+        (columns, _, target_step), (rows, step, _) = loops[source_loop or 0], loops[target_loop or 0]
+        outer_loops = [loop for number, loop in enumerate(loops) if number not in (source_loop, target_loop)]
+        return _TRANSPOSE, (source, target, width, rows, columns, step, target_step, len(outer_loops)), outer_loops
+    if width < _MIN_RUN:
         return by_numpy
     return _COPY, (source, target, width, len(loops)), loops
 
 
-def same_bytes(one: bytes | memoryview, other: bytes | memoryview) -> bool:
-    """Tell whether two buffers hold the same bytes; `==` takes fifty times as long where one is a view."""
-    return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
+def same_bytes(first: bytes | memoryview, second: bytes | memoryview) -> bool:
+    """Tell whether two buffers have equal bytes; `==` is fifty times slower if one is a memoryview."""
+    return np.array_equal(np.frombuffer(first, np.uint8), np.frombuffer(second, np.uint8))
 
 
 def address(view: memoryview) -> int:
-    """Return where the bytes of a view are in memory. It must be writable, contiguous and not empty."""
+    """Return the memory address of a view, which must be writable, contiguous and not empty."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-def address_to_read(view: memoryview) -> int:
-    """Return the same of a view that need not be writable: nobody may write there."""
+def read_address(view: memoryview) -> int:
+    """Return the memory address of a view that may be read-only; nothing may be written there."""
     if not view.readonly:
         return address(view)
 
@@ -457,17 +461,17 @@ def address_to_read(view: memoryview) -> int:
 
 
 def _in_line(loops: Iterable[Loop]) -> array[int]:
-    """Return the numbers of loops as `copier.c` takes them."""
+    """Return loops as one array of integers, as `copier.c` expects."""
     return array("q", chain.from_iterable(loops))
 
 
 def compiled_function(name: str, arguments: Sequence[type], result: type | None) -> Callable[..., Any] | None:
-    """Return a function of `copier.c` with its C types; None if it was not built, or cannot be loaded here.
+    """Return a function of `copier.c` with its C types; None if the library is missing, not loadable, or out of date.
 
     Args:
-        name: its name there.
+        name: name of the function.
         arguments: types of its arguments.
-        result: type of its result; None: it has none.
+        result: type of its result; None for a void function.
     """
     try:
         library = ctypes.CDLL(str(LIBRARY))

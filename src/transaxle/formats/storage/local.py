@@ -1,14 +1,15 @@
 """Local storage: `preadv` on regular files inside one folder, and nothing else.
 
-The folder may come from anyone. A name in it can be a link to your keys, a FIFO that never answers or a device that
+The folder is untrusted. A name in it can be a link to your keys, a FIFO that never answers or a device that
 never ends. So a name is resolved first and must stay inside the folder (a link of the Hugging Face cache to its `blobs`
-excepted), and its kind is checked before it is opened and again on the open descriptor. Data is not mapped: a mapped
-file that is truncated while in use kills the process, whereas a failing read is an error that can be named.
+excepted), and its file type is checked before it is opened and again on the open descriptor. Data is not mapped: a
+mapped
+file that is truncated while in use kills the process, whereas a failed read raises an error.
 
-The folder may be replaced while it is read. It is held open, and every file must belong to it: all that is read comes
-from one checkpoint, or is an error.
+The folder may be replaced while it is read. It is kept open, and each file must be in it, so that all data comes
+from one checkpoint.
 
-`failed` makes every `OSError` of this room an error of ours.
+`storage_error` converts each `OSError` to a `StorageError`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,11 @@ from pathlib import Path
 
 from transaxle.axes.geometry import Loop
 from transaxle.errors import Refusal, StorageError, TransaxleError, refuse
-from transaxle.formats.storage.copier import Steps, read_each, runs_in
-from transaxle.formats.storage.storage import ByteCount, Handles, Listing, Storage, checked_parts
+from transaxle.formats.storage.copier import Steps, read_strided, runs_in
+from transaxle.formats.storage.storage import ByteCount, Handles, Listing, Storage, split_name
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-"""Without blocking, so that a FIFO or device that has replaced the file since its check opens at once, and is refused.
-"""
+"""Flags for opening files; non-blocking, so that a FIFO or device that replaced a file opens at once and is refused."""
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -44,27 +44,27 @@ _BLOCK = 1 << 20
 
 _ALMOST_URL = re.compile(r"(hf|s3|gs|gcs|az|abfs):/?([^/].*)")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""A name as hubs have them, `OWNER/NAME`."""
-_HOLD = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+"""Pattern for a hub's repository name, `OWNER/NAME`."""
+_FOLDER_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _REPLACED = "the checkpoint was replaced while it was open"
 _CHANGED = "the file was changed while the checkpoint was open"
 _AGAIN = "Open it again to read the new one."
 
 FileStamp = tuple[int, int, int, int, int]
-"""Device, inode, size, and the times of change of content and inode: a changed file differs in one of them. The last
-one is the system's own and cannot be set back.
+"""`(device, inode, size, mtime, ctime)` of a file; a changed file differs in one of them. The ctime is set by
+the system and cannot be set back.
 """
 
 
 class LocalStorage(Storage):
-    """The files of one folder, or one file and the folder around it (see `formats.storage.Storage`).
+    """The files of a local folder, or a single local file (see `Storage`).
 
-    A link that the user typed is followed: it is the user's own. A link found inside the folder is followed only to a
-    place inside the folder, or from a Hugging Face cache `snapshots/<revision>/` to `blobs/<hash>` beside it.
+    A link in the path that the user typed is followed. A link inside the folder is followed only to a
+    place inside the folder, or in a Hugging Face cache from `snapshots/<revision>/` to `blobs/<hash>`.
 
     Raises:
         Refused: UNSUPPORTED if the path is a FIFO, a socket or a device.
-        StorageError: IO if it is missing or unreadable; the hint names the most similar path beside it.
+        StorageError: IO if it is missing or unreadable; the hint suggests a similar path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -79,22 +79,22 @@ class LocalStorage(Storage):
             raise _not_regular(self._path, kind)
         self._blobs = _blobs_beside(self._root)
         try:
-            self._folder = os.open(self._root, _HOLD)
+            self._folder = os.open(self._root, _FOLDER_FLAGS)
         except OSError as error:
-            raise failed(error, "opening it", self._path) from error
-        self._let_go = weakref.finalize(self, os.close, self._folder)
+            raise storage_error(error, "opening it", self._path) from error
+        self._close_folder = weakref.finalize(self, os.close, self._folder)
         self._stamps: dict[str, FileStamp] = {}
         self._handles = Handles(self._open)
         self._bytes_read = ByteCount()
 
     @property
     def batches_steps(self) -> bool:
-        """Whether files are read in batches; see `Storage.batches_steps`."""
+        """Always true; see `Storage.batches_steps`."""
         return True
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that were read so far; see `Storage.bytes_read`."""
+        """Number of bytes read so far; see `Storage.bytes_read`."""
         return self._bytes_read.total
 
     @property
@@ -104,7 +104,7 @@ class LocalStorage(Storage):
 
     @property
     def single(self) -> str | None:
-        """Name of the one file that the path denotes; None where it denotes a folder."""
+        """Name of the single file that was given; None for a folder."""
         return self._single
 
     def listing(self, folder: str = "") -> Listing:
@@ -116,8 +116,10 @@ class LocalStorage(Storage):
             with os.scandir(self._resolve(folder) if folder else self._root) as entries:
                 files_here = sorted((entry.name, entry.is_file(follow_symlinks=False)) for entry in entries)
         except OSError as error:
-            raise self._gone(folder) or failed(error, "listing the folder", folder or self._path) from error
-        if gone := self._gone(folder):
+            raise self._replaced_error(folder) or storage_error(
+                error, "listing the folder", folder or self._path
+            ) from error
+        if gone := self._replaced_error(folder):
             raise gone
         for name, regular in files_here:
             shown = name.encode("utf-8", "backslashreplace").decode()
@@ -130,7 +132,7 @@ class LocalStorage(Storage):
             except TransaxleError as error:
                 special[name] = error.refusals[0]
             except OSError as error:
-                special[name] = failed(error, "reading its status", full_name).refusals[0]
+                special[name] = storage_error(error, "reading its status", full_name).refusals[0]
             else:
                 if kind == stat.S_IFREG:
                     names.append(name)
@@ -146,9 +148,9 @@ class LocalStorage(Storage):
             return self._stamps[name][2]
 
     def version(self, name: str) -> str:
-        """Return a text that changes when the file does; see `Storage.version`."""
+        """Return a string that changes when the file does; see `Storage.version`."""
         with self._handles.use(name):
-            return "-".join(map(str, self._stamps[name][1:]))  # machines number the device of a shared folder each anew
+            return "-".join(map(str, self._stamps[name][1:]))  # the device number differs between machines
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """Fill a writable contiguous view with the bytes that start at `offset`; see `Storage.read_into`."""
@@ -158,17 +160,17 @@ class LocalStorage(Storage):
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """List that a view is filled, or runs are read into their places in it; see `Storage.add_read`."""
+        """Add a read to `steps`; see `Storage.add_read`."""
         size = width * runs_in(view, width, loops) if loops else view.nbytes
         if size:
             self._bytes_read.add(size)
-            fd = steps.opened(name, self._handles)
+            fd = steps.open_file(name, self._handles)
             steps.read(fd, offset, view, partial(self._fill, name, offset, view, width, loops), width, loops)
 
     def _fill(self, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()) -> None:
-        """Read in the ordinary way, without counting."""
+        """Read with Python's own calls, without counting the bytes."""
         with view.cast("B") as octets, self._handles.use(name) as fd:
-            read_each(partial(_read, fd, name), offset, octets, width, loops)
+            read_strided(partial(_read, fd, name), offset, octets, width, loops)
 
     def recheck(self) -> None:
         """Check that no file that was read has changed since; see `Storage.recheck`."""
@@ -178,7 +180,7 @@ class LocalStorage(Storage):
                 pass
 
     def refuse_rewritten(self) -> None:
-        """Refuse files that were written to since they were first opened; of a replaced one, the old one was read.
+        """Refuse files that were written to since they were first opened, but not replaced ones: the old file was read.
 
         Raises:
             Refused: CORRUPT.
@@ -193,11 +195,11 @@ class LocalStorage(Storage):
     def close(self) -> None:
         """Close all files."""
         self._handles.close()
-        self._let_go()
+        self._close_folder()
 
-    def _gone(self, name: str) -> TransaxleError | None:
-        """Return the error for a folder that was replaced since it was opened; None if it was not."""
-        if not self._let_go.alive:
+    def _replaced_error(self, name: str) -> TransaxleError | None:
+        """Return the error for a folder that was replaced since it was opened; None if it is still the same."""
+        if not self._close_folder.alive:
             return None
         opened = os.fstat(self._folder)
         with suppress(OSError):
@@ -207,12 +209,12 @@ class LocalStorage(Storage):
         return refuse("CORRUPT", _REPLACED, file=name or self._path, hint=_AGAIN)
 
     def _resolve(self, name: str) -> str:
-        """Return the real path of a name, which must lie inside the checkpoint."""
-        target = os.path.join(self._root, *checked_parts(name))  # noqa: PTH118
+        """Return the real path of a name, after checking that it is inside the checkpoint."""
+        target = os.path.join(self._root, *split_name(name))  # noqa: PTH118
         try:
             real = os.path.realpath(target, strict=True)
         except OSError as error:
-            raise failed(error, "opening it", name) from error
+            raise storage_error(error, "opening it", name) from error
         inside = real.startswith(os.path.join(self._root, "")) or name == self._single  # noqa: PTH118
         if not inside and os.path.dirname(real) != self._blobs:  # noqa: PTH120
             raise refuse(
@@ -225,9 +227,9 @@ class LocalStorage(Storage):
 
     def _open(self, name: str) -> int:
         try:
-            fd, status = _opened(self._resolve(name), name)
+            fd, status = _open_regular(self._resolve(name), name)
         except StorageError as error:
-            raise self._gone(name) or error from error
+            raise self._replaced_error(name) or error from error
         try:
             self._check(name, status)
         except BaseException:
@@ -236,53 +238,53 @@ class LocalStorage(Storage):
         return fd
 
     def _check(self, name: str, current: os.stat_result) -> None:
-        """Refuse a file that is not in the opened folder, or differs from the one first opened under this name."""
+        """Refuse a file that is not in the opened folder, or differs from the file first opened under this name."""
         try:
             expected = os.stat(name, dir_fd=self._folder)
         except OSError:
             expected = None
         if expected is None or (expected.st_dev, expected.st_ino) != (current.st_dev, current.st_ino):
-            raise self._gone(name) or refuse("CORRUPT", _CHANGED, file=name)
+            raise self._replaced_error(name) or refuse("CORRUPT", _CHANGED, file=name)
         stamp = (current.st_dev, current.st_ino, current.st_size, current.st_mtime_ns, current.st_ctime_ns)
         if self._stamps.setdefault(name, stamp) != stamp:
             raise refuse("CORRUPT", _CHANGED, file=name)
 
 
-def read_file(path: str | os.PathLike[str], most: int) -> bytes:
+def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     """Read a small file that the user named, such as a table or a config; a link to it is followed.
 
     Args:
         path: where it is.
-        most: bytes that such a file may have.
+        max_bytes: maximum size of the file in bytes.
 
     Raises:
-        Refused: UNSUPPORTED if it is a folder, a FIFO, a socket or a device; CORRUPT if it is longer.
+        Refused: UNSUPPORTED if it is a folder, a FIFO, a socket or a device; CORRUPT if it is larger.
         StorageError: IO if it is missing or unreadable.
     """
     shown = os.fspath(path)
     kind = _kind_of(shown)
     if kind != stat.S_IFREG:
         raise _not_regular(shown, kind, "Give a regular file; save the data to one first.")
-    fd, _ = _opened(os.path.realpath(shown), shown)
+    fd, _ = _open_regular(os.path.realpath(shown), shown)
     with os.fdopen(fd, "rb", buffering=0) as file:
         data = bytearray()
-        while len(data) <= most:  # not by its size: what /proc has says 0
+        while len(data) <= max_bytes:  # the size is not reliable: it is 0 for files in /proc
             try:
-                more = file.read(min(_BLOCK, most + 1 - len(data)))
+                chunk = file.read(min(_BLOCK, max_bytes + 1 - len(data)))
             except OSError as error:
-                raise failed(error, "reading it", shown) from error
-            if not more:
+                raise storage_error(error, "reading it", shown) from error
+            if not chunk:
                 return bytes(data)
-            data += more
-    raise refuse("CORRUPT", f"the file is longer than the {most:,} bytes that it may have", file=shown)
+            data += chunk
+    raise refuse("CORRUPT", f"the file is longer than the {max_bytes:,} bytes that it may have", file=shown)
 
 
-def _opened(real: str, name: str) -> tuple[int, os.stat_result]:
-    """Open a regular file; its kind is checked before and after opening, in case somebody replaces it meanwhile.
+def _open_regular(real: str, name: str) -> tuple[int, os.stat_result]:
+    """Open a regular file; its file type is checked before and after opening, in case it is replaced in between.
 
     Args:
-        real: its path, without links.
-        name: its name in errors.
+        real: path of the file, without links.
+        name: name of the file, for error messages.
 
     Returns:
         The descriptor, which the caller closes, and its status.
@@ -293,7 +295,7 @@ def _opened(real: str, name: str) -> tuple[int, os.stat_result]:
             raise _not_regular(name, kind)
         fd = os.open(real, _FLAGS)
     except OSError as error:
-        raise failed(error, "opening it", name) from error
+        raise storage_error(error, "opening it", name) from error
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
@@ -303,25 +305,27 @@ def _opened(real: str, name: str) -> tuple[int, os.stat_result]:
 
 def _read(fd: int, name: str, offset: int, octets: memoryview) -> None:
     """Fill a view of bytes from an open file; see `Storage.read_into`."""
-    done, wanted = 0, octets.nbytes
-    while done < wanted:
+    bytes_read, size = 0, octets.nbytes
+    while bytes_read < size:
         try:
-            count = os.preadv(fd, [octets[done:]], offset + done)
+            count = os.preadv(fd, [octets[bytes_read:]], offset + bytes_read)
         except OSError as error:
-            raise failed(error, f"reading {wanted - done} bytes at offset {offset + done}", name) from error
+            raise storage_error(
+                error, f"reading {size - bytes_read} bytes at offset {offset + bytes_read}", name
+            ) from error
         if not count:
             raise refuse(
                 "CORRUPT",
-                f"the file is truncated: it ends at {offset + done}, and bytes {offset} to {offset + wanted} were "
+                f"the file is truncated: it ends at {offset + bytes_read}, and bytes {offset} to {offset + size} were "
                 "requested",
                 file=name,
                 hint="Copy or download the file again.",
             )
-        done += count
+        bytes_read += count
 
 
 def _kind_of(path: str) -> int:
-    """Return the kind of what a typed path leads to; a missing one is an IO error with a suggestion."""
+    """Return the file type at a typed path; a missing path is an IO error with a suggestion."""
     if not path:
         raise refuse("IO", "'' is not a path", file=path)
     try:
@@ -332,12 +336,12 @@ def _kind_of(path: str) -> int:
         message = "no such file or folder"
         raise refuse("IO", message, file=path, hint=_similar(path), system=FileNotFoundError) from error
     except OSError as error:
-        raise failed(error, "opening it", path) from error
+        raise storage_error(error, "opening it", path) from error
 
 
 def _similar(path: str) -> str:
-    """Suggest what a missing path may mean: a URL with a slash too few, the closest name beside it, a repository."""
-    if at_home := unexpanded(path):
+    """Return a hint for a missing path: a URL with a missing slash, a similar name in its folder, or a repository."""
+    if at_home := home_hint(path):
         return at_home
     if slip := _ALMOST_URL.fullmatch(path):
         return f"Did you mean {slip[1]}://{slip[2]}?"
@@ -345,19 +349,19 @@ def _similar(path: str) -> str:
     if missing.is_symlink():
         return f"It is a link to {missing.readlink()}, which is not there."
     try:
-        beside = [entry.name for entry in missing.parent.iterdir()]
+        neighbours = [entry.name for entry in missing.parent.iterdir()]
     except OSError:
         if _REPOSITORY.fullmatch(path):
             return f"If it is a repository of a hub, write hf://{path}."
         return f"{missing.parent} does not exist either." if missing.parent.name else ""
-    close = difflib.get_close_matches(missing.name, beside, n=1)
+    close = difflib.get_close_matches(missing.name, neighbours, n=1)
     return f"Did you mean {missing.parent / close[0]}?" if close else ""
 
 
-def unexpanded(path: str) -> str:
-    """Suggest what a path that begins with `~` may mean; empty for others."""
-    meant = os.path.expanduser(path)  # noqa: PTH111 - of a text that stays one
-    return "" if meant == path else f"Only shells expand ~, and only outside quotes: write {meant}."
+def home_hint(path: str) -> str:
+    """Return a hint for a path that begins with `~`; empty for other paths."""
+    expanded = os.path.expanduser(path)  # noqa: PTH111 - of a text that stays one
+    return "" if expanded == path else f"Only shells expand ~, and only outside quotes: write {expanded}."
 
 
 def _blobs_beside(root: str) -> str | None:
@@ -390,15 +394,15 @@ _HINTS = {
 }
 
 
-def failed(error: OSError, doing: str, file: str) -> TransaxleError:
-    """Build the StorageError for a failed system call: NO_SPACE for a full disk or quota, else IO.
+def storage_error(error: OSError, doing: str, file: str) -> TransaxleError:
+    """Return the StorageError for a failed system call: NO_SPACE for a full disk or quota, otherwise IO.
 
     Args:
         error: the exception.
-        doing: the action in words, e.g. `writing 4096 bytes at offset 0`.
-        file: the file that it concerned.
+        doing: the action in words, such as `writing 4096 bytes at offset 0`.
+        file: the file concerned.
     """
-    if isinstance(error, TransaxleError):  # one of ours, which says what failed
+    if isinstance(error, TransaxleError):  # already an error of this package
         return error
     number = error.errno or 0
     reason = os.strerror(number) if number else str(error)

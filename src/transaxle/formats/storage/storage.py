@@ -1,16 +1,16 @@
-"""Storage: the interface through which readers get the bytes of one checkpoint, from a local folder or a URL.
+"""Storage: read access to the files of one checkpoint, in a local folder or at a URL.
 
-Readers know names, sizes and byte ranges, nothing else. So what holds for one storage (a name never leaves the
-checkpoint, a short read is an error, nothing is memory-mapped) holds for every format read through it.
+Readers use only names, sizes and byte ranges. So the guarantees of storages (a name never leaves the
+checkpoint, a short read is an error, nothing is memory-mapped) apply to all formats.
 
-A storage may be laid over another one: files in memory (`VirtualFiles`), a sub-folder seen as the whole, or its
-files seen in the folder above (`Renaming`). `NearReads` makes one read of many small ones that follow one another
-closely, as those of headers between small tensors.
+Overlays change another storage: they add virtual files (`VirtualFiles`), show a sub-folder as the whole, or show a
+sub-folder's files in the folder above (`Renaming`). `NearReads` merges many small reads that are near each other,
+such as those of headers between small tensors.
 
-**Strict JSON**: text from strangers, in which no key may occur twice.
+**Strict JSON**: JSON from untrusted files is parsed here, and no key may occur twice.
 
-Decoders silently keep the last of two equal keys, so that two readers of one file may see different tensors. JSON of
-strangers is read here. In headers and indexes, which may be long, each decoded key accounts for one colon in the text;
+Decoders silently keep the last of two equal keys, so that two readers of one file may see different tensors. In
+headers and indexes, which may be long, each decoded key has one colon in the text;
 more colons than keys mean that a key was dropped.
 """
 
@@ -35,13 +35,13 @@ from msgspec.structs import replace
 
 from transaxle.axes.geometry import Loop
 from transaxle.errors import LONGEST_NAME, Code, Refusal, refuse
-from transaxle.formats.storage.copier import READING, Steps, read_each
+from transaxle.formats.storage.copier import READING, Steps, read_strided
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _PINNED = re.compile(r"(hf://(?:(?:datasets|spaces)/)?[^/@]+/[^/@]+)@[0-9a-f]{40}(?=/|$)")
-_FEWEST = 4
+_MIN_DESCRIPTORS = 4
 _IDLE, _AT_ONCE = (128, 8), (64, 16)
-"""Descriptors that stay open while idle, and that one thread uses at once: at most, and their share of all."""
+"""`(maximum, divisor of the process limit)` for idle open descriptors, and for those that one thread uses at once."""
 _INSIDE = "Names of files in a checkpoint are relative to its folder and stay inside it."
 
 
@@ -53,7 +53,7 @@ class Listing(msgspec.Struct, frozen=True):
     folders: tuple[str, ...]
     """Sub-folders."""
     special: Mapping[str, Refusal]
-    """Everything else, with the reason why it is not read: FIFOs, devices, sockets, links that lead elsewhere."""
+    """Name -> refusal of each other member: FIFOs, devices, sockets, links that lead outside."""
 
     def everything(self) -> tuple[str, ...]:
         """Return the names of all files, including those that will be refused when they are read."""
@@ -65,12 +65,12 @@ class Storage(Protocol):
 
     @property
     def batches_steps(self) -> bool:
-        """Whether many reads are worth one call: files of this machine, for which nobody waits."""
+        """Whether many reads can be carried out in one call; true of local files."""
         return False
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that were read from the files so far, by all threads; numbers in descriptions do not count."""
+        """Number of bytes read from files so far, by all threads; in-memory numbers do not count."""
         return 0
 
     @property
@@ -79,7 +79,7 @@ class Storage(Protocol):
 
     @property
     def single(self) -> str | None:
-        """Name of the one file that the path denotes; None where it denotes a folder."""
+        """Name of the single file that was given; None for a folder."""
 
     def listing(self, folder: str = "") -> Listing:
         """List the checkpoint's folder or one of its sub-folders; names are bare, without the folder.
@@ -102,7 +102,7 @@ class Storage(Protocol):
         """
 
     def version(self, name: str) -> str:
-        """Return a text that changes when the file does: for a local one its place, size and time of change.
+        """Return a string that changes when the file does; for a local file its inode, size and times of change.
 
         Raises as `size`.
         """
@@ -118,28 +118,28 @@ class Storage(Protocol):
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """List that a view is filled, or runs are read into their places in it.
+        """Add a read to `steps` that fills a view, or reads strided runs into it.
 
         Args:
-            steps: the list; what `read_into` raises is raised when it is carried out.
-            name: the file.
-            offset: byte in the file of the first run.
-            view: writable and contiguous; it begins with the first run's place, and no run's place leaves it.
-            width: bytes of a run, where there are loops.
-            loops: `(count, step in the file, step in the view)` in bytes, the outermost first; none: the whole view.
+            steps: the list of steps; errors are those of `read_into`, raised when the steps run.
+            name: name of the file.
+            offset: offset in the file of the first byte.
+            view: writable and contiguous memory; the first run goes to its start, and all runs must fit.
+            width: bytes of a run, if there are loops.
+            loops: `(count, step in the file, step in the view)` in bytes, outermost first; empty: fill the whole view.
         """
         read = partial(self.read_into, name)
-        steps.call(partial(read_each, read, offset, view, width, loops), READING, view.nbytes)
+        steps.call(partial(read_strided, read, offset, view, width, loops), READING, view.nbytes)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`; raises as `read_into`."""
         buffer = BytesIO(bytes(size))
         with buffer.getbuffer() as view:
             self.read_into(name, offset, view)
-        return buffer.getvalue()  # the same memory: a large file is not there twice
+        return buffer.getvalue()  # shares the buffer, so that a large file is in memory only once
 
     def recheck(self) -> None:
-        """Check that no file that was read has changed since; call it before publishing what was made of them.
+        """Check that no file that was read has changed since; called before results are published.
 
         Raises:
             Refused: CORRUPT.
@@ -147,20 +147,20 @@ class Storage(Protocol):
         """
 
     def close(self) -> None:
-        """Release what is held open. Reading afterwards is a ValueError."""
+        """Close all files. Later reads raise ValueError."""
 
 
-def files_in(storage: Storage, folder: str = "") -> Iterator[str]:
-    """Yield the names of all files of a checkpoint, those in sub-folders included."""
-    found = storage.listing(folder)
-    begin = f"{folder}/" if folder else ""
-    yield from (begin + name for name in found.everything())
-    for inner in found.folders:
-        yield from files_in(storage, begin + inner)
+def walk_files(storage: Storage, folder: str = "") -> Iterator[str]:
+    """Yield the names of all files in a folder and its sub-folders."""
+    listing = storage.listing(folder)
+    prefix = f"{folder}/" if folder else ""
+    yield from (prefix + name for name in listing.everything())
+    for inner in listing.folders:
+        yield from walk_files(storage, prefix + inner)
 
 
 class Overlay(Storage):
-    """A storage on top of another one, to which it passes every call that a subclass does not override.
+    """A storage on top of another one; calls that a subclass does not override go to the lower storage.
 
     Args:
         below: the storage underneath.
@@ -202,7 +202,7 @@ class Overlay(Storage):
         return self.below.version(name)
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """See `Storage`; the same as what is listed."""
+        """See `Storage`; carries out `add_read` at once."""
         with Steps() as steps:
             self.add_read(steps, name, offset, view.cast("B"))
             steps.run()
@@ -223,11 +223,11 @@ class Overlay(Storage):
 
 
 class VirtualFile(Protocol):
-    """A file that does not exist on disk: its bytes are computed when they are read."""
+    """A file that is not on disk; its bytes are computed when they are read."""
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size of the file in bytes."""
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill a writable contiguous view with the bytes that start at `offset`; safe from several threads."""
@@ -249,12 +249,12 @@ class InMemoryFile(msgspec.Struct, frozen=True):
 
 
 class VirtualFiles(Overlay):
-    """A storage with further, virtual files.
+    """An overlay that adds virtual files.
 
     Args:
         below: the real files.
-        files: the virtual ones, by names that no real file has.
-        others: further storages that virtual files read from; they are checked and closed with the real files.
+        files: virtual files by name; no real file may have such a name.
+        others: other storages that the virtual files read from; they are rechecked and closed with this one.
     """
 
     def __init__(self, below: Storage, files: Mapping[str, VirtualFile], others: Sequence[Storage] = ()) -> None:
@@ -280,7 +280,7 @@ class VirtualFiles(Overlay):
         return super().size(name) if virtual is None else virtual.nbytes
 
     def version(self, name: str) -> str:
-        """See `Storage`; virtual files change with the files that they are computed from."""
+        """See `Storage`; virtual files have no version of their own, as they are computed from real files."""
         return "" if name in self._files else super().version(name)
 
     def add_read(
@@ -291,14 +291,14 @@ class VirtualFiles(Overlay):
         if virtual is None:
             self.below.add_read(steps, name, offset, view, width, loops)
         else:
-            steps.call(partial(read_each, virtual.read_into, offset, view, width, loops), READING, view.nbytes)
+            steps.call(partial(read_strided, virtual.read_into, offset, view, width, loops), READING, view.nbytes)
 
 
 Layer = TypeVar("Layer", bound=Overlay)
 
 
 def layer(storage: Storage, kind: type[Layer]) -> Layer | None:
-    """Return the uppermost overlay of a class in a storage; None if there is none."""
+    """Return the topmost overlay of a class in a storage; None if there is none."""
     while isinstance(storage, Overlay):
         if isinstance(storage, kind):
             return storage
@@ -307,17 +307,17 @@ def layer(storage: Storage, kind: type[Layer]) -> Layer | None:
 
 
 _CLOSED: WeakSet[Storage] = WeakSet()
-"""Storages that were closed, without the overlays on them."""
+"""Lowest storages that `close` has closed."""
 
 
 def close(storage: Storage) -> None:
-    """Close a storage, and remember that it is closed."""
+    """Close a storage, and record that for `is_closed`."""
     storage.close()
     _CLOSED.add(lowest(storage))
 
 
 def is_closed(storage: Storage) -> bool:
-    """Tell whether `close` has closed a storage, under whatever overlays."""
+    """Tell whether `close` has closed a storage or another overlay of it."""
     return lowest(storage) in _CLOSED
 
 
@@ -328,12 +328,12 @@ def lowest(storage: Storage) -> Storage:
     return storage
 
 
-def checked_parts(name: str) -> tuple[str, ...]:
-    """Return the parts of `a/b/c`, a relative name that stays inside its folder.
+def split_name(name: str) -> tuple[str, ...]:
+    """Split the relative name of a file, such as `a/b/c`, and check that it stays inside its folder.
 
     Raises:
         Refused: PATH_ESCAPE for an empty or absolute name, for `.`, `..` or empty parts (also between backslashes,
-            which other systems read as separators), and for names that hold a NUL.
+            which are separators on other systems), and for names that contain a NUL.
     """
     parts = tuple(name.split("/"))
     if "\0" in name or any(segment in ("", ".", "..") for segment in parts) or ".." in name.split("\\"):
@@ -347,18 +347,18 @@ def is_plain(name: str) -> bool:
 
 
 def too_long(name: str) -> tuple[Code, str]:
-    """Return the code and message for a tensor name beyond the cap on its length."""
+    """Return the refusal code and message for a tensor name that is too long."""
     return "UNSUPPORTED", f"its name has {len(name):,} characters; names have at most {LONGEST_NAME:,}"
 
 
-def unpinned(path: str) -> str:
-    """Return the URL of a hub's repository at a commit without that commit; any other path or URL as it is."""
+def without_commit(path: str) -> str:
+    """Remove the commit from the URL of a hub's repository; other paths and URLs are returned unchanged."""
     match = _PINNED.match(path)
     return path if match is None else match[1] + path[match.end() :]
 
 
 def as_text(path: str) -> str:
-    """Return a path as text that every file can hold: bytes that are not UTF-8 are escaped."""
+    """Return a path as valid Unicode; bytes that are not UTF-8 are escaped."""
     return path.encode("utf-8", "backslashreplace").decode()
 
 
@@ -368,34 +368,34 @@ def is_url(path: str) -> bool:
 
 
 class ByteCount:
-    """A number of bytes to which several threads add."""
+    """A byte counter for several threads."""
 
     __slots__ = ("_lock", "total")
 
     def __init__(self) -> None:
         self._lock = Lock()
         self.total = 0
-        """Bytes so far."""
+        """Number of bytes so far."""
 
     def add(self, size: int) -> None:
-        """Add bytes."""
+        """Add to the counter."""
         with self._lock:
             self.total += size
 
 
 class _Handle(msgspec.Struct):
-    """One open descriptor."""
+    """An open file descriptor with its number of users."""
 
     fd: int
     """The descriptor."""
     users: int = 0
-    """Threads that are using it now."""
+    """Number of threads that use it now."""
     dropped: bool = False
-    """Whether to close it when the last user is done."""
+    """Whether to close it after its last user."""
 
 
 class _Use:
-    """A descriptor in use; a class, as every read and write takes one, and a generator costs more than the call."""
+    """Context of a descriptor in use; a class, because a generator would cost more than the read or write itself."""
 
     __slots__ = ("_handle", "_handles", "_name")
 
@@ -412,10 +412,10 @@ class _Use:
 
 
 class Handles:
-    """Open file descriptors by name: shared by threads, and closed when too many are idle.
+    """A cache of open file descriptors by name, shared by threads; idle ones are closed when there are too many.
 
     A checkpoint may have thousands of files, a process may open a thousand (on macOS 256), and a descriptor must not be
-    closed while another thread reads through it. So each one counts its users, and only idle ones are closed, the least
+    closed while another thread reads through it. So each one counts its users, and only idle ones are closed, least
     recently used first.
     """
 
@@ -427,20 +427,20 @@ class Handles:
     ) -> None:
         self._opener = opener
         self._closer = closer or (lambda _name, fd: os.close(fd))
-        self._limit = _allowed(*_IDLE) if limit is None else limit
-        self.at_once = _allowed(*_AT_ONCE)
-        """Files that a thread may use at the same time."""
+        self._limit = _descriptor_limit(*_IDLE) if limit is None else limit
+        self.at_once = _descriptor_limit(*_AT_ONCE)
+        """Maximum number of files that one thread may use at the same time."""
         self._lock = Lock()
         self._open: OrderedDict[str, _Handle] = OrderedDict()
         self._closed = False
 
     def use(self, name: str) -> _Use:
-        """Give the descriptor of a file, opened if need be; it stays open at least until the block ends."""
+        """Return a context with the open descriptor of a file; it stays open at least until the block ends."""
         return _Use(self, name)
 
     @contextmanager
     def use_all(self, names: Iterable[str]) -> Iterator[dict[str, int]]:
-        """Give the descriptors of several files, by name; otherwise as `use`."""
+        """Return a context with the open descriptors of several files, by name; otherwise as `use`."""
         used: dict[str, _Handle] = {}
         try:
             for name in names:
@@ -458,14 +458,14 @@ class Handles:
                 self._retire(name, handle)
 
     def close(self) -> None:
-        """Close all descriptors (those in use: as soon as they are released); nothing opens after this."""
+        """Close all descriptors (those in use after their release); no file can be opened afterwards."""
         with self._lock:
             self._closed = True
             while self._open:
                 self._retire(*self._open.popitem(last=False))
 
     def acquire(self, name: str) -> _Handle:
-        """Return the descriptor of a file, which stays open until it is released."""
+        """Return the open descriptor of a file; the caller must release it."""
         with self._lock:
             if self._closed:
                 raise ValueError(f"{name}: the checkpoint is closed; open it again to read from it")
@@ -480,7 +480,7 @@ class Handles:
             return handle
 
     def release(self, name: str, handle: _Handle) -> None:
-        """Let a descriptor go."""
+        """End the use of a descriptor."""
         with self._lock:
             handle.users -= 1
             if handle.users:
@@ -503,22 +503,23 @@ class Handles:
             self._closer(name, handle.fd)
 
 
-def _allowed(most: int, share: int) -> int:
-    """Return how many descriptors there may be for a purpose: at most so many, and its share of all."""
+def _descriptor_limit(most: int, share: int) -> int:
+    """Return how many descriptors a purpose may use: at most `most`, and one `share`-th of the process limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return most if limit == resource.RLIM_INFINITY else max(_FEWEST, min(most, limit // share))
+    return most if limit == resource.RLIM_INFINITY else max(_MIN_DESCRIPTORS, min(most, limit // share))
 
 
 _NEAR = 1 << 14
-"""Bytes between two reads that follow one another closely."""
+"""Maximum distance in bytes between two reads that are near each other."""
 _BLOCK = 1 << 16
-_IN_A_ROW = 4
-"""So many of them in a row, and the next ones are read at once. Between large tensors every other one is near."""
-_MOST_FILES = 64
+_NEAR_READS = 4
+"""After this number of near reads in a row, a whole block is read. Between large tensors only every other read is
+near."""
+_MAX_FILES = 64
 
 
 class _Block:
-    """The latest bytes read of one file."""
+    """The latest bytes read of a file, for `NearReads`."""
 
     __slots__ = ("begin", "data", "near")
 
@@ -526,14 +527,14 @@ class _Block:
         self.begin = 0
         self.data = b""
         self.near = 0
-        """Reads in a row that were near."""
+        """Number of consecutive near reads."""
 
 
 class NearReads:
-    """Reads of a storage, in blocks where they are near each other.
+    """Reads small parts of files; reads that are near each other are served from larger blocks.
 
     Args:
-        storage: the files.
+        storage: storage of the files.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -544,7 +545,7 @@ class NearReads:
         """Return bytes of a file; raises as `Storage.read`."""
         block = self._blocks.get(name)
         if block is None:
-            if len(self._blocks) >= _MOST_FILES:
+            if len(self._blocks) >= _MAX_FILES:
                 self._blocks.clear()
             block = self._blocks[name] = _Block()
         low = offset - block.begin
@@ -552,70 +553,70 @@ class NearReads:
             return block.data[low : low + count]
         is_near = count <= _NEAR and abs(low - len(block.data)) <= _NEAR
         block.near = block.near + 1 if is_near else 0
-        wanted = count
-        if block.near >= _IN_A_ROW:
-            wanted = max(count, min(_BLOCK, self._storage.size(name) - offset))
-        data = self._storage.read(name, offset, wanted)
-        block.begin, block.data = (offset, data) if wanted <= _BLOCK else (offset + wanted, b"")
-        return data if wanted == count else data[:count]
+        read_size = count
+        if block.near >= _NEAR_READS:
+            read_size = max(count, min(_BLOCK, self._storage.size(name) - offset))
+        data = self._storage.read(name, offset, read_size)
+        block.begin, block.data = (offset, data) if read_size <= _BLOCK else (offset + read_size, b"")
+        return data if read_size == count else data[:count]
 
 
 class Renaming(Overlay):
-    """Files that have other names in the storage below."""
+    """An overlay that renames files."""
 
     @abstractmethod
-    def named(self, name: str) -> str:
-        """Return a file's name in the storage below."""
+    def name_below(self, name: str) -> str:
+        """Return a file's name in the lower storage."""
 
     def size(self, name: str) -> int:
         """See `Storage`."""
-        return self.below.size(self.named(name))
+        return self.below.size(self.name_below(name))
 
     def version(self, name: str) -> str:
         """See `Storage`."""
-        return self.below.version(self.named(name))
+        return self.below.version(self.name_below(name))
 
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
         """See `Storage`."""
-        self.below.add_read(steps, self.named(name), offset, view, width, loops)
+        self.below.add_read(steps, self.name_below(name), offset, view, width, loops)
 
 
 class SubFolder(Renaming):
-    """The files of a sub-folder under their names in it.
+    """An overlay that shows a sub-folder as the whole checkpoint.
 
     Args:
         below: the checkpoint's files.
-        folder: path of the sub-folder in it, without a `/` at the end.
+        folder: path of the sub-folder, without a trailing `/`.
     """
 
     def __init__(self, below: Storage, folder: str) -> None:
         super().__init__(below)
         self._folder = folder
 
-    def named(self, name: str) -> str:
+    def name_below(self, name: str) -> str:
         """See `Renaming`."""
         return f"{self._folder}/{name}"
 
     def listing(self, folder: str = "") -> Listing:
         """See `Storage`."""
-        return self.below.listing(self.named(folder) if folder else self._folder)
+        return self.below.listing(self.name_below(folder) if folder else self._folder)
 
 
 class LiftedFiles(Renaming):
-    """A checkpoint's files, of which some that are in sub-folders appear in its own folder, too.
+    """An overlay in which some files of sub-folders also appear in the top folder.
 
     Args:
         below: the checkpoint's files.
-        lifted: name in its own folder, where no file has it -> path in the storage below.
+        lifted: new name in the top folder -> path in the lower storage.
     """
 
     def __init__(self, below: Storage, lifted: Mapping[str, str]) -> None:
         super().__init__(below)
         self._lifted = lifted
 
-    def named(self, name: str) -> str:
+    def name_below(self, name: str) -> str:
         """See `Renaming`."""
         return self._lifted.get(name, name)
 
@@ -626,9 +627,9 @@ class LiftedFiles(Renaming):
 
 
 MAX_PAIRS = 4_000_000
-"""Cap on the key-value pairs of one text: a million tensors. More would take memory out of proportion to the file."""
+"""Maximum number of key-value pairs of a JSON text, for a million tensors; more would take too much memory."""
 _CHUNK = 1 << 16
-"""Bytes of text that are split at a time: in objects they take some twenty times as much memory."""
+"""Bytes of text that are split at a time; the resulting objects take about twenty times as much memory."""
 _TOO_DEEP = "it is nested too deeply"
 
 _Form = TypeVar("_Form")
@@ -637,49 +638,49 @@ _top: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[s
 
 
 class NotJsonError(ValueError):
-    """The text is not JSON in UTF-8, or none of the expected form; the message says where it stops being that."""
+    """The text is not JSON in UTF-8, or not of the expected form; the message says where."""
 
 
-def parsed(text: bytes | str) -> Any:
-    """Return what JSON text says.
+def parse_json(text: bytes | str) -> Any:
+    """Parse strict JSON.
 
     Raises:
-        NotJsonError: also for nesting that is too deep, and for an object that has a key twice.
+        NotJsonError: for invalid JSON, too deep nesting, or an object that has a key twice.
     """
     try:
         plain = text if isinstance(text, str) else text.decode("utf-8-sig")
-        return json.loads(plain, object_pairs_hook=_once)
+        return json.loads(plain, object_pairs_hook=_unique_dict)
     except RecursionError as error:
         raise NotJsonError(_TOO_DEEP) from error
     except ValueError as error:
         raise NotJsonError(str(error)) from error
 
 
-def parsed_as(text: bytes | str, form: type[_Form]) -> _Form:
-    """Return what JSON text says, as a type of msgspec.
+def parse_json_as(text: bytes | str, form: type[_Form]) -> _Form:
+    """Parse strict JSON into a msgspec type.
 
     Raises:
-        NotJsonError: see `parsed`; and where it has another form.
+        NotJsonError: as `parse_json`, and for another form.
     """
     try:
-        return msgspec.convert(parsed(text), form)
+        return msgspec.convert(parse_json(text), form)
     except msgspec.MsgspecError as error:
         raise NotJsonError(str(error)) from error
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members_of_it = dict(pairs)
-    if len(members_of_it) < len(pairs):
+def _unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise NotJsonError(f"the key {twice[:100]!r} is there twice")
-    return members_of_it
+    return unique
 
 
 def members(text: bytes) -> dict[str, msgspec.Raw]:
-    """Return the members of a JSON object, their values not yet decoded.
+    """Return the members of a JSON object, with their values not decoded.
 
     Raises:
-        NotJsonError: also for nesting that is too deep, and for text that is not UTF-8.
+        NotJsonError: for invalid JSON, too deep nesting, or text that is not UTF-8.
     """
     try:
         text.decode("utf-8")
@@ -691,27 +692,27 @@ def members(text: bytes) -> dict[str, msgspec.Raw]:
 
 
 def pairs_in(text: bytes) -> int:
-    """Count the key-value pairs of valid JSON text, at every level: the colons outside its strings."""
-    # What follows a backslash is part of a string, a quote included: `\\` goes first, then `\"`.
+    """Count the key-value pairs of valid JSON text at all levels: the colons outside of strings."""
+    # A backslash escapes the next character of a string: remove `\\` first, then `\"`.
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
     pairs, within = 0, 0
     for start in range(0, len(plain), _CHUNK):
-        pieces = plain[start : start + _CHUNK].split(b'"')  # every other one is inside a string
+        pieces = plain[start : start + _CHUNK].split(b'"')  # every other piece is inside a string
         pairs += b"".join(pieces[within::2]).count(b":")
         within = (within + len(pieces) - 1) % 2
     return pairs
 
 
-def dropped(text: bytes, top: Mapping[str, msgspec.Raw]) -> bool:
-    """Tell whether `members(text)`, which returned `top`, dropped a repeated key."""
+def has_dropped_keys(text: bytes, top: Mapping[str, msgspec.Raw]) -> bool:
+    """Tell whether `members(text)`, whose result is `top`, dropped a repeated key."""
     return pairs_in(text) != len(top) + sum(pairs_in(bytes(raw)) for raw in top.values())
 
 
-def repeated(text: bytes) -> list[tuple[str, ...]]:
-    """Return the path of every repeated key in valid JSON text; items of arrays count as keys `0`, `1`, ….
+def repeated_keys(text: bytes) -> list[tuple[str, ...]]:
+    """Return the key paths of all repeated keys in valid JSON text; array items have the keys `0`, `1`, ….
 
     Raises:
-        NotJsonError: for nesting that is too deep.
+        NotJsonError: for too deep nesting.
     """
     try:
         top = json.loads(text, object_pairs_hook=_repeats, parse_int=str, parse_float=str)
@@ -721,17 +722,17 @@ def repeated(text: bytes) -> list[tuple[str, ...]]:
 
 
 class _Repeats(msgspec.Struct, frozen=True):
-    """A JSON object with repeated keys in or below it."""
+    """A JSON object that contains repeated keys, at any depth."""
 
     paths: tuple[tuple[str, ...], ...]
-    """Keys from this object to each repeated key."""
+    """Key paths from this object to each repeated key."""
 
 
 def _repeats(pairs: list[tuple[str, object]]) -> _Repeats | None:
     times = Counter(key for key, _ in pairs) if len(dict(pairs)) < len(pairs) else {}
-    repeated_here = [(key,) for key, count in times.items() if count > 1]
-    below = [(key, *path) for key, value in pairs for path in _paths(value)]
-    return _Repeats((*repeated_here, *below)) if repeated_here or below else None
+    own_repeats = [(key,) for key, count in times.items() if count > 1]
+    inner_repeats = [(key, *path) for key, value in pairs for path in _paths(value)]
+    return _Repeats((*own_repeats, *inner_repeats)) if own_repeats or inner_repeats else None
 
 
 def _paths(value: object) -> Iterator[tuple[str, ...]]:

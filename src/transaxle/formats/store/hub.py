@@ -28,7 +28,7 @@ import msgspec
 
 from transaxle.errors import TransaxleError, refuse, without_secrets
 from transaxle.extras import install
-from transaxle.formats.storage.storage import NotJsonError, checked_parts, parsed_as
+from transaxle.formats.storage.storage import NotJsonError, parse_json_as, split_name
 from transaxle.formats.store.service import FILE, HUB, RANGES, Info, harmless
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def parse_hub_url(url: str) -> HubUrl:
         raise refuse("UNSUPPORTED", "the URL names no repository of a hub", file=without_secrets(url), hint=_HINT)
     inside = (match["inside"] or "").rstrip("/")
     if inside:
-        checked_parts(inside)
+        split_name(inside)
     revision = unquote(match["revision"] or _DEFAULT)
     return HubUrl(first if first in _KINDS else _MODELS, match["repository"], revision, inside)
 
@@ -627,7 +627,7 @@ class HubService:
 
     def _decoded(self, answer: Answer, form: type[_Form], file: str) -> _Form:
         try:
-            return parsed_as(answer.body, form)
+            return parse_json_as(answer.body, form)
         except NotJsonError:
             raise refuse("IO", "the server's answer is none of a hub", file=file, hint=_NO_HUB) from None
 

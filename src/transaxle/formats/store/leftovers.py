@@ -25,7 +25,7 @@ from msgspec.structs import asdict, replace
 
 from transaxle.errors import TransaxleError, refuse, without_secrets
 from transaxle.formats.registry import SCRATCH, is_one_file
-from transaxle.formats.storage.local import failed
+from transaxle.formats.storage.local import storage_error
 from transaxle.formats.storage.storage import is_url
 from transaxle.formats.store.place import (
     ITEMS,
@@ -94,7 +94,7 @@ class Claim:
                     raise
                 os.close(fd)
         except OSError as error:
-            raise failed(error, "making the folder for the unfinished work", str(self._path)) from error
+            raise storage_error(error, "making the folder for the unfinished work", str(self._path)) from error
 
     def look(self, *, unlocked: bool = False) -> None:
         """Refuse what `take` would refuse, without changing anything.
@@ -258,7 +258,7 @@ def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
             for leftover in hidden_folders
         )
     except OSError as error:
-        raise failed(error, "looking for leftovers", typed) from error
+        raise storage_error(error, "looking for leftovers", typed) from error
 
 
 def _orphans_at(target: str, *, uploads: bool = True) -> tuple[Leftover, ...]:
@@ -398,7 +398,7 @@ def clean(leftover: Leftover) -> Leftover:
     try:
         return _cleaned(leftover, path, target)
     except OSError as error:
-        raise failed(error, "removing it", leftover.path) from error
+        raise storage_error(error, "removing it", leftover.path) from error
     finally:
         if created:
             shutil.rmtree(neighbour(target, PARTIAL), ignore_errors=True)
@@ -425,7 +425,7 @@ def discard(target: Path) -> None:
         target.rename(hidden / SCRATCH)
         shutil.rmtree(hidden)
     except OSError as error:
-        raise failed(error, "removing it", str(target)) from error
+        raise storage_error(error, "removing it", str(target)) from error
     finally:
         claim.release()
 

@@ -40,16 +40,16 @@ from transaxle.formats.registry import (
     SCRATCH,
     STATE_FOLDER,
     Format,
-    begins_right,
     builtin,
     every_format,
-    installed,
+    has_right_signature,
     is_of_checkpoint,
     is_one_file,
     is_step,
+    plugin_formats,
 )
-from transaxle.formats.storage.local import failed, unexpanded
-from transaxle.formats.storage.storage import NotJsonError, is_plain, parsed_as
+from transaxle.formats.storage.local import home_hint, storage_error
+from transaxle.formats.storage.storage import NotJsonError, is_plain, parse_json_as
 from transaxle.formats.store.service import FILE, Service
 
 _AT_FDCWD = -100
@@ -235,7 +235,7 @@ def strangers(folder: ReplaceableFolder) -> list[str]:
     """
     unknown = _unknown_to(builtin().values(), folder)
     # What no format that ships knows may be of one that is installed: these are asked before anybody is refused.
-    return _unknown_to(every_format(), folder) if unknown and installed() else unknown
+    return _unknown_to(every_format(), folder) if unknown and plugin_formats() else unknown
 
 
 def _unknown_to(formats: Collection[Format], folder: ReplaceableFolder) -> list[str]:
@@ -282,7 +282,7 @@ def _listed(folder: ReplaceableFolder) -> Mapping[str, _ListedFile]:
     """Return the files that the manifest lists; empty if it cannot be read."""
     text = folder.read(MANIFEST, _LONGEST_MANIFEST)
     try:
-        return {} if text is None else parsed_as(text, _ManifestFiles).files
+        return {} if text is None else parse_json_as(text, _ManifestFiles).files
     except NotJsonError:
         return {}
 
@@ -373,7 +373,7 @@ def replaced_file(name: str, head: bytes, overwrite: Overwrite) -> tuple[str, st
         head: its first bytes, from `head_of` or `remote_head_of`.
         overwrite: the user's option.
     """
-    if overwrite == EVERYTHING or begins_right(name, head):
+    if overwrite == EVERYTHING or has_right_signature(name, head):
         return "", ""
     return "the file does not begin like a file of tensors", f"Move it elsewhere, or replace it anyway: {_WAY_OUT}"
 
@@ -441,7 +441,7 @@ class TargetPlace:
             with suppress(FileNotFoundError):
                 self.target.lstat()  # a name that is too long is better refused now than after the work
         except OSError as error:
-            raise failed(error, "reading its status", self.typed) from error
+            raise storage_error(error, "reading its status", self.typed) from error
         if not self.target.name:
             raise refuse("EXISTS", "this is the root of the file system", file=self.typed)
         reserved = next(
@@ -452,7 +452,7 @@ class TargetPlace:
             raise refuse("NAME_COLLISION", message, file=self.typed, hint="Choose another name.")
         if not has_parent:
             message = f"the folder {self.target.parent} does not exist"
-            hint = unexpanded(self.typed) or "Create it first."
+            hint = home_hint(self.typed) or "Create it first."
             raise refuse("IO", message, file=self.typed, hint=hint, system=FileNotFoundError)
         self._overwrite = read_overwrite(overwrite)
         self.single = self.target.name if is_file else None
@@ -492,7 +492,7 @@ class TargetPlace:
                     self.old.rename(self.target)
                     make_durable(self.target.parent)
         except OSError as error:
-            raise failed(error, "putting the previous checkpoint back", str(self.old)) from error
+            raise storage_error(error, "putting the previous checkpoint back", str(self.old)) from error
 
     @property
     def replaced(self) -> Path | None:
@@ -553,7 +553,7 @@ class TargetPlace:
             message = "something else created the target in the meantime"
             raise refuse("EXISTS", message, file=self.typed) from error
         except OSError as error:
-            raise failed(error, "moving the finished checkpoint into place", self.typed) from error
+            raise storage_error(error, "moving the finished checkpoint into place", self.typed) from error
 
     def sweep(self) -> None:
         """Remove the hidden neighbours: abandoned work, or what was replaced. Failure is ignored."""
@@ -595,7 +595,7 @@ class TargetPlace:
                 return "a file system is mounted there; use a folder inside it", ELSEWHERE
             return irreplaceable(LocalFolder(self.target), overwrite)
         except OSError as error:
-            raise failed(error, "reading its status", self.typed) from error
+            raise storage_error(error, "reading its status", self.typed) from error
 
     def _publish_file(self, work: Path) -> None:
         if self._overwrite:
@@ -652,4 +652,4 @@ def make_durable(folder: Path) -> None:
             os.close(fd)
     except OSError as error:
         if error.errno != errno.EINVAL:
-            raise failed(error, "making the folder durable", str(folder)) from error
+            raise storage_error(error, "making the folder durable", str(folder)) from error

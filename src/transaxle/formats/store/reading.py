@@ -23,7 +23,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from transaxle.errors import Refusal, TransaxleError, refuse
-from transaxle.formats.storage.storage import ByteCount, Listing, Storage, checked_parts, is_plain
+from transaxle.formats.storage.storage import ByteCount, Listing, Storage, is_plain, split_name
 from transaxle.formats.store.service import FILE, RANGES, WEB, Info, Readable, Service
 
 MEMORY = 64 << 20
@@ -259,7 +259,7 @@ class RemoteStorage(Storage):
 
     def _place(self, name: str) -> str:
         """Return the client's name for a file or folder of the checkpoint."""
-        parts = checked_parts(name)
+        parts = split_name(name)
         path = "/".join((self._root, *(map(quote, parts) if self._web else parts)))
         return f"{path}?{self._query}" if self._query and name == self._single else path
 

@@ -31,8 +31,8 @@ from transaxle.arguments import Overwrite
 from transaxle.errors import refuse, without_secrets
 from transaxle.formats.registry import SCRATCH
 from transaxle.formats.storage.copier import Steps
-from transaxle.formats.storage.local import LocalStorage, failed
-from transaxle.formats.storage.storage import Handles, Storage, checked_parts, is_url
+from transaxle.formats.storage.local import LocalStorage, storage_error
+from transaxle.formats.storage.storage import Handles, Storage, is_url, split_name
 from transaxle.formats.store.access import PRIVATE_FILE, PRIVATE_FOLDER, give_alike, is_empty
 from transaxle.formats.store.leftovers import FOLDER, Claim, busy, finished_in, joined, leftover_at, lock, opened
 from transaxle.formats.store.place import TargetPlace, make_durable, reserve, several_files
@@ -262,7 +262,7 @@ class Staging:
         """List that a contiguous view is written; otherwise as `pwrite`."""
         if view.nbytes:
             self._mark(file, offset, view)
-            steps.write(steps.opened(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
+            steps.write(steps.open_file(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
 
     def _mark(self, file: str, offset: int, view: memoryview) -> None:
         """Note that bytes of a file will be written, which must lie inside it."""
@@ -333,7 +333,7 @@ class Staging:
         self._claim.release()
 
     def _path(self, name: str) -> Path:
-        parts = checked_parts(name)
+        parts = split_name(name)
         if parts[0] == SCRATCH:
             raise refuse("PATH_ESCAPE", f"the name {SCRATCH} is reserved", file=name)
         return self.path.joinpath(*parts)
@@ -391,7 +391,7 @@ def _as_storage_error(doing: str, file: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise failed(error, doing, file) from error
+        raise storage_error(error, doing, file) from error
 
 
 @contextmanager
@@ -421,7 +421,7 @@ def write_at(fd: int, octets: memoryview, offset: int, file: str) -> None:
             written += os.pwrite(fd, octets[written:], offset + written) or _nothing_written()
         except OSError as error:
             doing = f"writing {octets.nbytes - written} bytes at offset {offset + written}"
-            raise failed(error, doing, file) from error
+            raise storage_error(error, doing, file) from error
 
 
 def _nothing_written() -> int:
@@ -464,7 +464,7 @@ class Writer:
         try:
             self._folder = os.open(self._path, FOLDER)
         except OSError as error:
-            raise failed(error, "opening the folder for the unfinished work", str(self._path)) from error
+            raise storage_error(error, "opening the folder for the unfinished work", str(self._path)) from error
         if shared and joined(self._folder) is False:
             os.close(self._folder)
             raise busy(str(self._path))
@@ -473,7 +473,7 @@ class Writer:
                 os.stat(f"{SCRATCH}/{run}", dir_fd=self._folder)
         except OSError as error:
             os.close(self._folder)
-            raise failed(error, "looking for the run that this belongs to", str(self._path)) from error
+            raise storage_error(error, "looking for the run that this belongs to", str(self._path)) from error
         self._handles = Handles(self._open, lambda _, fd: os.close(fd))
 
     def pwrite(self, file: str, offset: int, view: memoryview) -> None:
@@ -490,7 +490,7 @@ class Writer:
         """List that a contiguous view is written; otherwise as `pwrite`."""
         if view.nbytes:
             self._dirty.add(file)
-            steps.write(steps.opened(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
+            steps.write(steps.open_file(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
 
     def flush(self) -> None:
         """Make everything durable that was written here so far.
@@ -503,7 +503,7 @@ class Writer:
                 try:
                     os.fsync(fd)
                 except OSError as error:
-                    raise failed(error, "making it durable", file) from error
+                    raise storage_error(error, "making it durable", file) from error
         self._dirty.clear()
 
     def put(self, file: str, data: bytes) -> None:
@@ -525,7 +525,7 @@ class Writer:
                 os.close(fd)
             os.rename(making, file, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         except OSError as error:
-            raise failed(error, "creating it", file) from error
+            raise storage_error(error, "creating it", file) from error
 
     def finish(self) -> None:
         """Make everything durable that was written here, and close the files; raises as `flush`."""
@@ -545,7 +545,7 @@ class Writer:
         try:
             return os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._folder)
         except OSError as error:
-            raise failed(error, "opening it", file) from error
+            raise storage_error(error, "opening it", file) from error
 
 
 Stage: TypeAlias = "Staging | Upload"

@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from transaxle.errors import refuse
-from transaxle.formats.storage.storage import NotJsonError, parsed_as
+from transaxle.formats.storage.storage import NotJsonError, parse_json_as
 from transaxle.formats.store.multipart import OpenUpload, S3Multipart, abort_empty, multipart
 from transaxle.formats.store.service import Service, scheme
 
@@ -142,7 +142,7 @@ class HiddenObjects:
     def _read(self, name: str, kind: type[_Kind]) -> _Kind | None:
         text = self._calls.get(f"{self.path}/{name}", self._service.shown)
         try:
-            return None if text is None else parsed_as(text, kind)
+            return None if text is None else parse_json_as(text, kind)
         except NotJsonError:
             message = f"{name} beside the target is none of this program's, or damaged"
             hint = "Remove the unfinished work:  transaxle clean URL."

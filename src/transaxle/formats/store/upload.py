@@ -30,7 +30,7 @@ from typing import Any, Literal, Protocol, Self
 from transaxle.arguments import Overwrite, read_overwrite
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.registry import MANIFEST, STATE_FOLDER, holds_tensors, is_one_file, opens_checkpoint
-from transaxle.formats.storage.storage import checked_parts
+from transaxle.formats.storage.storage import split_name
 from transaxle.formats.store.multipart import OpenUpload, S3Multipart, completed_tag
 from transaxle.formats.store.place import (
     ELSEWHERE,
@@ -499,7 +499,7 @@ class Upload:
 
     def _place(self, name: str) -> str:
         """Return what the client calls a file of the checkpoint."""
-        parts = checked_parts(name)
+        parts = split_name(name)
         return self._service.path if self._single else "/".join((self._service.path, *parts))
 
     def _begin(self, name: str, size: int) -> None:

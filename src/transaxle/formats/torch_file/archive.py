@@ -22,7 +22,7 @@ import msgspec
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog import Checksum
-from transaxle.formats.storage.storage import Storage, checked_parts
+from transaxle.formats.storage.storage import Storage, split_name
 
 
 class FileWindow(msgspec.Struct, frozen=True):
@@ -286,7 +286,7 @@ def _widened(window: FileWindow, path: bytes, field: int, wide: list[int]) -> in
 def _parts(window: FileWindow, path: bytes) -> tuple[str, ...]:
     """Return the parts of a record's name."""
     try:
-        return checked_parts(path.decode())
+        return split_name(path.decode())
     except UnicodeDecodeError:
         raise window.corrupt(f"the name {path!r} of a record is not UTF-8") from None
     except TransaxleError as error:

@@ -17,8 +17,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from transaxle.errors import Faults, TransaxleError, refuse
-from transaxle.formats.catalog import DIGITS, PACKED, Draft, Entry, Extent, Fragment, Spec, code_of, nbytes, seal_of
-from transaxle.formats.flattened_state import Nesting, listed, nested
+from transaxle.formats.catalog import DIGITS, PACKED, Draft, Entry, Extent, Fragment, Spec, code_of, make_seal, nbytes
+from transaxle.formats.flattened_state import Nesting, list_groups, nest_state
 from transaxle.formats.pickled.allowed import DTYPES, STORAGES
 from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType, TensorRef
 from transaxle.formats.pickled.interpreter import Bounds
@@ -90,7 +90,7 @@ def draft(
         return files
     (file,), (head,) = files.files, room
     offsets = [entry.extents[0].offset for entry in files.entries.values() if entry.nbytes]
-    return replace(files, seal=seal_of(file, head, head + DIGITS, offsets))
+    return replace(files, seal=make_seal(file, head, head + DIGITS, offsets))
 
 
 def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
@@ -131,7 +131,7 @@ def _lay_out(
         value[spec.name] = reference(spec.dtype, spec.shape, key)
     storages: list[int | bytes] = [size for _, size in shard]
     if nesting is not None:
-        value = nested(value, nesting, [_saved_group(group, storages) for group in listed(groups)])
+        value = nest_state(value, nesting, [_saved_group(group, storages) for group in list_groups(groups)])
     elif groups:
         value[KEPT] = [_saved_group(group, storages) for group in groups]
     digests = None if room is None else DIGITS * (1 + sum(size > 0 for _, size in shard))

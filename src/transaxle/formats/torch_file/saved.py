@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from transaxle.errors import Code
-from transaxle.formats.catalog import DIGITS, ITEM_BITS, Checksum, Entry, Extent, Seal, seal_of
+from transaxle.formats.catalog import DIGITS, ITEM_BITS, Checksum, Entry, Extent, Seal, make_seal
 from transaxle.formats.pickled.allowed import ALLOWED, Names
 from transaxle.formats.pickled.descriptors import (
     DType,
@@ -367,7 +367,7 @@ def _seal(area: FileWindow, archive: Archive) -> Seal | None:
     ):  # settings of an optimizer are storages too, and last
         raise area.corrupt("the record of the digests is incomplete")
     first = area.start + record.offset
-    return seal_of(area.file, first, first + DIGITS, (area.start + offset for offset in tensor_offsets[:count]))
+    return make_seal(area.file, first, first + DIGITS, (area.start + offset for offset in tensor_offsets[:count]))
 
 
 def _check_notes(area: FileWindow, archive: Archive) -> None:

@@ -55,7 +55,7 @@ from transaxle.axes.translation.grouped import (
     stack_name,
 )
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.formats.training_state import GROUPS, PARAMS, ParamGroup, group_numbers, renamed
+from transaxle.formats.training_state import GROUPS, PARAMS, ParamGroup, group_numbers, rename_parameters
 from transaxle.live.global_tensors import Runs, as_runs
 from transaxle.live.model.destination import decode_hint
 from transaxle.live.state_dict_adapter import loadable_as, regroupable, state_dict_as
@@ -339,7 +339,7 @@ def _rename_experts(
             problems.append(Refusal("UNSUPPORTED", message, Where(None, name), _HINT))
         for source in sources:
             new_names.setdefault(source, [source] if source in own_names else []).append(name)
-    return renamed(stored, new_names)
+    return rename_parameters(stored, new_names)
 
 
 _STATE = re.compile(r"((?:.*?\.)?optim(?:izer)?\.state\.).+\.[^.]+")

@@ -27,7 +27,7 @@ from torch import nn
 from transaxle.arguments import Axes, Config, PathLike, Size, read_flag, read_path, suggests, wrong_type
 from transaxle.errors import refuse
 from transaxle.formats.registry import MANIFEST
-from transaxle.formats.storage.storage import is_url, parsed
+from transaxle.formats.storage.storage import is_url, parse_json
 from transaxle.formats.store.staging import on_this_machine, storage_at
 from transaxle.live.asynchronous import SaveJob, async_save
 from transaxle.live.extra_state import FILE, Random, Stateful
@@ -347,7 +347,7 @@ def _is_of_one_save(state: Any, place: str, folders: Sequence[str]) -> bool:
 def _has_history(state: Any, text: bytes) -> bool:
     """Tell whether a Trainer's progress file has the log history of a state."""
     try:
-        return json.dumps(parsed(text)[_HISTORY]) == json.dumps(state.log_history)
+        return json.dumps(parse_json(text)[_HISTORY]) == json.dumps(state.log_history)
     except (ValueError, LookupError, TypeError):
         return False
 

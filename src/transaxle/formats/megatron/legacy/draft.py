@@ -34,7 +34,7 @@ from transaxle.formats.catalog import (
     Shape,
     Spec,
     nbytes,
-    stored_number,
+    number_value,
 )
 from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.megatron.iterations import RELEASE, iteration_folder
@@ -536,7 +536,7 @@ def _settings(
         return None, []
     shapes = {spec.name: spec.shape for spec in tensors if spec.name in parameters}
     stored = {(spec.dtype, read(spec.name)) for spec, _, state in states if state == STEP and read is not None}
-    steps = {int(stored_number(data, dtype)) for dtype, data in stored}
+    steps = {int(number_value(data, dtype)) for dtype, data in stored}
     if len(steps) > 1:
         message = f"its parameters have made {' and '.join(map(str, sorted(steps)))} steps; Megatron keeps one number"
         raise refuse("UNSUPPORTED", message, hint="Write the weights alone: --no-optimizer.")

@@ -22,7 +22,7 @@ from typing import Any
 from transaxle.arguments import Degrees
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.errors import Faults, refuse
-from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Shape, Spec, logical, nbytes, stored_number
+from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Shape, Spec, elements_shape, nbytes, number_value
 from transaxle.formats.dcp.draft import (
     ChunkPlace,
     ChunksByTensor,
@@ -142,7 +142,7 @@ def _optimizer(
     if not parameters:
         return None, []
     steps = {
-        int(stored_number(read(spec.name), spec.dtype))
+        int(number_value(read(spec.name), spec.dtype))
         for spec, _, state in states
         if state == _STEP and read is not None
     }
@@ -175,7 +175,9 @@ def _place_tensors(
         for start, shape in _boxes(tensor.shape, cuts[name]) if name in cuts else cut(tensor, files.limit):
             payload, offset = files.place(tensor.dtype, shape)
             tensor_chunks.append(ChunkPlace(start, shape, payload))
-            extents.append(Extent(logical(start, code), logical(shape, code), f"{folder}/{payload.file}", offset))
+            extents.append(
+                Extent(elements_shape(start, code), elements_shape(shape, code), f"{folder}/{payload.file}", offset)
+            )
         further_keys = [key for key in _further_keys(name, own_masters) if key not in keys]
         chunks += [(tensor._replace(path=(key,)), tensor_chunks) for key in (_item_key(name), *further_keys)]
         entries[name] = Entry(name, code, tensor.spec.shape, tuple(extents))

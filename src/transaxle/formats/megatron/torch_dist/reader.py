@@ -76,7 +76,7 @@ from transaxle.formats.megatron.run_arguments import (
 )
 from transaxle.formats.pickled.descriptors import TensorRef
 from transaxle.formats.registry import HERE, MEGATRON_TRACKER, TORCH_DIST, sort_sidecars
-from transaxle.formats.step_parts import moved_out
+from transaxle.formats.step_parts import move_out
 from transaxle.formats.storage.storage import Storage, SubFolder, layer
 from transaxle.formats.torch_file.saved import StoredStorage, read_saved
 from transaxle.formats.training_state import (
@@ -89,7 +89,7 @@ from transaxle.formats.training_state import (
     KeyPath,
     Leaf,
     ParamGroup,
-    joined,
+    join_path,
     single,
     with_full_precision,
 )
@@ -445,7 +445,7 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
         container = with_full_precision(container, strict=True)
     container = with_groups(_with_steps(container, state), state)
     if isinstance(files, SubFolder):
-        container = moved_out(container, files.below, NumbersInMemory(files.below))
+        container = move_out(container, files.below, NumbersInMemory(files.below))
     return _with_sidecars(container)
 
 
@@ -476,7 +476,7 @@ class _Items:
 
     def paths(self, paths: Sequence[KeyPath]) -> tuple[list[KeyPath], None]:
         """Return the paths of items, with the parameter before the optimizer state."""
-        return [(fsdp_path if self.is_of_fsdp else _path)(joined(path)) for path in paths], None
+        return [(fsdp_path if self.is_of_fsdp else _path)(join_path(path)) for path in paths], None
 
     def object_leaf(self, item: SavedItem) -> Leaf | None:
         """Return the leaf of an object, which is not read; None for a tensor, which must be."""
