@@ -31,6 +31,7 @@ import xxhash
 from msgspec.structs import replace
 
 from transaxle.axes.geometry import Loop
+from transaxle.encodings.value_steps import ComputedTensor
 from transaxle.errors import refuse
 from transaxle.formats.storage.copier import READING, Steps, read_strided
 from transaxle.formats.storage.storage import Overlay, Storage, VirtualFiles
@@ -274,7 +275,7 @@ class Container(msgspec.Struct, frozen=True):
     paths: Mapping[str, tuple[str | int, ...]] = msgspec.field(default_factory=dict)
     """Tensor -> key path in the state dict, for tensors outside the model's and the optimizer's dicts; see `State`."""
     recoding: Recoding = Recoding()
-    """ComputedTensor tensors: which ones, and from which stored tensors."""
+    """Computed tensors: which ones, and from which stored tensors."""
 
     def with_computed(
         self, computed: Mapping[str, ComputedTensor], entries: Mapping[str, Entry], **changes: Any

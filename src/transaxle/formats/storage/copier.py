@@ -32,7 +32,7 @@ import xxhash
 
 from transaxle.axes.geometry import Loop
 from transaxle.errors import TransaxleError
-from transaxle.spans import span
+from transaxle.spans import is_recording, span
 
 if TYPE_CHECKING:
     from transaxle.formats.storage.storage import Handles
