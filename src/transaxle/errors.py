@@ -184,7 +184,7 @@ class Refusal:
     detail: Callable[[], object] | None = field(default=None, compare=False, repr=False)
     """Computes the data of a figure for reports; None if the refusal has no figure."""
     system: type[OSError] | None = field(default=None, compare=False, repr=False)
-    """Built-in exception class that the error also derives from; None: only `OSError`-free classes."""
+    """Built-in exception class from which the error also derives; None: none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hint", in_both_languages(self.hint))

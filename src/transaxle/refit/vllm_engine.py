@@ -360,7 +360,7 @@ class Meeting:
     adapter: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as vLLM takes it."""
+        """Return the message as a dict of plain data."""
         return asdict(self)
 
 

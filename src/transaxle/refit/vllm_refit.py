@@ -418,7 +418,7 @@ class VllmRefit:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """VLLM's names of all parameters that are moved."""
+        """Names of all parameters that are moved, as vLLM calls them."""
         return self._refit.names
 
     def push(self, *, only: Patterns = (), skip: Patterns = ()) -> RefitReport:

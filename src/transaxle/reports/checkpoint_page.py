@@ -38,7 +38,7 @@ class RowKey:
     """Properties that all tensors of a row share."""
 
     kind: Kind
-    """`table`: a line of the table reads them; `ignored`: the table lists them as no weights; `unknown`: neither."""
+    """`table`: a line of the table reads them; `ignored`: listed by the table, but not weights; `unknown`: neither."""
     rule: str
     """Line of the table; for names outside the table the name, with `*` for its indices."""
     component: str
