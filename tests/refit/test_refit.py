@@ -24,7 +24,7 @@ ROUNDS = 4
 TINY = "1MiB"
 PLANNING = (
     "axes/translation/", "axes/layout/", "engine/", "live/global_tensors.py", "live/model/source_view.py",
-    "live/reshard.py", "live/state_dict_adapter.py", "live/ties.py", "move/mover.py", "refit/agreement.py:agreed",
+    "live/reshard.py", "live/state_dict_adapter.py", "live/ties.py", "move/mover.py", "refit/agreement.py:agree",
 )  # fmt: skip
 """Where plans are made; the patterns of `only=` are looked up in `engine/views/encode.py` alone."""
 Tensors = dict[str, torch.Tensor]
