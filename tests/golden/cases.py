@@ -403,10 +403,7 @@ _LIVE: Mapping[str, Case] = {
     "save, no such dialect": (do("save", "llama", to="hf", dialect="nonsense"),),
     "save, quantized": (do("save", "deepseek_v3", to="dcp:hf"),),
     "save, an unknown argument": (do("save", "llama", to="hf", encode="mxfp8"),),
-    "save, then load": (
-        do("save", "qwen3_moe", adam=True, to="dcp:torchtitan"),
-        do("load", "out", "hf", adam=True),
-    ),
+    "save, then load": (do("save", "qwen3_moe", adam=True, to="dcp:torchtitan"), do("load", "out", "hf", adam=True)),
     "async_save": (do("async_save", "llama", to="dcp:torchtitan"),),
     "async_save with its optimizer": (do("async_save", "qwen3_moe", to="dcp:torchtitan", adam=True, verify=True),),
     "async_save, exists": (do("save", "llama"), do("async_save", "llama")),

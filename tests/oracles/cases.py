@@ -19,12 +19,7 @@ HF, TRANSFORMERS, TORCHTITAN, AUTOMODEL = "hf", "transformers", "torchtitan", "a
 MEGATRON, TE, TITAN_HF = "megatron", "te", "torchtitan_hf"
 TITAN_02, MEGATRON_LOCAL = "torchtitan@0.2", "megatron@local"
 
-PINNED = {
-    "transformers": "5.23.0",
-    "torchtitan": "0.3.0",
-    "nemo-automodel": "0.7.0",
-    "megatron-core": "0.16.1",
-}
+PINNED = {"transformers": "5.23.0", "torchtitan": "0.3.0", "nemo-automodel": "0.7.0", "megatron-core": "0.16.1"}
 
 
 def _missing() -> tuple[str, ...]:
@@ -301,8 +296,7 @@ PLANS: dict[str, dict[str, Plan]] = {
         "bias": Plan({**_SIZES, **_EXPERTS, **_BIAS}, (TRANSFORMERS, AUTOMODEL)),
         # Layer 1 of 4 holds experts.
         "dense_layers": Plan(
-            {**_SIZES, **_EXPERTS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
-            _ALL,
+            {**_SIZES, **_EXPERTS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, _ALL
         ),
         "hub_config": Plan({**_SIZES, **_EXPERTS}, _ALL, {"num_local_experts": "num_experts"}),
     },
@@ -386,10 +380,7 @@ def case(family: str, variant: str) -> Case:
         versions[TITAN_02] = torchtitan_peer.older(dialects[TORCHTITAN])
     if MEGATRON in dialects:
         versions[MEGATRON_LOCAL] = from_hf(MEGATRON_LOCAL, written, stored)
-    sources = {
-        HF: "transformers 5.23.0 save_pretrained",
-        TITAN_02: "from_hf_map of torchtitan 0.2.0 to 0.2.2",
-    }
+    sources = {HF: "transformers 5.23.0 save_pretrained", TITAN_02: "from_hf_map of torchtitan 0.2.0 to 0.2.2"}
     sources |= {name: peer.source for name, peer in PEERS.items()}
     if family in automodel_peer.PLAIN:
         sources[AUTOMODEL] = "nemo-automodel 0.7.0 ModelState: HF names, no adapter"

@@ -22,7 +22,7 @@ PEER = "transformers: "
 HAND, TRACED, DERIVED = "by hand", "by tracing", "derived"
 _FAULTS = {
     "olmo_hybrid": "save_pretrained stores the convolutions of q, k and v as thirds of one, whatever their sizes are; "
-    "what it loads from the hub is exact both ways",
+    "what it loads from the hub is exact both ways"
 }
 """Types that are refused because transformers stores another layout than it loads."""
 _LONGEST = 160

@@ -257,27 +257,16 @@ def _layer(config: Config, layer: int, rope: Any) -> Any:
         mlp = {"feed_forward": ffn}
     block = Llama3TransformerBlock if llama else Qwen3TransformerBlock
     return block.Config(
-        attention=attention,
-        attention_norm=norm(normalized_shape=width),
-        ffn_norm=norm(normalized_shape=width),
-        **mlp,
+        attention=attention, attention_norm=norm(normalized_shape=width), ffn_norm=norm(normalized_shape=width), **mlp
     )
 
 
 def _moe(config: Config) -> Any:
-    from torchtitan.models.common.config_utils import (
-        make_moe_config,
-        make_routed_experts_config,
-        make_router_config,
-    )
+    from torchtitan.models.common.config_utils import make_moe_config, make_routed_experts_config, make_router_config
 
     init = {"weight": nn.init.normal_}
     experts = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), nn.init.normal_)
-    sizes = {
-        "dim": config["hidden_size"],
-        "num_experts": _experts(config),
-        "top_k": config["num_experts_per_tok"],
-    }
+    sizes = {"dim": config["hidden_size"], "num_experts": _experts(config), "top_k": config["num_experts_per_tok"]}
     return make_moe_config(
         num_experts=sizes["num_experts"],
         router=make_router_config(gate_param_init=init, score_func="softmax", route_norm=True, **sizes),

@@ -29,8 +29,7 @@ def test_bytes(count: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"),
-    [(1, "1 parameter"), (13_936, "13,936 parameters"), (30_532_122_624, "30.53 B parameters")],
+    ("count", "text"), [(1, "1 parameter"), (13_936, "13,936 parameters"), (30_532_122_624, "30.53 B parameters")]
 )
 def test_parameters(count: int, text: str) -> None:
     assert units.parameters(count) == text
