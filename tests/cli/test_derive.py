@@ -162,7 +162,7 @@ def test_a_table_that_ships_is_named(here: Path, transaxle: Transaxle) -> None:
     AutoConfig.for_model("gpt2").save_pretrained(here / "hub")
     outcome = transaxle("derive", "hub", "-o", "its.rules")
     assert outcome.code == 0
-    assert "a table of this model ships, and may say more: transaxle info --family gpt2" in " ".join(
+    assert "a built-in table of this model exists, and may say more: transaxle info --family gpt2" in " ".join(
         outcome.out.split()
     )
 

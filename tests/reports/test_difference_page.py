@@ -140,7 +140,7 @@ def test_numbers_are_those_of_the_command(tmp_path: Path, transaxle: Transaxle) 
         assert (row["changed"], row["relative"], row["max |Δ|"], row["RMS of Δ"]) == (
             each["elements"], each["relative"], each["max_abs"], each["rms"],
         )  # fmt: skip
-    alone = {(row["where"], row["name"], row["names"]) for row in table(found, "alone")}
+    alone = {(row["side"], row["name"], row["names"]) for row in table(found, "alone")}
     assert alone == {("only in A", GONE, 1), ("only in B", "extra.[0-1].weight", 2)}
     again = transaxle("diff", "a", "b", "--report", "page.html")
     assert (again.code, "already exists" in again.err) == (USAGE, True)
@@ -215,7 +215,7 @@ def test_what_is_not_measured_is_listed(tmp_path: Path) -> None:
     write(tmp_path / "b", {"x": np.ones((3, 2), np.float32), "y": np.ones(3, np.int16), "z": np.ones(2)})
     page = tx.report(tx.diff(tmp_path / "a", tmp_path / "b", numeric=True), tmp_path / "page.html")
     found = data(page)
-    assert {(row["what"], row["name"]) for row in table(found, "unmeasured")} == {("shape", "x"), ("dtype", "y")}
+    assert {(row["kind"], row["name"]) for row in table(found, "unmeasured")} == {("shape", "x"), ("dtype", "y")}
     (row,) = table(found, "worst")
     assert (row["relative"], row["max |Δ|"]) == ("Infinity", "Infinity")
     assert "Shapes differ" in page.read_text("utf-8")

@@ -51,7 +51,7 @@ def test_numbers_are_those_of_the_command_and_of_the_files(tmp_path: Path, trans
         assert row["bytes per second"] == pytest.approx(row["tensors"] / row["seconds"], abs=1)
     bars = found["figures"]["times"]["data"]["series"][0]["bars"]
     assert dict(bars) == {file: row["bytes per second"] for file, row in rows.items()}
-    others = {(row["what became of it"], row["name"]) for row in table(found, "others")}
+    others = {(row["result"], row["name"]) for row in table(found, "others")}
     assert ("name unchanged: no rule in the target dialect", "extra.[0-1].weight") in others
     assert {name for what, name in others if what == "file copied"} == set(told["carried"])
     assert {"flow", "map"} & found["figures"].keys() == {"flow"}

@@ -57,7 +57,7 @@ def test_another_vllm_starts_all_the_same(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setitem(sys.modules, "vllm", None)
     with caplog.at_level(logging.WARNING):
         vllm_plugin.register()
-    assert "the weight transfer backend 'transaxle' is not there: it needs vLLM 0.32 or newer" in caplog.text
+    assert "the weight transfer backend 'transaxle' is not available: it needs vLLM 0.32 or newer" in caplog.text
 
 
 def test_a_layer_is_pushed_as_a_whole() -> None:
