@@ -89,28 +89,6 @@ def test_options_without_an_effect_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "refused"),
-    [
-        (("no_such_type",), 2, ["UNKNOWN_FAMILY"]),
-        (("config.json",), 3, ["CORRUPT"]),
-        (("absent", "folders"), 4, ["IO"]),
-        (("absent/config.json",), 4, ["IO"]),
-        (("absent.json",), 4, ["IO"]),
-        (("absent/",), 4, ["IO"]),
-        (("empty",), 4, ["IO"]),
-        (("no_such_type", "-o", "absent/its.rules"), 4, ["IO"]),
-    ],
-)
-def test_what_cannot_be_derived(
-    words: tuple[str, ...], code: int, refused: list[str], here: Path, transaxle: Transaxle
-) -> None:
-    Path("config.json").write_text("{}")
-    Path("empty").mkdir()
-    outcome = transaxle("derive", *words, "--json")
-    assert (outcome.code, outcome.codes) == (code, refused)
-
-
-@pytest.mark.parametrize(
     ("words", "said"),
     [
         (("absent/config.json",), "no such file"),

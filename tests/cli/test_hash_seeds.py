@@ -22,7 +22,7 @@ import transaxle as tx
 from tests import checkpoints
 from tests.engine import quantized
 
-SEEDS = 8
+SEEDS = 3
 KINDS: Mapping[str, tuple[str, ...]] = {
     "merge": ("source", "--to", "automodel", "--merge", "adapter"),
     "decode": ("fp8", "--to", "hf", "--decode", "bf16"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import shutil
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import tiny
 from tests.cli.running import HUNG_UP, INTERRUPTED, TERMINATED, USAGE, Transaxle, command, tree
 
 SLOWLY = """
@@ -75,16 +73,6 @@ def test_killed_and_continued_gives_the_same_bytes(ck: Path, transaxle: Transaxl
     assert tree(Path("out")) == tree(Path("whole"))
 
 
-def test_killed_and_begun_anew_gives_the_same_bytes(ck: Path, transaxle: Transaxle) -> None:
-    with _running(*CONVERT) as running:
-        running.send_signal(signal.SIGKILL)
-    assert transaxle(*CONVERT, "--json").codes == ["EXISTS"], "finished work is kept unless the user says otherwise"
-    assert transaxle("clean", "out", "--yes").code == 0
-    assert transaxle(*CONVERT, "--json").json["resumed"] == 0
-    assert transaxle("verify", ck, "out").code == 0
-    assert _hidden(Path()) == []
-
-
 def test_killed_while_replacing_keeps_the_old_one(ck: Path, transaxle: Transaxle) -> None:
     assert transaxle("convert", ck, "out", "--to", "automodel").code == 0
     before = tree(Path("out"))
@@ -125,14 +113,6 @@ def test_a_signal_cleans_up_as_ctrl_c_does(ck: Path, number: signal.Signals, cod
     assert err == f"stopped by {number.name}, {left}\n"
     assert not Path("out").exists()
     assert _hidden(Path()) == [".out.transaxle-partial"] * resume
-
-
-def test_a_signal_in_json(ck: Path) -> None:
-    with _running(*CONVERT, "--json") as running:
-        running.send_signal(signal.SIGTERM)
-        out, err = running.communicate(timeout=600)
-    assert (running.returncode, err) == (TERMINATED, "")
-    assert json.loads(out)["error"]["exit_code"] == TERMINATED
 
 
 def test_nohup_is_respected(ck: Path, transaxle: Transaxle) -> None:
@@ -197,18 +177,6 @@ def test_what_is_left_is_not_dropped_for_another_task(ck: Path, transaxle: Trans
     assert transaxle("plan", *CONVERT[1:], "--resume").code == 0
     assert transaxle(*CONVERT, "--resume", "--json").json["resumed"] > 0
     assert transaxle("verify", ck, "out").code == 0
-
-
-def test_another_source_is_not_continued(ck: Path, transaxle: Transaxle) -> None:
-    with _running(*CONVERT) as running:
-        running.send_signal(signal.SIGKILL)
-    ck.rename("old")
-    tiny(Path("ck"), shards=2)
-    assert transaxle(*CONVERT, "--resume", "--json").codes == ["EXISTS"]
-    assert _hidden(Path()) == [".out.transaxle-partial"]
-    assert transaxle(*CONVERT, "--overwrite", "--json").json["resumed"] == 0
-    assert transaxle("verify", "ck", "out").code == 0
-    assert _hidden(Path()) == []
 
 
 IMPORTED = """

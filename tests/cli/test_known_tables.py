@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.cli.running import USAGE, Transaxle, lines, only, process
-from tests.cli.test_program import COUNTED
 from transaxle.axes.notation.tables import read
 from transaxle.engine.moves import PEERS, axes_of
 from transaxle.families import builtin
@@ -22,6 +21,10 @@ SECTIONS = (
     "Choosing the target", "Reading the source", "Ranks of the target", "Changing numbers", "Writing", "Working",
     "Options",
 )  # fmt: skip
+COUNTED = """
+import atexit, sys
+atexit.register(lambda: sys.stderr.write(" ".join(sorted({name.partition(".")[0] for name in sys.modules}))))
+"""
 
 
 def test_item_8_families(transaxle: Transaxle) -> None:

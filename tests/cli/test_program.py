@@ -7,16 +7,19 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 import pytest
 
 from tests.checkpoints import TENSORS
-from tests.cli.running import BUG, USAGE, Transaxle, command, on_terminal, process
+from tests.cli.running import BUG, DIFFERENT, MACHINE, USAGE, Transaxle, command, flip, on_terminal, only, process
 from transaxle import __version__
-from transaxle.cli import NAME
+from transaxle.cli import NAME, main
+from transaxle.cli import screen as screen_module
 from transaxle.cli.command import COMMANDS, Command, program
+from transaxle.cli.screen import Screen
 
 BLOCKED = """
 import sys
@@ -25,10 +28,6 @@ class Blocked:
         if name.partition(".")[0] in {"torch", "transformers"}:
             raise ImportError(f"{name} is blocked here")
 sys.meta_path.insert(0, Blocked())
-"""
-COUNTED = """
-import atexit, sys
-atexit.register(lambda: sys.stderr.write(" ".join(sorted({name.partition(".")[0] for name in sys.modules}))))
 """
 
 
@@ -104,12 +103,8 @@ def test_what_is_mistyped_gets_a_suggestion(arguments: list[str], said: str, tra
     [
         ("transaxle con", {"convert"}),
         ("transaxle convert a b --to torch", {"torchtitan", "torchtitan@0.2", "torchtitan@0.3"}),
-        ("transaxle convert a b --to safetensors:aut", {"safetensors:automodel"}),
         ("transaxle convert a b --family qwen3_", {"qwen3_moe"}),
-        ("transaxle plan a b --from meg", {"megatron"}),
-        ("transaxle convert a b --format saf", {"safetensors"}),
         ("transaxle explain BLOCK", {"BLOCK_MISALIGNED"}),
-        ("transaxle ls --as te", {"te"}),
     ],
 )
 def test_completion(typed: str, offered: set[str]) -> None:
@@ -122,36 +117,11 @@ def test_completion(typed: str, offered: set[str]) -> None:
     assert "complete" in process(environment={"_TRANSAXLE_COMPLETE": "bash_source"}).out
 
 
-def test_nothing_but_the_demo_needs_torch(ck: Path, transaxle: Transaxle) -> None:
-    for arguments in (
-        ["ls", "ck"],
-        ["info", "ck"],
-        ["plan", "ck", "out", "--to", "torchtitan"],
-        ["convert", "ck", "out", "--to", "torchtitan", "--verify"],
-        ["verify", "out"],
-        ["verify", "ck", "out"],
-        ["diff", "ck", "out", "--stat"],
-        ["explain", "LOSSY"],
-    ):
-        outcome = process(*arguments, before=BLOCKED)
-        assert (outcome.code, outcome.err) == (0, ""), arguments
+def test_the_demo_says_that_it_needs_torch(here: Path) -> None:
     refused = process("demo", before=BLOCKED)
     assert refused.code == 3
     assert "pip install 'torch>=2.11' transformers==" in refused.err
     assert process("demo", "--json", before=BLOCKED).codes == ["UNSUPPORTED"]
-
-
-@pytest.mark.parametrize("arguments", [[], ["--version"], ["explain"], ["lss"]])
-def test_it_starts_quickly(arguments: list[str]) -> None:
-    """What does not look at a checkpoint does not import what can."""
-    loaded = process(*arguments, before=COUNTED).err.split()
-    assert not {"numpy", "rich", "msgspec", "torch"} & set(loaded)
-
-
-def test_rich_is_for_terminals(ck: Path) -> None:
-    loaded = process("convert", ck, "out", "--to", "hf", before=COUNTED).err.split()
-    assert "xxhash" in loaded
-    assert not {"rich", "torch"} & set(loaded)
 
 
 def test_it_is_a_module_too(ck: Path) -> None:
@@ -201,22 +171,113 @@ def test_closed_streams_are_no_error(ck: Path) -> None:
     assert process("ls", "nowhere", before=closing).code == 4
 
 
-def test_a_bug_is_one_message(
+@contextmanager
+def _every(seconds: float) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(screen_module, "_LINE_SECONDS", seconds)
+        yield
+
+
+def test_bars_have_labels(ck: Path) -> None:
+    """On a terminal, each phase has its own."""
+    text = on_terminal("convert", ck, "out", "--to", "torchtitan", "--verify", errors_only=True)
+    places = [text.index(label) for label in ("planning", "copying", "verifying", "comparing")]
+    assert places == sorted(places)
+
+
+def test_lines_where_there_is_no_terminal(ck: Path, transaxle: Transaxle) -> None:
+    with _every(0):
+        told = transaxle("convert", ck, "out", "--to", "torchtitan", "--verify").err.splitlines()
+    shape = re.compile(r"(copying|verifying|comparing): \S+ k?B of \S+ kB \(\d+ %\), \S+ [kMG]?B/s")
+    assert [line for line in told if not shape.fullmatch(line)] == []
+    labels = list(dict.fromkeys(line.partition(":")[0] for line in told))
+    assert labels == ["copying", "verifying", "comparing"]
+    assert "(100 %)" in [line for line in told if line.startswith("copying")][-1]
+
+
+def test_lines_are_seconds_apart(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    with Screen().progress(1000) as progress:
+        for _ in range(12):
+            clock[0] += 1
+            progress(50)
+    assert capsys.readouterr().err.splitlines() == [
+        "copying: 250 B of 1 kB (25 %), 50 B/s",
+        "copying: 500 B of 1 kB (50 %), 50 B/s",
+    ]
+
+
+def test_short_work_says_nothing_and_json_is_alone(ck: Path, transaxle: Transaxle) -> None:
+    assert transaxle("convert", ck, "out", "--to", "torchtitan").err == ""
+    with _every(0):
+        assert transaxle("verify", ck, "out", "--json").json["comparison"]
+
+
+def test_quiet(ck: Path, transaxle: Transaxle) -> None:
+    """The exit code says it all; errors are still said."""
+    with _every(0):
+        assert transaxle("convert", ck, "out", "--to", "torchtitan", "--quiet") == transaxle("verify", "out", "-q")
+        done = transaxle("verify", "out", "-q")
+        assert (done.code, done.out, done.err) == (0, "", "")
+        flip(only(list(Path("out").glob("*.safetensors"))), -1)
+        differs = transaxle("verify", ck, "out", "-q")
+        assert (differs.code, differs.out) == (DIFFERENT, "")
+    missing = transaxle("verify", "nowhere", "-q")
+    assert (missing.code, missing.out) == (MACHINE, "")
+    assert "nowhere" in missing.err
+    assert transaxle("ls", ck, "-q", "--json").json["tensors"]
+
+
+def test_verbose(ck: Path, transaxle: Transaxle) -> None:
+    outcome = transaxle("convert", ck, "out", "--to", "torchtitan", "--verify", "-v")
+    labels = [line.partition(",")[0].partition(":")[0] for line in outcome.err.splitlines()]
+    assert labels == ["planning", "copying", "verifying", "comparing"]
+    assert all(re.search(r", \d+\.\d\d s$", line) for line in outcome.err.splitlines())
+    assert transaxle("verify", "out", "-q", "-v").code == USAGE
+
+
+@pytest.mark.parametrize("urls", [[], ["Homepage, https://example.org", "Issues, https://example.org/issues"]])
+def test_a_bug_leaves_its_traceback(
+    urls: list[str], ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    class Described:
+        def get_all(self, name: str) -> list[str]:
+            assert name == "Project-URL"
+            return urls
+
+    monkeypatch.setattr("transaxle.verbs.open_checkpoint", broken)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("importlib.metadata.metadata", lambda _: Described())
+    outcome = transaxle("ls", ck)
+    assert outcome.code == BUG
+    report = only(list(tmp_path.glob("transaxle-bug-*.txt")))
+    assert str(report) in outcome.err
+    assert ("https://example.org/issues" in outcome.err) == bool(urls)
+    text = report.read_text("utf-8")
+    assert f"transaxle {__version__}" in text
+    assert f"transaxle ls {ck}" in text
+    assert "in broken" in text
+    assert "ZeroDivisionError: division by zero" in text
+    assert "internal error: ZeroDivisionError: division by zero" in outcome.err
+    error = transaxle("ls", ck, "--json").json["error"]
+    assert ("transaxle-bug-" in error["message"], error["exit_code"]) == (True, BUG)
+
+
+def test_a_bug_where_nothing_can_be_kept(
     ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 
     monkeypatch.setattr("transaxle.verbs.open_checkpoint", broken)
-    monkeypatch.setattr("tempfile.tempdir", str(ck.parent.absolute()))
+    monkeypatch.setattr("tempfile.tempdir", "/nonexistent/folder")
     outcome = transaxle("ls", ck)
-    assert outcome.code == BUG
-    assert "internal error: ZeroDivisionError: division by zero" in outcome.err
-    assert "report" in outcome.err
-    assert transaxle("ls", ck, "--json").json["error"]["exit_code"] == BUG
+    assert (outcome.code, "TRANSAXLE_DEBUG=1" in outcome.err) == (BUG, True)
     monkeypatch.setenv("TRANSAXLE_DEBUG", "1")
-    from transaxle.cli import main
-
     assert main(["ls", str(ck)]) == BUG
     assert "Traceback" in capsys.readouterr().err
 

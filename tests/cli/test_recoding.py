@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from tests import checkpoints
 from tests.cli.running import DIFFERENT, USAGE, Transaxle
 from tests.engine import quantized
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 LINEAR = 7
+TARGET = "model.layers.0.self_attn.q_proj"
+LORA = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": [TARGET]}
 
 
 @pytest.fixture
@@ -108,3 +114,52 @@ def test_decoded_sides_compare_with_plain_ones(fp8: Path, transaxle: Transaxle) 
     assert transaxle("diff", fp8, "out", "--numeric").code == 0
     listed = transaxle("ls", fp8, "--as", "megatron", "--decode", "bf16")
     assert "F8_E4M3" not in listed.out
+
+
+def test_a_cast_lists_its_errors_and_is_verified(here: Path, transaxle: Transaxle) -> None:
+    held = {name: array.astype("float32") * 1.001 for name, array in checkpoints.tensors().items()}
+    checkpoints.write(Path("source"), held, config={**checkpoints.CONFIG, "dtype": "float32"})
+    planned = transaxle("plan", "source", "out", "--to", "automodel", "--dtype", "bf16")
+    assert "will be cast, F32 -> BF16" in planned.out
+    outcome = transaxle("convert", "source", "out", "--to", "automodel", "--dtype", "bf16", "--verify")
+    assert outcome.code == 0
+    assert "cast, F32 -> BF16" in outcome.out
+    assert "RMS" in outcome.out
+    assert transaxle("verify", "out").code == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "short"), [("bfloat16", "bf16"), ("float16", "fp16"), ("half", "fp16"), ("float32", "fp32")]
+)
+def test_a_type_goes_by_all_its_names(typed: str, short: str, here: Path, transaxle: Transaxle) -> None:
+    """As in Python, where `dtype=` takes torch's types too; `--decode` takes the same."""
+    held = {name: array.astype("float64") for name, array in checkpoints.tensors().items()}
+    checkpoints.write(Path("source"), held, config=checkpoints.CONFIG)
+    for name in (typed, short):
+        assert transaxle("convert", "source", f"out-{name}", "--to", "hf", "--dtype", name).code == 0
+    assert checkpoints.same(Path(f"out-{typed}"), Path(f"out-{short}"))
+    assert "nothing to decode" in transaxle("convert", "source", "out", "--to", "hf", "--decode", "float32").err
+    outcome = transaxle("convert", "source", "out", "--to", "hf", "--dtype", "bf61")
+    assert (outcome.code, "'bf61' is not one of 'bf16', 'fp16', 'fp32'" in outcome.err) == (USAGE, True)
+
+
+def adapter(folder: Path, rows: int, columns: int) -> None:
+    """Write an adapter of one weight."""
+    folder.mkdir()
+    factors = {"A": torch.ones(2, columns), "B": torch.full((rows, 2), 0.125)}
+    named = {f"base_model.model.{TARGET}.lora_{which}.weight": value for which, value in factors.items()}
+    save_file(named, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(LORA), "utf-8")
+
+
+def test_a_merged_weight_is_listed_and_verified(here: Path, transaxle: Transaxle) -> None:
+    checkpoints.tiny(Path("source"))
+    adapter(Path("adapter"), *checkpoints.tensors()[f"{TARGET}.weight"].shape)
+    planned = transaxle("plan", "source", "out", "--to", "automodel", "--merge", "adapter")
+    assert "1 tensor will be merged, with the adapter" in planned.out
+    outcome = transaxle("convert", "source", "out", "--to", "automodel", "--merge", "adapter", "--verify")
+    assert outcome.code == 0
+    assert "1 tensor merged, with the adapter" in outcome.out
+    assert transaxle("verify", "out").code == 0
+    compared = transaxle("diff", "source", "out", "--numeric", "--json").json
+    assert [each["name"] for each in compared["differences"]] == [f"{TARGET}.weight"]

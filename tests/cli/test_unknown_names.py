@@ -50,12 +50,6 @@ def test_item_7_a_misspelt_name_gets_the_nearest(
     assert f"Did you mean {nearest}?" in outcome.err
 
 
-def test_item_7_a_format_that_is_only_read_is_no_slip(ck: Path, transaxle: Transaxle) -> None:
-    outcome = transaxle("plan", ck, "out", "--to", "deepspeed:hf")
-    assert (outcome.code, "cannot write format 'deepspeed'" in outcome.err) == (REFUSED, True)
-    assert "Did you mean deepspeed-universal?" in outcome.err
-
-
 @pytest.mark.parametrize(
     ("typed", "said"),
     [

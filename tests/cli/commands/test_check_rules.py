@@ -110,14 +110,6 @@ def test_a_file_that_declares_nothing(text: str, here: Path, transaxle: Transaxl
     assert (outcome.code, "it declares no family and no dialect" in outcome.out) == (0, True)
 
 
-def test_what_stands_against_writing_a_dialect(here: Path, transaxle: Transaxle) -> None:
-    Path("toy.rules").write_text(
-        SOUND.replace("[d [gate:f | up:f]]", "[d [gate:f | up:f]]\n  blocks.{l}.gate_up.x = embed[d v]")
-    )
-    _toy(here / "ck")
-    assert "to joined: " in transaxle("check-rules", "toy.rules", "ck").out
-
-
 def test_shapes_that_are_not_those_of_their_lines(here: Path, transaxle: Transaxle) -> None:
     """A transposed line reads every name; only the shapes tell."""
     own_only = SOUND.partition("\ndialect joined")[0].replace("up[f d]", "up[d f]")
@@ -139,14 +131,6 @@ def test_shapes_that_are_not_those_of_their_lines(here: Path, transaxle: Transax
     Path("toy.rules").write_text(SOUND)
     outcome = transaxle("check-rules", "toy.rules", "ck")
     assert (outcome.code, "without the shape" in outcome.out) == (0, False)
-
-
-def test_few_misshapen_tensors_are_listed(here: Path, transaxle: Transaxle) -> None:
-    Path("toy.rules").write_text(SOUND.replace("up[f d]", "up[d f]").replace("gate[f d]", "gate[d f]"))
-    _toy(here / "ck", **SIZES | {"vocab_size": 8})
-    outcome = transaxle("check-rules", "toy.rules", "ck")
-    assert "7 tensors without the shape" in outcome.out
-    assert "… and 1 more" in outcome.out
 
 
 def test_config_keys_that_do_not_exist(here: Path, transaxle: Transaxle) -> None:
@@ -230,13 +214,6 @@ def test_every_mistake_with_its_line(here: Path, transaxle: Transaxle) -> None:
     refusals = transaxle("check-rules", "bad.rules", "--json").json["error"]["refusals"]
     assert {refusal["code"] for refusal in refusals} == {"CORRUPT"}
     assert all("expected" in refusal["message"] or "column" in refusal["message"] for refusal in refusals)
-
-
-def test_a_name_that_two_lines_claim(here: Path, transaxle: Transaxle) -> None:
-    Path("toy.rules").write_text(SOUND.replace("up_proj", "gate_proj"))
-    outcome = transaxle("check-rules", "toy.rules")
-    assert outcome.code == REFUSED
-    assert "toy.rules, line 11" in outcome.err
 
 
 def test_dialects_of_a_family_that_ships(ck: Path, transaxle: Transaxle) -> None:

@@ -165,21 +165,6 @@ def test_many_refusals_are_cut_and_say_so(here: Path, transaxle: Transaxle) -> N
     assert everything.err.count("SHAPE_MISMATCH  ") > 5
 
 
-def test_an_existing_target_needs_a_word(ck: Path, transaxle: Transaxle) -> None:
-    assert transaxle("convert", ck, "out", "--to", "torchtitan").code == 0
-    before = tree(Path("out"))
-    refused = transaxle("convert", ck, "out", "--to", "automodel")
-    assert refused.code == USAGE
-    assert "--overwrite" in refused.err
-    assert transaxle("convert", ck, "out", "--to", "automodel", "--json").codes == ["EXISTS"]
-    resumed = transaxle("convert", ck, "out", "--to", "automodel", "--resume")
-    assert (resumed.code, resumed.err.splitlines()[0]) == (USAGE, "not possible as asked, nothing was written")
-    assert tree(Path("out")) == before
-    assert transaxle("convert", ck, "out", "--to", "automodel", "--overwrite").code == 0
-    assert transaxle("ls", "out", "--json").json["dialect"] == "automodel"
-    assert [path.name for path in Path().iterdir() if path.name.startswith(".")] == []
-
-
 def test_overwrite_takes_a_checkpoint_only(ck: Path, transaxle: Transaxle) -> None:
     """The notes, the repository and the adapters in its folder stay, unless `everything` is said."""
     assert transaxle("convert", ck, "out", "--to", "torchtitan").code == 0
@@ -219,11 +204,6 @@ def test_verify_after_writing_can_fail(ck: Path, transaxle: Transaxle, monkeypat
     outcome = transaxle("convert", ck, "out", "--to", "torchtitan", "--verify", "--json")
     assert outcome.code == DIFFERENT
     assert (outcome.json["verification"]["ok"], outcome.json["comparison"]["equal"]) == (False, False)
-
-
-def test_resume_without_anything_to_resume_starts(ck: Path, transaxle: Transaxle) -> None:
-    assert transaxle("convert", ck, "out", "--to", "torchtitan", "--resume").code == 0
-    assert transaxle("verify", ck, "out").code == 0
 
 
 def test_sizes_from_a_file_or_an_option(here: Path, transaxle: Transaxle) -> None:
