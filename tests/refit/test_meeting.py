@@ -326,36 +326,6 @@ def test_a_secret_is_asked_for_and_not_shown(monkeypatch: pytest.MonkeyPatch) ->
     assert read_secret("another one of 16") == b"another one of 16"
 
 
-def _disturbed(rank: int, world: int, port: int, folder: str) -> float:
-    """Meet while a stranger connects again and again; exchange something."""
-    apart(rank, world, 1)
-    address, canary = f"127.0.0.1:{port}", Path(folder, "canary")
-    over = threading.Event()
-
-    def disturb() -> None:
-        while not over.wait(0.01):
-            for stranger in (_noisy, _unpickling, _mirroring):
-                with suppress(OSError):
-                    stranger(port, canary)
-
-    thread = threading.Thread(target=disturb, daemon=True)
-    if rank == world - 1:
-        with pytest.raises(tx.TransaxleError, match="another secret"):
-            tx.refit.meet(address, 1, world, secret=OTHER, timeout=20)
-    thread.start()
-    group = tx.refit.meet(address, rank, world, secret=SECRET, backend="gloo", timeout=60)
-    over.set()
-    thread.join()
-    given, taken = ({"w": torch.arange(8.0)}, {}) if rank == 0 else ({}, {"w": torch.zeros(8)})
-    tx.Refit(given, taken, group).push()
-    assert not canary.exists()
-    return float(sum(each.sum() for each in taken.values()))
-
-
-def test_ranks_meet_while_strangers_disturb(tmp_path: Path) -> None:
-    assert run(2, _disturbed, free_port(), str(tmp_path)) == [0.0, 28.0]
-
-
 def _lying(rank: int, world: int, port: int) -> str:
     """Know the secret when the store is asked, and none on the connection to another rank."""
     apart(rank, world, 1)

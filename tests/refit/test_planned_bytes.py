@@ -42,15 +42,20 @@ def _engine(folder: str, config: dict[str, Any], tp: int, place: int) -> dict[st
     return found
 
 
-def _copies(rank: int, world: int, folder: str, config: dict[str, Any]) -> tuple[int, int]:
-    """Two copies of a trainer of two ranks, and on the same ranks two engines."""
-    torch.manual_seed(0)
-    model: Any = hub.model(config, torch.float32)
-    mesh = init_device_mesh("cpu", (2, TRAINERS), mesh_dim_names=("replicate", "shard"))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    engine = _engine(folder, config, 2, rank % 2)
+def _pushed(rank: int, world: int, folder: str, config: dict[str, Any], layout: str) -> tuple[int, int]:
+    """Push from a trainer of two ranks into an engine: on other ranks, on the same ones, or two copies of both."""
+    begin = TRAINERS if layout == "apart" else 0
+    mesh = DeviceMesh("cpu", torch.arange(TRAINERS))
+    if layout == "copies":
+        mesh = init_device_mesh("cpu", (2, TRAINERS), mesh_dim_names=("replicate", "shard"))
+    model: Any = {}
+    if begin == 0 or rank < TRAINERS:
+        torch.manual_seed(0)
+        model = hub.model(config, torch.float32)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    engine = _engine(folder, config, 2, (rank - begin) % 2) if rank >= begin else {}
     with tx.Refit(model, engine, dtype="bf16", dialect=VLLM, family=config["model_type"]) as refit:
         report = refit.push()
     return report.bytes_received, report.bytes_needed
@@ -60,30 +65,13 @@ def test_of_copies_every_rank_takes_its_own(tmp_path: Path) -> None:
     config = {**LLAMA, **SURE}
     said, tensors = hub.make(config, 0)
     tx.save(tensors, tmp_path / "hub", config=said | config)
-    received = run(2 * TRAINERS, _copies, str(tmp_path / "hub"), config)
+    received = run(2 * TRAINERS, _pushed, str(tmp_path / "hub"), config, "copies")
     meshes = read_mesh("transformers", f"replicate=2,fsdp={TRAINERS}"), read_mesh(VLLM, "replicas=2,tp=2")
     planned = traffic(builtin()["llama"], config, meshes, axes={}, together=True)
     assert [one for one, _ in received] == planned.between_ranks.sum(axis=0).tolist()
     apart = traffic(builtin()["llama"], config, meshes, axes={})
     assert (planned.matrix.sum(axis=0) == apart.matrix.sum(axis=0)).all()
     assert (planned.matrix >= 0).all()
-
-
-def _pushed(rank: int, world: int, folder: str, config: dict[str, Any], apart: bool) -> tuple[int, int]:
-    begin = TRAINERS if apart else 0
-    model: Any = {}
-    if rank < TRAINERS:
-        torch.manual_seed(0)
-        model = hub.model(config, torch.float32)
-    mesh = DeviceMesh("cpu", torch.arange(TRAINERS))
-    if rank < TRAINERS:
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    engine = _engine(folder, config, world - begin, rank - begin) if rank >= begin else {}
-    with tx.Refit(model, engine, dtype="bf16", dialect=VLLM, family=config["model_type"]) as refit:
-        report = refit.push()
-    return report.bytes_received, report.bytes_needed
 
 
 @pytest.mark.parametrize("config", [LLAMA, MOE], ids=["llama", "moe"])
@@ -93,7 +81,7 @@ def test_every_rank_receives_what_was_planned(tmp_path: Path, config: dict[str, 
     said, tensors = hub.make(config, 0)
     tx.save(tensors, tmp_path / "hub", config=said | config)
     world = TRAINERS + 2 if apart else TRAINERS
-    received = run(world, _pushed, str(tmp_path / "hub"), config, apart)
+    received = run(world, _pushed, str(tmp_path / "hub"), config, "apart" if apart else "together")
     meshes = read_mesh("transformers", f"fsdp={TRAINERS}"), read_mesh(VLLM, "tp=2")
     family = builtin()[config["model_type"]]
     planned = traffic(family, config, meshes, axes={}, together=not apart)
