@@ -305,13 +305,13 @@ class Replicas:
         other_takers = tuple(taker for taker in item.target_ranks if not own_files[taker])
         items = [replace(item, target_ranks=other_takers)] if other_takers else []
         for taker in filter(own_files.get, item.target_ranks):
-            made_of = [
+            transfers = [
                 msgspec.structs.replace(each, file=file_of(taker, tensor_of(each.file)))
                 if each.file in own_files[taker]
                 else each
                 for each in item.transfers
             ]
-            items.append(replace(item, made_of=made_of, target_ranks=(taker,)))
+            items.append(replace(item, lazy_transfers=transfers, target_ranks=(taker,)))
         return items
 
 
