@@ -4,8 +4,9 @@ The result is what one rank of torch would save: `.metadata`, and data files `__
 number of ranks can load it. A tensor is one chunk unless it exceeds the size of a file or an archive; then it is cut
 into runs of whole rows, so that its bytes still follow one another.
 
-An archive of a single chunk is what `torch.save` makes of one tensor, laid out before the tensor's bytes are known.
-Everything around the tensor depends on its dtype and shape alone, so thousands of chunks share a few such frames.
+The archive of a chunk equals the output of `torch.save` for one tensor, but is laid out before the tensor's bytes are
+known. Everything around the tensor depends on its dtype and shape alone, so thousands of chunks share a few such
+frames.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conv
     leaves_of_items = (conventions.known_leaf(item.item) or _leaf(item, payloads, faults) for item in items)
     leaves = list(
         {id(leaf): leaf for leaf in leaves_of_items if leaf is not None}.values()
-    )  # one may stand for many items
+    )  # several items may share a leaf
     payloads.check_overlaps()
     if faults:
         raise faults.error()
@@ -204,7 +204,7 @@ def _items(storage: Storage, files: Sequence[str], conventions: Conventions, fau
             break
         try:
             items = conventions.select(read_metadata(storage, file, faults))
-            if len(files) == 1:  # each key is there once
+            if len(files) == 1:  # a single file lists each key once
                 return list(map(_new_item, zip(items, repeat(file), repeat(()), strict=False)))
             for item in items:
                 items_by_key.setdefault(item.key, []).append((item, file))
@@ -575,8 +575,8 @@ def open_shards(storage: Storage, path: str, member: str) -> Container:
     """Open all safetensors shards of a folder that torch has not consolidated.
 
     Args:
-        storage: where the files are.
-        path: what the user typed.
+        storage: the files.
+        path: the path as typed.
         member: name of any one of the shards.
 
     Raises:

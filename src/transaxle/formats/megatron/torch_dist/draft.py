@@ -6,9 +6,8 @@
     OUT/release/metadata.json
 
 Megatron reads whole chunks. So a tensor with all layers is cut into one chunk for each layer, expert and half of a
-fused gate and up projection, as Megatron itself cuts it. Every module must have an `_extra_state`; all modules here
-share an empty one. The optimizer's steps are in the settings of its groups, where Megatron reads them, and also
-tensors.
+fused gate and up projection, as Megatron itself cuts it. Every module must have an `_extra_state`; all modules share an
+empty one. The optimizer's steps are in the settings of its groups, where Megatron reads them, and also tensors.
 """
 
 from __future__ import annotations
