@@ -97,13 +97,6 @@ def test_outside(box: ChunkBox, is_outside: bool) -> None:
     assert outside((2, 3), box) == is_outside
 
 
-def test_a_pinwheel() -> None:
-    """No line cuts these five boxes apart."""
-    boxes: list[ChunkBox] = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
-    assert flaw((3, 3), boxes) is None
-    assert flaw((3, 3), boxes[:-1]) == ((1, 1), 0)
-
-
 def test_many_chunks_take_no_longer_than_they_must() -> None:
     side = 200
     boxes: list[ChunkBox] = [((row, 7 * column), (1, 7)) for row in range(side) for column in range(side)]

@@ -91,18 +91,6 @@ def test_notes_of_parts_are_not_taken_over(saved: Saved, tmp_path: Path, world: 
 @needs_peers
 @pytest.mark.peers
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_there_and_back(tmp_path: Path, family: str) -> None:
-    case = cases.case(family, VARIANT)
-    source = peers.store(tmp_path / "source", case.dialects[HF], case.config)
-    tx.convert(source, tmp_path / TITAN, to=f"dcp:{TITAN}", shard_size=SMALL)
-    tx.convert(tmp_path / TITAN, tmp_path / AUTOMODEL, to=f"safetensors:{AUTOMODEL}")
-    tx.convert(tmp_path / AUTOMODEL, tmp_path / HF, to=HF)
-    assert peers.load(tmp_path / HF) == peers.bits(case.dialects[HF])
-
-
-@needs_peers
-@pytest.mark.peers
-@pytest.mark.parametrize("family", FAMILIES)
 def test_torchtitan_finds_its_own_state_dict(tmp_path: Path, family: str) -> None:
     """Its names and shapes, loaded by plain torch from what we made of the Hugging Face tensors."""
     case = cases.case(family, VARIANT)

@@ -18,8 +18,6 @@ from tests.formats.dcp.damage import METADATA, Damage, edit
 from tests.formats.dcp.peers.truth import hold, truth_of
 from tests.formats.dcp.peers.world import CHECKPOINT
 from tests.formats.pickled.assemble import call, name
-from transaxle.formats.dcp.metadata import NAMES
-from transaxle.formats.pickled.allowed import ALLOWED
 
 MODULE = "torch.distributed.checkpoint.metadata"
 OLD_PROPERTIES = "torch.distributed._shard.sharded_tensor.metadata"
@@ -139,9 +137,3 @@ def test_an_optimizer_is_known_by_its_keys(saved: Saved, tmp_path: Path) -> None
     truth = {key if key.startswith("optim/") else f"model.{key}": tensor for key, tensor in truth_of(place).items()}
     with tx.open(folder) as checkpoint:
         hold(checkpoint, truth)
-
-
-def test_names_of_the_metadata_are_of_no_use_elsewhere() -> None:
-    assert (MODULE, "Metadata") in NAMES
-    own = ("torch.distributed.", "megatron.core.dist_checkpointing.")
-    assert not {key for key in NAMES.keys() - ALLOWED.keys() if not key[0].startswith(own)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,12 +25,16 @@ CASES = {
     "uncoordinated": ("__0.metadata", "__1.metadata"),
 }
 _LARGE = 1 << 24
-Edit = tuple[float, int, bytes]
-"""Where, as a part of the whole; bytes taken out; bytes put in."""
-edits = st.lists(
-    st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 40), st.binary(max_size=40)), min_size=1, max_size=4
+positions = st.floats(0, 1, exclude_max=True)
+changes = st.one_of(
+    st.tuples(
+        st.just("replace"),
+        st.lists(st.tuples(positions, st.integers(0, 40), st.binary(max_size=40)), min_size=1, max_size=4),
+    ),
+    st.tuples(st.just("flip"), st.lists(st.tuples(positions, st.integers(0, 7)), min_size=1, max_size=8)),
+    st.tuples(st.just("cut"), st.lists(st.tuples(positions), min_size=1, max_size=1)),
 )
-flips = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), min_size=1, max_size=8)
+"""Edits of a file; positions are fractions of its size."""
 
 
 @pytest.fixture(scope="module")
@@ -40,56 +45,31 @@ def folders(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-def holds(folder: Path) -> None:
-    """Open and read everything; only our own refusals may come of it."""
-    with suppress(Refused), tx.open(folder) as checkpoint:
-        for tensor in checkpoint.values():
-            if tensor.nbytes < _LARGE:
-                tensor.read()
+def edited(data: bytearray, kind: str, edits: list[tuple[Any, ...]]) -> bytes:
+    for where, *how in edits:
+        at = int(where * len(data))
+        if kind == "replace":
+            data[at : at + how[0]] = how[1]
+        elif kind == "flip":
+            data[at] ^= 1 << how[0]
+        else:
+            del data[at:]
+    return bytes(data)
 
 
-def attempt(file: Path, data: bytes) -> None:
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([(case, file) for case, files in CASES.items() for file in files]), changes)
+def test_damaged_files_are_read_or_refused(
+    folders: Path, target: tuple[str, str], change: tuple[str, list[tuple[Any, ...]]]
+) -> None:
+    """Only our own refusals may come of opening and reading everything."""
+    file = folders.joinpath(*target)
     whole = file.read_bytes()
     try:
-        file.write_bytes(data)
-        holds(file.parent)
+        file.write_bytes(edited(bytearray(whole), *change))
+        with suppress(Refused), tx.open(file.parent) as checkpoint:
+            for tensor in checkpoint.values():
+                if tensor.nbytes < _LARGE:
+                    tensor.read()
     finally:
         file.write_bytes(whole)
-
-
-targets = st.sampled_from([(case, file) for case, files in CASES.items() for file in files])
-relaxed = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@relaxed
-@given(targets, edits)
-def test_bytes_taken_out_and_put_in(folders: Path, target: tuple[str, str], changes: list[Edit]) -> None:
-    file = folders.joinpath(*target)
-    data = bytearray(file.read_bytes())
-    for where, out, new in changes:
-        at = int(where * len(data))
-        data[at : at + out] = new
-    attempt(file, bytes(data))
-
-
-@relaxed
-@given(targets, flips)
-def test_bits_flipped(folders: Path, target: tuple[str, str], changes: list[tuple[float, int]]) -> None:
-    file = folders.joinpath(*target)
-    data = bytearray(file.read_bytes())
-    for where, bit in changes:
-        data[int(where * len(data))] ^= 1 << bit
-    attempt(file, bytes(data))
-
-
-@relaxed
-@given(targets, st.floats(0, 1, exclude_max=True))
-def test_files_cut_short(folders: Path, target: tuple[str, str], where: float) -> None:
-    file = folders.joinpath(*target)
-    data = file.read_bytes()
-    attempt(file, data[: int(where * len(data))])
-
-
-def test_the_folders_are_as_they_were(folders: Path) -> None:
-    for case in CASES:
-        tx.open(folders / case).close()

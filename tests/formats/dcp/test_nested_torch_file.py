@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import transaxle as tx
@@ -72,16 +72,6 @@ def test_it_is_nested_as_torch_nests_it(tmp_path: Path, folder: Path) -> None:
     assert plain(by_us(folder, tmp_path / "run.pt")) == plain(by_torch(folder))
 
 
-def test_torch_loads_model_and_optimizer_from_it(tmp_path: Path, folder: Path) -> None:
-    loaded = by_us(folder, tmp_path / "run.pt")
-    model, optimizer = trained()
-    set_state_dict(model, optimizer, model_state_dict=loaded[MODEL], optim_state_dict=loaded[OPTIMIZER])
-    expected = by_torch(folder)
-    again_model, again_optimizer = get_state_dict(model, optimizer)
-    assert plain(again_model) == plain(expected[MODEL])
-    assert plain(again_optimizer) == plain(expected[OPTIMIZER])
-
-
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_model_alone_stays_flat(tmp_path: Path, nested: bool) -> None:
     state = trained()[0].state_dict()
@@ -89,13 +79,6 @@ def test_a_model_alone_stays_flat(tmp_path: Path, nested: bool) -> None:
     loaded = by_us(tmp_path / "run", tmp_path / "run.pt")
     assert plain(loaded) == plain(dict(state))
     trained()[0].load_state_dict(loaded)
-
-
-def test_a_model_at_the_top_stays_there(tmp_path: Path) -> None:
-    """torchtitan has the model's names beside `optimizer`."""
-    saved = states()
-    save({**saved[MODEL], OPTIMIZER: saved[OPTIMIZER]}, checkpoint_id=tmp_path / "run")
-    assert plain(by_us(tmp_path / "run", tmp_path / "run.pt")) == plain(by_torch(tmp_path / "run"))
 
 
 def test_names_are_kept_on_the_way_back(tmp_path: Path, folder: Path) -> None:
@@ -107,12 +90,6 @@ def test_names_are_kept_on_the_way_back(tmp_path: Path, folder: Path) -> None:
     assert (tmp_path / "again.pt").read_bytes() == (tmp_path / "run.pt").read_bytes()
 
 
-def test_what_torch_makes_of_it_has_the_same_names(tmp_path: Path, folder: Path) -> None:
-    by_us(folder, tmp_path / "run.pt")
-    torch_save_to_dcp(tmp_path / "run.pt", tmp_path / "torchs")
-    assert tx.verify(folder, tmp_path / "torchs")
-
-
 def test_numbered_parameters_stay_numbers(tmp_path: Path) -> None:
     """What a plain training loop saves: torch's optimizer takes it back."""
     model, optimizer = trained()
@@ -120,17 +97,6 @@ def test_numbered_parameters_stay_numbers(tmp_path: Path) -> None:
     loaded = by_us(tmp_path / "loop.pt", tmp_path / "copy.pt")
     assert plain(loaded) == plain(torch.load(tmp_path / "loop.pt", weights_only=True))
     trained()[1].load_state_dict(loaded[OPTIMIZER])
-
-
-def test_a_saved_model_with_its_optimizer_is_nested(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    tx.save(model, tmp_path / "live.pt", to="torch", optimizer=optimizer)
-    loaded = torch.load(tmp_path / "live.pt", weights_only=True)
-    expected = get_state_dict(model, optimizer)
-    assert plain([loaded[MODEL], loaded[OPTIMIZER]["state"]]) == plain([expected[0], expected[1]["state"]])
-    other, other_optimizer = trained()
-    tx.load(other, tmp_path / "live.pt", optimizer=other_optimizer)
-    assert plain(other_optimizer.state_dict()) == plain(optimizer.state_dict())
 
 
 def test_a_tensor_in_the_way_of_the_optimizer_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -177,77 +176,66 @@ def test_a_tensor_that_was_saved_as_an_object(tmp_path: Path) -> None:
         np.testing.assert_array_equal(checkpoint.decode("fp32")[NAME].read(), tensor.values)
 
 
-def test_extra_state_is_no_tensor(tmp_path: Path) -> None:
-    tensor = float8(10, (4, 4))
-    write(tmp_path / "a", (4, 4), [((0, 0), tensor)])
-    metadata = pickle.loads((tmp_path / "a" / METADATA).read_bytes())  # noqa: S301 - our own
-    data = archive(io.BytesIO(b"state"))
-    (tmp_path / "a" / "x.distcp").write_bytes(data)
-    metadata.state_dict_metadata["layer._extra_state"] = BytesStorageMetadata()
-    metadata.storage_data[MetadataIndex("layer._extra_state")] = _StorageInfo("x.distcp", 0, len(data))
-    (tmp_path / "a" / METADATA).write_bytes(pickle.dumps(metadata))
-    container = open_container(str(tmp_path / "a"))
-    assert set(container.entries) == {NAME, NAME + SCALE}
-    assert container.metadata["left_behind"] == {"layer._extra_state": "_io.BytesIO"}
+def _halves(tensor: Tensor) -> list[Part]:
+    rows = tensor.shape[0]
+    return [cut(tensor, 0, rows // 2), cut(tensor, rows // 2, rows)]
 
 
-# What is refused.
+def _release(version: str) -> Release:
+    return next(each for each in RELEASES if (each.kind, each.version) == (MXFP8, version))
 
 
-def refused(folder: Path, code: Code, words: str, file: str = METADATA) -> None:
-    with pytest.raises(TransaxleError) as error:
-        open_container(str(folder))
-    assert {refusal.code for refusal in error.value.refusals} == {code}
-    (refusal,) = error.value.refusals
-    assert words in refusal.message
-    assert (refusal.where.file, refusal.where.tensor) == (file, NAME)
-
-
-def test_a_cut_inside_a_tile(tmp_path: Path) -> None:
-    whole = blockwise(11, (256, 128))
-    write(tmp_path / "a", (256, 128), [cut(whole, 0, 192), cut(whole, 192, 256)])
-    refused(tmp_path / "a", "BLOCK_MISALIGNED", "begins at [192, 0], inside a tile of [128, 128]")
-
-
-def test_parts_in_two_encodings(tmp_path: Path) -> None:
-    parts = [cut(mxfp8(12, (64, 32), "rows"), 0, 32), cut(float8(12, (64, 32)), 32, 64)]
-    write(tmp_path / "a", (64, 32), parts)
-    refused(tmp_path / "a", "DTYPE_MIXED", "float8 in tiles of (0, 0), type 7 and mxfp8")
-    one_way, other_way = (next(r for r in RELEASES if (r.kind, r.version) == (MXFP8, v)) for v in ("2.0", "2.16"))
-    whole = mxfp8(13, (64, 32), "rows")
-    parts = [cut(whole, 0, 32), cut(whole, 32, 64)]
-    archives = [one(parts[0][1], one_way), one(parts[1][1], other_way)]
-    write(tmp_path / "b", (64, 32), parts, archives)
-    refused(tmp_path / "b", "DTYPE_MIXED", "type 6 and mxfp8 in tiles of (1, 32), type 7")
-
-
-def test_a_part_that_is_plain(tmp_path: Path) -> None:
-    whole = mxfp8(14, (64, 32), "rows")
-    parts = [cut(whole, 0, 32), cut(whole, 32, 64)]
-    write(tmp_path / "a", (64, 32), parts, [one(parts[0][1]), archive(torch.ones(32, 32, dtype=torch.bfloat16))])
-    refused(tmp_path / "a", "DTYPE_MIXED", "1 of its 2 chunks are quantized")
-
-
-def test_metadata_and_parts_that_disagree(tmp_path: Path) -> None:
-    whole = mxfp8(15, (64, 32), "rows")
-    parts = [cut(whole, 0, 32), cut(whole, 32, 64)]
-    write(tmp_path / "a", (64, 32), parts, [one(parts[0][1]), one(cut(whole, 0, 64)[1])])
-    refused(tmp_path / "a", "SHAPE_MISMATCH", "but [64, 32] in the file", DATA.format(1))
-    write(tmp_path / "b", (64, 32), parts, [one(parts[0][1]), one(parts[1][1], dtype=name("torch", "float32"))])
-    refused(tmp_path / "b", "DTYPE_MISMATCH", "says bfloat16, but the file holds float32", DATA.format(1))
-
-
-def test_what_a_chunk_cannot_be(tmp_path: Path) -> None:
-    whole = mxfp8(16, (32, 32), "rows")
-    write(tmp_path / "a", (32, 32), [((0, 0), whole)], [one(whole, with_gemm_swizzled_scales=True)])
-    refused(tmp_path / "a", "UNSUPPORTED", "matrix-multiply kernel", DATA.format(0))
+def _stack() -> list[Part]:
     stack = nvfp4(17, (4, 2, 32))
-    halves = [
-        ((at, 0, 0), Tensor(stack.kind, {**stack.buffers}, stack.values, stack.shape, stack.settings, "e2m1"))
-        for at in (0, 4)
-    ]
-    write(tmp_path / "b", (8, 2, 32), halves)
-    refused(tmp_path / "b", "UNSUPPORTED", "stack of matrices in 2 chunks")
+    part = Tensor(stack.kind, {**stack.buffers}, stack.values, stack.shape, stack.settings, "e2m1")
+    return [((0, 0, 0), part), ((4, 0, 0), part)]
+
+
+ROWS = mxfp8(12, (64, 32), "rows")
+FIRST, SECOND = (part for _, part in _halves(ROWS))
+REFUSED: dict[str, tuple[list[Part], list[bytes] | None, Code, str, str]] = {
+    "a cut inside a tile": (
+        [cut(blockwise(11, (256, 128)), 0, 192), cut(blockwise(11, (256, 128)), 192, 256)], None,
+        "BLOCK_MISALIGNED", "begins at [192, 0], inside a tile of [128, 128]", METADATA,
+    ),
+    "two encodings": (
+        [_halves(ROWS)[0], _halves(float8(12, (64, 32)))[1]], None,
+        "DTYPE_MIXED", "float8 in tiles of (0, 0), type 7 and mxfp8", METADATA,
+    ),
+    "two numberings": (
+        _halves(ROWS), [one(FIRST, _release("2.0")), one(SECOND, _release("2.16"))],
+        "DTYPE_MIXED", "type 6 and mxfp8 in tiles of (1, 32), type 7", METADATA,
+    ),
+    "a plain part": (
+        _halves(ROWS), [one(FIRST), archive(torch.ones(32, 32, dtype=torch.bfloat16))],
+        "DTYPE_MIXED", "1 of its 2 chunks are quantized", METADATA,
+    ),
+    "another shape": (
+        _halves(ROWS), [one(FIRST), one(ROWS)], "SHAPE_MISMATCH", "but [64, 32] in the file", DATA.format(1),
+    ),
+    "another dtype": (
+        _halves(ROWS), [one(FIRST), one(SECOND, dtype=name("torch", "float32"))],
+        "DTYPE_MISMATCH", "says bfloat16, but the file holds float32", DATA.format(1),
+    ),
+    "swizzled scales": (
+        [((0, 0), ROWS)], [one(ROWS, with_gemm_swizzled_scales=True)],
+        "UNSUPPORTED", "matrix-multiply kernel", DATA.format(0),
+    ),
+    "a stack of matrices": (_stack(), None, "UNSUPPORTED", "stack of matrices in 2 chunks", METADATA),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("parts", "archives", "code", "words", "file"), REFUSED.values(), ids=REFUSED.keys())
+def test_parts_that_do_not_fit_together_are_refused(
+    parts: list[Part], archives: list[bytes] | None, code: Code, words: str, file: str, tmp_path: Path
+) -> None:
+    start, last = parts[-1]
+    write(tmp_path, (start[0] + last.shape[0], *last.shape[1:]), parts, archives)
+    with pytest.raises(TransaxleError) as error:
+        open_container(str(tmp_path))
+    (refusal,) = error.value.refusals
+    assert (refusal.code, refusal.where.file, refusal.where.tensor) == (code, file, NAME)
+    assert words in refusal.message
 
 
 def test_copies_of_ranks_that_saved_alone(tmp_path: Path) -> None:

@@ -31,15 +31,10 @@ def test_every_tensor(saved: Saved, world: int, case: str) -> None:
         assert checkpoint.format == ("safetensors" if case in ("hf_consolidated", "hf_whole") else "dcp")
         hold(checkpoint, truth_of(place))
         assert tx.verify(checkpoint).ok
-
-
-@every_case
-def test_every_file_is_accounted_for(saved: Saved, world: int, case: str) -> None:
-    folder = saved(world) / case / CHECKPOINT
-    container = open_container(str(folder))
-    listed = {*container.files, *container.carried, *(name.rstrip("/") for name in container.ignored)}
-    assert listed == {path.name for path in folder.iterdir()}
-    assert not container.carried
+        container = checkpoint.container
+        listed = {*container.files, *container.carried, *(name.rstrip("/") for name in container.ignored)}
+        assert listed == {path.name for path in (place / CHECKPOINT).iterdir()}, "every file is accounted for"
+        assert not container.carried
 
 
 @pytest.mark.parametrize("world", [2, 4])

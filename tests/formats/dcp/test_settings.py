@@ -86,8 +86,8 @@ def test_both_forms_read_alike(tmp_path: Path) -> None:
 
 
 def test_equal_settings_share_their_bytes(tmp_path: Path) -> None:
-    """A thousand parameters do not make ten thousand archives."""
-    parameters = {f"layers.{i}.weight": torch.nn.Parameter(torch.ones(1)) for i in range(1000)}
+    """Two hundred parameters do not make two thousand archives."""
+    parameters = {f"layers.{i}.weight": torch.nn.Parameter(torch.ones(1)) for i in range(200)}
     optimizer = torch.optim.SGD(parameters.items(), lr=0.1, momentum=0.9)
     sum(p.sum() for p in parameters.values()).backward()  # type: ignore[union-attr]
     optimizer.step()
@@ -97,4 +97,4 @@ def test_equal_settings_share_their_bytes(tmp_path: Path) -> None:
     data = [(tmp_path / folder / "__0_0.distcp").stat().st_size for folder in ("out", "bare")]
     assert report.tensors == 2 * alone.tensors
     assert data[0] < 2.1 * data[1]
-    assert len(tx.open(tmp_path / "out").metadata[GROUPS][0]["params"]) == 1000
+    assert len(tx.open(tmp_path / "out").metadata[GROUPS][0]["params"]) == 200

@@ -23,7 +23,7 @@ from tests.formats.dcp.peers.truth import CODES, hold
 from tests.formats.dcp.peers.world import CHECKPOINT, FULL, PLAIN, TRUTH, octets
 from transaxle.errors import Code, Refused
 from transaxle.formats.catalog import BITS, Draft, Spec, nbytes
-from transaxle.formats.dcp.draft import LARGEST, draft, frame
+from transaxle.formats.dcp.draft import draft, frame
 from transaxle.formats.dcp.metadata import METADATA
 from transaxle.formats.pickled.descriptors import DType
 
@@ -128,15 +128,6 @@ def test_tensors_are_cut_into_runs_of_rows() -> None:
     assert len(draft([Spec("a", "F32", (3, 5, 2))]).entries["a"].extents) == 1
 
 
-def test_no_archive_is_larger_than_torch_should_have_to_read() -> None:
-    size = 5 * LARGEST // 2
-    plan = draft([Spec("a", "U8", (size // 1000, 1000))], shard_size=2 * size)
-    sizes = [nbytes("U8", extent.shape) for extent in plan.entries["a"].extents]
-    assert len(sizes) == 3
-    assert max(sizes) <= LARGEST
-    assert sum(sizes) == size // 1000 * 1000
-
-
 def test_an_archive_is_torch_s_own_but_for_checksum_and_serial_number(tmp_path: Path) -> None:
     """The pickle and the layout up to the tensor are those of `torch.save`."""
     tensor = torch.arange(12.0).reshape(3, 4)
@@ -212,7 +203,7 @@ def test_any_number_of_ranks_loads_it(ours: Path, world: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.oracle)])
+@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.oracle)])
 def test_every_flipped_bit_is_seen(tmp_path: Path, step: int) -> None:
     """In tensors, archives, padding and metadata alike: refused when opened, or found when verified."""
     truth = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(7, dtype=torch.int16)}
@@ -232,24 +223,3 @@ def test_every_flipped_bit_is_seen(tmp_path: Path, step: int) -> None:
         path.write_bytes(whole)
     assert unseen == []
     assert tx.verify(folder).ok
-
-
-def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
-    """The bytes are the same, whatever was there before."""
-    safetensors.torch.save_file({"a": torch.arange(1000.0), "b": torch.arange(9.0)}, tmp_path / "model.safetensors")
-    source = tmp_path / "model.safetensors"
-    tx.convert(source, tmp_path / "whole", to="dcp", shard_size=1000)
-
-    class Stopped(Exception):
-        pass
-
-    def stop(_: int) -> None:
-        raise Stopped
-
-    with pytest.raises(Stopped):
-        tx.convert(source, tmp_path / "twice", to="dcp", shard_size=1000, resume=True, progress=stop, jobs=1)
-    assert not (tmp_path / "twice").exists()
-    tx.convert(source, tmp_path / "twice", to="dcp", shard_size=1000, resume=True)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()} == {
-        path.name: path.read_bytes() for path in (tmp_path / "twice").iterdir()
-    }
