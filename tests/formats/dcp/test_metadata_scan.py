@@ -231,10 +231,11 @@ def every_part(**fields: Any) -> Change:
     return lambda made: [_set(pair, fields) for pair in made.storage_data.items()]
 
 
-def _set(pair: tuple[Any, Any], fields: dict[str, Any]) -> None:
+def _set(pair: tuple[Any, Any], fields: dict[str, Any]) -> tuple[Any, Any]:
     for key, value in fields.items():
-        target = pair[0] if key in ("fqn", "index") or key == "start" else pair[1]
+        target = pair[0] if key in ("fqn", "start") else pair[1]
         object.__setattr__(target, {"start": "offset"}.get(key, key), value)
+    return pair
 
 
 CHANGES: dict[str, tuple[Change, bool]] = {

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from transaxle.formats.deepspeed import keys
+from transaxle.formats.deepspeed.universal_record import Record
+from transaxle.parallel.universal_metadata import collect_metadata
 
 STEPS = 3
 TAG = f"global_step{STEPS}"
@@ -35,6 +37,20 @@ def save(folder: Path, shards: Shards, info: Mapping[str, Any] | None) -> Path:
         torch.save(_model(mine, ranks, info), step / f"mp_rank_{rank:02d}{keys.MODEL_END}")
         torch.save({keys.STATE: _state(mine)}, step / f"zero_pp_rank_0_mp_rank_{rank:02d}{keys.OPTIM_END}")
     return folder
+
+
+NAME, NORM = "layers.0.qkv.weight", "layers.0.norm.weight"
+RECORD = Record.cut("column", (16, 4), 0, [[4, 4], [2, 2], [2, 2]], view=((8, 4, 4), -1))
+
+
+def folder(path: Path, first: float = 1.0) -> Path:
+    """A tensor-parallel checkpoint of a fused weight and a norm."""
+    q, k, v = torch.arange(first, first + 64).reshape(16, 4).split([8, 4, 4])
+    shards = {
+        NAME: [torch.cat([part.chunk(2)[rank] for part in (q, k, v)]) for rank in range(2)],
+        NORM: [torch.arange(first, first + 4)] * 2,
+    }
+    return save(path, shards, collect_metadata({NAME: RECORD, NORM: (4,)}, 2))
 
 
 def _model(mine: Mapping[str, Tensor], ranks: int, info: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def told(universal: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", ["z1-bf16-w2", "z3-fp32-w2", "sub-groups-w2", "tp2-z3"])
+@pytest.mark.parametrize("name", ["z1-bf16-w2", "z3-fp32-w2", "tp2-z3"])
 @pytest.mark.parametrize("way", ["dcp", "torch", "safetensors"])
 def test_by_way_of_another_container(farm: Farm, tmp_path: Path, way: str, name: str) -> None:
     source, facts = farm.checkpoint(name), farm.facts(name)
@@ -43,9 +43,9 @@ def test_by_way_of_another_container(farm: Farm, tmp_path: Path, way: str, name:
 
 
 def test_a_list_that_is_shared_again_and_again_is_refused() -> None:
-    wide: object = [0] * 50
-    for _ in range(6):
-        wide = [wide] * 50
+    wide: object = [0] * 1000
+    for _ in range(2):
+        wide = [wide] * 1000
     with pytest.raises(tx.TransaxleError, match="more than 1000000 values") as caught:
         plain(CheckedValue({"client": wide}, "file"))
     assert caught.value.code == "CORRUPT"

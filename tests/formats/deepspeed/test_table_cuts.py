@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -134,15 +133,6 @@ def test_without_metadata_the_table_says_how_it_was_cut(farm: Farm, old: Any, na
         assert differing(ck, wanted) == []
 
 
-def test_a_config_beside_the_checkpoint_is_enough(old: Any, farm: Farm, tmp_path: Path) -> None:
-    source = tmp_path / "run"
-    shutil.copytree(old(LLAMA), source)
-    (source / "config.json").write_text(json.dumps(config(BY_NAME[LLAMA])), "utf-8")
-    tx.convert(source, tmp_path / "out", to="hf", sync=False)
-    with tx.open(tmp_path / "out") as ck:
-        assert differing(ck, farm.truth(LLAMA, FP32)) == []
-
-
 def test_a_first_rank_without_rows_is_one_of_them(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     rows, norm = np.arange(1, 13, dtype=np.float32).reshape(4, 3), np.arange(3, dtype=np.float32)
@@ -176,12 +166,6 @@ def test_without_a_config_the_sizes_are_asked_for(old: Any) -> None:
     assert {refusal.code for refusal in error.refusals} == {"UNKNOWN_AXIS"}
     assert "--config" in error.hint
     assert error.where.tensor is not None
-
-
-def test_names_that_no_table_reads_are_refused(old: Any) -> None:
-    error = refused(old(FUSED), config=config(BY_NAME[FUSED]))
-    assert error.code == "UNSUPPORTED"
-    assert "--rules" in error.hint
 
 
 @pytest.mark.parametrize(

@@ -164,14 +164,3 @@ def test_orders_that_overlap_are_refused() -> None:
     with pytest.raises(TransaxleError) as caught:
         divide(LINES[order.line], ORDERS.cuts, order.sizes, [shard.shape for shard in shards])
     assert caught.value.code == "SHAPE_MISMATCH"
-
-
-def test_another_order_gives_other_values() -> None:
-    """The rules differ: taken for one another they would scramble a weight whose shards have the same shapes."""
-    blocked, grouped = (
-        divide(LINES[line], ORDERS.cuts, _sizes(g=4, r=2), [(32, 5), (32, 5)]) for line in ("glm2", "falcon")
-    )
-    full = np.arange(64 * 5).reshape(64, 5)
-    assert blocked.shape == grouped.shape == full.shape
-    one, other = (_taken(full, d.dim, d.rule, 2, 0) for d in (blocked, grouped))
-    assert not np.array_equal(one, other)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import re
+import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,19 +14,18 @@ from typing import Any
 import pytest
 
 import transaxle as tx
-from tests.engine.execute.test_execute import names_in
-from tests.formats.deepspeed.universal.test_interruption import NAME, NORM, RECORD, folder
+from tests.engine import killed
+from tests.engine.execute.test_execute import ROOT, names_in
 from transaxle.errors import TransaxleError
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.categories import Patterns
 from transaxle.formats.deepspeed.keys import UNIVERSAL
 from transaxle.formats.deepspeed.spread import by_widths, fold_dims, write_affine
-from transaxle.formats.training_state import OPTIMIZER
 from transaxle.parallel.universal_metadata import collect_metadata
 
 torch = pytest.importorskip("torch")
 
-from tests.formats.deepspeed.made import TAG  # noqa: E402
+from tests.formats.deepspeed.made import NAME, NORM, RECORD, TAG, folder  # noqa: E402
 
 MODELS, STATES = f"{TAG}/*{keys.MODEL_END}", f"{TAG}/*{keys.OPTIM_END}"
 Change = Callable[[Any], Any]
@@ -105,26 +106,16 @@ def put(file: Any, path: Sequence[str], value: object) -> Any:
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("holder", HOLDERS)
-@pytest.mark.parametrize("where", INSIDE)
+@pytest.mark.parametrize(
+    ("where", "holder"),
+    [*((where, "bare") for where in INSIDE), *(("loss scaler", holder) for holder in HOLDERS if holder != "bare")],
+)
 def test_no_payload_inside_of_an_expected_object_runs(
     source: Path, where: str, holder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pattern, change = INSIDE[where]
     edit(source, pattern, change(HOLDERS[holder](Payload())))
     assert "builtins.print" in str(refused(source, "UNSAFE_PICKLE"))
-    assert "this was run" not in capsys.readouterr().out
-
-
-UNIVERSAL_FILES = (keys.OPTIMIZER_FILE, f"{NAME}/{keys.FP32}.pt", f"{NORM}/exp_avg.pt", f"{NAME}/{keys.STEP}.pt")
-
-
-@pytest.mark.parametrize("file", UNIVERSAL_FILES)
-def test_no_payload_in_a_universal_checkpoint_runs(
-    universal: Path, file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    edit(universal, f"*/{keys.ZERO_FOLDER}/{file}", lambda held: {keys.PARAM: Payload(), "beside": held})
-    assert "builtins.print" in str(refused(universal, "UNSAFE_PICKLE"))
     assert "this was run" not in capsys.readouterr().out
 
 
@@ -138,19 +129,13 @@ def test_patterns_that_would_never_end_are_not_tried(source: Path, pattern: str)
     refused(source, "UNSUPPORTED")
 
 
+@pytest.mark.oracle
 def test_many_patterns_that_match_slowly_are_given_up() -> None:
     with pytest.raises(TransaxleError, match="too many expressions"):
         Patterns(f"{'a*' * 500}{number}" for number in range(1000))
     patterns = Patterns(["(" + "|".join(f".{{{n}}}x" for n in range(80)) + ")*y"])
     with pytest.raises(TransaxleError, match="takes too long"):
         [patterns.match(f"{number * 7919:020b}".replace("1", "x") * 40) for number in range(100_000)]
-
-
-def test_real_patterns_are_never_given_up() -> None:
-    texts = [rf"transformer.layers.\d+.{part}.weight" for part in ("dense", "mlp.dense_4h_to_h", "input_layernorm")]
-    patterns = Patterns(texts * 10 + [rf"{text}$" for text in texts])
-    for number in range(3000):
-        assert len(patterns.match(f"transformer.layers.{number}.mlp.dense_4h_to_h.weight")) == 2
 
 
 def test_a_view_of_billions_of_rows_is_not_walked() -> None:
@@ -166,14 +151,10 @@ def test_a_view_of_billions_of_rows_is_not_walked() -> None:
     ("name", "value", "code"),
     [
         (keys.INFO_VERSION, 0.9, "UNSUPPORTED"),
-        (keys.INFO_VERSION, "0.4", "CORRUPT"),
         (keys.SHARD_WIDTHS, {}, "CORRUPT"),
-        (keys.SHARD_WIDTHS, [1], "CORRUPT"),
-        (keys.SUB_PARAMS, {"patterns": []}, "CORRUPT"),
         (keys.SUB_PARAMS, [{keys.PATTERNS: ["^a$"], keys.SHAPE: [[]], keys.PARTITION_DIM: 0}], "CORRUPT"),
         (keys.UNSUPPORTED_PATTERNS, ["^a$"], "CORRUPT"),
         (keys.AFFINE, {keys.AFFINE_VERSION: 2, keys.AFFINE_PARAMS: {}}, "UNSUPPORTED"),
-        (keys.AFFINE, {keys.AFFINE_PARAMS: {}}, "UNSUPPORTED"),
         (keys.AFFINE, {keys.AFFINE_VERSION: 1, keys.AFFINE_PARAMS: []}, "CORRUPT"),
     ],
 )
@@ -193,18 +174,15 @@ def test_metadata_about_other_shapes_is_refused(source: Path) -> None:
     assert error.where.tensor == NAME
 
 
+def test_model_files_of_two_saves_are_refused(source: Path) -> None:
+    edit(source, f"{TAG}/mp_rank_01{keys.MODEL_END}", lambda file: file | {keys.GLOBAL_STEPS: 9})
+    assert "saved after 9 steps, but" in str(refused(source, "CORRUPT"))
+
+
 def test_a_rank_that_speaks_of_other_shapes_is_refused(source: Path) -> None:
     shapes = [{NAME: (9, 4), NORM: (4,)}]
     edit(source, f"{TAG}/mp_rank_01{keys.MODEL_END}", lambda file: put(file, [keys.PARAM_SHAPES], shapes))
     assert "mp_rank_01" in str(refused(source, "CORRUPT"))
-
-
-@pytest.mark.parametrize("file", [f"{NAME}/{keys.FP32}.pt", keys.OPTIMIZER_FILE])
-def test_missing_files_of_a_universal_checkpoint_are_named(universal: Path, file: str) -> None:
-    next(universal.glob(f"*/{keys.ZERO_FOLDER}/{file}")).unlink()
-    with pytest.raises(TransaxleError, match=re.escape(file.partition("/")[0])) as caught:
-        tx.open(universal)
-    assert caught.value.code in ("INCOMPLETE", "IO")
 
 
 def test_a_missing_parameter_of_a_universal_checkpoint_is_named(universal: Path) -> None:
@@ -213,46 +191,16 @@ def test_a_missing_parameter_of_a_universal_checkpoint_is_named(universal: Path)
     assert error.where.tensor == NORM
 
 
-def test_a_missing_state_of_a_universal_checkpoint_is_named(universal: Path) -> None:
-    """Unless all of its states are missing: what was never updated has none."""
-    folder = next(universal.glob(f"*/{keys.ZERO_FOLDER}/{NORM}"))
-    (folder / "exp_avg.pt").unlink()
-    error = refused(universal, "INCOMPLETE")
-    assert error.where.tensor == NORM
-    assert "exp_avg.pt" in str(error)
-    (folder / "exp_avg_sq.pt").unlink()
-    (universal / "transaxle.json").unlink()
-    with tx.open(universal) as found:
-        assert NORM in found
-        assert f"{OPTIMIZER}{NORM}/exp_avg" not in found
-
-
-@pytest.mark.parametrize("shape", [(16, 5), (4,), (1 << 40, 1 << 20), "wide"])
+@pytest.mark.parametrize("shape", [(16, 5), (1 << 40, 1 << 20), "wide"])
 def test_a_universal_checkpoint_whose_model_files_lie_is_refused(universal: Path, shape: object) -> None:
     edit(universal, f"*/*{keys.MODEL_END}", lambda file: put(file, [keys.PARAM_SHAPES], [{NAME: shape, NORM: (4,)}]))
     refused(universal, "CORRUPT" if shape == "wide" else "INCOMPLETE")
 
 
-def test_links_out_of_the_checkpoint_are_not_followed(universal: Path, tmp_path: Path) -> None:
-    file = next(universal.glob(f"*/{keys.ZERO_FOLDER}/{NAME}/{keys.FP32}.pt"))
-    outside = tmp_path / "checkpoint" / "outside.pt"
-    outside.parent.mkdir()
-    universal.rename(outside.parent / "universal")
-    moved = outside.parent / "universal" / file.relative_to(universal)
-    moved.rename(outside)
-    moved.symlink_to(Path("../../../..") / outside.name)
-    assert moved.exists()
-    with pytest.raises(TransaxleError) as caught:
-        tx.convert(outside.parent / "universal", tmp_path / "out", to=UNIVERSAL)
-    assert caught.value.code == "PATH_ESCAPE"
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("said", "code"),
-    [("../outside", "PATH_ESCAPE"), ("/etc", "PATH_ESCAPE"), ("..", "PATH_ESCAPE"), ("a/../../b", "PATH_ESCAPE"),
-     ("", "CORRUPT"), ("global_step7", "INCOMPLETE")],
-)  # fmt: skip
+    [("../outside", "PATH_ESCAPE"), ("", "CORRUPT"), ("global_step7", "INCOMPLETE")],
+)
 def test_latest_never_leads_elsewhere(universal: Path, said: str, code: str) -> None:
     """What it names is no folder of the checkpoint, and no other one is taken for it."""
     (universal.parent / "outside").mkdir()
@@ -261,3 +209,18 @@ def test_latest_never_leads_elsewhere(universal: Path, said: str, code: str) -> 
     with pytest.raises(TransaxleError, match=keys.LATEST_UNIVERSAL) as caught:
         tx.open(universal)
     assert caught.value.code == code
+
+
+@pytest.mark.oracle
+def test_killed_at_any_point_it_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+    """Another run then finishes the work to the same bytes, with `resume` and without, and nothing is left over."""
+    source, old = folder(tmp_path / "source"), tmp_path / "old"
+    killed.convert(folder(tmp_path / "before", 500.0), old, UNIVERSAL)
+    killed.convert(source, tmp_path / "reference", UNIVERSAL)
+    (tmp_path / "work").mkdir()
+    folders = [str(tmp_path / name) for name in ("source", "work", "reference", "old")]
+    command = [sys.executable, "-m", "tests.engine.killed", *folders, UNIVERSAL, "7"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    assert min(map(int, done.stdout.split())) > 14, "points where a child died"

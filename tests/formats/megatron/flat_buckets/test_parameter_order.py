@@ -15,7 +15,6 @@ from transaxle.formats.megatron.rank_parameters import (
     has_layers,
     is_trained,
     order_key,
-    orders,
 )
 
 _SIZES = {
@@ -127,19 +126,7 @@ def test_models_of_local_layers(name: str) -> None:
     assert keys == sorted(set(keys))
 
 
-def test_what_is_trained() -> None:
-    assert is_trained("decoder.layers.mlp.router.weight")
-    assert not is_trained("decoder.layers.mlp.router.expert_bias")
-
-
 @pytest.mark.parametrize("name", ["decoder.layers.mixer.in_proj.weight", "vision.weight", "decoder.layers.-1.weight"])
 def test_a_module_of_which_nothing_is_known(name: str) -> None:
     with pytest.raises(UnknownOrderError, match="is not known"):
         order_key(name, None, None, Order(norms_apart=False, grouped=True))
-
-
-def test_what_the_run_says_comes_first() -> None:
-    local, engine = {"transformer_impl": "local", "moe_grouped_gemm": False}, {"moe_grouped_gemm": True}
-    assert next(orders(local)) == Order(norms_apart=True, grouped=False)
-    assert next(orders(engine)) == next(orders({})) == Order(norms_apart=False, grouped=True)
-    assert len(set(orders(local))) == len(list(orders({}))) == 4
