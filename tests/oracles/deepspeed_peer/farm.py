@@ -19,7 +19,7 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from tests.oracles.deepspeed_peer.case import BY_NAME, TRUTH, Case, Launch
-from tests.oracles.deepspeed_peer.resumes import OWN, RESUMES, SWEPT, WAYS, Resume
+from tests.oracles.deepspeed_peer.resumes import OWN, PLAIN, RESUMES, WAYS, Resume
 
 _LIMIT = 240.0
 _DONE, _LOCK = "done", "lock"
@@ -51,12 +51,14 @@ class Farm:
 
     def resumed(self, resume: Resume) -> Path:
         """The folder in which DeepSpeed, set up as the target, says what it loaded of the source."""
-        launch, is_swept = BY_NAME[resume.target].launch, resume in SWEPT
-        together = [each for each in RESUMES if BY_NAME[each.target].launch == launch and (each in SWEPT) is is_swept]
+        launch, is_swept = BY_NAME[resume.target].launch, resume in PLAIN
+        others = [each for each in RESUMES if BY_NAME[each.target].launch == launch and each not in PLAIN]
+        together = [resume] if is_swept else others
         for each in together:
             self._grown(BY_NAME[each.source])
             self._grown(BY_NAME[each.target])
-        self._once(f"resume-{_label(launch)}{'-swept' * is_swept}", launch, lambda: self._resumes(together))
+        what = f"resume-{resume if is_swept else _label(launch)}"
+        self._once(what, launch, lambda: self._resumes(together))
         return self.folder / str(resume)
 
     def started(self, resume: Resume) -> Path:
@@ -73,7 +75,8 @@ class Farm:
             how = {"case": each.target, "together": each.together}
             paths = {"source": str(written), "out": str(self.folder / str(each))}
             yield {"do": "load", **paths, "universal": each.way != OWN, **how}
-            if BY_NAME[each.target].launch.pp == 1 and each.beside not in begun:
+            is_there = each.beside in begun or (self.folder / each.beside).exists()
+            if BY_NAME[each.target].launch.pp == 1 and not is_there:
                 begun.add(each.beside)
                 truth = str(self.folder / each.source / "truth")
                 yield {"do": "start", "truth": truth, "out": str(self.folder / each.beside), **how}

@@ -162,15 +162,7 @@ _PAIRS = (
     ("pp2-tied", "pp2-tied"),
 )
 PLAIN = tuple(Resume(*pair) for pair in _PAIRS)
-"""What we convert, and DeepSpeed resumes."""
-_SWEPT = frozenset({
-    "z3-fp32-w2--z2-fp32-w4", "z1-bf16-w2--z1-bf16-w4", "tied-z3-w2--tied-z1-w2", "mixtral-z1-w2--mixtral-z3-w2",
-    "tp2-z2-fp32--tp2-dp2-z3", "tp2-dp2-fused--tp2-fused", "tp4--tp4", "tp2-wide--tp2-wide", "tp2-wide--tp1-wide-z3",
-    "tp1-wide--tp1-wide", "tp1-wide--tp4", "tp4-fused--tp1-wide-fused", "tp2-wide-fused--tp4-fused",
-    "tp4-uneven--tp1-uneven", "pp2--pp2-dp2",
-})  # fmt: skip
-SWEPT = frozenset(resume for resume in PLAIN if f"{resume.source}--{resume.target}" in _SWEPT)
-"""Cases of the sweep that `make oracle` runs whole; they have launches of their own."""
+"""What we convert, and DeepSpeed resumes: a sweep, each with a launch of its own."""
 CUT_BY_US = (
     # A run whose model we cut: from its own checkpoint at the same degree, and from ours at every other.
     Resume("ours-tp4-uneven", "ours-tp4-uneven", OWN),

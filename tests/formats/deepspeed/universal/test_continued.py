@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,53 +37,37 @@ WAYS = [
     (How(3, 1, low=False), How(1, 2, low=False)),
     (How(1, 2, low=False), How(2, 1, low=False)),
 ]
-Trained = dict[object, tuple[Path, list[Any]]]
-"""A run, or the way on from one -> its folder, and what each rank told."""
-
-
-def _all(runs: dict[Any, tuple[How, scheduled_run.Job]]) -> Trained:
-    """Run jobs; those of as many ranks one after the other in the same processes."""
-    done: Trained = {}
-    for world in sorted({how.world for how, _ in runs.values()}):
-        mine = {key: job for key, (how, job) in runs.items() if how.world == world}
-        told = run(world, scheduled_run.train, list(mine.values()))
-        done |= {key: (Path(job.folder), [rank[at] for rank in told]) for at, (key, job) in enumerate(mine.items())}
-        stop_all()  # DeepSpeed keeps groups of processes
-    return done
+Train = Callable[[How, str], tuple[Path, list[Any]]]
+"""Runs a job from scratch, or from a universal checkpoint; returns its folder, and what each rank told."""
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Runs that never stop."""
-    folder = tmp_path_factory.mktemp("begun")
-    hows = dict.fromkeys(source for source, _ in WAYS)
-    jobs = {
-        how: (how, scheduled_run.Job(how.stage, how.low, str(folder / str(at)), (STOPS, ENDS)))
-        for at, how in enumerate(hows)
-    }
-    return _all(jobs)
+def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
+    """Run each job once."""
+    done: dict[tuple[How, str], tuple[Path, list[Any]]] = {}
 
+    def make(how: How, source: str = "") -> tuple[Path, list[Any]]:
+        if (how, source) not in done:
+            folder = tmp_path_factory.mktemp("run")
+            saves = (ENDS,) if source else (STOPS, ENDS)
+            job = scheduled_run.Job(how.stage, how.low, str(folder), saves, source)
+            done[how, source] = folder, [told for (told,) in run(how.world, scheduled_run.train, [job])]
+            stop_all()  # DeepSpeed keeps groups of processes
+        return done[how, source]
 
-@pytest.fixture(scope="module")
-def resumed(begun: Trained, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Runs that go on from what those saved on the way."""
-    folder = tmp_path_factory.mktemp("resumed")
-    jobs = {}
-    for at, (source, target) in enumerate(WAYS):
-        universal = folder / f"universal-{at}"
-        report = tx.convert(begun[source][0] / str(STOPS), universal, to=UNIVERSAL, sync=False)
-        assert ["differ in lr, which ZeRO-3 does not load" in note for note in report.notes] == [True]
-        job = scheduled_run.Job(target.stage, target.low, str(folder / str(at)), (ENDS,), str(universal))
-        jobs[source, target] = target, job
-    return _all(jobs)
+    yield make
+    stop_all()
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(("source", "target"), WAYS, ids=str)
 def test_next_steps_are_those_of_a_run_that_never_stopped(
-    source: How, target: How, begun: Trained, resumed: Trained
+    source: How, target: How, train: Train, tmp_path: Path
 ) -> None:
-    (folder, told), (on, found) = begun[source], resumed[source, target]
+    folder, told = train(source, "")
+    report = tx.convert(folder / str(STOPS), tmp_path / "universal", to=UNIVERSAL, sync=False)
+    assert ["differ in lr, which ZeRO-3 does not load" in note for note in report.notes] == [True]
+    on, found = train(target, str(tmp_path / "universal"))
     assert found == [told[0][STOPS:]] * target.world
     assert len({tuple(rates) for rates, *_ in told[0]}) == ENDS
     with tx.open(folder / str(ENDS)) as wanted, tx.open(on / str(ENDS)) as ended, tx.open(folder / str(STOPS)) as begin:

@@ -42,6 +42,7 @@ def test_weights_and_moments_are_the_live_ones(farm: Farm, name: str) -> None:
         assert set(ck) - set(wanted) - steps == extra | (BUFFERS if BY_NAME[name].model == "odd" else set())
 
 
+@pytest.mark.oracle
 @every_case
 def test_low_precision_weights_are_the_live_ones(farm: Farm, name: str) -> None:
     path = farm.checkpoint(name)
@@ -67,6 +68,7 @@ def typed(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
 
 
+@pytest.mark.oracle
 @every_case
 def test_groups_keep_their_settings_by_name(farm: Farm, name: str) -> None:
     facts = farm.facts(name)
