@@ -151,6 +151,13 @@ def test_cuts_that_differ_are_not_copied() -> None:
     assert refused.value.code == "BLOCK_MISALIGNED"
 
 
+@pytest.mark.parametrize("rows", [(0, 100), (100, 200)], ids=str)
+def test_rows_that_are_not_whole_tiles_are_not_stacked(rows: tuple[int, int]) -> None:
+    part = Float8Block().quantize(values(256, 128))[slice(*rows)]
+    with pytest.raises(TransaxleError, match="would cut tiles of 128 rows"):
+        torch.stack([part, part])
+
+
 def test_global_scales_that_differ_are_refused_at_merge() -> None:
     for quantizer in (Float8CurrentScaling(), NVFP4()):
         parts: list[torch.Tensor] = [quantizer.quantize(values(8, 32) * factor) for factor in (1, 3)]

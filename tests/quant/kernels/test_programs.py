@@ -360,8 +360,10 @@ def test_groups_of_both_directions(case: Case) -> None:
 
 @pytest.mark.parametrize("ends", GROUPS[:1] if INTERPRETED else GROUPS[::2], ids=str)
 def test_rows_come_out_as_if_alone(ends: list[int]) -> None:
-    """Of groups only; the width is of several blocks, of part of one, and none."""
-    for width, dtype in ((1030, torch.bfloat16), (32, torch.float32)) if INTERPRETED else product(WIDTHS, DTYPES):
+    """Of groups only; the width is of several blocks, of part of one, and (on a GPU) none."""
+    for width, dtype in (
+        ((1030, torch.bfloat16), (32, torch.float32)) if INTERPRETED else product(WIDTHS[DEVICE == "cpu" :], DTYPES)
+    ):
         for case in (CASES["float8"], CASES["float8, E5M2"]):
             x = strange((37, width), dtype) if width else torch.empty((37, 0), dtype=dtype)
             offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
