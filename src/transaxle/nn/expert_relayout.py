@@ -178,7 +178,7 @@ def remap(state: Mapping[str, Any], prefix: str, layer: Layer) -> dict[str, Any]
         A new dict. Rearranged tensors have their own memory; the others are the same objects.
 
     Raises:
-        Refused: see `transaxle.axes.translation.grouped.Arranged`; UNEQUAL_COPIES for two forms of one parameter
+        Refused: see `transaxle.axes.translation.grouped.Arrangement`; UNEQUAL_COPIES for two forms of one parameter
             that differ.
     """
     entries = {name: value for name, value in state.items() if name != f"{prefix}{EXTRA_STATE}"}
@@ -203,7 +203,7 @@ def stems(shapes: Mapping[str, Shape], prefix: str, layer: Layer) -> tuple[Regro
         layer: names and shapes that the layer needs.
 
     Raises:
-        Refused: see `transaxle.axes.translation.grouped.Arranged`.
+        Refused: see `transaxle.axes.translation.grouped.Arrangement`.
     """
     return arrange(_groups(prefix, layer), shapes).check()
 
