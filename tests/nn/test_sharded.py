@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import transaxle as tx
 from tests.live.ranks import run
-from tests.nn.layers import EXPERTS, FORMS, SPLITS, expected, layer, rows
+from tests.nn.layers import EXPERTS, FORMS, SPLITS, layer, rows
 from tests.nn.layers import run as ran
 from tests.quant.kinds import MORE, raw, values
 from transaxle.nn import GroupedLinear, GroupedTensor
@@ -89,46 +88,6 @@ def test_under_fsdp2(form: str, kind: str | None, tmp_path: Path) -> None:
         again = _layer(6, form, kind)
         again.load_state_dict(made.state_dict())
         assert _same(again.state_dict(), source.state_dict())
-
-
-def _expert_parallel(rank: int, world: int, folder: str) -> None:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    whole, made = _layer(1, "packed"), _layer(1, "packed")
-    for name, parameter in list(made.named_parameters()):
-        setattr(made, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
-    x = rows(whole)
-    each = EXPERTS // world
-    ends = torch.tensor([0, *SPLITS[4]]).cumsum(0).tolist()
-    start, stop = ends[each * rank], ends[each * (rank + 1)]
-    mine = x.detach()[start:stop].requires_grad_()
-    found = made(mine, torch.tensor(SPLITS[4][each * rank : each * (rank + 1)]))
-    wanted = expected(whole, x, SPLITS[4], torch.ones(len(x), 64))
-    assert torch.equal(found, wanted["output"][start:stop]) or torch.allclose(found, wanted["output"][start:stop])
-    found.backward(torch.ones_like(found))
-    assert mine.grad is not None
-    assert torch.equal(mine.grad, wanted["input"][start:stop])
-    grad = made.weight.grad
-    assert grad.placements == (Shard(0),)
-    assert torch.equal(grad.full_tensor(), wanted["weight"])
-    dcp_save({"model": made.state_dict()}, checkpoint_id=str(Path(folder, "dcp")))
-    tx.save(made, Path(folder, "saved"), to="safetensors:identity")
-
-
-def test_under_expert_parallelism(tmp_path: Path) -> None:
-    """Each rank has its experts, the checkpoint all of them: packed at world 2, per expert at world 1."""
-    run(WORLD, _expert_parallel, str(tmp_path))
-    source = _layer(1, "packed").state_dict()
-    made = _layer(9, "experts")
-    tx.load(made, tmp_path / "saved")
-    other = _layer(8, "experts")
-    state = {"model": other.state_dict()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is one process
-        dcp_load(state, checkpoint_id=str(tmp_path / "dcp"), planner=tx.LoadPlanner())
-    for place in range(EXPERTS):
-        for one in (made, other):
-            assert torch.equal(getattr(one, f"weight{place}"), source["weight"][place])
-            assert torch.equal(getattr(one, f"bias{place}"), source["bias"][place])
 
 
 def _back(rank: int, world: int, folder: str) -> None:

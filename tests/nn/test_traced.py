@@ -22,9 +22,7 @@ WITHIN = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 @pytest.mark.parametrize(
     ("said", "dtype"),
     [
-        ({}, torch.bfloat16),
         (SINGLE, torch.bfloat16),
-        (SINGLE, torch.float32),
         ({"in_features": 15, "out_features": 23}, torch.float32),
     ],
     ids=str,

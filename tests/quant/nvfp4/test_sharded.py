@@ -20,7 +20,6 @@ from tests.quant.nvfp4.test_products import drawn
 from tests.quant.training import bytes_of, equal
 from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear
-from transaxle.nn.moe import MoE
 from transaxle.quant import MasterWeights, NVFP4BlockScaling, batch_over, quantize_
 
 worlds = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.oracle)])
@@ -149,42 +148,6 @@ def _divided(rank: int, world: int, single: bool) -> None:
 def test_divided_experts_are_those_of_the_whole(world: int, single: bool) -> None:
     """Of four ranks the last has fewer; random numbers are the experts'."""
     run(world, _divided, single)
-
-
-def _mixed(rank: int, world: int) -> None:
-    def mixture(ep: Any) -> MoE:
-        torch.manual_seed(2)
-        made = MoE(WIDTH, INNER, 4, 2, ep=ep)
-        torch.manual_seed(2)
-        nn.init.normal_(made.gate.weight)
-        quantize_(made, NVFP4BlockScaling(), filter=lambda name, _: "gate" not in name)
-        return made
-
-    whole, own = mixture(None), mixture(init_device_mesh("cpu", (world,)))
-    for call in range(2):
-        x, grad = drawn(48, WIDTH, seed=call, dtype=torch.float32), drawn(48, WIDTH, seed=call + 3, dtype=torch.float32)
-        rows = slice(48 // world * rank, 48 // world * (rank + 1))
-        given, mine = x.clone().requires_grad_(), x[rows].clone().requires_grad_()
-        output, wanted = own(mine), whole(given)
-        output.backward(grad[rows])
-        wanted.backward(grad)
-        assert torch.equal(output, wanted[rows])
-    named = dict(whole.named_parameters())
-    compared = 0
-    for name, parameter in own.named_parameters():
-        if "linear_fc" in name and "weight" in name:
-            assert parameter.grad is not None
-            other = named[name].grad
-            assert other is not None
-            assert torch.equal(parameter.grad, other)
-            compared += 1
-    assert compared == 2 * 4 // world
-
-
-@worlds
-def test_a_mixture_of_experts_is_that_of_one_rank(world: int) -> None:
-    """Each rank has tokens of its own, which go to the experts' ranks: gradients of experts are those of all tokens."""
-    run(world, _mixed)
 
 
 def _batch(rank: int, world: int) -> None:
