@@ -21,6 +21,7 @@ from tests.cli.running import BUG
 
 ROOT = Path(__file__).parent.parent
 NAME = "tiny-qwen3-moe"
+pytestmark = pytest.mark.oracle
 BIG = "Qwen3-30B-A3B/"
 """The checkpoint of which the README speaks; here it is a small one."""
 
@@ -158,7 +159,7 @@ def test_a_bug_leaves_a_report_to_send(user: User) -> None:
     assert f"transaxle ls {NAME}" in text
 
 
-def test_item_11_one_wheel_serves_every_python(user: User) -> None:
+def test_one_wheel_serves_every_python(user: User) -> None:
     """What is compiled needs the C library alone, none newer than that of manylinux2014, and no Python."""
     assert re.fullmatch(r"transaxle-\S+-py3-none-linux_\w+\.whl", user.wheel.name)
     compiled = sorted(user.scripts.parent.glob("lib/python*/site-packages/transaxle/**/*.so"))

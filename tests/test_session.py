@@ -81,7 +81,7 @@ def _session(folder: Path, cap: float, program: str = PROGRAM) -> subprocess.Com
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_item_10_a_session_says_what_memory_it_took_and_leaves_nothing(folder: Path) -> None:
+def test_a_session_says_what_memory_it_took_and_leaves_nothing(folder: Path) -> None:
     done = _session(folder, 6)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
@@ -91,26 +91,20 @@ def test_item_10_a_session_says_what_memory_it_took_and_leaves_nothing(folder: P
     assert [*(folder / "temporary").iterdir()] == []
 
 
-def test_item_10_a_session_that_takes_more_than_it_may_fails(folder: Path) -> None:
-    done = _session(folder, 0.2)
-    assert done.returncode == 1
-    assert "2 passed" in done.stdout
-    assert "FAILED: --memory allows 0.2 GB" in done.stdout
-
-
-def test_item_10_a_session_that_leaves_shared_memory_fails(folder: Path) -> None:
+def test_a_session_that_takes_too_much_or_leaves_shared_memory_fails(folder: Path) -> None:
     left = Path("/dev/shm", f"psm_{uuid.uuid4().hex}")
     try:
-        done = _session(folder, 6, LEAVING.format(name=left.name))
+        done = _session(folder, 0.05, LEAVING.format(name=left.name))
         assert left.exists()
     finally:
         left.unlink(missing_ok=True)
     assert done.returncode == 1
     assert "2 passed" in done.stdout
+    assert "FAILED: --memory allows 0.05 GB" in done.stdout
     assert f"FAILED: shared memory is left: {left}\n" in done.stdout
 
 
-def test_item_10_make_test_has_a_cap() -> None:
+def test_make_test_has_a_cap() -> None:
     """At two workers."""
     told = subprocess.run(["make", "-n", "test", "JOBS=2"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "--memory 10 --numprocesses 2 " in told
