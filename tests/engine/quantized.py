@@ -84,19 +84,10 @@ def of_fours(codes: Array, scale: Array) -> Array:
 
 def llama_config(*, d: int, f: int, g: int, r: int, head: int, layers: int = 1, **more: Any) -> dict[str, Any]:
     return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": d,
-        "intermediate_size": f,
-        "num_hidden_layers": layers,
-        "num_attention_heads": g * r,
-        "num_key_value_heads": g,
-        "head_dim": head,
-        "vocab_size": 48,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        **more,
-    }
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": d, "intermediate_size": f,
+        "num_hidden_layers": layers, "num_attention_heads": g * r, "num_key_value_heads": g, "head_dim": head,
+        "vocab_size": 48, "tie_word_embeddings": False, "torch_dtype": "bfloat16", **more,
+    }  # fmt: skip
 
 
 def llama_shapes(config: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
@@ -146,29 +137,13 @@ def deepseek(*, f: int = 128) -> tuple[Tensors, dict[str, Any]]:
     """A small DeepSeek-V3 in FP8 blocks: a dense layer, a sparse one, and one that predicts ahead."""
     d, heads, nope, rope, wide, a, k, e, inner = 256, 2, 128, 64, 128, 128, 192, 4, 384
     config = {
-        "model_type": "deepseek_v3",
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "hidden_size": d,
-        "num_hidden_layers": 2,
-        "num_nextn_predict_layers": 1,
-        "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
-        "vocab_size": 48,
-        "intermediate_size": inner,
-        "moe_intermediate_size": f,
-        "n_routed_experts": e,
-        "n_shared_experts": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "q_lora_rank": a,
-        "kv_lora_rank": k,
-        "qk_nope_head_dim": nope,
-        "qk_rope_head_dim": rope,
-        "v_head_dim": wide,
-        "topk_method": "noaux_tc",
-        "tie_word_embeddings": False,
-        "quantization_config": FP8,
-    }
+        "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": d,
+        "num_hidden_layers": 2, "num_nextn_predict_layers": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+        "vocab_size": 48, "intermediate_size": inner, "moe_intermediate_size": f, "n_routed_experts": e,
+        "n_shared_experts": 1, "num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": a,
+        "kv_lora_rank": k, "qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": wide,
+        "topk_method": "noaux_tc", "tie_word_embeddings": False, "quantization_config": FP8,
+    }  # fmt: skip
     linear: dict[str, tuple[int, ...]] = {}
     other: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (48, d),
@@ -206,20 +181,11 @@ def gpt_oss(*, d: int, f: int, e: int, layers: int = 1) -> tuple[Tensors, dict[s
     """A gpt-oss with its experts in MXFP4, as the hub has it."""
     heads, groups, head = 4, 2, 16
     config = {
-        "model_type": "gpt_oss",
-        "architectures": ["GptOssForCausalLM"],
-        "hidden_size": d,
-        "intermediate_size": f,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "head_dim": head,
-        "num_local_experts": e,
-        "vocab_size": 48,
-        "attention_bias": True,
-        "tie_word_embeddings": False,
+        "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": d, "intermediate_size": f,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": head,
+        "num_local_experts": e, "vocab_size": 48, "attention_bias": True, "tie_word_embeddings": False,
         "quantization_config": MXFP4,
-    }
+    }  # fmt: skip
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (48, d),
         "model.norm.weight": (d,),

@@ -11,7 +11,6 @@ import pytest
 import transaxle as tx
 from tests import checkpoints
 from tests.engine.peers.test_optimizer import store, trained
-from transaxle.cli import main
 from transaxle.errors import Refused, UsageError
 
 VERBS: dict[str, Callable[[Path, Path], object]] = {
@@ -19,10 +18,7 @@ VERBS: dict[str, Callable[[Path, Path], object]] = {
     "info": lambda source, _: tx.info(source, optimizer=True),
     "plan": lambda source, out: tx.plan(source, out, to="hf", optimizer=True),
     "convert": lambda source, out: tx.convert(source, out, to="hf", optimizer=True),
-    "convert as it is": lambda source, out: tx.convert(source, out, to="dcp", optimizer=True),
-    "universal": lambda source, out: tx.convert(source, out, to="deepspeed-universal", optimizer=True),
     "verify": lambda source, _: tx.verify(source, optimizer=True),
-    "verify two": lambda source, _: tx.verify(source, source, optimizer=True),
     "diff": lambda source, _: tx.diff(source, source, optimizer=True),
 }
 
@@ -56,14 +52,6 @@ def test_one_of_two_may_have_none(tmp_path: Path) -> None:
     compared = tx.diff(whole, source, optimizer=True)
     assert not compared.equal
     assert all(difference.name.startswith("optim/") for difference in compared.differences)
-
-
-def test_the_command_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = checkpoints.tiny(tmp_path / "source")
-    arguments = ["convert", str(source), str(tmp_path / "out"), "--to", "hf"]
-    assert main([*arguments, "--optimizer"]) == 3
-    assert "omit --optimizer" in capsys.readouterr().err
-    assert main([*arguments, "--no-optimizer"]) == 0
 
 
 def test_sizes_of_axes_are_for_tables(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,11 +24,8 @@ from tests.formats import files
 from transaxle.errors import Code
 from transaxle.formats.catalog import BITS
 
-Array = npt.NDArray[Any]
-
 EXPERTS = "model.layers.1.mlp.experts.gate_and_up_projs"
 """A stack that dialect automodel makes of every expert's gate and up, transposed."""
-QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 
 
 def refused(code: Code) -> Any:
@@ -122,36 +118,14 @@ def test_a_byte_of_packed_elements_is_not_taken_apart(code: str, shape: list[int
     assert caught.value.code in {"UNSUPPORTED", "SHAPE_MISMATCH"}
 
 
-@pytest.mark.parametrize("box", [slice(1, 3), slice(None), slice(-2, None), slice(5, 9), slice(3, 1)], ids=str)
-@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 3, 2)], ids=str)
-def test_one_slice_is_a_box_of_the_first_dim(shape: tuple[int, ...], box: slice, tmp_path: Path) -> None:
-    values = np.arange(prod(shape), dtype=np.float32).reshape(shape)
-    checkpoints.write(tmp_path / "ck", {"x": values})
+@pytest.mark.parametrize("box", [slice(1, 3), slice(-2, None), slice(3, 1)], ids=str)
+def test_one_slice_is_a_box_of_the_first_dim(box: slice, tmp_path: Path) -> None:
+    values = np.arange(12, dtype=np.float32).reshape(4, 3)
+    checkpoints.write(tmp_path / "ck", {"x": values, "number": np.full((), 3, np.float32)})
     with tx.open(tmp_path / "ck") as checkpoint:
         assert np.array_equal(checkpoint["x"].read(box), values[box])
-        assert np.array_equal(checkpoint["x"].read(box), checkpoint["x"].read((box, *[slice(None)] * (len(shape) - 1))))
-
-
-def test_a_number_has_no_first_dim(tmp_path: Path) -> None:
-    checkpoints.write(tmp_path / "ck", {"x": np.full((), 3, np.float32)})
-    with tx.open(tmp_path / "ck") as checkpoint, refused("SHAPE_MISMATCH"):
-        checkpoint["x"].read(slice(0, 1))
-
-
-@pytest.mark.parametrize("box", [5, "0:2"], ids=str)
-def test_what_is_no_box_is_told_what_one_is(box: Any, tmp_path: Path) -> None:
-    (tmp_path / files.FILE).write_bytes(files.made({"x": files.info("F32", [2], 0, 8)}, bytes(8)))
-    with tx.open(tmp_path) as checkpoint, pytest.raises(tx.TransaxleError, match="a box is a tuple of slices"):
-        checkpoint["x"].read(box)
-
-
-def test_packed_rows_that_are_no_whole_bytes_still_have_their_bytes(tmp_path: Path) -> None:
-    data = bytes(range(3))
-    (tmp_path / files.FILE).write_bytes(files.made({"x": files.info("F4", [2, 3], 0, 3)}, data))
-    with tx.open(tmp_path) as checkpoint:
-        assert checkpoint["x"].tobytes() == data
-        with refused("UNSUPPORTED"):
-            checkpoint["x"].read()
+        with refused("SHAPE_MISMATCH"):
+            checkpoint["number"].read(box)
 
 
 def a_box(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -174,7 +148,7 @@ def test_boxes_are_what_numpy_slices(shapes: Path, data: st.DataObject) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("dialect", ["torchtitan", "automodel", "megatron", "te", "transformers"])
+@pytest.mark.parametrize("dialect", ["automodel", "megatron", "te"])
 @given(data=st.data())
 @law
 def test_boxes_of_another_dialect_are_boxes_of_its_tensors(tiny: Path, dialect: str, data: st.DataObject) -> None:
@@ -189,7 +163,7 @@ def test_boxes_of_another_dialect_are_boxes_of_its_tensors(tiny: Path, dialect: 
 
 
 @pytest.mark.parametrize(
-    "box", [(slice(None),), (slice(None),) * 3, (slice(0, 4, 2), slice(None)), (0, slice(None)), (slice(None), None)]
+    "box", [(slice(None),), (slice(None),) * 3, (slice(0, 4, 2), slice(None)), (0, slice(None)), 5, "0:2"]
 )
 def test_what_is_no_box_is_refused(tiny: Path, box: Any) -> None:
     with tx.open(tiny) as checkpoint, refused("SHAPE_MISMATCH"):
@@ -220,12 +194,9 @@ def test_opening_and_looking_reads_no_tensor(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("box", "most"),
     [
-        ((slice(None), slice(None)), 1.0),
         ((slice(3, 11), slice(None)), 1.0),
-        ((slice(None), slice(0, 300)), 1.0),
         ((slice(7, 8), slice(5, 6)), 1.0),
         ((slice(None), slice(10, 70)), 1.25),
-        ((slice(None), slice(0, 290)), 1.25),
     ],
 )
 def test_only_the_bytes_of_the_box_are_read(shapes: Path, box: tuple[slice, ...], most: float) -> None:
@@ -245,32 +216,6 @@ def test_one_expert_of_a_stack_is_read_alone(tiny: Path) -> None:
         stem = EXPERTS.replace("gate_and_up_projs", "3")
         gate, up = (mine[f"{stem}.{half}_proj.weight"].read() for half in ("gate", "up"))
     assert got.tobytes() == np.concatenate([gate, up]).T[None].tobytes()
-
-
-def test_the_heads_of_one_group_are_read_alone(tiny: Path) -> None:
-    with tx.open(tiny) as checkpoint:
-        mine, storage = counted(checkpoint)
-        view = mine.as_dialect("megatron")
-        group = view[QKV].shape[0] // checkpoints.SIZES["num_key_value_heads"]
-        storage.bytes = 0
-        got = view[QKV].read((slice(group, 2 * group), slice(None)))
-        assert storage.bytes == got.nbytes
-
-
-def test_views_know_where_they_come_from(tiny: Path) -> None:
-    with tx.open(tiny) as checkpoint:
-        view = checkpoint.as_dialect("automodel")
-        assert (checkpoint.dialect, view.dialect, view.family) == ("hf", "automodel", "qwen3_moe")
-        assert view[EXPERTS].component == "gate, up"
-        assert view.stored.keys() == checkpoint.keys()
-        assert checkpoint.stored is checkpoint
-        again = view.as_dialect("hf")
-        assert {name: tensor.tobytes() for name, tensor in again.items()} == {
-            name: tensor.tobytes() for name, tensor in checkpoint.items()
-        }
-        assert view.as_dialect("identity").keys() == checkpoint.keys()
-        with refused("AMBIGUOUS"):
-            checkpoint.as_dialect("esperanto")
 
 
 def test_nothing_is_read_after_closing(tiny: Path) -> None:
@@ -312,20 +257,12 @@ def test_what_shapes_told_once_is_remembered(tmp_path: Path) -> None:
         tx.convert(tmp_path / "out", tmp_path / "again", to="hf")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "7", "\x00", '{"a": ' * 100_000])
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": ' * 100_000])
 def test_a_config_that_is_none_is_refused(tiny: Path, tmp_path: Path, text: str) -> None:
     folder = checkpoints.write(tmp_path / "out", {"x": np.zeros(3, np.float32)})
     (folder / "config.json").write_text(text)
     with tx.open(folder) as checkpoint, refused("CORRUPT"):
         _ = checkpoint.family
-
-
-def test_a_config_of_no_sane_size_is_not_read(tmp_path: Path) -> None:
-    folder = checkpoints.write(tmp_path / "out", {"x": np.zeros(3, np.float32)})
-    with (folder / "config.json").open("wb") as file:
-        file.truncate(1 << 40)
-    with tx.open(folder) as checkpoint, refused("CORRUPT"):
-        _ = checkpoint.config
 
 
 def test_values_that_would_be_rounded_are_not_shown(tmp_path: Path) -> None:

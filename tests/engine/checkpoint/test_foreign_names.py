@@ -1,4 +1,4 @@
-"""Issue 15, tables: what is only a part of another model keeps its names, or is refused; they are never made up."""
+"""What is only a part of another model keeps its names, or is refused; they are never made up."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ def _store(folder: Path, prefix: str, config: Mapping[str, Any] | None, extra: M
     return checkpoints.write(folder, held, config=config)
 
 
-@pytest.mark.parametrize("to", ["transformers", "hf", "megatron", "dcp:automodel"])
+@pytest.mark.parametrize("to", ["transformers", "dcp:automodel"])
 @pytest.mark.parametrize(
     ("prefix", "config", "extra"),
     [
         ("language_model.", WRAPPED, SIGHT),
-        ("language_model.", WRAPPED, {}),
         ("model.language_model.", None, SIGHT),
         ("", WRAPPED, {}),
     ],
@@ -59,11 +58,10 @@ def test_a_model_around_a_known_one_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("prefix", "config"), [("net.", CONFIG), ("module.text_model.", CONFIG), ("model.language_model.", None)]
+    ("prefix", "config", "to"), [("net.", CONFIG, "hf"), ("model.language_model.", None, "megatron")]
 )
-@pytest.mark.parametrize("to", ["hf", "megatron"])
 def test_a_prefix_of_all_names_may_mean_a_larger_model(
-    to: str, prefix: str, config: Mapping[str, Any] | None, tmp_path: Path
+    prefix: str, config: Mapping[str, Any] | None, to: str, tmp_path: Path
 ) -> None:
     source = _store(tmp_path / "source", prefix, config, {})
     (refusal,) = tx.plan(source, tmp_path / "out", to=to).refusals
@@ -77,15 +75,14 @@ def test_a_prefix_of_all_names_may_mean_a_larger_model(
 
 
 @pytest.mark.parametrize("container", ["model_state_dict", "state_dict", "model_state", "module"])
-@pytest.mark.parametrize("to", ["hf", "dcp:torchtitan"])
-def test_the_container_of_a_training_loop_is_no_larger_model(to: str, container: str, tmp_path: Path) -> None:
+def test_the_container_of_a_training_loop_is_no_larger_model(container: str, tmp_path: Path) -> None:
     """PyTorch's tutorials save `{"model_state_dict": …}`: all names begin with the container, which is no module."""
     held = {name: torch.from_numpy(array.astype(np.float32)) for name, array in checkpoints.tensors().items()}
     beside, inside = ({name: torch.arange(3.0)} for name in ("router.bias", "model.layers.0.mlp.shift"))
     for number, extra in enumerate(({}, beside, inside)):
         torch.save({container: held | extra, "optimizer_state_dict": {}, "epoch": 3}, tmp_path / f"{number}.pt")
     for number, extra in enumerate(({}, beside)):
-        report = tx.convert(tmp_path / f"{number}.pt", tmp_path / f"{number}", to=to, config=CONFIG, sync=False)
+        report = tx.convert(tmp_path / f"{number}.pt", tmp_path / f"{number}", to="hf", config=CONFIG, sync=False)
         assert sum(name.endswith("router.bias") for name in report.kept) == len(extra)
     with tx.open(tmp_path / "0", config=CONFIG) as converted:
         values = {name: tensor.read() for name, tensor in converted.as_dialect("hf").items()}
@@ -97,10 +94,8 @@ def test_the_container_of_a_training_loop_is_no_larger_model(to: str, container:
     assert "model.layers.0.mlp.shift" in refusal.message
 
 
-@pytest.mark.parametrize("to", ["hf", "megatron"])
-def test_what_training_loops_put_before_names_is_of_a_larger_model_where_others_are_beside_it(
-    to: str, tmp_path: Path
-) -> None:
+def test_what_training_loops_put_before_names_is_of_a_larger_model_where_others_are_beside_it(tmp_path: Path) -> None:
+    to = "megatron"
     source = _store(tmp_path / "source", "model.", CONFIG, {"class_embed.weight": np.ones((2, 3), np.float32)})
     (refusal,) = tx.plan(source, tmp_path / "out", to=to).refusals
     assert refusal.code == "UNKNOWN_FAMILY"
@@ -108,31 +103,12 @@ def test_what_training_loops_put_before_names_is_of_a_larger_model_where_others_
     assert "class_embed.weight" in refusal.message
 
 
-def test_its_files_are_converted_under_its_own_names(tmp_path: Path) -> None:
-    source = _store(tmp_path / "source", "language_model.", WRAPPED, SIGHT)
-    tx.convert(source, tmp_path / "out", to="dcp", sync=False)
-    assert tx.verify(source, tmp_path / "out")
-
-
-@pytest.mark.parametrize("prefix", ["", "module.", "model.", "_orig_mod.module.", "_forward_module.model."])
+@pytest.mark.parametrize("prefix", ["model.", "_orig_mod.module."])
 def test_what_training_loops_put_before_all_names_is_no_other_model(prefix: str, tmp_path: Path) -> None:
     source = _store(tmp_path / "source", prefix, CONFIG, {})
     tx.convert(source, tmp_path / "out", to="megatron", sync=False)
     tx.convert(tmp_path / "out", tmp_path / "back", to="hf", sync=False)
     assert set(tx.open(tmp_path / "back")) == set(checkpoints.tensors())
-
-
-def test_the_text_model_is_taken_out_where_that_is_said(tmp_path: Path) -> None:
-    source = _store(tmp_path / "source", "language_model.", WRAPPED, {})
-    tx.convert(source, tmp_path / "out", to="hf", family="qwen3_moe", sync=False)
-    assert set(tx.open(tmp_path / "out")) == set(checkpoints.tensors())
-
-
-def test_what_is_said_to_be_the_family_is_not_made_of_other_names(tmp_path: Path) -> None:
-    source = _store(tmp_path / "source", "language_model.", WRAPPED, SIGHT)
-    for to in ("hf", "megatron"):
-        (refusal,) = tx.plan(source, tmp_path / "out", to=to, family="qwen3_moe").refusals
-        assert (refusal.code, refusal.where.tensor) == ("UNEXPECTED_TENSOR", "vision.proj.weight")
 
 
 def test_names_alone_do_not_say_what_strange_tensors_are_called_elsewhere(tmp_path: Path) -> None:
@@ -147,10 +123,8 @@ def test_names_alone_do_not_say_what_strange_tensors_are_called_elsewhere(tmp_pa
 
 BIASED = {"attention_bias": True, "mlp_bias": True, "use_bias": True}
 NAMELESS = [
-    ("llama", "hf", "torchtitan"), ("llama", "hf", "torchtitan@0.2"), ("llama", "megatron_dist", "torchtitan"),
-    ("qwen3", "megatron", "torchtitan"), ("deepseek_v3", "hf", "te"), ("deepseek_v3", "transformers", "torchtitan"),
-    ("glm4_moe_lite", "hf", "megatron"), ("hy_v3", "vllm", "automodel"), ("ernie4_5_moe", "hf", "megatron"),
-    ("nemotron_h", "hf", "te"),
+    ("llama", "hf", "torchtitan"), ("qwen3", "megatron", "torchtitan"), ("deepseek_v3", "hf", "te"),
+    ("hy_v3", "vllm", "automodel"),
 ]  # fmt: skip
 """Families whose models may have biases, with a dialect that has some and one that has no line for them."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from safetensors.numpy import save_file
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.engine.checkpoint.recognise import keep_names, pick_family, recognise
+from transaxle.engine.checkpoint.recognise import pick_family, recognise
 from transaxle.errors import Code
 from transaxle.families import builtin, with_rules
 
@@ -69,14 +68,7 @@ def test_names_alone_tell_the_family(names: tuple[str, ...], family: str) -> Non
     assert found(names) == (family, "hf", "")
 
 
-@pytest.mark.parametrize("family", ["mistral", "granite", "smollm3"])
-def test_a_family_alike_another_is_never_meant_by_names_alone(family: str) -> None:
-    assert found(PLAIN)[0] == "llama"
-    assert found(PLAIN, {"model_type": family})[0] == family
-    assert found(PLAIN, family=family)[0] == family
-
-
-@pytest.mark.parametrize("family", ["mistral", "granite", "olmoe", "bert", "altclip"])
+@pytest.mark.parametrize("family", ["mistral", "altclip"])
 def test_a_dialect_more_does_not_make_a_family_answer_to_names(family: str) -> None:
     """Its other dialects have names that many models have, and another layout."""
     added = with_rules(f"dialect mine of {family} like hf\n", "mine.rules")
@@ -101,28 +93,14 @@ def test_a_checkpoint_is_what_is_alike_nothing_else(tmp_path: Path, alike: tuple
         assert checkpoint.family == alike[0]
 
 
-def test_the_config_decides_between_families_of_the_same_names() -> None:
-    assert found(PLAIN, {"model_type": "llama"})[0] == "llama"
-    assert found(PLAIN, {"model_type": "mixtral", "text_config": {"model_type": "llama"}})[0] == "llama"
-
-
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.language_model.", "a.b.c.", "module.module."])
+@pytest.mark.parametrize("prefix", ["module.", "model.", "a.b.c."])
 def test_one_prefix_stands_before_all_names(prefix: str) -> None:
     assert found(tuple(prefix + name for name in NAMES)) == ("qwen3_moe", "hf", prefix)
     states = tuple(f"optim/{prefix}{name}/{state}" for name in NAMES for state in ("exp_avg", "step"))
     assert found(states) == ("qwen3_moe", "hf", prefix)
 
 
-def test_a_prefix_may_look_like_the_names_themselves() -> None:
-    """`model.` is a prefix of transformers' own and the beginning of every Hugging Face name."""
-    assert found(tuple(f"model.{name}" for name in NAMES))[2] == "model."
-
-
-def test_a_few_strange_names_do_not_matter() -> None:
-    assert found((*NAMES, "optimizer.state", "rng", "model.layers.0.extra")) == ("qwen3_moe", "hf", "")
-
-
-@pytest.mark.parametrize("family", ["falcon", "bloom", "gpt2", "phi3"])
+@pytest.mark.parametrize("family", ["falcon", "phi3"])
 def test_an_engine_that_has_the_names_of_the_hub_is_never_guessed(family: str) -> None:
     """It may hold other contents under them: its dialect must be named."""
     dialect = builtin()[family].dialect("vllm")
@@ -133,11 +111,6 @@ def test_an_engine_that_has_the_names_of_the_hub_is_never_guessed(family: str) -
     assert recognise(names, config, builtin(), dialect="vllm").dialect.name == "vllm"
 
 
-def test_an_engine_is_known_by_names_of_its_own() -> None:
-    names = ("model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.gate_up_proj.weight")
-    assert recognise(names, {"model_type": "qwen3"}, builtin()).dialect.name == "vllm"
-
-
 def test_what_the_user_says_is_believed() -> None:
     assert found(PLAIN, family="qwen3") == ("qwen3", "hf", "")
     assert found(PLAIN, {"model_type": "unheard_of"}, family="llama")[0] == "llama"
@@ -146,44 +119,15 @@ def test_what_the_user_says_is_believed() -> None:
         found(PLAIN, family="lama")
 
 
-@pytest.mark.parametrize(("said", "family"), [("kimi_k2", "deepseek_v3"), ("deberta-v2", "deberta_v2")])
-def test_a_model_type_of_one_family_is_its_name_too(said: str, family: str) -> None:
-    assert pick_family(said, builtin()).name == family
-
-
-def test_an_unknown_family_lists_close_ones_only() -> None:
-    with pytest.raises(tx.TransaxleError) as caught:
-        pick_family("lama", builtin())
-    assert f"{len(builtin())} are known" in str(caught.value)
-    assert str(caught.value).count(",") < 8
-    with refused("UNKNOWN_FAMILY", "no family 'zzzz'; ", "--rules FILE"):
-        pick_family("zzzz", builtin())
-
-
 def test_an_unknown_model_type_is_refused_with_what_its_names_look_like() -> None:
     with refused("UNKNOWN_FAMILY", "'unheard_of'", "look like qwen3_moe", "--family qwen3_moe"):
         found(NAMES, {"model_type": "unheard_of"})
 
 
-@pytest.mark.parametrize("config", [{"model_type": 7}, {"model_type": None}, {"text_config": 3}, {"text_config": []}])
-def test_a_config_that_says_nothing_useful(config: dict[str, Any]) -> None:
-    assert found(NAMES, config)[0] == "qwen3_moe"
-
-
-@pytest.mark.parametrize("names", [(), ("a", "b.c"), ("",), ("....",), ("weight",), ("\x00", "ü" * 300)])
+@pytest.mark.parametrize("names", [(), ("a", "b.c"), ("....",)])
 def test_names_of_no_family(names: tuple[str, ...]) -> None:
     with refused("UNKNOWN_FAMILY", "identity"):
         found(names)
-
-
-def test_a_dialect_that_reads_nothing() -> None:
-    with refused("UNKNOWN_FAMILY", "'megatron'"):
-        found(NAMES, dialect="megatron")
-
-
-def test_a_source_is_opened_without_identity() -> None:
-    with refused("AMBIGUOUS", "Only a target can be identity", "without a dialect"):
-        found(("a", "b"), {"model_type": "unheard_of"}, dialect="identity")
 
 
 def test_close_names_are_pointed_out() -> None:
@@ -199,11 +143,6 @@ def test_a_checkpoint_without_config_is_asked_what_it_is() -> None:
         found(names)
     assert "Closest" not in str(caught.value)
     assert found(names, {"model_type": "bert"})[0] == "bert"
-
-
-def test_a_config_that_speaks_of_another_model() -> None:
-    with refused("UNKNOWN_FAMILY", "the table of bert knows none of the tensor names", "'bert'"):
-        found(PLAIN, {"model_type": "bert"})
 
 
 @pytest.mark.parametrize(("label", "hint"), [("QWEN3", "Did you mean qwen3?"), ("ctrl", "transaxle derive")])
@@ -237,12 +176,10 @@ OUTER = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     "names",
     [
         OUTER,
-        OUTER[:2],
-        ("tok_embeddings.weight", "norm.weight", "output.weight"),
         ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"),
         (*OUTER, "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"),
     ],
-    ids=["hf", "tied", "torchtitan", "megatron", "some of a layer"],
+    ids=["hf", "megatron", "some of a layer"],
 )
 def test_names_that_many_models_have_are_never_of_one_of_them(names: tuple[str, ...]) -> None:
     """All of DeepSeek-V3's layers have a condition: without any of them, it is no more complete than others."""
@@ -251,14 +188,6 @@ def test_names_that_many_models_have_are_never_of_one_of_them(names: tuple[str, 
     assert len(str(caught.value)) < 900
     assert found(names, {"model_type": "llama"})[0] == "llama"
     assert found(names, family="qwen3")[0] == "qwen3"
-
-
-def test_a_family_without_layers_is_known_by_its_names(tmp_path: Path) -> None:
-    source = checkpoints.write(tmp_path / "source", {name: np.zeros(4, np.float32) for name in "abc"})
-    rules = tmp_path / "twins.rules"
-    rules.write_text(TWINS)
-    with tx.open(source, rules=rules) as checkpoint:
-        assert checkpoint.family == "three"
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -271,12 +200,6 @@ def test_shapes_are_not_looked_at(tmp_path: Path, *, transposed: bool) -> None:
         assert (checkpoint.family, checkpoint.dialect) == ("qwen3_moe", "hf")
     plan = tx.plan(source, tmp_path / "out", to="megatron")
     assert {refusal.code for refusal in plan.refusals} == ({"SHAPE_MISMATCH"} if transposed else set())
-
-
-def test_a_family_said_wrongly_is_an_error_at_once(tmp_path: Path) -> None:
-    source = checkpoints.tiny(tmp_path / "source")
-    with tx.open(source, family="mixtral", dialect="te") as checkpoint, refused("UNKNOWN_FAMILY", "'te'"):
-        _ = checkpoint.family
 
 
 def test_the_newest_version_is_written_and_every_one_is_read(tmp_path: Path) -> None:
@@ -295,20 +218,6 @@ def test_axes_must_exist(tmp_path: Path) -> None:
     source = checkpoints.tiny(tmp_path / "source")
     with refused("UNKNOWN_AXIS", "zz"):
         tx.open(source, axes={"zz": 3})
-
-
-def test_unreadable_settings(tmp_path: Path) -> None:
-    source = checkpoints.tiny(tmp_path / "source")
-    with refused("IO"):
-        tx.open(source, config=tmp_path / "none.json")
-    with refused("UNSUPPORTED", "this is a folder"):
-        tx.open(source, rules=tmp_path)
-    (tmp_path / "latin").write_bytes("ü".encode("latin-1"))
-    with refused("CORRUPT", "UTF-8"):
-        tx.open(source, config=tmp_path / "latin")
-    (tmp_path / "list.json").write_text(json.dumps([1]))
-    with refused("CORRUPT", "JSON object"):
-        tx.open(source, config=tmp_path / "list.json")
 
 
 @pytest.mark.parametrize("said", [{}, {"family": "llama"}])
@@ -334,7 +243,7 @@ def stored(folder: Path, names: list[str]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_text", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_names_of_a_dialect_stay_in_it_whichever_model_has_them(family: str, tmp_path: Path) -> None:
     names = titan_names(family)
     source = stored(tmp_path / "source", [*names, "train_state.step"])
@@ -344,14 +253,3 @@ def test_names_of_a_dialect_stay_in_it_whichever_model_has_them(family: str, tmp
     for to in ("hf", "safetensors:torchtitan@0.2", "dcp:megatron"):
         with refused("AMBIGUOUS", f"{family}:torchtitan@0.3", "config="):
             tx.plan(source, tmp_path / "out", to=to)
-
-
-def test_names_that_only_begin_like_those_of_a_dialect_do_not_stay(tmp_path: Path) -> None:
-    source = stored(tmp_path / "source", [*titan_names("qwen3_5"), "layers.0.attn.unheard_of.weight"])
-    with refused("AMBIGUOUS"):
-        tx.plan(source, tmp_path / "titan", to="dcp:torchtitan")
-
-
-def test_names_of_the_hub_say_nothing_of_the_layout(tmp_path: Path) -> None:
-    source = stored(tmp_path / "source", [*NAMES[:4], "model.layers.0.unheard_of.weight"])
-    assert not keep_names(tx.open(source), "transformers", builtin())

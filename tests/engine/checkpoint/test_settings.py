@@ -20,7 +20,6 @@ from transaxle.engine.checkpoint.settings import LONGEST_CONFIG, LONGEST_TABLE, 
 from transaxle.errors import Refused, StorageError, TransaxleError
 
 TARGET = "model.layers.0.self_attn.q_proj.weight"
-TABLE = "family mine\naxes l=num_layers\n"
 Read = Callable[[Path], object]
 
 
@@ -36,28 +35,6 @@ def as_config(path: Path) -> object:
 def read(request: pytest.FixtureRequest) -> Read:
     found: Read = request.param
     return found
-
-
-def test_a_link_to_a_table_is_followed(tmp_path: Path) -> None:
-    tmp_path.joinpath("my.rules").write_text(TABLE)
-    tmp_path.joinpath("link").symlink_to("my.rules")
-    assert as_rules(tmp_path / "link") == "mine"
-
-
-def test_files_that_the_system_makes_up_are_read(tmp_path: Path) -> None:
-    tmp_path.joinpath("config.json").write_text('{"a": 1}')
-    with tmp_path.joinpath("config.json").open() as file:
-        assert as_config(Path(f"/proc/self/fd/{file.fileno()}")) == {"a": 1}
-    with pytest.raises(Refused) as caught:  # it has no size, and is no JSON
-        as_config(Path("/proc/self/stat"))
-    assert caught.value.code == "CORRUPT"
-
-
-def test_of_a_folder_its_config_is_meant(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"config\.json\n +no such file"):
-        as_config(tmp_path)
-    with pytest.raises(Refused, match="this is a folder, not a regular file"):
-        as_rules(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "socket", "device"])

@@ -12,9 +12,6 @@ import pytest
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from transaxle.engine.checkpoint.settings import Settings
-from transaxle.families import with_rules
 
 Array = npt.NDArray[Any]
 
@@ -146,19 +143,6 @@ def test_there_and_back_through_files(rules: Path, tmp_path: Path) -> None:
     assert _bytes(checkpoints.read(back)) == _bytes(kept)
 
 
-def test_from_a_string(tmp_path: Path) -> None:
-    """The text alone is enough: no file, no registry."""
-    families = with_rules(RULES, "a string")
-    held = _source()
-    source = checkpoints.write(tmp_path / "source", held, config=CONFIG)
-    with open_checkpoint(source) as opened:
-        said = Settings(families=families, axes={"p": PADDING})
-        view = Checkpoint(opened.container, said, None, None).as_dialect("packed@2")
-        wanted = _packed(held)
-        assert view.keys() == wanted.keys()
-        assert all(view[name].tobytes() == array.tobytes() for name, array in wanted.items())
-
-
 def test_without_the_rules_it_is_a_stranger_that_still_moves(rules: Path, tmp_path: Path) -> None:
     source = checkpoints.write(tmp_path / "source", _source(), config=CONFIG)
     with pytest.raises(tx.TransaxleError, match=r"(?s)no family has a dialect 'packed'.*need --rules"):
@@ -174,41 +158,6 @@ def test_without_the_rules_it_is_a_stranger_that_still_moves(rules: Path, tmp_pa
         assert checkpoint.dialect == "packed@2"
 
 
-def test_a_dialect_is_added_to_a_known_family(tmp_path: Path) -> None:
-    rules = tmp_path / "mine.rules"
-    rules.write_text(
-        "dialect mine of qwen3_moe like hf\n  my.{l}.experts = [d e (f [gate: | up:])]\n  my.{l}.down.{e} = down[f d]\n"
-    )
-    source = checkpoints.tiny(tmp_path / "source")
-    tx.convert(source, tmp_path / "out", to="mine", rules=rules)
-    got, held = checkpoints.read(tmp_path / "out"), checkpoints.tensors()
-    stems = [f"model.layers.1.mlp.experts.{e}" for e in range(8)]
-    gate, up = (np.stack([held[f"{stem}.{part}_proj.weight"] for stem in stems]) for part in ("gate", "up"))
-    wanted = np.stack([gate, up], axis=2).reshape(8, -1, 16).transpose(2, 0, 1)
-    assert (got["my.1.experts"].shape, got["my.1.experts"].tobytes()) == (wanted.shape, wanted.tobytes())
-    assert got["my.0.down.7"].tobytes() == held["model.layers.0.mlp.experts.7.down_proj.weight"].T.tobytes()
-    tx.convert(tmp_path / "out", tmp_path / "back", to="hf", rules=rules)
-    assert checkpoints.same(source, tmp_path / "back")
-
-
-def test_rules_that_are_wrong_are_refused_with_line_and_file(tmp_path: Path) -> None:
-    rules = tmp_path / "wrong.rules"
-    rules.write_text("family a\n  axes d\n  x : d z\ndialect hf\n  x = x[d\n  y = y[d]\n")
-    source = checkpoints.tiny(tmp_path / "source")
-    with pytest.raises(tx.TransaxleError) as caught:
-        tx.open(source, rules=rules)
-    assert {refusal.code for refusal in caught.value.refusals} == {"CORRUPT"}
-    assert [str(refusal.where).rpartition(" ")[2] for refusal in caught.value.refusals] == ["3", "5", "6"]
-    assert all(str(rules) in str(refusal.where) for refusal in caught.value.refusals)
-
-
-@pytest.mark.parametrize("arithmetic", ["0 * w", "1.2.3 * w", "w -", "w * w", "1e400 * w"])
-def test_arithmetic_that_cannot_be_undone_is_refused(tmp_path: Path, arithmetic: str) -> None:
-    text = f"family a\n  axes d\n  w : d\ndialect hf\n  w = w[d]\ndialect b\n  w = w[d]  lossy: {arithmetic}\n"
-    with pytest.raises(tx.TransaxleError, match="CORRUPT"):
-        with_rules(text, "a string")
-
-
 def test_a_size_that_only_the_user_knows(rules: Path, tmp_path: Path) -> None:
     """Nothing tells how many groups there are; when that is said, the shapes tell the rest, layer by layer."""
     silent = {key: value for key, value in CONFIG.items() if key not in {"groups", "heads", "half"}}
@@ -221,37 +170,3 @@ def test_a_size_that_only_the_user_knows(rules: Path, tmp_path: Path) -> None:
     given.write_text(json.dumps(CONFIG))
     tx.convert(source, tmp_path / "again", to="packed", rules=rules, config=given, axes={"p": PADDING})
     assert checkpoints.same(tmp_path / "out", tmp_path / "again")
-
-
-COUNTED = """
-family counted
-  model_type counted
-  axes l=layers e=experts d=width f=inner
-  up     : l e f d
-  router : l e d
-dialect apart
-  layers.{l}.{e}.up = up[f d]
-  layers.{l}.router = router[e d]
-dialect through
-  experts.{(l e)}.up = up[f d]
-  routers.{l}        = router[e d]
-"""
-
-
-def test_numbers_of_several_axes_through_files(tmp_path: Path) -> None:
-    rules = tmp_path / "counted.rules"
-    rules.write_text(COUNTED)
-    held = {f"layers.{i}.{e}.up": np.full((3, 2), 10 * i + e, np.float32) for i in range(2) for e in range(4)}
-    held |= {f"layers.{i}.router": np.full((4, 2), i, np.float32) for i in range(2)}
-    source = checkpoints.write(tmp_path / "source", held, config={"model_type": "counted", "layers": 2, "experts": 4})
-    tx.convert(source, tmp_path / "out", to="through", rules=rules)
-    found = checkpoints.read(tmp_path / "out")
-    assert [float(found[f"experts.{n}.up"][0, 0]) for n in range(8)] == [0, 1, 2, 3, 10, 11, 12, 13]
-    for file in ("transaxle.json", "config.json"):
-        (tmp_path / "out" / file).unlink()
-    tx.convert(tmp_path / "out", tmp_path / "back", to="apart", rules=rules, family="counted")  # the routers tell e
-    assert _bytes(checkpoints.read(tmp_path / "back")) == _bytes(held)
-    alone = {name: array for name, array in found.items() if "routers" not in name}
-    bare = checkpoints.write(tmp_path / "bare", alone)
-    with pytest.raises(tx.TransaxleError, match=r"(?s)UNKNOWN_AXIS.*8 numbers of \{\(l e\)\}.*--axis e=N"):
-        tx.convert(bare, tmp_path / "no", to="apart", rules=rules, family="counted")

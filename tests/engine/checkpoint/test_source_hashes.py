@@ -22,13 +22,10 @@ from transaxle.formats.registry import MANIFEST
 from transaxle.move import journal
 
 FORMS = (
-    "safetensors:hf",
     "safetensors:transformers",
     "dcp:torchtitan",
     "torch:automodel",
-    "torch_dist:megatron",
     "megatron_torch",
-    "deepspeed-universal:hf",
 )
 ADAPTER: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none"}
 
@@ -78,7 +75,7 @@ def test_no_damaged_file_becomes_official(to: str, tmp_path: Path) -> None:
     assert tx.verify(tmp_path / "ck", tmp_path / "out")
 
 
-@pytest.mark.parametrize("to", ["torchtitan", "transformers", "automodel", "megatron", "hf", "dcp:hf"])
+@pytest.mark.parametrize("to", ["automodel", "dcp:hf"])
 def test_every_tensor_is_held_however_it_is_laid_out(to: str, tmp_path: Path) -> None:
     source = form(tmp_path, "safetensors:hf")
     with tx.open(source) as checkpoint:
@@ -162,9 +159,9 @@ def _damage(source: Path) -> str:
     return name
 
 
-@pytest.mark.parametrize("to", ["automodel", "hf"])
-@pytest.mark.parametrize("pool", ["threads", "executor"])
-@pytest.mark.parametrize("source_form", ["safetensors:hf", "megatron_torch"])
+@pytest.mark.parametrize(
+    ("source_form", "pool", "to"), [("safetensors:hf", "executor", "automodel"), ("megatron_torch", "threads", "hf")]
+)
 def test_workers_hold_what_they_read(source_form: str, pool: str, to: str, tmp_path: Path) -> None:
     """Also what several ranks hold, of which no tensor lies in one piece, and though one checkpoint serves them all."""
     ranks = {"tp": 2} if source_form == "megatron_torch" else {}
@@ -180,11 +177,9 @@ def test_workers_hold_what_they_read(source_form: str, pool: str, to: str, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("to", ["automodel", "hf"])
-def test_what_a_killed_run_has_read_is_held_by_the_next(
-    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_run_has_read_is_held_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first run found of hashes is lost with it; its journal says only what it wrote."""
+    to = "automodel"
     source = form(tmp_path, "safetensors:hf")
     _damage(source)
     with monkeypatch.context() as patched:
@@ -195,18 +190,6 @@ def test_what_a_killed_run_has_read_is_held_by_the_next(
     with pytest.raises(tx.TransaxleError, match="in the source, the bytes were changed"):
         tx.convert(source, tmp_path / "out", to=to, resume=True)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_finished_target_of_a_damaged_source_is_not_called_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = form(tmp_path, "safetensors:hf")
-    _damage(source)
-    with monkeypatch.context() as patched:
-        patched.setattr("transaxle.engine.execute.watch_source", lambda _: None)
-        tx.convert(source, tmp_path / "out", to="automodel")
-    with pytest.raises(tx.TransaxleError, match="in the source, the bytes were changed"):
-        tx.convert(source, tmp_path / "out", to="automodel", resume=True)
 
 
 def test_a_source_that_lost_or_changed_a_file_beside_its_tensors(tmp_path: Path) -> None:
@@ -246,9 +229,7 @@ def described(tmp_path: Path) -> Path:
     ("name", "text"),
     [
         ("generation_config.json", '{"temperature": 0.6, "top_p": 0.95}'),
-        ("generation_config.json", '{"temperature": 0.6}'),
         ("chat_template.jinja", f"{{# new #}}{TEMPLATE}"),
-        ("README.md", "# A MODEL\n"),
         ("README.md", ""),
     ],
 )
@@ -270,12 +251,9 @@ def test_what_was_edited_beside_the_tensors_goes_along_and_is_named(
     ("name", "data"),
     [
         ("generation_config.json", SETTINGS.replace("6", "7").encode()),
-        ("generation_config.json", SETTINGS[:-9].encode()),
-        ("generation_config.json", bytes(50)),
         ("generation_config.json", None),
         ("chat_template.jinja", TEMPLATE[:-5].encode()),
         ("chat_template.jinja", TEMPLATE.encode() + bytes(4)),
-        ("chat_template.jinja", b"\xff" * 40),
     ],
 )
 def test_what_damage_leaves_of_a_file_beside_the_tensors_is_refused(
@@ -295,7 +273,7 @@ def test_what_damage_leaves_of_a_file_beside_the_tensors_is_refused(
     assert tx.verify(tx.convert(described, tmp_path / "out", to="torchtitan", sync=False).path)
 
 
-@pytest.mark.parametrize("to", ["safetensors:hf", "safetensors:transformers", "torch:automodel"])
+@pytest.mark.parametrize("to", ["safetensors:transformers", "torch:automodel"])
 def test_a_file_that_is_named_alone_is_held_against_the_manifest_beside_it(to: str, tmp_path: Path) -> None:
     source = form(tmp_path, to)
     files = sorted(file for file in source.iterdir() if file.suffix in (".safetensors", ".bin"))[:3]
@@ -322,23 +300,6 @@ def test_a_changed_config_is_used_where_it_is_named(tmp_path: Path) -> None:
     assert "--config FILE" in error.refusals[0].hint
     assert tx.plan(source, tmp_path / "out", to="torchtitan").refusals == error.refusals
     assert tx.convert(source, tmp_path / "out", to="torchtitan", config=config, verify=True).verification
-
-
-def test_bytes_that_pass_in_order_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole tensors are hashed on their way, whichever worker takes them, and nothing is read for it alone."""
-    source = form(tmp_path, "safetensors:hf")
-    again: list[int] = []
-    judged = HashWitness._check_hashes
-
-    def counting(witness: HashWitness, unsettled: list[int]) -> None:
-        again.append(len(unsettled))
-        judged(witness, unsettled)
-
-    monkeypatch.setattr(HashWitness, "_check_hashes", counting)
-    for number, jobs in enumerate((1, 3)):
-        for to in ("hf", "transformers", "automodel", "dcp:hf", "torch:transformers"):
-            tx.convert(source, tmp_path / f"out-{number}-{to.replace(':', '-')}", to=to, jobs=jobs, sync=False)
-    assert again == [0] * 10
 
 
 def test_large_tensors_are_held_in_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,15 +29,11 @@ def _after(name: str, count: int, segments: Sequence[str]) -> str:
 
 PLACES: dict[str, Callable[[str], str]] = {
     "each layer compiled": layers(COMPILED),
-    "each layer under FSDP1": layers(FSDP1),
-    "each layer checkpointed": layers(CHECKPOINTED),
     "each layer under DDP": layers(DDP),
     "three at one place": layers(FSDP1, COMPILED, CHECKPOINTED),
     "the model and its layers": lambda name: f"{COMPILED}.{layers(COMPILED)(name)}",
-    "DDP around all, and the layers": lambda name: f"module.{layers(FSDP1)(name)}",
     "the body alone": lambda name: _after(name, 1, [COMPILED]) if name.startswith("model.") else name,
     "attention alone": lambda name: _after(name, 4, [COMPILED, DDP]) if ".self_attn." in name else name,
-    "the first layer alone": lambda name: layers(COMPILED)(name) if ".layers.0." in name else name,
     "the modules of weights": lambda name: f"{name.removesuffix('.weight')}.{CHECKPOINTED}.weight",
 }
 """What was wrapped when a model was saved -> the names that its state dict has."""
@@ -61,9 +57,7 @@ def test_a_wrapped_model_converts_as_the_model_itself(place: str, tmp_path: Path
         assert set(checkpoint) == set(map(PLACES[place], checkpoints.tensors()))
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "gpt2", "mixtral", "deepseek_v3", "gemma3", "falcon", "qwen3_next", "bloom"]
-)
+@pytest.mark.parametrize("family", ["gpt2", "deepseek_v3", "qwen3_next"])
 def test_names_of_any_family_are_read_without_wrappers(family: str) -> None:
     """In front of every segment of the names, one place after the other."""
     known = builtin()[family]
@@ -117,27 +111,7 @@ def test_module_beside_others_is_a_module(tmp_path: Path) -> None:
         tx.convert(source, tmp_path / "out", to="megatron", sync=False)
 
 
-def test_a_message_shows_the_stored_name(tmp_path: Path) -> None:
-    held = {layers(COMPILED)(name): array for name, array in checkpoints.tensors().items()}
-    name = layers(COMPILED)("model.layers.1.self_attn.o_proj.weight")
-    held[name] = np.ones((3, 5), np.float32)
-    source = checkpoints.write(tmp_path / "source", held, config=checkpoints.CONFIG)
-    with pytest.raises(tx.TransaxleError) as caught:
-        tx.convert(source, tmp_path / "out", to="megatron", sync=False)
-    assert name in str(caught.value)
-
-
-def test_what_no_line_reads_loses_its_wrappers_too(tmp_path: Path) -> None:
-    held = {layers(COMPILED)(name): array for name, array in checkpoints.tensors().items()}
-    held[f"model.layers.0.{COMPILED}.extra.weight"] = np.arange(6, dtype=np.float32)
-    source = checkpoints.write(tmp_path / "source", held, config=checkpoints.CONFIG)
-    report = tx.convert(source, tmp_path / "out", to="hf", sync=False)
-    assert report.kept == ("model.layers.0.extra.weight",)
-    with tx.open(tmp_path / "out") as out:
-        assert np.array_equal(out["model.layers.0.extra.weight"].read(), np.arange(6))
-
-
-@pytest.mark.parametrize("name", ["extra.module.bias", "heads.module.0.weight", "vision.module.proj.weight"])
+@pytest.mark.parametrize("name", ["extra.module.bias", "heads.module.0.weight"])
 def test_a_module_that_is_called_so_keeps_its_name_where_no_line_reads_it(name: str, tmp_path: Path) -> None:
     held = {**checkpoints.tensors(), name: np.arange(6, dtype=np.float32)}
     source = checkpoints.write(tmp_path / "source", held, config=checkpoints.CONFIG)
@@ -155,7 +129,7 @@ _TORCHTUNE = {
 """Parts of the hub's names -> torchtune's, by its own `convert_weights` of Llama."""
 
 
-@pytest.mark.parametrize("kind", ["model", "wrapped", "without config", "adapter"])
+@pytest.mark.parametrize("kind", ["wrapped", "without config", "adapter"])
 def test_names_of_torchtune_are_called_so(kind: str, tmp_path: Path) -> None:
     held = {}
     for name, array in checkpoints.tensors().items():

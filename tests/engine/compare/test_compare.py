@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,6 @@ from transaxle.engine.compare import compare
 from transaxle.move.workers import limits
 
 GATE = checkpoints.GATE
-STACK = "model.layers.0.mlp.experts.gate_and_up_projs"
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -34,18 +32,6 @@ def stored(folder: Path, **changed: npt.NDArray[Any]) -> Path:
 
 def plain(folder: Path, held: Mapping[str, Any]) -> Path:
     return checkpoints.write(folder, {name: np.asarray(value) for name, value in held.items()})
-
-
-def test_equal_checkpoints(tmp_path: Path) -> None:
-    one, two = stored(tmp_path / "one"), checkpoints.tiny(tmp_path / "two", shards=4)
-    found = tx.diff(one, two)
-    assert found.equal
-    assert found.stored == (checkpoints.TENSORS, checkpoints.TENSORS)
-    assert found.tensors == checkpoints.TENSORS
-    assert sum(found.compared.values()) == checkpoints.TENSORS
-    assert found.parameters == sum(array.size for array in checkpoints.tensors().values())
-    assert found.bytes_read == 4 * found.parameters
-    assert json.loads(json.dumps(found.as_json()))["equal"] is True
 
 
 def test_logical_tensors_are_told_also_where_both_sides_have_one_dialect(tmp_path: Path) -> None:
@@ -66,7 +52,7 @@ def test_logical_tensors_are_told_also_where_both_sides_have_one_dialect(tmp_pat
         }
 
 
-@pytest.mark.parametrize("dialect", ["hf", "automodel", "torchtitan", "megatron", "te", "transformers"])
+@pytest.mark.parametrize("dialect", ["hf", "automodel", "megatron"])
 @pytest.mark.parametrize("numeric", [False, True])
 def test_one_changed_value_is_found_in_any_dialect(tmp_path: Path, dialect: str, *, numeric: bool) -> None:
     value = checkpoints.tensors()[GATE].copy()
@@ -142,32 +128,6 @@ def test_differences_of_every_kind_are_told_by_name(tmp_path: Path) -> None:
     assert len(found.as_json()["differences"]) == 5
 
 
-def test_a_missing_tensor_does_not_hide_the_rest(tmp_path: Path) -> None:
-    """Of one dialect, checkpoints are compared as they are; one need not be complete for that."""
-    held = checkpoints.tensors()
-    del held[HEAD]
-    held[GATE] = held[GATE] + held[GATE]
-    one = stored(tmp_path / "one")
-    two = checkpoints.write(tmp_path / "two", held, config=checkpoints.CONFIG)
-    assert [(d.name, d.kind) for d in tx.diff(one, two).differences] == [(HEAD, "only_first"), (GATE, "values")]
-    assert [(d.name, d.kind) for d in tx.diff(two, one).differences] == [(HEAD, "only_second"), (GATE, "values")]
-
-
-def test_what_cannot_be_expressed_is_refused(tmp_path: Path) -> None:
-    held = checkpoints.tensors()
-    del held[GATE]
-    one = checkpoints.write(tmp_path / "one", held, config=checkpoints.CONFIG)
-    tx.convert(stored(tmp_path / "whole"), tmp_path / "two", to="automodel", sync=False)
-    with pytest.raises(tx.TransaxleError, match="MISSING_TENSOR"):
-        tx.diff(one, tmp_path / "two")
-
-
-def test_another_prefix_is_no_difference(tmp_path: Path) -> None:
-    held = {f"module.{name}": array for name, array in checkpoints.tensors().items()}
-    one = checkpoints.write(tmp_path / "one", held, config=checkpoints.CONFIG)
-    assert tx.diff(one, stored(tmp_path / "two")).equal
-
-
 NAN = np.frombuffer(np.array([0x7FC00000, 0x7FC00001, 0xFFC00000], "<u4").tobytes(), "<f4")
 
 
@@ -176,12 +136,9 @@ NAN = np.frombuffer(np.array([0x7FC00000, 0x7FC00001, 0xFFC00000], "<u4").tobyte
     [
         (NAN[0], NAN[0], 0, 0.0),
         (NAN[0], NAN[1], 1, 0.0),
-        (NAN[0], NAN[2], 1, 0.0),
         (NAN[0], 1.0, 1, math.inf),
         (1.0, NAN[1], 1, math.inf),
         (math.inf, -math.inf, 1, math.inf),
-        (math.inf, math.inf, 0, 0.0),
-        (math.inf, 3.0, 1, math.inf),
         (0.0, -0.0, 1, 0.0),
         (3e38, -3e38, 1, 6e38),
     ],
@@ -200,7 +157,7 @@ def test_bits_are_compared_and_distances_measured(
 
 @pytest.mark.parametrize(
     "kind",
-    ["?", "u1", "i1", "u2", "i4", "u8", "i8", "f2", "f4", "f8", "c8", "bfloat16", "float8_e4m3fn", "float8_e5m2"],
+    ["?", "i1", "u8", "f2", "f8", "c8", "bfloat16", "float8_e5m2"],
 )
 def test_distances_of_every_type(tmp_path: Path, kind: str) -> None:
     dtype = np.dtype(getattr(ml_dtypes, kind, kind))
@@ -211,11 +168,11 @@ def test_distances_of_every_type(tmp_path: Path, kind: str) -> None:
     assert (found.differences[0].elements, found.differences[0].max_abs) == (3, 1.0)
 
 
-@pytest.mark.parametrize("name", ["complex32", "complex64", "complex128"])
+@pytest.mark.parametrize("name", ["complex32", "complex64"])
 def test_bits_of_complex_numbers_are_compared(tmp_path: Path, name: str) -> None:
     """A zero of the other sign is another tensor, equal NaN are none, and the distance is that of the numbers."""
     parts = torch.tensor([[0.0, 0.0], [math.nan, 1.0], [3.0, 4.0]], dtype=torch.float64)
-    one = parts.to({"complex32": torch.half, "complex64": torch.float, "complex128": torch.double}[name])
+    one = parts.to({"complex32": torch.half, "complex64": torch.float}[name])
     negative, moved = one.clone(), one.clone()
     negative[0, 1] = -0.0
     moved[2] = 0.0
@@ -228,22 +185,6 @@ def test_bits_of_complex_numbers_are_compared(tmp_path: Path, name: str) -> None
     assert found["one"] == ()
     assert [(each.elements, each.max_abs) for each in found["negative"]] == [(1, 0.0)]
     assert [(each.elements, each.max_abs) for each in found["moved"]] == [(1, 5.0)]
-
-
-@pytest.mark.parametrize(
-    ("one", "two"),
-    [
-        (np.array([2**53, 7], np.int64), np.array([2**53 + 1, 7], np.int64)),
-        (np.array([0x7FC00000, 5], np.uint32).view(np.float32), np.array([0x7FC00001, 5], np.uint32).view(np.float32)),
-    ],
-    ids=["large whole numbers", "payloads of NaN"],
-)
-def test_what_differs_in_bits_alone_is_said_to(tmp_path: Path, one: npt.NDArray[Any], two: npt.NDArray[Any]) -> None:
-    (found,) = tx.diff(
-        plain(tmp_path / "one", {"x": one}), plain(tmp_path / "two", {"x": two}), numeric=True
-    ).differences
-    assert (found.elements, found.max_abs) == (1, 0.0)
-    assert found.detail == "1 of 2 elements differ in their bits, but not in double precision"
 
 
 def test_packed_types_are_compared_and_not_measured(tmp_path: Path) -> None:
@@ -273,8 +214,7 @@ def test_numbers_against_numpy(a: list[float], b: list[float], tmp_path_factory:
         assert found.differences[0].max_abs == apart[differing].max()
 
 
-@pytest.mark.parametrize(("jobs", "memory"), [(1, 400_000), (3, 1_000_003)])
-def test_any_buffers_and_many_blocks(tmp_path: Path, jobs: int, memory: int) -> None:
+def test_any_buffers_and_many_blocks(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     one = random.standard_normal((700, 900))
     two = one.copy()
@@ -282,30 +222,10 @@ def test_any_buffers_and_many_blocks(tmp_path: Path, jobs: int, memory: int) -> 
     a, b = plain(tmp_path / "one", {"x": one}), plain(tmp_path / "two", {"x": two})
     with tx.open(a) as first, tx.open(b) as second:
         seen: list[int] = []
-        found = compare(first, second, numeric=True, limit=limits(jobs, memory), progress=seen.append)
+        found = compare(first, second, numeric=True, limit=limits(3, 1_000_003), progress=seen.append)
     assert found.differences[0].elements == 100
     assert found.differences[0].max_abs == pytest.approx(0.5)
     assert sum(seen) == one.nbytes
-
-
-def test_a_tie_is_looked_through(tmp_path: Path) -> None:
-    """One side stores the head, the other does not; where both copies are stored they must be one."""
-    config = {**checkpoints.CONFIG, "tie_word_embeddings": True}
-    held = checkpoints.tensors()
-    both = {**held, HEAD: held[EMBED].copy()}
-    without = {name: array for name, array in held.items() if name != HEAD}
-    a = checkpoints.write(tmp_path / "a", without, config=config)
-    b = tmp_path / "b"
-    tx.convert(checkpoints.write(tmp_path / "both", both, config=config), b, to="transformers", sync=False)
-    assert tx.diff(a, b).equal
-    assert tx.diff(b, a).equal
-    changed = checkpoints.read(b)
-    changed[HEAD] = changed[HEAD] + changed[HEAD]
-    c = checkpoints.write(tmp_path / "c", changed, config=config)
-    assert [d.name for d in tx.diff(a, c).differences] == [HEAD]
-    (difference,) = tx.diff(c, a).differences
-    assert difference.kind == "copies"
-    assert str(c) in difference.detail
 
 
 def test_a_tie_stored_twice_is_the_one_that_the_dialect_stores(tmp_path: Path) -> None:
@@ -341,13 +261,6 @@ def test_settings_of_the_first_are_not_those_of_the_second(tmp_path: Path) -> No
             tx.diff(first, second, family="qwen3_moe")
         with pytest.raises(TypeError, match="already open"):
             tx.convert(first, tmp_path / "x", to="hf", family="qwen3_moe")
-
-
-def test_files_of_no_family_are_compared_by_name(tmp_path: Path) -> None:
-    one = plain(tmp_path / "one", {"x": np.arange(5), "y": np.float32(1)})
-    two = plain(tmp_path / "two", {"x": np.arange(5), "y": np.float32(1)})
-    found = tx.diff(one, two)
-    assert (found.equal, found.dialect) == (True, None)
 
 
 # Number formats.
@@ -438,11 +351,9 @@ dialect hf
   also layers.{l}.turned = down[f d]
   also norms = norm[l d]
 """
-FORMS = ("blocks", "turned", "norms")
 
 
-@pytest.mark.parametrize("older", [("blocks",), ("turned",), ("norms",), FORMS])
-@pytest.mark.parametrize("to", ["safetensors:hf", "torch:hf", "dcp:hf"])
+@pytest.mark.parametrize(("older", "to"), [(("turned",), "safetensors:hf"), (("blocks", "turned", "norms"), "dcp:hf")])
 def test_older_names_of_a_dialect_are_the_same_tensors(older: tuple[str, ...], to: str, tmp_path: Path) -> None:
     """As transformers stores some models otherwise than their makers: what is written has the newer names."""
     rules = tmp_path / "grown.rules"

@@ -8,9 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 import transaxle as tx
 from tests import checkpoints
@@ -56,54 +54,6 @@ def well(folder: Path) -> bool:
         return False
 
 
-def header(data: bytes) -> int:
-    return 8 + int.from_bytes(data[:8], "little")
-
-
-def test_what_was_written_is_well(written: Path) -> None:
-    found = verified(written)
-    assert found.ok
-    assert found.against == "manifest"
-    assert not found.problems
-    assert not found.unlisted
-    with tx.open(written) as checkpoint:
-        assert found.tensors == len(checkpoint)
-        assert found.bytes_read == sum(tensor.nbytes for tensor in checkpoint.values())
-        assert found.parameters == found.bytes_read // 2
-        assert checkpoint.manifest is not None
-    assert json.loads(json.dumps(found.as_json()))["ok"] is True
-
-
-@pytest.mark.parametrize("where", ["headers", "index", "config.json", "notes.txt", MANIFEST, "data"])
-def test_every_flipped_bit_is_noticed(copy: Path, where: str) -> None:
-    """Every byte of what describes the tensors, in one bit each; a sample of the tensors' bits."""
-    random = np.random.default_rng(0)
-    intact = contents(copy)
-    spots: list[tuple[str, int]] = []
-    for name, data in intact.items():
-        if name.endswith(".safetensors"):
-            size = header(data)
-            if where == "headers":
-                spots += [(name, at) for at in range(size)]
-            elif where == "data":
-                spots += [(name, size), (name, len(data) - 1)]
-                spots += [(name, size + int(at)) for at in random.integers(0, len(data) - size, 20)]
-        elif where == name or (where == "index" and name == checkpoints.INDEX):
-            spots += [(name, at) for at in range(len(data))]
-    assert len(spots) > 5
-    if len(spots) > 600:
-        spots = [spots[i] for i in sorted(random.choice(len(spots), 600, replace=False))]
-    for name, at in spots:
-        with (copy / name).open("r+b") as file:
-            file.seek(at)
-            file.write(bytes([intact[name][at] ^ (1 << int(random.integers(0, 8)))]))
-        assert not well(copy), (name, at)
-        with (copy / name).open("r+b") as file:
-            file.seek(at)
-            file.write(intact[name][at : at + 1])
-    assert well(copy)
-
-
 Damage = Callable[[Path], object]
 
 
@@ -120,16 +70,12 @@ def _swap(folder: Path) -> None:
 DAMAGES: dict[str, Damage] = {
     "shard gone": lambda folder: next(folder.glob("model-00001*")).unlink(),
     "index gone": lambda folder: (folder / checkpoints.INDEX).unlink(),
-    "config gone": lambda folder: (folder / "config.json").unlink(),
     "notes gone": lambda folder: (folder / "notes.txt").unlink(),
-    "notes longer": lambda folder: (folder / "notes.txt").write_text("carried!"),
     "shard cut": lambda folder: os.truncate(next(folder.glob("model-00001*")), 900),
     "shard longer": lambda folder: next(folder.glob("model-00001*")).open("ab").write(b"x"),
     "shard replaced": lambda folder: shutil.copy(*sorted(folder.glob("model-*.safetensors"))[:2]),
     "tensors swapped": _swap,
-    "manifest empty": lambda folder: (folder / MANIFEST).write_bytes(b""),
     "manifest of another": lambda folder: (folder / MANIFEST).write_text("{}"),
-    "manifest deep": lambda folder: (folder / MANIFEST).write_text("[" * 100_000),
     "manifest not UTF-8": lambda folder: (folder / MANIFEST).write_bytes(b'{"transaxle": "\xff"}'),
 }
 
@@ -208,17 +154,16 @@ def test_a_manifest_of_a_later_version_is_not_called_corrupt(copy: Path) -> None
         verified(copy)
 
 
-@pytest.mark.parametrize("name", ["out", "out.safetensors"])
 def test_large_tensors_were_once_hashed_from_end_to_end(
-    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Manifests of version 1, and digests in one file, of which nothing says how they were made."""
+    """Digests in one file, of which nothing says how they were made, as in manifests of version 1."""
+    name = "out.safetensors"
     tx.convert(written, tmp_path / name, to="identity")
     monkeypatch.setattr(journal, "SPAN", 64)
     assert verified(tmp_path / name).ok
     largest = max(tx.open(tmp_path / name).values(), key=lambda tensor: tensor.nbytes).transfers()[0]
-    path = tmp_path / name if name != "out" else tmp_path / name / largest.file
-    with path.open("r+b") as file:
+    with (tmp_path / name).open("r+b") as file:
         file.seek(largest.source + largest.size - 1)
         (last,) = file.read(1)
         file.seek(-1, os.SEEK_CUR)
@@ -246,36 +191,6 @@ def test_without_a_manifest_the_structure_is_checked(copy: Path) -> None:
     assert not well(copy)
 
 
-def test_a_view_is_verified_as_what_it_is_stored_as(copy: Path) -> None:
-    with tx.open(copy) as checkpoint:
-        view = checkpoint.as_dialect("hf")
-        assert verify(view).ok
-        assert verify(view).tensors == len(checkpoint)
-    first = next(copy.glob("model-00001*"))
-    data = bytearray(first.read_bytes())
-    data[-1] ^= 1
-    first.write_bytes(bytes(data))
-    with tx.open(copy) as checkpoint:
-        assert not verify(checkpoint.as_dialect("hf")).ok
-
-
-@pytest.mark.parametrize("first", ["hf", "automodel", "torchtitan", "megatron"])
-@pytest.mark.parametrize("second", ["hf", "te", "transformers", "torchtitan@0.2"])
-def test_two_checkpoints_across_dialects(tmp_path: Path, first: str, second: str) -> None:
-    source = checkpoints.tiny(tmp_path / "source")
-    one, two = tmp_path / "one", tmp_path / "two"
-    tx.convert(source, one, to=first, sync=False)
-    tx.convert(source, two, to=second, sync=False, shard_size=9000)
-    assert tx.verify(one, two).equal
-    assert tx.verify(two, one).equal
-    shard = max(two.glob("*.safetensors"))
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 128
-    shard.write_bytes(bytes(data))
-    assert not tx.verify(one, two).equal
-    assert not tx.verify(two, one).equal
-
-
 def test_the_manifest_is_the_same_text_each_time(written: Path, tmp_path: Path) -> None:
     """It tells what the checkpoint is, not when or where it was made."""
     tx.convert(written, tmp_path / "a", to="hf", shard_size=SHARD_SIZE)
@@ -285,34 +200,6 @@ def test_the_manifest_is_the_same_text_each_time(written: Path, tmp_path: Path) 
     text = (tmp_path / "a" / MANIFEST).read_bytes()
     assert encode(decode(text)) == text
     assert str(tmp_path).encode() not in text
-
-
-def test_files_in_sub_folders_are_held_against_the_manifest(tmp_path: Path) -> None:
-    """A universal checkpoint keeps every tensor in a folder of its own."""
-    state = {"exp_avg": np.ones((3, 4), np.float32), "exp_avg_sq": np.ones((3, 4), np.float32)}
-    tensors = {
-        "a.weight": np.arange(12, dtype=np.float32).reshape(3, 4),
-        "optim/a.weight/step": np.array(3, np.float32),
-    }
-    tensors |= {f"optim/a.weight/{name}": value for name, value in state.items()}
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    save_file(tensors, source / "model.safetensors")
-    tx.convert(source, target, to="deepspeed-universal", sync=False)
-    assert tx.verify(target).ok
-    (settings,) = target.rglob("optimizer_state.pt")
-    settings.write_bytes(settings.read_bytes() + bytes(1))
-    assert "optimizer_state.pt" in _problems(target)
-    settings.unlink()
-    assert "optimizer_state.pt" in _problems(target)
-
-
-def _problems(folder: Path) -> str:
-    """What verifying says, whether it finds it or the reader refuses it."""
-    try:
-        return "".join(str(problem) for problem in tx.verify(folder).problems)
-    except tx.TransaxleError as error:
-        return str(error)
 
 
 def test_the_truth_of_what_is_found_is_the_verdict(tmp_path: Path, copy: Path) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 import transaxle as tx
-from transaxle.engine.source import Source, Stamps
-from transaxle.formats import safetensors
-from transaxle.formats.catalog import Entry, Extent
+from tests.engine import synthetic
+from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.source import SimilarStamps, Source, Stamps
+from transaxle.formats.catalog import Extent
 from transaxle.move.transfer import Transfer
 
 LAYERS, EXPERTS, HIDDEN, INNER = 3, 5, 16, 12
@@ -61,73 +63,62 @@ def folder(hub: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def long_way(monkeypatch: pytest.MonkeyPatch, source: Source, opened: tx.Checkpoint) -> dict[str, list[Transfer]]:
-    with monkeypatch.context() as patch:
-        patch.setattr(Stamps, "transfers", lambda *_: None)
-        return transfers(source, opened)
+def transfers(opened: Checkpoint, to: str = "hf") -> dict[str, list[Transfer]]:
+    source = Source(opened.container)
+    return {name: source.transfers(target) for name, target in opened.translation(to).targets.items()}
 
 
-def transfers(source: Source, opened: tx.Checkpoint) -> dict[str, list[Transfer]]:
-    return {name: source.transfers(target) for name, target in opened.translation("hf").targets.items()}
+def long_way(opened: Checkpoint, to: str = "hf") -> dict[str, list[Transfer]]:
+    """Return the same transfers, of which none is stamped."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (Stamps, SimilarStamps):
+            patch.setattr(kind, "transfers", lambda *_: None)
+        return transfers(opened, to)
 
 
-def stamped(source: Source, opened: tx.Checkpoint) -> set[str]:
-    targets = opened.translation("hf").targets
-    for target in targets.values():
-        source.transfers(target)
-    stamps = source._stamps
-    return {name for name, target in targets.items() if stamps is not None and stamps.transfers(target) is not None}
+def stamped(opened: Checkpoint, to: str = "hf") -> set[str]:
+    """Return the targets whose transfers are stamps, once all have been asked for."""
+    names = set[str]()
+    source, targets = Source(opened.container), opened.translation(to).targets
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (Stamps, SimilarStamps):
+
+            def noted(self: Any, target: Any, real: Any = kind.transfers) -> Any:
+                found = real(self, target)
+                names.update(() if found is None else (target.name,))
+                return found
+
+            patch.setattr(kind, "transfers", noted)
+        for _ in range(2):
+            for target in targets.values():
+                source.transfers(target)
+    return names
 
 
-def test_experts_are_stamped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_extents(opened: Checkpoint, name: str, extents: Iterable[Extent], **changed: Any) -> Checkpoint:
+    """Return a checkpoint in which one tensor lies elsewhere, or is of another type."""
+    entry = replace(opened.container.entries[name], extents=tuple(extents), **changed)
+    entries = {**opened.container.entries, name: entry}
+    return Checkpoint(replace(opened.container, entries=entries), opened.settings, None, None)
+
+
+def test_experts_are_stamped(folder: Path) -> None:
     opened = tx.open(folder)
-    entries = opened.container.entries
-    found = transfers(Source(opened.container), opened)
-    assert found == long_way(monkeypatch, Source(opened.container), opened)
-    names = stamped(Source(opened.container), opened)
-    assert len(entries[FIRST].extents) == 2 * LAYERS * EXPERTS
+    assert len(opened.container.entries[FIRST].extents) == 2 * LAYERS * EXPERTS
+    assert transfers(opened) == long_way(opened)
+    names = stamped(opened)
     assert sum(".mlp.experts." in name for name in names) == 3 * LAYERS * EXPERTS
     assert "model.embed_tokens.weight" not in names
 
 
-def test_joined_experts_are_stamped(hub: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many transfers fill a layer's experts; those of the other layers are not found the long way again."""
-    opened = tx.open(folder)
-    targets = opened.translation("transformers").targets
-    source, other_source = Source(opened.container), Source(opened.container)
-    for ending, count in ("down_proj", EXPERTS), ("gate_up_proj", 2 * EXPERTS):
-        first, *others = [target for name, target in targets.items() if name.endswith(f".experts.{ending}")]
-        assert len(source.transfers(first)) == count
-        assert source._stamps is not None
-        filled = [source._stamps.transfers(target) for target in others]
-        with monkeypatch.context() as patch:
-            patch.setattr(Stamps, "transfers", lambda *_: None)
-            assert filled == [tuple(other_source.transfers(target)) for target in others]
-    tx.convert(folder, tmp_path / "out", to="transformers")
-    stored, made = load_file(hub / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
-    for layer in range(LAYERS):
-        inside = f"model.layers.{layer}.mlp.experts"
-        gate, up, down = (
-            np.stack([stored[f"{inside}.{expert}.{half}_proj.weight"] for expert in range(EXPERTS)])
-            for half in ("gate", "up", "down")
-        )
-        assert np.array_equal(made[f"{inside}.down_proj"], down)
-        assert np.array_equal(made[f"{inside}.gate_up_proj"], np.concatenate([gate, up], 1))
-
-
 def test_whole_plans_are_those_made_one_by_one(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither stamps nor the short ways for many tensors without problems leave a trace in a plan."""
     made = {to: tx.plan(tx.open(folder), tmp_path / "out", to=to) for to in ("hf", "te", "transformers", "torch_dist")}
-    monkeypatch.setattr(Stamps, "transfers", lambda *_: None)
-    monkeypatch.setattr(safetensors, "_are_plain", lambda _: False)
+    for kind in (Stamps, SimilarStamps):
+        monkeypatch.setattr(kind, "transfers", lambda *_: None)
     for to, plan in made.items():
         assert not plan.refusals
         assert tx.plan(tx.open(folder), tmp_path / "out", to=to) == plan
     assert len(made["hf"].tensors) == 3 + LAYERS * (9 + 3 * EXPERTS)
-
-
-def whole(extent: Extent) -> list[Extent]:
-    return [extent]
 
 
 def in_two(extent: Extent) -> list[Extent]:
@@ -137,56 +128,89 @@ def in_two(extent: Extent) -> list[Extent]:
     second = (*extent.start[:2], extent.start[2] + rows, *extent.start[3:])
     half = 4 * rows * extent.shape[3]
     return [
-        msgspec.structs.replace(extent, shape=shape),
-        msgspec.structs.replace(extent, shape=shape, start=second, offset=extent.offset + half),
+        replace(extent, shape=shape),
+        replace(extent, shape=shape, start=second, offset=extent.offset + half),
     ]
 
 
 def turned(extent: Extent) -> list[Extent]:
     """Let a chunk lie column by column."""
-    return [msgspec.structs.replace(extent, strides=(1, 1, 1, extent.shape[2]))]
+    return [replace(extent, strides=(1, 1, 1, extent.shape[2]))]
 
 
 def elsewhere(extent: Extent) -> list[Extent]:
-    return [msgspec.structs.replace(extent, file="other", offset=3 * extent.offset)]
+    return [replace(extent, file="other", offset=3 * extent.offset)]
 
 
-@pytest.mark.parametrize("change", [whole, in_two, turned, elsewhere])
-@pytest.mark.parametrize("changed", [range(0, 60, 7), range(1), range(60), range(0, 60, 2)])
-def test_chunks_that_differ(folder: Path, monkeypatch: pytest.MonkeyPatch, change: object, changed: range) -> None:
-    """A chunk that is cut, turned or elsewhere is found as it is."""
-    assert callable(change)
+@pytest.mark.parametrize("change", [in_two, turned, elsewhere])
+@pytest.mark.parametrize("changed", [range(0, 60, 7), range(60)])
+def test_chunks_that_differ_are_found_as_they_are(
+    folder: Path, change: Callable[[Extent], list[Extent]], changed: range
+) -> None:
     opened = tx.open(folder)
-    extents = [
-        other
-        for number, extent in enumerate(opened.container.entries[FIRST].extents)
-        for other in (change(extent) if number in changed else [extent])
-    ]
-    before = opened.container.entries[FIRST]
-    entries = {**opened.container.entries, FIRST: Entry(FIRST, before.dtype, before.shape, tuple(extents))}
-    found = transfers(Source(opened.container, entries), opened)
-    assert found == long_way(monkeypatch, Source(opened.container, entries), opened)
-
-
-def test_experts_in_several_chunks_are_stamped(folder: Path) -> None:
-    """As where ranks of tensor parallelism each have written some rows."""
-    opened = tx.open(folder)
-    before = opened.container.entries[FIRST]
-    extents = tuple(half for extent in before.extents for half in in_two(extent))
-    entries = {**opened.container.entries, FIRST: replace(before, extents=extents)}
-    names = stamped(Source(opened.container, entries), opened)
-    assert sum("gate_proj" in name for name in names) == LAYERS * EXPERTS
-
-
-def test_experts_in_one_chunk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of several experts have no index to themselves: nothing is stamped, and all is found."""
-    opened = tx.open(folder)
-    before = opened.container.entries[FIRST]
-    extents = tuple(
-        Extent((layer, 0, 0, 0), (1, *before.shape[1:]), "a", 10_000_000 * layer) for layer in range(LAYERS)
+    extents = opened.container.entries[FIRST].extents
+    other = with_extents(
+        opened,
+        FIRST,
+        (part for number, extent in enumerate(extents) for part in (change(extent) if number in changed else [extent])),
     )
-    entries = {**opened.container.entries, FIRST: replace(before, extents=extents)}
-    found = transfers(Source(opened.container, entries), opened)
-    assert found == long_way(monkeypatch, Source(opened.container, entries), opened)
-    names = stamped(Source(opened.container, entries), opened)
-    assert not any("gate_proj" in name for name in names)
+    assert transfers(other) == long_way(other)
+
+
+def test_experts_in_one_chunk_are_found_the_long_way(folder: Path) -> None:
+    opened = tx.open(folder)
+    shape = opened.container.entries[FIRST].shape
+    layers = (Extent((layer, 0, 0, 0), (1, *shape[1:]), "a", 10_000_000 * layer) for layer in range(LAYERS))
+    other = with_extents(opened, FIRST, layers)
+    assert transfers(other) == long_way(other)
+    assert not any("gate_proj" in name for name in stamped(other))
+
+
+DIALECTS = ("transformers", "te", "hf")
+"""Of the published form, where each tensor lies in one piece."""
+DOWN = "model.layers.1.mlp.experts.2.down_proj.weight"
+
+
+@pytest.mark.parametrize("to", DIALECTS)
+def test_all_layers_are_stamped_and_a_tensor_in_two_places_is_not(to: str) -> None:
+    opened = synthetic.model(LAYERS, EXPERTS)
+    assert transfers(opened, to) == long_way(opened, to)
+    names = stamped(opened, to)
+    assert names == {name for name in opened.translation(to).targets if "layers." in name}
+    (extent,) = opened.container.entries[DOWN].extents
+    rows, columns = extent.shape
+    halves = [Extent((start, 0), (rows // 2, columns), extent.file, (start + 1) << 39) for start in (0, rows // 2)]
+    other = with_extents(opened, DOWN, halves)
+    assert transfers(other, to) == long_way(other, to)
+    assert len(names - stamped(other, to)) == 1
+
+
+@pytest.mark.parametrize("to", DIALECTS)
+def test_a_tensor_of_another_type_leaves_its_line_unlike(to: str) -> None:
+    alike = synthetic.model(LAYERS, EXPERTS)
+    norm = "model.layers.2.input_layernorm.weight"
+    opened = with_extents(alike, norm, alike.container.entries[norm].extents, dtype="F32")
+    assert transfers(opened, to) == long_way(opened, to)
+    assert len(stamped(alike, to) - stamped(opened, to)) in (1, LAYERS)
+
+
+def cut(opened: Checkpoint, elsewhere: str = "") -> Checkpoint:
+    """Return a checkpoint with each matrix in two files, as two ranks save it; one is cut at another column."""
+    entries = dict(opened.container.entries)
+    for number, (name, entry) in enumerate(entries.items()):
+        if len(entry.shape) == 2:
+            rows, columns = entry.shape
+            wide = 1 if name == elsewhere else columns // 2
+            left = Extent((0, 0), (rows, wide), "left", number << 30)
+            right = Extent((0, wide), (rows, columns - wide), "right", (number * 7 % 64) << 30)
+            entries[name] = replace(entry, extents=(left, right))
+    return Checkpoint(replace(opened.container, entries=entries), opened.settings, None, None)
+
+
+@pytest.mark.parametrize("to", DIALECTS)
+def test_tensors_that_are_cut_alike_are_alike(to: str) -> None:
+    opened, other = cut(synthetic.model(LAYERS, EXPERTS)), cut(synthetic.model(LAYERS, EXPERTS), DOWN)
+    assert transfers(opened, to) == long_way(opened, to)
+    assert stamped(opened, to) == {name for name in opened.translation(to).targets if "layers." in name}
+    assert transfers(other, to) == long_way(other, to)
+    assert len(stamped(opened, to) - stamped(other, to)) == 1

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ import pytest
 import transaxle as tx
 from tests import checkpoints
 from tests.engine import killed
-from tests.engine.distribute.arrays import ended
 from tests.engine.killed import contents
 from tests.forks import context
 from transaxle.engine.distribute.executors import Pool, Work
@@ -111,51 +107,6 @@ def test_a_run_that_fails_leaves_nothing_or_what_resume_needs(
     again = Backwards()
     assert tx.convert(source, target, on=again, resume=True, **HOW).resumed == report.tensors
     assert again.done == []
-
-
-def test_who_resumes_may_divide_otherwise(source: Path, wanted: dict[str, bytes], tmp_path: Path) -> None:
-    """What is done stays done, though other items have the numbers."""
-    target = tmp_path / "out"
-
-    def fail(number: int) -> None:
-        if number == 0:
-            raise refuse("IO", "the cable")
-
-    left = []
-    for items in (5, 2, 9):
-        with pytest.raises(tx.TransaxleError, match="the cable"):
-            tx.convert(source, target, on=Backwards(fail), resume=True, **{**HOW, "items": items})
-        (partial,) = (path for path in tmp_path.iterdir() if path.name.startswith(".out"))
-        left.append(len(list((partial / ".transaxle" / "items").iterdir())))
-    assert left == sorted(left)
-    following = Backwards()
-    report = tx.convert(source, target, on=following, resume=True, **{**HOW, "items": 3})
-    assert following.done == [0]
-    assert report.resumed > 0
-    assert contents(target) == wanted
-    assert alone(target)
-
-
-def test_a_driver_that_is_killed_is_followed_by_another(source: Path, wanted: dict[str, bytes], tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    for at in (4, 2, 0):
-        child = os.fork()
-        if child == 0:
-            tx.convert(source, target, on=Backwards(partial(_die, at)), resume=True, **HOW)
-            os._exit(0)
-        assert ended(child) == signal.SIGKILL
-        assert not target.exists()
-        following = Backwards()
-        tx.convert(source, target, on=following, resume=True, **HOW)
-        assert following.done == list(range(at, -1, -1))
-        assert contents(target) == wanted
-        assert alone(target)
-        killed._remove(target)
-
-
-def _die(at: int, number: int) -> None:
-    if number == at:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Flaky:

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +28,11 @@ from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.errors import Code, UsageError, refuse
 from transaxle.formats.store.multipart import S3Multipart
 from transaxle.formats.store.service import Service
-from transaxle.formats.store.upload import PART
 from transaxle.move import journal
 from transaxle.move.journal import SPAN
 
 SHARD = 1 << 30
 MIB = 1 << 20
-LARGE, WORKERS = 1243, 4
-"""MiB of a checkpoint, 1.3 GB, and the processes that write it."""
-BLOCK = 32 * MIB
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +76,7 @@ def look_at(bucket: Bucket) -> dict[str, bytes]:
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     ("items", "shard", "span"),
-    [(1, SHARD, SPAN), (4, 10 * MIB, SPAN), (9, 16 * MIB, SPAN), (7, 4 * MIB, MIB), (7, SHARD, MIB)],
+    [(9, 16 * MIB, SPAN), (7, 4 * MIB, MIB), (7, SHARD, MIB)],
 )
 def test_the_bytes_are_those_of_one_process(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, items: int, shard: int, span: int
@@ -115,13 +109,9 @@ def test_the_bytes_are_those_of_one_process(
 @pytest.mark.parametrize(
     ("make", "name", "to", "options"),
     [
-        (plain, "out", "torchtitan", {}),
-        (many, "out.safetensors", "safetensors", {}),
         (plain, "out.safetensors", "automodel", {}),
         (many, "out", "torch", {}),
         (plain, "out", "dcp:torchtitan", {}),
-        (plain, "out", "torch_dist", {}),
-        (plain, "out", "megatron_torch", {"tp": 2}),
         (plain, "out", "megatron_torch", {"ep": 2}),
     ],
 )
@@ -137,77 +127,28 @@ def test_all_formats(
     begin_work(plan)
     do(plan)
     commit_work(plan)
-    found = contents(download(bucket, "dir", tmp_path / "found")) if "." in name else None
-    if found is None:
-        for path in wanted.rglob("*"):
-            if path.is_file():
-                assert bucket.get(f"dir/{name}/{path.relative_to(wanted)}") == path.read_bytes()
-        assert len(bucket.names()) == sum(path.is_file() for path in wanted.rglob("*"))
-    else:
-        assert found == contents(wanted.parent)
+    assert {file: bucket.get(f"dir/{file}") for file in contents(wanted.parent)} == contents(wanted.parent)
+    assert len(bucket.names()) == len(contents(wanted.parent))
     assert hidden(bucket) == []
 
 
-@pytest.mark.oracle
-def test_pools_and_what_a_run_that_fails_leaves(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_run_that_fails_leaves_nothing_or_what_resume_needs(bucket: Bucket, tmp_path: Path) -> None:
     source, url = many(tmp_path / "source", 18), f"{bucket.url}/out"
-    tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=7 * MIB)
-    wanted = contents(tmp_path / "wanted")
     how: dict[str, Any] = {"to": "safetensors", "items": 3, "shard_size": 7 * MIB}
 
     def failing(number: int) -> None:
         if number == 1:
             raise refuse("IO", "the cable")
 
-    with pytest.raises(tx.TransaxleError, match="the cable"):
-        tx.convert(source, url, on=Backwards(failing), **how)
+    refused("IO", lambda: tx.convert(source, url, on=Backwards(failing), **how))
     assert (bucket.names(), bucket.uploads()) == ([], [])
-    with pytest.raises(tx.TransaxleError, match="the cable"):
-        tx.convert(source, url, on=Backwards(failing), resume=True, **how)
-    assert not [name for name in bucket.names() if name.startswith("out/")]
-    error = refused("EXISTS", lambda: tx.convert(source, url, on=Backwards(), **how))
-    assert "unfinished work" in str(error)
-    assert "--resume" in error.hint
-    with pytest.raises(tx.TransaxleError, match="another conversion"):
-        tx.convert(source, url, on=Backwards(), resume=True, to="torch")
+    refused("IO", lambda: tx.convert(source, url, on=Backwards(failing), resume=True, **how))
+    assert "--resume" in refused("EXISTS", lambda: tx.convert(source, url, on=Backwards(), **how)).hint
     following = Backwards()
     report = tx.convert(source, url, on=following, resume=True, **how)
     assert following.done == [1, 0]
     assert 0 < report.resumed < report.tensors
-    assert there(bucket, tmp_path / "first") == wanted
-    assert hidden(bucket) == []
-    refused("EXISTS", lambda: tx.convert(source, url, on=Backwards(), **how))
-    with ThreadPoolExecutor(2) as threads, ProcessPoolExecutor(2, get_context("spawn")) as processes:
-        for number, on in enumerate((threads, processes)):
-            progressed: list[int] = []
-            report = tx.convert(source, url, on=on, overwrite=True, progress=progressed.append, **how)
-            assert sum(progressed) == sum(report.workers.values())
-            assert there(bucket, tmp_path / f"again-{number}") == wanted
-            assert hidden(bucket) == []
-
-
-@pytest.mark.oracle
-def test_a_large_object_has_one_worker(bucket: Bucket, tmp_path: Path) -> None:
-    """1.3 GB in one object, which one of four processes sends.
-
-    moto's server copies and hashes all bytes for the completion and says nothing meanwhile, for longer than the client
-    waits; asked again it fails. That is ours to bear.
-    """
-    source, url = many(tmp_path / "source", LARGE), f"{bucket.url}/out"
-    large: dict[str, Any] = {"to": "safetensors", "shard_size": 2 * SHARD}
-    tx.convert(source, tmp_path / "wanted", **large)
-    with ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:
-        list(pool.map(abs, range(8 * WORKERS)))  # so that all of them have started
-        report = tx.convert(source, url, on=pool, items=4 * WORKERS, jobs=1, **large)
-    (file,) = (path for path in (tmp_path / "wanted").iterdir() if path.suffix == ".safetensors")
-    assert file.stat().st_size > 1.3e9
-    assert len([worker for worker, nbytes in report.workers.items() if nbytes]) == 1, report.workers
-    assert bucket.parts(f"out/{file.name}") == -(-file.stat().st_size // PART)
-    bucket.client.invalidate_cache()
-    with file.open("rb") as wanted, bucket.client.open(f"{bucket.name}/out/{file.name}", block_size=BLOCK) as found:
-        while expected := wanted.read(BLOCK):
-            assert found.read(BLOCK) == expected
-        assert found.read(1) == b""
+    assert tx.diff(source, url).equal
     assert hidden(bucket) == []
 
 
@@ -395,11 +336,6 @@ def killed_at(points: list[int], bucket: Bucket, tmp_path: Path) -> int:
 
 
 @pytest.mark.oracle
-@pytest.mark.slow
-def test_killed_at_any_point(bucket: Bucket, tmp_path: Path) -> None:
-    assert killed_at([3, 24, 40, 48], bucket, tmp_path) >= 3
-
-
-@pytest.mark.oracle
-def test_killed_at_fifty_points(bucket: Bucket, tmp_path: Path) -> None:
-    assert killed_at(list(range(50)), bucket, tmp_path) >= 45
+@pytest.mark.parametrize("first", range(10))
+def test_killed_at_any_point(bucket: Bucket, tmp_path: Path, first: int) -> None:
+    assert killed_at(list(range(first, 50, 10)), bucket, tmp_path) >= 4

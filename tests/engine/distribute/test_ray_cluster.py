@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import transaxle as tx
@@ -69,7 +68,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     ("first", "to"),
-    [(None, "dcp:torchtitan"), ("dcp:torchtitan", "hf"), (None, "megatron"), (None, "hf")],
+    [(None, "dcp:torchtitan"), ("dcp:torchtitan", "hf")],
 )
 def test_the_bytes_are_those_of_one_process(
     cluster: Any, first: str | None, to: str, source: Path, tmp_path: Path
@@ -108,21 +107,12 @@ def lose_a_node(cluster: Any, after: float, source: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("after", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("after", np.linspace(0.1, 2, 10))
 def test_a_node_that_is_lost_is_replaced_by_the_others(
     cluster: Any, after: float, source: Path, tmp_path: Path
 ) -> None:
     killed.convert(source, tmp_path / "wanted")
     lose_a_node(cluster, after, source, tmp_path)
-
-
-@pytest.mark.oracle
-def test_nodes_that_are_lost_at_twenty_moments(cluster: Any, source: Path, tmp_path: Path) -> None:
-    killed.convert(source, tmp_path / "wanted")
-    moments = random.Random(20)
-    for _ in range(20):
-        lose_a_node(cluster, moments.uniform(0, 2), source, tmp_path)
-        shutil.rmtree(tmp_path / "out")
 
 
 DRIVER = """
@@ -166,18 +156,6 @@ def test_an_item_that_fits_no_node_is_refused(cluster: Any, source: Path, tmp_pa
     assert cluster.list_all_nodes()
     with pytest.raises(tx.TransaxleError, match="takes 2 CPUs of a node, and the largest node of the cluster has 1"):
         tx.convert(source, tmp_path / "out", on="ray", jobs=2, **HOW)
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_what_an_item_raises_is_raised_here(cluster: Any, tmp_path: Path) -> None:
-    assert cluster.list_all_nodes()
-    tensors = checkpoints.tensors()
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
-    config = {**checkpoints.CONFIG, "tie_word_embeddings": True}
-    source = checkpoints.write(tmp_path / "source", tensors, config=config)
-    with pytest.raises(tx.TransaxleError) as caught:
-        tx.convert(source, tmp_path / "out", to="torchtitan", on="ray", items=4)
-    assert caught.value.code == "UNEQUAL_COPIES"
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

@@ -22,7 +22,7 @@ from transaxle.formats.store import place
 from transaxle.formats.store.staging import Staging
 
 NAMES = tuple(f"model.layers.{i}.weight" for i in range(12))
-FORMS = ("safetensors", "torch", "dcp", "deepspeed-universal")
+FORMS = ("safetensors", "torch", "dcp")
 
 
 def of(folder: Path, value: int) -> Path:
@@ -94,6 +94,7 @@ def test_a_file_of_the_new_one_is_not_read_as_one_of_the_old(tmp_path: Path, sou
     read.close()
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("form", ["safetensors", "dcp"])
 @pytest.mark.parametrize("read", [of_path, tx.verify], ids=["read", "verify"])
 @pytest.mark.parametrize("atomic", [True, False])

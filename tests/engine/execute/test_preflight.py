@@ -27,18 +27,16 @@ def _link(path: Path, leads_to: Path) -> Path:
 
 TARGETS: dict[str, tuple[Callable[[Path], str | Path], str]] = {
     "itself": (lambda ck: ck, "itself"),
-    "with a slash": (lambda ck: f"{ck}/", "itself"),
     "with dots": (lambda ck: ck / ".." / ck.name, "itself"),
     "as a URL": (lambda ck: f"file://{ck}", "itself"),
     "through a link": (lambda ck: _link(ck.with_name("link"), ck), "itself"),
     "inside": (lambda ck: ck / "sub", "inside the source"),
     "one file inside": (lambda ck: ck / "out.safetensors", "inside the source"),
-    "inside, through a link": (lambda ck: _link(ck.with_name("link"), ck) / "sub", "inside the source"),
     "around": (lambda ck: ck.parent, "would be deleted"),
 }
 
 
-@pytest.mark.parametrize("overwrite", [False, True, "everything"])
+@pytest.mark.parametrize("overwrite", [False, "everything"])
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_source_is_never_written_to(source: Path, name: str, overwrite: bool) -> None:
     make, said = TARGETS[name]
@@ -48,13 +46,6 @@ def test_the_source_is_never_written_to(source: Path, name: str, overwrite: bool
         tx.convert(source, target, to="torchtitan", overwrite=overwrite, resume=not overwrite)
     assert caught.value.code == "EXISTS"
     assert contents(source.parent) == before
-
-
-def test_a_lossy_copy_does_not_replace_the_only_one(source: Path) -> None:
-    before = contents(source)
-    with pytest.raises(UsageError, match="never changed"):
-        tx.convert(source, source, to="hf", encode="float8_block", overwrite=True)
-    assert contents(source) == before
 
 
 def test_one_file_is_not_replaced_by_what_is_made_of_it(source: Path, tmp_path: Path) -> None:
@@ -92,16 +83,4 @@ def test_what_was_named_beside_the_source_is_not_deleted(source: Path, tmp_path:
     before = contents(out)
     with pytest.raises(UsageError, match=r"the target contains .*config.json"):
         tx.convert(source, out, to="hf", config=out / "config.json", overwrite=True)
-    assert contents(out) == before
-
-
-def test_what_was_named_beside_a_source_elsewhere_is_not_deleted(source: Path, tmp_path: Path) -> None:
-    """The source is at a service, and the config in the folder that is to be replaced."""
-    out = tmp_path / "out"
-    tx.convert(source, out, to="torchtitan")
-    before = contents(out)
-    url = f"memory://{tmp_path.name}/ck"
-    tx.convert(source, url, to="hf")
-    with pytest.raises(UsageError, match=r"the target contains .*config.json"):
-        tx.convert(url, out, to="hf", config=out / "config.json", overwrite=True)
     assert contents(out) == before

@@ -19,7 +19,7 @@ dialect mine
 """
 
 
-def test_item_3_info_is_what_the_command_prints_of_a_checkpoint(tmp_path: Path) -> None:
+def test_info_is_what_the_command_prints_of_a_checkpoint(tmp_path: Path) -> None:
     tiny(tmp_path / "model")
     told = tx.info(tmp_path / "model")
     assert (told["family"], told["dialect"], told["tensors"]) == ("qwen3_moe", "hf", 69)
@@ -31,7 +31,7 @@ def test_item_3_info_is_what_the_command_prints_of_a_checkpoint(tmp_path: Path) 
             tx.info(opened, family="llama")
 
 
-def test_item_3_check_rules_is_what_the_command_prints(tmp_path: Path) -> None:
+def test_check_rules_is_what_the_command_prints(tmp_path: Path) -> None:
     rules, model = tmp_path / "small.rules", tmp_path / "model"
     rules.write_text(RULES, "utf-8")
     write(model, {"model.norm.weight": tensors()["model.norm.weight"]}, config={"model_type": "small"})
@@ -49,7 +49,7 @@ def test_item_3_check_rules_is_what_the_command_prints(tmp_path: Path) -> None:
         tx.check_rules(rules)
 
 
-def test_item_3_what_is_printed_of_results_is_short(tmp_path: Path) -> None:
+def test_what_is_printed_of_results_is_short(tmp_path: Path) -> None:
     tiny(tmp_path / "a")
     changed = tensors()
     changed["model.norm.weight"][0] += 1

@@ -126,26 +126,9 @@ def test_many_equal_values_are_added_without_loss(value: float) -> None:
     assert (found.least, found.largest, found.zeros) == (exact, exact, count if exact == 0 else 0)
 
 
-def as_codes(values: np.typing.NDArray[Any], code: str) -> np.typing.NDArray[Any]:
-    """Return the codes of values in a type; what negative ones become without a sign is up to the processor."""
-    return (abs(values) if code[0] == "U" else values).astype(numpy_dtype(code)).view(f"u{ITEM_BITS[code] // 8}")
-
-
-@pytest.mark.parametrize("code", ["BF16", "F16", *WIDE, "F8_E4M3", "I8", "U8"])
-def test_weights(code: str) -> None:
-    """Of weights: fifty thousand, some of them large, in blocks of odd sizes."""
-    random = np.random.default_rng(7)
-    values = random.standard_normal(50_003).astype(np.float32) * 3
-    values[::1000] *= 20
-    codes = as_codes(values, code)
-    found = tallied(codes, code, 641, [9_999, 40_000], 3)
-    assert found.moments() == expected(numbers(codes, code))
-    assert found.channels().tolist() == largest(numbers(codes, code), 641)
-
-
 @pytest.mark.oracle
 @pytest.mark.parametrize("code", ["BF16", "F32", "F64"])
-@pytest.mark.parametrize("span", [3, 13, 22, 45, 270])
+@pytest.mark.parametrize("span", [3, 22, 270])
 def test_sums_are_exact_however_far_apart_values_are(code: str, span: int) -> None:
     """Values over so many powers of two, with NaN, infinite ones, zeros and subnormal ones among them, and without."""
     random = np.random.default_rng(span)

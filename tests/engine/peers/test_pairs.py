@@ -18,20 +18,6 @@ from tests.oracles.hub import WEIGHTS
 
 pytestmark = peers.pytestmark
 
-MOVING = {
-    "llama": 50,
-    "qwen2": 20,
-    "qwen3": 45,
-    "mixtral": 30,
-    "qwen3_moe": 190,
-    "step3p5": 20,
-    "deepseek_v3": 200,
-    "gpt_oss": 85,
-    "phi3": 2,
-    "gemma3": 2,
-    "glm4_moe": 50,
-}
-"""Pairs that must at least differ in some name, shape or byte: what a test of copies would not see."""
 
 CONFIGLESS = {
     "llama": 8,
@@ -70,15 +56,6 @@ def test_every_pair_is_bit_for_bit_what_the_peer_has(family: str, variant: str, 
         report = tx.convert(sources[source], out, to=target, sync=False, **said)
         assert peers.load(out) == wanted[target], (source, target)
         assert report.dialect.startswith(target)
-
-
-@every_family
-def test_most_pairs_move_something(family: str) -> None:
-    moving = 0
-    for variant in VARIANTS[family]:
-        dialects = {label: peers.bits(tensors) for label, tensors in peers.held(family, variant).items()}
-        moving += sum(dialects[a] != dialects[b] for a, b in peers.pairs(family, variant))
-    assert moving >= MOVING[family]
 
 
 @every_case

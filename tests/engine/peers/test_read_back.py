@@ -20,11 +20,9 @@ from transaxle.move.workers import limits
 
 
 @pytest.mark.parametrize("options", [{"weights": "lp"}, {"weights": "fp32"}, {"average": True}], ids=str)
-@pytest.mark.parametrize(("to", "place"), [("safetensors:identity", "out"), ("torch:identity", "out.pt")])
-def test_options_of_the_source_alone_are_none_of_the_result(
-    options: dict[str, Any], to: str, place: str, tmp_path: Path
-) -> None:
+def test_options_of_the_source_alone_are_none_of_the_result(options: dict[str, Any], tmp_path: Path) -> None:
     """Which weights a run's files give, and what becomes of replicas: what is written has no choice any more."""
+    to, place = "torch:identity", "out.pt"
     source = made.save(tmp_path / "run", {"a.weight": [torch.randn(8, 4)], "b.weight": [torch.randn(6)]}, None)
     report = tx.convert(source, tmp_path / place, to=to, verify=True, **options)
     assert report.verification
@@ -36,7 +34,7 @@ def test_options_of_the_source_alone_are_none_of_the_result(
 
 @pytest.mark.parametrize(
     ("model_type", "place"),
-    [("gemma3", "out.pt"), *((name, "out.safetensors") for name in ("gemma3", "llava", "qwen2_5_vl"))],
+    [("gemma3", "out.pt"), ("qwen2_5_vl", "out.safetensors")],
 )
 def test_one_file_is_read_back_in_the_dialect_that_it_was_written_in(
     model_type: str, place: str, tmp_path: Path

@@ -22,25 +22,11 @@ from transaxle.errors import Refusal
 from transaxle.families import builtin
 from transaxle.formats.catalog import Entry, Extent
 
-DIALECTS = ("hf", "transformers", "torchtitan", "megatron", "dcp:automodel", "vllm", "safetensors:identity")
+DIALECTS = ("hf", "dcp:automodel", "safetensors:identity")
 OPTIONS: dict[str, Any] = {"family": "qwen3_moe", "axes": {"g": 2, "c": 8}}
 EMBED, DOWN, NORM = "model.embed_tokens.weight", "model.layers.1.mlp.experts.2.down_proj.weight", "model.norm.weight"
 SHRUNK: dict[str, Any] = {EMBED: np.s_[:, :8], DOWN: np.s_[:, :5], NORM: np.s_[:9], checkpoints.GATE: np.s_[:6]}
 """Tensor -> what is left of it."""
-FAMILIES = (
-    "llama",
-    "gpt_oss",
-    "laguna",
-    "deepseek_v3",
-    "step3p5",
-    "qwen3_5_moe",
-    "nemotron_h",
-    "bloom",
-    "clip",
-    "bert",
-    "whisper",
-)
-"""Heads in all orders, sums, sizes that differ by layer, towers, names with arithmetic."""
 NAMES_NEED_A_CONFIG = frozenset({"kimi_linear", "molmo2"})
 """Families in which one name may mean two tensors."""
 
@@ -157,11 +143,6 @@ def _sweep(name: str, step: int) -> int:
     return tried
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_refuses_two_sizes_without_a_config(family: str) -> None:
-    assert _sweep(family, 11) > 3
-
-
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", [name for name, entry in builtin().entries.items() if not entry.traced])
 def test_every_dim_of_every_family(family: str) -> None:
@@ -172,16 +153,7 @@ def test_every_dim_of_every_family(family: str) -> None:
         assert _sweep(family, 1) > 9
 
 
-def test_a_name_of_an_axis_that_only_tracing_gave_is_no_size() -> None:
-    """Where traced models had one size by chance, as here the picture's tokens and its patches."""
-    family = builtin()["pixio"]
-    hf, memory = family.dialects[:2]
-    _, shapes, _ = _stored(family, hf)
-    shapes["embeddings.cls_token"] = (1, 5, shapes["embeddings.cls_token"][2])
-    assert _translated(family, (hf, memory), {"l": 2}, shapes).refusals == ()
-
-
-RANKS = {"consolidated.00.pth": 2, "consolidated.01.pth": 2, "model_rank_0.pt": 2, "model_rank_1.pt": 3}
+RANKS = {"consolidated.01.pth": 2, "model_rank_1.pt": 3}
 """File of a rank -> how many ranks there are."""
 
 
@@ -201,7 +173,7 @@ def test_the_file_of_one_of_several_ranks_is_no_model(file: str, tmp_path: Path)
     assert tx.plan(tmp_path / file, tmp_path / "out", to="safetensors:identity").refusals == ()
 
 
-@pytest.mark.parametrize("file", ["consolidated.00.pth", "lora_rank_16.pt", "rank.pt"])
+@pytest.mark.parametrize("file", ["consolidated.00.pth", "lora_rank_16.pt"])
 def test_a_file_that_is_alone_is_a_model(file: str, tmp_path: Path) -> None:
     held = {name: torch.from_numpy(array.view(np.int16)) for name, array in checkpoints.tensors().items()}
     torch.save(held, tmp_path / file)
@@ -216,7 +188,6 @@ def test_a_file_that_is_alone_is_a_model(file: str, tmp_path: Path) -> None:
     ("family", "key", "nested"),
     [
         ("qwen3_moe", "num_hidden_layers", ""),
-        ("qwen3_moe", "num_experts", ""),
         ("qwen2_5_vl", "depth", "vision_config"),
     ],
 )
@@ -231,10 +202,3 @@ def test_zero_layers_are_wrong_where_layers_are_stored(family: str, key: str, ne
     refusals = tx.plan(source, tmp_path / "out", to="vllm").refusals
     beyond = [r for r in refusals if "is beyond its size, 0" in r.message]
     assert {refusal.code for refusal in beyond} == {"UNEXPECTED_TENSOR"}
-
-
-def test_widths_that_only_a_traced_config_had_in_common_are_two_axes() -> None:
-    """The queries of A.X K2 come from twice their low rank, which is no width of its keys."""
-    tensors = builtin()["axk2"].tensors
-    query, key = tensors["self_attn_q_b_proj"].axes[-1], tensors["self_attn_kv_a_proj_with_mqa"].axes[1]
-    assert query not in (key, tensors["self_attn_q_a_proj"].axes[1])

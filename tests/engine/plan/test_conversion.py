@@ -13,15 +13,11 @@ import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import transaxle as tx
 from tests import checkpoints
-from tests.engine import law
 from tests.formats import files
 from tests.move.test_transfer import positions
-from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.plan.conversion import Prepared, make_plan, parse_to
 from transaxle.engine.plan.planned import Plan
@@ -30,8 +26,7 @@ from transaxle.move.workers import MIN_MEMORY
 
 GATE = checkpoints.GATE
 UP = GATE.replace("gate", "up")
-DIALECTS = ["hf", "transformers", "torchtitan", "torchtitan@0.2", "automodel", "megatron", "te", "identity"]
-every_dialect = pytest.mark.parametrize("dialect", DIALECTS)
+DIALECTS = ["transformers", "torchtitan@0.2", "megatron", "identity"]
 
 SHIFTED = """
 family shifted
@@ -80,9 +75,8 @@ def codes(plan: Plan) -> list[Code]:
     return [refusal.code for refusal in plan.refusals]
 
 
-@every_dialect
-def test_a_plan_is_frozen_json_data(tiny: Path, dialect: str) -> None:
-    plan = prepared(tiny, f"safetensors:{dialect}").plan
+def test_a_plan_is_frozen_json_data(tiny: Path) -> None:
+    plan = prepared(tiny, "safetensors:automodel").plan
     assert codes(plan) == []
     again = msgspec.json.decode(msgspec.json.encode(plan), type=Plan)
     assert again == plan
@@ -97,8 +91,8 @@ def test_a_plan_is_frozen_json_data(tiny: Path, dialect: str) -> None:
     assert plan.contiguous <= plan.copies
 
 
-@every_dialect
-@pytest.mark.parametrize("shard_size", [1, 3000, 10**9])
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("shard_size", [1, 3000])
 def test_every_byte_of_every_file_has_one_origin(tiny: Path, dialect: str, shard_size: int) -> None:
     """Headers, tensors and carried files tile the target; a tensor's transfers tile the tensor."""
     made = prepared(tiny, dialect, shard_size=shard_size, axes={"p": 3})
@@ -125,7 +119,7 @@ def test_every_byte_of_every_file_has_one_origin(tiny: Path, dialect: str, shard
     assert made.plan.bytes_read == moved - 2 * 3 * 32 * (dialect in {"megatron", "te"})
 
 
-@pytest.mark.parametrize("shard_size", [1, 2000, 8000, 10**9])
+@pytest.mark.parametrize("shard_size", [1, 8000, 10**9])
 def test_shards_hold_the_same_in_order(tiny: Path, tmp_path: Path, shard_size: int) -> None:
     out = tmp_path / "out"
     tx.convert(tiny, out, to="hf", shard_size=shard_size, sync=False)
@@ -137,32 +131,6 @@ def test_shards_hold_the_same_in_order(tiny: Path, tmp_path: Path, shard_size: i
     assert all(sum(held) <= shard_size or len(held) == 1 for held in sizes.values())
     assert list(sizes) == sorted(sizes), "a worker that goes through the plan writes one file after the other"
     assert (len(sizes) > 1) == (shard_size < 10**6) == (out / checkpoints.INDEX).exists()
-
-
-def test_layers_lie_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    sizes = {**checkpoints.SIZES, "num_hidden_layers": 11, "num_experts": 2}
-    config = {**checkpoints.CONFIG, **sizes}
-    source = checkpoints.write(tmp_path / "source", checkpoints.tensors(sizes), config=config)
-    shards = [t.places[0].file for t in prepared(source, "hf", shard_size=1).plan.tensors]
-    names = [t.name for t in prepared(source, "hf", shard_size=1).plan.tensors]
-    assert shards == sorted(shards)
-    layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
-    assert layers == sorted(layers)
-
-
-@given(st.lists(st.text("0123456789ab.", max_size=12), min_size=2))
-@law
-def test_natural_order_compares_numbers_as_numbers(names: list[str]) -> None:
-    ordered = sorted(names, key=natural)
-    assert sorted(ordered) == sorted(names)
-    numbers = [name for name in ordered if name.isdigit()]
-    assert [int(number) for number in numbers] == sorted(int(number) for number in numbers)
-
-
-def test_natural_order_takes_any_name() -> None:
-    """Python refuses to read a number of five thousand digits; a name may hold one."""
-    names = ["9" * 5000, "1" + "0" * 5000, "", "٣", "²", "x" * 10_000, "007", "7"]
-    assert sorted(names, key=natural).index(names[0]) < sorted(names, key=natural).index(names[1])
 
 
 def _broken(held: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -192,17 +160,6 @@ def test_all_refusals_come_at_once_and_before_anything_is_written(tmp_path: Path
     assert names_in(tmp_path) == ["source"]
 
 
-def test_one_problem_does_not_hide_another(tmp_path: Path) -> None:
-    """Two targets of one name in layer 0, values that would be rounded in layer 1."""
-    rules = tmp_path / "my.rules"
-    rules.write_text(SHIFTED)
-    shapes = {"norm": (4,), "gate": (2, 4), "up": (2, 4)}
-    held = {f"{layer}.{part}": np.zeros(shape, np.float32) for layer in range(2) for part, shape in shapes.items()}
-    source = checkpoints.write(tmp_path / "source", {**held, "0.minus": np.zeros(1, np.float32)})
-    plan = prepared(source, "minus", rules=rules, family="shifted", dialect="hf").plan
-    assert {(r.code, r.where.tensor) for r in plan.refusals} == {("NAME_COLLISION", "0.minus"), ("LOSSY", "1.minus")}
-
-
 def test_unknown_tensors_keep_their_names(tmp_path: Path) -> None:
     extra = {"strange": np.zeros(3, np.float32), "x/../y": np.ones(1, np.float32)}
     held = {**checkpoints.tensors(), **extra}
@@ -217,9 +174,9 @@ def test_unknown_tensors_keep_their_names(tmp_path: Path) -> None:
     assert set(plan.kept) == extra.keys()
 
 
-@pytest.mark.parametrize("to", ["megatron", "dcp:torchtitan", "transformers", "vllm"])
 @pytest.mark.parametrize(
-    "name", ["model.layers.1.strange", "model.layers.0.mlp.experts.gate_up.bias", "model.layers.1.layers.7.lora.weight"]
+    ("to", "name"),
+    [("dcp:torchtitan", "model.layers.0.mlp.experts.gate_up.bias"), ("vllm", "model.layers.1.layers.7.lora.weight")],
 )
 def test_a_layer_is_not_converted_in_part(name: str, to: str, tmp_path: Path) -> None:
     """What no line reads in it would stay where no reader of the target looks, and the model would compute without."""
@@ -254,14 +211,6 @@ def test_a_table_of_ones_own_reads_what_is_in_a_layer(tmp_path: Path) -> None:
     assert {name: found[name].tolist() for name in strange} == {n: array.tolist() for n, array in strange.items()}
 
 
-def test_a_kept_name_that_is_also_written_is_refused(tmp_path: Path) -> None:
-    taken = "decoder.final_layernorm.weight"
-    held = {**checkpoints.tensors(), taken: np.zeros(3, np.float32)}
-    source = checkpoints.write(tmp_path / "source", held, config=checkpoints.CONFIG)
-    plan = prepared(source, "megatron").plan
-    assert ("NAME_COLLISION", taken) in [(r.code, r.where.tensor) for r in plan.refusals]
-
-
 def test_what_travels_along_and_what_stays(tmp_path: Path) -> None:
     source = checkpoints.tiny(tmp_path / "source")
     carried = {"tokenizer.json": b"{}", "chat template.jinja": b"x" * 3_000_000, "empty.txt": b""}
@@ -283,13 +232,6 @@ def test_what_travels_along_and_what_stays(tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes() == data
     assert (tmp_path / "out" / "config.json").read_bytes() == (source / "config.json").read_bytes()
     assert tx.verify(tmp_path / "out").ok
-
-
-def test_a_large_file_beside_the_weights_is_not_taken_into_memory(tmp_path: Path) -> None:
-    source = checkpoints.tiny(tmp_path / "source")
-    with (source / "video.mp4").open("wb") as file:
-        file.truncate(1 << 42)
-    assert prepared(source, "te").plan.files["video.mp4"] == 1 << 42
 
 
 def test_free_text_of_headers(tmp_path: Path) -> None:
@@ -321,12 +263,6 @@ def test_one_file_holds_all_whatever_the_shard_size(tiny: Path, tmp_path: Path) 
         assert {name: tensor.tobytes() for name, tensor in one.items()} == {n: t.tobytes() for n, t in other.items()}
 
 
-@pytest.mark.parametrize("to", ["hf", "safetensors:hf", "safetensors", "safetensors:", "identity"])
-def test_ways_to_say_where_to(tiny: Path, to: str) -> None:
-    plan = prepared(tiny, to).plan
-    assert (plan.format, plan.dialect) == ("safetensors", "hf")
-
-
 def test_a_format_that_cannot_be_written(tiny: Path) -> None:
     with pytest.raises(tx.TransaxleError, match=r"(?s)AMBIGUOUS.*gguf.*safetensors"):
         parse_to("gguf:hf")
@@ -336,29 +272,6 @@ def test_a_format_that_cannot_be_written(tiny: Path) -> None:
         parse_to("deepspeed:hf")
     with pytest.raises(tx.TransaxleError, match=r"(?s)AMBIGUOUS.*no dialect 'gguf'.*torchtitan"):
         prepared(tiny, "gguf")
-
-
-def test_a_checkpoint_of_no_known_family_still_changes_its_files(tmp_path: Path) -> None:
-    held = {"a.b": np.arange(6, dtype=np.int16).reshape(2, 3), "ü": np.zeros((), bool), "empty": np.zeros((0, 3), "f8")}
-    source = checkpoints.write(tmp_path / "source", held)
-    with pytest.raises(tx.TransaxleError, match="UNKNOWN_FAMILY"):
-        prepared(source, "hf")
-    tx.convert(source, tmp_path / "out", to="safetensors", shard_size=4, sync=False)
-    assert checkpoints.same(source, tmp_path / "out")
-    plan = prepared(source, "safetensors").plan
-    assert (plan.family, plan.dialect, plan.routes, plan.axes) == (None, "identity", (), {})
-
-
-def test_routes_say_it_by_rules(tiny: Path) -> None:
-    plan = prepared(tiny, "automodel").plan
-    (route,) = [route for route in plan.routes if route.component == "gate, up"]
-    assert route.tensors == checkpoints.SIZES["num_hidden_layers"]
-    assert route.source == (
-        "model.layers.{l}.mlp.experts.{e}.gate_proj.weight = gate[f d]",
-        "model.layers.{l}.mlp.experts.{e}.up_proj.weight = up[f d]",
-    )
-    assert sum(route.tensors for route in plan.routes) == len(plan.tensors)
-    assert (plan.axes["e"], plan.axes["g"], plan.axes["r"]) == (8, 2, 2)
 
 
 def _tied(tmp_path: Path) -> Path:
@@ -466,9 +379,9 @@ def test_arithmetic_that_cannot_be_done_is_refused_even_when_allowed(tmp_path: P
         assert codes(plan) == ["UNSUPPORTED"], to
 
 
-@pytest.mark.parametrize("to", ["safetensors", "dcp", "torch"])
-def test_a_view_is_written_as_it_shows(to: str, tmp_path: Path) -> None:
+def test_a_view_is_written_as_it_shows(tmp_path: Path) -> None:
     """Under its names, which the manifest calls what they are; under the stored ones where these are asked for."""
+    to = "dcp"
     source = checkpoints.tiny(tmp_path / "source")
     with tx.open(source).as_dialect("torchtitan") as view:
         names = set(view)

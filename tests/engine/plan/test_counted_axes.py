@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.axes.notation.family import Formula
 
 RULES = """family hybrid
   model_type hybrid
@@ -50,42 +48,12 @@ def test_a_missing_last_layer_is_found_by_the_length_of_a_list(tmp_path: Path) -
     assert "backbone.layers.2.mixer.A" in refusal.message
 
 
-def test_a_whole_one_is_converted(tmp_path: Path) -> None:
-    source, rules = _made(tmp_path, 3, "=len(layers_block_type)")
-    plan = tx.plan(source, tmp_path / "out", to="other", rules=rules)
-    assert (plan.refusals, plan.counted) == ((), {})
-    assert len(plan.tensors) == 6
-
-
 def test_layers_that_only_names_count_are_told_of(tmp_path: Path) -> None:
     source, rules = _made(tmp_path, 2, "")
     assert tx.plan(source, tmp_path / "out", to="other", rules=rules).counted == {"l": 2}
     assert tx.convert(source, tmp_path / "out", to="other", rules=rules, sync=False).as_json()["counted"] == {"l": 2}
     (refusal,) = tx.plan(source, tmp_path / "x", to="other", rules=rules, axes={"l": 3}).refusals
     assert refusal.code == "MISSING_TENSOR"
-
-
-def test_a_checkpoint_without_a_config_says_what_was_counted(tmp_path: Path) -> None:
-    source = checkpoints.write(tmp_path / "source", checkpoints.tensors())
-    found = tx.plan(source, tmp_path / "out", to="automodel").counted
-    assert {"l", "e"} <= found.keys()
-    told = tx.plan(source, tmp_path / "out", to="automodel", config=json.loads(json.dumps(dict(checkpoints.CONFIG))))
-    assert told.counted == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("len(a)", 3), ("len(b.c)", 2), ("len(text) + 1", 5), ("len(none)", None), ("len(b.x)|7", 7)]
-)
-def test_len(text: str, value: int | None) -> None:
-    formula = Formula(text)
-    assert formula({"a": [1, 2, 3], "b": {"c": (1, 2)}, "text": "M-*M"}) == value
-    assert "len" not in formula.names
-
-
-@pytest.mark.parametrize("text", ["max(a)", "len(a, b)", "len()", "len(*a)", "len(x=a)", "a.len(b)", "len(3)"])
-def test_other_calls_are_refused(text: str) -> None:
-    with pytest.raises(tx.TransaxleError, match="CORRUPT"):
-        Formula(text)({"a": 3})
 
 
 def test_a_config_that_claims_too_many_experts_is_refused_at_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Issue 15, files 4: `--dtype` casts plain numbers as torch does, and `--decode` concerns codes alone."""
+"""`--dtype` casts plain numbers as torch does, and `--decode` concerns codes alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from transaxle.errors import UsageError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SOURCES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-INTEGERS = {2: np.int16, 4: np.int32, 8: np.int64}
 RULES = "family toy\n  model_type toy\n  axes l=n d=d\n  x : l d\n  bias : l d\n  precise bias\n"
 RULES += "dialect hf\n  {l}.x = x[d]\n  {l}.bias = bias[d]\ndialect b\n  x{l} = x[d]\n  b{l} = bias[d]\n"
 
@@ -136,8 +135,7 @@ def test_codes_and_scales_are_not_cast(tmp_path: Path) -> None:
     assert parts.isdisjoint(changed)
 
 
-@pytest.mark.parametrize("path", ["", "attn.", "k_proj."])
-@pytest.mark.parametrize("encoded", [True, False])
+@pytest.mark.parametrize(("path", "encoded"), [("", True), ("k_proj.", False)])
 def test_scales_of_a_quantized_model_s_cache_stay(path: str, encoded: bool, tmp_path: Path) -> None:
     """Also where all weights have been decoded, and the config still says how keys and values are cached."""
     held, config = quantized.llama(d=128, f=128, g=1, r=1, head=128)
@@ -161,37 +159,6 @@ def test_decode_where_nothing_is_encoded_is_refused_with_the_way(tmp_path: Path)
     with pytest.raises(UsageError, match=r"(?s)AMBIGUOUS.*no encoded tensors.*--dtype fp32"):
         tx.convert(source, tmp_path / "out", to="hf", decode="fp32")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("said", [{"decode": "bf16"}, {"encode": "mxfp8"}])
-def test_one_change_of_numbers_at_a_time(said: dict[str, Any], tmp_path: Path) -> None:
-    source = checkpoints.tiny(tmp_path / "source")
-    with pytest.raises(TypeError, match="exclude each other"):
-        tx.convert(source, tmp_path / "out", to="hf", dtype="bf16", **said)
-
-
-def test_a_pattern_that_nothing_has_and_a_type_that_there_is_not(tmp_path: Path) -> None:
-    source = checkpoints.tiny(tmp_path / "source")
-    with pytest.raises(UsageError, match="no plain floating-point tensor has a name like"):
-        tx.plan(source, tmp_path / "out", to="hf", dtype="bf16", only="nothing*")
-    with pytest.raises(UsageError, match="cannot cast to 'int8'"):
-        tx.plan(source, tmp_path / "out", to="hf", dtype="int8")
-    checkpoints.write(tmp_path / "whole", {"a": np.arange(3)})
-    with pytest.raises(UsageError, match="no plain floating-point tensor"):
-        tx.plan(tmp_path / "whole", tmp_path / "out", to="safetensors", dtype="bf16")
-
-
-@pytest.mark.parametrize("offset", [0, 1, 2, 3, 5])
-def test_any_range_of_bytes(offset: int, tmp_path: Path) -> None:
-    values = torch.randn(700_001)
-    save_file({"a": values}, tmp_path / "s.safetensors")
-    with tx.open(tmp_path / "s.safetensors", dtype="bf16") as checkpoint:
-        whole = values.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
-        (transfer,) = checkpoint["a"].transfers()
-        for size in (1, 7, 524_288 * 2 + 3):
-            out = bytearray(size)
-            checkpoint.container.storage.read_into(transfer.file, offset, memoryview(out))
-            assert bytes(out) == whole[offset : offset + size]
 
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -218,8 +185,6 @@ def quantized_elsewhere() -> dict[str, tuple[str, Tensors]]:
     state = {"weight.quant_state.bitsandbytes__nf4": whole(u8, 90)}
     layers: dict[str, tuple[str, Tensors]] = {
         "gptq": ("gptq", packed | {"g_idx": whole(i32, COLUMNS)}),
-        "awq": ("awq", packed),
-        "auto-round": ("auto-round", packed),
         "pack-quantized": (
             "compressed-tensors",
             {
@@ -231,7 +196,6 @@ def quantized_elsewhere() -> dict[str, tuple[str, Tensors]]:
         "w8a8": ("compressed-tensors", {"weight": whole(i8, ROWS, COLUMNS), "weight_scale": real(f32, ROWS, 1)}),
         "int8": ("bitsandbytes", {"weight": whole(i8, ROWS, COLUMNS), "SCB": real(f32, ROWS)}),
         "nf4": ("bitsandbytes", {"weight": whole(u8, ROWS * COLUMNS // 2, 1), **of_nested, **state}),
-        "nf4 in bf16": ("bitsandbytes", {"weight": real(bf16, ROWS * COLUMNS // 4, 1), **of_nested, **state}),
         "hqq": ("hqq", {"W_q": whole(u8, ROWS, COLUMNS // 2), "scale": real(f16, 64, 1), "zero": real(f16, 64, 1)}),
         "eetq": ("eetq", {"weight": whole(i8, COLUMNS, ROWS), "weight_scales": real(f16, ROWS)}),
         "quanto": ("quanto", {"weight._data": whole(i8, ROWS, COLUMNS), "weight._scale": real(bf16, ROWS, 1)}),
@@ -284,7 +248,7 @@ KNOWN = [kind for kind in STRANGE if kind not in NOBODY]
 @pytest.mark.oracle
 @pytest.mark.parametrize("kind", STRANGE)
 def test_neither_scales_nor_codes_are_cast_alone(kind: str, tmp_path: Path) -> None:
-    """As a folder with its config and without, as one named file, from two formats, and into one file."""
+    """As a folder with its config and without, as one named file, and from two formats."""
     method, held = STRANGE[kind]
     sections: list[dict[str, Any]] = [{"model_type": "llama"}]
     if method:
@@ -297,12 +261,11 @@ def test_neither_scales_nor_codes_are_cast_alone(kind: str, tmp_path: Path) -> N
         (folder / "config.json").write_text(json.dumps(config))
         torch.save(held, tmp_path / f"{number}.pt")
         for source in (folder, folder / "model.safetensors", tmp_path / f"{number}.pt"):
-            for out in (tmp_path / "out", tmp_path / "out.safetensors"):
-                for dtype in ("fp16", *(["fp32"] if kind in KNOWN else ())):
-                    with pytest.raises(tx.TransaxleError) as caught:
-                        tx.convert(source, out, to="safetensors", dtype=dtype, sync=False)
-                    assert {each.code for each in caught.value.refusals} == {"UNSUPPORTED"}
-                    assert not out.exists()
+            for dtype in ("fp16", *(["fp32"] if kind in KNOWN else ())):
+                with pytest.raises(tx.TransaxleError) as caught:
+                    tx.convert(source, tmp_path / "out", to="safetensors", dtype=dtype, sync=False)
+                assert {each.code for each in caught.value.refusals} == {"UNSUPPORTED"}
+                assert not (tmp_path / "out").exists()
         tx.convert(folder, tmp_path / "moved", to="safetensors", overwrite=True, sync=False)
         moved = load_file(tmp_path / "moved/model.safetensors")
         assert {n: (t.dtype, t.shape) for n, t in moved.items()} == {n: (t.dtype, t.shape) for n, t in held.items()}
@@ -310,7 +273,7 @@ def test_neither_scales_nor_codes_are_cast_alone(kind: str, tmp_path: Path) -> N
             assert torch.equal(moved[name].view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize("kind", KNOWN[::5])
 @pytest.mark.parametrize(
     "said", [{"encode": "mxfp8", "only": "lm_head.weight"}, {"decode": "bf16"}, {"to": "megatron"}]
 )
@@ -367,7 +330,6 @@ NUMBERS: dict[str, tuple[Tensors, Tensors]] = {
         {"t.vocab_map": whole(i32, 30), "p.coords": whole(i16, 64, 2), "g.grid": whole(i32, 8, 8)},
         {"t.scores": real(torch.float32, 30), "p.table": real(torch.float32, 64), "g.gauss": real(torch.float32, 2, 8)},
     ),
-    "rotations": ({"r.position": whole(i32, 128)}, {"r.inv_freq": real(torch.float32, 8)}),
     "parameters that are called as parts of codes": (
         {"x.position_ids": whole(i32, 9)},
         {"x.a._scale": real(torch.float32, 4), "x._shift": real(torch.float32, 4), "x.b._data": real(torch.float32, 4)},
@@ -390,14 +352,12 @@ def test_integers_that_number_things_have_no_scales(kind: str, tmp_path: Path) -
 
 STALE = (
     {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    {"quant_method": "gptq", "bits": 4},
-    {"quant_method": "awq", "bits": 4},
     {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {"targets": ["Linear"]}}},
 )
 
 
 @pytest.mark.parametrize("section", STALE, ids=[str(each["quant_method"]) for each in STALE])
-@pytest.mark.parametrize("said", [{"to": "megatron"}, {"to": "hf"}, {"to": "safetensors", "dtype": "fp32"}])
+@pytest.mark.parametrize("said", [{"to": "megatron"}, {"to": "safetensors", "dtype": "fp32"}])
 def test_a_section_left_over_from_codes_is_told_of_and_removed(
     section: dict[str, Any], said: dict[str, Any], tmp_path: Path
 ) -> None:
