@@ -252,17 +252,6 @@ def test_a_config_that_leaves_matrices_open_is_refused() -> None:
         _planned(open_, "hf fsdp=2", "vllm tp=2")
 
 
-def test_numbers_without_axes_are_on_every_rank() -> None:
-    """Apertus has an activation with two numbers of its own."""
-    config = {
-        "model_type": "apertus", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": False, "tie_word_embeddings": False,
-        "mlp_bias": False,
-    }  # fmt: skip
-    planned = _planned(config, "hf fsdp=3", "vllm tp=2")
-    assert {planned.tensors[name] for name in planned.tensors if not builtin()["apertus"].tensors[name].axes[1:]} >= {8}
-
-
 def test_a_key_that_is_null_says_that_there_is_none() -> None:
     """DeepSeek-V2-Lite: queries are not compressed."""
     planned = _planned(DEEPSEEK | {"q_lora_rank": None}, "hf fsdp=2", "vllm tp=2")

@@ -97,20 +97,9 @@ def test_padding_holds_nothing_of_a_model(tmp_path: Path, *, numeric: bool) -> N
 
 
 def test_differences_of_every_kind_are_told_by_name(tmp_path: Path) -> None:
-    one = {
-        "a": np.zeros(3, "f4"),
-        "b": np.zeros((2, 3)),
-        "c": np.zeros(2, "f4"),
-        "d": np.zeros(1),
-        "e": np.ones(2, "i8"),
-    }
-    two = {
-        "a": np.zeros(3, "f4"),
-        "b": np.zeros((3, 2)),
-        "c": np.zeros(2, "i4"),
-        "z": np.zeros(1),
-        "e": np.zeros(2, "i8"),
-    }
+    both = {"a": np.zeros(3, "f4")}
+    one = {**both, "b": np.zeros((2, 3)), "c": np.zeros(2, "f4"), "d": np.zeros(1), "e": np.ones(2, "i8")}
+    two = {**both, "b": np.zeros((3, 2)), "c": np.zeros(2, "i4"), "z": np.zeros(1), "e": np.zeros(2, "i8")}
     found = tx.diff(plain(tmp_path / "one", one), plain(tmp_path / "two", two), numeric=True)
     assert [(d.name, d.kind) for d in found.differences] == [
         ("b", "shape"),

@@ -11,7 +11,6 @@ import pytest
 
 import transaxle as tx
 from tests.engine.distribute.arrays import do, in_child, planned
-from tests.engine.distribute.test_executor import Backwards
 from tests.engine.distribute.test_object_store import CHANGES, MIB, hidden, look, look_at, many, refused
 from tests.engine.killed import Death, contents
 from tests.formats.s3_server import Bucket
@@ -171,9 +170,9 @@ def test_a_run_that_died_while_it_cleaned_up(source: Path, wanted: dict[str, byt
 
 @pytest.mark.oracle
 def test_one_process_goes_on_where_several_were(
-    source: Path, wanted: dict[str, bytes], bucket: Bucket, sending: list[Part], tmp_path: Path
+    source: Path, wanted: dict[str, bytes], bucket: Bucket, sending: list[Part]
 ) -> None:
-    """In their items, and their parts; and where their division is not known, from the beginning."""
+    """In their items, and their parts."""
     url = f"{bucket.url}/out"
     plan = planned(source, url, "safetensors", 4, shard_size=10 * MIB)
     begin_work(plan)
@@ -184,10 +183,4 @@ def test_one_process_goes_on_where_several_were(
     assert 0 < report.resumed < report.tensors
     assert not set(sending) & there.keys()
     assert look_at(bucket) == wanted
-    report = tx.convert(source, url, on=Backwards(), items=3, overwrite=True, **HOW)
-    assert look_at(bucket) == wanted
-    tx.convert(source, f"{url}.safetensors", to="safetensors", resume=True)
-    tx.convert(source, tmp_path / "out.safetensors", to="safetensors")
-    assert bucket.get("out.safetensors") == (tmp_path / "out.safetensors").read_bytes()
-    tx.convert(source, f"{url}.safetensors", to="safetensors", resume=True)
     assert hidden(bucket) == []

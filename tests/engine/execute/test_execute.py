@@ -237,24 +237,6 @@ def test_a_resumed_run_gives_the_same_bytes(source: Path, wanted: Mapping[str, b
     assert sum(seen) == sum(tensor.nbytes for tensor in tensors)
 
 
-def test_one_file_is_resumed_too(source: Path, tmp_path: Path) -> None:
-    target, reference = tmp_path / "out.safetensors", tmp_path / "reference.safetensors"
-
-    def stop() -> None:
-        raise refuse("IO", "the cable")
-
-    def convert(to: Path, before: Before) -> tx.Report:
-        with open_checkpoint(source) as checkpoint:
-            prepared = make_plan(counted(checkpoint, before)[0], TO, target=str(to))
-            return execute(prepared, str(to), limit=limits(1), resume=True)
-
-    convert(reference, lambda *_: None)
-    with refused("IO"):
-        convert(target, Trouble(15, stop))
-    assert convert(target, lambda *_: None).resumed > 3
-    assert target.read_bytes() == reference.read_bytes()
-
-
 def test_a_source_that_changed_before_the_resume_is_refused(source: Path, tmp_path: Path) -> None:
     interrupted(source, tmp_path / "out", 12)
     with (source / checkpoints.WHOLE).open("r+b") as file:

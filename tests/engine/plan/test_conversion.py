@@ -46,15 +46,6 @@ dialect fused like hf
   {l}.both = [[gate:f | up:f] d]   lossy: 2 * w
 """
 
-STRANGE = """
-family strange like qwen3_moe
-  axes x
-  strange : l x
-dialect hf
-  model.layers.{l}.strange = strange[x]
-"""
-THERE_TOO = f"{STRANGE}dialect megatron\n  model.layers.{{l}}.strange = strange[x]\n"
-
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -192,23 +183,6 @@ def test_a_layer_is_not_converted_in_part(name: str, to: str, tmp_path: Path) ->
     assert names_in(tmp_path) == ["source"]
     for kept in ("hf", "safetensors:identity"):
         assert tx.plan(source, tmp_path / "out", to=kept).refusals == ()
-
-
-def test_a_table_of_ones_own_reads_what_is_in_a_layer(tmp_path: Path) -> None:
-    """As the refusal says; it may have the name that it has, in a line of the other dialect."""
-    strange = {f"model.layers.{layer}.strange": np.full(3, layer, np.float32) for layer in range(2)}
-    source = checkpoints.write(tmp_path / "source", {**checkpoints.tensors(), **strange}, config=checkpoints.CONFIG)
-    (refusal,) = tx.plan(source, tmp_path / "out", to="megatron").refusals
-    assert all(name in refusal.message for name in strange)
-    rules = tmp_path / "my.rules"
-    rules.write_text(STRANGE)
-    (refusal,) = tx.plan(source, tmp_path / "out", to="megatron", rules=rules, family="strange").refusals
-    assert "--rules FILE" in refusal.hint
-    rules.write_text(THERE_TOO)
-    report = tx.convert(source, tmp_path / "out", to="megatron", rules=rules, family="strange", sync=False)
-    assert report.kept == ()
-    found = checkpoints.read(tmp_path / "out")
-    assert {name: found[name].tolist() for name in strange} == {n: array.tolist() for n, array in strange.items()}
 
 
 def test_what_travels_along_and_what_stays(tmp_path: Path) -> None:

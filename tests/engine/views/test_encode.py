@@ -96,15 +96,8 @@ def test_each_expert_of_a_stack_is_tiled_for_itself(tmp_path: Path, encoding: st
     held = quantized.read(tmp_path / "stacked")
     stack = "model.layers.0.mlp.experts.gate_up_proj"
     assert held[stack].shape == (8, 320, 64)
-    tx.convert(
-        source,
-        tmp_path / "out",
-        to="transformers",
-        encode=encoding,
-        only="*.experts.*",
-        memory=MIN_MEMORY,
-        sync=False,
-    )
+    how: dict[str, Any] = {"encode": encoding, "only": "*.experts.*", "memory": MIN_MEMORY, "sync": False}
+    tx.convert(source, tmp_path / "out", to="transformers", **how)
     linear = [name for name in held if ".experts." in name]
     assert written(tmp_path / "out") == expected(encoding, held, linear)
     if encoding == "float8_block":  # each half ends inside a tile
@@ -163,19 +156,10 @@ dialect hf
   fused.weight = [[a:o | b:o] i]
   uneven.weight = uneven[u i]
   plain.weight = plain[o i]
-dialect transformers
-  experts.stack = stack[e o i]
-  turned.weight = turned[i o]
+dialect transformers like hf
   a.weight = a[o i]
   b.weight = b[o i]
-  uneven.weight = uneven[u i]
-  plain.weight = plain[o i]
-dialect mine
-  experts.stack = stack[e o i]
-  turned.weight = turned[i o]
-  fused.weight = [[a:o | b:o] i]
-  uneven.weight = uneven[u i]
-  plain.weight = plain[o i]
+dialect mine like hf
 """)
     shapes = {
         "experts.stack": (2, 64, 96),
