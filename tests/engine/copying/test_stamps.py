@@ -182,7 +182,7 @@ def test_all_layers_are_stamped_and_a_tensor_in_two_places_is_not(to: str) -> No
     halves = [Extent((start, 0), (rows // 2, columns), extent.file, (start + 1) << 39) for start in (0, rows // 2)]
     other = with_extents(opened, DOWN, halves)
     assert transfers(other, to) == long_way(other, to)
-    assert len(names - stamped(other, to)) == 1
+    assert len(names - stamped(other, to)) == 2, "and the next one, which is compared with it"
 
 
 @pytest.mark.parametrize("to", DIALECTS)
@@ -191,7 +191,7 @@ def test_a_tensor_of_another_type_leaves_its_line_unlike(to: str) -> None:
     norm = "model.layers.2.input_layernorm.weight"
     opened = with_extents(alike, norm, alike.container.entries[norm].extents, dtype="F32")
     assert transfers(opened, to) == long_way(opened, to)
-    assert len(stamped(alike, to) - stamped(opened, to)) in (1, LAYERS)
+    assert 1 <= len(stamped(alike, to) - stamped(opened, to)) <= LAYERS
 
 
 def cut(opened: Checkpoint, elsewhere: str = "") -> Checkpoint:
@@ -213,4 +213,4 @@ def test_tensors_that_are_cut_alike_are_alike(to: str) -> None:
     assert transfers(opened, to) == long_way(opened, to)
     assert stamped(opened, to) == {name for name in opened.translation(to).targets if "layers." in name}
     assert transfers(other, to) == long_way(other, to)
-    assert len(stamped(opened, to) - stamped(other, to)) == 1
+    assert len(stamped(opened, to) - stamped(other, to)) == 2
