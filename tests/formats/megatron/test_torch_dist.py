@@ -76,32 +76,23 @@ def hubs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.fixture(scope="module")
-def saved(hubs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, int, int], Path]:
-    """What a job saved of each model: the folder of an iteration, and the tracker beside it."""
-    folders = {}
-    for job in JOBS:
-        name, tp, pp, ep = job
-        folder = tmp_path_factory.mktemp("run") / "iter_0000003"
-        run(tp * pp * ep, gpt_job.save, MODELS[name], str(hubs[name]), str(folder), tp, pp, ep)
-        (folder.parent / "latest_checkpointed_iteration.txt").write_text("3")
-        folders[job] = folder.parent
-    return folders
-
-
 @pytest.mark.oracle
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_what_a_job_saved_becomes_the_hub_weights_that_it_had(
-    job: tuple[str, int, int, int], hubs: dict[str, Path], saved: dict[Any, Path], tmp_path: Path
+    job: tuple[str, int, int, int], hubs: dict[str, Path], tmp_path: Path
 ) -> None:
-    source = hubs[job[0]]
-    for folder in (saved[job], saved[job] / "iter_0000003"):
-        out = tmp_path / folder.name
-        report = tx.convert(folder, out, to="hf", config=source / "config.json")
+    name, tp, pp, ep = job
+    source, folder = hubs[name], tmp_path / "run" / "iter_0000003"
+    run(tp * pp * ep, gpt_job.save, MODELS[name], str(source), str(folder), tp, pp, ep)
+    (folder.parent / "latest_checkpointed_iteration.txt").write_text("3")
+    expected = load_file(source / hub.WEIGHTS)
+    for number, place in enumerate((folder.parent, folder)):
+        out = tmp_path / str(number)
+        report = tx.convert(place, out, to="hf", config=source / "config.json")
         assert report.format == "safetensors"
-        expected, found = load_file(source / hub.WEIGHTS), load_file(out / hub.WEIGHTS)
+        found = load_file(out / hub.WEIGHTS)
         assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
