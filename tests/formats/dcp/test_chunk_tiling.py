@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from transaxle.errors import Faults
@@ -136,6 +136,9 @@ def nearly_a_grid(draw: st.DrawFn) -> tuple[Shape, list[ChunkBox]]:
 
 
 @given(nearly_a_grid())
+@example(((4,), [((0,), (2,)), ((2,), (1,))]))
+@example(((4,), [((0,), (2,)), ((1,), (2,))]))
+@example(((4,), [((0,), (2,)), ((0,), (2,))]))
 def test_a_grid_is_a_tiling_and_nothing_else_is_taken_for_one(given_boxes: tuple[Shape, list[ChunkBox]]) -> None:
     shape, boxes = given_boxes
     inside = not any(outside(shape, box) for box in boxes)

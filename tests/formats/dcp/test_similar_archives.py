@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import struct
+import zlib
 from pathlib import Path
 
 import pytest
@@ -140,6 +142,19 @@ def test_overlaps_and_ends(apart: bool, tmp_path: Path, monkeypatch: pytest.Monk
     found = read_each_way(write(tmp_path / "cut", archives(), past_end=10, apart=apart), monkeypatch)
     assert isinstance(found, list)
     assert "lie outside the file" in found[0]
+
+
+def test_checksums_that_differ(apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy of the checksum that one archive records of its tensor."""
+    parts = archives()
+    part = parts[17]
+    values = torch.arange(17 * 24, 18 * 24, dtype=torch.float32).numpy().tobytes()
+    copy = struct.pack("<I", zlib.crc32(values))
+    assert part.count(copy) == 2
+    for at in (part.find(copy), part.rfind(copy)):
+        changed = part[:at] + bytes([part[at] ^ 1]) + part[at + 1 :]
+        folder = write(tmp_path, [*parts[:17], changed, *parts[18:]], apart=apart)
+        assert isinstance(read_each_way(folder, monkeypatch), list)
 
 
 @pytest.mark.oracle
