@@ -161,9 +161,9 @@ class Saver:
             with suppress(OSError):
                 self._pipe.send(None)
             self.wait_for_answer(None)
-            receive_answer = self.receive_answer()
-        if isinstance(receive_answer, TransaxleError):
-            raise receive_answer
+            answer = self.receive_answer()
+        if isinstance(answer, TransaxleError):
+            raise answer
 
     def order(self, settings: SaveSettings, state: CollectedState) -> None:
         """Send the snapshot to the process, starting it if needed, and return without waiting for the save."""
@@ -217,14 +217,14 @@ class Saver:
         if not self._pipe.poll() and (loss := self._loss) is not None:
             return self._kill(loss)  # this rank's process waits for the lost one, or is lost itself
         try:
-            receive_answer: Answer = self._pipe.recv()
+            answer: Answer = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(_JOIN)
             code = self._process.exitcode
             return self._kill(f"the background process of rank {self._rank} ended (exit code {code})")
-        if isinstance(receive_answer, TransaxleError) and is_loss(receive_answer):
-            return self._kill(receive_answer.refusals[0].message)
-        return receive_answer
+        if isinstance(answer, TransaxleError) and is_loss(answer):
+            return self._kill(answer.refusals[0].message)
+        return answer
 
     def _kill(self, message: str) -> TransaxleError:
         """Kill this rank's process because one is lost, and the remaining ones cannot save together any more."""

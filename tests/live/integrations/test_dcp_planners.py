@@ -37,18 +37,22 @@ FULL = {
     "packed": torch.arange(24 * 3, dtype=torch.float32).reshape(24, 3),
     "both": torch.arange(16 * 8, dtype=torch.bfloat16).reshape(16, 8),
     "plain": torch.arange(20, dtype=torch.float32).reshape(10, 2),
+    "few": torch.arange(2 * 4, dtype=torch.float32).reshape(2, 4),
     "same": torch.arange(5),
 }
+"""Of `few`, only one rank has rows."""
 ONE: dict[str, list[Any]] = {
     "packed": [_StridedShard(0, split_factor=2)],
     "both": [_StridedShard(1, split_factor=2)],
     "plain": [Shard(0)],
+    "few": [_StridedShard(0, split_factor=2)],
     "same": [Replicate()],
 }
 TWO: dict[str, list[Any]] = {
     "packed": [Shard(1), _StridedShard(0, split_factor=2)],
     "both": [_StridedShard(0, split_factor=2), Shard(0)],
     "plain": [Replicate(), Shard(0)],
+    "few": [Shard(1), _StridedShard(0, split_factor=2)],
     "same": [Replicate(), Replicate()],
 }
 

@@ -1,88 +1,134 @@
-"""Lightning's trainer with our `CheckpointIO`, held against the same run with Lightning's own."""
+"""Lightning's trainer with our `CheckpointIO`: held against Lightning's own, on one rank and under each strategy."""
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import transaxle as tx
+from tests.live.ranks import run
 from tests.oracles.quiet import quiet
+from transaxle.live.integrations.lightning_io import take_part
 
 pytestmark = pytest.mark.peers
-ROWS, WIDTH = 8, 4
+ROWS, WIDTH, WIDER = 8, 4, 6
 KEPT = 3
+NOTES = "notes.txt"
+ONE, DDP, FSDP, TP = "auto", "ddp", "fsdp2", "tp"
 
 
-def _module() -> Any:
-    """A module with weights of seed 1, dropout, an optimizer with two groups and a schedule."""
+def _module(kind: str = ONE) -> Any:
+    """A module with weights of seed 1, whose ranks shard it by themselves under Lightning's ModelParallelStrategy."""
     from pytorch_lightning import LightningModule
 
     class Module(LightningModule):
+        passes: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(1)
-            self.net = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 1))
+            self.net = nn.Sequential(nn.Linear(WIDTH, WIDER), nn.Tanh(), nn.Linear(WIDER, 1))
+            self.register_buffer("passes", torch.zeros(()))
+
+        def configure_model(self) -> None:
+            from torch.distributed.fsdp import fully_shard
+            from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+            mesh = self.device_mesh
+            if mesh is None or isinstance(self.net[0].weight, DTensor):
+                return  # it is called for each `fit` and `validate`
+            if kind == FSDP:
+                fully_shard(self.net, mesh=mesh["data_parallel"])
+            elif kind == TP:
+                plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+                parallelize_module(self.net, mesh["tensor_parallel"], plan)
 
         def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            self.passes += 1
             loss: torch.Tensor = self.net(batch).square().mean()
-            self.log("loss", loss)
             return loss
 
         def train_dataloader(self) -> Any:
             rows: Any = torch.arange(float(ROWS * WIDTH)).reshape(ROWS, WIDTH).sin()
-            return torch.utils.data.DataLoader(rows, batch_size=4)
+            return torch.utils.data.DataLoader(rows, batch_size=2)
+
+        def validation_step(self, batch: torch.Tensor) -> None:
+            self.log("loss", self.net(batch).square().mean(), sync_dist=True)
+
+        val_dataloader = train_dataloader
 
         def configure_optimizers(self) -> Any:
             first, *others = self.net.parameters()
-            groups = [{"params": [first], "lr": 0.05}, {"params": others, "weight_decay": 0.1}]
+            groups: list[dict[str, Any]] = [{"params": [first], "lr": 0.05}, {"params": others, "weight_decay": 0.1}]
             optimizer = torch.optim.AdamW(groups, lr=0.02)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
     return Module()
 
 
+def _strategy(kind: str, world: int) -> Any:
+    from pytorch_lightning.strategies import ModelParallelStrategy
+
+    if kind not in (FSDP, TP):
+        return kind
+    return ModelParallelStrategy(*((world, 1) if kind == FSDP else (1, world)))
+
+
+def _trainer(
+    folder: str | Path, *, strategy: Any = ONE, world: int = 1, callbacks: Sequence[Any] = (), **more: Any
+) -> Any:
+    from pytorch_lightning import Trainer
+
+    return Trainer(
+        accelerator="cpu", devices=world, strategy=strategy, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[*callbacks], default_root_dir=str(folder), num_sanity_val_steps=0,
+        **more,
+    )  # fmt: skip
+
+
+def _values(trainer: Any, module: Any) -> dict[str, torch.Tensor]:
+    """Copies of weights, buffers, moments, rates and progress, whole."""
+    (optimizer,) = trainer.optimizers
+    found = {name: each for name, each in module.state_dict().items() if isinstance(each, torch.Tensor)}
+    for name, parameter in module.named_parameters():
+        found |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
+    found["rates"] = torch.tensor([group["lr"] for group in optimizer.param_groups])
+    found["step"] = torch.tensor(trainer.global_step)
+    return {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
+        for name, each in found.items()
+    }
+
+
+def _alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], each) for name, each in wanted.items())
+
+
 def _fit(
     folder: Path, epochs: int, io: bool, resume: str | None = None, more: Sequence[Any] = (), **said: Any
 ) -> tuple[Any, Any]:
     """Train, with a checkpoint an epoch, and more callbacks; return trainer and module."""
-    from pytorch_lightning import Trainer
     from pytorch_lightning.callbacks import ModelCheckpoint
 
     module = _module()
     said.pop("change", id)(module)
     precision = said.pop("precision", None)
-    rotation = ModelCheckpoint(said.pop("place", str(folder)), "{epoch}", save_top_k=KEPT, monitor="epoch", mode="max")
+    rotation = ModelCheckpoint(str(folder), "{epoch}", save_top_k=KEPT, monitor="epoch", mode="max")
     plugins: Any = [tx.LightningCheckpoints(module, **said)] if io else []
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = Trainer(
-            max_epochs=epochs, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[*more, rotation], default_root_dir=str(folder),
-            plugins=plugins, precision=precision,
-        )  # fmt: skip
+        trainer = _trainer(folder, callbacks=[*more, rotation], max_epochs=epochs, plugins=plugins, precision=precision)
         trainer.fit(module, ckpt_path=resume)
     return trainer, module
-
-
-def _values(trainer: Any, module: Any) -> dict[str, torch.Tensor]:
-    """Copies of weights, buffers, moments and rates."""
-    (optimizer,) = trainer.optimizers
-    tensors = {name: each for name, each in module.state_dict().items() if isinstance(each, torch.Tensor)}
-    found = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    for name, parameter in module.named_parameters():
-        found |= {f"{name}/{key}": value.clone() for key, value in optimizer.state[parameter].items()}
-    rates = [group["lr"] for group in optimizer.param_groups]
-    return {**found, "rates": torch.tensor(rates), "step": torch.tensor(trainer.global_step)}
-
-
-def _alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], each) for name, each in wanted.items())
 
 
 @pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.oracle), True])
@@ -210,5 +256,156 @@ def test_other_values_in_the_place_of_weights_are_refused(tmp_path: Path) -> Non
 
     with pytest.raises(tx.TransaxleError) as found:
         _fit(tmp_path, 1, True, more=[Zeros()])
-    assert (found.value.code, found.value.refusals[0].where.tensor) == ("UNSUPPORTED", "net.0.weight")
+    assert (found.value.code, found.value.refusals[0].where.tensor) == ("UNSUPPORTED", "passes")
+    assert list(tmp_path.iterdir()) == []
+
+
+# On several ranks: what each strategy saves and resumes, and that no rank is left alone with an error.
+
+
+def _trainer_of_rank(module: Any, kind: str, world: int, folder: str, **more: Any) -> Any:
+    """A trainer with a checkpoint an epoch, of which the newest stays."""
+    from pytorch_lightning.callbacks import ModelCheckpoint
+
+    rotation = ModelCheckpoint(folder, "{epoch}", save_top_k=1, monitor="epoch", mode="max", save_last="link")
+    more.setdefault("plugins", [tx.LightningCheckpoints(module, background=kind == FSDP)])
+    callbacks = [rotation, *more.pop("callbacks", ())]
+    return _trainer(folder, strategy=_strategy(kind, world), world=world, callbacks=callbacks, **more)
+
+
+def _join(rank: int, world: int) -> None:
+    """Let Lightning use the process group that is there."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
+    os.environ |= {"MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "tests", "LOCAL_WORLD_SIZE": str(world)}
+
+
+def _fit_on_rank(
+    rank: int, world: int, kind: str, folder: str, epochs: int, resume: str | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Train; return the values at the beginning, if it resumes, and at the end."""
+    _join(rank, world)
+    module, begin = _module(kind), dict[str, torch.Tensor]()
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = _trainer_of_rank(module, kind, world, folder, max_epochs=epochs)
+        if resume:
+            module.on_train_start = lambda: begin.update(_values(trainer, module))
+        trainer.fit(module, ckpt_path=resume)
+        end = _values(trainer, module)
+        trainer.validate(module, ckpt_path="best")
+        trainer.save_checkpoint(f"{folder}/manual")
+        trainer.validate(module, ckpt_path=f"{folder}/manual")
+    return begin, end
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", [DDP, FSDP, TP])
+def test_ranks_resume_as_if_they_had_never_stopped(tmp_path: Path, kind: str) -> None:
+    wanted = run(2, _fit_on_rank, kind, str(tmp_path / "whole"), 4)
+    run(2, _fit_on_rank, kind, str(tmp_path / "halves"), 2)
+    found = run(2, _fit_on_rank, kind, str(tmp_path / "halves"), 4, "last")
+    assert all(_alike(end, whole) for (_, end), (_, whole) in zip(found, wanted, strict=True))
+    for folder in ("whole", "halves"):
+        assert {path.name for path in (tmp_path / folder).iterdir()} == {"epoch=3.ckpt", "last.ckpt", "manual"}
+        assert tx.verify(tmp_path / folder / "manual").ok
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", [DDP, FSDP, TP])
+def test_any_strategy_resumes_what_another_one_saved(tmp_path: Path, kind: str) -> None:
+    (_, saved), _ = run(2, _fit_on_rank, kind, str(tmp_path), 1)
+    for world, other in [(1, ONE), (1, FSDP), (2, DDP), (2, FSDP), (2, TP)]:
+        for begin, _ in run(
+            world, _fit_on_rank, other, str(tmp_path / f"{other}-{world}"), 2, str(tmp_path / "epoch=0.ckpt")
+        ):
+            assert _alike(begin, saved), (world, other)
+
+
+def _start(module: Any, kind: str, world: int, folder: str, **told: Any) -> None:
+    """Train."""
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _trainer_of_rank(module, kind, world, folder, **told).fit(module)
+
+
+def _refused_rotation(rank: int, world: int, kind: str, folder: str) -> str:
+    """Train where somebody puts notes into a checkpoint; return what this rank raised."""
+    _join(rank, world)
+    module = _module(kind)
+    module.on_train_epoch_start = lambda: [
+        Path(each, NOTES).write_text("mine") for each in Path(folder).glob("epoch=1*") if rank == 0
+    ]
+    with pytest.raises(tx.TransaxleError, match=NOTES) as refused:
+        _start(module, kind, world, folder, max_epochs=4)
+    return refused.value.code
+
+
+@pytest.mark.parametrize("kind", [DDP, pytest.param(FSDP, marks=pytest.mark.oracle)])
+def test_what_the_first_rank_may_not_delete_every_rank_raises(tmp_path: Path, kind: str) -> None:
+    assert run(2, _refused_rotation, kind, str(tmp_path)) == ["EXISTS", "EXISTS"]
+    assert (tmp_path / "epoch=1.ckpt" / NOTES).read_text() == "mine"
+    assert (tmp_path / "epoch=2.ckpt").is_dir()
+
+
+def _refused_save(rank: int, world: int, kind: str, folder: str) -> str:
+    """Train where the first rank cannot save; return what this rank raised."""
+    _join(rank, world)
+    module = _module(kind)
+    module.on_save_checkpoint = lambda checkpoint: checkpoint.update({"seen": object()} if rank == 0 else {})
+    with pytest.raises(tx.TransaxleError, match="not plain data") as refused:
+        _start(module, kind, world, folder, max_epochs=1)
+    return refused.value.code
+
+
+@pytest.mark.parametrize("kind", [pytest.param(DDP, marks=pytest.mark.oracle), FSDP])
+def test_what_the_first_rank_cannot_save_every_rank_raises(tmp_path: Path, kind: str) -> None:
+    assert run(2, _refused_save, kind, str(tmp_path)) == ["UNSUPPORTED", "UNSUPPORTED"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def _own_ways() -> dict[str, Callable[[], Any]]:
+    from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+
+    class Spawning(DDPStrategy):
+        @property
+        def launcher(self) -> Any:
+            return type("_MultiProcessingLauncher", (), {})()
+
+    return {
+        "FSDPStrategy": FSDPStrategy,
+        "DeepSpeedStrategy": DeepSpeedStrategy,
+        "spawned": Spawning,
+        "save_distributed_checkpoint": lambda: ModelParallelStrategy(save_distributed_checkpoint=False),
+    }
+
+
+@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy", "spawned", "save_distributed_checkpoint"])
+def test_strategies_that_save_in_another_way_are_refused(name: str) -> None:
+    module = _module(ONE)
+    trainer = SimpleNamespace(strategy=_own_ways()[name](), callbacks=[])
+    with pytest.raises(tx.TransaxleError, match=name) as refused:
+        take_part(trainer, tx.LightningCheckpoints(module))
+    assert refused.value.code == "UNSUPPORTED"
+
+
+def _begin(rank: int, world: int, kind: str, what: str, folder: str) -> str:
+    """Begin a run with something that cannot be combined; return the refusal."""
+    from pytorch_lightning.callbacks import WeightAveraging
+    from pytorch_lightning.plugins.io import AsyncCheckpointIO
+
+    _join(rank, world)
+    module = _module(kind)
+    checkpoints: Any = tx.LightningCheckpoints(module)
+    told: dict[str, Any] = {"plugins": [AsyncCheckpointIO(checkpoints)]}
+    if what == "averages":
+        told = {"callbacks": [WeightAveraging()]}
+    with pytest.raises(tx.TransaxleError) as refused:
+        _start(module, kind, world, folder, max_epochs=1, **told)
+    assert refused.value.code == "UNSUPPORTED"
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("kind", "what", "why"), [(FSDP, "averages", "WeightAveraging"), (DDP, "thread", "a thread")])
+def test_what_does_not_go_together_is_refused_when_a_run_begins(tmp_path: Path, kind: str, what: str, why: str) -> None:
+    assert all(why in refusal for refusal in run(2, _begin, kind, what, str(tmp_path)))
     assert list(tmp_path.iterdir()) == []

@@ -145,17 +145,17 @@ def _rows(rank: int, world: int, source: str, degrees: Degrees, options: dict[st
 def test_padding_of_another_job_is_cut_off_where_it_is_known(hubs: dict[str, str], tmp_path: Path) -> None:
     """A folder of DCP does not say which of its 64 rows are vocabulary; a config does."""
     folder = str(tmp_path / "dcp")
-    run(4, saved, MODELS["dense"], Degrees(tp=2, pp=2), hubs["dense"], folder, "dcp:identity")
+    run(2, saved, MODELS["dense"], Degrees(tp=2), hubs["dense"], folder, "dcp:identity")
     with pytest.raises(
         Refused, match=r"(?s)embedding.*\[56, 64\] in the model, but \[64, 64\].*give config="
     ) as caught:
-        run(4, _rows, folder, Degrees(tp=4, padded=56), {"config": {"vocab_size": None}})
+        run(2, _rows, folder, Degrees(tp=2, padded=56), {"config": {"vocab_size": None}})
     assert {refusal.code for refusal in caught.value.refusals} == {"SHAPE_MISMATCH"}
     names = ("embedding.word_embeddings.weight", "output_layer.weight")
-    found = run(4, _rows, folder, Degrees(tp=4, padded=56), {"config": hubs["dense"]})
-    assert found == [dict.fromkeys(names, (64, 56))] * 4
+    found = run(2, _rows, folder, Degrees(tp=2, padded=56), {"config": hubs["dense"]})
+    assert found == [dict.fromkeys(names, (64, 56))] * 2
     with pytest.raises(Refused, match=r"\[48, 64\] in the model, but \[64, 64\]"):
-        run(4, _rows, folder, Degrees(tp=4, padded=48), {"config": hubs["dense"]})
+        run(2, _rows, folder, Degrees(tp=2, padded=48), {"config": hubs["dense"]})
 
 
 def _whole_model(rank: int, world: int, source: str, degrees: Degrees) -> str:
@@ -166,8 +166,8 @@ def _whole_model(rank: int, world: int, source: str, degrees: Degrees) -> str:
 
 @pytest.mark.peers
 def test_a_model_that_is_shared_out_must_say_how(hubs: dict[str, str]) -> None:
-    found = run(4, _whole_model, hubs["dense"], Degrees(tp=2, pp=2))
-    assert all("TP 2 x PP 2" in each and "sharded_state_dict()" in each for each in found)
+    found = run(2, _whole_model, hubs["dense"], Degrees(tp=2))
+    assert all("TP 2" in each and "sharded_state_dict()" in each for each in found)
 
 
 # Megatron jobs save hub folders: what they loaded comes out again, byte for byte, without the padding.
@@ -200,12 +200,12 @@ def test_what_was_loaded_is_saved(name: str, degrees: Degrees, hubs: dict[str, s
 
 @pytest.mark.peers
 def test_a_folder_of_dcp_has_the_names_and_the_padding_of_megatron(hubs: dict[str, str], tmp_path: Path) -> None:
-    degrees, out = Degrees(tp=2, pp=2), tmp_path / "out"
-    run(4, saved, MODELS["dense"], degrees, hubs["dense"], str(out), "dcp:identity")
+    degrees, out = Degrees(tp=2), tmp_path / "out"
+    run(2, saved, MODELS["dense"], degrees, hubs["dense"], str(out), "dcp:identity")
     with tx.open(out) as written:
         assert written["embedding.word_embeddings.weight"].shape == (64, 64)
         assert written["decoder.layers.mlp.linear_fc1.weight"].shape == (4, 192, 64)
-    assert run(4, _loaded_again, degrees, hubs["dense"], str(out)) == [[]] * 4
+    assert run(2, _loaded_again, degrees, hubs["dense"], str(out)) == [[]] * 2
 
 
 @pytest.mark.peers
@@ -229,7 +229,7 @@ def _loaded_again(rank: int, world: int, degrees: Degrees, source: str, folder: 
 
 
 def _drifted(rank: int, world: int, source: str, target: str, check: bool) -> list[str]:
-    with gpt_job.models(MODELS["dense"], Degrees(tp=2, pp=2)) as (model,):
+    with gpt_job.models(MODELS["dense"], Degrees(tp=2)) as (model,):
         state = model.sharded_state_dict()
         load(state, source)
         if any(state["decoder.layers.0.input_layernorm.weight"].replica_id):
@@ -246,11 +246,11 @@ def _drifted(rank: int, world: int, source: str, target: str, check: bool) -> li
 @pytest.mark.peers
 def test_replicas_that_differ_are_refused_or_left_out(hubs: dict[str, str], tmp_path: Path) -> None:
     source, no, out = hubs["dense"], tmp_path / "no", tmp_path / "out"
-    told = run(4, _drifted, source, str(no), True)
+    told = run(2, _drifted, source, str(no), True)
     assert all(each == told[0] and len(each) == 4 * 4 + 1 for each in told)
     assert "UNEQUAL_COPIES decoder.layers.self_attention.q_layernorm.weight[2, 0]" in told[0]
     assert not no.exists()
-    assert run(4, _drifted, source, str(out), False) == [[]] * 4
+    assert run(2, _drifted, source, str(out), False) == [[]] * 2
     truth, written = load_file(Path(source, hub.WEIGHTS)), load_file(out / hub.WEIGHTS)
     assert all(torch.equal(written[name], value) for name, value in truth.items()), "those with replica id 0 are saved"
 

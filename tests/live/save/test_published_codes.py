@@ -158,24 +158,28 @@ def _decompressed(files: Any, name: str, said: dict[str, Any]) -> torch.Tensor:
     return raw(made.to(torch.bfloat16))
 
 
+@pytest.mark.oracle
 @pytest.mark.peers
-def test_a_state_dict_a_background_save_and_a_conversion_give_the_same_files(tmp_path: Path) -> None:
-    for kind in (*KINDS, "mxfp8, both ways", "nvfp4, 16x16, both ways"):
-        model = _model("llama", kind)
-        config = _config(model)
-        tx.save(model, tmp_path / f"{kind} model", to="hf", config=config, sync=False)
-        tx.save(model.state_dict(), tmp_path / f"{kind} state", to="hf", config=config, sync=False)
-        tx.save(model, tmp_path / f"{kind} dcp", to="dcp", config=config, sync=False)
-        tx.convert(tmp_path / f"{kind} dcp", tmp_path / f"{kind} converted", to="hf", sync=False)
-        for way in ("state", "converted"):
-            for file in ("model.safetensors", "config.json"):
-                wanted = (tmp_path / f"{kind} model" / file).read_bytes()
-                assert (tmp_path / f"{kind} {way}" / file).read_bytes() == wanted, (kind, way, file)
-    kind = list(KINDS)[-1]
-    config = _config(model := _model("llama", kind))
+@pytest.mark.parametrize("kind", [*KINDS, "mxfp8, both ways", "nvfp4, 16x16, both ways"])
+def test_a_state_dict_and_a_conversion_give_the_same_files(kind: str, tmp_path: Path) -> None:
+    model = _model("llama", kind)
+    config = _config(model)
+    tx.save(model, tmp_path / "model", to="hf", config=config, sync=False)
+    tx.save(model.state_dict(), tmp_path / "state", to="hf", config=config, sync=False)
+    tx.save(model, tmp_path / "dcp", to="dcp", config=config, sync=False)
+    tx.convert(tmp_path / "dcp", tmp_path / "converted", to="hf", sync=False)
+    for way in ("state", "converted"):
+        for file in ("model.safetensors", "config.json"):
+            assert (tmp_path / way / file).read_bytes() == (tmp_path / "model" / file).read_bytes(), (way, file)
+
+
+@pytest.mark.peers
+def test_a_background_save_gives_the_same_codes_and_the_masters_beside_them(tmp_path: Path) -> None:
+    config = _config(model := _model("llama", list(KINDS)[-1]))
     masters = MasterWeights(model.parameters(), partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    tx.save(model, tmp_path / "model", to="hf", config=config, sync=False)
     tx.async_save(model, tmp_path / "later", to="hf", optimizer=masters, config=config, sync=False).result()
-    with tx.open(tmp_path / "later") as files, tx.open(tmp_path / f"{kind} model") as alone:
+    with tx.open(tmp_path / "later") as files, tx.open(tmp_path / "model") as alone:
         assert {name for name in files if not name.startswith("optim/")} == set(alone)
         assert all(files[name].tobytes() == alone[name].tobytes() for name in alone)
         assert f"optim/{HEAD}.weight/master" not in files

@@ -257,11 +257,19 @@ class Lookahead(Optimizer):
                 self.state[parameter]["slow"] = parameter.detach().clone()
 
 
+def _wider(net: nn.Module) -> Optimizer:
+    """One whose optimizer inside trains a parameter more than it has itself."""
+    outer = Posing(AdamW(net.parameters()))
+    outer.inside["main"].add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    return outer
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "attribute": (lambda net: Momentum(net.parameters()), "attribute momentum"),
     "state dict": (lambda net: Counting(net.parameters(), momentum=0.5), "'seen' in its state_dict()"),
     "of no parameter": (lambda net: GlobalTensor(net.parameters(), momentum=0.5), "state under 'global'"),
     "copies": (lambda net: Copying(net.parameters()), "train other tensors than its parameters"),
+    "wider": (_wider, "train other tensors than its parameters"),
     "lookahead": (lambda net: Lookahead(AdamW(net.parameters())), "its own state for a parameter"),
 }
 
