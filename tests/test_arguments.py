@@ -92,7 +92,7 @@ def test_no_signature_is_made_up() -> None:
     assert [name for name, function in PUBLIC.items() if hasattr(vars(function).get("__init__"), "__signature__")] == []
 
 
-def test_item_2_no_public_function_takes_any_keyword() -> None:
+def test_no_public_function_takes_any_keyword() -> None:
     starred = [
         name
         for name, function in PUBLIC.items()

@@ -215,7 +215,7 @@ def test_what_the_pages_tell_to_type_prints_what_they_show(page: str, tmp_path: 
                 assert _expected(shown).match(printed), f"{command}\n{printed}"
 
 
-def test_item_9_every_page_with_examples_is_run() -> None:
+def test_every_page_with_examples_is_run() -> None:
     docs = ROOT / "docs"
     pages = {page.relative_to(docs).with_suffix("").as_posix(): page.read_text("utf-8") for page in docs.rglob("*.md")}
     shown = {name for name, text in pages.items() if _blocks(text, "python", "console")}
@@ -234,7 +234,7 @@ def _commands() -> list[tuple[str, str]]:
     return found
 
 
-def test_item_9_commands_that_pages_show_have_the_options_that_they_give() -> None:
+def test_commands_that_pages_show_have_the_options_that_they_give() -> None:
     root = click.Context(program, info_name="transaxle")
     commands = _commands()
     assert len(commands) > 60

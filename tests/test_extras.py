@@ -36,14 +36,14 @@ def _known(one: Requirement) -> tuple[str, frozenset[str], str]:
 
 
 @pytest.mark.parametrize("extra", OFFERED)
-def test_item_9_what_an_extra_brings_is_installed_by_name(extra: str) -> None:
+def test_what_an_extra_brings_is_installed_by_name(extra: str) -> None:
     """`pip install 'transaxle[report]'` finds no such package on an index until one is released."""
     words = shlex.split(install(extra))
     assert words[:2] == ["pip", "install"]
     assert {_known(Requirement(word)) for word in words[2:]} == _asked(extra)
 
 
-def test_item_9_a_source_tree_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_tree_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> list[str]:
         raise PackageNotFoundError(name)
 

@@ -36,9 +36,7 @@ def pure(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
-def test_item_11_a_wheel_without_compiled_parts_is_for_any_platform_and_computes_the_same(
-    pure: Path, tmp_path: Path
-) -> None:
+def test_a_wheel_without_compiled_parts_is_for_any_platform_and_computes_the_same(pure: Path, tmp_path: Path) -> None:
     assert pure.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(pure) as wheel:
         assert [name for name in wheel.namelist() if name.endswith(".so")] == []
@@ -72,7 +70,7 @@ def _run(package: Path, folder: Path, *lines: str) -> str:
     return done.stdout.strip()
 
 
-def test_item_11_the_page_of_the_package_has_no_link_that_leads_nowhere(pure: Path) -> None:
+def test_the_page_of_the_package_has_no_link_that_leads_nowhere(pure: Path) -> None:
     with zipfile.ZipFile(pure) as wheel:
         (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         told = Parser().parsestr(wheel.read(name).decode())
@@ -84,7 +82,7 @@ def test_item_11_the_page_of_the_package_has_no_link_that_leads_nowhere(pure: Pa
     assert [target for target in targets if not target.startswith(("http://", "https://", "#"))] == []
 
 
-def test_item_11_links_lead_to_the_version_that_was_released() -> None:
+def test_links_lead_to_the_version_that_was_released() -> None:
     text = "[why](docs/why.md), [LICENSE](LICENSE), [here](#x), [there](https://there/a), ![drawn](a.svg)"
     assert with_links(text, "https://forge/x/", "1.2") == (
         "[why](https://forge/x/blob/v1.2/docs/why.md), [LICENSE](https://forge/x/blob/v1.2/LICENSE), [here](#x), "
@@ -101,7 +99,7 @@ def test_the_version_is_the_changelogs_newest_and_the_one_to_cite() -> None:
     assert newest == (tx.__version__, cited["date-released"]) == (cited["version"], cited["date-released"])
 
 
-def test_item_11_versions_of_python_are_said_once() -> None:
+def test_versions_of_python_are_said_once() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     named = [name.rpartition(" ")[2] for name in project["classifiers"] if re.search(r"Python :: 3\.\d+$", name)]
     assert project["requires-python"] == f">={named[0]}"

@@ -1,4 +1,4 @@
-"""Issue 22, item 10: what a session of these tests takes of the machine, and what it leaves there."""
+"""What a session of these tests takes of the machine, and what it leaves there."""
 
 from __future__ import annotations
 

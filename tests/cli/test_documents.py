@@ -53,7 +53,7 @@ def around(ck: Path, here: Path) -> Path:
     return here
 
 
-def test_item_8_what_commands_print_is_as_their_schemas_say(around: Path, transaxle: Transaxle) -> None:
+def test_what_commands_print_is_as_their_schemas_say(around: Path, transaxle: Transaxle) -> None:
     """The fixture holds every document against its schema."""
     for line in _WAY:
         assert "error" not in transaxle(*line.split(), "--json").json, line
@@ -62,7 +62,7 @@ def test_item_8_what_commands_print_is_as_their_schemas_say(around: Path, transa
     assert {line.split()[0] for line in _WAY} == {*COMMANDS} - {"demo"}
 
 
-def test_item_8_a_plan_with_everything_in_it(ck: Path) -> None:
+def test_a_plan_with_everything_in_it(ck: Path) -> None:
     """Python's form has the single copies too."""
     plan = tx.plan(ck, "out", to="automodel")
     tensors = [msgspec.structs.replace(each, arithmetic=(("affine", 2.0, -1.0),)) for each in plan.tensors]
@@ -78,7 +78,7 @@ def test_item_8_a_plan_with_everything_in_it(ck: Path) -> None:
     assert tuple(loop.values()) == moved[0].loops[0]
 
 
-def test_item_8_every_command_has_a_schema_that_is_one() -> None:
+def test_every_command_has_a_schema_that_is_one() -> None:
     known = documents.schemas()
     assert {*known} == {*COMMANDS, documents.ERROR, documents.EVENT, documents.PARTS}
     for name, schema in known.items():
@@ -102,7 +102,7 @@ def _arrays(schema: Any) -> Iterator[Any]:
         yield from _arrays(value)
 
 
-def test_item_8_no_array_is_positional() -> None:
+def test_no_array_is_positional() -> None:
     """Each has elements of one kind; arrays in arrays are the one matrix."""
     nested = 0
     for schema in documents.schemas().values():
@@ -113,14 +113,14 @@ def test_item_8_no_array_is_positional() -> None:
     assert nested == 1
 
 
-def test_item_8_a_key_without_a_schema_is_noticed() -> None:
+def test_a_key_without_a_schema_is_noticed() -> None:
     documents.check("clean", {"leftovers": []})
     for wrong in ({"leftovers": [], "more": 1}, {}, {"leftovers": [["a", 1]]}, {"error": {"message": "it"}}):
         with pytest.raises(AssertionError):
             documents.check("clean", wrong)
 
 
-def test_item_8_events_are_as_their_schema_says() -> None:
+def test_events_are_as_their_schema_says() -> None:
     for event in (
         Event(event="begun", items=3, total=9, done=0),
         Event(event="item", items=3, total=9, done=3, item=1),
@@ -128,7 +128,7 @@ def test_item_8_events_are_as_their_schema_says() -> None:
         documents.check(documents.EVENT, msgspec.json.decode(msgspec.json.encode(event)))
 
 
-def test_item_8_numbers_without_digits_are_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_without_digits_are_words(capsys: pytest.CaptureFixture[str]) -> None:
     """What Python writes for them is no JSON."""
     Screen().document({"a": [math.nan, {"b": np.float32("inf")}, -math.inf, 1.5], "n": np.int64(3)})
     printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)

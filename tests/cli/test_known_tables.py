@@ -1,4 +1,4 @@
-"""Issue 22, item 8: the built-in tables can be looked at, and the help of long commands is in sections."""
+"""The built-in tables can be looked at, and the help of long commands is in sections."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ atexit.register(lambda: sys.stderr.write(" ".join(sorted({name.partition(".")[0]
 """
 
 
-def test_item_8_families(transaxle: Transaxle) -> None:
+def test_families(transaxle: Transaxle) -> None:
     told = transaxle("families", "--json").json["families"]
     assert [each["family"] for each in told] == list(builtin())
     listed = lines(transaxle("families").out)
@@ -38,7 +38,7 @@ def test_item_8_families(transaxle: Transaxle) -> None:
     assert {each["made_by"] for each in told} == {"hand", "tracing"}
 
 
-def test_item_8_families_by_a_word(transaxle: Transaxle) -> None:
+def test_families_by_a_word(transaxle: Transaxle) -> None:
     """Of a name or of a model type."""
     named = [each["family"] for each in transaxle("families", "Kimi_K2", "--json").json["families"]]
     assert named == ["deepseek_v3", "kimi_k25"]
@@ -51,7 +51,7 @@ def test_item_8_families_by_a_word(transaxle: Transaxle) -> None:
     assert ("transaxle derive" in nothing.err, "transaxle dialects" in nothing.err) == (True, False)
 
 
-def test_item_8_dialects(transaxle: Transaxle) -> None:
+def test_dialects(transaxle: Transaxle) -> None:
     """Every one that ships says whose it is."""
     labels = {label for entry in builtin().entries.values() for label in entry.dialects}
     assert labels == set(PEERS)
@@ -61,7 +61,7 @@ def test_item_8_dialects(transaxle: Transaxle) -> None:
     assert ["vllm", "vllm", PEERS["vllm"].version] in [row[:3] for row in lines(transaxle("dialects").out)]
 
 
-def test_item_8_versions_are_those_that_were_compared() -> None:
+def test_versions_are_those_that_were_compared() -> None:
     compared: dict[tuple[str, str], set[str]] = {}
     for dialect, package, version, *_ in json.loads(ORACLES.read_text())["oracles"]:
         if package and package != "megatron-bridge":
@@ -71,7 +71,7 @@ def test_item_8_versions_are_those_that_were_compared() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4v", "kimi_k2"])
-def test_item_8_a_family_has_a_legend(name: str, transaxle: Transaxle) -> None:
+def test_a_family_has_a_legend(name: str, transaxle: Transaxle) -> None:
     told: Any = transaxle("dialects", name, "--json").json
     family = builtin()[told["family"]]
     assert [each["dialect"] for each in told["dialects"]] == list(family.labels)
@@ -80,14 +80,14 @@ def test_item_8_a_family_has_a_legend(name: str, transaxle: Transaxle) -> None:
     assert (table["axes"], table["frameworks"]) == (told["axes"], told["dialects"])
 
 
-def test_item_8_the_legend_is_in_words(transaxle: Transaxle) -> None:
+def test_the_legend_is_in_words(transaxle: Transaxle) -> None:
     told = {each["axis"]: each["meaning"] for each in transaxle("dialects", "qwen3_moe", "--json").json["axes"]}
     assert (told["e"], told["l"], told["d"]) == ("experts", "layers", "hidden size")
     assert told["p"] == "rows or columns of padding"
     assert ["e", "num_experts|num_local_experts", "experts"] in lines(transaxle("dialects", "qwen3_moe").out)
 
 
-def test_item_8_what_is_printed_is_a_table(transaxle: Transaxle) -> None:
+def test_what_is_printed_is_a_table(transaxle: Transaxle) -> None:
     """The legend is a comment in it."""
     printed = transaxle("info", "--family", "llama").out
     assert ["#", "e"] not in [row[:2] for row in lines(printed)]
@@ -96,17 +96,17 @@ def test_item_8_what_is_printed_is_a_table(transaxle: Transaxle) -> None:
     assert axes_of(family) == axes_of(builtin()["llama"])
 
 
-def test_item_8_a_misspelt_family(transaxle: Transaxle) -> None:
+def test_a_misspelt_family(transaxle: Transaxle) -> None:
     outcome = transaxle("dialects", "qwn3")
     assert (outcome.code, "Did you mean qwen3?" in outcome.err) == (USAGE, True)
 
 
-def test_item_8_lists_open_no_table() -> None:
+def test_lists_open_no_table() -> None:
     for word in ("families", "dialects"):
         assert not {"torch", "rich", "fsspec"} & set(process(word, "--json", before=COUNTED).err.split())
 
 
-def test_item_8_the_help_of_convert_is_in_sections(transaxle: Transaxle) -> None:
+def test_the_help_of_convert_is_in_sections(transaxle: Transaxle) -> None:
     """In each an option of its own; none is lost, and none is there twice."""
     printed = transaxle("convert", "--help-all").out
     places = [printed.index(f"{title}:\n") for title in SECTIONS]

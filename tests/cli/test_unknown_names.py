@@ -1,4 +1,4 @@
-"""Issue 22, item 7: names that do not exist get the nearest that does, and completion offers those that do."""
+"""Names that do not exist get the nearest that does, and completion offers those that do."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     ],
     ids=" ".join,
 )
-def test_item_7_a_misspelt_name_gets_the_nearest(
-    typed: tuple[str, ...], nearest: str, ck: Path, transaxle: Transaxle
-) -> None:
+def test_a_misspelt_name_gets_the_nearest(typed: tuple[str, ...], nearest: str, ck: Path, transaxle: Transaxle) -> None:
     outcome = transaxle("plan", ck, "out", *typed)
     assert (outcome.code, outcome.out) == (USAGE, "")
     assert f"Did you mean {nearest}?" in outcome.err
@@ -107,7 +105,7 @@ def test_megatrons_names_in_safetensors_come_with_what_megatron_loads(ck: Path, 
     assert (again.code, "hashed while written" in again.out, "B/s" in again.out) == (0, False, False)
 
 
-def test_item_7_a_format_that_nobody_has(ck: Path, transaxle: Transaxle) -> None:
+def test_a_format_that_nobody_has(ck: Path, transaxle: Transaxle) -> None:
     """What is far from every name gets the list of them."""
     outcome = transaxle("convert", ck, "out", "--to", "gguf:hf")
     assert (outcome.code, "there are: safetensors, torch, dcp" in outcome.err) == (USAGE, True)
@@ -142,7 +140,7 @@ def test_a_slip_is_told_before_a_family_that_is_not_known(
     assert f"Did you mean {nearest}?" in transaxle("plan", ck, "out", "--to", typed).err
 
 
-def test_item_7_a_dialect_of_no_table(ck: Path, transaxle: Transaxle) -> None:
+def test_a_dialect_of_no_table(ck: Path, transaxle: Transaxle) -> None:
     """Also where the family is not known."""
     _of_type(ck, "frobnitz")
     _renamed(ck)
@@ -151,7 +149,7 @@ def test_item_7_a_dialect_of_no_table(ck: Path, transaxle: Transaxle) -> None:
 
 
 @pytest.mark.parametrize("renamed", [False, True], ids=["names like those of a table", "names of its own"])
-def test_item_7_an_unknown_model_type_is_called_that(renamed: bool, ck: Path, transaxle: Transaxle) -> None:
+def test_an_unknown_model_type_is_called_that(renamed: bool, ck: Path, transaxle: Transaxle) -> None:
     _of_type(ck, "frobnitz")
     if renamed:
         _renamed(ck)
@@ -177,7 +175,7 @@ def test_item_7_an_unknown_model_type_is_called_that(renamed: bool, ck: Path, tr
         ("conv", ["convert"]),
     ],
 )
-def test_item_7_completion_in_bash(typed: str, offered: list[str]) -> None:
+def test_completion_in_bash(typed: str, offered: list[str]) -> None:
     """A colon begins a word there: what is offered is what follows it."""
     source = process(environment={"_TRANSAXLE_COMPLETE": "bash_source"}).out
     script = BASH.format(source=source, python=sys.executable, typed=typed)
@@ -185,13 +183,13 @@ def test_item_7_completion_in_bash(typed: str, offered: list[str]) -> None:
     assert done.stdout.split() == offered
 
 
-def test_item_7_the_line_that_turns_completion_on_is_never_broken() -> None:
+def test_the_line_that_turns_completion_on_is_never_broken() -> None:
     text = process("--help", environment={"COLUMNS": "60"}).out
     shown = [line.strip() for line in text.splitlines() if "bash_source" in line]
     assert shown == ['eval "$(_TRANSAXLE_COMPLETE=bash_source transaxle)"']
 
 
-def test_item_7_completion_after_a_space_begins_a_word() -> None:
+def test_completion_after_a_space_begins_a_word() -> None:
     asked = {"_TRANSAXLE_COMPLETE": "bash_complete", "COMP_LINE": "transaxle convert a b --format "}
     assert "plain,safetensors" in process(environment=asked).out.splitlines()
     assert "plain,convert" in process(environment={**asked, "COMP_LINE": "transaxle "}).out.splitlines()

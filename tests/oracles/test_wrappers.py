@@ -1,4 +1,4 @@
-"""Issue 15, must show: every name that is written as `transformers` is one that transformers has, or it is refused.
+"""Every name that is written as `transformers` is one that transformers has, or it is refused.
 
 Every model type that builds from a tiny config is stored by `save_pretrained`, converted with its config and without,
 and loaded; `make oracle` takes all of them, `make test` a sample with and without wrappers.
