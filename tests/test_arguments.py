@@ -86,7 +86,7 @@ def test_a_default_of_none_is_in_the_type() -> None:
     assert unstated == []
 
 
-def test_no_signature_is_made_up() -> None:
+def test_signatures_are_not_overridden() -> None:
     """What the interpreter says is what an editor reads in the source."""
     assert [name for name, function in PUBLIC.items() if hasattr(function, "__signature__")] == []
     assert [name for name, function in PUBLIC.items() if hasattr(vars(function).get("__init__"), "__signature__")] == []
@@ -243,7 +243,7 @@ def _tried() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("function", sorted({function for function, _ in _tried()}))
-def test_a_wrong_type_gets_a_sentence(function: str, calls: dict[str, Callable[..., Any]]) -> None:
+def test_a_wrong_type_gets_a_clear_message(function: str, calls: dict[str, Callable[..., Any]]) -> None:
     """It names the argument, what was given and what may be given, and is raised before anything is done."""
     call = calls[PUBLIC[function].__qualname__]
     for name in (argument for each, argument in _tried() if each == function):
@@ -260,7 +260,7 @@ def test_a_wrong_type_gets_a_sentence(function: str, calls: dict[str, Callable[.
 @pytest.mark.parametrize(
     "function", [tx.open, tx.info, tx.plan, tx.convert, tx.verify, tx.diff, tx.load, tx.save, tx.async_save]
 )
-def test_an_argument_that_is_not_there_is_named(function: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_unknown_argument_is_named(function: Callable[..., Any], tmp_path: Path) -> None:
     first = [tmp_path] if function in (tx.open, tx.info, tx.verify) else [tmp_path, tmp_path / "out"]
     more = {"to": "hf"} if function in (tx.plan, tx.convert) else {}
     with pytest.raises(
@@ -269,7 +269,7 @@ def test_an_argument_that_is_not_there_is_named(function: Callable[..., Any], tm
         function(*first, famly="qwen3_moe", **more)
 
 
-def test_a_value_without_its_keyword_is_told_it(tmp_path: Path) -> None:
+def test_a_positional_value_gets_its_keyword_in_the_message(tmp_path: Path) -> None:
     for function in (tx.convert, tx.plan):
         with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) takes 'dcp' only with its keyword: to='dcp'$"):
             cast("Any", function)(tmp_path, tmp_path / "out", "dcp", overwrite=True)
@@ -282,7 +282,7 @@ def test_a_value_without_its_keyword_is_told_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["0", "", "5 apples", "-1", "1e9", "9" * 400, 0, -5], ids=lambda size: repr(size)[:9])
-def test_a_size_that_is_none_gets_a_sentence(size: int | str, tmp_path: Path) -> None:
+def test_an_invalid_size_gets_a_clear_message(size: int | str, tmp_path: Path) -> None:
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
     for call in (
         lambda: tx.convert(tmp_path, tmp_path / "out", to="safetensors", shard_size=size),
@@ -322,7 +322,7 @@ def test_a_config_may_be_any_of_its_kinds(tmp_path: Path) -> None:
         tx.reshard(state, {"w": torch.zeros(1)}, config=config)
 
 
-def test_a_config_that_is_not_there_is_an_error_of_the_machine(tmp_path: Path) -> None:
+def test_a_missing_config_is_an_io_error(tmp_path: Path) -> None:
     with pytest.raises(tx.TransaxleError) as found:
         tx.save({"w": torch.ones(1)}, tmp_path / "out", config=tmp_path / "missing.json")
     assert (found.value.code, found.value.where.file) == ("IO", str(tmp_path / "missing.json"))
@@ -339,7 +339,7 @@ def test_a_type_may_be_called_by_any_of_its_names(dtype: str | torch.dtype, tmp_
     assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
 
 
-def test_names_of_types_and_devices_that_torch_has_not() -> None:
+def test_unknown_names_of_types_and_devices() -> None:
     with pytest.raises(ValueError, match=r"^dtype must be an element type such as .*; got 'bf15'$"):
         torch_tensors.read_dtype("dtype", "bf15")
     with pytest.raises(ValueError, match=r"^device must be a device such as .*; got 'gpu'$"):
@@ -349,7 +349,7 @@ def test_names_of_types_and_devices_that_torch_has_not() -> None:
     assert arguments.read_float_type("dtype", "fp8") == "fp8"
 
 
-def test_a_dialect_of_a_wrong_type_gets_a_sentence(tmp_path: Path) -> None:
+def test_a_dialect_of_a_wrong_type(tmp_path: Path) -> None:
     with tx.open(tiny(tmp_path / "ck")) as ck, pytest.raises(TypeError, match='must be a str such as "hf"; got 3'):
         ck.as_dialect(3)  # type: ignore[arg-type]
 
@@ -380,7 +380,7 @@ def test_a_flag_is_true_or_false(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["a\0b", "\0", "half of a pair: \ud800"])
-def test_a_path_that_no_system_takes_is_an_error_of_the_machine(path: str, tmp_path: Path) -> None:
+def test_an_invalid_path_is_an_io_error(path: str, tmp_path: Path) -> None:
     ck = tiny(tmp_path / "ck")
     calls: tuple[Callable[[], object], ...] = (
         lambda: tx.open(path),
@@ -413,7 +413,7 @@ def test_a_box_of_anything_but_slices_is_refused(box: Any, tmp_path: Path) -> No
         ck["lm_head.weight"].read(box)
 
 
-def test_what_has_no_names_is_like_no_table(tmp_path: Path) -> None:
+def test_no_tensors_match_no_table(tmp_path: Path) -> None:
     with pytest.raises(tx.TransaxleError, match=r"\(no tensors\)") as caught:
         tx.save({}, tmp_path / "out", to="hf")
     assert "Closest" not in caught.value.hint

@@ -56,7 +56,7 @@ def test_the_documentation_builds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [README, ROOT / "docs" / "reference" / "api.md"], ids=lambda page: page.name)
-def test_the_python_example_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+def test_the_python_example_prints_what_it_promises(page: Path, tmp_path: Path) -> None:
     """Run it as a reader would, beside a checkpoint; lines that end in `# -> text` must print that text."""
     ((_, code),) = _blocks(page.read_text("utf-8"), "python")
     promised = re.findall(r"# -> (.*)$", code, re.MULTILINE)
@@ -67,7 +67,7 @@ def test_the_python_example_prints_what_it_says(page: Path, tmp_path: Path) -> N
     assert printed[: len(promised)] == promised
 
 
-def test_links_between_files_lead_somewhere() -> None:
+def test_links_between_files_work() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     links = [
         (page, target) for page in pages for target in re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", page.read_text("utf-8"))
@@ -181,7 +181,7 @@ PAGES = (
 AS_PROGRAMS = "tutorial"
 """The page whose commands start the installed program; those of others are forked, which saves its imports."""
 ELSEWHERE = {
-    "reference/api": "test_the_python_example_prints_what_it_says",
+    "reference/api": "test_the_python_example_prints_what_it_promises",
     "how-to/refit-vllm": "tests/refit/plugs, with an engine that stands for vLLM's",
     "extending": "tests/test_plugins.py",
     "index": "tests/test_new_user.py: the README has the same command",
@@ -191,7 +191,7 @@ ELSEWHERE = {
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("page", PAGES)
-def test_what_the_pages_tell_to_type_prints_what_they_show(page: str, tmp_path: Path) -> None:
+def test_commands_on_pages_print_what_the_pages_show(page: str, tmp_path: Path) -> None:
     """Run a page's blocks in order; below a command, a page shows what it prints, with `…` for what is left out.
 
     The page on resuming starts its ranks by torchrun, which fails if one of them is aborted as it ends.
@@ -234,7 +234,7 @@ def _commands() -> list[tuple[str, str]]:
     return found
 
 
-def test_commands_that_pages_show_have_the_options_that_they_give() -> None:
+def test_options_on_pages_exist() -> None:
     root = click.Context(program, info_name="transaxle")
     commands = _commands()
     assert len(commands) > 60

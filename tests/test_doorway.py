@@ -22,18 +22,18 @@ LIVE = {
 }  # fmt: skip
 
 
-def test_these_are_the_public_names() -> None:
+def test_the_public_names() -> None:
     assert set(tx.__all__) == CORE | LIVE
     assert len(tx.__all__) == len(set(tx.__all__))
 
 
 @pytest.mark.parametrize("name", sorted(tx.__all__))
-def test_each_name_is_what_it_says(name: str) -> None:
+def test_each_name_is_the_object_of_that_name(name: str) -> None:
     found = getattr(tx, name)
     assert name in {"CODES", "__version__"} or found.__name__.removeprefix("transaxle.") in {name, "open"}
 
 
-def test_another_name_is_not_there() -> None:
+def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'laod'"):
         _ = tx.laod
 

@@ -30,7 +30,7 @@ def test_the_text_of_a_name_of_megabytes_is_short() -> None:
     assert error.where.tensor == name, "programs have the whole of it"
 
 
-def test_what_is_no_longer_than_a_path_is_shown_whole() -> None:
+def test_a_name_as_long_as_a_path_is_shown_whole() -> None:
     name = "x" * LONGEST_NAME
     assert name in str(Refusal("CORRUPT", "odd", Where(None, name)))
 

@@ -57,12 +57,12 @@ def _failed(program: Path, words: list[str], folder: Path) -> dict[int, list[tup
     return {run: each for run, each in ends.items() if any(code for code, _ in each)}
 
 
-def test_training_ends_well(tmp_path: Path) -> None:
+def test_training_exits_with_0(tmp_path: Path) -> None:
     """FSDP2, with saves in the background up to the end."""
     assert _failed(TRAIN, ["--steps", "2", "--every", "1"], tmp_path) == {}
 
 
-def test_tensor_parallel_training_ends_well(tmp_path: Path) -> None:
+def test_tensor_parallel_training_exits_with_0(tmp_path: Path) -> None:
     settings, tensors = hub.make(HUB, 0)
     (tmp_path / "config.json").write_text(json.dumps(settings))
     save_file(tensors, tmp_path / hub.WEIGHTS)

@@ -36,7 +36,7 @@ def _known(one: Requirement) -> tuple[str, frozenset[str], str]:
 
 
 @pytest.mark.parametrize("extra", OFFERED)
-def test_what_an_extra_brings_is_installed_by_name(extra: str) -> None:
+def test_hints_name_packages_instead_of_extras(extra: str) -> None:
     """`pip install 'transaxle[report]'` finds no such package on an index until one is released."""
     words = shlex.split(install(extra))
     assert words[:2] == ["pip", "install"]

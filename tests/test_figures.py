@@ -23,7 +23,7 @@ def _titled(name: str) -> list[tuple[str, str]]:
     ]
 
 
-def test_each_is_on_a_page_in_words_too() -> None:
+def test_each_figure_is_on_a_page_and_described_in_words() -> None:
     shown = {
         ((page.parent / target).resolve(), bool(words.strip()))
         for page in DOCS.rglob("*.md")

@@ -56,7 +56,7 @@ def options_of(command: str) -> set[str]:
     return {option for each in found.params for option in (*each.opts, *each.secondary_opts)}
 
 
-def test_options_that_texts_name_are_there_in_both_languages() -> None:
+def test_options_in_texts_exist_in_both_spellings() -> None:
     named: set[str] = set()
     for text in texts():
         both = in_both_languages(text)
@@ -95,7 +95,7 @@ def test_keywords_are_those_of_functions_and_options_those_of_commands() -> None
         ("Save it with --ckpt-format torch.", "Save it with --ckpt-format torch."),
     ],
 )  # fmt: skip
-def test_what_to_do_is_said_in_both_languages(text: str, both: str) -> None:
+def test_hints_give_both_spellings(text: str, both: str) -> None:
     assert in_both_languages(text) == both
     assert in_both_languages(both) == both
     refusal = Refusal("UNKNOWN_AXIS", "--axis is of the command line", hint=text)

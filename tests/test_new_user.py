@@ -86,7 +86,7 @@ def needed(name: str) -> set[Path]:
     return found
 
 
-def test_it_asks_for_no_torch(user: User) -> None:
+def test_it_needs_no_torch(user: User) -> None:
     assert "ModuleNotFoundError" in user.run("python -c 'import torch'", code=1)
     assert str(user.scripts.parent) in user.run("python -c 'import transaxle; print(transaxle.__file__)'")
 
@@ -115,7 +115,7 @@ def test_a_wrong_path_names_the_one_that_was_meant(user: User) -> None:
     assert "Traceback" not in said
 
 
-def test_a_run_that_is_killed_is_gone_on_with_or_cleaned(user: User) -> None:
+def test_a_killed_run_is_continued_or_cleaned(user: User) -> None:
     """Nothing is at the target until everything is, whatever became of the first run."""
     command = f"exec transaxle convert {NAME} killed --to torchtitan"
     process = subprocess.Popen(["bash", "-c", command], cwd=user.folder, env=user.environment)

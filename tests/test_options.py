@@ -94,7 +94,7 @@ def test_the_command_line_takes_what_python_takes(verb: str) -> None:
         assert set(OPTIONS[name].spellings) <= {*params[name].opts, *params[name].secondary_opts}, name
 
 
-def test_old_and_new_spellings_are_there() -> None:
+def test_old_and_new_spellings_exist() -> None:
     """Those before the slash are older than the table; scripts have them."""
     taken = {word for each in command_of("convert").params for word in (*each.opts, *each.secondary_opts)}
     assert {
@@ -106,7 +106,7 @@ def test_old_and_new_spellings_are_there() -> None:
     } <= taken  # fmt: skip
 
 
-def test_what_docstrings_leave_out_is_in_those_of_open_and_convert() -> None:
+def test_options_without_a_docstring_are_documented_by_open_or_convert() -> None:
     def documented(function: Callable[..., Any]) -> set[str]:
         lines = (function.__doc__ or "").splitlines()
         return {line.strip().partition(":")[0] for line in lines if line.startswith("        ") and ":" in line}
@@ -123,7 +123,7 @@ def test_choices_are_those_of_the_program() -> None:
     assert OPTIONS["encode"].choices == METHODS
 
 
-def test_messages_call_each_option_what_it_is() -> None:
+def test_messages_name_each_option_correctly() -> None:
     for option in OPTIONS.values():
         assert all(KEYWORDS[word].partition("=")[0] == option.name for word in option.spellings)
     assert (KEYWORDS["--sync"], KEYWORDS["--no-sync"]) == ("sync=True", "sync=False")
@@ -196,7 +196,7 @@ def test_a_type_has_the_same_names_in_both_languages(name: str, tmp_path: Path, 
         assert tx.diff(tmp_path / "typed", tmp_path / f"called{number}").equal
 
 
-def test_all_goes_together_in_python(tmp_path: Path) -> None:
+def test_report_verify_and_on_work_together_in_python(tmp_path: Path) -> None:
     """A page, a verification, and a pool that does the work."""
     source = tiny(tmp_path / "ck")
     with ThreadPoolExecutor(1) as pool:
@@ -234,7 +234,7 @@ def test_a_choice_is_one_of_those_of_the_command_line(tmp_path: Path) -> None:
             verb(weights=cast("Any", 3))
 
 
-def test_a_plan_refuses_whom_nobody_can_ask(tmp_path: Path) -> None:
+def test_a_plan_refuses_on(tmp_path: Path) -> None:
     source = tiny(tmp_path / "ck")
     with pytest.raises(tx.TransaxleError, match="cannot convert on 'nope'"):
         tx.plan(source, tmp_path / "out", to="hf", on="nope")

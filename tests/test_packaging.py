@@ -70,7 +70,7 @@ def _run(package: Path, folder: Path, *lines: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_page_of_the_package_has_no_link_that_leads_nowhere(pure: Path) -> None:
+def test_the_page_of_the_package_has_no_broken_links(pure: Path) -> None:
     with zipfile.ZipFile(pure) as wheel:
         (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         told = Parser().parsestr(wheel.read(name).decode())
@@ -99,7 +99,7 @@ def test_the_version_is_the_changelogs_newest_and_the_one_to_cite() -> None:
     assert newest == (tx.__version__, cited["date-released"]) == (cited["version"], cited["date-released"])
 
 
-def test_versions_of_python_are_said_once() -> None:
+def test_versions_of_python_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     named = [name.rpartition(" ")[2] for name in project["classifiers"] if re.search(r"Python :: 3\.\d+$", name)]
     assert project["requires-python"] == f">={named[0]}"

@@ -118,7 +118,7 @@ sys.exit(result if isinstance(result, int) else 0)
 
 
 @pytest.mark.oracle
-def test_a_verb_passes_few_modules(tmp_path: Path) -> None:
+def test_each_verb_calls_few_modules(tmp_path: Path) -> None:
     """Count the modules of each verb on a tiny mixture of experts, from one dialect to another."""
     source = tiny(tmp_path / "source")
     targets = {verb: str(tmp_path / verb) for verb in CAPS}

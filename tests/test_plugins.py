@@ -285,7 +285,7 @@ def test_a_broken_family_is_named(
     assert "broken-family 1.0" in outcome.out
 
 
-def test_the_guides_are_what_is_tested() -> None:
+def test_the_code_of_the_guides_is_tested() -> None:
     assert len(_blocks(GUIDE, "python")) == len(_blocks(GUIDE, "toml")) == 2
     assert textwrap.dedent(_blocks(TOY, "text")[0]).startswith("family toy")
 

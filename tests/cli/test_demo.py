@@ -11,7 +11,7 @@ from tests.cli import documents
 from tests.cli.running import USAGE, process
 
 
-def test_the_demo_tells_the_whole_story(here: Path) -> None:
+def test_the_demo_shows_all_steps(here: Path) -> None:
     outcome = process("demo")
     assert (outcome.code, outcome.err) == (0, ""), outcome.err
     for line in (

@@ -44,7 +44,7 @@ def _convert(source: Path, target: Path) -> None:
     (target / "config.json").write_text((source / "config.json").read_text())
 
 
-def test_a_table_of_ones_own_converter(here: Path, transaxle: Transaxle) -> None:
+def test_a_table_derived_from_a_converter_of_the_user(here: Path, transaxle: Transaxle) -> None:
     """Numbered copies go through the converter; what follows converts other weights just as it does."""
     folders = []
     for number, (layers, width) in enumerate([(2, 5), (3, 7), (4, 11)]):
@@ -113,7 +113,7 @@ def test_wrong_paths_are_named_before_the_peer_is_asked(
     assert not (here / "absent").exists()
 
 
-def test_a_model_type_with_a_slip(here: Path, transaxle: Transaxle) -> None:
+def test_a_misspelt_model_type(here: Path, transaxle: Transaxle) -> None:
     outcome = transaxle("derive", "debertaa")
     assert outcome.code == 2
     assert "Did you mean deberta or" in " ".join(outcome.err.split())
@@ -134,7 +134,7 @@ def test_a_source_that_is_something_else(words: tuple[str, ...], said: str, here
     assert said in " ".join(outcome.err.split())
 
 
-def test_a_table_that_ships_is_named(here: Path, transaxle: Transaxle) -> None:
+def test_a_built_in_table_is_mentioned(here: Path, transaxle: Transaxle) -> None:
     from transformers import AutoConfig
 
     AutoConfig.for_model("gpt2").save_pretrained(here / "hub")
@@ -227,7 +227,7 @@ def test_sizes_that_are_equal_in_all_tiny_configs(here: Path, transaxle: Transax
     assert all(np.array_equal(found[name], memory[name]) for name in found)
 
 
-def test_a_table_that_does_not_fit_says_so(here: Path, transaxle: Transaxle) -> None:
+def test_a_derived_table_that_does_not_fit(here: Path, transaxle: Transaxle) -> None:
     """Two keys that were equal where the table was derived: a real model is refused, and told what to do."""
     Path("its.rules").write_text(
         "family of_mine\n  model_type of_mine\n  axes d=width e=depth\n  a : d\n\ndialect hf\n  a = a[d]\n"

@@ -105,7 +105,7 @@ def test_a_wrong_path_is_no_refusal(command: tuple[str, ...], ck: Path, transaxl
     assert "Did you mean ck?" in outcome.err
 
 
-def test_a_link_to_nothing_is_called_that(here: Path, transaxle: Transaxle) -> None:
+def test_a_broken_link_is_reported_as_such(here: Path, transaxle: Transaxle) -> None:
     (here / "latest").symlink_to("gone")
     outcome = transaxle("ls", "latest")
     assert (outcome.code, "It is a link to gone, which is not there." in outcome.err) == (MACHINE, True)
@@ -122,7 +122,7 @@ def test_refusals_name_file_tensor_and_both_sizes(here: Path, transaxle: Transax
     )
 
 
-def test_the_same_of_many_tensors_is_said_once(here: Path, transaxle: Transaxle) -> None:
+def test_one_problem_of_many_tensors_is_reported_once(here: Path, transaxle: Transaxle) -> None:
     _unknown_dtype(here / "ck")
     outcome = transaxle("ls", "ck")
     assert outcome.err.startswith("refused (69 reasons)\n")
@@ -164,7 +164,7 @@ def _here(ck: Path) -> None:
         (_checkpoint, "there/model.safetensors", "--overwrite"),
     ],
 )
-def test_a_target_that_exists_gets_a_way_out_that_works(
+def test_the_hint_for_an_existing_target_works(
     make: Callable[[Path], None], target: str, way: str, ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is offered is accepted; where nothing would be, only another place is."""
@@ -181,7 +181,7 @@ def test_a_target_that_exists_gets_a_way_out_that_works(
 
 @pytest.mark.parametrize("exists", [False, True])
 @pytest.mark.parametrize("command", ["plan", "convert"])
-def test_places_the_other_way_round(command: str, exists: bool, ck: Path, transaxle: Transaxle) -> None:
+def test_source_and_target_swapped(command: str, exists: bool, ck: Path, transaxle: Transaxle) -> None:
     if exists:
         Path("out").mkdir()
     outcome = transaxle(command, "out/", ck, "--to", "hf")
@@ -203,14 +203,14 @@ def _cache(ck: Path, revision: str = "0123abcd") -> Path:
     return snapshot
 
 
-def test_the_cache_of_a_hub_is_read_where_its_versions_are(ck: Path, transaxle: Transaxle) -> None:
+def test_a_snapshot_in_a_hub_cache(ck: Path, transaxle: Transaxle) -> None:
     snapshot = _cache(ck)
     assert transaxle("convert", snapshot, "out", "--to", "dcp:torchtitan").code == 0
     outcome = transaxle("ls", "models--me--mine")
     assert (outcome.code, "models--me--mine/snapshots/0123abcd." in outcome.err) == (REFUSED, True)
 
 
-def test_files_that_are_no_checkpoint_say_what_to_give(ck: Path, transaxle: Transaxle) -> None:
+def test_hints_for_files_of_other_formats(ck: Path, transaxle: Transaxle) -> None:
     Path("models").mkdir()
     for name in ("model.gguf", "arrays.npz", "model.onnx", "models/model.gguf"):
         Path(name).write_bytes(b"GGUF")
@@ -226,7 +226,7 @@ def test_files_that_are_no_checkpoint_say_what_to_give(ck: Path, transaxle: Tran
     assert "save its tensors with torch.save" in transaxle("ls", "alone.bin").err
 
 
-def test_sizes_that_are_given_wrongly_are_blamed_first(ck: Path, transaxle: Transaxle) -> None:
+def test_hints_mention_axis_and_config_first(ck: Path, transaxle: Transaxle) -> None:
     outcome = transaxle("plan", ck, "out", "--to", "torchtitan", "--axis", "g=3")
     assert (outcome.code, "Correct --axis (axes=) and --config (config=), if you gave them." in outcome.out) == (
         REFUSED,
@@ -294,7 +294,7 @@ def _strict(folder: Path) -> tuple[str, list[str]]:
         (_strict, ["--strict"]),
     ],
 )
-def test_what_a_refusal_tells_to_do_works(
+def test_hints_of_refusals_work(
     make: Callable[[Path], tuple[str, list[str]]], asked: list[str], here: Path, transaxle: Transaxle
 ) -> None:
     way, followed = make(here / "ck")
@@ -311,7 +311,7 @@ def test_what_a_refusal_tells_to_do_works(
         ("x.bin", "dcp", 'Name a folder, or write another format: --to torch (to="torch").'),
     ],
 )
-def test_a_file_for_another_format(target: str, to: str, way: str, ck: Path, transaxle: Transaxle) -> None:
+def test_a_file_name_of_another_format(target: str, to: str, way: str, ck: Path, transaxle: Transaxle) -> None:
     outcome = transaxle("convert", ck, target, "--to", to)
     assert (outcome.code, way in outcome.err) == (REFUSED, True)
     assert transaxle("convert", ck, target, "--to", re.findall(r"--to (\w+)", way)[0]).code == 0
@@ -413,7 +413,7 @@ def test_config_files_that_cannot_be_read(ck: Path, transaxle: Transaxle) -> Non
     assert transaxle("ls", ck).code == REFUSED
 
 
-def test_a_home_that_no_shell_expanded(
+def test_a_tilde_that_no_shell_expanded(
     here: Path, ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(here))
@@ -449,7 +449,7 @@ def test_paths_that_cannot_be_examined_are_errors_like_others(ck: Path, transaxl
         assert outcome.codes == ["IO"] if said[0] != "derive" else "IO  xxx" in outcome.err
 
 
-def test_a_link_to_itself_is_an_error_of_the_machine(here: Path, transaxle: Transaxle) -> None:
+def test_a_link_to_itself_is_an_io_error(here: Path, transaxle: Transaxle) -> None:
     Path("loop").symlink_to("loop")
     Path("around").mkdir()
     Path("around/model.safetensors").symlink_to("model.safetensors")
@@ -482,7 +482,7 @@ def test_paths_that_are_not_utf8(tmp_path: Path, transaxle: Transaxle) -> None:
 
 
 @pytest.mark.parametrize("rank", ["../../x", "", "-1", "1.5", "1" * 30, os.fsdecode(b"\xff"), "²"])
-def test_numbers_of_a_job_that_are_none(
+def test_invalid_rank_numbers_in_the_environment(
     rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transaxle: Transaxle
 ) -> None:
     """They come from the environment, and would become parts of paths."""

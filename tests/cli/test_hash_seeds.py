@@ -88,7 +88,7 @@ def _under(seed: int, folder: Path, *command: str) -> subprocess.CompletedProces
     return subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, check=False)
 
 
-def test_what_has_an_identity_is_the_same_under_every_seed(inputs: Path, tmp_path: Path) -> None:
+def test_files_and_plans_are_the_same_under_every_seed(inputs: Path, tmp_path: Path) -> None:
     made: list[dict[str, bytes]] = []
     for seed in range(SEEDS):
         folder = tmp_path / "here"  # work plans have whole paths
@@ -140,7 +140,7 @@ print(json.dumps({**report.as_json(), "seconds": 0}))
 """
 
 
-def test_what_is_saved_and_averaged_is_the_same_under_every_seed(inputs: Path, tmp_path: Path) -> None:
+def test_saves_and_averages_are_the_same_under_every_seed(inputs: Path, tmp_path: Path) -> None:
     """Live saves, the plan of a refit, and the means of replicas."""
     made: list[dict[str, bytes]] = []
     for seed in range(2):  # each imports torch

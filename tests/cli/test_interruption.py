@@ -91,7 +91,7 @@ def test_killed_while_replacing_keeps_the_old_one(ck: Path, transaxle: Transaxle
         (("--resume",), "interrupted, run the same command again to continue\n", [".out.transaxle-partial"]),
     ],
 )
-def test_ctrl_c_is_one_line(options: tuple[str, ...], said: str, left: list[str], ck: Path) -> None:
+def test_ctrl_c_prints_one_line(options: tuple[str, ...], said: str, left: list[str], ck: Path) -> None:
     with _running(*CONVERT, *options) as running:
         running.send_signal(signal.SIGINT)
         out, err = running.communicate(timeout=600)
@@ -151,7 +151,7 @@ def test_a_terminal_that_is_gone(ck: Path) -> None:
     assert _hidden(Path()) == []
 
 
-def test_what_is_left_is_not_dropped_for_another_task(ck: Path, transaxle: Transaxle) -> None:
+def test_unfinished_work_is_kept_when_another_task_is_given(ck: Path, transaxle: Transaxle) -> None:
     """`--resume` continues what was begun, or says that it cannot; what is there stays until it is told to go."""
     with _running(*CONVERT, "--resume") as running:
         running.send_signal(signal.SIGKILL)

@@ -61,7 +61,7 @@ def test_dialects(transaxle: Transaxle) -> None:
     assert ["vllm", "vllm", PEERS["vllm"].version] in [row[:3] for row in lines(transaxle("dialects").out)]
 
 
-def test_versions_are_those_that_were_compared() -> None:
+def test_versions_of_dialects() -> None:
     compared: dict[tuple[str, str], set[str]] = {}
     for dialect, package, version, *_ in json.loads(ORACLES.read_text())["oracles"]:
         if package and package != "megatron-bridge":
@@ -87,7 +87,7 @@ def test_the_legend_is_in_words(transaxle: Transaxle) -> None:
     assert ["e", "num_experts|num_local_experts", "experts"] in lines(transaxle("dialects", "qwen3_moe").out)
 
 
-def test_what_is_printed_is_a_table(transaxle: Transaxle) -> None:
+def test_the_printed_table_can_be_read(transaxle: Transaxle) -> None:
     """The legend is a comment in it."""
     printed = transaxle("info", "--family", "llama").out
     assert ["#", "e"] not in [row[:2] for row in lines(printed)]
@@ -101,7 +101,7 @@ def test_a_misspelt_family(transaxle: Transaxle) -> None:
     assert (outcome.code, "Did you mean qwen3?" in outcome.err) == (USAGE, True)
 
 
-def test_lists_open_no_table() -> None:
+def test_lists_read_no_table() -> None:
     for word in ("families", "dialects"):
         assert not {"torch", "rich", "fsspec"} & set(process(word, "--json", before=COUNTED).err.split())
 

@@ -135,13 +135,13 @@ def test_plan_exits_with_what_convert_would(
     assert make is not _moved_aside or (Path("out/model.safetensors").is_file() and not list(Path().glob(".out*")))
 
 
-def test_so_it_does_where_another_run_is_writing(ck: Path, transaxle: Transaxle) -> None:
+def test_plan_while_another_run_is_writing(ck: Path, transaxle: Transaxle) -> None:
     with Staging("out"):
         assert _both(transaxle, ck, "out", "--to", "torchtitan") == (USAGE, ["EXISTS"])
     assert _both(transaxle, ck, "out", "--to", "torchtitan") == (0, [])
 
 
-def test_so_it_does_where_there_is_no_space(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_without_space_on_the_disk(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10**6, free=20_000))
     assert _both(transaxle, ck, "out", "--to", "torchtitan") == (MACHINE, ["NO_SPACE"])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10**6, free=40_000))
@@ -157,7 +157,7 @@ def test_a_file_system_that_does_not_tell_its_size_is_not_full(
 
 
 @pytest.mark.parametrize("what", ["folder", "tensors", "config", "tokenizer"])
-def test_so_it_does_where_permissions_are_missing(what: str, ck: Path, here: Path) -> None:
+def test_plan_without_permissions(what: str, ck: Path, here: Path) -> None:
     (ck / "tokenizer.json").write_text("{}")
     (here / "there").mkdir()
     names = {"tensors": "model.safetensors", "config": "config.json", "tokenizer": "tokenizer.json"}
@@ -174,7 +174,7 @@ def test_so_it_does_where_permissions_are_missing(what: str, ck: Path, here: Pat
     assert _everything() == before
 
 
-def test_every_reason_is_told_at_once(ck: Path, transaxle: Transaxle) -> None:
+def test_all_reasons_are_reported_at_once(ck: Path, transaxle: Transaxle) -> None:
     """What stands against the tensors and what stands against the place are one list."""
     config = json.loads((ck / "config.json").read_text())
     (ck / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 13}))
@@ -183,7 +183,7 @@ def test_every_reason_is_told_at_once(ck: Path, transaxle: Transaxle) -> None:
     assert {"IO", "SHAPE_MISMATCH"} == set(codes)
 
 
-def test_they_take_the_same_options() -> None:
+def test_plan_and_convert_take_the_same_options() -> None:
     # of refits, and where a plan is stored
     taken, alone = [], {"meshes", "together", "ranks_per_node", "write"}
     for name in ("plan", "convert"):
@@ -210,7 +210,7 @@ def test_they_take_the_same_options() -> None:
         ("out.pt", "belongs to another format"),
     ],
 )
-def test_a_name_of_another_kind_of_file_is_no_folder(target: str, said: str, ck: Path, transaxle: Transaxle) -> None:
+def test_a_target_named_like_a_file_of_another_format(target: str, said: str, ck: Path, transaxle: Transaxle) -> None:
     assert _both(transaxle, ck, target, "--to", "torchtitan") == (REFUSED, ["UNSUPPORTED"])
     assert said in transaxle("plan", ck, target, "--to", "torchtitan").out
     assert not Path(target).exists()

@@ -57,7 +57,7 @@ def test_stages_and_bytes_are_those_of_the_conversion(source: tuple[Path, int], 
     assert begun["ts"] == 0
 
 
-def test_threads_are_told_apart(tmp_path: Path, transaxle: Transaxle) -> None:
+def test_each_thread_has_its_own_name(tmp_path: Path, transaxle: Transaxle) -> None:
     ck = tiny(tmp_path / "ck")
     assert transaxle("verify", ck, ck, "--jobs", "3", "--profile", tmp_path / "t").code == 0
     by_thread = defaultdict(list)
@@ -72,7 +72,7 @@ def test_threads_are_told_apart(tmp_path: Path, transaxle: Transaxle) -> None:
             ends.append(event["ts"] + event["dur"])
 
 
-def test_a_command_that_fails_leaves_its_trace(source: tuple[Path, int], tmp_path: Path, transaxle: Transaxle) -> None:
+def test_a_failing_command_writes_its_trace(source: tuple[Path, int], tmp_path: Path, transaxle: Transaxle) -> None:
     (file,) = source[0].glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
     outcome = transaxle("convert", source[0], tmp_path / "out", "--to", "hf", "--profile", tmp_path / "t")
@@ -80,7 +80,7 @@ def test_a_command_that_fails_leaves_its_trace(source: tuple[Path, int], tmp_pat
     assert "open" in {event["name"] for event in spans(tmp_path / "t")}
 
 
-def test_a_file_that_is_there_stays(source: tuple[Path, int], tmp_path: Path, transaxle: Transaxle) -> None:
+def test_an_existing_file_is_not_replaced(source: tuple[Path, int], tmp_path: Path, transaxle: Transaxle) -> None:
     (tmp_path / "t").write_text("mine")
     outcome = transaxle("convert", source[0], tmp_path / "out", "--to", "hf", "--profile", tmp_path / "t")
     assert outcome.code == USAGE
@@ -89,7 +89,7 @@ def test_a_file_that_is_there_stays(source: tuple[Path, int], tmp_path: Path, tr
     assert not (tmp_path / "out").exists()
 
 
-def test_the_environment_asks_for_one_and_ranks_have_their_own(
+def test_a_trace_per_rank_by_an_environment_variable(
     source: tuple[Path, int], tmp_path: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRANSAXLE_TRACE", str(tmp_path / "trace.json"))

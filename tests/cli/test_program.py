@@ -39,7 +39,7 @@ def _commands() -> Iterator[tuple[str, click.Command]]:
         yield name, found
 
 
-def test_alone_it_shows_the_help_with_examples_first(transaxle: Transaxle) -> None:
+def test_without_a_command_the_help_is_shown(transaxle: Transaxle) -> None:
     outcome = transaxle()
     assert outcome.code == 0
     assert outcome.out == transaxle("--help").out == transaxle("-h").out
@@ -65,7 +65,7 @@ def test_examples_in_the_help_can_be_typed() -> None:
             found.make_context(name, arguments)
 
 
-def test_the_help_speaks_of_no_option_that_the_command_lacks() -> None:
+def test_the_help_mentions_only_options_of_the_command() -> None:
     strange = {}
     for name, found in _commands():
         context = click.Context(found, info_name=name)
@@ -90,7 +90,7 @@ def test_the_version(transaxle: Transaxle) -> None:
         (["--frob"], "--frob"),
     ],
 )
-def test_what_is_mistyped_gets_a_suggestion(arguments: list[str], said: str, transaxle: Transaxle) -> None:
+def test_a_typing_mistake_gets_a_suggestion(arguments: list[str], said: str, transaxle: Transaxle) -> None:
     outcome = transaxle(*arguments)
     assert outcome.code == USAGE
     assert said in outcome.err
@@ -185,7 +185,7 @@ def test_bars_have_labels(ck: Path) -> None:
     assert places == sorted(places)
 
 
-def test_lines_where_there_is_no_terminal(ck: Path, transaxle: Transaxle) -> None:
+def test_lines_of_progress_without_a_terminal(ck: Path, transaxle: Transaxle) -> None:
     with _every(0):
         told = transaxle("convert", ck, "out", "--to", "torchtitan", "--verify").err.splitlines()
     shape = re.compile(r"(copying|verifying|comparing): \S+ k?B of \S+ kB \(\d+ %\), \S+ [kMG]?B/s")
@@ -208,7 +208,7 @@ def test_lines_are_seconds_apart(capsys: pytest.CaptureFixture[str], monkeypatch
     ]
 
 
-def test_short_work_says_nothing_and_json_is_alone(ck: Path, transaxle: Transaxle) -> None:
+def test_short_work_and_json_print_no_progress(ck: Path, transaxle: Transaxle) -> None:
     assert transaxle("convert", ck, "out", "--to", "torchtitan").err == ""
     with _every(0):
         assert transaxle("verify", ck, "out", "--json").json["comparison"]
@@ -267,7 +267,7 @@ def test_a_bug_leaves_its_traceback(
     assert ("transaxle-bug-" in error["message"], error["exit_code"]) == (True, BUG)
 
 
-def test_a_bug_where_nothing_can_be_kept(
+def test_a_bug_without_a_place_for_the_report(
     ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -282,7 +282,7 @@ def test_a_bug_where_nothing_can_be_kept(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_little_memory_is_said(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_is_reported(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
     def greedy(*_: object, **__: object) -> None:
         raise MemoryError
 

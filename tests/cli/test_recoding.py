@@ -131,7 +131,7 @@ def test_a_cast_lists_its_errors_and_is_verified(here: Path, transaxle: Transaxl
 @pytest.mark.parametrize(
     ("typed", "short"), [("bfloat16", "bf16"), ("float16", "fp16"), ("half", "fp16"), ("float32", "fp32")]
 )
-def test_a_type_goes_by_all_its_names(typed: str, short: str, here: Path, transaxle: Transaxle) -> None:
+def test_all_names_of_a_type_are_accepted(typed: str, short: str, here: Path, transaxle: Transaxle) -> None:
     """As in Python, where `dtype=` takes torch's types too; `--decode` takes the same."""
     held = {name: array.astype("float64") for name, array in checkpoints.tensors().items()}
     checkpoints.write(Path("source"), held, config=checkpoints.CONFIG)

@@ -31,7 +31,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_no_error_shows_what_is_secret_in_a_url(url: str, source: str, tmp_path: Path) -> None:
+def test_no_error_shows_secrets_of_a_url(url: str, source: str, tmp_path: Path) -> None:
     """As a place, as another argument, and as one of the wrong type; as text, and as data."""
     anything: Any = url
     calls: list[Callable[[], object]] = [
@@ -52,7 +52,7 @@ def test_no_error_shows_what_is_secret_in_a_url(url: str, source: str, tmp_path:
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_no_command_prints_what_is_secret_in_a_url(url: str, transaxle: Transaxle, source: str) -> None:
+def test_no_command_prints_secrets_of_a_url(url: str, transaxle: Transaxle, source: str) -> None:
     for arguments in (["ls", source, url], ["ls", source, "--config", url], ["convert", source, url, "--to", url]):
         for more in ([], ["--json"]):
             outcome = transaxle(*arguments, *more)
@@ -61,7 +61,7 @@ def test_no_command_prints_what_is_secret_in_a_url(url: str, transaxle: Transaxl
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_no_report_of_a_bug_has_what_is_secret_in_a_url(url: str) -> None:
+def test_no_bug_report_has_secrets_of_a_url(url: str) -> None:
     try:
         raise RuntimeError(f"reading '{url}' failed")
     except RuntimeError as error:
@@ -81,7 +81,7 @@ class _Plan:
     order, text = _Order(), b"{}"
 
 
-def test_a_plan_with_a_password_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_its_owner_can_read_a_plan_with_a_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers need the URL; everybody else who sees the folder does not."""
     plan: WorkPlan = _Plan()  # type: ignore[assignment]  # what the function looks at
     mask = os.umask(0o022)
@@ -100,5 +100,5 @@ def test_a_plan_with_a_password_is_its_owners_alone(tmp_path: Path, monkeypatch:
     "text",
     ["http://127.0.0.1:8000/a@b", "hf://owner/name@main/folder", "abfs://box@account/x", "C:/x", "a:b@c", "s3://b/x@y"],
 )
-def test_what_is_not_secret_stays(text: str) -> None:
+def test_other_parts_of_a_url_are_shown(text: str) -> None:
     assert str(tx.errors.refuse("IO", text)).endswith(text)

@@ -101,7 +101,7 @@ def test_the_program_alone_limits_the_threads_of_numpy(said: dict[str, str], kep
     assert done.stderr == kept
 
 
-def test_more_families_are_no_more_tables_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_families_do_not_mean_more_tables_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred more families are a hundred more entries of the index; of their files none is opened."""
     table = "family more{}\n  model_type more{}\n  axes a=a\n  w : a\ndialect hf\n  other{}.weight = w[a]\n"
     entries = dict(builtin().entries)

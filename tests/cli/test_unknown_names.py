@@ -82,7 +82,7 @@ def test_a_misspelt_name_gets_the_nearest(typed: tuple[str, ...], nearest: str, 
     ],
     ids=" ".join,
 )
-def test_habits_of_other_programs_get_what_to_write_here(
+def test_formats_of_other_programs_get_a_hint(
     typed: tuple[str, ...], said: str, ck: Path, transaxle: Transaxle
 ) -> None:
     outcome = transaxle("convert", ck, *typed)
@@ -105,7 +105,7 @@ def test_megatrons_names_in_safetensors_come_with_what_megatron_loads(ck: Path, 
     assert (again.code, "hashed while written" in again.out, "B/s" in again.out) == (0, False, False)
 
 
-def test_a_format_that_nobody_has(ck: Path, transaxle: Transaxle) -> None:
+def test_an_unknown_format_gets_the_list(ck: Path, transaxle: Transaxle) -> None:
     """What is far from every name gets the list of them."""
     outcome = transaxle("convert", ck, "out", "--to", "gguf:hf")
     assert (outcome.code, "there are: safetensors, torch, dcp" in outcome.err) == (USAGE, True)
@@ -114,7 +114,7 @@ def test_a_format_that_nobody_has(ck: Path, transaxle: Transaxle) -> None:
 
 @pytest.mark.parametrize("typed", ["gguf", "GGUF", "ggml", "gguf:hf", "gguf:q4_0", "llama.cpp", "onnx", "mlx"])
 @pytest.mark.parametrize("known", [True, False], ids=["a known family", "none"])
-def test_formats_of_other_programs_have_a_way(typed: str, known: bool, ck: Path, transaxle: Transaxle) -> None:
+def test_formats_that_are_not_supported_get_a_hint(typed: str, known: bool, ck: Path, transaxle: Transaxle) -> None:
     if not known:
         (ck / "config.json").unlink()
         _renamed(ck)
@@ -124,7 +124,7 @@ def test_formats_of_other_programs_have_a_way(typed: str, known: bool, ck: Path,
     assert program in outcome.err
 
 
-def test_a_file_of_another_program_has_a_way_too(ck: Path, transaxle: Transaxle) -> None:
+def test_a_file_of_another_program_gets_a_hint(ck: Path, transaxle: Transaxle) -> None:
     outcome = transaxle("plan", ck, "out.gguf", "--to", "hf")
     assert (outcome.code, "convert_hf_to_gguf.py" in outcome.out) == (REFUSED, True)
 
@@ -132,7 +132,7 @@ def test_a_file_of_another_program_has_a_way_too(ck: Path, transaxle: Transaxle)
 @pytest.mark.parametrize(
     ("typed", "nearest"), [("torchtitn", "torchtitan"), ("safetensor", "safetensors"), ("pt", "torch")]
 )
-def test_a_slip_is_told_before_a_family_that_is_not_known(
+def test_a_misspelt_dialect_is_reported_before_an_unknown_family(
     typed: str, nearest: str, ck: Path, transaxle: Transaxle
 ) -> None:
     (ck / "config.json").unlink()
@@ -140,7 +140,7 @@ def test_a_slip_is_told_before_a_family_that_is_not_known(
     assert f"Did you mean {nearest}?" in transaxle("plan", ck, "out", "--to", typed).err
 
 
-def test_a_dialect_of_no_table(ck: Path, transaxle: Transaxle) -> None:
+def test_an_unknown_dialect(ck: Path, transaxle: Transaxle) -> None:
     """Also where the family is not known."""
     _of_type(ck, "frobnitz")
     _renamed(ck)
@@ -149,7 +149,7 @@ def test_a_dialect_of_no_table(ck: Path, transaxle: Transaxle) -> None:
 
 
 @pytest.mark.parametrize("renamed", [False, True], ids=["names like those of a table", "names of its own"])
-def test_an_unknown_model_type_is_called_that(renamed: bool, ck: Path, transaxle: Transaxle) -> None:
+def test_an_unknown_model_type_is_reported_as_such(renamed: bool, ck: Path, transaxle: Transaxle) -> None:
     _of_type(ck, "frobnitz")
     if renamed:
         _renamed(ck)
@@ -183,7 +183,7 @@ def test_completion_in_bash(typed: str, offered: list[str]) -> None:
     assert done.stdout.split() == offered
 
 
-def test_the_line_that_turns_completion_on_is_never_broken() -> None:
+def test_the_line_that_enables_completion_is_not_wrapped() -> None:
     text = process("--help", environment={"COLUMNS": "60"}).out
     shown = [line.strip() for line in text.splitlines() if "bash_source" in line]
     assert shown == ['eval "$(_TRANSAXLE_COMPLETE=bash_source transaxle)"']
@@ -226,6 +226,6 @@ def test_options_behind_a_single_dash(transaxle: Transaxle, typed: tuple[str, ..
     assert done.err.startswith(said)
 
 
-def test_values_that_stick_to_their_option_are_none(transaxle: Transaxle, tmp_path: Path) -> None:
+def test_values_joined_to_a_short_option_are_refused(transaxle: Transaxle, tmp_path: Path) -> None:
     done = transaxle("report", "missing", f"-o{tmp_path}/page.html")
     assert done.code != USAGE

@@ -12,7 +12,7 @@ from tests.cli.running import REFUSED, USAGE, Transaxle, tree
 PLAN = ("plan", "ck", "out", "--to", "torchtitan", "--shard-size", "8kB")
 
 
-def test_the_steps_of_an_array(ck: Path, here: Path, transaxle: Transaxle) -> None:
+def test_the_steps_of_a_job_array(ck: Path, here: Path, transaxle: Transaxle) -> None:
     assert transaxle("convert", ck, "wanted", *PLAN[3:]).code == 0
     outcome = transaxle(*PLAN, "--items", "5", "--write", "PLAN")
     assert outcome.code == 0
@@ -37,7 +37,7 @@ def test_the_steps_of_an_array(ck: Path, here: Path, transaxle: Transaxle) -> No
     assert transaxle("work", "PLAN", "--begin").code == USAGE, "the target exists"
 
 
-def test_a_plan_alone_is_carried_out_here(ck: Path, here: Path, transaxle: Transaxle) -> None:
+def test_a_stored_plan_is_executed(ck: Path, here: Path, transaxle: Transaxle) -> None:
     """A table and a config of one's own are in the plan: their files may be gone."""
     config = here / "config.json"
     config.write_bytes((ck / "config.json").read_bytes())
@@ -61,12 +61,12 @@ def test_a_plan_alone_is_carried_out_here(ck: Path, here: Path, transaxle: Trans
 
 
 @pytest.mark.parametrize("typed", ["", "a", "1-", "-1", "3-1", "0,,1", "1..2", "9999999999"])
-def test_numbers_that_are_none_are_a_usage_error(typed: str, ck: Path, transaxle: Transaxle) -> None:
+def test_invalid_worker_numbers_are_usage_errors(typed: str, ck: Path, transaxle: Transaxle) -> None:
     transaxle(*PLAN, "--items", "2", "--write", "PLAN")
     assert transaxle("work", "PLAN", "--items", typed).code == USAGE
 
 
-def test_what_does_not_go_together(ck: Path, here: Path, transaxle: Transaxle) -> None:
+def test_options_that_exclude_each_other(ck: Path, here: Path, transaxle: Transaxle) -> None:
     assert transaxle(*PLAN, "--items", "2").code == USAGE
     assert transaxle(*PLAN, "--items", "2", "--write", "PLAN").code == 0
     assert transaxle(*PLAN, "--items", "2", "--write", "PLAN").code == USAGE, "PLAN exists"

@@ -24,7 +24,7 @@ def _merged(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["lora", "embedding", "ia3", "vera", "oft", "norms"])
-def test_an_adapter_is_merged_on_the_way(kind: str) -> None:
+def test_an_adapter_is_merged_while_pushing(kind: str) -> None:
     """Low-rank, with magnitudes, by factors, by rotations; with modules that are trained as a whole."""
     model, engine = _with(kind, 1), _base(2)
     refit = tx.Refit(model, engine, adapter="merged")
@@ -76,7 +76,7 @@ def test_an_adapter_is_merged_in_shards() -> None:
     assert max(run(2, _sharded)) < 1e-5
 
 
-def test_a_source_without_adapters_is_told() -> None:
+def test_a_source_without_adapters_is_reported() -> None:
     with pytest.raises(tx.TransaxleError, match="the source is no model of peft"):
         tx.Refit(_base(1), _base(2), adapter="merged")
     with pytest.raises(ValueError, match="adapter must be one of merged, alone"):
@@ -107,7 +107,7 @@ def _tied_model(seed: int, *, tied: bool) -> Any:
         ({"target_modules": ["q_proj"], "trainable_token_indices": [1, 3]}, True),
     ],
 )
-def test_an_adapter_of_tied_weights_changes_what_it_is_of(how: dict[str, Any], *, one: bool) -> None:
+def test_an_adapter_on_tied_weights(how: dict[str, Any], *, one: bool) -> None:
     """An engine computes what the trainer does; where the adapter tears the tie, only one with an untied head can."""
     import peft
 

@@ -76,7 +76,7 @@ def test_a_killed_rank_leaves_the_old_weights(victim: int) -> None:
             assert "a rank died or did not answer in time" in said
 
 
-def test_a_lost_rank_is_told_where_torch_stumbles_over_the_group() -> None:
+def test_a_lost_rank_is_reported_although_torch_fails_on_the_group() -> None:
     """Noting who has failed, torch asks for its rank in a group of several jobs, of which it does not know."""
 
     def stumble() -> None:
@@ -110,7 +110,7 @@ def _failing(rank: int, world: int) -> tuple[str, int]:
     return str(found.value), version
 
 
-def test_an_error_of_one_rank_is_that_of_all() -> None:
+def test_an_error_on_one_rank_is_raised_on_all() -> None:
     for said, version in run(WORLD, _failing):
         assert "no memory left" in said
         assert version == 1
@@ -175,7 +175,7 @@ def _unlike(rank: int, world: int) -> tuple[str, str, str]:
     return said[0], said[1], said[2]
 
 
-def test_ranks_that_ask_for_different_things_are_told() -> None:
+def test_different_options_on_ranks_are_reported() -> None:
     first, second = run(2, _unlike)
     assert first == second
     assert "in_place: rank 1 gave False, but rank 0 gave True" in " ".join(first[0].split())
@@ -200,7 +200,7 @@ def _mistyped(rank: int, world: int) -> list[str]:
     return said
 
 
-def test_a_wrong_type_on_one_rank_is_told_to_all() -> None:
+def test_a_wrong_type_on_one_rank_is_raised_on_all() -> None:
     others, own = run(2, _mistyped)
     assert all("rank 1 failed: TypeError" in each for each in others[:3])
     assert all("family must be a str" in each for each in own[:3])
@@ -236,7 +236,7 @@ def test_types_are_cast_only_if_asked() -> None:
         tx.Refit(source, target, dtype="fp8")
 
 
-def test_tensors_that_are_equal_now_are_not_taken_for_tied() -> None:
+def test_equal_tensors_are_not_taken_for_tied() -> None:
     """A head that equals the embedding at the first push may differ at the next."""
     weight = torch.ones(2, 2)
     with pytest.raises(tx.TransaxleError, match="the model has no such tensor"):
@@ -270,14 +270,14 @@ def test_requests_are_stopped_while_the_target_is_written() -> None:
         ("127.0.0.1:1", 2, 2, "number must be from 0 to 1"),
     ],
 )
-def test_a_meeting_that_cannot_be_is_refused(address: str, number: int, size: int, text: str) -> None:
+def test_an_impossible_meeting_is_refused(address: str, number: int, size: int, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         tx.refit.meet(address, number, size, secret=SECRET)
     with pytest.raises(ValueError, match="backend must be one of gloo, nccl"):
         tx.refit.meet("127.0.0.1:1", 0, 1, backend="mpi", secret=SECRET)
 
 
-def test_nobody_at_the_address_is_an_error_of_the_machine() -> None:
+def test_nobody_at_the_address_is_an_io_error() -> None:
     with pytest.raises(tx.TransaxleError) as found:
         tx.refit.meet(f"127.0.0.1:{free_port()}", 1, 2, timeout=1, secret=SECRET)
     assert found.value.code == "IO"
@@ -295,7 +295,7 @@ class _Tied(nn.Module):
 
 @pytest.mark.parametrize("side", ["source", "target"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_tie_that_comes_or_goes_between_pushes_is_refused(side: str, *, tied: bool) -> None:
+def test_a_tie_that_changes_between_pushes_is_refused(side: str, *, tied: bool) -> None:
     """What the plan leaves out for a tie, or writes twice, would have other values than the source's."""
     models = {"source": _Tied(tied=tied), "target": _Tied(tied=tied)}
     refit = tx.Refit(models["source"], models["target"])

@@ -67,11 +67,11 @@ def test_values_are_cast_on_the_way() -> None:
     assert torch.equal(found["n"], state["n"])
 
 
-def test_ranks_that_are_not_there_get_nothing() -> None:
+def test_other_ranks_get_nothing() -> None:
     with pytest.raises(ValueError, match=r"on must be ranks of the group, \[0\]; got \[3\]"):
         tx.refit.named_tensors({"w": torch.ones(2)}, on=[3])
 
 
-def test_what_has_no_values_is_refused() -> None:
+def test_meta_tensors_are_refused() -> None:
     with pytest.raises(tx.TransaxleError, match="it is on the meta device"):
         next(tx.refit.named_tensors({"w": torch.ones(2, device="meta")}, to="identity"))

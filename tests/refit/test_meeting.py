@@ -183,7 +183,7 @@ def test_a_rank_may_ask_while_it_waits(server: StoreServer) -> None:
     assert heard == [b"x"]
 
 
-def test_who_is_closed_before_it_is_known_comes_again() -> None:
+def test_a_rank_reconnects_when_its_connection_is_closed() -> None:
     """More strangers than are kept: the oldest connection is closed, and that may be a rank's."""
     secret, port, stores = SECRET.encode(), free_port(), list[SharedStore]()
 
@@ -200,7 +200,7 @@ def test_who_is_closed_before_it_is_known_comes_again() -> None:
     server.close()
 
 
-def test_at_all_addresses_means_those_of_either_kind() -> None:
+def test_all_addresses_means_ipv4_and_ipv6() -> None:
     server = StoreServer("", 0, SECRET.encode(), 2)
     hosts = ["127.0.0.1", "::1"] if socket.has_dualstack_ipv6() else ["127.0.0.1"]
     stores = [SharedStore((host, server.port), SECRET.encode(), n, "", PATIENCE) for n, host in enumerate(hosts)]
@@ -233,7 +233,7 @@ class _Listener(threading.Thread):
         (_HELLO + bytes(32) + b"\0", "has another secret"),
     ],
 )
-def test_number_0_proves_the_secret_too(answer: bytes, text: str) -> None:
+def test_rank_0_proves_the_secret_too(answer: bytes, text: str) -> None:
     listener = _Listener(answer)
     listener.start()
     with pytest.raises(tx.TransaxleError, match=text):
@@ -273,7 +273,7 @@ class _Changing(threading.Thread):
 
 
 @pytest.mark.parametrize("at", [40, 70, 110, 140])
-def test_what_is_changed_on_its_way_is_not_taken(at: int, server: StoreServer) -> None:
+def test_changed_messages_are_rejected(at: int, server: StoreServer) -> None:
     """The proof, the frame, the number, a value."""
     between = _Changing(server.port, at)
     between.start()
@@ -288,7 +288,7 @@ def test_what_is_changed_on_its_way_is_not_taken(at: int, server: StoreServer) -
     assert SECRET.encode() not in between.seen
 
 
-def test_a_store_does_what_torch_asks_of_it(server: StoreServer) -> None:
+def test_the_store_has_the_methods_that_torch_calls(server: StoreServer) -> None:
     first, second = _connect(server, 0), _connect(server, 1)
     assert first.compare_set("job", "", "a") == b"a"
     assert second.compare_set("job", "", "b") == b"a"

@@ -46,7 +46,7 @@ def _pushed(rank: int, world: int, config: dict[str, Any], degrees: Degrees, fol
     [("dense", Degrees(tp=2, pp=2)), ("tied", Degrees(tp=2, pp=2)), ("mixture", Degrees(pp=2, ep=2))],
     ids=str,
 )
-def test_an_engine_gets_what_the_job_has(name: str, degrees: Degrees, tmp_path: Path) -> None:
+def test_an_engine_gets_the_weights_of_the_job(name: str, degrees: Degrees, tmp_path: Path) -> None:
     config, tensors = hub.make(MODELS[name], 0)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({key: value.float() for key, value in tensors.items()}, tmp_path / hub.WEIGHTS)

@@ -80,7 +80,7 @@ def test_codes_are_those_of_the_whole(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float8_block", "nvfp4"])
-def test_codes_travel_as_they_are(kind: str) -> None:
+def test_codes_are_copied_unchanged(kind: str) -> None:
     for wrong in run(2, _quantized, kind, kind, torch.bfloat16):
         assert wrong == []
 

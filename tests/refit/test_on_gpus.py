@@ -54,7 +54,7 @@ def _pushed(rank: int, world: int, folder: str, port: int, backend: str) -> int:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_what_comes_equals_a_save_of_the_same_step(backend: str, tmp_path: Path) -> None:
+def test_received_tensors_equal_a_save_of_the_same_step(backend: str, tmp_path: Path) -> None:
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs a GPU for each rank")
     source = checkpoints.tiny(tmp_path / "source")

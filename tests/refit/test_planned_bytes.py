@@ -61,7 +61,7 @@ def _pushed(rank: int, world: int, folder: str, config: dict[str, Any], layout: 
     return report.bytes_received, report.bytes_needed
 
 
-def test_of_copies_every_rank_takes_its_own(tmp_path: Path) -> None:
+def test_every_rank_uses_its_own_copy(tmp_path: Path) -> None:
     config = {**LLAMA, **SURE}
     said, tensors = hub.make(config, 0)
     tx.save(tensors, tmp_path / "hub", config=said | config)

@@ -61,7 +61,9 @@ def _pushed(rank: int, world: int, config: dict[str, Any], dtype: str, folder: s
     [(LLAMA, "fp32", 2), (MOE, "bf16", 3), (TIED, "bf16", 3)],
     ids=["llama", "mixture", "tied"],
 )
-def test_what_comes_is_what_deepspeed_gathers(config: dict[str, Any], dtype: str, world: int, tmp_path: Path) -> None:
+def test_received_tensors_are_what_deepspeed_gathers(
+    config: dict[str, Any], dtype: str, world: int, tmp_path: Path
+) -> None:
     """Ranges that begin and end within rows, and small parameters that DeepSpeed keeps whole on every rank."""
     ranks = Ranks(world)  # DeepSpeed remembers the process group
     try:

@@ -232,7 +232,7 @@ def opened(browser: Any) -> Iterator[Open]:
     assert said == []
 
 
-def test_a_long_rule_in_what_it_says_first_does_not_widen_the_page(planned: Path, opened: Open) -> None:
+def test_a_long_rule_in_the_summary_does_not_widen_the_page(planned: Path, opened: Open) -> None:
     shown = opened(planned, min(WIDTHS), SCHEMES[0])
     shown.locator(".lead").first.evaluate("(text) => { text.textContent = 'mtp.layers.'.repeat(40); }")
     assert shown.evaluate("document.documentElement.scrollWidth") <= min(WIDTHS)
@@ -242,7 +242,7 @@ def test_a_long_rule_in_what_it_says_first_does_not_widen_the_page(planned: Path
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("which", KINDS)
-def test_a_page_fits_and_everyone_can_use_it(
+def test_a_page_fits_and_is_accessible(
     which: str, width: int, scheme: str, opened: Open, request: pytest.FixtureRequest
 ) -> None:
     """No error, nothing wider than the screen, and no serious fault for axe-core."""
@@ -294,7 +294,7 @@ def test_a_flow_is_as_wide_as_its_bytes(planned: Path, opened: Open) -> None:
     expect(shown.locator(".hint")).to_contain_text("-> layers.{l}.moe.")
 
 
-def test_no_band_runs_through_a_name(planned: Path, opened: Open) -> None:
+def test_bands_do_not_cross_names(planned: Path, opened: Open) -> None:
     """Names stand to the left and to the right of all bands, on a phone too."""
     for width in WIDTHS:
         shown = opened(planned, width)
@@ -335,7 +335,7 @@ def test_axes_that_move_keep_their_colour(finished: Path, opened: Open) -> None:
     expect(shown.locator(".moves:visible")).to_have_count(1)
 
 
-def test_a_conversion_says_first_what_was_done(finished: Path, opened: Open) -> None:
+def test_the_page_of_a_conversion_begins_with_its_result(finished: Path, opened: Open) -> None:
     shown = opened(finished)
     assert "experts" in shown.locator("header .lead").first.inner_text()
     assert "Values. None changed." in shown.locator("#first").inner_text()
@@ -360,7 +360,7 @@ def test_long_names_break_after_dots(page: Path, opened: Open) -> None:
     assert cell.locator("wbr").count() == cell.inner_text().count(".")
 
 
-def test_one_can_look_inside_and_come_back(page: Path, opened: Open) -> None:
+def test_zooming_in_and_out(page: Path, opened: Open) -> None:
     from playwright.sync_api import expect
 
     shown = opened(page)
@@ -510,7 +510,7 @@ def test_equal_cells_have_no_colour(differing: Path, opened: Open) -> None:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("which", KINDS)
-def test_nothing_else_may_run(which: str, browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_added_scripts_do_not_run(which: str, browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """The policy is in force: a script and a picture that are added are stopped, which the console tells."""
     page: Path = request.getfixturevalue(which)
     text = page.read_text("utf-8")

@@ -9,7 +9,6 @@ import re
 import struct
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +106,7 @@ def test_names_that_no_table_reads_are_folded_by_their_numbers(tmp_path: Path) -
     assert "No table reads these names." in page.read_text("utf-8")
 
 
-def test_what_is_unusual(tmp_path: Path) -> None:
+def test_unusual_tensors(tmp_path: Path) -> None:
     changed: dict[str, Any] = dict(tensors())
     del changed["model.layers.1.mlp.experts.3.up_proj.weight"]
     name = "model.layers.0.mlp.experts.3.down_proj.weight"
@@ -186,7 +185,7 @@ def test_a_file_is_replaced_only_if_it_is_a_report(named: str | Path, tmp_path: 
     assert sorted(each.name for each in tmp_path.iterdir()) == ["ck", "page.html"]
 
 
-def test_what_goes_wrong_has_its_exit_code(tmp_path: Path, transaxle: Transaxle) -> None:  # noqa: F811
+def test_errors_have_their_exit_code(tmp_path: Path, transaxle: Transaxle) -> None:  # noqa: F811
     tiny(tmp_path / "ck")
     assert transaxle("report", "ck").out.startswith("ck.html · ")
     assert transaxle("report", "ck").code == USAGE
@@ -205,14 +204,14 @@ def test_it_is_shown_in_the_browser(tmp_path: Path, transaxle: Transaxle, monkey
     assert shown == [(tmp_path / "c k.html").as_uri()]
 
 
-def test_very_many_notices_are_a_few(tmp_path: Path) -> None:
+def test_many_notices_are_shortened(tmp_path: Path) -> None:
     held = {f"w{number}": np.ones(100 if number % 3 else 1000, np.uint8) for number in range(120)}
     page = tx.report(write(tmp_path / "source", held, shards=120), tmp_path / "page.html").read_text("utf-8")
     assert page.count("<li><strong>") == 31
     assert "11 notices like these." in page
 
 
-def test_without_jinja_it_says_what_to_install(tmp_path: Path, transaxle: Transaxle, monkeypatch: Any) -> None:  # noqa: F811
+def test_without_jinja_the_error_says_what_to_install(tmp_path: Path, transaxle: Transaxle, monkeypatch: Any) -> None:  # noqa: F811
     tiny(tmp_path / "ck")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     refused = transaxle("report", "ck")
@@ -221,7 +220,7 @@ def test_without_jinja_it_says_what_to_install(tmp_path: Path, transaxle: Transa
     assert not (tmp_path / "ck.html").exists()
 
 
-def test_names_without_rhyme_or_reason_do_not_fill_the_page(tmp_path: Path, monkeypatch: Any) -> None:
+def test_random_names_do_not_fill_the_page(tmp_path: Path, monkeypatch: Any) -> None:
     """The largest have rows of their own, all others share one area, and long names are cut."""
     for module in (checkpoint_page, html_page):
         monkeypatch.setattr(module, "MOST_ROWS", 150)
@@ -270,10 +269,3 @@ def test_seventy_thousand_tensors(tmp_path: Path) -> None:
     assert page.stat().st_size < 6e6
     assert seconds < 10
     assert megabytes < 300
-
-
-def test_each_type_is_counted_once(tmp_path: Path) -> None:
-    held: dict[str, Any] = {"a": np.ones(3, np.float64), "b": np.ones(5, np.int8), "c": np.ones(7, np.int8)}
-    rows = table(data(tx.report(write(tmp_path / "source", held), tmp_path / "page.html")), "dtypes")
-    wanted = Counter({"F64": 24, "I8": 12})
-    assert {row["type"]: row["bytes"] for row in rows} == wanted

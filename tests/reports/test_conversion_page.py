@@ -55,7 +55,7 @@ def test_numbers_are_those_of_the_command(tmp_path: Path, transaxle: Transaxle) 
     assert ("or remove this one" in again.err, "--overwrite" in again.err) == (True, False)  # that is for the target
 
 
-def test_it_says_what_happens_to_the_experts(tmp_path: Path) -> None:
+def test_moves_of_experts_are_described(tmp_path: Path) -> None:
     """Their number goes from the names into the shape; the halves of Megatron's first matrix are joined."""
     source = tiny(tmp_path / "source")
     moves = {(row["tensor"], row["axis"]): row for row in table(_page(tmp_path, source, "torchtitan"), "axes")}
@@ -69,7 +69,7 @@ def test_it_says_what_happens_to_the_experts(tmp_path: Path) -> None:
     assert joined["source"].count("experts.{e}") == 2
 
 
-def test_what_stands_against_it_and_what_is_kept(tmp_path: Path) -> None:
+def test_refusals_and_kept_tensors(tmp_path: Path) -> None:
     held: dict[str, Any] = dict(tensors()) | {"extra.0.weight": np.ones(3), "extra.1.weight": np.ones(3)}
     source = write(tmp_path / "source", held, config=CONFIG)
     (tmp_path / "out").mkdir()
@@ -121,7 +121,7 @@ def test_where_a_tile_splits_is_drawn(tmp_path: Path) -> None:
     assert "split" not in data(tx.report(whole, tmp_path / "whole.html"))["figures"]
 
 
-def test_it_says_what_becomes_of_the_experts(tmp_path: Path) -> None:
+def test_counts_of_experts_are_described(tmp_path: Path) -> None:
     """Eight tensors of a layer become one, and one becomes eight; where they stay, that is said too."""
     tiny(tmp_path / "hf")
     tx.convert(tmp_path / "hf", tmp_path / "stacked", to="torchtitan", sync=False)
@@ -141,7 +141,7 @@ def test_it_says_what_becomes_of_the_experts(tmp_path: Path) -> None:
             assert f'<p class="lead">{sentence}</p>' in text
 
 
-def test_bands_of_what_is_joined_are_as_wide_as_its_parts(tmp_path: Path) -> None:
+def test_bands_of_fused_tensors_are_as_wide_as_their_parts(tmp_path: Path) -> None:
     """Of Megatron's fused tensors, each part has the bytes that it has in the source."""
     found = _page(tmp_path, tiny(tmp_path / "source"), "megatron")
     nbytes: dict[str, int] = {}

@@ -54,7 +54,7 @@ def _wide(values: Any) -> Any:
 
 
 @pytest.mark.parametrize("dialect", ["hf", "torchtitan", "megatron"])
-def test_cells_are_what_numpy_says(dialect: str, tmp_path: Path) -> None:
+def test_cells_are_those_of_numpy(dialect: str, tmp_path: Path) -> None:
     """Norms over the experts of a layer, elements that differ, and layers without a difference, in three dialects."""
     first, second = changed()
     a, b = pair(tmp_path)
@@ -95,7 +95,7 @@ def test_cells_are_what_numpy_says(dialect: str, tmp_path: Path) -> None:
     assert len(cells["cells"]) == len(rows)
 
 
-def test_other_bits_of_an_equal_value_are_no_equality(tmp_path: Path) -> None:
+def test_equal_values_with_other_bits_differ(tmp_path: Path) -> None:
     """0.0 and -0.0: one changed element, no distance, and no cell that looks equal."""
     found = data(tx.report(tx.diff(*pair(tmp_path), numeric=True), tmp_path / "page.html"))
     (row,) = (row for row in table(found, "cells") if row["tensor"] == "ln1" and row["layer"] == 2)
@@ -210,7 +210,7 @@ def test_names_that_no_table_reads_have_cells_too(tmp_path: Path) -> None:
     assert [(row["tensor"], row["layer"], row["changed"]) for row in differing] == [("blocks.*.w", 3, 12)]
 
 
-def test_what_is_not_measured_is_listed(tmp_path: Path) -> None:
+def test_unmeasured_tensors_are_listed(tmp_path: Path) -> None:
     write(tmp_path / "a", {"x": np.ones((2, 3), np.float32), "y": np.ones(3, np.int8), "z": np.full(2, np.nan)})
     write(tmp_path / "b", {"x": np.ones((3, 2), np.float32), "y": np.ones(3, np.int16), "z": np.ones(2)})
     page = tx.report(tx.diff(tmp_path / "a", tmp_path / "b", numeric=True), tmp_path / "page.html")
@@ -222,7 +222,7 @@ def test_what_is_not_measured_is_listed(tmp_path: Path) -> None:
     json.loads(json.dumps(found, allow_nan=False))
 
 
-def test_a_comparison_of_bits_alone_is_no_report(tmp_path: Path) -> None:
+def test_a_comparison_without_numbers_has_no_report(tmp_path: Path) -> None:
     tiny(tmp_path / "a")
     compared = tx.diff(tmp_path / "a", tmp_path / "a")
     with pytest.raises(TypeError, match="numeric=True"):

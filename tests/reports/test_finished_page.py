@@ -57,7 +57,7 @@ def test_numbers_are_those_of_the_command_and_of_the_files(tmp_path: Path, trans
     assert {"flow", "map"} & found["figures"].keys() == {"flow"}
 
 
-def test_errors_are_what_numpy_says(tmp_path: Path) -> None:
+def test_errors_are_those_of_numpy(tmp_path: Path) -> None:
     """Of values cast to bf16: the largest, the largest RMS of a tensor, and how many tensors were exact."""
     held = single()
     for layer in (0, 1):
@@ -81,7 +81,7 @@ def test_errors_are_what_numpy_says(tmp_path: Path) -> None:
         tx.report(report, tmp_path / "other.html", family="llama")
 
 
-def test_what_is_averaged_and_then_cast_has_two_rows(tmp_path: Path, transaxle: Transaxle) -> None:  # noqa: F811
+def test_averaged_and_cast_tensors_have_two_rows(tmp_path: Path, transaxle: Transaxle) -> None:  # noqa: F811
     option_sources.write("replicas", "llama", tmp_path / "run")
     command = ("convert", "run", "out", "--to", "hf", "--average", "--dtype", "bf16", "--report", "page.html", "--all")
     printed = transaxle(*command).out
@@ -92,14 +92,14 @@ def test_what_is_averaged_and_then_cast_has_two_rows(tmp_path: Path, transaxle: 
     assert "21 tensors cast" in printed
 
 
-def test_a_verification_is_said(tmp_path: Path) -> None:
+def test_a_verification_is_shown(tmp_path: Path) -> None:
     report = tx.convert(tiny(tmp_path / "ck"), tmp_path / "out", to="megatron", verify=True)
     text = tx.report(report, tmp_path / "page.html").read_text("utf-8")
     assert "<strong>Verified.</strong>" in text
     assert "Not synced" not in text
 
 
-def test_refusals_are_said_as_the_command_says_them(tmp_path: Path, transaxle: Transaxle) -> None:  # noqa: F811
+def test_refusals_are_those_of_the_command(tmp_path: Path, transaxle: Transaxle) -> None:  # noqa: F811
     held: dict[str, Any] = dict(tensors())
     for name in ("model.layers.0.mlp.experts.3.down_proj.weight", "model.layers.1.self_attn.q_proj.weight"):
         del held[name]
@@ -121,7 +121,7 @@ def test_refusals_are_said_as_the_command_says_them(tmp_path: Path, transaxle: T
     assert data(tmp_path / "page.html")["kind"] == "plan"
 
 
-def test_a_page_that_cannot_be_written_is_said_first(tmp_path: Path, transaxle: Transaxle) -> None:  # noqa: F811
+def test_a_page_that_cannot_be_written_is_reported_first(tmp_path: Path, transaxle: Transaxle) -> None:  # noqa: F811
     tiny(tmp_path / "ck")
     (tmp_path / "page.html").write_text("mine")
     refused = transaxle("convert", "ck", "out", "--to", "hf", "--report", "page.html")

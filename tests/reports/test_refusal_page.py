@@ -57,7 +57,7 @@ def no_tensors(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("make", [cut_inside_a_tile, truncated, lying, no_tensors])
-def test_it_says_what_the_command_line_says(
+def test_reasons_are_those_of_the_command(
     make: Callable[[Path], Path],
     transaxle: Transaxle,  # noqa: F811
     tmp_path: Path,
@@ -99,7 +99,7 @@ def test_a_cut_inside_a_tile_is_drawn(tmp_path: Path) -> None:
     assert [values[0] for _, _, _, values, _ in sorted(drawn["cells"])] == [0] * 64 + [1] * 64
 
 
-def test_only_what_is_refused_has_such_a_page(tmp_path: Path, transaxle: Transaxle) -> None:  # noqa: F811
+def test_other_errors_have_no_page(tmp_path: Path, transaxle: Transaxle) -> None:  # noqa: F811
     """Nothing is written of what is not there, nor over a file that is no report."""
     assert transaxle("report", "nowhere").code == 4
     assert not (tmp_path / "nowhere.html").exists()

@@ -103,7 +103,7 @@ def test_numbers_are_those_of_memory(task: Any, tmp_path: Path) -> None:
     assert bars == [[str(rank), count] for rank, count in each_rank.items()]
 
 
-def test_what_is_said_of_it(tmp_path: Path) -> None:
+def test_the_summary(tmp_path: Path) -> None:
     found = run(4, _placed)[0][0]
     path = tx.report(found, tmp_path / "page.html")
     text, page = path.read_text("utf-8"), data(path)
@@ -149,7 +149,7 @@ def _ambiguous(rank: int, world: int) -> Any:
     )
 
 
-def test_an_ambiguous_place_is_not_told(tmp_path: Path) -> None:
+def test_an_ambiguous_place_is_not_shown(tmp_path: Path) -> None:
     found = run(4, _ambiguous)[0]
     assert found.coordinates == {rank: {"dp": rank // 2} for rank in range(4)}
     unknown = run(4, _module)[0][0]

@@ -63,7 +63,7 @@ def test_numbers_are_those_of_numpy(shards: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_type_and_what_is_no_number(kind: str, tmp_path: Path) -> None:
+def test_every_type_and_special_values(kind: str, tmp_path: Path) -> None:
     """NaN, infinite, zeros of both signs, empty tensors, no dims, all NaN."""
     own = np.dtype(getattr(ml_dtypes, kind, None) or kind)
     random = np.random.default_rng(2)
@@ -91,7 +91,7 @@ def test_every_type_and_what_is_no_number(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
-def test_what_is_no_number_is_what_is_unusual(kind: str, tmp_path: Path) -> None:
+def test_special_values_are_listed_as_unusual(kind: str, tmp_path: Path) -> None:
     """It comes before everything else; without `values` the page says that nobody looked."""
     held: dict[str, np.ndarray] = {"extra.empty": np.zeros((0, 4), np.float32)}
     for number, odd in enumerate(([], [math.nan], [math.inf, -math.inf, math.nan], [math.inf] * 3)):

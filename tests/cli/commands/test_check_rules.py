@@ -45,7 +45,7 @@ def _toy(folder: Path, *surplus: str, **sizes: int) -> None:
     )
 
 
-def test_a_sound_table(here: Path, transaxle: Transaxle) -> None:
+def test_a_correct_table(here: Path, transaxle: Transaxle) -> None:
     Path("toy.rules").write_text(SOUND)
     outcome = transaxle("check-rules", "toy.rules")
     assert outcome.out == (
@@ -68,7 +68,7 @@ def test_a_sound_table(here: Path, transaxle: Transaxle) -> None:
     ]
 
 
-def test_what_it_reads_of_a_checkpoint(here: Path, transaxle: Transaxle) -> None:
+def test_with_a_checkpoint(here: Path, transaxle: Transaxle) -> None:
     Path("toy.rules").write_text(SOUND)
     _toy(here / "ck", "extra.0.x", "extra.1.x")
     outcome = transaxle("check-rules", "toy.rules", "ck")
@@ -151,7 +151,7 @@ def test_keys_with_a_substitute_and_axes_that_are_not_in_use_are_not_reported(ck
     assert "config.json has no" not in transaxle("check-rules", "my.rules", ck).out
 
 
-def test_a_family_that_ships_is_replaced_aloud(here: Path, transaxle: Transaxle) -> None:
+def test_replacing_a_built_in_family_is_reported(here: Path, transaxle: Transaxle) -> None:
     Path("toy.rules").write_text(
         SOUND.replace("family toy", "family llama").replace("model_type toy", "model_type x toy")
     )
@@ -162,7 +162,7 @@ def test_a_family_that_ships_is_replaced_aloud(here: Path, transaxle: Transaxle)
     assert "replaces" not in transaxle("check-rules", "more.rules").out
 
 
-def test_what_a_family_says_anew_is_shown(here: Path, transaxle: Transaxle) -> None:
+def test_overrides_of_a_family_are_listed(here: Path, transaxle: Transaxle) -> None:
     Path("heir.rules").write_text(
         "family heir like llama\n  dialects hf\n  model_type heir\n  axes f=ffn_dim\n  let tied = True\n"
         "  mount qwen3 as draft from draft\n  axes draft_l=1\n"
@@ -195,7 +195,7 @@ def test_hints_for_a_forgotten_colon_and_for_like_on_its_own_line(here: Path, tr
     assert hint in transaxle("check-rules", "joined.rules").err
 
 
-def test_every_mistake_with_its_line(here: Path, transaxle: Transaxle) -> None:
+def test_every_mistake_is_reported_with_its_line(here: Path, transaxle: Transaxle) -> None:
     Path("bad.rules").write_text(
         "family toy\n"
         "  axes l=layers d=hidden f=inner\n"
@@ -216,7 +216,7 @@ def test_every_mistake_with_its_line(here: Path, transaxle: Transaxle) -> None:
     assert all("expected" in refusal["message"] or "column" in refusal["message"] for refusal in refusals)
 
 
-def test_dialects_of_a_family_that_ships(ck: Path, transaxle: Transaxle) -> None:
+def test_a_dialect_of_a_built_in_family(ck: Path, transaxle: Transaxle) -> None:
     Path("my.rules").write_text("dialect mine of qwen3_moe like hf\n  experts.{l} = [e [gate:f | up:f] d]\n")
     (family,) = transaxle("check-rules", "my.rules", "--json").json["families"]
     assert (family["name"], list(family["dialects"])) == ("qwen3_moe", ["mine"])

@@ -50,7 +50,7 @@ def locked(folder: Path) -> Iterator[None]:
     os.close(fd)
 
 
-def test_the_next_run_names_what_was_left(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_run_reports_leftovers(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(monkeypatch, transaxle)
     before = {path: path.read_bytes() for path in Path(PARTIAL).rglob("*") if path.is_file()}
     outcome = transaxle(*CONVERT)
@@ -69,7 +69,7 @@ def test_the_next_run_names_what_was_left(ck: Path, transaxle: Transaxle, monkey
     assert report["leftovers"] == []
 
 
-def test_a_refusal_names_it_too(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_reports_leftovers_too(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(monkeypatch, transaxle)
     Path("out").mkdir()
     outcome = transaxle(*CONVERT)
@@ -78,7 +78,9 @@ def test_a_refusal_names_it_too(ck: Path, transaxle: Transaxle, monkeypatch: pyt
     assert PARTIAL.is_dir()
 
 
-def test_clean_lists_asks_and_removes(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clean_lists_leftovers_asks_and_removes_them(
+    ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     killed(monkeypatch, transaxle)
     before = tree(Path())
     outcome = transaxle("clean", "out")
@@ -105,14 +107,16 @@ def test_clean_lists_asks_and_removes(ck: Path, transaxle: Transaxle, monkeypatc
 
 
 @pytest.mark.parametrize("path", [".", "out", ".out.transaxle-partial"])
-def test_the_ways_to_name_it(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_clean_takes_a_target_a_parent_folder_or_the_leftover_itself(
+    ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     killed(monkeypatch, transaxle)
     found = transaxle("clean", path, "--yes", "--json").json["leftovers"]
     assert [(each["path"], each["outcome"]) for each in found] == [(str(PARTIAL.resolve()), "removed")]
     assert not PARTIAL.exists()
 
 
-def test_what_is_in_use_stays(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_in_use_are_kept(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(monkeypatch, transaxle)
     before = tree(PARTIAL)
     with locked(PARTIAL):
@@ -145,7 +149,7 @@ def test_the_only_checkpoint_is_put_back(ck: Path, transaxle: Transaxle) -> None
     assert not OLD.exists()
 
 
-def test_what_is_not_certainly_ours_stays(ck: Path, transaxle: Transaxle) -> None:
+def test_folders_that_may_not_be_ours_are_kept(ck: Path, transaxle: Transaxle) -> None:
     PARTIAL.mkdir()
     (PARTIAL / "thesis.tex").write_text("years of work")
     Path(".mine.transaxle-partial").symlink_to(ck)
@@ -158,7 +162,7 @@ def test_what_is_not_certainly_ours_stays(ck: Path, transaxle: Transaxle) -> Non
     assert Path(".notes.transaxle-partial").is_file()
 
 
-def test_places_where_nothing_can_be(here: Path, transaxle: Transaxle) -> None:
+def test_clean_where_no_leftovers_can_be(here: Path, transaxle: Transaxle) -> None:
     assert transaxle("clean", "nowhere/out").code == 4
     assert transaxle("clean", "memory://store/out").code == REFUSED
     assert transaxle("clean", ".").code == 0

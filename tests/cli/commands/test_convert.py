@@ -35,7 +35,7 @@ def test_a_plan_shows_which_axes_move(ck: Path, transaxle: Transaxle) -> None:
     assert [path.name for path in Path().iterdir()] == ["ck"]
 
 
-def test_a_plan_is_data(ck: Path, transaxle: Transaxle) -> None:
+def test_a_plan_as_json(ck: Path, transaxle: Transaxle) -> None:
     plan = transaxle("plan", ck, "out", "--to", "torchtitan", "--memory", "3MB", "--jobs", "1", "--json").json
     assert (plan["target"], plan["dialect"], plan["copies"], plan["contiguous"]) == (
         "out",
@@ -58,14 +58,14 @@ def test_a_plan_is_data(ck: Path, transaxle: Transaxle) -> None:
         ("megatron", "te", "packed differently"),
     ],
 )
-def test_moves_have_words(
+def test_moves_are_described_in_words(
     source: str, to: str, said: str, ck: Path, converted: Callable[[str], Path], transaxle: Transaxle
 ) -> None:
     folder = ck if source == "hf" else converted(source)
     assert said in transaxle("plan", folder, "out", "--to", to).out
 
 
-def test_a_reordered_dim_is_said(here: Path, transaxle: Transaxle) -> None:
+def test_a_reordered_dim_is_reported(here: Path, transaxle: Transaxle) -> None:
     config = {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 6, "hidden_size": 8, "intermediate_size": 5}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "tie_word_embeddings": False}
     base = "model.layers.0"
@@ -84,7 +84,7 @@ def test_a_reordered_dim_is_said(here: Path, transaxle: Transaxle) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["transformers", "torchtitan", "torchtitan@0.2", "automodel", "megatron", "te"])
-def test_there_and_back_is_the_same(dialect: str, ck: Path, transaxle: Transaxle) -> None:
+def test_converting_there_and_back_gives_the_same_tensors(dialect: str, ck: Path, transaxle: Transaxle) -> None:
     assert transaxle("convert", ck, "there", "--to", f"safetensors:{dialect}").code == 0
     assert transaxle("convert", "there", "back", "--to", "hf").code == 0
     assert same(ck, Path("back"))
@@ -154,7 +154,7 @@ def test_all_refusals_come_at_once(here: Path, transaxle: Transaxle) -> None:
     assert not Path("out").exists()
 
 
-def test_many_refusals_are_cut_and_say_so(here: Path, transaxle: Transaxle) -> None:
+def test_a_long_list_of_refusals_is_shortened(here: Path, transaxle: Transaxle) -> None:
     held = {name: (np.zeros((*array.shape, 1), array.dtype)) for name, array in tensors().items()}
     write(here / "odd", held, config=CONFIG)
     outcome = transaxle("convert", "odd", "out", "--to", "torchtitan")
@@ -234,7 +234,7 @@ def test_an_unknown_family_keeps_its_names(here: Path, transaxle: Transaxle) -> 
     assert "with names and shapes unchanged" in transaxle("plan", "other", "out2", "--to", "safetensors").out
 
 
-def test_a_table_of_ones_own(ck: Path, transaxle: Transaxle) -> None:
+def test_a_table_of_the_user(ck: Path, transaxle: Transaxle) -> None:
     Path("my.rules").write_text(
         "dialect mine of qwen3_moe like hf\n  model.layers.{l}.mlp.experts.all = [e [gate:f | up:f] d]\n"
     )

@@ -26,7 +26,7 @@ def test_an_explanation_is_complete(code: Code, transaxle: Transaxle) -> None:
     assert max(map(len, outcome.out.splitlines())) <= 140
 
 
-def test_alone_it_lists_all(transaxle: Transaxle) -> None:
+def test_explain_without_a_code_lists_all_codes(transaxle: Transaxle) -> None:
     assert [line.split()[0] for line in transaxle("explain").out.splitlines()] == list(CODES)
     assert tuple(transaxle("explain", "--json").json) == CODES
 

@@ -38,7 +38,7 @@ def test_a_checkpoint_fits_on_a_page(ck: Path, transaxle: Transaxle) -> None:
     )
 
 
-def test_json_says_the_same(ck: Path, transaxle: Transaxle) -> None:
+def test_the_same_as_json(ck: Path, transaxle: Transaxle) -> None:
     found = transaxle("ls", ck, "--json").json
     assert {key: found[key] for key in ("path", "format", "family", "dialect", "tensors", "files")} == {
         "path": "ck",
@@ -53,7 +53,7 @@ def test_json_says_the_same(ck: Path, transaxle: Transaxle) -> None:
     assert {"name": "model.norm.weight", "count": 1, "dtype": "BF16", "shape": [16]} in found["rows"]
 
 
-def test_the_state_of_an_optimizer_is_no_parameter(here: Path, transaxle: Transaxle) -> None:
+def test_optimizer_state_does_not_count_as_parameters(here: Path, transaxle: Transaxle) -> None:
     weights = {name: torch.from_numpy(array.astype(np.float32)) for name, array in tensors().items()}
     state = {
         number: {"step": torch.tensor(3.0), "exp_avg": weight + 1, "exp_avg_sq": weight * weight}
@@ -124,7 +124,7 @@ def test_names_cannot_write_to_the_terminal(here: Path, transaxle: Transaxle) ->
     assert "a\\x1b[2Jb\\nc" in out
 
 
-def test_info_says_what_was_recognised(ck: Path, transaxle: Transaxle) -> None:
+def test_info_shows_what_was_recognised(ck: Path, transaxle: Transaxle) -> None:
     found = transaxle("info", ck, "--json").json
     assert (found["format"], found["family"], found["dialect"], found["prefix"]) == (
         "safetensors",
@@ -148,7 +148,7 @@ def test_info_finds_a_prefix(here: Path, transaxle: Transaxle) -> None:
     assert transaxle("info", "wrapped", "--json").json["prefix"] == "module."
 
 
-def test_info_says_why_nothing_was_recognised(here: Path, transaxle: Transaxle) -> None:
+def test_info_explains_why_nothing_was_recognised(here: Path, transaxle: Transaxle) -> None:
     write(here / "other", {"transformer.h.0.w": np.zeros(2, np.float32)}, config={"model_type": "gpt0"})
     outcome = transaxle("info", "other")
     assert outcome.code == 0
@@ -156,7 +156,7 @@ def test_info_says_why_nothing_was_recognised(here: Path, transaxle: Transaxle) 
     assert "gpt0" in outcome.out
 
 
-def test_info_knows_a_manifest_that_no_longer_matches(converted: Callable[[str], Path], transaxle: Transaxle) -> None:
+def test_info_reports_a_manifest_that_no_longer_matches(converted: Callable[[str], Path], transaxle: Transaxle) -> None:
     folder = converted("torchtitan")
     assert transaxle("info", folder, "--json").json["manifest"] == {"state": "matches", "problems": []}
     file = only(list(folder.glob("*.safetensors")))
@@ -167,7 +167,7 @@ def test_info_knows_a_manifest_that_no_longer_matches(converted: Callable[[str],
     assert "no longer matches" in transaxle("info", folder).out
 
 
-def test_info_alone_describes_the_installation(transaxle: Transaxle) -> None:
+def test_info_without_a_path_describes_the_installation(transaxle: Transaxle) -> None:
     found = transaxle("info", "--json").json
     assert found["packages"]["numpy"] == np.__version__
     assert "hf" in found["families"]["qwen3_moe"]
@@ -177,7 +177,7 @@ def test_info_alone_describes_the_installation(transaxle: Transaxle) -> None:
     assert len(shown.splitlines()) < 10
 
 
-def test_what_is_said_is_believed(here: Path, transaxle: Transaxle) -> None:
+def test_given_options_override_recognition(here: Path, transaxle: Transaxle) -> None:
     tiny(here / "renamed", config={**CONFIG, "model_type": "my_moe"})
     assert transaxle("ls", "renamed", "--json").json["family"] is None
     assert transaxle("ls", "renamed", "--family", "qwen3_moe", "--json").json["family"] == "qwen3_moe"

@@ -55,7 +55,7 @@ def test_the_document_has_the_whole_matrix(model: Path, transaxle: Transaxle) ->
     assert found["stays"] == found["undecided"] == []
 
 
-def test_types_and_ranks_are_as_asked(model: Path, transaxle: Transaxle) -> None:
+def test_types_and_ranks_follow_the_options(model: Path, transaxle: Transaxle) -> None:
     half, whole = (transaxle(*ASKED, "--json", *more).json for more in ((), ("--dtype", "fp32")))
     assert whole["bytes"] == 2 * half["bytes"]
     same = transaxle(*ASKED, "--json", "--same-ranks").json
@@ -65,7 +65,7 @@ def test_types_and_ranks_are_as_asked(model: Path, transaxle: Transaxle) -> None
     assert transaxle(*ASKED, "--json").json["bytes"] == whole["bytes"]
 
 
-def test_what_the_config_leaves_open_is_told(model: Path, transaxle: Transaxle) -> None:
+def test_assumptions_about_the_config_are_reported(model: Path, transaxle: Transaxle) -> None:
     model.write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "attention_bias"}), "utf-8")
     done = transaxle(*ASKED)
     assert "the config does not say whether the model has these; counted as absent" in done.out
@@ -84,7 +84,9 @@ def test_what_the_config_leaves_open_is_told(model: Path, transaxle: Transaxle) 
         (("plan", "hf", "vllm", "--mesh", "what=2", "--mesh", "tp=2", "--config", "model"), "no dim of the mesh of hf"),
     ],
 )  # fmt: skip
-def test_half_an_order_is_refused(arguments: tuple[str, ...], said: str, model: Path, transaxle: Transaxle) -> None:
+def test_only_one_of_both_meshes_is_refused(
+    arguments: tuple[str, ...], said: str, model: Path, transaxle: Transaxle
+) -> None:
     done = transaxle(*arguments)
     assert done.code == USAGE
     assert said in done.err
@@ -99,6 +101,6 @@ def test_a_config_of_no_known_model_is_refused(
     assert transaxle(*ASKED, "--family", "qwen3_moe").code == 0
 
 
-def test_ranks_are_written_short() -> None:
+def test_ranks_are_abbreviated() -> None:
     assert ranks_text([0, 1, 2, 5]) == "0-2, 5"
     assert ranks_text(range(0, 256, 8)) == "0, 8, … 248 (32 ranks)"

@@ -68,7 +68,7 @@ def test_a_missing_file_is_seen(converted: Callable[[str], Path], transaxle: Tra
     assert [(p["code"], p["file"]) for p in outcome.json["problems"]] == [("INCOMPLETE", "config.json")]
 
 
-def test_without_a_manifest_it_says_what_that_proves(ck: Path, transaxle: Transaxle) -> None:
+def test_without_a_manifest_verify_says_what_was_checked(ck: Path, transaxle: Transaxle) -> None:
     outcome = transaxle("verify", ck)
     assert outcome.code == 0
     assert outcome.out.startswith("checked the structure only, there are no digests: 69 tensors")
@@ -76,7 +76,7 @@ def test_without_a_manifest_it_says_what_that_proves(ck: Path, transaxle: Transa
     assert transaxle("verify", ck, "--json").json["against"] == "structure"
 
 
-def test_one_file_is_held_against_its_own_digests(ck: Path, transaxle: Transaxle) -> None:
+def test_one_file_is_compared_with_its_own_digests(ck: Path, transaxle: Transaxle) -> None:
     assert transaxle("convert", ck, "out.safetensors", "--to", "hf", "--verify").code == 0
     outcome = transaxle("verify", "out.safetensors")
     assert "every digest in the file matches" in outcome.out
@@ -85,7 +85,7 @@ def test_one_file_is_held_against_its_own_digests(ck: Path, transaxle: Transaxle
     assert transaxle("verify", "out.safetensors", "--json").json["problems"][0]["code"] == "CORRUPT"
 
 
-def test_diff_says_where(ck: Path, transaxle: Transaxle) -> None:
+def test_diff_lists_differing_tensors(ck: Path, transaxle: Transaxle) -> None:
     _changed(Path("other"), GATE, GATE.replace("experts.3", "experts.5"), "model.norm.weight")
     outcome = transaxle("diff", ck, "other")
     assert outcome.code == DIFFERENT
@@ -97,7 +97,7 @@ def test_diff_says_where(ck: Path, transaxle: Transaxle) -> None:
     assert transaxle("verify", ck, "other").code == DIFFERENT
 
 
-def test_diff_says_how_much(ck: Path, transaxle: Transaxle) -> None:
+def test_diff_measures_differences(ck: Path, transaxle: Transaxle) -> None:
     _changed(Path("other"), GATE, "model.norm.weight")
     stat = transaxle("diff", ck, "other", "--stat")
     assert stat.code == DIFFERENT
@@ -114,7 +114,7 @@ def test_diff_says_how_much(ck: Path, transaxle: Transaxle) -> None:
     ]
 
 
-def test_diff_names_what_only_one_has(ck: Path, transaxle: Transaxle) -> None:
+def test_diff_lists_tensors_of_one_side_only(ck: Path, transaxle: Transaxle) -> None:
     write(Path("other"), tensors() | {"extra.0.w": np.zeros(2), "extra.1.w": np.zeros(2)}, config=CONFIG)
     assert transaxle("diff", ck, "other").out == ("  extra.[0-1].w  x2  only in other\n  2 tensors differ, 69 equal\n")
     assert "only in other" in transaxle("diff", ck, "other", "--stat").out
@@ -128,7 +128,7 @@ def test_diff_of_dtypes_and_shapes(here: Path, transaxle: Transaxle) -> None:
     assert "shape [2, 2] and [4, 1]" in out
 
 
-def test_a_long_list_is_cut_and_says_so(here: Path, transaxle: Transaxle) -> None:
+def test_a_long_list_of_differences_is_shortened(here: Path, transaxle: Transaxle) -> None:
     write(here / "a", {f"name_{chr(97 + n)}": np.zeros(n + 1, np.float32) for n in range(25)})
     write(here / "b", {f"name_{chr(97 + n)}": np.ones(n + 1, np.float32) for n in range(25)})
     assert "… and 5 more rows (--all or --json shows them)" in transaxle("diff", "a", "b").out
@@ -146,7 +146,7 @@ def test_a_source_that_was_damaged_is_refused(converted: Callable[[str], Path], 
         assert not Path("out").exists()
 
 
-def test_state_that_one_side_left_behind_is_said_to_be_that(here: Path, transaxle: Transaxle) -> None:
+def test_optimizer_state_on_one_side_only_is_reported_as_such(here: Path, transaxle: Transaxle) -> None:
     held = {**tensors(), f"optim/{GATE}/step": np.array(3.0, np.float32)}
     whole = write(here / "whole", held, config=CONFIG)
     assert f"optim/{GATE}/step" in transaxle("convert", whole, "hub", "--to", "hf", "--all").out

@@ -65,12 +65,12 @@ def test_sizes_are_read(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "5x", "-5", "1e9", "2i", "5GBB", "५GB"])
-def test_what_is_no_size_is_not_read(text: str) -> None:
+def test_texts_that_are_no_size_are_refused(text: str) -> None:
     assert parse_size(text) is None
 
 
 @given(st.integers(0, 10**15))
-def test_what_is_written_is_read_back_to_its_digits(count: int) -> None:
+def test_printed_sizes_are_read_back(count: int) -> None:
     read = parse_size(units.size(count))
     assert read is not None
     assert abs(read - count) <= 0.005 * count

@@ -148,7 +148,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_answer_is_an_error_of_the_machine(name: str) -> None:
+def test_a_wrong_answer_is_an_io_error(name: str) -> None:
     answer, text = WRONG[name]
     port, thread, asked = _raw(answer)
     with pytest.raises(tx.TransaxleError) as found:
@@ -163,7 +163,7 @@ def test_a_wrong_answer_is_an_error_of_the_machine(name: str) -> None:
 
 
 @pytest.mark.parametrize("before", [0, 1990])
-def test_a_password_is_shown_in_no_form(before: int) -> None:
+def test_passwords_are_never_shown(before: int) -> None:
     """Also where what is shown of an answer ends in the middle of it."""
     for form in FORMS:
         body = f"{'x' * before} {form} ".encode()
@@ -176,7 +176,7 @@ def test_a_password_is_shown_in_no_form(before: int) -> None:
             assert not [each for each in (*FORMS, "s3c", LOGIN[:3]) if each in said], form
 
 
-def test_a_machine_without_an_address_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_an_address_gets_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(name: str) -> str:
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -186,7 +186,7 @@ def test_a_machine_without_an_address_says_what_to_give(monkeypatch: pytest.Monk
     assert "Give address=" in found.value.hint
 
 
-def test_an_answer_that_does_not_end_is_given_up() -> None:
+def test_an_endless_answer_times_out() -> None:
     port, _, _ = _raw(OK + b"\r\n", stays=True)
     begun = time.monotonic()
     with pytest.raises(tx.TransaxleError, match="did not end its answer in 1 s"):
@@ -202,20 +202,20 @@ def test_an_answer_that_does_not_end_is_given_up() -> None:
         "http://" + "x" * 70_000,
     ],
 )  # fmt: skip
-def test_what_is_no_address_of_a_server_is_not_asked(url: str) -> None:
+def test_invalid_addresses_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="engine must be a URL such as") as found:
         control(url, None, 1)
     assert PASSWORD not in str(found.value)
     assert ENCODED not in str(found.value) or url.startswith("unix")
 
 
-def test_other_things_are_named_without_what_is_secret() -> None:
+def test_messages_name_urls_without_secrets() -> None:
     with pytest.raises(TypeError) as found:
         control(f"http://{USER}:{ENCODED}@host".encode(), None, 1)
     assert ENCODED not in str(found.value)
 
 
-def test_the_environment_says_nothing_of_who_is_reached(
+def test_proxy_variables_are_ignored(
     vllm: tuple[type[_Vllm], int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
@@ -226,7 +226,7 @@ def test_the_environment_says_nothing_of_who_is_reached(
     assert vllm[0].login == ""
 
 
-def test_without_httpx_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_httpx_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "httpx", None)
     with pytest.raises(tx.TransaxleError, match="no installed package speaks HTTP to vLLM") as found:
         control("http://127.0.0.1:1", None, 1)
@@ -247,7 +247,7 @@ class _Talkative:
     update_weights = finish_weight_update = start_weight_update
 
 
-def test_each_meeting_has_a_secret_of_its_own_which_no_error_shows() -> None:
+def test_each_meeting_has_its_own_secret_and_no_error_shows_it() -> None:
     clients = [_Talkative() for _ in range(2)]
     engines = [_Engines(each, {**DEFAULTS, "workers": 1}) for each in clients]
     meetings = [each.prepare("127.0.0.1:1", 1, _invitation(DEFAULTS)) for each in engines]

@@ -342,7 +342,7 @@ def _once(rank: int, world: int, name: str, server: Server) -> None:
         refit.push()
 
 
-def test_the_page_is_true(engines: Engines, tmp_path: Path) -> None:
+def test_the_example_of_the_page_works(engines: Engines, tmp_path: Path) -> None:
     """What the page tells a trainer to run, with this server."""
     server = engines.servers["llama"]
     page = (ROOT / "docs/how-to/refit-vllm.md").read_text("utf-8")
@@ -354,6 +354,6 @@ def test_the_page_is_true(engines: Engines, tmp_path: Path) -> None:
     assert done.stdout == "3\n", done.stderr[-4000:]
 
 
-def test_a_killed_worker_is_told(engines: Engines) -> None:
+def test_a_killed_worker_is_reported(engines: Engines) -> None:
     said = run(2, _killing, "moe", engines.servers["moe"], -1)
     assert all("a rank died or did not answer in time" in each for each in said)

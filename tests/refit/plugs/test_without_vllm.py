@@ -53,7 +53,7 @@ def test_the_entry_point_registers_the_engine_once(monkeypatch: pytest.MonkeyPat
     assert getattr(import_module(module), name) is VllmEngine
 
 
-def test_another_vllm_starts_all_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_version_of_vllm_starts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with caplog.at_level(logging.WARNING):
         vllm_plugin.register()
@@ -67,7 +67,7 @@ def test_a_layer_is_pushed_as_a_whole() -> None:
         split_layers(names, {"a.weight", "b.weight"})
 
 
-def test_what_a_worker_holds_is_checked() -> None:
+def test_tensors_of_a_worker_are_checked() -> None:
     part = 1, (((0, 3), (6, 8)), ((3, 6), (8, 10)))
     found = _share((4, 5), part, Ranks(2, 1))
     assert found is not None
@@ -90,7 +90,7 @@ def test_models_that_change_under_vllm_are_refused() -> None:
     check_config(SimpleNamespace(parallel_config=SimpleNamespace()))
 
 
-def test_versions_that_say_other_things_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_versions_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     parallel = SimpleNamespace(rank=0, world_size=1)
     engine = VllmEngine(None, SimpleNamespace(parallel_config=parallel, model_config=None), torch.device("cpu"), None)  # type: ignore[arg-type]  # no model is looked at
     monkeypatch.setattr(engine, "_workers", lambda: SimpleNamespace(gather=lambda said: [said]))
@@ -133,7 +133,7 @@ def refusing() -> Iterator[str]:
     server.server_close()
 
 
-def test_what_a_server_says_is_told(refusing: str) -> None:
+def test_errors_of_a_server_are_reported(refusing: str) -> None:
     with pytest.raises(tx.TransaxleError) as found:
         tx.refit.VllmRefit({"w": torch.ones(1)}, refusing)
     assert found.value.code == "IO"
@@ -141,7 +141,7 @@ def test_what_a_server_says_is_told(refusing: str) -> None:
     assert "the table does not say what it is" in str(found.value)
 
 
-def test_a_server_that_is_not_there_is_told() -> None:
+def test_an_unreachable_server_is_reported() -> None:
     with pytest.raises(tx.TransaxleError, match="cannot be reached"):
         tx.refit.VllmRefit({"w": torch.ones(1)}, f"http://127.0.0.1:{free_port()}")
 
@@ -156,7 +156,7 @@ class Client:
         raise AssertionError("nothing has begun")
 
 
-def test_clients_of_vllm_are_asked() -> None:
+def test_clients_of_vllm_are_called() -> None:
     with pytest.raises(tx.TransaxleError, match="Give workers="):
         tx.refit.VllmRefit({"w": torch.ones(1)}, Client())
     with pytest.raises(tx.TransaxleError, match="vLLM could not do it: the engine has no backend transaxle"):
@@ -191,7 +191,7 @@ class Obedient:
         self._note(f"finish {version}")
 
 
-def test_an_update_is_open_in_all_engines_or_in_none() -> None:
+def test_an_update_begins_in_all_engines_or_in_none() -> None:
     """What fails in one engine ends in those that had begun; what a lost trainer has left open is ended first."""
     clients = [Obedient(), Obedient("start")]
     engines = _Engines(clients, {**DEFAULTS, "workers": 2})
@@ -208,7 +208,7 @@ def test_an_update_is_open_in_all_engines_or_in_none() -> None:
     ]
 
 
-def test_other_ranks_speak_to_no_engine() -> None:
+def test_only_rank_0_calls_engines() -> None:
     engines = _Engines([], {**DEFAULTS})
     assert engines.prepare(None, 2, _invitation(DEFAULTS)) is None
     engines.note_open([False, False, True])
