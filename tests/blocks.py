@@ -1,6 +1,6 @@
-"""Python as a page shows it, and commands of ours as it tells to type them: each run as a program of its own.
+"""Run Python blocks and `transaxle` commands of documentation pages, each in a process of its own.
 
-That is a process forked from one that has imported torch and transformers before.
+The process is forked from one that has already imported torch and transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def execute(code: str, folder: Path) -> tuple[int, str]:
 
 
 def typed(words: Sequence[str], folder: Path) -> tuple[int, str, str]:
-    """Run a command of ours in a folder, as its script would.
+    """Run a `transaxle` command in a folder, as its script would.
 
     Args:
         words: of the command line, the program's name first.

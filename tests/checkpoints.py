@@ -1,4 +1,4 @@
-"""Small checkpoints as other programs write them: made with numpy and safetensors, never with our own code."""
+"""Small checkpoints as other programs write them, made with numpy and safetensors, never with transaxle."""
 
 from __future__ import annotations
 

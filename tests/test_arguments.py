@@ -1,4 +1,4 @@
-"""The arguments of the public functions: one name means one thing, and takes the same types, wherever it stands."""
+"""The arguments of public functions: one name has one meaning and the same types everywhere."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_default_of_none_is_in_the_type() -> None:
 
 
 def test_signatures_are_not_overridden() -> None:
-    """What the interpreter says is what an editor reads in the source."""
+    """`inspect.signature` gives what an editor reads in the source."""
     assert [name for name, function in PUBLIC.items() if hasattr(function, "__signature__")] == []
     assert [name for name, function in PUBLIC.items() if hasattr(vars(function).get("__init__"), "__signature__")] == []
 
@@ -162,7 +162,7 @@ READ = {"Config", "DType", "Device", "Patterns", "PathLike", "CheckpointLike", "
 
 
 def test_every_kind_of_argument_is_tried() -> None:
-    """An argument of a known kind that is not in `WRONG` would be tested by nobody."""
+    """An argument of a known kind that is missing in `WRONG` would not be tested."""
     kinds = {
         name: annotation.removesuffix(" | None")
         for function in PUBLIC.values()

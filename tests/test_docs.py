@@ -1,4 +1,4 @@
-"""The documentation executes: pages build without a warning, and every example in them gives what it says."""
+"""The documentation builds without a warning, and every example in it gives what it promises."""
 
 from __future__ import annotations
 

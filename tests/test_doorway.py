@@ -1,4 +1,4 @@
-"""The public names: each is there, and only those that work on live models bring torch."""
+"""The public names: each exists, and only those for live models import torch."""
 
 from __future__ import annotations
 

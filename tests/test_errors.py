@@ -1,4 +1,4 @@
-"""What an error shows: everything that a person reads, and never a name by the megabyte."""
+"""Texts of errors, with very long names shortened."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_name_as_long_as_a_path_is_shown_whole() -> None:
 
 
 def test_errors_of_files_are_also_those_of_the_system(tmp_path: Path) -> None:
-    """Who handles FileNotFoundError and its kin catches ours, which stay what they are, in other processes too."""
+    """Handlers of FileNotFoundError and the like catch our errors too, also after pickling."""
     source = checkpoints.tiny(tmp_path / "source")
     file = source / "config.json"
     for path in (tmp_path / "nope", tmp_path / "nope" / "deeper", file / "inside", "memory://nowhere/at-all"):

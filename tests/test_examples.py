@@ -1,4 +1,4 @@
-"""The examples run, and a run that is resumed goes on as if nothing had happened."""
+"""The examples run, and a resumed run gives the same losses as one without a break."""
 
 from __future__ import annotations
 

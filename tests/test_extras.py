@@ -1,4 +1,4 @@
-"""Hints on how to install something are true wherever this package came from: they name what to install."""
+"""Hints on missing packages name what to install, however transaxle was installed."""
 
 from __future__ import annotations
 

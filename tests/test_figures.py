@@ -1,4 +1,4 @@
-"""The figures of the docs: what they show is what numpy gives, and each is on a page."""
+"""The figures of the docs: they show what numpy computes, and each is on a page."""
 
 from __future__ import annotations
 

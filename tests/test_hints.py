@@ -1,4 +1,4 @@
-"""What messages say to do: every option that they name exists, on the command line and in Python."""
+"""Hints in messages: every option that they name exists, on the command line and in Python."""
 
 from __future__ import annotations
 

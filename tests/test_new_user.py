@@ -1,4 +1,4 @@
-"""A new user: the wheel in an environment that has nothing but what it asks for, then the README, then mishaps."""
+"""A new user: the wheel in an environment with only its dependencies, the README's commands, and some failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BIG = "Qwen3-30B-A3B/"
 
 @dataclass(frozen=True)
 class User:
-    """Somebody with an environment, in a folder with a checkpoint."""
+    """An environment, and a folder with a checkpoint."""
 
     scripts: Path
     folder: Path
@@ -116,7 +116,7 @@ def test_a_wrong_path_names_the_one_that_was_meant(user: User) -> None:
 
 
 def test_a_killed_run_is_continued_or_cleaned(user: User) -> None:
-    """Nothing is at the target until everything is, whatever became of the first run."""
+    """The target does not exist until it is complete, wherever the first run was killed."""
     command = f"exec transaxle convert {NAME} killed --to torchtitan"
     process = subprocess.Popen(["bash", "-c", command], cwd=user.folder, env=user.environment)
     hidden = user.folder / ".killed.transaxle-partial"
@@ -160,7 +160,7 @@ def test_a_bug_leaves_a_report_to_send(user: User) -> None:
 
 
 def test_one_wheel_serves_every_python(user: User) -> None:
-    """What is compiled needs the C library alone, none newer than that of manylinux2014, and no Python."""
+    """The compiled parts need only the C library of manylinux2014, and no Python."""
     assert re.fullmatch(r"transaxle-\S+-py3-none-linux_\w+\.whl", user.wheel.name)
     compiled = sorted(user.scripts.parent.glob("lib/python*/site-packages/transaxle/**/*.so"))
     assert [file.name for file in compiled] == ["libkernel.so", "libscan.so", "libcopier.so"]

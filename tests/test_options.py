@@ -1,4 +1,4 @@
-"""The table of options, and what is held against it: signatures, docstrings, the command line, and what they accept."""
+"""The table of options, compared with signatures, docstrings and the command line."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_a_choice_is_one_of_those_of_the_command_line(tmp_path: Path) -> None:
             verb(weights=cast("Any", 3))
 
 
-def test_a_plan_refuses_on(tmp_path: Path) -> None:
+def test_a_plan_refuses_an_unknown_on(tmp_path: Path) -> None:
     source = tiny(tmp_path / "ck")
     with pytest.raises(tx.TransaxleError, match="cannot convert on 'nope'"):
         tx.plan(source, tmp_path / "out", to="hf", on="nope")

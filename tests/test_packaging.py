@@ -1,4 +1,4 @@
-"""What is published: wheels for every Python, with compiled parts or without, and the page of the package."""
+"""Published files: wheels with and without compiled parts, and the text of the package's page."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How much of the house a verb walks through: the modules of the package in which it calls a function.
+"""The number of modules of the package in which each verb calls a function.
 
-Whoever follows a `save` reads these modules. The caps go down only.
+To follow a `save`, one reads these modules. The limits may only go down.
 
 A module counts if a function of it, a method, a lambda or a generator, is called while the verb runs, in any thread
 or worker. What runs when a module is imported does not count: everything is imported before, once. Each verb has a

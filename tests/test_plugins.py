@@ -1,4 +1,4 @@
-"""Installed packages add container formats and families: those of the documentation, word by word, and broken ones."""
+"""Installed packages that add formats and families: those of the documentation, and broken ones."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_a_package_s_format_cannot_hold_is_refused(program: Program, tmp_pa
 
 @pytest.mark.usefixtures("tiny_format")
 def test_what_ships_answers_without_packages(program: Program, site: Path) -> None:
-    """A package that cannot be imported is in nobody's way who does not need it."""
+    """A package that cannot be imported does not matter to commands that do not need it."""
     (site / "tiny_format" / "__init__.py").write_text("raise RuntimeError('not today')")
     assert program("ls", "ck").code == 0
     assert program("convert", "ck", "out", "--to", "dcp:torchtitan").code == 0

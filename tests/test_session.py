@@ -1,4 +1,4 @@
-"""What a session of these tests takes of the machine, and what it leaves there."""
+"""The memory that a session of these tests takes, and what it leaves on the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What type checkers, editors and the makers of callbacks catch before anything runs."""
+"""Wrong arguments that type checkers, and callbacks when they are created, report."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_an_argument_that_is_misspelt_is_named_wherever_it_is_declared(tmp_path:
 
 
 def test_callbacks_check_their_arguments_when_they_are_made(tmp_path: Path) -> None:
-    """Not at the first save, when hours of training are behind it."""
+    """Not only at the first save, after hours of training."""
     refused: list[tuple[dict[str, Any], str]] = [
         ({"to": "safetensrs:hf"}, "there is no format 'safetensrs'"),
         ({"to": "torchtitn"}, "no family has a dialect 'torchtitn'"),

@@ -1,4 +1,4 @@
-"""How much work something is, counted rather than timed: a slow machine gives the same numbers."""
+"""Counts of work instead of times, so that slow machines give the same numbers."""
 
 from __future__ import annotations
 

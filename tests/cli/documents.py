@@ -1,4 +1,4 @@
-"""The published schemas of what `--json` prints, and documents held against them."""
+"""The published schemas of `--json` documents, and a check of documents against them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _validator(name: str) -> Any:
 
 
 def check(command: str, document: Any) -> None:
-    """Hold what a command printed against its schema."""
+    """Check the document that a command printed against its schema."""
     failed = isinstance(document, dict) and set(document) == {"error"}
     problems = list(_validator(ERROR if failed else command).iter_errors(document))
     assert not problems, "\n".join(str(each) for problem in problems for each in (problem, *(problem.context or ())))

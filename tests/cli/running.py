@@ -1,4 +1,4 @@
-"""What a run of the program gives, in this process or in one of its own."""
+"""Runs of the program, in this process or in a new one, and their results."""
 
 from __future__ import annotations
 

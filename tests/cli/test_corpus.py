@@ -1,4 +1,4 @@
-"""Every command on every hostile input: refused with its code, nothing executed, nothing half written."""
+"""Every command on every hostile input: it is refused, nothing is executed, and no partial output is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo: real transformers code on both ends, and nothing between them that changed a bit."""
+"""The demo: a model saved and loaded by transformers, with every bit unchanged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_demo_keeps_its_files_if_told_so(here: Path) -> None:
 
 @pytest.mark.oracle
 def test_a_disk_without_room_for_the_model(here: Path) -> None:
-    """A limit on the size of files stands for it."""
+    """Simulated by a limit on the size of files."""
     limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
     outcome = process("demo", before=limit)

@@ -1,4 +1,4 @@
-"""`transaxle derive` and `convert --derive`, as people type them."""
+"""`transaxle derive` and `convert --derive`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong outside: one message, the right exit code, and never a traceback (`Outcome` looks for one)."""
+"""Bad input: one message, the right exit code, and no traceback (`Outcome` checks that)."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _here(ck: Path) -> None:
 def test_the_hint_for_an_existing_target_works(
     make: Callable[[Path], None], target: str, way: str, ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is offered is accepted; where nothing would be, only another place is."""
+    """The suggested option works; where none would, only another target is suggested."""
     monkeypatch.chdir(Path.cwd())  # back afterwards
     make(ck := ck.resolve())
     asked = ("convert", ck, target, "--to", "hf")
@@ -435,7 +435,7 @@ def test_an_empty_path_is_none(here: Path, ck: Path, transaxle: Transaxle) -> No
 
 
 def test_paths_that_cannot_be_examined_are_errors_like_others(ck: Path, transaxle: Transaxle) -> None:
-    """Python's own questions about a path raise where a part of it is too long, or may not be entered."""
+    """Methods such as `Path.exists` raise for paths with a part that is too long or may not be entered."""
     long = "x" * 300
     for said in (
         ("convert", ck, "out", "--to", "hf", "--config", long),
@@ -485,7 +485,7 @@ def test_paths_that_are_not_utf8(tmp_path: Path, transaxle: Transaxle) -> None:
 def test_invalid_rank_numbers_in_the_environment(
     rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transaxle: Transaxle
 ) -> None:
-    """They come from the environment, and would become parts of paths."""
+    """They come from environment variables and are used in paths."""
     source = tiny(tmp_path / "deep" / "er" / "ck")
     monkeypatch.setenv("RANK", rank)
     before = sorted(tmp_path.rglob("*"))

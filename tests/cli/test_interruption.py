@@ -1,4 +1,4 @@
-"""A conversion that ends too early: nothing that looks complete, and the same bytes when it is continued."""
+"""Interrupted conversions: nothing looks complete, and a continued one writes the same bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _journal(folder: Path) -> int:
 
 @contextmanager
 def _running(*arguments: str, before: str = SLOWLY, screen: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
-    """Start a slow conversion, and wait until it is in the midst of it.
+    """Start a slow conversion and wait until it has written some tensors.
 
     Args:
         arguments: of the program.
@@ -140,7 +140,7 @@ def test_the_cursor_comes_back(ck: Path) -> None:
 
 
 def test_a_terminal_that_is_gone(ck: Path) -> None:
-    """The window was closed: nothing can be printed, and everything is put in order all the same."""
+    """The window was closed: nothing can be printed, but files are still cleaned up."""
     outer, inner = pty.openpty()
     with _running(*CONVERT, screen=inner) as running:
         os.close(inner)
@@ -152,7 +152,7 @@ def test_a_terminal_that_is_gone(ck: Path) -> None:
 
 
 def test_unfinished_work_is_kept_when_another_task_is_given(ck: Path, transaxle: Transaxle) -> None:
-    """`--resume` continues what was begun, or says that it cannot; what is there stays until it is told to go."""
+    """`--resume` continues the same conversion or refuses; unfinished work stays until `--overwrite` or `clean`."""
     with _running(*CONVERT, "--resume") as running:
         running.send_signal(signal.SIGKILL)
     left = tree(Path(".out.transaxle-partial"))

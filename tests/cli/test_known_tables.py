@@ -1,4 +1,4 @@
-"""The built-in tables can be looked at, and the help of long commands is in sections."""
+"""Listing the built-in tables, and sections in the help of long commands."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_families_by_a_word(transaxle: Transaxle) -> None:
 
 
 def test_dialects(transaxle: Transaxle) -> None:
-    """Every one that ships says whose it is."""
+    """Every built-in dialect says whose it is."""
     labels = {label for entry in builtin().entries.values() for label in entry.dialects}
     assert labels == set(PEERS)
     told = {each["dialect"]: each for each in transaxle("dialects", "--json").json["dialects"]}
@@ -107,7 +107,7 @@ def test_lists_read_no_table() -> None:
 
 
 def test_the_help_of_convert_is_in_sections(transaxle: Transaxle) -> None:
-    """In each an option of its own; none is lost, and none is there twice."""
+    """Each option is in exactly one section."""
     printed = transaxle("convert", "--help-all").out
     places = [printed.index(f"{title}:\n") for title in SECTIONS]
     assert places == sorted(places)

@@ -33,7 +33,7 @@ def _everything() -> dict[str, tuple[int, int]]:
 
 
 def _both(transaxle: Transaxle, *arguments: str | Path) -> Outcome:
-    """Run `plan` and then `convert` with the same arguments, and prove that they agree and that the first is idle."""
+    """Run `plan` and then `convert` with the same arguments; check that they agree and that `plan` writes nothing."""
     before = _everything()
     arguments = (*arguments, "--no-sync", "--json")
     planned = transaxle("plan", *arguments)
@@ -76,7 +76,7 @@ def _dead_link_there() -> None:
 
 
 def _moved_aside() -> None:
-    """What a run leaves that dies between the two renames of a file system without exchange."""
+    """Leave what a run leaves that dies between the two renames on a file system without exchange."""
     shutil.copytree("ck", ".out.transaxle-old")
 
 
@@ -175,7 +175,7 @@ def test_plan_without_permissions(what: str, ck: Path, here: Path) -> None:
 
 
 def test_all_reasons_are_reported_at_once(ck: Path, transaxle: Transaxle) -> None:
-    """What stands against the tensors and what stands against the place are one list."""
+    """Refusals of tensors and refusals of the target are one list."""
     config = json.loads((ck / "config.json").read_text())
     (ck / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 13}))
     code, codes = _both(transaxle, ck, "no/such/out", "--to", "torchtitan")
@@ -223,7 +223,7 @@ def test_a_folder_may_have_a_dot_in_its_name(target: str, ck: Path, transaxle: T
 
 
 def test_memory_that_does_not_hold_what_is_encoded(here: Path, transaxle: Transaxle) -> None:
-    """Where somebody says how much there is, more is not taken."""
+    """A given limit is never exceeded."""
     config = {**CONFIG, "hidden_size": 4096, "num_hidden_layers": 1, "intermediate_size": 8}
     wide = np.zeros((256, 4096), np.float32)
     write(here / "wide", {"model.layers.0.mlp.gate_proj.weight": wide}, config=config)

@@ -1,4 +1,4 @@
-"""`--profile FILE`: what was done when and in which thread, true to the work that was done."""
+"""`--profile FILE`: the spans of each thread, with the bytes that were really moved."""
 
 from __future__ import annotations
 

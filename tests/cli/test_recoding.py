@@ -1,4 +1,4 @@
-"""The command line decodes and encodes where it is told to, and says what it did to which tensor."""
+"""`--decode`, `--encode`, `--dtype` and `--merge` on the command line, and the lists of changed tensors."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_encode(bf16: Path, transaxle: Transaxle, encoding: str) -> None:
 
 
 def test_a_damaged_result_of_an_encoding_is_found(bf16: Path, here: Path, transaxle: Transaxle) -> None:
-    """`--verify` holds it against the source encoded once more, not only against its own hashes."""
+    """`--verify` encodes the source once more and compares, instead of only comparing hashes."""
     held, config = quantized.plain_llama(d=128, f=256, g=1, r=2, head=64)
     quantized.store(here / "other", ({**held, DOWN: quantized.plain((128, 256), 77)}, config))
     transaxle("convert", "other", "out", "--to", "hf", "--encode", "mxfp8")

@@ -1,4 +1,4 @@
-"""What is secret in a URL of the user's is in no message, no report of a bug, and in no file that others may read."""
+"""Secrets in URLs are in no message, no bug report and no file that others can read."""
 
 from __future__ import annotations
 

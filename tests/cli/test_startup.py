@@ -1,4 +1,4 @@
-"""What a command imports and parses: no more than it needs. Times are in `benchmarks/startup.py`."""
+"""Commands import and parse only what they need. Times are in `benchmarks/startup.py`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_command_imports_what_it_needs(words: tuple[str, ...], unneeded: tuple
 
 @pytest.mark.parametrize(("said", "kept"), [({}, "1"), ({BLAS: "3"}, "3")])
 def test_the_program_alone_limits_the_threads_of_numpy(said: dict[str, str], kept: str, tmp_path: Path) -> None:
-    """Whoever said how many there are is heard, and a caller's process is left as it is."""
+    """A number that the user set is kept, and a calling process is not changed."""
     tiny(tmp_path / "ck")
     script = f"""if True:
         import os, sys

@@ -1,4 +1,4 @@
-"""Names that do not exist get the nearest that does, and completion offers those that do."""
+"""Unknown names: the nearest known one is suggested, and completion offers the known ones."""
 
 from __future__ import annotations
 
@@ -226,6 +226,6 @@ def test_options_behind_a_single_dash(transaxle: Transaxle, typed: tuple[str, ..
     assert done.err.startswith(said)
 
 
-def test_values_joined_to_a_short_option_are_refused(transaxle: Transaxle, tmp_path: Path) -> None:
+def test_values_joined_to_a_short_option_are_accepted(transaxle: Transaxle, tmp_path: Path) -> None:
     done = transaxle("report", "missing", f"-o{tmp_path}/page.html")
     assert done.code != USAGE

@@ -1,4 +1,4 @@
-"""Adapters: what an engine gets is what peft itself makes of the model, and the trainer keeps what it had."""
+"""Adapters: an engine gets what peft's own merge gives, and the trainer's weights do not change."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _tied_model(seed: int, *, tied: bool) -> Any:
     ],
 )
 def test_an_adapter_on_tied_weights(how: dict[str, Any], *, one: bool) -> None:
-    """An engine computes what the trainer does; where the adapter tears the tie, only one with an untied head can."""
+    """If the adapter changes only one of both tied weights, only an engine with an untied head can take it."""
     import peft
 
     model = peft.get_peft_model(_tied_model(1, tied=True), peft.LoraConfig(r=2, **how)).eval()

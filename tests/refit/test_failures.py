@@ -1,4 +1,4 @@
-"""What goes wrong is told on both sides, and the target keeps the weights that it had."""
+"""Errors are raised on both sides, and the target keeps its old weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _sides(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
 def _killed(rank: int, world: int, victim: int, port: int) -> str:
-    """Lose a rank in the middle of the second push; return what is said, with the weights of the first one in place."""
+    """Lose a rank in the middle of the second push; return the error, with the weights of the first push in place."""
     apart(rank, world, 1)
     group = tx.refit.meet(f"127.0.0.1:{port}", rank, world, timeout=8, secret=SECRET)
     given, taken = _sides(rank)
@@ -77,7 +77,7 @@ def test_a_killed_rank_leaves_the_old_weights(victim: int) -> None:
 
 
 def test_a_lost_rank_is_reported_although_torch_fails_on_the_group() -> None:
-    """Noting who has failed, torch asks for its rank in a group of several jobs, of which it does not know."""
+    """When torch records the failed rank, it looks it up in a group that it does not know."""
 
     def stumble() -> None:
         try:
@@ -148,7 +148,7 @@ def _differing(rank: int, world: int, heads: int, size: int) -> str:
 
 @pytest.mark.parametrize(("heads", "size"), [(2, 8), (4, 16)])
 def test_another_config_is_refused_on_both_sides(heads: int, size: int) -> None:
-    """The same shapes with other heads are another model; tokens of padding say nothing of it."""
+    """The same shapes with other heads are another model; a padded vocabulary is not."""
     first, second = run(2, _differing, heads, size)
     assert first == second
     assert ("num_attention_heads is 2 in the target's config, but 4 in the source's" in first) == (heads == 2)
@@ -296,7 +296,7 @@ class _Tied(nn.Module):
 @pytest.mark.parametrize("side", ["source", "target"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_tie_that_changes_between_pushes_is_refused(side: str, *, tied: bool) -> None:
-    """What the plan leaves out for a tie, or writes twice, would have other values than the source's."""
+    """With the old plan, one of both tensors would get wrong values."""
     models = {"source": _Tied(tied=tied), "target": _Tied(tied=tied)}
     refit = tx.Refit(models["source"], models["target"])
     refit.push()

@@ -1,4 +1,4 @@
-"""The stream of whole tensors: it gives what a save writes, once, on the ranks that are to have it."""
+"""The stream of whole tensors yields what a save writes, once, on the requested ranks."""
 
 from __future__ import annotations
 

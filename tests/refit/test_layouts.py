@@ -1,4 +1,4 @@
-"""Layouts: any mesh into any other, on the same ranks, on others, and on several at once."""
+"""Layouts: from any mesh to any other, on the same ranks, on others, and on several at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Only who knows the secret meets: strangers take no number, run no code, learn nothing, and hold nobody up."""
+"""Only ranks with the secret can meet: other clients get no rank, run no code, learn nothing and block nobody."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ STRANGERS: list[Callable[[int, Path], None]] = [_silent, _noisy, _unpickling, _m
 def test_a_stranger_takes_no_number_and_runs_no_code(
     stranger: Callable[[int, Path], None], server: StoreServer, tmp_path: Path
 ) -> None:
-    """Before, between and beside the ranks: both meet, and the store has what they said and nothing else."""
+    """Whatever a stranger does before and between the ranks, both meet, and the store has only their values."""
     canary = tmp_path / "canary"
     try:
         stranger(server.port, canary)
@@ -184,7 +184,7 @@ def test_a_rank_may_ask_while_it_waits(server: StoreServer) -> None:
 
 
 def test_a_rank_reconnects_when_its_connection_is_closed() -> None:
-    """More strangers than are kept: the oldest connection is closed, and that may be a rank's."""
+    """With too many strangers, the oldest connection is closed, which may be a rank's."""
     secret, port, stores = SECRET.encode(), free_port(), list[SharedStore]()
 
     def come() -> None:
@@ -244,7 +244,7 @@ def test_rank_0_proves_the_secret_too(answer: bytes, text: str) -> None:
 
 
 class _Changing(threading.Thread):
-    """Somebody between a rank and number 0, who passes on what comes, and changes one byte after so many."""
+    """A proxy between a rank and rank 0 that changes one byte at an offset."""
 
     def __init__(self, port: int, at: int) -> None:
         super().__init__(daemon=True)

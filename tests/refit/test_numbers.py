@@ -1,4 +1,4 @@
-"""Numbers on the way: a target that keeps codes has those of the whole tensor, whoever holds which part of it."""
+"""Encoded targets: a target with codes gets those of the whole tensor, whichever rank holds which part."""
 
 from __future__ import annotations
 

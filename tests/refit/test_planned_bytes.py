@@ -1,4 +1,4 @@
-"""What `transaxle plan` says of a refit before there is one: the bytes that real ranks then receive."""
+"""The bytes that `transaxle plan` predicts for a refit are those that real ranks receive."""
 
 from __future__ import annotations
 

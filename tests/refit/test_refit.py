@@ -1,4 +1,4 @@
-"""Refit: what comes into the target is what its own loader would read from a save of the same step, every time."""
+"""Refit: at every push, the target gets what its own loader would read from a save of the same step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Tensors = dict[str, torch.Tensor]
 
 @contextmanager
 def _watched() -> Iterator[set[str]]:
-    """Note the functions of the package that are called, each after its module."""
+    """Record the functions of the package that are called, each with its module."""
     home, passed = str(Path(tx.__file__).parent) + "/", set[str]()
 
     def watch(frame: Any, event: str, _: object) -> None:

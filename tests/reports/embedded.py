@@ -1,4 +1,4 @@
-"""What a page says: its data, read as a program would that knows nothing of how it was made."""
+"""The data of a page, read from its HTML."""
 
 from __future__ import annotations
 

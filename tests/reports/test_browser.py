@@ -1,4 +1,4 @@
-"""Reports in a browser without a network: they open, they answer, and nothing in them runs but what is theirs.
+"""Reports in a browser without a network: they open and react, and no foreign script in them runs.
 
 The browser is Chromium: Debian's, or the one that `playwright install chromium` has brought.
 """

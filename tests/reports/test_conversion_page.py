@@ -122,7 +122,7 @@ def test_where_a_tile_splits_is_drawn(tmp_path: Path) -> None:
 
 
 def test_counts_of_experts_are_described(tmp_path: Path) -> None:
-    """Eight tensors of a layer become one, and one becomes eight; where they stay, that is said too."""
+    """Eight tensors of a layer become one, one becomes eight, or the number stays."""
     tiny(tmp_path / "hf")
     tx.convert(tmp_path / "hf", tmp_path / "stacked", to="torchtitan", sync=False)
     e, joined = "Axis e (experts)", "model.layers.{l}.mlp.experts.gate_up_proj[e [gate:f | up:f] d]"

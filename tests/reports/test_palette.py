@@ -1,4 +1,4 @@
-"""Colours of the figures: people who confuse colours tell them apart, and text on them is readable.
+"""Colours of the figures: distinguishable for the colour-blind, and text on them is readable.
 
 How such people see a colour is that of Machado, Oliveira and Fernandes, "A Physiologically-based Model for Simulation
 of Color Vision Deficiency" (2009), for those who lack one kind of cone; distances are those of CIE 1976.

@@ -1,4 +1,4 @@
-"""The page of a checkpoint that is refused: the reasons that the command line gives, and the tile that a cut splits."""
+"""The page of a refused checkpoint: the reasons of the command line, and the tile that a cut splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a live model's sharding: its numbers are those of the memory that ranks really hold."""
+"""The page of a live model's sharding: its numbers are those of the ranks' memory."""
 
 from __future__ import annotations
 

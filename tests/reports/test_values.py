@@ -1,4 +1,4 @@
-"""Values of a checkpoint in its page: every number is what numpy says of the same arrays."""
+"""Values of a checkpoint in its page: every number is what numpy computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`check-rules`: a table is right, or every mistake is shown where it stands."""
+"""`check-rules`: a table is correct, or every mistake is reported with its line."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_with_a_checkpoint(here: Path, transaxle: Transaxle) -> None:
 
 
 def test_a_table_that_reads_nothing_of_a_checkpoint(here: Path, transaxle: Transaxle) -> None:
-    """The line closest to a name is shown; of two families, the one that reads something is enough."""
+    """The line closest to a name is shown; one family of two that reads names is enough."""
     _toy(here / "ck")
     strange = SOUND.replace("family toy", "family strange").replace("embed_tokens", "embedding").replace("_proj", "_p")
     Path("strange.rules").write_text(strange)
@@ -111,7 +111,7 @@ def test_a_file_that_declares_nothing(text: str, here: Path, transaxle: Transaxl
 
 
 def test_shapes_that_are_not_those_of_their_lines(here: Path, transaxle: Transaxle) -> None:
-    """A transposed line reads every name; only the shapes tell."""
+    """A transposed line reads every name; only the shapes reveal it."""
     own_only = SOUND.partition("\ndialect joined")[0].replace("up[f d]", "up[d f]")
     Path("toy.rules").write_text(own_only)
     _toy(here / "ck", **SIZES)

@@ -1,4 +1,4 @@
-"""What SIGKILL leaves is named by the next run, and `transaxle clean` removes it: nothing else, and nothing in use."""
+"""Leftovers of a killed run: the next run reports them; `transaxle clean` removes them, but nothing else or in use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONVERT = ("convert", "ck", "out", "--to", "torchtitan")
 
 
 def killed(monkeypatch: pytest.MonkeyPatch, transaxle: Transaxle) -> None:
-    """Leave what a killed run leaves: as one with --resume does that meets an error."""
+    """Leave what a killed run leaves, by a run with --resume that fails."""
     calls = iter(range(1000))
     pwrite = Staging.pwrite
 

@@ -166,7 +166,7 @@ def test_a_long_list_of_refusals_is_shortened(here: Path, transaxle: Transaxle) 
 
 
 def test_overwrite_takes_a_checkpoint_only(ck: Path, transaxle: Transaxle) -> None:
-    """The notes, the repository and the adapters in its folder stay, unless `everything` is said."""
+    """Notes, a repository or adapters in the folder prevent it, except with `--overwrite=everything`."""
     assert transaxle("convert", ck, "out", "--to", "torchtitan").code == 0
     for name in (".git/HEAD", "notes.md", "adapters/adapter_model.safetensors"):
         Path("out", name).parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""`explain`: every code of the closed set has its texts."""
+"""`explain`: every refusal code has its texts."""
 
 from __future__ import annotations
 

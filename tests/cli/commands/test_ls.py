@@ -1,4 +1,4 @@
-"""`ls` and `info`: what a checkpoint is, before anything is read of it."""
+"""`ls` and `info`: what a checkpoint contains, without reading its tensors."""
 
 from __future__ import annotations
 

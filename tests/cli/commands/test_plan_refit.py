@@ -1,4 +1,4 @@
-"""`transaxle plan` with meshes: what a refit would send, from a config alone."""
+"""`transaxle plan` with meshes: the bytes that a refit would send, computed from a config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`verify` and `diff`: yes or no, and where."""
+"""`verify` and `diff`: whether checkpoints are equal, and where they differ."""
 
 from __future__ import annotations
 

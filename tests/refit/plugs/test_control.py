@@ -1,4 +1,4 @@
-"""What a server at vLLM's address may answer, however wrong; and what of its URL nobody gets to see."""
+"""Wrong answers of a server at vLLM's address, and secrets in its URL that are never shown."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEFAULTS: Mapping[str, Any] = {name: signature(VllmRefit.__init__).parameters[na
 
 
 class _Vllm(BaseHTTPRequestHandler):
-    """A server that does what it is told, and notes what it is asked."""
+    """A server that gives a set answer and records the requests."""
 
     asked: list[tuple[str, str, Any]]
     login = ""
@@ -164,7 +164,7 @@ def test_a_wrong_answer_is_an_io_error(name: str) -> None:
 
 @pytest.mark.parametrize("before", [0, 1990])
 def test_passwords_are_never_shown(before: int) -> None:
-    """Also where what is shown of an answer ends in the middle of it."""
+    """Also where the shown part of an answer ends inside the password."""
     for form in FORMS:
         body = f"{'x' * before} {form} ".encode()
         for line in (b"HTTP/1.1 200 OK", b"HTTP/1.1 401 No"):

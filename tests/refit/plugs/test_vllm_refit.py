@@ -1,4 +1,4 @@
-"""A real vLLM takes weights from a trainer of several ranks: it says what one says that is started from a save.
+"""A real vLLM gets weights from a trainer of several ranks and answers like one started from a save.
 
 It runs in an environment of its own (`make vllm`), on a CPU, where vLLM packs the weights of its layers. Two servers
 are started for all tests here: a Llama on one worker, and a mixture of experts on two; and two more for one test each.
@@ -114,7 +114,7 @@ def _trainer(name: str, **config: Any) -> Any:
 
 
 class Requests(threading.Thread):
-    """Somebody who asks one thing again and again, while it is entered."""
+    """A client that repeats one request while the context is entered."""
 
     def __init__(self, server: Server, prompt: list[int]) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ def _killing(rank: int, world: int, name: str, server: Server, victim: int) -> s
 
 @pytest.mark.parametrize(("name", "victim"), [("llama", 0), ("moe", 1)])
 def test_a_killed_trainer_leaves_the_old_weights(name: str, victim: int, engines: Engines) -> None:
-    """The engine answers as before, without anybody's help; and the next trainer can push."""
+    """The engine answers as before, and the next trainer can push."""
     server = engines.servers[name]
     before = server.answers()
     ranks = Ranks(2)
@@ -343,7 +343,7 @@ def _once(rank: int, world: int, name: str, server: Server) -> None:
 
 
 def test_the_example_of_the_page_works(engines: Engines, tmp_path: Path) -> None:
-    """What the page tells a trainer to run, with this server."""
+    """Run the trainer's code of the page with this server."""
     server = engines.servers["llama"]
     page = (ROOT / "docs/how-to/refit-vllm.md").read_text("utf-8")
     block = page.partition("```python\n")[2].partition("```")[0]

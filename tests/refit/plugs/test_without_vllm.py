@@ -1,4 +1,4 @@
-"""What the plug for vLLM does where no vLLM is, is another one, or does not answer."""
+"""The vLLM plugin without vLLM, with another version, and with one that does not answer."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Obedient:
 
 
 def test_an_update_begins_in_all_engines_or_in_none() -> None:
-    """What fails in one engine ends in those that had begun; what a lost trainer has left open is ended first."""
+    """If it fails in one engine, it is ended in the others; an update that a lost trainer left open is ended first."""
     clients = [Obedient(), Obedient("start")]
     engines = _Engines(clients, {**DEFAULTS, "workers": 2})
     meeting = engines.prepare("127.0.0.1:1", 3, _invitation(DEFAULTS))
