@@ -145,7 +145,7 @@ def test_a_checkpoint_that_is_cut_off_is_refused(user: User) -> None:
 def test_a_bug_leaves_a_report_to_send(user: User) -> None:
     (module,) = user.scripts.parent.glob("lib/python*/site-packages/transaxle/cli/ls.py")
     as_it_was = module.read_text("utf-8")
-    broken = "def folded_rows(*_, **__):\n    raise ZeroDivisionError('so it is')\n"
+    broken = "def fold_rows(*_, **__):\n    raise ZeroDivisionError('so it is')\n"
     module.write_text(f"{as_it_was}\n\n{broken}", "utf-8")
     try:
         said = user.run(f"transaxle ls {NAME}", code=BUG)
