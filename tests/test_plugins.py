@@ -166,7 +166,7 @@ def test_a_folder_whose_files_end_like_those_of_torch(program: Program, site: Pa
     assert outcome.codes == ["UNSUPPORTED"]
     assert "written as 'rawdir', which no installed package provides" in outcome.out
     outcome = program("convert", "ck", "other", "--to", "rawdir", "--json")
-    assert "no format is called so (known: safetensors, torch" in outcome.out
+    assert "there is no such format either (formats: safetensors, torch" in outcome.out
     assert program("convert", "ck", "out", "--to", "hf", "--overwrite").code == 0
     assert not list(Path("out").glob("*.bin"))
 

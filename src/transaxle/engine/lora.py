@@ -241,7 +241,7 @@ class Lora:
         bare_name = _strip_wrappers(inner_name)
         wrappers = [part for part in _TWIN_MODULES if f".{part}." in bare_name]
         if inner_name == name or ".lora_" in inner_name or inner_name.startswith("lora_"):
-            self._refuse("UNSUPPORTED", "it belongs to no LoRA that can be merged", name)
+            self._refuse("UNSUPPORTED", "it is not a LoRA tensor that can be merged", name)
         elif not entry.dtype.startswith(_FLOATS):
             self._refuse("UNSUPPORTED", f"{entry.dtype} are codes, and values are needed", name)
         elif wrappers and self._config.get(_TWIN_MODULES[0]):

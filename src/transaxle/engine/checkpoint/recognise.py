@@ -143,7 +143,7 @@ def pick_dialect(family: Family, label: str, formats: Sequence[str] = ()) -> Dia
         names = [*family.labels, *(d.name for d in family.dialects), IDENTITY]
         usual = [name for name in (CALLED.get(label.lower()),) if name in (*names, *formats)]
         close = usual or difflib.get_close_matches(label.lower(), [*names, *formats], 1)
-        besides = f"; and no format is called so (known: {', '.join(formats)})" if formats else ""
+        besides = f"; there is no such format either (formats: {', '.join(formats)})" if formats else ""
         message = (
             f"family {family.name} has no dialect {label!r}; it has: {', '.join(family.labels)}, {IDENTITY}{besides}"
         )
@@ -186,7 +186,7 @@ def check_dialect(label: str, families: Families, formats: Sequence[str] = ()) -
         return
     usual = [name for name in (CALLED.get(label.lower()),) if name in names]
     close = usual or difflib.get_close_matches(label.lower(), names, 1)
-    besides = f", and no format is called so (there are: {', '.join(formats)})" if formats else ""
+    besides = f", and there is no such format (formats: {', '.join(formats)})" if formats else ""
     near = f"Did you mean {close[0]}?" if close else "`transaxle dialects FAMILY` lists those of a family."
     hint = other_meaning(label) or f'{near} Those of a table of your own need --rules FILE (rules="FILE").'
     raise refuse("AMBIGUOUS", f"no family has a dialect {label!r}{besides}", hint=hint)
