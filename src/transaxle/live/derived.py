@@ -414,7 +414,7 @@ def _compare_after_load(
     for number, piece in enumerate(memory):
         piece.copy_(_different_values(_values(piece, number)))
     custom_module.load(shown)
-    numbers = iter(range(len(memory)))  # consumed across the tensors of the loop
+    numbers = iter(range(len(memory)))  # continues from one tensor to the next
     untouched, lost = list[str](), list[str]()
     for name, tensor in own_tensors:
         pairs = [(piece, _values(piece, number)) for piece, number in zip(pieces(tensor), numbers, strict=False)]
@@ -495,7 +495,7 @@ def _values(piece: torch.Tensor, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(_SEED + number)
     if piece.dtype.itemsize > 1 and (piece.dtype.is_floating_point or piece.dtype.is_complex):
         exact = torch.rand(tuple(piece.shape), generator=generator, dtype=torch.float64) + _LOWEST
-        return exact.to(piece.dtype).to(piece.device)  # every bit of a mantissa counts
+        return exact.to(piece.dtype).to(piece.device)  # uses every bit of the mantissa
     integers = torch.randint(_LOWEST, _LOWEST + _COUNT, tuple(piece.shape), generator=generator, dtype=torch.int16)
     if piece.dtype == torch.bool:
         return (integers % 2 == 0).to(piece.device)
@@ -520,7 +520,7 @@ _DEEPSPEED = "deepspeed.runtime"
 _MEGATRON, _MEGATRON_STATE = "megatron.core.", "megatron.core.parallel_state"
 """Megatron: package prefix of its modules, and the module that has the degrees of parallelism."""
 _FSDP, _STATES = "torch.distributed.fsdp._fully_shard._fsdp_state", "torch.distributed._composable_state"
-"""FSDP2: module that defines its state, and module with the registry of all states."""
+"""FSDP2: Python modules with the class of its state, and with the registry of all states."""
 _WHILE_GATHERED = ("_unsharded_param", "_sharded_post_forward_param")
 """FSDP2: attributes that replace a parameter from its forward pass until it is sharded again."""
 _BEFORE = (

@@ -209,7 +209,7 @@ class _History:
 
 
 class _Histories:
-    """Creates each distinct history once: their number grows with the kinds of tensors, not with the tensors."""
+    """Creates each distinct history once, and shares it among all tensors that have it."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int, int], _History] = {}

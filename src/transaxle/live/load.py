@@ -292,7 +292,7 @@ class Filling:
             settle(leaves.custom_modules, leaves.tensors)
         for name in plan.padding_rows.keys() & leaves.tensors.keys():
             grid = leaves.tensors[name]
-            assert isinstance(grid, ShardGrid)  # no other tensor may be longer than what fills it
+            assert isinstance(grid, ShardGrid)  # only these may have more rows than the source
             grid.clear_beyond(plan.stored[name].shape)
         for factory in leaves.factories:
             factory.finish()
@@ -374,7 +374,7 @@ def _check_copies(plan: LoadPlan, world: World, jobs: int | None) -> None:
         first_target, second_target = plan.targets[first], plan.targets[second]
         if (first_target.shape, first_target.positions) == (second_target.shape, second_target.positions):
             checks += _plan_tie_check(first, second, plan.stored, problems)
-        # otherwise only some ranks have both as one tensor, so these are no two names of one: see `overlapping`
+        # Otherwise only some ranks have both in the same memory; `find_overlapping` treats them as overlapping.
     for first, second in sorted(plan.same_state):
         checks += _plan_tie_check(first, second, plan.stored, problems)
     if checkpoint.checks or checkpoint.container.twins:

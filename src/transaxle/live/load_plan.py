@@ -505,7 +505,7 @@ _LARGEST_MANIFEST = 1 << 30
 def open_source(
     src: CheckpointLike, world: World, reading: Mapping[str, Any], *, with_state: bool, strict: bool
 ) -> Iterator[Checkpoint]:
-    """Give the source; a checkpoint that is opened here is closed again, one that the caller opened is not. Collective.
+    """Yield the source; a checkpoint that is opened here is closed again, the caller's own is not. Collective.
 
     Args:
         src: the source, as `load` takes it.

@@ -93,19 +93,19 @@ class Memory(Storage):
         self._cached: OrderedDict[str, Bytes] = OrderedDict()
 
     def listing(self, folder: str = "") -> Listing:
-        """See `Storage`."""
+        """List the files; there are no folders."""
         return Listing(tuple(sorted(self._files)) if not folder else (), (), {})
 
     def size(self, name: str) -> int:
-        """See `Storage`."""
+        """Return the size of a file in bytes."""
         return len(self._files[name]) if name in self._files else self._local(name).nbytes
 
     def version(self, name: str) -> str:
-        """See `Storage`."""
+        """Return the name of the file, since a change of memory cannot be detected."""
         return name
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """See `Storage`."""
+        """Read bytes of a file from an offset into a view."""
         view[:] = self.lend(name, offset, len(view)).data
 
     def lend(self, name: str, offset: int, size: int) -> Bytes:

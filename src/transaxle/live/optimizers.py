@@ -24,7 +24,7 @@ AnyOptimizer = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 _STATE, _DEFAULTS, _STEP = "state", "defaults", "step"
 _GIVE = "Give the torch optimizers inside it as a list, and put its other state into extra=."
 CARRY = 'Use extra={"optimizer": optimizer} to keep its state_dict() as it is, for the same ranks and shards.'
-"""Hint for state that has no place beside its parameter."""
+"""Hint for optimizer state that cannot be saved per parameter."""
 _DEEPEST = 4
 """Levels of nested lists and dicts in an attribute that are searched."""
 _TITAN = ("torchtitan.components.optimizer.optimizer", "OptimizersContainer")
@@ -36,7 +36,7 @@ _SCRATCH = frozenset({"_dummy_overflow_buf", "name2qmap", "grad_scale", "found_i
 
 @dataclass(frozen=True)
 class Optimizers:
-    """The argument `optimizer=`, unwrap."""
+    """The torch optimizers inside the argument `optimizer=`, with their wrappers."""
 
     members: tuple[Optimizer, ...]
     """Torch optimizers with state; each parameter is in exactly one."""
@@ -256,7 +256,7 @@ def _inside(owner: Any) -> Iterator[Any]:
 
 
 def _acts(candidate: Any) -> bool:
-    """Tell whether an object inside a wrapper steps and has parameter groups; schedules and modules have not."""
+    """Tell whether an object inside a wrapper steps and has parameter groups; schedules and modules do not."""
     if isinstance(candidate, type | nn.Module | torch.Tensor) or not callable(getattr(type(candidate), _STEP, None)):
         return False
     return hasattr(candidate, GROUPS)
@@ -322,7 +322,7 @@ def _like(value: Any, identities: set[int], shapes: set[tuple[int, ...]], depth:
 
 
 def _extra_entries(owner: Any, members: Sequence[Optimizer]) -> Iterator[str]:
-    """Describe entries of an object's own `state_dict` beyond the states; that of torch has no others."""
+    """Describe entries of an object's `state_dict()` other than states and groups; torch's optimizers have none."""
     kind = type(owner)
     if _is_of(owner, _TITAN):
         return

@@ -289,7 +289,7 @@ def _merge_hashes(of_ranks: Iterable[Mapping[str, str]]) -> _Hashes:
 
 
 def owners(tensors: Sequence[PlannedTensor], world: World) -> list[tuple[int, ...]]:
-    """Assign each tensor whose bytes must meet on one rank anyway, so that all ranks write about equally much.
+    """Choose the rank that gathers and writes each tensor, so that all ranks write about equally much.
 
     Returns:
         For each tensor its rank; empty where several ranks have long runs, which each writes itself.
@@ -351,7 +351,7 @@ def _hash_share(tensors: Sequence[PlannedTensor], folder: str, world: World) -> 
 
 
 def _check_copies(checks: Sequence[PlannedCheck], memory: Memory, world: World) -> None:
-    """Prove equal the tensors that the plan stores once under several names; both of a pair are sent to one rank.
+    """Compare the pairs of tensors that the plan stores as one; each pair is compared by one rank, which gets both.
 
     Raises:
         Refused: UNEQUAL_COPIES, UNEXPECTED_TENSOR, on the rank that has compared them.
@@ -739,7 +739,7 @@ def _read_back(target: str, world: World) -> Verification:
         return check_saved(target) if world.rank == world.ranks[0] else None
 
     verification = world.pool(read)[0]
-    assert verification is not None  # of the first rank
+    assert verification is not None  # only the first rank has read the checkpoint
     return verification
 
 

@@ -428,7 +428,7 @@ class _Adapter:
             raise gathered(problems)
 
     def _numbers(self) -> dict[str, str]:
-        """Return the numbers (steps) that are one in the other dialect -> the number that represents them there."""
+        """Map numbers (steps) that share one entry in the other dialect to the number that represents them there."""
         checks = [check for check in self._view.checks if not check.zero]
         pairs = [[side.parts[0].origins[0].name for side in (c.first, c.second)] for c in checks]
         return {second: first for first, second in pairs if self._leaves.tensors[second].numel() == 1}

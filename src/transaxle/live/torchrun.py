@@ -59,7 +59,7 @@ _PATIENCE = timedelta(days=1)
 
 @contextmanager
 def _job() -> Iterator[World]:
-    """Give the ranks of this job; initialises the process group if needed.
+    """Yield the ranks of this job; initialises the process group if needed.
 
     Raises:
         UsageError: AMBIGUOUS where torchrun has not started this process.

@@ -406,7 +406,7 @@ class SavePlanner(_Translating, DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """See torch's planner.
+        """Prepare to save a state dict, in the dialect of the checkpoint.
 
         Raises:
             TransaxleError: as raised by `state_dict_as`.
@@ -471,7 +471,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """See torch's planner.
+        """Prepare to load into a state dict, in the dialect of the checkpoint.
 
         Raises:
             TransaxleError: as raised by `state_dict_as`; SHAPE_MISMATCH and INCOMPLETE for another set of experts.
@@ -540,7 +540,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         return {name: tensor for name, tensor in read_into.items() if name not in lacking}
 
     def create_local_plan(self) -> LoadPlan:
-        """See torch's planner.
+        """Plan this rank's reads; check that every tensor fits.
 
         Raises:
             Refused: MISSING_TENSOR, SHAPE_MISMATCH, DTYPE_MISMATCH: everything at once.
@@ -569,7 +569,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         return replace(super().create_local_plan(), planner_data=self._experts)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """See torch's planner; this step compares the experts that all ranks request together with those stored.
+        """Check all ranks' plans together: they must request the experts that the checkpoint stores.
 
         Raises:
             Refused: SHAPE_MISMATCH, INCOMPLETE for another set of experts, before anything is read.
@@ -581,12 +581,12 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         return super().create_global_plan(global_plan)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """See torch's planner."""
+        """Accept this rank's final plan, and count its items."""
         self._items_left = len(new_plan.items)
         return super().finish_plan(new_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """See torch's planner; reading never runs code from the checkpoint.
+        """Load an entry that is not a tensor; reading never runs code from the checkpoint.
 
         Raises:
             Refused: UNSAFE_PICKLE.
@@ -600,7 +600,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         self._count_finished()
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """See torch's planner."""
+        """Record that torch has filled a tensor."""
         super().commit_tensor(read_item, tensor)
         self._count_finished()
 

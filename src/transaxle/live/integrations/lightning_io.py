@@ -72,7 +72,7 @@ class Checkpoints(Protocol):
 
 
 def follow(module: nn.Module, kind: type[Checkpoints]) -> None:
-    """Let every run of a `LightningModule` begin with `take_part`, if its trainer has a `CheckpointIO` of a class."""
+    """Let runs of a `LightningModule` begin with `take_part`, if its trainer has a `CheckpointIO` of type `kind`."""
     configure = getattr(module, _CONFIGURE, None)
     if configure is not None and _CONFIGURE not in vars(module):
         setattr(module, _CONFIGURE, partial(_begin, module, configure, kind))

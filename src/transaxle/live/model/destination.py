@@ -56,11 +56,11 @@ class LocalSink(Sink):
         self._names = names
 
     def buffer(self, key: int, start: int, stop: int) -> Bytes:
-        """See `Sink`."""
+        """Return the memory for bytes `[start, stop)` of an item."""
         return self._landings[self._names[key]].part(start, stop)
 
     def mark_filled(self, key: int, start: int, stop: int) -> None:
-        """See `Sink`."""
+        """Report that bytes `[start, stop)` of an item are in place."""
         self._landings[self._names[key]].add_written(stop - start)
 
     def take(self, key: int, start: int, data: memoryview) -> None:

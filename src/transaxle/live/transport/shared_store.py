@@ -76,8 +76,7 @@ class _Request(msgspec.Struct):
     """Request of a client to the store."""
 
     do: Literal["set", "get", "add", "swap", "delete", "count"]
-    """Operation; `get` waits for a while; `swap` sets a key if it has the expected value, or none where that is empty.
-    """
+    """Operation; `get` waits up to `wait` seconds; `swap` sets a key only if its value is `expected`."""
     keys: tuple[str, ...] = ()
     """Keys; `get` waits for all of them."""
     value: bytes = b""
@@ -445,7 +444,7 @@ class SharedStore(Store):
         self._ask(_Request("set", (key,), _octets(value)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it has the expected value, or none where that is empty; return its value afterwards."""
+        """Set a key if it has the expected value, or if it is absent and `expected` is empty; return its value."""
         answer = self._ask(_Request("swap", (key,), _octets(desired), _octets(expected)))
         return answer.value or b""
 
