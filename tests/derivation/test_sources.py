@@ -78,12 +78,6 @@ def test_what_no_table_says_is_listed_and_not_guessed() -> None:
     assert "norm" not in table.text
 
 
-def test_changed_values_are_refused() -> None:
-    with pytest.raises(tx.TransaxleError, match="values are changed") as caught:
-        tx.derive(lambda state: {name: each * 0.5 for name, each in state.items()}, samples=[_before(LAST)])
-    assert caught.value.code == "UNSUPPORTED"
-
-
 INVENTED: dict[str, Callable[[int], torch.Tensor]] = {
     "arange": torch.arange,
     "arange from 1": lambda n: torch.arange(1, n + 1).float(),

@@ -143,14 +143,6 @@ def test_place_is_what_distribute_tensor_does(shape: tuple[int, ...], placements
                 assert found.tolist() == local.tolist(), (size, placement, coordinate)
 
 
-def test_the_numbers_that_peers_get_wrong() -> None:
-    """E=10 experts over 4 ranks are 3, 3, 3, 1; 288 over (2, 32) with the inner dim first are 9 a rank."""
-    assert [count_positions(Shard()(whole(10), 4, rank)) for rank in range(4)] == [3, 3, 3, 1]
-    assert [rows(Shard()(whole(5), 4, rank)) for rank in range(4)] == [[0, 1], [2, 3], [4], []]
-    held = place((288, 1280, 4096), [MeshCut(1, 2, 1), MeshCut(0, 32, 31)])
-    assert held == (((279, 288),), ((640, 1280),), ((0, 4096),))
-
-
 def test_place_refuses_a_dim_that_is_not_there() -> None:
     for dim in (2, -3):
         with pytest.raises(Refused, match=rf"dim {dim} is split, but the shape is \[4, 5\]") as caught:
@@ -187,15 +179,6 @@ def test_each_component_of_gate_and_up_is_cut_by_itself() -> None:
     for rank in range(4):
         wanted = torch.cat([shards(gate, 4)[rank], shards(up, 4)[rank]])
         assert take(fused, place((12, 4), [MeshCut(0, 4, rank, rule)])).tolist() == wanted.tolist()
-
-
-def test_each_component_of_qkv_is_cut_by_its_own_rule() -> None:
-    q, k, v = arange(30, 4), arange(10, 4, start=1000), arange(10, 4, start=2000)
-    fused = torch.cat([q, k, v])
-    rule = PerComponent((30, 10, 10), (Widths((10, 10, 5, 5)), Widths((5, 5, 0, 0)), Replicated()))
-    for rank in range(4):
-        wanted = torch.cat([shards(q, 4, (10, 10, 5, 5))[rank], shards(k, 4, (5, 5, 0, 0))[rank], v])
-        assert take(fused, place((50, 4), [MeshCut(0, 4, rank, rule)])).tolist() == wanted.tolist()
 
 
 def test_components_are_cut_again_by_the_next_mesh_dim() -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.axes.apply import law, move
-from transaxle.axes.geometry import BoxCopy, coalesce, lexicographic_boxes, rank, row_major
+from tests.axes.apply import law
+from transaxle.axes.geometry import coalesce, lexicographic_boxes, rank, row_major
 
 counts = st.lists(st.integers(0, 4), max_size=4)
 
@@ -39,10 +39,6 @@ def walk(loops: list[tuple[int, int]]) -> list[tuple[int, ...]]:
 @given(nested(), st.integers(-3, 400))
 def test_rank_counts_the_positions_before(loops: list[tuple[int, int]], position: int) -> None:
     assert rank(loops, position) == sum(q < position for q in positions(loops))
-
-
-def test_rank_of_a_point() -> None:
-    assert [rank([], position) for position in (-1, 0, 1, 7)] == [0, 0, 1, 1]
 
 
 @law
@@ -87,9 +83,3 @@ def test_coalesce_joins_what_is_one_run_on_both_sides() -> None:
     assert coalesce([(2, 12, 12), (3, 4, 4), (4, 1, 1)]) == ((24, 1, 1),)
     assert coalesce([(2, 12, 12), (3, 1, 4), (4, 3, 1)]) == ((2, 12, 12), (3, 1, 4), (4, 3, 1))
     assert coalesce([(5, 0, 2), (2, 0, 1)]) == ((10, 0, 1),)
-
-
-def test_a_move_copies_in_target_order() -> None:
-    source, target = np.arange(6), np.full(6, -1)
-    move(source, target, BoxCopy(0, 0, coalesce([(2, 3, 1), (3, 1, 2)])))
-    np.testing.assert_array_equal(target, np.arange(6).reshape(2, 3).T.reshape(-1))

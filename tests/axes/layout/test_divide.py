@@ -159,12 +159,6 @@ def test_padding_that_is_cut_too_is_refused() -> None:
 TOY = "family toy\n  axes l g c d\n  q : l g c d\n  k : l g c d\n"
 
 
-def test_tables_say_what_may_be_cut() -> None:
-    (family,) = tables.read(f"{TOY}  cut tp = g (c d)\n  cut tp = d of q k")
-    assert family.cuts == (cuttable("g"), cuttable("c", "d"), cuttable("d", of="q k"))
-    assert [cut.text for cut in family.cuts] == ["g", "(c d)", "d"]
-
-
 @pytest.mark.parametrize(
     ("statement", "said"),
     [

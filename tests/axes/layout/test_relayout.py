@@ -76,36 +76,6 @@ def test_sources_may_be_in_chunks(data: st.DataObject, sizes: dict[str, int]) ->
             np.testing.assert_array_equal(fill(store, one, held, copier), take(expected, held))
 
 
-def test_stacking_and_unstacking() -> None:
-    stack = arange(6, 4, 5)
-    singles = Store({f"x.{e}": stack[e] for e in range(6)})
-    together = target(STACKED, *experts(*range(6)))
-    np.testing.assert_array_equal(fill(singles, together), stack)
-    np.testing.assert_array_equal(fill(singles, target(FLIPPED, *experts(*range(6)))), stack.transpose(1, 2))
-    for start, stop in ((0, 2), (2, 5), (5, 6), (3, 3)):
-        held: Intervals = [[(start, stop)], [(1, 3)], [(0, 5)]]
-        np.testing.assert_array_equal(fill(singles, together, held), stack[start:stop, 1:3])
-    whole = Store({"x": stack})
-    for e in range(6):
-        one = target(SINGLE, Origin("x", "x", STACKED, {}), e=e)
-        np.testing.assert_array_equal(fill(whole, one), stack[e])
-
-
-def test_a_rank_reads_only_the_experts_it_holds() -> None:
-    """The slice of the sources is taken by number, so that no rank looks at all experts."""
-    singles = Store({f"x.{e}": arange(4, 5) for e in range(6)})
-    asked: list[str] = []
-
-    class Asked(dict[str, Entry]):
-        def __getitem__(self, name: str) -> Entry:
-            asked.append(name)
-            return super().__getitem__(name)
-
-    copier = Copier(Asked(singles.entries))
-    list(copier.copies(target(STACKED, *experts(*range(6))), [[(2, 4)], [(0, 4)], [(0, 5)]]))
-    assert set(asked) == {"x.2", "x.3"}
-
-
 def test_a_rank_reads_only_the_layers_and_experts_it_holds() -> None:
     """So it is with two axes in the names, whichever of the two a rank has a part of."""
     layout, single = parse("x[l e d]").layout({"l": 5, "e": 4, "d": 3}), parse("x[d]").layout({"d": 3})
@@ -186,27 +156,6 @@ def test_a_hole_is_refused(missing: int) -> None:
     assert "x needs 120 elements here, but the source has 100" in caught.value.refusals[0].message
     others: Intervals = [[(e, e + 1) for e in range(6) if e != missing], [(0, 4)], [(0, 5)]]
     assert fill(singles, some, others).shape == (5, 4, 5)
-
-
-def test_a_chunk_that_is_missing_is_refused() -> None:
-    store = Store()
-    store.put("x", arange(6, 4, 5), [((0, 3), (0, 4), (0, 5))])
-    with pytest.raises(Refused, match="but the source has 60") as caught:
-        fill(store, target(STACKED, Origin("x", "x", STACKED, {})))
-    assert caught.value.code == "INCOMPLETE"
-
-
-def test_two_axes_in_the_names_of_the_sources() -> None:
-    layout = parse("x[e f d]").layout({"e": 3, "f": 2, "d": 5})
-    single = parse("x[d]").layout({"d": 5})
-    stack = arange(3, 2, 5)
-    pairs = list(product(range(3), range(2)))
-    store = Store({f"x.{e}.{f}": stack[e, f] for e, f in pairs})
-    origins = [Origin(f"x.{e}.{f}", "x", single, {"e": e, "f": f}) for e, f in pairs]
-    np.testing.assert_array_equal(fill(store, target(layout, *origins)), stack)
-    held: Intervals = [[(0, 1)], [(0, 2)], [(0, 5)]]
-    some = [origin for origin in origins if origin.name in ("x.0.0", "x.0.1", "x.2.0")]
-    np.testing.assert_array_equal(fill(store, target(layout, *some), held), stack[:1])
 
 
 def test_a_number_alone_may_have_strides() -> None:

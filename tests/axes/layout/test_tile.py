@@ -221,51 +221,6 @@ def test_blocked_to_grouped_attention(source: str, head: int, exact: bool) -> No
     assert judged(store, one, torch.cat(shaped, 1).reshape(-1, WIDTH)) is exact
 
 
-FUSED = [(1408, True), (1536, True), (2048, True), (576, False), (1344, False)]
-
-
-@pytest.mark.parametrize("target", ["grouped", "fused", "turned"])
-@pytest.mark.parametrize(("inner", "exact"), FUSED)
-def test_gate_and_up_become_one(target: str, inner: int, exact: bool) -> None:
-    experts = 2 if target != "fused" else 1
-    tensors = {f"{name}.{e}": arange(inner, WIDTH) for name in ("gate", "up") for e in range(experts)}
-    store, one = moved("blocked", target, tensors, e=experts)
-    tiles, _ = numbered(store, BLOCK)
-    rows = [torch.cat([torch.from_numpy(tiles[f"{name}.{e}"]) for name in ("gate", "up")]) for e in range(experts)]
-    wanted = rows[0] if target == "fused" else torch.stack(rows)
-    assert judged(store, one, wanted if target != "turned" else wanted.transpose(1, 2)) is exact
-
-
-@pytest.mark.parametrize(("inner", "exact"), FUSED)
-def test_one_becomes_gate_and_up(inner: int, exact: bool) -> None:
-    store = Store({"gate_up": arange(2, 2 * inner, WIDTH)})
-    view = translated(TOY, "grouped", "blocked", store, {"width": WIDTH})
-    tiles, _ = numbered(store, BLOCK)
-    halves = torch.from_numpy(tiles["gate_up"]).split(inner, 1)
-    for name, half in zip(("gate", "up"), halves, strict=True):
-        for e in range(2):
-            assert judged(store, view.targets[f"{name}.{e}"], half[e]) is (exact or name == "gate")
-
-
-def test_a_fused_tensor_that_stays_as_it_is_keeps_its_scales() -> None:
-    """Here a tile has rows of both, in the source as in the target."""
-    store = Store({"gate_up": arange(3, 2 * 576, WIDTH)})
-    view = translated(TOY, "grouped", "grouped", store, {"width": WIDTH})
-    tiles, _ = numbered(store, BLOCK)
-    assert judged(store, view.targets["gate_up"], torch.from_numpy(tiles["gate_up"]))
-    apart = translated(TOY, "grouped", "fused", store, {"width": WIDTH})
-    for e in range(3):
-        assert judged(store, apart.targets[f"gate_up.{e}"], torch.from_numpy(tiles["gate_up"][e]))
-
-
-def test_rows_of_32_survive_any_order_of_rows() -> None:
-    store, one = moved("blocked", "grouped", {"rope": arange(4 * 80, WIDTH)}, g=4, h=40, t=2)
-    tiles, _ = numbered(store, fixed(1, 32))
-    turned = torch.from_numpy(tiles["rope"]).reshape(4, 2, 40, WIDTH).transpose(1, 2).reshape(-1, WIDTH)
-    assert judged(store, one, turned, fixed(1, 32))
-    assert len(relaid(one, (1, 32), store, fixed(1, 32)).target.parts) == 1
-
-
 def test_source_tiles_that_cannot_be_one_box() -> None:
     """Rows of two tensors in turn, in tiles of three: rows 1, 3, 5, 7 lie in tiles 0, 1, 1, 2."""
     family = only(
@@ -278,19 +233,6 @@ def test_source_tiles_that_cannot_be_one_box() -> None:
     for name, wanted in (("x", [0, 0, 1, 2]), ("y", [0, 1, 1, 2])):
         found = relaid(view.targets[name], (1,), store, fixed(3))
         assert fill(grids, found.target).tolist() == wanted
-
-
-@pytest.mark.parametrize(
-    ("inner", "rows", "exact"), [(8, 4, True), (8, 8, True), (6, 4, False), (6, 3, True), (4, 8, True)]
-)
-def test_dims_that_are_one_in_the_source(inner: int, rows: int, exact: bool) -> None:
-    """Experts stacked in the rows of one matrix, whose tiles then must not cross from one expert into the next."""
-    family = only("family rows\n  axes e f d\n  x : e f d\ndialect a\n  x = x[(e f) d]\ndialect b\n  y = x[e f d]\n")
-    store = Store({"x": arange(4 * inner, 6)})
-    one = translated(family, "a", "b", store, given={"e": 4}).targets["y"]
-    tiles, _ = numbered(store, fixed(rows, 2))
-    wanted = torch.from_numpy(tiles["x"]).reshape(4, inner, 6)
-    assert judged(store, one, wanted, lambda shape: (rows, 2) if len(shape) == 2 else (1, min(rows, inner), 2)) is exact
 
 
 def test_a_transposed_tensor_needs_transposed_tiles() -> None:
@@ -348,12 +290,6 @@ def test_one_scale_per_tensor_goes_to_every_part() -> None:
         assert whole_.checks == finer.checks == ()
         assert fill(grids, whole_.target).tolist() == [[5]]
         assert fill(grids, finer.target).tolist() == [[5] * 5] * 2
-
-
-def test_a_tile_of_several_experts_is_refused() -> None:
-    tensors = {f"{name}.{e}": arange(128, 128) for name in ("gate", "up") for e in range(4)}
-    store, one = moved("blocked", "grouped", tensors, e=4)
-    assert "gate.1, tile (0, 0)" in str(refusal(one, (2, 128, 128), store, BLOCK))
 
 
 def test_sources_of_other_tiles_are_unsupported() -> None:

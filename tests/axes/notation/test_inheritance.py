@@ -282,11 +282,6 @@ dialect stacked like other, layers.{l}. = layers.
         assert stack.tolist() == arange(3, 4).tolist()
 
 
-def test_places_of_a_family_can_be_others() -> None:
-    family = child("family heir like base\ndialect other\n  place block = model.{l}\n")
-    assert lines(family, "other")[:2] == ["model.{l}.n = n[d]", "model.{l}.up_gate = [[up:f | gate:f] d] when up"]
-
-
 def test_a_place_can_have_alternatives() -> None:
     place = "  place block = (model|old).{l} when extra\n"
     other = child(f"family heir like base\ndialect other\n{place}  {{block}}.(n|norm) = n[d]\n").dialect("other")
@@ -427,20 +422,6 @@ dialect renamed like hf, p.x. = y.
     ]
 
 
-def test_alternatives_stand_inside_each_other() -> None:
-    family = only(
-        PLACES + "  ((m|n.(o|p)).{l}|{old}).w = w[d]\n  u.{l} = u[d]\n  v = v[d]\n  ignore ({tower}|{old}).r\n"
-    )
-    first, *others = [line.split(" = ")[0] for line in whole_lines(family, "hf")]
-    assert first == "m.{l}.w"
-    assert sorted(others) == [
-        "also a.{l}.w", "also b.{l}.w", "also n.o.{l}.w", "also n.p.{l}.w", "u.{l}", "v",
-    ]  # fmt: skip
-    hf = family.dialect("hf")
-    assert hf is not None
-    assert [name.text for name in hf.ignored] == ["vision.{l}.r", "tower.{l}.r", "a.{l}.r", "b.{l}.r"]
-
-
 def test_new_prefixes_reach_into_alternatives() -> None:
     family = only(
         PLACES + "  (m|n|).x.{l}.w = w[d]\n  {tower}.u = u[d]\n  (q|r).v = v[d]\n"
@@ -455,12 +436,6 @@ def test_new_prefixes_reach_into_alternatives() -> None:
         "q.v = v[d]",
         "also s.v = v[d]",
     ]
-
-
-def test_too_many_alternatives_are_refused() -> None:
-    table = PLACES + "  " + ".".join(["(a|b)"] * 7) + ".{l}.w = w[d]\n"
-    with pytest.raises(Refused, match="at most 64 names for one line"):
-        only(table)
 
 
 def test_a_dim_that_is_in_other_names_says_nothing_of_the_layer() -> None:
@@ -479,38 +454,6 @@ def test_a_dim_that_is_in_other_names_says_nothing_of_the_layer() -> None:
     config = {"n": 3, "m": 2, "k": 2}
     same(carried(family, "hf", "b", Store(layers), config), apart)
     same(carried(family, "b", "hf", Store(apart), config), layers)
-
-
-def test_numbers_in_names_can_be_multiplied() -> None:
-    family = only(
-        "family toy\n axes l=n d\n w : l d\n v : l d\ndialect hf\n w.{l} = w[d]\n v.{l} = v[d]\n"
-        "dialect b\n net.{2*l} = w[d]\n net.{2*l+1} = v[d]\n"
-    )
-    w, v = arange(3, 4), arange(3, 4, start=100)
-    apart = {**{f"w.{layer}": w[layer] for layer in range(3)}, **{f"v.{layer}": v[layer] for layer in range(3)}}
-    net = {f"net.{2 * layer + odd}": part[layer] for layer in range(3) for odd, part in enumerate((w, v))}
-    same(carried(family, "hf", "b", Store(apart), {"n": 3}), net)
-    same(carried(family, "b", "hf", Store(net), {"n": 3}), apart)
-    missing = {name: part for name, part in net.items() if name != "net.3"}
-    (refusal,) = translated(family, "b", "hf", Store(missing), {"n": 3}).refusals
-    assert refusal.code == "MISSING_TENSOR"
-    assert "net.3" in refusal.message
-
-
-def test_names_of_one_tensor_and_replicated_axes_are_read_if_all_copies_are_equal() -> None:
-    family = only(
-        "family toy\n axes g=g c=c n=n d=d\n w : g c d\ndialect hf\n (w|old) = w[(g c) d]\n"
-        "dialect b\n w = w[(g n c) d]\n"
-    )
-    w = arange(2, 3, 4)
-    config = {"g": 2, "c": 3, "d": 4, "n": 2}
-    single, repeated = {"w": w.reshape(6, 4)}, {"w": w[:, None].expand(2, 2, 3, 4).reshape(12, 4)}
-    same(carried(family, "hf", "b", Store(single), config), repeated)
-    same(carried(family, "b", "hf", Store(repeated), config), single)
-    checks = translated(family, "b", "hf", Store(repeated), config).checks
-    assert [check.why for check in checks] == ["w = w[(g n c) d]: copies are equal"]
-    checks = translated(family, "hf", "b", Store({**single, "old": single["w"]}), config).checks
-    assert [check.why for check in checks] == ["w = w[(g c) d] and old = w[(g c) d] hold the same tensor"]
 
 
 MOUNTED = (
@@ -665,6 +608,7 @@ def test_what_is_replaced_is_known() -> None:
     ]
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("name", sorted(builtin().entries))
 def test_the_printed_table_is_the_whole_one(name: str) -> None:
     """Read by itself, without anything to take over from, it gives the same family."""

@@ -4,14 +4,12 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-import torch
 
-from tests.axes.apply import Store, arange, carried, only, same, translated
+from tests.axes.apply import Store, arange, only, translated
 from tests.work import assert_linear, calls
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Sizes
 from transaxle.errors import Refused, TransaxleError
-from transaxle.families import builtin
 
 TOY = """
 family toy                            # a comment
@@ -302,56 +300,6 @@ def test_conditions_may_share_a_name() -> None:
         view = translated(toy, "a", "a", store, {"packed": packed, "n": 1, "h": dims[1]})
         assert not [r for r in view.refusals if r.code != "MISSING_TENSOR"]
         assert view.targets["x.0"].layout.shares["x"][0].axes[0][0] == ("d" if packed else "f")
-
-
-SEVENTH = """
-family seventh
-  axes l=depth d=width e=experts f
-  up   : l e f d
-  down : l e d f
-  norm : d
-
-dialect ours
-  blocks.{l}.up.{e} = up[f d]
-  blocks.{l}.down   = down[e d f]
-  norm              = norm[d]
-
-dialect theirs
-  {l}/w{e}          = [[up:f | down:f] d]
-  final.norm        = norm[d]
-"""
-
-
-def test_a_seventh_family_from_a_string_works_end_to_end() -> None:
-    family = only(SEVENTH)
-    up, down = arange(2, 3, 4, 5), arange(2, 3, 5, 4, start=1000)
-    ours = {
-        **{f"blocks.{layer}.up.{e}": up[layer, e] for layer in range(2) for e in range(3)},
-        **{f"blocks.{layer}.down": down[layer] for layer in range(2)},
-        "norm": arange(5, start=5000),
-    }
-    theirs = {
-        **{f"{layer}/w{e}": torch.cat([up[layer, e], down[layer, e].T]) for layer in range(2) for e in range(3)},
-        "final.norm": arange(5, start=5000),
-    }
-    config = {"depth": 2, "width": 5, "experts": 3}
-    same(carried(family, "ours", "theirs", Store(ours), config), theirs)
-    same(carried(family, "theirs", "ours", Store(theirs), config), ours)
-    same(carried(family, "theirs", "ours", Store(theirs), given={"f": 4}), ours)
-
-
-def test_the_families_that_ship_are_read() -> None:
-    families = builtin()
-    assert {"llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "step3p5"} <= families.keys()
-    for family in families.values():
-        assert family.dialect("hf") is not None
-        for dialect in family.dialects:
-            assert len({(line.name.text, line.when) for line in dialect.lines}) == len(dialect.lines)
-
-
-def test_the_error_is_one_exception() -> None:
-    with pytest.raises(TransaxleError, match="line 1"):
-        tables.read("family 1")
 
 
 def test_what_ranks_share_out_within_an_axis() -> None:

@@ -199,18 +199,6 @@ def test_what_two_lines_hold_is_taken_once_and_checked() -> None:
     assert equal(backwards, store).count(False) == 1
 
 
-def test_two_lines_that_hold_a_tensor_twice_in_other_layers() -> None:
-    norms = arange(3, 4)
-    source = {f"{layer}.{place}.norm": norms[layer] for layer in range(3) for place in ("attention", "mlp")}
-    source |= {f"{layer}.up": arange(2, 5, 4) for layer in range(3)}
-    store = Store(source)
-    view = translated(TWICE, "sparse", "all", store, TWO)
-    assert equal(view, store) == [True] * 3
-    assert fill(store, view.targets["norm"]).tolist() == norms.tolist()
-    store.put("2.mlp.norm", norms[0])
-    assert equal(view, store) == [True, True, False]
-
-
 def plain() -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in redundant().items() if not name.endswith("up")}
 

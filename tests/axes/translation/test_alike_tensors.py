@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.axes.apply import Store, arange, bound_to, carried, fill, law, only, same, translated
-from tests.axes.toy import CONFIG, TOY, model, packed
+from tests.axes.apply import Store, arange, bound_to, fill, law, only, translated
+from tests.axes.toy import CONFIG, TOY, model
 from transaxle.axes.layout.relayout import Copier, Target
 from transaxle.axes.notation.family import Sizes
 from transaxle.axes.translation import translate as module
@@ -129,19 +129,6 @@ def test_numbers_with_gaps_and_copies(
     quick = _data(translated(FOUR, "hf", to, Store(_four(layers, experts)), config))
     monkeypatch.setattr(module, "grids", lambda *_: {})
     assert _data(translated(FOUR, "hf", to, Store(_four(layers, experts)), config)) == quick
-
-
-def test_the_numbers_are_those_of_numpy() -> None:
-    source = _four(range(3), range(4))
-    up = np.stack([[source[f"{a}.{b}.up"] for b in range(4)] for a in range(3)])
-    each, copy = (np.stack([source[name.format(a)] for a in range(3)]) for name in ("{}.0.each", "{}.copy"))
-    small = {f"{a}.{name}": kind[a] for a in range(3) for name, kind in (("each", each), ("copy", copy))}
-    found = {to: carried(FOUR, "hf", to, Store(source)) for to in DIALECTS}
-    same(found["whole"], {"up": up, "each": each, "copy": copy})
-    same(found["experts"], {f"{a}.up": up[a] for a in range(3)} | small)
-    same(found["layers"], {f"up.{b}": up[:, b] for b in range(4)} | small)
-    same(found["turned"], {f"{b}.{a}.up": up[a, b] for a in range(3) for b in range(4)} | small)
-    same(carried(TOY, "hf", "packed", Store(model()), CONFIG), packed(model()))
 
 
 def test_only_what_is_read_is_made() -> None:

@@ -15,7 +15,6 @@ from transaxle.axes.translation.grouped import (
     MEMBERS,
     ROWS,
     STACK,
-    STORED,
     Arrangement,
     Packing,
     Regrouping,
@@ -23,7 +22,6 @@ from transaxle.axes.translation.grouped import (
     groups,
     regroup,
     split_number,
-    table,
 )
 
 Shapes = dict[str, tuple[int, ...]]
@@ -180,16 +178,6 @@ def test_both_forms_are_told_and_states_follow_either() -> None:
     unlike = {**{name: Held(shape) for name, shape in both.items()}, "a.weight2": Held((3, 4), "F16")}
     (stem,) = _found(MANY, both).stems
     assert [one.where.tensor for one in regroup([stem], unlike).refusals] == ["a.weight2"]
-
-
-def test_the_table_reads_as_its_documentation() -> None:
-    family = table(
-        [Regrouping("fc1.weight", "", 2, 4, MEMBERS, STACK), Regrouping("fc1.bias", "", 1, 4, STACK, MEMBERS)]
-    )
-    stored, wanted = family.dialects
-    assert stored.name == STORED
-    assert [line.text for line in stored.lines] == ["fc1.weight{e0} = t0[x0_0 x0_1]", "fc1.bias = t1[e1 x1_0]"]
-    assert [line.text for line in wanted.lines] == ["fc1.weight = t0[e0 x0_0 x0_1]", "fc1.bias{e1} = t1[x1_0]"]
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from itertools import product
-from math import prod
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.axes.apply import Store, arange, bound_to, carried, fill, law, only, same, translated
+from tests.axes.apply import Store, arange, bound_to, carried, law, only, same, translated
 from tests.axes.toy import only_refusal
 from transaxle.axes.notation.family import Sizes
 from transaxle.errors import UsageError
@@ -92,12 +91,6 @@ def test_states_follow_and_shifts_are_added() -> None:
     same(carried(FAMILY, "counted", "apart", Store(found), config), {**tensors, **states})
 
 
-def test_the_outermost_axis_is_counted_like_any_other() -> None:
-    tensors = model(3, 4, norm=False)
-    found = carried(FAMILY, "apart", "counted", Store(tensors), {"experts": 4})
-    same(carried(FAMILY, "counted", "apart", Store(found), {"experts": 4}), tensors)
-
-
 def test_a_size_that_shapes_show_tells_numbers_apart() -> None:
     tensors = model(3, 4, router=True, norm=False)
     found = carried(FAMILY, "apart", "counted", Store(tensors), {"layers": 3, "experts": 4})
@@ -174,21 +167,3 @@ def test_a_number_that_is_missing_or_too_large() -> None:
         name: array for name, array in found.items() if name not in ("experts.3.up", "experts.4.up", "experts.5.up")
     }
     assert translated(FAMILY, "counted", "apart", Store(last), config).refusals != ()
-
-
-def test_three_axes_and_a_scalar() -> None:
-    family = only(
-        "family three\n  axes a=2 b=3 c=n\n  x : a b c\ndialect one\n  x.{(a b c)} = x[]\ndialect two\n  x = x[a b c]\n"
-    )
-    whole = arange(2, 3, 4)
-    found = carried(family, "two", "one", Store({"x": whole}), {"n": 4})
-    assert {name: int(array) for name, array in found.items()} == {f"x.{n}": n for n in range(prod(whole.shape))}
-    same(carried(family, "one", "two", Store(found), {"n": 4}), {"x": whole})
-
-
-def test_chunks_are_read_where_they_are() -> None:
-    packed = {"up": arange(2, 3, 2, 3)}
-    view = translated(FAMILY, "packed", "counted", Store(packed))
-    assert fill(Store(packed), view.targets["experts.4.up"], [[(1, 2)], [(0, 3)]]).tolist() == [
-        packed["up"][1, 1, 1].tolist()
-    ]

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.axes import walking
-from tests.axes.apply import Store, arange, carried, fill, law, only, same, take, translated
+from tests.axes.apply import Store, arange, carried, fill, law, only, same, translated
 from tests.axes.toy import CONFIG, TOY, model, only_refusal, packed
 from transaxle.axes.geometry import MeshCut, place
-from transaxle.axes.layout.relayout import Copier
 from transaxle.axes.notation.family import Sizes
 from transaxle.errors import UsageError
 
@@ -54,15 +53,6 @@ def test_both_ways() -> None:
     same(carried(TOY, "hf", "hf", Store(hf), CONFIG), hf)
 
 
-def test_layers_in_one_tensor() -> None:
-    hf = model()
-    found = carried(TOY, "packed", "stacked", Store(packed(hf)), CONFIG)
-    assert found["norm"].tolist() == torch.stack([hf["layers.0.norm"], hf["layers.1.norm"]]).tolist()
-    assert found["w.1.2"].tolist() == packed(hf)["blocks.1.w"][2].tolist()
-    back = carried(TOY, "stacked", "hf", Store(found), CONFIG)
-    same(back, hf)
-
-
 def test_targets_speak_of_their_rule_and_tensors() -> None:
     view = translated(TOY, "hf", "packed", Store(model()), CONFIG)
     one = view.targets["blocks.1.w"]
@@ -71,25 +61,6 @@ def test_targets_speak_of_their_rule_and_tensors() -> None:
     assert one.component == "gate, up"
     assert [origin.name for origin in one.parts[1].origins] == [f"layers.1.experts.{e}.up" for e in range(3)]
     assert (view.kept_names, view.ignored, view.checks) == ((), (), ())
-
-
-def test_chunks_of_a_target_are_slices_of_it() -> None:
-    """What a rank of a mesh holds, from sources that other ranks of another mesh wrote."""
-    hf = model()
-    store = Store()
-    for name, tensor in hf.items():
-        if tensor.ndim == 2:
-            store.put(name, tensor, [((0, 2), (0, 4)), ((2, 3), (0, 4)), ((3, len(tensor)), (0, 4))])
-        else:
-            store.put(name, tensor)
-    view = translated(TOY, "hf", "packed", store, CONFIG)
-    whole = packed(hf)
-    copier = Copier(store.entries)
-    for name, target in view.targets.items():
-        for rank in product(range(2), range(3)):
-            dims = [MeshCut(0, 2, rank[0]), MeshCut(min(1, whole[name].ndim - 1), 3, rank[1])]
-            held = place(target.shape, dims)
-            np.testing.assert_array_equal(fill(store, target, held, copier), take(whole[name], held))
 
 
 def test_padding_is_added_when_given_and_taken_off_with_the_true_size() -> None:
@@ -101,43 +72,6 @@ def test_padding_is_added_when_given_and_taken_off_with_the_true_size() -> None:
     found = translated(TOY, "packed", "hf", Store(packed(hf, 3)), unknown)
     assert {r.code for r in found.refusals} == {"UNKNOWN_AXIS"}
     assert "--axis n=N" in found.refusals[0].hint
-
-
-def test_square_matrices_are_not_mistaken() -> None:
-    """Orientation comes from the names; every matrix here is square."""
-    config = {**CONFIG, "layers": 1, "first": 0, "width": 4}
-    hf = model()
-    hf = {name: tensor for name, tensor in hf.items() if "layers.1" not in name}
-    for e in range(3):
-        for n, name in enumerate(("gate", "up")):
-            hf[f"layers.0.experts.{e}.{name}"] = arange(4, 4, start=1000 + 100 * e + 16 * n)
-    hf["layers.0.fine"] = arange(4, 4, start=5000)
-    found = carried(TOY, "hf", "packed", Store(hf), config)
-    assert found["blocks.0.fine"].tolist() == hf["layers.0.fine"].T.tolist()
-    assert (
-        found["blocks.0.w"][2].tolist() == torch.cat([hf[f"layers.0.experts.2.{n}"] for n in ("gate", "up")]).tolist()
-    )
-    same(carried(TOY, "packed", "hf", Store(found), config), hf)
-
-
-@pytest.mark.parametrize(("width", "inner", "words"), [(1, 1, 1), (4, 0, 7), (1, 5, 2), (0, 3, 1)])
-def test_dims_of_size_one_and_empty_tensors(width: int, inner: int, words: int) -> None:
-    config = {**CONFIG, "width": width, "words": words}
-    shapes = {"gate": (inner, width), "up": (inner, width), "norm": (width,)}
-    hf = {
-        name: arange(
-            *shapes.get(name.rpartition(".")[2], (words, width) if tensor.ndim == 2 else (width,)), start=9 * i
-        )
-        for i, (name, tensor) in enumerate(model().items())
-    }
-    w = [
-        torch.stack([torch.cat([hf[f"layers.{layer}.experts.{e}.{n}"] for n in ("gate", "up")]) for e in range(3)])
-        for layer in range(2)
-    ]
-    found = carried(TOY, "hf", "packed", Store(hf), config)
-    assert [found[f"blocks.{layer}.w"].tolist() for layer in range(2)] == [tensor.tolist() for tensor in w]
-    assert found["tokens"].shape == (words, width)
-    same(carried(TOY, "packed", "hf", Store(found), config), hf)
 
 
 def test_unknown_names_are_kept_and_known_nothing_is_left_out() -> None:
@@ -351,15 +285,6 @@ def test_components_of_one_target_must_agree() -> None:
     assert refusal.message.startswith("blocks.{l}.w = ")
 
 
-def test_a_part_that_is_missing_everywhere_is_named_with_the_rule() -> None:
-    view = translated(TOY, "hf", "packed", Store(model(**dict.fromkeys(UPS))), CONFIG)
-    found = [r for r in view.refusals if r.where.tensor == "blocks.1.w"]
-    assert [(r.code, r.message.splitlines()[1:]) for r in found] == [
-        ("MISSING_TENSOR", ["needs up, which the source does not have here"])
-    ]
-    assert "blocks.0.w" in view.targets
-
-
 def test_a_part_that_is_missing_in_many_tensors_is_one_refusal() -> None:
     table = """
 family many
@@ -487,25 +412,6 @@ def test_a_number_below_zero_is_refused() -> None:
     view = translated(AHEAD, "a", "b", store, {"depth": 2, "extra": 1, "width": 4})
     assert {refusal.code for refusal in view.refusals} == {"SHAPE_MISMATCH"}
     assert "the name would get the number -2 for l=0" in view.refusals[0].message
-
-
-def test_sizes_may_differ_by_layer() -> None:
-    """Other heads in other layers: each tensor is read with the sizes of its own layer."""
-    family = only(
-        "family uneven\n  axes l=n g=g r=heads[l]/g c=c d=d\n  q : l g r c d\n"
-        "dialect a\n  q.{l} = q[(g r c) d]\ndialect b\n  q.{l} = q[(r g c) d]\n"
-    )
-    tensors = [arange(12, 4), arange(24, 4, start=100)]
-    found = carried(
-        family, "a", "b", Store({f"q.{i}": t for i, t in enumerate(tensors)}), {"n": 2, "g": 2, "heads": [4, 8], "c": 3}
-    )
-    same(
-        found,
-        {
-            f"q.{i}": tensor.reshape(2, heads, 3, 4).transpose(0, 1).reshape(-1, 4)
-            for i, (tensor, heads) in enumerate(zip(tensors, (2, 4), strict=True))
-        },
-    )
 
 
 def test_a_size_by_layer_has_no_other_value_without_one() -> None:

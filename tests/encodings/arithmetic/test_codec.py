@@ -184,6 +184,7 @@ def test_nan_keeps_the_sign_of_its_code_and_has_no_payload(wide: Wide, path: Pat
     assert infinite.view(word).tolist() == [[quiet, quiet | sign] * 16]
 
 
+@pytest.mark.oracle
 @each_path
 @pytest.mark.parametrize("multiplier", [2.0**-127, 2.0**-126, 2.0**-9, 1.0, 448 / 3, 2.0**100, 2.0**127, walk.F32_MAX])
 @pytest.mark.parametrize("code", FORMS)

@@ -130,21 +130,6 @@ class TestTorchao:
                 assert (stored == octets(scale)).all()
                 assert (codes == octets(data)).all()
 
-    def test_mx_of_no_number_differs_in_the_sign_of_nan(self) -> None:
-        """A block with a NaN: both say NaN in the scale and in each code. One with an infinity: both saturate."""
-        with quiet():
-            from torchao.prototype.mx_formats.config import ScaleCalculationMode
-            from torchao.prototype.mx_formats.mx_tensor import to_mx
-
-            x = torch.linspace(-4, 4, 64).reshape(2, 32)
-            x[0, 3], x[1, 4] = torch.nan, -torch.inf
-            scale, data = to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
-            codes, stored = encode_rows(MXFP8, ours(x))
-            assert stored.tolist() == octets(scale).tolist() == [[0xFF], [0xFE]]
-            assert (codes & 0x7F)[0].tolist() == (octets(data) & 0x7F)[0].tolist() == [0x7F] * 32
-            assert codes[1].tolist() == octets(data)[1].tolist()
-            assert codes[1, 4] == 0xFE
-
     @each_dtype
     def test_every_mxfp8_product_is_decoded_alike(self, wide: Wide) -> None:
         with quiet():
@@ -169,27 +154,6 @@ class TestTorchao:
             codes, scale = encode_rows(encoding, ours(x))
             assert (codes == octets(data)).all()
             assert same(scale, inverse)
-
-    @each_dtype
-    @pytest.mark.parametrize("encoding", [FLOAT8, CHANNEL], ids=name)
-    def test_float8_divides_where_we_multiply(self, encoding: Encoding, wide: Wide) -> None:
-        """Its scale is amax / 448 and values are divided by it; ours is 1 / (448 / amax), and they are multiplied.
-
-        Scales are an ulp apart at most, codes one step, and rarely. What it decodes of its own, we decode alike.
-        """
-        with quiet():
-            from torchao.quantization import quant_primitives
-
-            x = weights((64, 512), 7).float()
-            scale = quant_primitives._choose_scale_float8(x, [1 if encoding is CHANNEL else 64, 512])
-            data = quant_primitives._quantize_affine_float8(x, scale)
-            codes, stored = encode_rows(encoding, ours(x))
-            np.testing.assert_array_max_ulp(stored, scale.numpy(), 1)
-            apart = np.abs(codes.astype(int) - octets(data))
-            assert apart.max() <= 1
-            assert (apart > 0).mean() < 1e-3
-            made = quant_primitives._dequantize_affine_float8(data, scale, TORCH[wide])
-            assert same(decode_box(encoding, octets(data), scale.numpy(), dtype=wide), made)
 
     @each_dtype
     def test_nvfp4(self, wide: Wide) -> None:
@@ -252,25 +216,6 @@ class TestCompressedTensors:
                 narrow = typed(scale, torch.float8_e4m3fn).to(torch.bfloat16)
                 made = self.dequantized(args, unpacked, narrow, global_scale=whole, dtype=torch.bfloat16)
                 assert same(decode_box(NVFP4, codes, scale, factor=1 / float(whole)), made)
-
-    def test_nvfp4_is_quantized_in_another_order(self) -> None:
-        with quiet():
-            from compressed_tensors.compressors.nvfp4.helpers import quantize_and_pack_fp4
-            from compressed_tensors.quantization import QuantizationArgs
-            from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-
-            x = weights((64, 512), 4).float()
-            whole = generate_gparam(x.min(), x.max())
-            args = QuantizationArgs(
-                num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16,
-                scale_dtype=torch.float8_e4m3fn, zp_dtype=torch.float8_e4m3fn,
-            )  # fmt: skip
-            groups = x.reshape(64, 32, 16)
-            scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args, global_scale=whole)
-            packed = quantize_and_pack_fp4(x, scale, global_scale=whole, group_size=16)
-            codes, stored = encode_rows(NVFP4, ours(x), amax=float(amax(ours(x))))
-            assert (stored == octets(scale.to(torch.float8_e4m3fn))).mean() > 0.999
-            assert (codes == octets(packed)).mean() > 0.998
 
     def test_mxfp8_is_decoded_alike_and_scaled_nearly_so(self) -> None:
         """Its scales are ours, but twice as large where an amax is 448 times a power of two exactly."""

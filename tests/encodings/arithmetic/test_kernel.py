@@ -86,9 +86,8 @@ print(codec.__file__, codec.active(), copier.load_steps() is not None)"""
     assert said.stdout.split() == [str(module), "compiled", "True"]
 
 
-@pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false"])
-def test_without_a_compiler_the_install_succeeds_and_numpy_computes(copy: Path, compiler: str) -> None:
-    made, said = wheel(copy, CC=compiler)
+def test_without_a_compiler_the_install_succeeds_and_numpy_computes(copy: Path) -> None:
+    made, said = wheel(copy, CC="false")
     assert not held(made) & LIBRARIES
     assert made.name.endswith("-py3-none-any.whl")
     assert "computed with numpy" in said
@@ -128,11 +127,6 @@ def test_what_is_no_kernel_is_not_used(reloaded: None, monkeypatch: pytest.Monke
         kernel.load.cache_clear()
         monkeypatch.setattr(kernel, "LIBRARY", false)
         assert codec.active() == "numpy"
-
-
-@needs_kernel
-def test_what_stands_in_the_source_tree_is_the_kernel_of_this_source() -> None:
-    assert codec.active() == "compiled"
 
 
 @needs_kernel

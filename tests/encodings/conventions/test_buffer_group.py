@@ -543,7 +543,7 @@ any_entries = st.dictionaries(
 CONFIGS = [None, FP8, TENSOR, OSS, NVIDIA, ct("FP8"), ct("NVFP4"), ct("MXFP8"), {"quant_method": "torchao"}]
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(any_entries, st.sampled_from(CONFIGS), st.sampled_from([None, metadata(FLOAT8_TENSOR)]))
 def test_any_entries_are_grouped_or_refused(
     found: Entries, section: dict[str, Any] | None, said: dict[str, str] | None

@@ -160,14 +160,6 @@ def test_a_config_that_is_true_stays_as_it_is() -> None:
         assert rewrite_config({SECTION: section}, ones, plain(ones)) == {SECTION: section}
 
 
-def test_a_list_may_name_norms_and_stays_as_it_is() -> None:
-    """Those of Qwen3's hub files do, though no norm was ever to be quantized."""
-    ones = encoded([LAYER.format(0, "mlp.gate_proj")], FLOAT8_BLOCK)
-    left = {"model.layers.0.input_layernorm.weight": (SHAPE[-1],), "model.embed_tokens.weight": SHAPE}
-    config = {SECTION: {**FP8, "modules_to_not_convert": ["model.layers.0.input_layernorm"]}}
-    assert rewrite_config(config, ones, left) == config
-
-
 def test_without_encoded_tensors_the_section_is_gone() -> None:
     config = {"torch_dtype": "float16", SECTION: FP8, "text_config": {"dtype": "bfloat16", SECTION: FP8, "a": 1}}
     result = rewrite_config(config, {}, {}, decoded=NAMES, dtype="F32")

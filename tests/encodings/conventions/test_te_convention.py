@@ -70,6 +70,7 @@ def test_values_are_those_of_the_definition(case: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(rounded, checkpoint.decode("fp32")[NAME].read().astype(ml_dtypes.bfloat16))
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("to", ["safetensors", "dcp", "torch"])
 def test_containers_without_its_notes_say_the_same(case: str, to: str, tmp_path: Path) -> None:
