@@ -11,7 +11,6 @@ from tests.work import assert_linear, calls
 from transaxle.axes.layout.bind import WEIGHT, BoundNames, bind, group, join_slot, score, split_slot, with_counts
 from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.errors import UsageError
-from transaxle.families import builtin
 
 TOY = only("""
 family toy
@@ -131,12 +130,6 @@ def test_layers_are_counted_where_others_are_numbered_after_them(config: dict[st
     assert indices == ([] if config else [[(5,)]]), "there are no more layers than the config says"
 
 
-def test_layers_that_share_their_numbers_with_others_are_not_counted() -> None:
-    dialect, known = TOY.dialect("hf"), Sizes(TOY, {})
-    assert dialect is not None
-    assert with_counts(known, dialect, "", ["layers.0.norm", "layers.4.norm"]) is known
-
-
 def test_ignored_names_hold_nothing() -> None:
     found = bound(["layers.0.inv_freq", "layers.x.inv_freq", "inv_freq", "optim/layers.0.inv_freq/step"], config=SIZES)
     assert found.ignored == ("layers.0.inv_freq", "optim/layers.0.inv_freq/step")
@@ -178,10 +171,6 @@ def test_the_prefix_is_the_one_that_reads_most_names() -> None:
     assert best(["what", "ever.it.is"]) == (0, "")
 
 
-def test_a_name_that_contains_another_scores_once() -> None:
-    assert best(["a.norm", "b.norm", "a.layers.0.w1"]) == (2, "a.")
-
-
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
@@ -209,18 +198,6 @@ def test_states_follow_the_line_of_their_parameter() -> None:
     names = ["optim/module.layers.1.w2/exp_avg", "optim/module.layers.1.w2/step", "optim/layers.1.w2/step"]
     assert read(names, "module.", config=SIZES) == {names[0]: "w2:exp_avg[1]", names[1]: "w2:step[1]"}
     assert bound(names, "module.", config=SIZES).unknown == (names[2],)
-
-
-def test_step3p5_layers_after_the_last() -> None:
-    """Its several-token layers are numbered on, with names that also match ordinary layers."""
-    family = builtin()["step3p5"]
-    names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(5)]
-    config = {"num_hidden_layers": 3, "num_nextn_predict_layers": 2}
-    found = bound(names, family=family, config=config)
-    assert {line.expression.components[0]: list(same) for (line, _), same in found.names.items()} == {
-        "q": [(0,), (1,), (2,)],
-        "mtp_q": [(0,), (1,)],
-    }
 
 
 def test_looking_for_a_prefix_is_linear_in_the_dots_of_a_name() -> None:

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.axes.geometry import whole
-from transaxle.axes.layout.divide import Division, ListedPositions, divide, rank_shares, share_out
+from transaxle.axes.layout.divide import Division, divide, rank_shares, share_out
 from transaxle.axes.notation import tables
-from transaxle.axes.notation.expression import Expression, parse, size
+from transaxle.axes.notation.expression import Expression, parse
 from transaxle.axes.notation.family import Cuttable
 from transaxle.errors import TransaxleError
 
@@ -176,32 +176,6 @@ def test_mistakes_in_cut_statements_are_shown(statement: str, said: str) -> None
         tables.read(f"{TOY}  {statement}")
     assert said in str(caught.value)
     assert "line 5" in str(caught.value)
-
-
-RULES = (
-    "[(g [q:(r c) | k:c | v:c]) d]",
-    "o[d (g r c)]",
-    "[[gate:f | up:f] d]",
-    "down[d f]",
-    "[[q:(g r c) | k:(g c)] d]",
-)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-def test_what_is_shared_out_evenly_is_what_the_shards_say(rule: str, ranks: int) -> None:
-    sizes = SIZES | {"g": 6, "f": 12}
-    expression = parse(rule)
-    found = share_out(expression, [cuttable("g"), cuttable("f")], sizes, ranks)
-    assert found is not None
-    dim, positions = found
-    shape = [size(node, sizes) for node in expression.dims]
-    rows = [sum(stop - start for start, stop in intervals) for intervals in positions]
-    assert rows == [shape[dim] // ranks] * ranks
-    shards = [(*shape[:dim], count, *shape[dim + 1 :]) for count in rows]
-    division = divide(expression, [cuttable("g"), cuttable("f")], sizes, shards)
-    if ranks > 1:
-        assert division == Division(tuple(shape), dim, ListedPositions(positions))
 
 
 def test_the_first_statement_that_applies_shares_out() -> None:

@@ -191,16 +191,6 @@ def judged(store: Store, one: Target, wanted: torch.Tensor, tiling: Tiling = BLO
     return True
 
 
-@pytest.mark.parametrize(("head", "exact"), [(64, True), (128, True), (80, False), (192, False), (256, False)])
-def test_rotary_halves_taken_in_turn(head: int, exact: bool) -> None:
-    groups = 6
-    store, one = moved("blocked", "grouped", {"rope": arange(groups * head, WIDTH)}, g=groups, h=head // 2, t=2)
-    tiles, _ = numbered(store, BLOCK)
-    rope = torch.from_numpy(tiles["rope"])
-    turned = rope.reshape(groups, 2, head // 2, WIDTH).transpose(1, 2).reshape(-1, WIDTH)
-    assert judged(store, one, turned) is exact
-
-
 @pytest.mark.parametrize("source", ["blocked", "one"])
 @pytest.mark.parametrize(("head", "exact"), [(128, True), (64, False), (80, False), (192, False)])
 def test_blocked_to_grouped_attention(source: str, head: int, exact: bool) -> None:
@@ -277,19 +267,6 @@ def test_one_scale_per_tensor_must_be_equal_to_be_fused() -> None:
     assert "one scale would have to stand for all of them" in check.why
     stack = moved("blocked", "grouped", tensors, e=1)[1]
     assert relaid(stack, (1, 1152, WIDTH), store, whole_tile).checks != ()
-
-
-def test_one_scale_per_tensor_goes_to_every_part() -> None:
-    store = Store({"gate_up.0": arange(64, WIDTH)})
-    view = translated(TOY, "fused", "blocked", store, {"width": WIDTH})
-    grids = Store({named("gate_up.0"): np.array([[5]])})
-    for name in ("gate.0", "up.0"):
-        one = view.targets[name]
-        whole_ = relaid(one, whole_tile(one.shape), store, whole_tile)
-        finer = relaid(one, (16, 32), store, whole_tile)
-        assert whole_.checks == finer.checks == ()
-        assert fill(grids, whole_.target).tolist() == [[5]]
-        assert fill(grids, finer.target).tolist() == [[5] * 5] * 2
 
 
 def test_sources_of_other_tiles_are_unsupported() -> None:

@@ -397,31 +397,6 @@ def test_places_stand_inside_alternatives_and_hold_some() -> None:
     assert set(found) == {"vision.0.w", "vision.1.w", "a.0.u", "a.1.u", "v"}
 
 
-def test_merged_numbers_are_mounted_placed_and_alternatives() -> None:
-    table = """
-family part
-  axes l=layers e=experts L=layers d=width
-  w : l e d
-dialect hf
-  place at = x.{2*(l e)+L}   when l < 2 or d == 3
-  ({at}|old.{( l e )}).w = w[d]
-family whole
-  mount part as p
-dialect hf
-  mount p under p.
-dialect renamed like hf, p.x. = y.
-"""
-    part, whole = tables.read(table)
-    assert whole_lines(part, "hf") == [
-        "x.{2*(l e)+L}.w = w[d] when l < 2 or d == 3",
-        "also old.{( l e )}.w = w[d]",
-    ]
-    assert whole_lines(whole, "renamed") == [
-        "y.{2*(p_l p_e)+p_L}.w = p_w[p_d] when p_l < 2 or p_d == 3",
-        "also p.old.{( p_l p_e )}.w = p_w[p_d]",
-    ]
-
-
 def test_new_prefixes_reach_into_alternatives() -> None:
     family = only(
         PLACES + "  (m|n|).x.{l}.w = w[d]\n  {tower}.u = u[d]\n  (q|r).v = v[d]\n"
@@ -576,17 +551,6 @@ def test_what_a_family_says_below_a_mount_replaces_what_the_mount_says() -> None
     ]
     assert "m.h.{b_l}.extra = b_extra[b_f]" not in lines(family, "short")
     assert "m.h.{b_l}.bias = b_bias[b_f]" in lines(family, "short")
-
-
-def test_a_family_leaves_tensors_of_a_mount_out() -> None:
-    family = child(
-        "family whole\n  mount base\n  without extra gate up\ndialect hf\n  mount base under m.\n"
-        "dialect other\n  mount base under o.\n"
-    )
-    assert family.tensors.keys() == {"n", "bias"}
-    assert family.ties == ()
-    assert family.precise == {"bias"}
-    assert lines(family, "hf") == ["m.layers.{l}.norm = n[d]", "m.layers.{l}.bias = bias[f]"]
 
 
 def test_what_is_replaced_is_known() -> None:

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.axes.apply import Store, arange, only, translated
+from tests.axes.apply import only
 from tests.work import assert_linear, calls
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Sizes
@@ -109,13 +109,6 @@ def test_the_newest_version_is_a_matter_of_numbers_not_of_order() -> None:
     assert toy.labels == ("a@0.9", "a@0.10", "a@0.2")
 
 
-def test_a_let_stands_for_its_formula() -> None:
-    down = only(TOY).tensors["down"].when
-    assert down is not None
-    assert down.names == {"l"}
-    assert [down({"l": layer}) for layer in range(3)] == [True, False, True]
-
-
 def test_sizes_of_a_table() -> None:
     toy = only(TOY)
     config = {"layers": 3, "hidden": 8, "kv": 2, "heads": [4, 6, 8], "uneven": True, "inner": -3}
@@ -136,28 +129,6 @@ def test_a_fraction_of_a_config_gives_a_size_where_it_is_whole() -> None:
     assert Sizes(ratio, {"width": 1536, "ratio": 8960 / 1536}).at({}) == {"d": 1536, "f": 8960}
     assert Sizes(ratio, {"width": 10, "ratio": 0.25}).at({}) == {"d": 10}
     assert type(Sizes(ratio, {"width": 64, "ratio": 1.5}).at({})["f"]) is int
-
-
-def test_a_size_that_layers_may_have_of_their_own_is_not_one_of_all() -> None:
-    uneven = only("""
-family uneven
-  axes l=layers d=hidden
-  axis r = heads_of[l] | heads
-  axis w = 2 * r
-  axis v = w | 7
-  q : l r d
-  o : l w d
-  z : l v d
-
-dialect a
-  {l}.q = q[r d]
-  {l}.o = o[w d]
-  {l}.z = z[v d]
-""")
-    sizes = Sizes(uneven, {"layers": 2, "hidden": 3, "heads": 4, "heads_of": [4, 8]})
-    assert sizes.at({}) == {"l": 2, "d": 3}
-    assert sizes.at({"l": 1}) == {"l": 2, "d": 3, "r": 8, "w": 16, "v": 16}
-    assert sizes.with_solved({"r": 5}).at({}) == {"l": 2, "d": 3, "r": 5, "w": 10, "v": 10}
 
 
 def test_sizes_that_are_none() -> None:
@@ -290,16 +261,6 @@ dialect d of toy
   y.{{l}} = y[q]
 """
     assert [line for line, _ in problems(text)] == [6, 6, 6, 7, 7, 8, 10, 11, 12, 12, 14, 16, 21, 21]
-
-
-def test_conditions_may_share_a_name() -> None:
-    toy = only(f"{HEAD}dialect a\n  x.{{l}} = x[f d] when not packed\n  x.{{l}} = x[d f] when packed\n")
-    arrays = {"x.0": arange(2, 3)}
-    for packed, dims in ((False, (2, 3)), (True, (3, 2))):
-        store = Store(arrays)
-        view = translated(toy, "a", "a", store, {"packed": packed, "n": 1, "h": dims[1]})
-        assert not [r for r in view.refusals if r.code != "MISSING_TENSOR"]
-        assert view.targets["x.0"].layout.shares["x"][0].axes[0][0] == ("d" if packed else "f")
 
 
 def test_what_ranks_share_out_within_an_axis() -> None:
