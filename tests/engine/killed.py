@@ -111,7 +111,7 @@ def _durable(fd: object) -> None:
     """Stand in for fsync: a kill loses nothing that was written, and waiting for the disk takes most of the time."""
 
 
-def _remove(target: Path) -> None:
+def remove(target: Path) -> None:
     shutil.rmtree(target) if target.is_dir() else target.unlink()
 
 
@@ -152,15 +152,15 @@ def main(
                 convert(source, target, to, resume=True)
                 _alone(target, f"point {at}, done")
             if found == wanted and not resume:
-                _remove(target)
+                remove(target)
             if not (resume or replacing):  # finished work is kept until somebody says otherwise
                 tx.clean(target)
             convert(source, target, to, overwrite=replacing, resume=resume)
             assert contents(target) == wanted, f"point {at}: another result"
             _alone(target, f"point {at}")
-            _remove(target)
+            remove(target)
             at += every
-        _remove(target)
+        remove(target)
         sys.stdout.write(f"{at // every}\n")
     assert contents(source) == untouched
 

@@ -38,7 +38,8 @@ DEEPSEEK: dict[str, Any] = {
     "n_shared_experts": 1, "n_routed_experts": 8, "routed_scaling_factor": 2.5, "kv_lora_rank": 16, "q_lora_rank": 24,
     "qk_rope_head_dim": 8, "v_head_dim": 12, "qk_nope_head_dim": 8, "n_group": 1, "topk_group": 1,
     "num_experts_per_tok": 2, "first_k_dense_replace": 1, "norm_topk_prob": True, "tie_word_embeddings": False,
-    "attention_bias": False, "moe_layer_freq": 1, "topk_method": "noaux_tc", "num_nextn_predict_layers": 0,
+    "attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1, "topk_method": "noaux_tc",
+    "num_nextn_predict_layers": 0,
 }  # fmt: skip
 EXPERTS = "experts."
 Numbers = NDArray[np.int64]

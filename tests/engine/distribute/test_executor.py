@@ -33,7 +33,7 @@ def source(tmp_path: Path) -> Path:
 def wanted(source: Path, tmp_path: Path) -> dict[str, bytes]:
     killed.convert(source, tmp_path / "wanted")
     found = contents(tmp_path / "wanted")
-    killed._remove(tmp_path / "wanted")
+    killed.remove(tmp_path / "wanted")
     return found
 
 
@@ -66,7 +66,7 @@ def test_threads_processes_and_an_executor_of_ones_own(source: Path, wanted: dic
             assert contents(target) == wanted
             assert sum(progressed) == sum(report.workers.values())
             assert alone(target)
-            killed._remove(target)
+            killed.remove(target)
 
 
 def test_a_replaced_checkpoint_is_there_until_the_end(source: Path, wanted: dict[str, bytes], tmp_path: Path) -> None:

@@ -3,8 +3,8 @@ not is a clear error in time."""
 
 from __future__ import annotations
 
+import itertools
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,20 +32,13 @@ from transaxle.formats.store.multipart import OpenUpload, S3Multipart
 from transaxle.formats.store.service import Service
 from transaxle.formats.store.upload import Upload
 
+Fails = Callable[[str, str], Fault | None]
 
-class Sometimes:
-    """Lets every so manieth request fail."""
 
-    def __init__(self, fault: Fault, one_of: int) -> None:
-        self._fault = fault
-        self._one_of = one_of
-        self._count = 0
-        self._lock = threading.Lock()
-
-    def __call__(self, method: str, path: str) -> Fault | None:
-        with self._lock:
-            self._count += 1
-            return None if self._count % self._one_of else self._fault
+def sometimes(fault: Fault, one_of: int) -> Fails:
+    """Let every so manieth request fail."""
+    count = itertools.count(1)
+    return lambda _method, _path: None if next(count) % one_of else fault
 
 
 def part_number(path: str) -> int | None:
@@ -54,20 +47,18 @@ def part_number(path: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
-class AllButTheFirstPart:
-    """Lets every part fail but the one that comes first."""
+def all_but_the_first_part(fault: Fault) -> Fails:
+    """Let every part fail but the one that comes first."""
+    passed: list[int] = []
 
-    def __init__(self, fault: Fault) -> None:
-        self._fault = fault
-        self._first: int | None = None
-        self._lock = threading.Lock()
-
-    def __call__(self, method: str, path: str) -> Fault | None:
+    def fails(method: str, path: str) -> Fault | None:
         number = part_number(path) if method == "PUT" else None
-        with self._lock:
-            if self._first is None:
-                self._first = number
-            return None if number in (None, self._first) else self._fault
+        if number is None or number in passed:
+            return None
+        passed.extend([] if passed else [number])
+        return None if number in passed else fault
+
+    return fails
 
 
 def by_workers(source: Path, url: str) -> None:
@@ -98,7 +89,7 @@ def test_what_passes_is_tried_again(
     monkeypatch.setattr(driver, "ITEM", 6 << 20)
     source = many(tmp_path / "source", 18)
     tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=SHARD)
-    proxy.fails = Sometimes(fault, one_of)
+    proxy.fails = sometimes(fault, one_of)
     convert(source, f"{bucket.url}/out")
     assert proxy.failed > 1
     proxy.fails = lambda _method, _path: None
@@ -118,7 +109,7 @@ def test_what_does_not_pass_ends_one_process_in_time(
     source, url = many(tmp_path / "source", 18), f"{bucket.url}/out"
     convert = partial(tx.convert, source, url, to="safetensors", shard_size=SHARD, jobs=1)
     for resume in (False, True):
-        proxy.fails = AllButTheFirstPart(fault)
+        proxy.fails = all_but_the_first_part(fault)
         begun = time.monotonic()
         with pytest.raises(StorageError, match=r"sending part \d") as caught:
             convert(resume=resume)
@@ -277,20 +268,17 @@ def test_a_beginning_that_fails_leaves_no_uploads(
         assert (bucket.names(), bucket.uploads()) == ([], [])
 
 
-class LostBeginnings:
-    """Lets the service begin an upload of each file, and tell nobody of the first so many."""
+def lost_beginnings() -> Fails:
+    """Let the service begin an upload of each file, and tell nobody of the first one."""
+    asked: set[str] = set()
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._asked: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    def __call__(self, method: str, path: str) -> Fault | None:
-        if method != "POST" or "uploadId" in path:
+    def fails(method: str, path: str) -> Fault | None:
+        if method != "POST" or "uploadId" in path or path in asked:
             return None
-        with self._lock:
-            self._asked[path] = self._asked.get(path, 0) + 1
-            return "lost" if self._asked[path] <= self._count else None
+        asked.add(path)
+        return "lost"
+
+    return fails
 
 
 def saved(source: Path, url: str) -> None:
@@ -316,7 +304,7 @@ def test_uploads_that_the_service_began_and_told_nobody_of_are_removed(
         which = {"Bucket": bucket.name, "Key": key, "UploadId": others[key]}
         if "/model" in key and key.startswith("out/"):
             client.call_s3("upload_part", PartNumber=1, Body=b"x", **which)
-    proxy.fails = LostBeginnings(1)
+    proxy.fails = lost_beginnings()
     write(source, f"{bucket.url}/out")
     assert proxy.failed >= 1
     assert sorted(bucket.uploads()) == sorted(others)
@@ -341,7 +329,7 @@ def test_an_upload_that_may_be_of_another_run_is_left_alone(
     else:
         begin_work(planned(source, f"{bucket.url}/out", "safetensors", 1, shard_size=SHARD))
     before = bucket.uploads()
-    proxy.fails = LostBeginnings(1)
+    proxy.fails = lost_beginnings()
     saved(source, f"{bucket.url}/out")
     assert proxy.failed == 3
     assert len(bucket.uploads()) == len(before) + 3

@@ -175,7 +175,7 @@ def test_a_worker_that_dies_at_any_point_is_done_again(source: Path, tmp_path: P
         commit_work(plan)
         assert contents(target) == wanted
         assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "source", "wanted"]
-        killed._remove(target)
+        killed.remove(target)
     assert deaths > 2
 
 
@@ -202,7 +202,7 @@ def test_a_driver_that_dies_is_followed_by_another(source: Path, tmp_path: Path)
         tx.clean(target)
         assert contents(target) == wanted
         assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "source", "wanted"]
-        killed._remove(target)
+        killed.remove(target)
 
 
 def test_items_done_twice_at_once_are_done_once(source: Path, tmp_path: Path) -> None:
