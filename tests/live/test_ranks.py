@@ -42,6 +42,6 @@ def test_training_that_stalls_twice_fails(tmp_path: Path) -> None:
         run(2, _stalls, str(tmp_path), 2)
 
 
-def test_any_other_failure_is_told_of_each_rank() -> None:
+def test_any_other_failure_is_reported_for_each_rank() -> None:
     with pytest.raises(AssertionError, match=r"(?s)rank 0 of 2 fails.*rank 1 of 2 fails"):
         run(2, _fails)

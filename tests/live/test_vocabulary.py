@@ -35,7 +35,7 @@ def _mine() -> dict[str, torch.Tensor]:
     return {f"layers.{layer}.scale": torch.arange(4.0) + layer for layer in range(LAYERS)}
 
 
-def test_item_3_live_models_take_tables_and_axes(tmp_path: Path, rules: Path) -> None:
+def test_live_functions_take_rules_and_axes(tmp_path: Path, rules: Path) -> None:
     said: dict[str, Any] = {"rules": rules, "axes": {"l": LAYERS}, "family": "own"}
     stacked = torch.cat(list(_mine().values()))
     for number, save in enumerate((tx.save, lambda *args, **given: tx.async_save(*args, **given).result())):
@@ -60,7 +60,7 @@ def test_item_3_live_models_take_tables_and_axes(tmp_path: Path, rules: Path) ->
         tx.TrainerCheckpoints(to="safetensors:stacked", family="own")
 
 
-def test_item_3_who_reads_names_by_tables_takes_these() -> None:
+def test_all_functions_that_read_names_take_the_same_arguments() -> None:
     vocabulary = {"family", "dialect", "config", "axes", "rules"}
     target_ranks = (
         tx.open,

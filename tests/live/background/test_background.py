@@ -99,7 +99,7 @@ def test_a_script_that_ends_waits_for_its_save(tmp_path: Path, how: str, code: i
 
 @more
 @pytest.mark.parametrize(("how", "code"), [("ends", 120), ("told", 4)])
-def test_a_script_whose_last_save_fails_says_so_and_fails(tmp_path: Path, how: str, code: int) -> None:
+def test_a_script_whose_last_save_fails_exits_with_an_error(tmp_path: Path, how: str, code: int) -> None:
     found, said = _script(tmp_path, str(tmp_path / "no" / "folder"), how)
     assert found == code, said
     assert ("does not exist" in said) == (how != "told")
@@ -145,7 +145,7 @@ def test_ranks_that_end_wait_for_their_save(tmp_path: Path, how: str) -> None:
 
 
 @more
-def test_ranks_whose_last_save_fails_say_so_and_fail(tmp_path: Path) -> None:
+def test_ranks_whose_last_save_fails_exit_with_an_error(tmp_path: Path) -> None:
     codes = _codes(_started(2, tmp_path, tmp_path / "no" / "folder", "ends"))
     said = _errors(tmp_path, 2)
     assert codes == [1, 1], said
@@ -233,14 +233,14 @@ def _prepared(rank: int, world: int, folder: str) -> tuple[bool, bool, int]:
     return stays[0], stays[1], equal
 
 
-def test_the_first_save_finds_process_and_memory(tmp_path: Path) -> None:
+def test_prepare_async_provides_process_and_memory(tmp_path: Path) -> None:
     """Also for the state that AdamW makes in its first step."""
     found = run(2, _prepared, str(tmp_path))
     assert [each[:2] for each in found] == [(True, True)] * 2
     assert sum(each[2] for each in found) == 4 * 6 + 6 + 6 * 8 + 8
 
 
-def test_memory_that_is_too_small_is_made_anew(tmp_path: Path) -> None:
+def test_memory_that_is_too_small_is_replaced(tmp_path: Path) -> None:
     """And so is memory that is larger than the first snapshot, but smaller than a later one."""
     small, large = {"w": torch.arange(10.0)}, {"w": torch.arange(100_000.0)}
     tx.prepare_async(small)
@@ -266,7 +266,7 @@ def opened(region: Region) -> int:
     return sum(region._name in str(link.readlink()) for link in links if link.is_symlink())
 
 
-def test_memory_that_was_only_reserved_is_let_go(tmp_path: Path) -> None:
+def test_memory_that_was_only_reserved_is_released(tmp_path: Path) -> None:
     """An open one would stay, although nobody has mapped it."""
     reserved = list[Region]()
     for size in (2_000_000, 4_000_000):
@@ -287,7 +287,7 @@ def test_memory_that_was_only_reserved_is_let_go(tmp_path: Path) -> None:
     "kind",
     [torch.optim.AdamW, lambda parameters: torch.optim.SGD(parameters, lr=0.1)],
 )
-def test_state_that_an_optimizer_has_not_made_counts(kind: type[torch.optim.AdamW]) -> None:
+def test_the_estimate_includes_future_optimizer_state(kind: type[torch.optim.AdamW]) -> None:
     model = torch.nn.Linear(100, 50, dtype=torch.bfloat16)
     optimizer = kind(model.parameters())
     before = estimate_snapshot(model, optimizer)
@@ -306,9 +306,7 @@ def _saved(state: dict[str, torch.Tensor], target: Path) -> bool:
     return report.path == str(target) and held == {name: each.numpy().tobytes() for name, each in state.items()}
 
 
-def test_a_save_after_one_that_got_no_memory_is_of_its_own_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_after_a_failed_allocation_has_its_own_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of the saves before is gone by then, and new memory of the same size takes its place."""
     assert _saved({"w": torch.full((100,), 1.0)}, tmp_path / "first")
     with monkeypatch.context() as patch:
@@ -337,7 +335,7 @@ def _interrupted(*_: object) -> bool:
         (SaveJob, "over", lambda state, target: tx.async_save(state, target, to="safetensors")),
     ],
 )
-def test_what_was_interrupted_answers_for_no_later_save(
+def test_an_interrupted_save_does_not_answer_a_later_one(
     owner: object, name: str, call: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the process starts, has just been told what to write, or still writes what the next save waits for."""
@@ -371,7 +369,7 @@ def stopped() -> int:
     return pid
 
 
-def test_an_earlier_save_never_takes_the_place_of_a_later_one(tmp_path: Path) -> None:
+def test_an_earlier_save_never_replaces_a_later_one(tmp_path: Path) -> None:
     """The first is committed last if nobody waits for it."""
     state = {"w": torch.ones(3)}
     job = tx.async_save(state, tmp_path / "latest", to="safetensors", overwrite=True)
@@ -386,9 +384,7 @@ def test_an_earlier_save_never_takes_the_place_of_a_later_one(tmp_path: Path) ->
     assert state["w"].tolist() == [2, 2, 2]
 
 
-def test_a_save_that_was_waited_for_in_vain_is_waited_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_wait_is_repeated_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C ends a save to the same place, and it is made again."""
     state = {"w": torch.ones(3)}
     job = tx.async_save(state, tmp_path / "latest", to="safetensors", overwrite=True)
@@ -484,7 +480,7 @@ def _soak(rank: int, world: int, folder: str, saves: int) -> tuple[Counts, Count
 
 
 @pytest.mark.parametrize("saves", [16, pytest.param(300, marks=pytest.mark.oracle)])
-def test_saves_in_a_loop_leave_nothing(saves: int, tmp_path: Path) -> None:
+def test_repeated_saves_leak_nothing(saves: int, tmp_path: Path) -> None:
     """No processes, threads, open files or shared memory, and no bytes that grow with the number of saves."""
     for before, after in run(2, _soak, str(tmp_path), saves):
         grown = {name: after[name] - count for name, count in before.items()}

@@ -49,7 +49,7 @@ def _fails(rank: int, _world: int, source: str, target: str) -> str:
 @pytest.mark.parametrize(
     ("world", "to"), [(2, "dcp:torchtitan"), pytest.param(4, "megatron", marks=pytest.mark.oracle)]
 )
-def test_the_bytes_are_those_of_one_process(world: int, to: str, tmp_path: Path) -> None:
+def test_ranks_convert_to_the_same_bytes_as_one_process(world: int, to: str, tmp_path: Path) -> None:
     source, target = checkpoints.tiny(tmp_path / "source"), tmp_path / "out"
     tx.convert(source, tmp_path / "wanted", to=to, shard_size=8000)
     options = {"to": to, "shard_size": 8000, "items": 9}
@@ -91,7 +91,7 @@ def test_one_rank_that_fails_fails_all_and_resume_goes_on(tmp_path: Path) -> Non
 
 
 @pytest.mark.oracle
-def test_the_command_line_speaks_once(tmp_path: Path) -> None:
+def test_the_command_line_prints_on_one_rank(tmp_path: Path) -> None:
     source = checkpoints.tiny(tmp_path / "source")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "transaxle")
     command = [sys.executable, *launcher, "convert", str(source), "out", "--to", "torchtitan"]
@@ -128,7 +128,7 @@ def _asks_for_a_page(_rank: int, _world: int, source: str, target: str, page: st
     return "done"
 
 
-def test_a_page_that_cannot_be_is_an_error_of_every_rank(tmp_path: Path) -> None:
+def test_a_report_page_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path) -> None:
     """The first rank writes it, and the others do not wait for one that has given up."""
     source, page = checkpoints.tiny(tmp_path / "source"), tmp_path / "page.html"
     assert run(2, _asks_for_a_page, str(source), str(tmp_path / "out"), str(page)) == ["done", "done"]

@@ -122,7 +122,7 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("make", [Fused, Packed, Viewed])
-def test_copies_in_a_state_dict_reach_the_parameters(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
+def test_derived_entries_are_loaded_into_the_parameters(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
     given, taken = _pair(make)
     save(given, tmp_path / "out", to="safetensors")
     report = load(taken, tmp_path / "out")
@@ -134,7 +134,7 @@ def test_copies_in_a_state_dict_reach_the_parameters(tmp_path: Path, make: Calla
 
 
 @pytest.mark.parametrize("make", [Deaf, Rounding])
-def test_what_does_not_load_what_it_shows_is_refused_before(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
+def test_modules_that_do_not_load_their_own_entries_are_refused(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
     given, taken = _pair(make)
     save(given, tmp_path / "out", to="safetensors")
     before = _tensors(taken)
@@ -147,7 +147,7 @@ def test_what_does_not_load_what_it_shows_is_refused_before(tmp_path: Path, make
         assert _same(before, _tensors(taken))
 
 
-def test_a_parameter_that_a_state_dict_leaves_out_is_told_of(tmp_path: Path) -> None:
+def test_a_parameter_that_the_state_dict_omits_is_reported(tmp_path: Path) -> None:
     given, taken = _pair(Silent)
     save(given, tmp_path / "out", to="safetensors")
     before = _tensors(taken)
@@ -176,7 +176,7 @@ def _sharded(rank: int, world: int, source: str, meta: bool) -> dict[str, torch.
 
 
 @pytest.mark.parametrize("meta", [pytest.param(False, marks=pytest.mark.oracle), True])
-def test_copies_under_fsdp2(tmp_path: Path, meta: bool) -> None:
+def test_derived_entries_are_loaded_under_fsdp2(tmp_path: Path, meta: bool) -> None:
     given = _nested(Fused)
     save(given, tmp_path / "out", to="safetensors")
     for held in run(2, _sharded, str(tmp_path / "out"), meta):
@@ -278,7 +278,7 @@ OFFLOADED: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("how", OFFLOADED)
-def test_what_accelerate_has_offloaded_is_refused(tmp_path: Path, how: str) -> None:
+def test_models_that_accelerate_has_offloaded_are_refused(tmp_path: Path, how: str) -> None:
     given = _net()
     save(given, tmp_path / "saved", to="safetensors")
     with quiet():
@@ -293,7 +293,7 @@ def test_what_accelerate_has_offloaded_is_refused(tmp_path: Path, how: str) -> N
     assert all(parameter.is_meta for parameter in model[1].parameters())
 
 
-def test_what_deepspeeds_optimizer_keeps_is_refused(tmp_path: Path) -> None:
+def test_parameters_whose_values_deepspeed_keeps_are_refused(tmp_path: Path) -> None:
     """The marks are those of its ZeRO-1 and 2 and of bf16 (`_hp_mapping`), and of ZeRO-3 (`ds_id`)."""
     save(_net(), tmp_path / "saved", to="safetensors")
     for mark, what in (("_hp_mapping", "would overwrite the loaded values"), ("ds_id", "ZeRO-3 has taken its values")):
@@ -415,7 +415,7 @@ def _seen(rank: int, world: int) -> dict[str, Any]:
     return {"held": {who: tuple(map(list, held)) for who, held in found.positions.items()}, "loose": found.loose}
 
 
-def test_each_rank_is_asked_what_it_holds_itself() -> None:
+def test_the_census_takes_each_ranks_own_part() -> None:
     held = {0: ([(0, 4)], [(0, 2)]), 1: ([(2, 4)], [(0, 2)])}
     assert run(2, _seen) == [{"held": held, "loose": True}] * 2
 
@@ -428,5 +428,5 @@ def _outside(rank: int, world: int) -> tuple[list[str], list[str]]:
     return sorted(made), [type(one).__name__ for one in made.values()]
 
 
-def test_a_state_dict_as_leaves_out_what_a_rank_is_no_part_of() -> None:
+def test_state_dict_as_omits_tensors_on_other_ranks_meshes() -> None:
     assert run(2, _outside) == [(["model.norm.weight"], ["DTensor"]), ([], [])]

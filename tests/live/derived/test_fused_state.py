@@ -160,7 +160,7 @@ def test_tables_know_what_torchtitan_fuses() -> None:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("flavour", [LLAMA, QWEN, MOE, OSS])
-def test_it_goes_between_live_models_and_torchtitans_folders(tmp_path: Path, flavour: str) -> None:
+def test_fused_models_and_torchtitans_folders_exchange_state(tmp_path: Path, flavour: str) -> None:
     model, optimizer = build(flavour, steps=2)
     truth = tensors(model, optimizer)
     source = save_own(tmp_path / "theirs", model, optimizer)
@@ -179,7 +179,7 @@ def test_it_goes_between_live_models_and_torchtitans_folders(tmp_path: Path, fla
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("flavour", [LLAMA, QWEN, OSS])
-def test_its_parts_are_those_that_the_module_shows(tmp_path: Path, flavour: str) -> None:
+def test_fused_moments_are_split_as_the_module_splits_weights(tmp_path: Path, flavour: str) -> None:
     """Both ways: the parts of the fused moment, and the fused moment of a model that holds the parts."""
     model, optimizer = build(flavour, steps=2)
     source = save_own(tmp_path / "theirs", model, optimizer)
@@ -202,7 +202,7 @@ def test_its_parts_are_those_that_the_module_shows(tmp_path: Path, flavour: str)
     assert tx.verify(source, tmp_path / "parts", axes=AXES[flavour]).equal
 
 
-def test_it_passes_through_every_form_that_has_state(tmp_path: Path) -> None:
+def test_fused_state_survives_conversion_to_other_formats_and_back(tmp_path: Path) -> None:
     model, optimizer = build(QWEN, steps=2)
     source = save_own(tmp_path / "theirs", model, optimizer)
     for to in ("deepspeed-universal:hf", MEGATRON):
@@ -220,7 +220,7 @@ def test_it_passes_through_every_form_that_has_state(tmp_path: Path) -> None:
             assert states == {name for name in target if not name.startswith("optim/")}
 
 
-def test_what_was_made_to_be_filled_goes_back_into_fused_weights() -> None:
+def test_loadable_as_fills_fused_weights() -> None:
     (model, _), (taken, _) = build(QWEN, seed=1), build(QWEN, seed=2)
     state, give_back = tx.loadable_as(taken, "torchtitan", source="torchtitan", family="qwen3")
     for name, tensor in model.state_dict().items():
@@ -250,7 +250,7 @@ class Gated(nn.Module):
         state[f"{prefix}w13"] = torch.stack(pair, 1)
 
 
-def test_one_that_no_table_knows_keeps_its_name_or_is_refused(tmp_path: Path) -> None:
+def test_a_fused_parameter_that_no_table_knows_keeps_its_name_or_is_refused(tmp_path: Path) -> None:
     def gated(seed: int, steps: int) -> tuple[nn.Module, Any]:
         model, _ = build(QWEN, seed=seed)
         for layer in cast(Any, model).layers.values():
@@ -273,7 +273,7 @@ def test_one_that_no_table_knows_keeps_its_name_or_is_refused(tmp_path: Path) ->
     assert not (tmp_path / "hub").exists()
 
 
-def test_a_name_that_the_state_dict_has_for_another_form_is_refused(tmp_path: Path) -> None:
+def test_a_parameter_that_the_state_dict_shows_in_another_form_is_refused(tmp_path: Path) -> None:
     model = Turned()
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     with pytest.raises(tx.TransaxleError, match="shows others in its place") as caught:
@@ -339,7 +339,7 @@ def _resume(rank: int, world: int, way: str, folder: str) -> list[State]:
         pytest.param(("fsdp x tp", 4), [("fsdp", 3), ("tp", 2), ("whole", 1)], marks=pytest.mark.oracle),
     ],
 )
-def test_it_is_resumed_on_other_ranks(
+def test_fused_models_resume_on_other_ranks(
     tmp_path: Path, begun: tuple[str, int], resumed: Sequence[tuple[str, int]]
 ) -> None:
     way, count = begun

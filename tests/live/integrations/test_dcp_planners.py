@@ -111,7 +111,7 @@ def _elsewhere(rank: int, world: int, source: str, placements: dict[str, list[An
 
 
 @pytest.mark.parametrize("kind", ["sync", pytest.param("THREAD", marks=pytest.mark.oracle), "PROCESS", "planner"])
-def test_parts_of_several_runs_are_saved_and_loaded(tmp_path: Path, kind: str) -> None:
+def test_strided_shards_are_saved_and_loaded(tmp_path: Path, kind: str) -> None:
     target = str(tmp_path / "out")
     run(2, _round, target, kind, ONE)
     with tx.open(target) as checkpoint:
@@ -193,7 +193,7 @@ def _unfit(rank: int, world: int, source: str) -> list[tuple[str, str | None]]:
     return []
 
 
-def test_what_does_not_fit_is_listed_at_once(tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_are_listed_at_once(tmp_path: Path) -> None:
     run(2, _round, str(tmp_path / "out"), "sync", ONE)
     for found in run(2, _unfit, str(tmp_path / "out")):
         want = {("DTYPE_MISMATCH", "plain"), ("SHAPE_MISMATCH", "both"), ("MISSING_TENSOR", "more")}
@@ -236,7 +236,7 @@ def _between(rank: int, world: int, folder: str) -> None:
             _check(world, again, placements)
 
 
-def test_torch_loads_what_we_save_and_the_reverse(tmp_path: Path) -> None:
+def test_torch_loads_our_checkpoints_and_we_load_torchs(tmp_path: Path) -> None:
     run(4, _between, str(tmp_path))
 
 
@@ -339,7 +339,7 @@ def _on_a_rank(rank: int, world: int, form: str, folder: str) -> tuple[list[Read
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_of_trusted_copies_each_rank_reads_its_own_part_of_the_form_asked_for(
+def test_with_trust_copies_each_rank_reads_its_part_of_the_requested_form(
     form: str, sharded: bool, tmp_path: Path
 ) -> None:
     stored = _twice(unlike=1000)
@@ -372,7 +372,7 @@ def _places(value: torch.Tensor) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("form", "lacking"), [("experts", "fc1.weight2.exp_avg"), ("packed", "fc1.weight.exp_avg")])
-def test_where_the_form_asked_for_lacks_a_state_the_other_one_is_read(form: str, lacking: str, tmp_path: Path) -> None:
+def test_if_the_requested_form_lacks_a_state_the_other_form_is_read(form: str, lacking: str, tmp_path: Path) -> None:
     """All moments of the parameter come from one form."""
     folder = _saved(_twice(unlike=1000, lacking=lacking), tmp_path / "lacks")
     asked = _asked(form, False)
@@ -388,7 +388,7 @@ def test_where_the_form_asked_for_lacks_a_state_the_other_one_is_read(form: str,
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_unless_told_so_two_forms_that_differ_are_refused_and_nothing_changes(form: str, tmp_path: Path) -> None:
+def test_without_trust_copies_two_forms_that_differ_are_refused(form: str, tmp_path: Path) -> None:
     folder = _saved(_twice(unlike=1000), tmp_path / "unlike")
     asked = _asked(form, False)
     before = _values(asked)
@@ -410,7 +410,7 @@ def _experts_of_a_rank(rank: int, world: int, folder: str, trusting: bool) -> tu
     return {item.storage_index.fqn for item in items}, {name: value.tolist() for name, value in mine.items()}
 
 
-def test_ranks_that_share_out_experts_read_their_own(tmp_path: Path) -> None:
+def test_with_trust_copies_ranks_read_only_their_own_experts(tmp_path: Path) -> None:
     stack = torch.arange(8.0).reshape(4, 2)
     state = {"fc1.weight": stack, **{f"fc1.weight{at}": stack[at] + 1000 for at in range(4)}}
     (reads, first), (others, second) = run(2, _experts_of_a_rank, _saved(state, tmp_path / "twice"), True)
@@ -424,7 +424,7 @@ def _refused_on_a_rank(rank: int, world: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_unless_told_so_ranks_that_share_out_experts_compare_all_of_them(tmp_path: Path) -> None:
+def test_without_trust_copies_ranks_compare_all_experts(tmp_path: Path) -> None:
     stack = torch.arange(8.0).reshape(4, 2)
     state = {"fc1.weight": stack, **{f"fc1.weight{at}": stack[at].clone() for at in range(4)}}
     (reads, first), (others, second) = run(2, _experts_of_a_rank, _saved(state, tmp_path / "twice"), False)

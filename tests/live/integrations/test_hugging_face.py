@@ -76,7 +76,7 @@ def _best(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.peers
-def test_a_trainer_that_keeps_the_best_checkpoint_alone_deletes_none_that_is_being_written(tmp_path: Path) -> None:
+def test_a_trainer_that_keeps_only_the_best_checkpoint_waits_for_the_last_save(tmp_path: Path) -> None:
     run(1, _best, str(tmp_path))
 
 
@@ -209,7 +209,7 @@ def _several(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.peers
-def test_accelerates_hooks_of_several_models_keep_them_apart(tmp_path: Path) -> None:
+def test_accelerates_hooks_of_several_models_use_separate_folders(tmp_path: Path) -> None:
     run(2, _several, str(tmp_path))
     assert {path.name for path in tmp_path.glob("transaxle*")} == {"transaxle", "transaxle_1"}
     assert {path.name for path in tmp_path.glob("model*")} == {"model.safetensors", "model_1.safetensors"}
@@ -246,9 +246,7 @@ def _train(rank: int, world: int, server: str, folder: str, url: str, limit: int
 
 @pytest.mark.peers
 @pytest.mark.oracle
-def test_a_trainer_saves_under_a_url_and_goes_on_where_nothing_else_is_left(
-    tmp_path: Path, bucket: Bucket, s3_server: str
-) -> None:
+def test_a_trainer_resumes_from_a_url_alone(tmp_path: Path, bucket: Bucket, s3_server: str) -> None:
     url = f"{bucket.url}/run"
     (losses, weights, _, best), _ = run(2, _train, s3_server, str(tmp_path / "first"), url, 1, False)
     assert sorted(losses) == list(range(1, STEPS + 1))
@@ -292,7 +290,7 @@ def _noisy(rank: int, world: int, folder: str, steps: int, batch: int, again: bo
 @pytest.mark.peers
 @pytest.mark.oracle
 @pytest.mark.parametrize("batch", [2, 4])
-def test_random_states_and_the_scaler_go_on_where_nothing_else_is_left(tmp_path: Path, batch: int) -> None:
+def test_random_states_and_the_scaler_resume_from_a_url_alone(tmp_path: Path, batch: int) -> None:
     """Steps 2 and 4 of four an epoch (two ranks, two examples each), or of two: within an epoch, and between two."""
     whole = run(2, _noisy, str(tmp_path), 4, batch, False)
     shutil.rmtree(tmp_path / "url" / "checkpoint-4")
@@ -333,7 +331,7 @@ def _fetched(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.peers
-def test_what_is_fetched_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_fetch_returns_a_complete_folder_or_none(tmp_path: Path) -> None:
     run(1, _fetched, str(tmp_path))
 
 
@@ -397,7 +395,7 @@ def _others(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.peers
-def test_what_another_run_of_equal_history_saved_under_the_url_is_not_taken(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_with_equal_history_is_not_used(tmp_path: Path) -> None:
     run(1, _others, str(tmp_path))
 
 
@@ -482,7 +480,7 @@ def test_the_best_state_stays_when_a_run_resumes(tmp_path: Path, *, background: 
 
 
 @pytest.mark.peers
-def test_what_cannot_be_is_refused_when_callbacks_are_made() -> None:
+def test_impossible_arguments_are_refused_when_callbacks_are_created() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(tx.TransaxleError, match="keep counts the checkpoints under url"):
         tx.TrainerCheckpoints(keep=3)
@@ -521,7 +519,7 @@ def test_accelerates_hooks_restore_what_they_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.peers
-def test_what_was_saved_before_is_not_loaded_with_the_files_of_a_later_save(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_save_is_not_loaded_with_later_files(tmp_path: Path) -> None:
     """A run that goes back saves a step that is there: where that fails, its url still has the earlier run's."""
     model, out = torch.nn.Linear(3, 2), tmp_path / "checkpoint_1"
     out.mkdir()

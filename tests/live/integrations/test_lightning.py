@@ -181,7 +181,7 @@ def test_wrapped_modules_extra_states_and_other_types_resume_as_with_lightnings_
     assert _alike(found["ours"], found["own"])
 
 
-def test_a_module_may_have_weights_that_a_checkpoint_lacks_where_loading_is_not_strict(tmp_path: Path) -> None:
+def test_a_module_may_have_further_weights_if_loading_is_not_strict(tmp_path: Path) -> None:
     _, trained = _fit(tmp_path, 1, True)
     module = _module()
     module.more = nn.Linear(2, 2)
@@ -194,7 +194,7 @@ def test_a_module_may_have_weights_that_a_checkpoint_lacks_where_loading_is_not_
     assert _alike(found, trained.state_dict())
 
 
-def test_only_what_is_ours_and_replaced_is_deleted(tmp_path: Path) -> None:
+def test_only_our_replaced_checkpoints_are_deleted(tmp_path: Path) -> None:
     trainer, module = _fit(tmp_path / "run", 1, True)
     io = tx.LightningCheckpoints(module, background=True)
     (tmp_path / "other").mkdir()
@@ -222,7 +222,7 @@ def test_only_what_is_ours_and_replaced_is_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.oracle)])
-def test_averages_and_weights_resume_as_with_lightnings_own_checkpoints(tmp_path: Path, background: bool) -> None:
+def test_weight_averages_resume_as_with_lightnings_own_checkpoints(tmp_path: Path, background: bool) -> None:
     """A callback gives Lightning averages to save in the place of the module's weights, which it keeps beside them."""
     from pytorch_lightning.callbacks import EMAWeightAveraging
 
@@ -246,7 +246,7 @@ def test_averages_and_weights_resume_as_with_lightnings_own_checkpoints(tmp_path
             assert ours["optim/current_model_state.net.0.weight/exp_avg"].tobytes() == moments.tobytes()
 
 
-def test_other_values_in_the_place_of_weights_are_refused(tmp_path: Path) -> None:
+def test_a_callback_that_replaces_the_weights_is_refused(tmp_path: Path) -> None:
     from pytorch_lightning import Callback
 
     class Zeros(Callback):
@@ -341,7 +341,7 @@ def _refused_rotation(rank: int, world: int, kind: str, folder: str) -> str:
 
 
 @pytest.mark.parametrize("kind", [DDP, pytest.param(FSDP, marks=pytest.mark.oracle)])
-def test_what_the_first_rank_may_not_delete_every_rank_raises(tmp_path: Path, kind: str) -> None:
+def test_a_refused_deletion_is_raised_on_every_rank(tmp_path: Path, kind: str) -> None:
     assert run(2, _refused_rotation, kind, str(tmp_path)) == ["EXISTS", "EXISTS"]
     assert (tmp_path / "epoch=1.ckpt" / NOTES).read_text() == "mine"
     assert (tmp_path / "epoch=2.ckpt").is_dir()
@@ -358,7 +358,7 @@ def _refused_save(rank: int, world: int, kind: str, folder: str) -> str:
 
 
 @pytest.mark.parametrize("kind", [pytest.param(DDP, marks=pytest.mark.oracle), FSDP])
-def test_what_the_first_rank_cannot_save_every_rank_raises(tmp_path: Path, kind: str) -> None:
+def test_a_refused_save_is_raised_on_every_rank(tmp_path: Path, kind: str) -> None:
     assert run(2, _refused_save, kind, str(tmp_path)) == ["UNSUPPORTED", "UNSUPPORTED"]
     assert list(tmp_path.iterdir()) == []
 
@@ -406,6 +406,8 @@ def _begin(rank: int, world: int, kind: str, what: str, folder: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "what", "why"), [(FSDP, "averages", "WeightAveraging"), (DDP, "thread", "a thread")])
-def test_what_does_not_go_together_is_refused_when_a_run_begins(tmp_path: Path, kind: str, what: str, why: str) -> None:
+def test_incompatible_plugins_and_callbacks_are_refused_when_a_run_begins(
+    tmp_path: Path, kind: str, what: str, why: str
+) -> None:
     assert all(why in refusal for refusal in run(2, _begin, kind, what, str(tmp_path)))
     assert list(tmp_path.iterdir()) == []

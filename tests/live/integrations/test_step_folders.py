@@ -207,7 +207,9 @@ FEW = ways("trainer-fsdp2", "accelerate", "accelerate-fsdp2", "automodel-dcp")
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("way", FEW)
-def test_it_is_one_checkpoint(written: Callable[[str], tuple[Path, Tensors]], way: str, tmp_path: Path) -> None:
+def test_a_step_folder_opens_as_one_checkpoint(
+    written: Callable[[str], tuple[Path, Tensors]], way: str, tmp_path: Path
+) -> None:
     step, truth = written(way)
     with tx.open(step, optimizer=True) as whole:
         compare(whole, truth)
@@ -230,7 +232,9 @@ def test_it_is_one_checkpoint(written: Callable[[str], tuple[Path, Tensors]], wa
 
 
 @pytest.mark.parametrize("way", FEW)
-def test_it_loads_into_a_model_and_its_optimizer(written: Callable[[str], tuple[Path, Tensors]], way: str) -> None:
+def test_a_step_folder_loads_into_a_model_and_its_optimizer(
+    written: Callable[[str], tuple[Path, Tensors]], way: str
+) -> None:
     step, truth = written(way)
     model = hub.model(BIASED, torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
@@ -249,7 +253,7 @@ def test_it_loads_into_a_model_and_its_optimizer(written: Callable[[str], tuple[
 
 
 @pytest.mark.parametrize("way", ["automodel"])
-def test_a_part_alone_is_the_weights_or_the_state(written: Callable[[str], tuple[Path, Tensors]], way: str) -> None:
+def test_weights_or_state_of_a_step_folder_open_alone(written: Callable[[str], tuple[Path, Tensors]], way: str) -> None:
     step, truth = written(way)
     weights, states = WAYS[way][3]
     with tx.open(step / weights) as alone:
@@ -262,7 +266,7 @@ def test_a_part_alone_is_the_weights_or_the_state(written: Callable[[str], tuple
         assert f"{states}/" in bare.container.ignored
 
 
-def test_trainers_own_rule_tells_where_shapes_do_not(tmp_path: Path) -> None:
+def test_trainers_weight_decay_rule_decides_where_shapes_are_ambiguous(tmp_path: Path) -> None:
     (truth,) = run(1, by_trainer, str(tmp_path), None, MAMBA)
     truth.pop("lm_head.weight")  # tied
     step = tmp_path / f"checkpoint-{STEPS}"
@@ -274,7 +278,9 @@ def test_trainers_own_rule_tells_where_shapes_do_not(tmp_path: Path) -> None:
     assert refused.value.code == "UNSUPPORTED"
 
 
-def test_several_models_are_not_guessed_from(written: Callable[[str], tuple[Path, Tensors]], tmp_path: Path) -> None:
+def test_a_step_folder_with_several_models_is_refused(
+    written: Callable[[str], tuple[Path, Tensors]], tmp_path: Path
+) -> None:
     step = shutil.copytree(written("trainer-sharded")[0], tmp_path / "step")
     shutil.copytree(step / "pytorch_model_fsdp_0", step / "pytorch_model_fsdp_1")
     with pytest.raises(TransaxleError, match="pytorch_model_fsdp_0, pytorch_model_fsdp_1") as refused:
@@ -282,7 +288,7 @@ def test_several_models_are_not_guessed_from(written: Callable[[str], tuple[Path
     assert refused.value.code == "AMBIGUOUS"
 
 
-def test_names_that_cannot_be_proved_are_refused(
+def test_optimizer_state_without_provable_names_is_refused(
     written: Callable[[str], tuple[Path, Tensors]], tmp_path: Path
 ) -> None:
     step = shutil.copytree(written("accelerate")[0], tmp_path / "step")

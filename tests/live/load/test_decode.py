@@ -23,7 +23,7 @@ def _save(place: Path, **tensors: torch.Tensor) -> str:
     return str(place)
 
 
-def test_a_type_that_differs_needs_leave(tmp_path: Path) -> None:
+def test_a_different_dtype_needs_the_option_dtype(tmp_path: Path) -> None:
     source = _save(tmp_path, a=torch.arange(6.0) + 1 / 3, b=torch.arange(6.0), c=torch.arange(6.0).bfloat16())
     state = {"a": torch.ones(6, dtype=torch.bfloat16), "b": torch.ones(6, dtype=torch.bfloat16), "c": torch.ones(6)}
     with pytest.raises(TransaxleError) as found:
@@ -49,7 +49,7 @@ TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.mark.parametrize("decode", ["fp16"])
-def test_every_plain_type_is_converted_as_torch_does(tmp_path: Path, decode: Any) -> None:
+def test_every_plain_dtype_is_cast_as_torch_casts_it(tmp_path: Path, decode: Any) -> None:
     dtype = TYPES[decode]
     values = torch.linspace(-3, 3, 40, dtype=torch.float64)
     values[7] = float("nan")
@@ -66,7 +66,7 @@ def test_every_plain_type_is_converted_as_torch_does(tmp_path: Path, decode: Any
     assert len(report.converted) == 3
 
 
-def test_codes_without_scales_are_no_values(tmp_path: Path) -> None:
+def test_codes_without_scales_cannot_be_cast(tmp_path: Path) -> None:
     codes = torch.arange(16, dtype=torch.uint8).view(torch.float8_e4m3fn)
     source = _save(tmp_path, w=codes, n=torch.arange(4))
     for decode in (None, "bf16"):
@@ -123,7 +123,7 @@ def _fp8(place: Path) -> torch.Tensor:
     return codes.float() * scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
 
-def test_codes_with_scales_are_decoded_if_asked(tmp_path: Path) -> None:
+def test_codes_with_scales_are_decoded_with_the_option_decode(tmp_path: Path) -> None:
     values = _fp8(tmp_path)
     state = {"layer.weight": torch.ones(256, 384), "layer.bias": torch.zeros(256)}
     with pytest.raises(TransaxleError) as found:
@@ -173,7 +173,7 @@ def _fill(rank: int, world: int, source: str) -> Any:
     return {name: tensor.full_tensor() for name, tensor in state.items()}, converted
 
 
-def test_values_do_not_become_codes(tmp_path: Path) -> None:
+def test_parameters_of_codes_refuse_plain_values(tmp_path: Path) -> None:
     """The reverse is refused: a parameter of codes takes no values, and is told of with all others."""
     _partly(tmp_path)
     state = {

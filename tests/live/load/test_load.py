@@ -89,7 +89,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.oracle
 @pytest.mark.parametrize("once", [True, False])
 @pytest.mark.parametrize(("world", "shape"), WORLDS)
-def test_every_shard_is_the_one_torch_cuts(folder: str, world: int, shape: tuple[int, ...], once: bool) -> None:
+def test_every_shard_equals_the_shard_that_torch_cuts(
+    folder: str, world: int, shape: tuple[int, ...], once: bool
+) -> None:
     found = run(world, _dict, folder, shape, once)
     if once and world > 1:
         assert sum(each["received"] for each in found) > 0
@@ -106,7 +108,7 @@ def _columns(rank: int, world: int, folder: str, rows: int, columns: int) -> flo
 
 
 @pytest.mark.parametrize(("rows", "columns", "most"), [(512, 32, 2.0), (512, 34, 1.0), (256, 4, 1.0)])
-def test_gaps_are_read_along_only_where_they_are_short_and_many(
+def test_gaps_are_read_only_where_they_are_short_and_numerous(
     tmp_path: Path, rows: int, columns: int, most: float
 ) -> None:
     save_file({"w": torch.rand(rows, columns)}, tmp_path / "model.safetensors")
@@ -127,7 +129,7 @@ def rows(rank: int, world: int, path: str, cut: int) -> int | list[str]:
 
 
 @pytest.mark.parametrize("cut", [0, 1])
-def test_ranks_that_read_a_storage_together(tmp_path: Path, cut: int) -> None:
+def test_ranks_that_read_parts_of_a_storage_check_its_checksum_together(tmp_path: Path, cut: int) -> None:
     file = tmp_path / "model.pt"
     torch.save({"w": torch.rand(64, 40)}, file)
     assert run(2, rows, str(file), cut) == [64 * 40 * 2, 64 * 40 * 2]  # each byte once
@@ -154,7 +156,7 @@ def _bad(rank: int, world: int, source: str) -> None:
             assert bool(((value.to_local() if hasattr(value, "to_local") else value) == 5).all())
 
 
-def test_everything_is_listed_on_every_rank_and_nothing_written(tmp_path: Path) -> None:
+def test_every_rank_lists_all_refusals_and_writes_nothing(tmp_path: Path) -> None:
     tensors = {"good": torch.arange(8.0).reshape(4, 2), "tall": torch.ones(2, 2), "kind": torch.ones(2)}
     save_file({**tensors, "more": torch.ones(1)}, tmp_path / "model.safetensors")
     want = {
@@ -175,7 +177,7 @@ def _partial(rank: int, world: int, target: str) -> None:
     save({"w": DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)}, target, to="safetensors")
 
 
-def test_terms_of_a_sum_are_no_tensor(tmp_path: Path) -> None:
+def test_partial_placements_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TransaxleError) as found:
         run(2, _partial, str(tmp_path / "out"))
     assert found.value.code == "UNSUPPORTED"
@@ -227,7 +229,7 @@ def test_a_meta_tensor_of_a_state_dict_is_refused(tmp_path: Path) -> None:
     assert found.value.code == "UNSUPPORTED"
 
 
-def test_a_tensor_whose_elements_are_one_in_memory_is_refused(tmp_path: Path) -> None:
+def test_an_expanded_tensor_is_refused_as_a_target(tmp_path: Path) -> None:
     save_file({"a": torch.arange(3.0), "w": torch.arange(6.0).reshape(2, 3)}, tmp_path / "model.safetensors")
     state = {"a": torch.zeros(3), "w": torch.zeros(3).expand(2, 3)}
     for ask in (
@@ -318,7 +320,7 @@ def test_every_kind_of_model_is_filled(tmp_path: Path, where: str, strict: bool)
     assert model.net.middle.weight.requires_grad
 
 
-def test_everything_is_told_at_once_with_what_to_do(tmp_path: Path) -> None:
+def test_all_refusals_come_at_once_with_hints(tmp_path: Path) -> None:
     tensors = {"a.weight": torch.ones(2), "b.weight": torch.ones(2, 2), "c.weights": torch.ones(3)}
     save_file({**tensors, "x.bias": torch.ones(1)}, tmp_path / "model.safetensors")
     state = {"a.weight": torch.zeros(2).bfloat16(), "b.weight": torch.zeros(4), "c.weight": torch.zeros(3)}
@@ -351,7 +353,7 @@ def test_everything_is_told_at_once_with_what_to_do(tmp_path: Path) -> None:
     ],
     ids=["names alike", "experts in one tensor"],
 )
-def test_a_part_of_a_model_from_a_hub(
+def test_an_incomplete_hub_folder_loads_what_is_complete(
     tmp_path: Path, config: dict[str, Any], lacks: str, missing: tuple[str, ...], told: str
 ) -> None:
     """All that is there is loaded; a tensor of which some expert lacks stays whole as it was."""
@@ -374,7 +376,7 @@ def test_a_part_of_a_model_from_a_hub(
         assert torch.equal(tensor, (before if name in report.missing else truth)[name]), name
 
 
-def test_the_checkpoint_of_another_model_is_told(tmp_path: Path) -> None:
+def test_the_checkpoint_of_another_model_is_recognized(tmp_path: Path) -> None:
     save(nn.Linear(3, 2), tmp_path / "out", to=SAFETENSORS)
     with pytest.raises(TransaxleError) as found:
         load(nn.ModuleDict({"encoder": nn.Linear(5, 5)}), tmp_path / "out")
@@ -383,7 +385,7 @@ def test_the_checkpoint_of_another_model_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", [None, [torch.ones(1)], "model"])
-def test_what_is_no_model_is_refused(tmp_path: Path, state: Any) -> None:
+def test_objects_that_are_no_model_are_refused(tmp_path: Path, state: Any) -> None:
     for work in (load, save):
         with pytest.raises(TransaxleError) as found:
             work(state, tmp_path / "out")
@@ -391,7 +393,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path, state: Any) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_what_has_no_bytes_is_not_saved(tmp_path: Path) -> None:
+def test_tensors_without_values_are_not_saved(tmp_path: Path) -> None:
     state = {
         "meta": torch.ones(2, device="meta"),
         "sparse": torch.eye(2).to_sparse(),
@@ -407,7 +409,7 @@ def test_what_has_no_bytes_is_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_state_that_would_be_stale_is_refused(tmp_path: Path) -> None:
+def test_optimizer_state_that_would_stay_stale_is_refused(tmp_path: Path) -> None:
     """An optimizer that has made steps keeps no moments of another run; one that has made none is told of it."""
     save(Outer(1), tmp_path / "out", to=SAFETENSORS)
     model = Outer(2)
@@ -425,7 +427,7 @@ def test_state_that_would_be_stale_is_refused(tmp_path: Path) -> None:
     assert "optim/net.middle.weight/exp_avg" in report.missing
 
 
-def test_state_that_was_taken_away_is_missed(tmp_path: Path) -> None:
+def test_a_deleted_optimizer_folder_is_refused(tmp_path: Path) -> None:
     """A model without it may be published; a run that means to go on must hear of it."""
     model, other, out = Outer(1), Outer(2), tmp_path / "out"
     optimizer = AdamW(model.parameters())
@@ -441,7 +443,7 @@ def test_state_that_was_taken_away_is_missed(tmp_path: Path) -> None:
     assert load(other, out).tensors == report.tensors
 
 
-def test_an_optimizer_that_lacks_a_parameter(tmp_path: Path) -> None:
+def test_an_optimizer_without_some_parameters_needs_strict_false(tmp_path: Path) -> None:
     model = Outer(1)
     optimizer = AdamW(model.parameters())
     _step(model, optimizer)
@@ -469,7 +471,7 @@ class Scaled(nn.Embedding):
         self.register_buffer("scale", torch.tensor(2.0), persistent=False)
 
 
-def test_a_buffer_that_its_module_does_not_fill(tmp_path: Path) -> None:
+def test_a_meta_buffer_that_its_module_does_not_initialise_is_refused(tmp_path: Path) -> None:
     save(nn.Sequential(Scaled()), tmp_path / "saved", to="dcp")
     with torch.device("meta"):
         model = nn.Sequential(Scaled())

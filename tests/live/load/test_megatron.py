@@ -88,7 +88,7 @@ def _loaded(rank: int, world: int, config: dict[str, Any], degrees: Degrees, sou
 @pytest.mark.peers
 @pytest.mark.oracle
 @pytest.mark.parametrize(("name", "degrees"), JOBS, ids=str)
-def test_every_parameter_is_the_one_cut_by_hand(name: str, degrees: Degrees, hubs: dict[str, str]) -> None:
+def test_every_parameter_equals_the_shard_cut_by_hand(name: str, degrees: Degrees, hubs: dict[str, str]) -> None:
     found = run(4, _loaded, MODELS[name], degrees, hubs[name])
     for each in found:
         assert each["differ"] == []
@@ -128,7 +128,7 @@ def _through_megatron(
     ],
     ids=str,
 )
-def test_a_folder_of_megatron_gives_what_megatron_itself_loads(
+def test_a_megatron_checkpoint_loads_as_megatron_loads_it(
     name: str, writer: Degrees, reader: Degrees, hubs: dict[str, str], tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "iter_0000003")
@@ -142,7 +142,7 @@ def _rows(rank: int, world: int, source: str, degrees: Degrees, options: dict[st
 
 
 @pytest.mark.peers
-def test_padding_of_another_job_is_cut_off_where_it_is_known(hubs: dict[str, str], tmp_path: Path) -> None:
+def test_vocabulary_padding_of_another_size_needs_the_config(hubs: dict[str, str], tmp_path: Path) -> None:
     """A folder of DCP does not say which of its 64 rows are vocabulary; a config does."""
     folder = str(tmp_path / "dcp")
     run(2, saved, MODELS["dense"], Degrees(tp=2), hubs["dense"], folder, "dcp:identity")
@@ -165,7 +165,7 @@ def _whole_model(rank: int, world: int, source: str, degrees: Degrees) -> str:
 
 
 @pytest.mark.peers
-def test_a_model_that_is_shared_out_must_say_how(hubs: dict[str, str]) -> None:
+def test_a_model_parallel_model_must_be_given_as_sharded_state_dict(hubs: dict[str, str]) -> None:
     found = run(2, _whole_model, hubs["dense"], Degrees(tp=2))
     assert all("TP 2" in each and "sharded_state_dict()" in each for each in found)
 
@@ -188,7 +188,9 @@ def saved(
 @pytest.mark.peers
 @pytest.mark.oracle
 @pytest.mark.parametrize(("name", "degrees"), [JOBS[2], JOBS[3], JOBS[6], JOBS[7]], ids=str)
-def test_what_was_loaded_is_saved(name: str, degrees: Degrees, hubs: dict[str, str], tmp_path: Path) -> None:
+def test_a_loaded_hub_folder_is_saved_unchanged(
+    name: str, degrees: Degrees, hubs: dict[str, str], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     found = run(4, saved, MODELS[name], degrees, hubs[name], str(out), "safetensors:hf")
     truth, written = load_file(Path(hubs[name], hub.WEIGHTS)), load_file(out / hub.WEIGHTS)
@@ -199,7 +201,7 @@ def test_what_was_loaded_is_saved(name: str, degrees: Degrees, hubs: dict[str, s
 
 
 @pytest.mark.peers
-def test_a_folder_of_dcp_has_the_names_and_the_padding_of_megatron(hubs: dict[str, str], tmp_path: Path) -> None:
+def test_a_dcp_folder_has_megatron_names_and_padding(hubs: dict[str, str], tmp_path: Path) -> None:
     degrees, out = Degrees(tp=2), tmp_path / "out"
     run(2, saved, MODELS["dense"], degrees, hubs["dense"], str(out), "dcp:identity")
     with tx.open(out) as written:
@@ -308,7 +310,7 @@ def _columns(layer: int, *, copies: bool) -> tuple[torch.nn.Parameter, Any]:
 
 @pytest.mark.peers
 @pytest.mark.parametrize("copies", [False, True])
-def test_factories_of_views_and_of_copies(copies: bool, tmp_path: Path) -> None:
+def test_factories_that_build_views_or_copies_are_filled(copies: bool, tmp_path: Path) -> None:
     weights, factories = zip(*(_columns(layer, copies=copies) for layer in range(2)), strict=True)
     norms = [torch.full((WIDTH,), torch.nan) for _ in range(2)]
     state = {
@@ -385,7 +387,7 @@ REFUSED: list[tuple[str, Callable[[], list[Any]], str]] = [
 
 @pytest.mark.peers
 @pytest.mark.parametrize(("code", "shards", "text"), REFUSED, ids=[text for _, _, text in REFUSED])
-def test_what_cannot_be_loaded_is_refused(
+def test_sharded_entries_that_cannot_be_loaded_are_refused(
     code: str, shards: Callable[[], list[Any]], text: str, tmp_path: Path
 ) -> None:
     state = {**{str(number): shard for number, shard in enumerate(shards())}, "there": torch.zeros(1)}
@@ -395,7 +397,7 @@ def test_what_cannot_be_loaded_is_refused(
 
 
 @pytest.mark.peers
-def test_one_memory_may_be_given_twice_and_nothing_need_not_be_given(tmp_path: Path) -> None:
+def test_a_shard_may_appear_twice_or_be_empty(tmp_path: Path) -> None:
     norms = _norms()
     empty = _shard("fc1", torch.zeros(0, 2 * ROWS, WIDTH), (2, EXPERTS, 2 * ROWS, WIDTH), (0, 0, 0, 0))
     state = {"first": norms, "again": list(norms), "empty": empty}
@@ -406,7 +408,7 @@ def test_one_memory_may_be_given_twice_and_nothing_need_not_be_given(tmp_path: P
 
 @pytest.mark.peers
 @pytest.mark.parametrize("call", [tx.state_dict_as, lambda state, _: tx.reshard(state, state)])
-def test_other_functions_say_that_they_do_not_take_them(call: Any) -> None:
+def test_other_functions_refuse_sharded_state_dicts(call: Any) -> None:
     with pytest.raises(Refused, match=r"only tx.load, tx.save and tx.async_save"):
         call({"norm": _norms()}, "hf")
 
@@ -433,7 +435,7 @@ def _in_background(rank: int, world: int, folder: str) -> bool:
 
 
 @pytest.mark.peers
-def test_a_save_in_the_background_has_the_values_of_its_call(tmp_path: Path) -> None:
+def test_a_background_save_of_shards_has_the_values_of_the_call(tmp_path: Path) -> None:
     assert run(2, _in_background, str(tmp_path / "out")) == [True] * 2
     written, truth = load_file(tmp_path / "out" / WHOLE), _stack()
     assert torch.equal(written["fc1"], truth["fc1"])

@@ -66,7 +66,7 @@ def test_two_names_of_one_tensor_take_equal_values_only(tmp_path: Path, how: str
         assert model.a.is_meta or not model.a.any()
 
 
-def test_values_of_two_types_are_no_copies(tmp_path: Path) -> None:
+def test_copies_in_two_dtypes_are_refused(tmp_path: Path) -> None:
     values = _values(equal=True)
     tx.save({A: values[A], B: values[B].bfloat16()}, tmp_path / "out", to="safetensors")
     with pytest.raises(tx.TransaxleError, match="one is F32 in the source, the other BF16"):
@@ -80,7 +80,7 @@ def _sharded(rank: int, world: int, place: str) -> bool:
     return bool(held.full_tensor().eq(torch.arange(15.0).reshape(5, 3)).all())
 
 
-def test_all_ranks_compare_what_they_share(tmp_path: Path) -> None:
+def test_copies_for_one_sharded_tensor_are_compared_on_all_ranks(tmp_path: Path) -> None:
     values = torch.arange(15.0).reshape(5, 3)
     tx.save({A: values, B: values.clone()}, tmp_path / "same", to="safetensors")
     assert run(2, _sharded, str(tmp_path / "same")) == [True, True]
@@ -100,7 +100,7 @@ VIEWS: dict[str, tuple[Callable[[torch.Tensor], dict[str, torch.Tensor]], bool]]
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_views_of_one_memory_take_what_they_can_hold(tmp_path: Path, name: str) -> None:
+def test_overlapping_views_load_only_consistent_values(tmp_path: Path, name: str) -> None:
     views, cross = VIEWS[name]
     consistent = {key: view.clone() for key, view in views(torch.arange(32.0)).items()}
     tx.save(consistent, tmp_path / "consistent", to="safetensors")
@@ -130,7 +130,7 @@ def _refitted_in_place(source: dict[str, torch.Tensor], target: dict[str, torch.
 
 @pytest.mark.parametrize("copy", [_resharded, _refitted_in_place])
 @pytest.mark.parametrize("name", VIEWS)
-def test_views_of_one_memory_take_live_values_as_those_of_files(
+def test_overlapping_views_take_only_consistent_live_values(
     name: str, copy: Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None]
 ) -> None:
     views, cross = VIEWS[name]
@@ -235,7 +235,7 @@ def _go(rank: int, world: int, target: str, replaced: bool) -> str:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_all_ranks_open_one_checkpoint(tmp_path: Path, replaced: bool) -> None:
+def test_a_checkpoint_replaced_while_ranks_open_it_is_refused(tmp_path: Path, replaced: bool) -> None:
     for said in run(2, _go, str(tmp_path / "run"), replaced):
         assert ("replaced" in said) == replaced
         assert said.startswith("CORRUPT") == replaced
@@ -269,7 +269,7 @@ def _rewritten(rank: int, world: int, target: str, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["written to", "replaced"])
-def test_files_that_are_written_to_while_they_are_read(tmp_path: Path, how: str) -> None:
+def test_files_changed_while_they_are_read_are_refused(tmp_path: Path, how: str) -> None:
     """They could be loaded half old, half new; a folder that is replaced is read to its end."""
     for said in run(2, _rewritten, str(tmp_path / "run"), how):
         assert ("was changed while" in said) == (how == "written to")
@@ -287,7 +287,7 @@ def _moved(rank: int, world: int, folder: str) -> str:
     return ""
 
 
-def test_all_ranks_read_one_commit(tmp_path: Path) -> None:
+def test_a_hub_branch_that_moved_while_ranks_open_it_is_refused(tmp_path: Path) -> None:
     save(_state(0), tmp_path / "run", to="safetensors")
     (tmp_path / "run" / MANIFEST).unlink()
     for said in run(2, _moved, str(tmp_path / "run")):
@@ -305,7 +305,7 @@ def _each_its_own(rank: int, world: int, folder: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("other", [1, 2])
-def test_several_paths_have_equal_copies(tmp_path: Path, other: int) -> None:
+def test_ranks_may_open_equal_copies_under_different_paths(tmp_path: Path, other: int) -> None:
     for rank, value in ((0, 1), (1, other)):
         save(_state(value), tmp_path / str(rank), to="safetensors")
     for said, total in run(2, _each_its_own, str(tmp_path)):
@@ -332,7 +332,7 @@ ASKED: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("argument", ASKED)
-def test_all_ranks_ask_for_the_same(tmp_path: Path, argument: str) -> None:
+def test_ranks_with_different_arguments_are_refused(tmp_path: Path, argument: str) -> None:
     """With `broadcast_replicated` on one of them, ranks would wait for each other in different collectives."""
     save(_state(1), tmp_path / "out", to="safetensors")
     for said in run(2, _asked, str(tmp_path / "out"), argument, ASKED[argument]):
@@ -379,7 +379,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_all_ranks_read_in_one_way(tmp_path: Path, how: str) -> None:
+def test_ranks_that_read_a_checkpoint_differently_are_refused(tmp_path: Path, how: str) -> None:
     """Tables and configs decide which values go where, so two of them would fill a model from two readings."""
     save(_state(1), tmp_path / "out", to="safetensors")
     for rank in (0, 1):

@@ -29,7 +29,7 @@ def _tied(rank: int, world: int, given: str, target: str, meta: bool) -> Any:
 
 
 @pytest.mark.parametrize("meta", [True])
-def test_tied_models_load_what_is_stored_once(tmp_path: Path, meta: bool) -> None:
+def test_tied_models_load_weights_that_are_stored_once(tmp_path: Path, meta: bool) -> None:
     """A hub file has no `lm_head.weight` then; the model's state dict does."""
     given = source(tmp_path / "hub", TIED)
     tensors = load_file(tmp_path / "hub" / hub.WEIGHTS)
@@ -57,7 +57,7 @@ def _state_of_tied(rank: int, world: int, target: str) -> None:
             assert torch.equal(full(value), full(loaded.state[its][key]))
 
 
-def test_the_state_of_a_tied_parameter_follows_it_into_another_dialect(tmp_path: Path) -> None:
+def test_optimizer_state_of_a_tied_parameter_is_translated_to_another_dialect(tmp_path: Path) -> None:
     """The model's dialect has a line for each of its names; the optimizer knows it by one."""
     run(2, _state_of_tied, str(tmp_path / "out"))
 
@@ -68,7 +68,7 @@ TYPES = (np.float16, ml_dtypes.bfloat16, np.bool_, np.complex64)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda dtype: np.dtype(dtype).name)
-def test_item_5_arrays_are_saved_and_filled_in_place(tmp_path: Path, dtype: Any) -> None:
+def test_numpy_arrays_are_saved_and_filled_in_place(tmp_path: Path, dtype: Any) -> None:
     held: dict[str, Any] = {"a": {"w": np.arange(12).reshape(3, 4).astype(dtype)}, "t": torch.ones(2)}
     report = tx.save({**held, "column": held["a"]["w"][:, 1]}, tmp_path / "out", to="safetensors")
     assert report.tensors == 3
@@ -84,7 +84,7 @@ def test_item_5_arrays_are_saved_and_filled_in_place(tmp_path: Path, dtype: Any)
         assert checkpoint["a.w"].tobytes() == held["a"]["w"].tobytes()
 
 
-def test_item_5_arrays_that_cannot_be_filled_are_refused(tmp_path: Path) -> None:
+def test_numpy_arrays_that_cannot_be_filled_are_refused(tmp_path: Path) -> None:
     frozen = np.arange(4.0)
     frozen.flags.writeable = False
     tx.save({"w": frozen}, tmp_path / "out", to="safetensors")

@@ -154,7 +154,7 @@ def test_weights_of_the_base_in_an_adapter_are_loaded_as_peft_does(
     assert rows or len(chosen) == 1 or any(place in name for name in changed for place in ("embed_tokens", "lm_head"))
 
 
-def test_a_checkpoint_of_the_whole_is_loaded_under_its_own_names(tmp_path: Path) -> None:
+def test_a_checkpoint_with_base_and_adapters_is_loaded_under_its_own_names(tmp_path: Path) -> None:
     given, model = _with("lora", 1), _with("lora", 2)
     save(given, tmp_path / "whole", to="safetensors:identity")
     report = load(model, tmp_path / "whole")

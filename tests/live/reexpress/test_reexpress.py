@@ -121,7 +121,7 @@ def test_gate_and_up_cut_alike_fuse_into_a_strided_shard() -> None:
     assert run(2, _fused, Shard(2), Shard(2))[0] == (Shard(2),)
 
 
-def test_parts_cut_differently_need_what_others_hold() -> None:
+def test_gate_and_up_cut_differently_are_refused() -> None:
     with pytest.raises(TransaxleError) as found:
         run(2, _fused, Shard(1), Shard(2))
     assert found.value.code == "UNSUPPORTED"
@@ -129,7 +129,7 @@ def test_parts_cut_differently_need_what_others_hold() -> None:
 
 
 @pytest.mark.parametrize("dialect", ["automodel", "transformers"])
-def test_some_experts_become_no_tensor_of_all(dialect: str) -> None:
+def test_a_rank_with_some_experts_cannot_make_the_stack(dialect: str) -> None:
     """Of experts that ranks share out: what a rank lacks is not taken for zeros."""
     mine = {name: tensor for name, tensor in hub(automodel()).items() if ".7." not in name}
     with pytest.raises(TransaxleError, match=r"this rank has 18 tensors of it, but needs more") as error:
@@ -265,7 +265,7 @@ def placements(said: tuple[Any, ...], world: int) -> tuple[Any, ...]:
 @pytest.mark.oracle
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("world", [4, 8])
-def test_to_the_hub_and_back(world: int, sizes: tuple[int, int, int]) -> None:
+def test_stacked_experts_are_translated_to_the_hub_and_back(world: int, sizes: tuple[int, int, int]) -> None:
     full, truth, said = (
         native(hub_models.STEP, sizes),
         stored(hub_models.STEP, sizes),
@@ -290,7 +290,7 @@ def test_to_the_hub_and_back(world: int, sizes: tuple[int, int, int]) -> None:
 @pytest.mark.oracle
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("world", [4, 8])
-def test_experts_one_by_one_and_back(world: int, sizes: tuple[int, int, int]) -> None:
+def test_single_experts_are_translated_and_back(world: int, sizes: tuple[int, int, int]) -> None:
     """Each rank names its own experts, on the other dim of the mesh: alone they make no stack, but fill one."""
     family = "qwen3_moe"
     full, truth, said = native(family, sizes), stored(family, sizes), config(family, sizes)
@@ -321,7 +321,7 @@ def test_experts_one_by_one_and_back(world: int, sizes: tuple[int, int, int]) ->
 
 
 @pytest.mark.parametrize("world", [4])
-def test_automodel_says_the_same(world: int) -> None:
+def test_automodels_own_adapter_agrees(world: int) -> None:
     """Its adapter, without and with DTensors, where it is right: even cuts, and none through gate and up."""
     sizes = (16, 6, 10)
     said = config(hub_models.STEP, sizes)
@@ -385,14 +385,14 @@ WAYS: dict[str, Callable[[Tensors], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_bias_that_has_moved_is_refused_by_name(way: str) -> None:
+def test_a_nonzero_router_bias_is_refused_by_name(way: str) -> None:
     WAYS[way](_titan(0.0))
     with pytest.raises(TransaxleError, match=r"layers\.0\.moe\.expert_bias_E") as caught:
         WAYS[way](_titan(0.25))
     assert {refusal.code for refusal in caught.value.refusals} == {"UNEXPECTED_TENSOR"}
 
 
-def test_what_is_filled_from_the_hub_has_no_bias() -> None:
+def test_loadable_as_resets_the_router_bias() -> None:
     state = _titan(0.25)
     given, give_back = tx.loadable_as(state, "hf", config=checkpoints.CONFIG)
     assert given.keys() == _hub().keys()
@@ -400,7 +400,7 @@ def test_what_is_filled_from_the_hub_has_no_bias() -> None:
     assert not any(state[BIAS.format(layer)].any() for layer in range(2))
 
 
-def test_a_bias_that_the_state_has_no_place_for_is_refused() -> None:
+def test_a_router_bias_that_the_state_lacks_is_refused() -> None:
     state = _hub()
     given, give_back = tx.loadable_as(state, "torchtitan", config=checkpoints.CONFIG)
     give_back()
@@ -429,7 +429,7 @@ def zeros(*names: str) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(3) if name == NORM else torch.zeros(5, 3) for name in names}
 
 
-def test_training_6_what_one_side_lacks_is_in_the_report() -> None:
+def test_reshard_reports_names_that_one_side_lacks() -> None:
     source = Tiny(tie=False)
     target = {**zeros(EMBED, NORM), "heda.weight": torch.full((5, 3), 7.0)}
     report = reshard(source, target, strict=False)
@@ -441,7 +441,7 @@ def test_training_6_what_one_side_lacks_is_in_the_report() -> None:
     assert (reshard(source, zeros(EMBED, NORM, HEAD)).missing, report.as_json()["missing"]) == ((), ("heda.weight",))
 
 
-def test_training_6_nothing_in_common_is_refused() -> None:
+def test_reshard_refuses_states_with_nothing_in_common() -> None:
     target = {"a.b": torch.zeros(2)}
     with pytest.raises(TransaxleError) as found:
         reshard({"c.d": torch.ones(2)}, target, strict=False)
@@ -451,7 +451,7 @@ def test_training_6_nothing_in_common_is_refused() -> None:
 
 
 @pytest.mark.parametrize("given", ["model", "copies"])
-def test_training_6_a_tied_model_into_its_embedding_alone(given: str) -> None:
+def test_a_tied_model_is_copied_into_its_embedding_alone(given: str) -> None:
     model = Tiny(tie=True)
     source: Any = model if given == "model" else model.state_dict()
     if given == "copies":  # as a gathered state dict has them
@@ -462,7 +462,7 @@ def test_training_6_a_tied_model_into_its_embedding_alone(given: str) -> None:
     assert torch.equal(target[EMBED], model.head.weight)
 
 
-def test_a_head_that_is_not_tied_is_refused_where_the_target_has_none() -> None:
+def test_an_untied_head_is_refused_if_the_target_lacks_it() -> None:
     model = Tiny(tie=True)
     source = {**model.state_dict(), HEAD: model.head.weight.detach().clone()}
     source[HEAD][4, 2] += 1e-6
@@ -500,19 +500,19 @@ def _cut(rank: int, world: int, tie: str) -> Any:
 
 
 @pytest.mark.parametrize("tie", ["same", "equal"])
-def test_ties_are_proved_on_every_rank(tie: str) -> None:
+def test_ties_are_checked_on_every_rank(tie: str) -> None:
     assert run(2, _cut, tie) == [((), True)] * 2
 
 
 @pytest.mark.parametrize("tie", ["one rank differs", "elsewhere"])
-def test_ties_that_one_rank_cannot_prove_are_refused(tie: str) -> None:
+def test_ties_that_do_not_hold_on_one_rank_are_refused(tie: str) -> None:
     with pytest.raises(TransaxleError) as found:
         run(2, _cut, tie)
     assert {one.where.tensor for one in found.value.refusals} == {HEAD}
 
 
 @pytest.mark.parametrize("how", ["refit", "reshard"])
-def test_two_names_of_one_memory_take_one_tensor_only(how: str) -> None:
+def test_two_names_of_one_memory_take_equal_tensors_only(how: str) -> None:
     """The state dict of a tied model has two tensors, but one memory."""
 
     def move(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:

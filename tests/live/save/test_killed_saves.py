@@ -24,7 +24,7 @@ EVERY = {ROTATION: 11, "torch_dist": 97, "megatron_torch": 83, "deepspeed-univer
         *((what, every) for what, every in ((ROTATION, 1), ("safetensors:hf", 5), ("dcp", 5))),
     ],
 )
-def test_killed_at_any_point(tmp_path: Path, what: str, every: int) -> None:
+def test_a_save_killed_at_any_point_leaves_a_complete_checkpoint(tmp_path: Path, what: str, every: int) -> None:
     command = [sys.executable, "-m", "tests.live.save.killed_saves", str(tmp_path), what, str(every)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=6000, check=False)

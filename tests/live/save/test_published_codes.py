@@ -106,7 +106,7 @@ def _modules(held: Positions) -> dict[str, dict[str, torch.Tensor]]:
 @pytest.mark.peers
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bytes_and_values_are_those_that_were_trained(family: str, kind: str, saved: Any) -> None:
+def test_a_hub_folder_has_the_trained_codes_and_values(family: str, kind: str, saved: Any) -> None:
     """Codes and scales are bytes of the model's; what compressed-tensors, or transformers, makes of them its values."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
@@ -188,7 +188,7 @@ def test_a_background_save_gives_the_same_codes_and_the_masters_beside_them(tmp_
 
 @pytest.mark.peers
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_of_the_same_kind_loads_the_bytes_again(family: str, tmp_path: Path) -> None:
+def test_a_model_of_the_same_kind_loads_the_same_codes(family: str, tmp_path: Path) -> None:
     for kind in KINDS:
         model, other = _model(family, kind), _model(family, kind, seed=1)
         tx.save(model, tmp_path / kind, to="hf", config=_config(model), sync=False)
@@ -202,7 +202,7 @@ def test_a_model_of_the_same_kind_loads_the_bytes_again(family: str, tmp_path: P
 
 
 @pytest.mark.peers
-def test_experts_whose_scales_differ_are_no_stack_until_they_are_decoded(tmp_path: Path) -> None:
+def test_experts_with_different_scales_are_stacked_only_when_decoded(tmp_path: Path) -> None:
     """The stack of `gate_proj` and `up_proj` has one scale for both: codes of others mean something else under it."""
     model, other = (_model("qwen3_moe", "float8", seed) for seed in range(2))
     tx.save(model, tmp_path / "saved", to="hf", config=_config(model), sync=False)
@@ -244,7 +244,7 @@ def test_encodings_of_two_conventions_are_all_written_as_compressed_tensors(tmp_
 
 
 @pytest.mark.peers
-def test_what_no_reader_could_have_exactly_is_refused(tmp_path: Path) -> None:
+def test_quantized_values_that_readers_would_change_are_refused(tmp_path: Path) -> None:
     config = _config(model := _model("llama", "float8, E5M2"))
     with pytest.raises(tx.TransaxleError, match="F8_E5M2") as error:
         tx.save(model, tmp_path / "codes", to="hf", config=config)

@@ -88,7 +88,7 @@ def test_each_file_is_sent_by_one_rank(bucket: Bucket, s3_server: str, world: in
 @pytest.mark.parametrize(
     ("fails", "step"), [(0, "pwrite"), (1, "pwrite"), (1, "complete"), (1, "appear"), (0, "appear")]
 )
-def test_nothing_stays_where_one_sender_fails(bucket: Bucket, s3_server: str, fails: int, step: str) -> None:
+def test_nothing_remains_if_one_sender_fails(bucket: Bucket, s3_server: str, fails: int, step: str) -> None:
     for fine, error in ranks(2).answers(_sent, s3_server, f"{bucket.url}/run", fails, step):
         assert not fine
         assert isinstance(error, TransaxleError), error
@@ -174,7 +174,7 @@ AT = {
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(("at", "background"), [("sending", False), ("sending", True), ("appearing", False)])
-def test_a_store_that_is_lost_is_told_on_every_rank(
+def test_a_lost_store_is_an_error_on_every_rank(
     bucket: Bucket, proxy: FaultyProxy, short_ranks: Ranks, at: str, background: bool
 ) -> None:
     """The former step stays, nothing opens as the new one, and the next save to the same place is well."""

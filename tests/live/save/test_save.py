@@ -68,7 +68,7 @@ def test_tables_and_configs_that_differ_between_ranks_are_refused(tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
-def test_a_hub_folder_without_a_config_is_told_of(tmp_path: Path) -> None:
+def test_a_hub_folder_without_a_config_is_noted(tmp_path: Path) -> None:
     """As the command line does; with the model's config, there is nothing to tell."""
     state = {name: torch.from_numpy(array.astype(np.float32)) for name, array in checkpoints.tensors().items()}
     report = tx.save(state, tmp_path / "bare", to="hf", family="qwen3_moe", axes={"l": 2, "r": 2, "g": 2, "c": 8})
@@ -79,7 +79,7 @@ def test_a_hub_folder_without_a_config_is_told_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("typed", "nearest"), [("safetensor", "safetensors"), ("dcp:hff", "hf")])
-def test_a_slip_in_to_gets_the_nearest_name(typed: str, nearest: str, tmp_path: Path) -> None:
+def test_a_misspelt_format_gets_the_nearest_name(typed: str, nearest: str, tmp_path: Path) -> None:
     """Also for a model that no table knows."""
     with pytest.raises(tx.TransaxleError, match=f"Did you mean {nearest}") as caught:
         tx.save(torch.nn.Linear(2, 2), tmp_path / "out", to=typed)
@@ -121,7 +121,9 @@ def _changing(state: dict[str, torch.Tensor], kind: type[Any], monkeypatch: pyte
         ("one.safetensors", "as it is"),
     ],
 )
-def test_what_is_saved_has_its_hashes(to: str, laid_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_changed_during_a_save_match_their_hashes(
+    to: str, laid_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = _state()
     if laid_out == "anew":
         state = {name: tensor.T if tensor.dim() == 2 else tensor for name, tensor in state.items()}
@@ -140,7 +142,7 @@ def test_what_is_saved_has_its_hashes(to: str, laid_out: str, tmp_path: Path, mo
     assert all(torch.allclose(each, each.round(), atol=1e-3) for each in moved)
 
 
-def test_what_is_sent_has_its_hashes(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_changed_during_an_upload_match_their_hashes(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder's hashes come last; the digests of one file come first, so it is read twice, and refused."""
     state = _state()
     _changing(state, Upload, monkeypatch)
@@ -192,7 +194,7 @@ def _saved(rank: int, world: int, folder: str, to: str) -> list[tuple[bool, int,
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_the_report_says_what_was_read(tmp_path: Path, to: str) -> None:
+def test_the_report_has_the_verification(tmp_path: Path, to: str) -> None:
     assert run(WORLD, _saved, str(tmp_path), to) == [[(True, 2, "manifest")] * 2] * WORLD
 
 
@@ -207,7 +209,7 @@ def _damaged(rank: int, world: int, folder: str, to: str) -> list[str]:
 
 
 @pytest.mark.parametrize("to", ["dcp"])
-def test_a_bit_that_turned_on_the_way_is_told_on_every_rank(tmp_path: Path, to: str) -> None:
+def test_a_flipped_bit_is_an_error_on_every_rank(tmp_path: Path, to: str) -> None:
     (code, text), other = run(WORLD, _damaged, str(tmp_path), to)
     assert [code, text] == other
     assert code == "CORRUPT"
@@ -255,7 +257,7 @@ def test_copies_that_differ_are_refused_on_every_rank(tmp_path: Path, odd: str) 
     assert not list(tmp_path.iterdir())
 
 
-def test_in_the_background_too(tmp_path: Path) -> None:
+def test_copies_that_differ_are_refused_in_the_background(tmp_path: Path) -> None:
     with pytest.raises(TransaxleError) as found:
         run(4, _refused, str(tmp_path / "out"), "plain", True)
     assert found.value.code == CODE
@@ -267,7 +269,7 @@ def _allowed(rank: int, world: int, folder: str) -> None:
     save(_possibly_odd_state(rank, world, "turned"), f"{folder}/any", to="safetensors", check_copies=False)
 
 
-def test_equal_ones_are_saved_and_others_where_that_is_said(tmp_path: Path) -> None:
+def test_copies_that_differ_are_saved_with_check_copies_false(tmp_path: Path) -> None:
     run(4, _allowed, str(tmp_path))
     equal = load_file(tmp_path / "equal" / "model.safetensors")
     turned = torch.arange(6.0).reshape(2, 3).T

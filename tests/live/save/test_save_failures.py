@@ -81,7 +81,7 @@ WRITE = Writer.pwrite
 FAULTS = {"killed": _killed, "full": _full_disk, "hung": _hung}
 
 
-def test_a_system_that_takes_no_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_writes_no_bytes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some file systems answer 0 and no error; trying again would go on for ever."""
     (tmp_path / "file").write_bytes(bytes(8))
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
@@ -105,7 +105,7 @@ def _again(rank: int, world: int, target: str, who: int, fault: str) -> None:
 @pytest.mark.oracle
 @pytest.mark.parametrize("who", range(WORLD))
 @pytest.mark.parametrize("fault", ["killed", "full"])
-def test_the_former_checkpoint_stays(tmp_path: Path, ranks: Ranks, fault: str, who: int) -> None:
+def test_a_failed_save_leaves_the_former_checkpoint(tmp_path: Path, ranks: Ranks, fault: str, who: int) -> None:
     target = tmp_path / "run"
     ranks.run(_first, str(target))
     assert _holds(target, OLD)
@@ -171,7 +171,7 @@ def _background(rank: int, world: int, target: str, who: int, fault: str) -> lis
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(("fault", "who"), [("killed", 0), ("killed", 1), ("missing", 0), ("full", 1)])
-def test_a_background_save_that_fails_is_told_on_every_rank(tmp_path: Path, ranks: Ranks, fault: str, who: int) -> None:
+def test_a_failed_background_save_is_an_error_on_every_rank(tmp_path: Path, ranks: Ranks, fault: str, who: int) -> None:
     target = tmp_path / "run"
     for said in ranks.run(_background, str(target), who, fault):
         assert len(said) == 1
@@ -190,7 +190,7 @@ def _stillborn(rank: int, world: int, target: str) -> str:
     return str(error.value)
 
 
-def test_a_background_process_that_never_arrives_is_not_waited_for(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_background_process_that_dies_before_connecting_is_an_error(tmp_path: Path, ranks: Ranks) -> None:
     target = tmp_path / "run"
     for said in ranks.run(_stillborn, str(target)):
         assert "the background process of rank 1 ended (exit code -9)" in said
@@ -213,7 +213,7 @@ def _unseen(rank: int, world: int, target: str) -> None:
         Writer.__init__ = kept  # type: ignore[method-assign]
 
 
-def test_a_folder_that_one_rank_does_not_see_is_told_on_every_rank(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_folder_that_one_rank_does_not_see_is_an_error_on_every_rank(tmp_path: Path, ranks: Ranks) -> None:
     for fine, error in ranks.answers(_unseen, str(tmp_path / "run")):
         assert not fine
         assert isinstance(error, TransaxleError), error
@@ -251,7 +251,7 @@ def _buffers(world: int) -> dict[str, torch.Tensor]:
     return saver._buffers
 
 
-def test_what_happens_after_the_snapshot_never_reaches_the_files(tmp_path: Path, ranks: Ranks) -> None:
+def test_changes_after_the_snapshot_are_not_saved(tmp_path: Path, ranks: Ranks) -> None:
     target = tmp_path / "run"
     ranks.run(_mutated, str(target))
     assert _holds(tmp_path / "run-0", OLD)
@@ -259,7 +259,7 @@ def test_what_happens_after_the_snapshot_never_reaches_the_files(tmp_path: Path,
     assert _holds(tmp_path / "run-2", NEW)
 
 
-def test_parts_without_a_mesh_are_refused(tmp_path: Path) -> None:
+def test_sharded_tensors_without_a_mesh_are_refused(tmp_path: Path) -> None:
     """Sharded state dicts of FSDP1 without a mesh: torch's own type, of which no operation is defined."""
     held = torch.Tensor._make_wrapper_subclass(ShardedTensor, (4, 2))
     for state in ({"a": held}, {"a": {"b": [held]}, "c": torch.ones(2)}):

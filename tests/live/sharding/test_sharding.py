@@ -114,9 +114,7 @@ def learned(ranks: int, placing: Placing, monkeypatch: pytest.MonkeyPatch) -> tu
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("placing", [on_one_mesh, on_meshes_of_two, on_each_rank])
-def test_neither_what_is_sent_nor_what_is_kept_is_ranks_times_tensors(
-    placing: Placing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_census_does_not_grow_with_ranks_times_tensors(placing: Placing, monkeypatch: pytest.MonkeyPatch) -> None:
     few, few_bytes = learned(FEW, placing, monkeypatch)
     many, many_bytes = learned(MANY, placing, monkeypatch)
     assert few_bytes > 10 * TENSORS, "the names have been sent"
@@ -126,7 +124,7 @@ def test_neither_what_is_sent_nor_what_is_kept_is_ranks_times_tensors(
         assert sum(mappings.values()) == len(SHAPES) * ranks
 
 
-def test_ranks_with_tensors_of_their_own_are_heard_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_census_includes_tensors_of_single_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ranks of a pipeline have them, and ranks of experts; one has none."""
     monkeypatch.setattr(global_tensors, "placement_of", lambda _tensor, rank, *_: plain_placement(rank))
     threads, shared = Threads(FEW), torch.empty(3, device="meta")
@@ -144,7 +142,7 @@ def test_ranks_with_tensors_of_their_own_are_heard_too(monkeypatch: pytest.Monke
         assert all(found[0][name].shape == tuple(tensor.shape) for name, tensor in own[rank].items())
 
 
-def test_equal_bytes_are_one_object() -> None:
+def test_equal_bytes_of_several_ranks_are_one_object() -> None:
     threads = Threads(FEW)
     said = [b"a" * 50_001, b"b", b"a" * 50_001, b""]
     with ThreadPoolExecutor(FEW) as pool:
@@ -222,7 +220,7 @@ def _pipeline(rank: int, world: int, given: str, target: str) -> int:
     return len(model.state_dict())
 
 
-def test_stages_have_settings_of_their_own(tmp_path: Path) -> None:
+def test_pipeline_stages_keep_their_own_settings(tmp_path: Path) -> None:
     given = source(tmp_path / "hub", LLAMA)
     counts = run(2, _pipeline, given, str(tmp_path / "out"))
     truth = load_file(Path(given, hub.WEIGHTS))
@@ -257,5 +255,5 @@ def _to_inference(rank: int, world: int) -> int:
     return report.bytes_received
 
 
-def test_from_trainer_to_inference(tmp_path: Path) -> None:
+def test_reshard_from_trainer_to_inference(tmp_path: Path) -> None:
     assert all(count > 0 for count in run(4, _to_inference))

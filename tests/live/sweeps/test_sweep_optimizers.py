@@ -170,11 +170,11 @@ PEERS: dict[str, Kind] = {
 }
 """Those of other packages, and torch's distributed ones."""
 _CUDA = "its kernel is for CUDA devices"
-_ENGINE = "made by deepspeed.initialize, of flat buffers; see `test_training_2_what_keeps_state_elsewhere_is_refused`"
+_ENGINE = "made by deepspeed.initialize, of flat buffers; see `test_optimizers_with_state_in_other_places_are_refused`"
 _ZENFLOW = "part of an engine that offloads from a CUDA device"
 _BUILT = "its kernel is compiled when it is made"
 ELSEWHERE: dict[str, str] = {
-    "torch ZeroRedundancyOptimizer": "see `test_training_2_zero_redundancy`",
+    "torch ZeroRedundancyOptimizer": "see `test_zero_redundancy_optimizer_resumes_at_another_world_size`",
     "torch PostLocalSGDOptimizer": "keeps an averager beside the optimizer: refused",
     "torchtitan DistMuon": "takes parameters on CUDA devices alone",
     "torchtitan TorchFTOptimizersContainer": "torchft is not installed; it is an OptimizersContainer",
@@ -280,7 +280,7 @@ def check(kind: Kind, dtype: torch.dtype, folder: Path, to: str) -> None:
             assert torch.equal(a, b), name
 
 
-def test_torch_ships_no_optimizer_that_is_in_no_table() -> None:
+def test_every_optimizer_of_torch_is_in_the_table() -> None:
     shipped = {name for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)}
     shipped = {name for name in shipped if issubclass(getattr(torch.optim, name), Optimizer)} - {"Optimizer"}
     assert shipped == {name.partition(" ")[0] for name in TORCH}
@@ -316,7 +316,7 @@ def shipped(package: str) -> set[str]:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("package", ["torch", "torchtitan", "transformers", "deepspeed", "torchao", "accelerate"])
-def test_peers_ship_no_optimizer_that_is_in_no_table(package: str) -> None:
+def test_every_optimizer_of_other_packages_is_in_a_table(package: str) -> None:
     mine = {f"torch {name}" for name in TORCH} | {*PEERS, *ELSEWHERE}
     known = {" ".join(name.split(" ")[:2]) for name in mine if name.startswith(f"{package} ")}
     assert shipped(package) == known
@@ -332,7 +332,7 @@ def test_peers_ship_no_optimizer_that_is_in_no_table(package: str) -> None:
         for dtype in kind.dtypes
     ],
 )
-def test_every_optimizer_goes_on_as_if_nothing_had_been(
+def test_every_optimizer_resumes_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, dtype: torch.dtype, to: str
 ) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # torchao's steps

@@ -123,7 +123,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(("kind", "background"), [*((kind, False) for kind in WRAPPED), ("list", True)])
-def test_training_2_wrapped_optimizers_keep_their_state(tmp_path: Path, kind: str, background: bool) -> None:
+def test_state_of_wrapped_optimizers_is_saved_and_loaded(tmp_path: Path, kind: str, background: bool) -> None:
     net = model()
     optimizer = WRAPPED[kind](net)
     trained(net, _steps(optimizer))
@@ -173,7 +173,7 @@ def _zero(rank: int, world: int, folder: str, how: str, resume: bool) -> Any:
 
 
 @pytest.mark.parametrize("how", ["plain", pytest.param("buckets", marks=pytest.mark.oracle)])
-def test_training_2_zero_redundancy(tmp_path: Path, how: str) -> None:
+def test_zero_redundancy_optimizer_resumes_at_another_world_size(tmp_path: Path, how: str) -> None:
     first = run(2, _zero, str(tmp_path / "out"), how, False)
     again = run(2, _zero, str(tmp_path / "out"), how, True)
     alone = run(1, _zero, str(tmp_path / "out"), how, True)
@@ -190,7 +190,7 @@ def test_a_parameter_of_two_optimizers_is_refused() -> None:
     assert "0 and 1 (AdamW and SGD)" in str(found.value)
 
 
-def test_parameters_that_no_optimizer_has_are_reported(tmp_path: Path) -> None:
+def test_parameters_without_an_optimizer_are_reported(tmp_path: Path) -> None:
     net = model()
     net[2].bias.requires_grad_(False)
     optimizer = AdamW(net[0].parameters())
@@ -275,7 +275,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_training_2_what_keeps_state_elsewhere_is_refused(tmp_path: Path, kind: str) -> None:
+def test_optimizers_with_state_in_other_places_are_refused(tmp_path: Path, kind: str) -> None:
     make, wanted = REFUSED[kind]
     net = model()
     optimizer = make(net)
@@ -288,7 +288,7 @@ def test_training_2_what_keeps_state_elsewhere_is_refused(tmp_path: Path, kind: 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_wrapper_with_other_settings_than_inside_is_refused(tmp_path: Path) -> None:
+def test_a_wrapper_whose_settings_differ_from_the_inner_optimizer_is_refused(tmp_path: Path) -> None:
     net = model()
     outer = Posing(AdamW(net.parameters(), lr=0.5))
     outer.param_groups[0]["lr"] = 0.25
@@ -330,7 +330,7 @@ class Fragile(Kinds):
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_training_8_state_keeps_its_types(tmp_path: Path, started: bool) -> None:
+def test_numbers_tensors_and_settings_keep_their_types(tmp_path: Path, started: bool) -> None:
     """Numbers stay numbers, tensors without dims stay tensors, and settings keep their types."""
     net = model()
     optimizer = Kinds(net.parameters())
@@ -352,7 +352,7 @@ def test_training_8_state_keeps_its_types(tmp_path: Path, started: bool) -> None
 
 
 @pytest.mark.parametrize(("kinds", "strict"), [(("SGD", "AdamW"), True), (("AdamW", "SGD"), False)])
-def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path, kinds: Any, strict: bool) -> None:
+def test_state_of_another_optimizer_class_is_refused(tmp_path: Path, kinds: Any, strict: bool) -> None:
     """A new optimizer has nothing to compare it with, but makes other state in its first step."""
 
     def made(kind: str, net: nn.Module) -> Any:
@@ -372,7 +372,7 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path, kinds
     assert all(torch.equal(value, model(5).state_dict()[name]) for name, value in other.state_dict().items())
 
 
-def test_without_a_twin_numbers_are_known_by_their_types(tmp_path: Path) -> None:
+def test_without_a_twin_dtypes_decide_which_values_are_numbers(tmp_path: Path) -> None:
     net = model()
     optimizer = Fragile(net.parameters())
     with torch.no_grad():
@@ -396,7 +396,7 @@ def adamw(net: nn.Module, **more: Any) -> torch.optim.AdamW:
 
 
 @pytest.mark.parametrize("to", ["safetensors", "dcp"])
-def test_settings_go_to_the_parameters_that_had_them(tmp_path: Path, to: str) -> None:
+def test_settings_follow_their_parameters_into_other_groups(tmp_path: Path, to: str) -> None:
     net = model()
     optimizer = adamw(net, betas=(0.8, 0.95))
     trained(net, optimizer, 1)
@@ -424,7 +424,7 @@ def test_settings_go_to_the_parameters_that_had_them(tmp_path: Path, to: str) ->
             assert torch.equal(fresh.state[named[name]][key], value)
 
 
-def test_groups_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
+def test_a_group_whose_parameters_had_different_settings_is_refused(tmp_path: Path) -> None:
     net = model()
     optimizer = adamw(net)
     trained(net, optimizer, 1)
@@ -457,7 +457,7 @@ def test_a_tensor_setting_stays_the_same_tensor(tmp_path: Path) -> None:
     assert plain.param_groups[0]["lr"] == 0.125
 
 
-def test_groups_that_share_a_tensor_get_settings_of_their_own(tmp_path: Path) -> None:
+def test_groups_that_share_a_tensor_setting_get_separate_values(tmp_path: Path) -> None:
     """An optimizer that is made with a tensor as its learning rate has this one tensor in all its groups."""
     net = model()
     first, *others = net.parameters()
@@ -470,7 +470,7 @@ def test_groups_that_share_a_tensor_get_settings_of_their_own(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["one", "several"])
-def test_a_schedule_of_groups_in_another_order_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_schedule_is_refused_if_the_groups_changed_their_order(tmp_path: Path, kind: str) -> None:
     """It keeps its learning rates by the groups' numbers, so each would have that of another from the next step on."""
     schedules = torch.optim.lr_scheduler
 
@@ -500,7 +500,7 @@ def test_a_schedule_of_groups_in_another_order_is_refused(tmp_path: Path, kind: 
     assert [group["lr"] for group in same.param_groups] == [0.0625, 0.03125]
 
 
-def test_a_setting_that_is_no_plain_data_is_refused(tmp_path: Path) -> None:
+def test_a_setting_that_is_not_plain_data_is_refused(tmp_path: Path) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     optimizer.param_groups[0]["hook"] = print

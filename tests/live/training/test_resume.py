@@ -122,7 +122,7 @@ def _from_pretrained(folder: Path) -> tuple[Tensors, torch.Tensor]:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("config", [LLAMA, MOE], ids=["llama", "qwen3_moe"])
-def test_training_goes_on_anywhere(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_training_resumes_under_any_parallelism(tmp_path: Path, config: dict[str, Any]) -> None:
     source(tmp_path / "hub", config)
     answers = run(4, _start, config, str(tmp_path))
     said, original = answers[0][0], [losses for _, losses in answers]

@@ -98,7 +98,7 @@ def _written(folder: Path, layout: str) -> tuple[Path, nn.Module]:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_state_is_loaded_by_who_claims_it_and_in_nobodys_way(tmp_path: Path, layout: str) -> None:
+def test_training_state_is_loaded_where_extra_names_it_and_ignored_elsewhere(tmp_path: Path, layout: str) -> None:
     source, model = _written(tmp_path, layout)
     other, optimizer, schedule = _run()
     tx.load(other, source)
@@ -119,7 +119,7 @@ def test_training_state_is_loaded_by_who_claims_it_and_in_nobodys_way(tmp_path: 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("layout", ["nested"])
-def test_a_model_for_a_hub_holds_no_training_state(tmp_path: Path, layout: str) -> None:
+def test_a_hub_folder_has_no_training_state(tmp_path: Path, layout: str) -> None:
     source, model = _written(tmp_path, layout)
     report = tx.convert(source, tmp_path / "hub", to="hf", config=CONFIG.to_dict())
     assert {"train_state", "lr_scheduler", "dataloader", "epoch"} <= set(report.ignored)
@@ -132,7 +132,7 @@ def test_a_model_for_a_hub_holds_no_training_state(tmp_path: Path, layout: str) 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_name_that_the_source_lacks_is_told_with_those_that_it_has(tmp_path: Path) -> None:
+def test_a_missing_name_in_extra_is_refused_with_the_available_names(tmp_path: Path) -> None:
     source, _ = _written(tmp_path, "flat")
     model, _, schedule = _run()
     with pytest.raises(TransaxleError) as error:
@@ -142,7 +142,7 @@ def test_a_name_that_the_source_lacks_is_told_with_those_that_it_has(tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_state_that_is_no_plain_data_is_refused_by_its_place(tmp_path: Path) -> None:
+def test_a_stored_state_that_is_not_plain_data_is_refused_with_its_path(tmp_path: Path) -> None:
     state = {"weight": torch.ones(2), "train_state": {"step": torch.tensor(3), "when": Path("somewhere")}}
     torch.save(state, tmp_path / "saved.pt")
     model = nn.Module()
@@ -155,7 +155,7 @@ def test_a_state_that_is_no_plain_data_is_refused_by_its_place(tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_parameter_with_the_name_of_a_container_is_a_parameter(tmp_path: Path) -> None:
+def test_a_parameter_named_like_training_state_is_a_parameter(tmp_path: Path) -> None:
     torch.save({"scheduler.weight": torch.ones(2), "step": torch.ones(1)}, tmp_path / "saved.pt")
     model = nn.Module()
     model.step = nn.Parameter(torch.zeros(1))
@@ -259,13 +259,13 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def test_plain_data_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_plain_data_is_restored_exactly(tmp_path: Path) -> None:
     tx.save({"w": torch.arange(3.0)}, tmp_path / "out", to="safetensors", extra={"all": EVERYTHING})
     report = load({"w": torch.zeros(3)}, tmp_path / "out", extra={"all": None})
     assert _equal(EVERYTHING, report.extra["all"])
 
 
-def test_a_state_dict_gets_its_numbers_back(tmp_path: Path) -> None:
+def test_numbers_in_a_state_dict_are_restored(tmp_path: Path) -> None:
     state = {"w": torch.arange(3.0), "at": {"step": 7, "loss": 0.1, "warm": True}, "name": "run", "big": 2**80}
     for to in ("safetensors", "dcp"):
         tx.save(state, tmp_path / to, to=to)
@@ -285,7 +285,7 @@ def test_a_state_dict_gets_its_numbers_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", [io.BytesIO(b"scales"), {"amax": [1.5]}])
-def test_extra_states_reach_their_modules(tmp_path: Path, extra: Any) -> None:
+def test_extra_states_are_restored_in_their_modules(tmp_path: Path, extra: Any) -> None:
     tx.save(nn.Sequential(nn.ReLU(), Scaled(extra)), tmp_path / "out", to="safetensors")
     other = nn.Sequential(nn.ReLU(), Scaled(None))
     load(other, tmp_path / "out")
@@ -296,7 +296,7 @@ def test_extra_states_reach_their_modules(tmp_path: Path, extra: Any) -> None:
     assert "builtins.object" in str(found.value)
 
 
-def test_what_is_no_plain_data_is_refused_with_its_path(tmp_path: Path) -> None:
+def test_objects_that_are_not_plain_data_are_refused_with_their_paths(tmp_path: Path) -> None:
     with pytest.raises(TransaxleError) as found:
         tx.save({"w": torch.ones(1), "f": print}, tmp_path / "out", to="safetensors", extra={"a": {"b": [1, object()]}})
     assert {r.where.tensor for r in found.value.refusals} == {"state/f", "extra/a.b[1]"}
@@ -306,7 +306,7 @@ def test_what_is_no_plain_data_is_refused_with_its_path(tmp_path: Path) -> None:
     assert found.value.code == "UNSUPPORTED"
 
 
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_extra_state_file_is_refused(tmp_path: Path) -> None:
     tx.save({"w": torch.ones(1)}, tmp_path / "out", to="safetensors", extra={"a": 1})
     for text in ("[]", "{}", '{"world": 1, "shared": {"extra/a": {"what": 1}}, "ranks": []}', "\x00"):
         (tmp_path / "out" / FILE).write_text(text)
@@ -340,7 +340,7 @@ def test_each_rank_gets_its_own_state(tmp_path: Path) -> None:
         assert (loader, schedule, missing) == ({"at": 10 + rank}, {"epoch": 3}, ())
 
 
-def test_another_number_of_ranks_gets_what_was_alike(tmp_path: Path) -> None:
+def test_another_number_of_ranks_loads_only_states_equal_on_all_ranks(tmp_path: Path) -> None:
     target = str(tmp_path / "out")
     run(2, _save, target)
     with pytest.raises(TransaxleError) as found:

@@ -56,7 +56,7 @@ def _agreed(rank: int, world: int, failing: tuple[int, ...]) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("failing", [(), (2,), (0, 1)])
-def test_all_ranks_are_told_what_any_of_them_refuses(failing: tuple[int, ...]) -> None:
+def test_all_ranks_raise_the_refusals_of_any_rank(failing: tuple[int, ...]) -> None:
     told = tuple(f"rank {rank} is tired" for rank in failing)
     assert run(3, _agreed, failing) == [told] * 3
 
@@ -117,7 +117,7 @@ def _into_another_job(rank: int, world: int, port: int) -> int:
     return report.bytes_received
 
 
-def test_parts_go_into_another_job() -> None:
+def test_shards_are_copied_into_another_job() -> None:
     """Rank 0 of the one is not rank 0 of the other, whatever the two meshes say."""
     assert run(4, _into_another_job, free_port()) == [0, 0, 128, 128]
 
@@ -206,7 +206,7 @@ def _exchanged(rank: int, world: int, blind: tuple[int, ...], many: int) -> int:
 @pytest.mark.oracle
 @pytest.mark.parametrize("many", [1, 4, 100])
 @pytest.mark.parametrize(("world", "blind"), [(1, ()), (2, ()), (2, (1,)), (3, ()), (3, (0, 1, 2)), (3, (2,))])
-def test_every_parcel_arrives(world: int, blind: tuple[int, ...], many: int) -> None:
+def test_every_parcel_is_received(world: int, blind: tuple[int, ...], many: int) -> None:
     assert sum(run(world, _exchanged, blind, many)) > 0 or world == 1
 
 
@@ -218,7 +218,7 @@ def _saved(rank: int, world: int, target: str, blind: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("blind", [(), (0,)])
-def test_columns_are_saved_over_either_way(tmp_path: Path, blind: tuple[int, ...]) -> None:
+def test_column_shards_are_saved_over_memory_or_network(tmp_path: Path, blind: tuple[int, ...]) -> None:
     received = run(3, _saved, str(tmp_path / "out"), blind)
     assert abs(sum(received) - 5 * MATRIX.nbytes * 2 // 3) < 5 * 768 * 4 * 2  # the columns do not divide
     held = load_file(tmp_path / "out" / "model.safetensors")
@@ -226,7 +226,7 @@ def test_columns_are_saved_over_either_way(tmp_path: Path, blind: tuple[int, ...
     assert tx.verify(tmp_path / "out").ok
 
 
-def test_a_region_is_seen_by_its_name_only() -> None:
+def test_a_region_is_mapped_only_by_its_exact_address() -> None:
     with Region(1000) as region:
         region.bytes[:] = np.arange(1000) % 256
         found = map_region(region.address)

@@ -57,7 +57,7 @@ _VALUES = st.recursive(
 
 
 @given(_VALUES)
-def test_plain_data_arrives_as_it_was(value: Any) -> None:
+def test_plain_data_is_decoded_exactly(value: Any) -> None:
     heard = wire.decode(wire.encode(value))
     assert heard == value
     assert repr(heard) == repr(value) or isinstance(value, set | frozenset | dict | list | tuple)
@@ -77,13 +77,13 @@ def test_plain_data_arrives_as_it_was(value: Any) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_records_arrive_as_they_were(value: Any) -> None:
+def test_records_are_decoded_exactly(value: Any) -> None:
     heard = wire.decode(wire.encode(value))
     assert heard == value
     assert type(heard) is type(value)
 
 
-def test_errors_arrive_with_all_that_they_say() -> None:
+def test_errors_are_decoded_with_all_refusals() -> None:
     refusals = [Refusal("IO", "no", Where("f", "t"), "wait"), Refusal("CORRUPT", "bad", detail=lambda: None)]
     error = gathered(refusals)
     heard = wire.decode(wire.encode((error, [])))[0]
@@ -93,14 +93,14 @@ def test_errors_arrive_with_all_that_they_say() -> None:
 
 
 @pytest.mark.parametrize("system", [FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError])
-def test_an_error_of_the_system_is_one_on_all_ranks(system: type[OSError]) -> None:
+def test_an_os_error_keeps_its_class(system: type[OSError]) -> None:
     heard = wire.decode(wire.encode(refuse("IO", "no", file="x", system=system)))
     assert isinstance(heard, system)
     assert wire.decode(wire.encode(refuse("IO", "no", system=ConnectionError))).code == "IO"
 
 
 @pytest.mark.parametrize("array", [np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((0, 2), np.int64)])
-def test_arrays_arrive_as_they_were(array: np.ndarray) -> None:
+def test_arrays_are_decoded_exactly(array: np.ndarray) -> None:
     heard = wire.decode(wire.encode(array))
     assert (heard.dtype, heard.shape) == (array.dtype, array.shape)
     assert np.array_equal(heard, array)
@@ -108,7 +108,7 @@ def test_arrays_arrive_as_they_were(array: np.ndarray) -> None:
     assert wire.decode(wire.encode(np.float32(1.5))) == np.float32(1.5)
 
 
-def test_what_cannot_be_told_is_said_to_the_one_who_tells() -> None:
+def test_objects_that_cannot_be_encoded_raise_a_type_error() -> None:
     for value in (object(), Path("x"), torch.zeros(1), np.array([object()]), {"a": [lambda: None]}):
         with pytest.raises(TypeError, match="ranks tell each other plain data"):
             wire.encode(value)
@@ -166,7 +166,7 @@ def _hostile(folder: Path) -> list[bytes]:
     ]
 
 
-def test_bytes_of_a_stranger_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_bytes_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pickles of a canary, and everything else that `encode` does not write, are refused."""
     canary, asked = tmp_path / "canary", list[str]()
     monkeypatch.setattr(torch, "__getattr__", asked.append)  # it imports modules
@@ -181,7 +181,7 @@ def test_bytes_of_a_stranger_run_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert not asked
 
 
-def test_changed_bytes_are_refused_or_values(tmp_path: Path) -> None:
+def test_changed_bytes_are_refused_or_decoded(tmp_path: Path) -> None:
     """Whatever comes, nothing but a refusal is raised, and what is read can be told again."""
     chance = random.Random(7)
     values: list[Any] = [
@@ -222,7 +222,7 @@ def _told_with(kind: type, name: str) -> Iterator[type]:
         yield from (each for each in others if each is not hint and methods <= vars(each).keys())
 
 
-def test_whatever_a_record_may_hold_can_be_told() -> None:
+def test_every_field_of_a_record_can_be_encoded() -> None:
     """In all rooms that ranks run: a class that no list has would be refused where it is first told."""
     for room in ("live", "refit", "parallel"):
         package = import_module(f"transaxle.{room}")
@@ -264,7 +264,7 @@ CHANNELS: dict[str, Callable[[bytes, Path], object]] = {
 
 @pytest.mark.parametrize("channel", CHANNELS)
 @pytest.mark.parametrize("protocol", [0, 5])
-def test_a_pickle_in_a_channel_runs_nothing(channel: str, protocol: int, tmp_path: Path) -> None:
+def test_a_pickle_in_any_channel_runs_no_code(channel: str, protocol: int, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     octets = pickle.dumps(_Canary(canary), protocol)
     (tmp_path / "scratch").mkdir()
@@ -293,7 +293,7 @@ def _pickling(rank: int, world: int, port: int, canary: str, made: str) -> list[
 
 
 @pytest.mark.parametrize("made", ["joined", "new"])
-def test_a_rank_that_sends_pickles_runs_nothing_on_the_others(made: str, tmp_path: Path) -> None:
+def test_a_rank_that_sends_pickles_runs_no_code_on_others(made: str, tmp_path: Path) -> None:
     """Also in groups that verl and OpenRLHF make, which anybody may join who reaches their port."""
     canary = tmp_path / "canary"
     assert run(2, _pickling, free_port(), str(canary), made) == [["CORRUPT", "CORRUPT"]] * 2
@@ -324,14 +324,14 @@ def _reach(host: str, port: int) -> None:
     socket.create_connection((host, port), 5).close()
 
 
-def test_background_processes_meet_behind_a_secret(tmp_path: Path) -> None:
+def test_background_processes_need_the_secret_to_connect(tmp_path: Path) -> None:
     first, second = run(2, _meeting, str(tmp_path))
     assert first == second
     assert first[0] in {"lost 0", "lost 1"}
     assert first[1] == 32
 
 
-def test_an_address_of_memory_opens_no_other_file(tmp_path: Path) -> None:
+def test_the_address_of_a_region_opens_no_other_file(tmp_path: Path) -> None:
     """Another rank says where its memory is: files that this process has open are not among it."""
     path = tmp_path / "private"
     path.write_bytes(b"x" * 8192)
