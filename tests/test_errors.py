@@ -10,7 +10,7 @@ import pytest
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.errors import LONGEST_NAME, Refusal, Where, gathered, shortened
+from transaxle.errors import LONGEST_NAME, Faults, Refusal, Where, gathered, shortened
 from transaxle.formats.storage.local import storage_error
 
 
@@ -28,6 +28,16 @@ def test_the_text_of_a_name_of_megabytes_is_short() -> None:
     told = refusal.as_json()
     assert sum(len(text) for text in told.values()) < 40_000
     assert error.where.tensor == name, "programs have the whole of it"
+
+
+def test_one_error_lists_the_first_hundred_problems() -> None:
+    faults = Faults()
+    for number in range(100):
+        assert not faults.full
+        faults.add("CORRUPT", f"problem {number}", "file")
+    faults.add("CORRUPT", "one more", "file")
+    messages = [refusal.message for refusal in faults.error().refusals]
+    assert messages[99:] == ["problem 99", "there are more; these are the first 100 problems"]
 
 
 def test_a_name_as_long_as_a_path_is_shown_whole() -> None:
