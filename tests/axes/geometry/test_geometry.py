@@ -1,4 +1,4 @@
-""""""
+"""Cuts, pieces and runs of positions: against NumPy, torch and plain walks."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ from transaxle.axes.geometry import (
     segment_sizes,
     whole,
 )
-from transaxle.axes.geometry import Intervals as Intervals_chunk
-from transaxle.axes.geometry import Intervals as Intervals_ranges
+from transaxle.axes.geometry import Intervals as Positions
 from transaxle.axes.geometry import (
     rank as rank_of,
 )
@@ -205,12 +204,12 @@ def test_an_axis_that_only_the_target_has_is_broadcast() -> None:
     assert step.size == 6
 
 
-def rows(held: Intervals_chunk) -> list[int]:
+def rows(held: Positions) -> list[int]:
     return [i for start, stop in held for i in range(start, stop)]
 
 
 @st.composite
-def held(draw: st.DrawFn) -> Intervals_chunk:
+def held(draw: st.DrawFn) -> Positions:
     """Some positions, as the ranks before may have left them: ascending, with gaps."""
     points = sorted(draw(st.lists(st.integers(0, 30), max_size=8, unique=True)))
     return tuple(zip(points[::2], points[1::2], strict=False))
@@ -218,7 +217,7 @@ def held(draw: st.DrawFn) -> Intervals_chunk:
 
 @law
 @given(held(), st.integers(0, 40), st.integers(0, 40))
-def test_take_is_a_slice_of_the_local_tensor(some: Intervals_chunk, start: int, stop: int) -> None:
+def test_take_is_a_slice_of_the_local_tensor(some: Positions, start: int, stop: int) -> None:
     found = taken(some, start, stop)
     assert rows(found) == rows(some)[start:stop]
     assert all(a < b for a, b in found)
@@ -227,7 +226,7 @@ def test_take_is_a_slice_of_the_local_tensor(some: Intervals_chunk, start: int, 
 
 @law
 @given(held(), st.integers(1, 9))
-def test_shard_is_torch_chunk(some: Intervals_chunk, parts: int) -> None:
+def test_shard_is_torch_chunk(some: Positions, parts: int) -> None:
     chunks = torch.tensor(rows(some), dtype=torch.int64).chunk(parts)
     for rank in range(parts):
         wanted = chunks[rank].tolist() if rank < len(chunks) else []
@@ -236,7 +235,7 @@ def test_shard_is_torch_chunk(some: Intervals_chunk, parts: int) -> None:
 
 @law
 @given(held(), st.integers(1, 4), st.integers(1, 4))
-def test_strided_shard_is_what_torch_splits(some: Intervals_chunk, split: int, parts: int) -> None:
+def test_strided_shard_is_what_torch_splits(some: Positions, split: int, parts: int) -> None:
     local = torch.tensor(rows(some), dtype=torch.int64)
     wanted, _ = _StridedShard(0, split_factor=split)._split_tensor(local, parts, with_padding=False)
     for rank in range(parts):
@@ -370,7 +369,7 @@ def _flat(*parts: np.ndarray) -> list[int]:
     return np.concatenate([part.reshape(-1) for part in parts]).tolist()  # type: ignore[no-any-return]
 
 
-def _listed(intervals: Intervals_ranges) -> list[int]:
+def _listed(intervals: Positions) -> list[int]:
     return [position for start, stop in intervals for position in range(start, stop)]
 
 

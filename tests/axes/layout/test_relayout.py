@@ -1,4 +1,4 @@
-""""""
+"""Relayout: targets filled from stored tensors, the cuts of their chunks, and the sizes that layouts leave open."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from transaxle.axes.layout.relayout import (
     solve,
     unify,
 )
-from transaxle.axes.layout.relayout import fill as fill_solve
+from transaxle.axes.layout.relayout import fill as solve_fill
 from transaxle.axes.layout.tile import grid, scales
 from transaxle.axes.notation.expression import Axis, Expression, parse, walk
 from transaxle.axes.notation.family import Sizes
@@ -215,16 +215,16 @@ SIZES_CHUNK_CUTS = {"l": 2, "e": 3, "h": 4, "i": 5}
 NUMBERED = {"router": {"l"}, "gate": {"l", "e"}, "up": {"l", "e"}, "down": {"l", "e"}}
 
 
-def target_chunk_cuts(text: str) -> Target:
+def target_of(text: str) -> Target:
     return Target("x", "BF16", parse(text).layout(SIZES_CHUNK_CUTS), {}, (), "")
 
 
 def test_what_each_module_holds() -> None:
     targets = {
-        "router": target_chunk_cuts("router[l e h]"),
-        "fc1": target_chunk_cuts("[l e [gate:i | up:i] h]"),
-        "fc2": target_chunk_cuts("down[l e h i]"),
-        "norm": target_chunk_cuts("norm[h]"),
+        "router": target_of("router[l e h]"),
+        "fc1": target_of("[l e [gate:i | up:i] h]"),
+        "fc2": target_of("down[l e h i]"),
+        "norm": target_of("norm[h]"),
     }
     assert chunk_cuts(targets, NUMBERED) == {
         # A router has a row for each expert, and is one module.
@@ -243,9 +243,9 @@ def test_fill_finds_what_it_is_not_told(expression: Expression, sizes: dict[str,
     hidden = [{n.name for n in walk(dim) if isinstance(n, Axis) and n.name not in told} for dim in expression.dims]
     if any(len(names) > 1 for names in hidden):
         with pytest.raises(UsageError, match="UNKNOWN_AXIS"):
-            fill_solve(expression, shape, told)
+            solve_fill(expression, shape, told)
         return
-    found = fill_solve(expression, shape, told)
+    found = solve_fill(expression, shape, told)
     assert {axis: found[axis] for axis in expression.axes} == {axis: sizes[axis] for axis in expression.axes}
 
 
@@ -265,7 +265,7 @@ def test_fill_refuses_shapes_that_the_rule_does_not_explain(
     text: str, shape: Shape, told: dict[str, int], why: str
 ) -> None:
     with pytest.raises(Refused) as caught:
-        fill_solve(parse(text), shape, told)
+        solve_fill(parse(text), shape, told)
     assert caught.value.code == "SHAPE_MISMATCH"
     assert caught.value.refusals[0].message.startswith(text)
     assert why in caught.value.refusals[0].message
@@ -323,7 +323,7 @@ def joined(*texts: str, tied: dict[str, str] | None = None) -> list[str]:
     return [" ".join(sorted(basis.rewrite(expression).axes)) for expression in expressions]
 
 
-def with_products_unify(sizes: dict[str, int], expression: Expression) -> dict[str, int]:
+def with_products(sizes: dict[str, int], expression: Expression) -> dict[str, int]:
     return sizes | {axis: prod(sizes[factor] for factor in factors(axis)) for axis in expression.axes}
 
 
@@ -333,7 +333,7 @@ def test_rewriting_moves_no_element(expressions: list[Expression], sizes: dict[s
     basis = unify(expressions)
     for expression in expressions:
         rewritten = basis.rewrite(expression)
-        known = with_products_unify(sizes, rewritten)
+        known = with_products(sizes, rewritten)
         assert walking.shape(rewritten, known) == walking.shape(expression, sizes)
         for component in expression.components:
             before = walking.places(expression, sizes, component)

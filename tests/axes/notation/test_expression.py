@@ -1,4 +1,4 @@
-""""""
+"""Expressions: layouts are parsed, printed and checked, and so are those of computed tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-""""""
+"""Formulas and numbers of a family: what they evaluate to, and what is refused."""
 
 from __future__ import annotations
 

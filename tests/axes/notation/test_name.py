@@ -1,4 +1,4 @@
-""""""
+"""Names: templates are matched and filled, and two of them are compared for names in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-""""""
+"""Translation of tensors that several names hold: copies must be equal, or the difference is refused."""
 
 from __future__ import annotations
 

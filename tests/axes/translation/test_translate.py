@@ -1,4 +1,4 @@
-""""""
+"""Translation of whole models: each target is filled from its sources, and refusals name their tensor."""
 
 from __future__ import annotations
 
@@ -471,9 +471,7 @@ dialect packed
 """)
 
 
-def model_merged_numbers(
-    layers: int, experts: int, *, router: bool = False, norm: bool = True
-) -> dict[str, torch.Tensor]:
+def mixture(layers: int, experts: int, *, router: bool = False, norm: bool = True) -> dict[str, torch.Tensor]:
     """In `apart`, every element with a number of its own."""
     tensors = {
         f"layers.{at}.experts.{e}.up": arange(2, 3, start=1000 * at + 10 * e)
@@ -491,7 +489,7 @@ def model_merged_numbers(
 @law
 @given(st.integers(1, 5), st.integers(1, 5))
 def test_there_and_back(layers: int, experts: int) -> None:
-    tensors = model_merged_numbers(layers, experts, router=True)
+    tensors = mixture(layers, experts, router=True)
     config = {"layers": layers, "experts": experts}
     wanted = {f"experts.{at * experts + e}.up": tensors[f"layers.{at}.experts.{e}.up"]
               for at in range(layers) for e in range(experts)}  # fmt: skip
@@ -513,7 +511,7 @@ def test_there_and_back(layers: int, experts: int) -> None:
 def test_states_follow_and_shifts_are_added() -> None:
     config = {"layers": 3, "experts": 2, "extra": 2}
     ahead = {f"ahead.{m}.{e}": arange(3, start=10 * m + e) for m, e in product(range(2), range(2))}
-    tensors = model_merged_numbers(3, 2, norm=False) | ahead
+    tensors = mixture(3, 2, norm=False) | ahead
     states = {f"optim/{name}/exp_avg": tensor + 1 for name, tensor in tensors.items()}
     found = carried(FAMILY, "apart", "counted", Store({**tensors, **states}), config)
     assert {name for name in found if name.startswith("ahead")} == {f"ahead.{n}" for n in (3, 4, 5, 6)}
@@ -522,7 +520,7 @@ def test_states_follow_and_shifts_are_added() -> None:
 
 
 def test_a_size_that_shapes_show_tells_numbers_apart() -> None:
-    tensors = model_merged_numbers(3, 4, router=True, norm=False)
+    tensors = mixture(3, 4, router=True, norm=False)
     found = carried(FAMILY, "apart", "counted", Store(tensors), {"layers": 3, "experts": 4})
     same(carried(FAMILY, "counted", "apart", Store(found)), tensors)
 
@@ -533,9 +531,7 @@ def test_a_size_that_shapes_show_tells_numbers_apart() -> None:
 )
 def test_numbers_alone_tell_nothing(config: dict[str, int], hint: str) -> None:
     """12 numbers may be 3 layers of 4 experts, or 4 of 3."""
-    found = carried(
-        FAMILY, "apart", "counted", Store(model_merged_numbers(3, 4, norm=False)), {"layers": 3, "experts": 4}
-    )
+    found = carried(FAMILY, "apart", "counted", Store(mixture(3, 4, norm=False)), {"layers": 3, "experts": 4})
     with pytest.raises(UsageError) as caught:
         translated(FAMILY, "counted", "apart", Store(found), config)
     (refusal,) = caught.value.refusals
@@ -548,7 +544,7 @@ def test_numbers_alone_tell_nothing(config: dict[str, int], hint: str) -> None:
     assert refusal.hint.endswith(hint or '--config FILE (config="FILE").')
     same(
         carried(FAMILY, "counted", "apart", Store(found), config if config.get("layers") == 3 else {}, {"e": 4}),
-        model_merged_numbers(3, 4, norm=False),
+        mixture(3, 4, norm=False),
     )
 
 
@@ -589,7 +585,7 @@ dialect counted
 
 def test_a_number_that_is_missing_or_too_large() -> None:
     config = {"layers": 2, "experts": 3}
-    found = carried(FAMILY, "apart", "counted", Store(model_merged_numbers(2, 3, norm=False)), config)
+    found = carried(FAMILY, "apart", "counted", Store(mixture(2, 3, norm=False)), config)
     lacking = {name: array for name, array in found.items() if name != "experts.4.up"}
     refusal = only_refusal(translated(FAMILY, "counted", "apart", Store(lacking), config), "MISSING_TENSOR")
     assert refusal.message.splitlines()[1:] == ["experts.4.up"]

@@ -1,4 +1,4 @@
-""""""
+"""Translation where the two sides differ: tensors added, missing, undecided or empty."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_config_that_claims_layers_which_need_not_exist_is_refused_too(claim: 
 
 # What programs add on their own account: zeros are the same as none, and all else is carried or refused.
 
-TOY_ADDED_TENSORS = only("""
+ROUTED = only("""
 family toy
   axes l=layers d=width e=experts
   router : l e d         when l >= first
@@ -180,7 +180,7 @@ dialect sometimes
   stages.{l}.shift = shift[e]
   also stages.{l}.own = own[e]
 """)
-CONFIG_ADDED_TENSORS = {"layers": 3, "width": 4, "experts": 5, "first": 1, "balanced": False, "biased": False}
+ROUTED_CONFIG = {"layers": 3, "width": 4, "experts": 5, "first": 1, "balanced": False, "biased": False}
 ROUTERS = {f"layers.{layer}.router": arange(5, 4, start=100 * layer) for layer in (1, 2)}
 GATES = {f"blocks.{layer}.gate": ROUTERS[f"layers.{layer}.router"] for layer in (1, 2)}
 
@@ -190,7 +190,7 @@ def _of(name: str, *layers: int) -> dict[str, torch.Tensor]:
 
 
 def test_zeros_are_written_where_a_program_always_has_a_tensor() -> None:
-    view = translated(TOY_ADDED_TENSORS, "hub", "always", Store(ROUTERS), CONFIG_ADDED_TENSORS)
+    view = translated(ROUTED, "hub", "always", Store(ROUTERS), ROUTED_CONFIG)
     zeros = {f"blocks.{layer}.{name}" for layer in (1, 2) for name in ("shift", "own")}
     assert view.refusals == ()
     assert set(view.targets) == zeros | set(GATES)
@@ -204,7 +204,7 @@ def test_zeros_are_written_where_a_program_always_has_a_tensor() -> None:
 
 
 def test_no_zeros_are_written_where_a_program_may_have_a_tensor() -> None:
-    view = translated(TOY_ADDED_TENSORS, "hub", "sometimes", Store(ROUTERS), CONFIG_ADDED_TENSORS)
+    view = translated(ROUTED, "hub", "sometimes", Store(ROUTERS), ROUTED_CONFIG)
     assert (set(view.targets), view.notes) == ({"stages.1.gate", "stages.2.gate"}, ())
 
 
@@ -212,12 +212,12 @@ def test_values_are_carried_where_there_is_a_place() -> None:
     store = Store({f"stages.{layer}.gate": GATES[f"blocks.{layer}.gate"] for layer in (1, 2)})
     for name, values in _of("stages.{}.own", 1, 2).items():
         store.put(name, values)
-    view = translated(TOY_ADDED_TENSORS, "sometimes", "always", store, CONFIG_ADDED_TENSORS)
+    view = translated(ROUTED, "sometimes", "always", store, ROUTED_CONFIG)
     assert (view.refusals, view.checks, view.kept_names) == ((), (), ())
     assert fill(store, view.targets["blocks.2.own"]).tolist() == [20, 21, 22, 23, 24]
     both = Store(GATES | _of("blocks.{}.own", 1, 2) | _of("blocks.{}.shift", 1, 2))
     for target in ("hub", "sometimes"):
-        view = translated(TOY_ADDED_TENSORS, "always", target, both, {**CONFIG_ADDED_TENSORS, "balanced": True})
+        view = translated(ROUTED, "always", target, both, {**ROUTED_CONFIG, "balanced": True})
         (name,) = (name for name in view.targets if name.endswith("2.shift"))
         assert fill(both, view.targets[name]).tolist() == [20, 21, 22, 23, 24]
         assert {check.first.name for check in view.checks} == {"blocks.1.own", "blocks.2.own"}
@@ -225,7 +225,7 @@ def test_values_are_carried_where_there_is_a_place() -> None:
 
 def test_without_a_place_they_must_be_zero() -> None:
     store = Store(GATES | _of("blocks.{}.own", 1, 2) | _of("blocks.{}.shift", 1, 2))
-    view = translated(TOY_ADDED_TENSORS, "always", "hub", store, CONFIG_ADDED_TENSORS)
+    view = translated(ROUTED, "always", "hub", store, ROUTED_CONFIG)
     names = [f"blocks.{layer}.{name}" for name in ("shift", "own") for layer in (1, 2)]
     assert (view.refusals, view.kept_names, view.ignored) == ((), (), tuple(view.ignored))
     assert sorted(view.ignored) == sorted(names)
@@ -236,37 +236,33 @@ def test_without_a_place_they_must_be_zero() -> None:
 
 def test_they_are_whole_or_absent() -> None:
     """A program has one in every layer with a router, or in none."""
-    view = translated(TOY_ADDED_TENSORS, "always", "hub", Store(GATES | _of("blocks.{}.own", 1)), CONFIG_ADDED_TENSORS)
+    view = translated(ROUTED, "always", "hub", Store(GATES | _of("blocks.{}.own", 1)), ROUTED_CONFIG)
     (refusal,) = view.refusals
     assert (refusal.code, "blocks.2.own" in refusal.message) == ("MISSING_TENSOR", True)
 
 
 def test_in_its_own_dialect_nothing_changes() -> None:
     store = Store(GATES | _of("blocks.{}.own", 1, 2))
-    view = translated(TOY_ADDED_TENSORS, "always", "always", store, CONFIG_ADDED_TENSORS)
+    view = translated(ROUTED, "always", "always", store, ROUTED_CONFIG)
     assert (view.refusals, view.checks, view.kept_names, view.ignored) == ((), (), (), ())
 
 
 @pytest.mark.parametrize("name", ["shift", "bias"])
 def test_what_the_config_rules_out_is_refused(name: str) -> None:
     values = {"shift": _of("layers.{}.shift", 1, 2), "bias": {f"layers.{layer}.bias": arange(4) for layer in range(3)}}
-    (refusal,) = translated(
-        TOY_ADDED_TENSORS, "hub", "always", Store(ROUTERS | values[name]), CONFIG_ADDED_TENSORS
-    ).refusals
+    (refusal,) = translated(ROUTED, "hub", "always", Store(ROUTERS | values[name]), ROUTED_CONFIG).refusals
     said = {"shift": "balanced: false", "bias": "biased: false"}
     assert (refusal.code, said[name] in refusal.message) == ("UNEXPECTED_TENSOR", True)
     assert refusal.where.tensor in values[name]
-    there = {**CONFIG_ADDED_TENSORS, "balanced": name == "shift", "biased": name == "bias"}
-    assert translated(TOY_ADDED_TENSORS, "hub", "always", Store(ROUTERS | values[name]), there).refusals == ()
-    assert (
-        translated(TOY_ADDED_TENSORS, "hub", "hub", Store(ROUTERS | values[name]), CONFIG_ADDED_TENSORS).refusals == ()
-    )
+    there = {**ROUTED_CONFIG, "balanced": name == "shift", "biased": name == "bias"}
+    assert translated(ROUTED, "hub", "always", Store(ROUTERS | values[name]), there).refusals == ()
+    assert translated(ROUTED, "hub", "hub", Store(ROUTERS | values[name]), ROUTED_CONFIG).refusals == ()
 
 
 def test_what_no_key_of_the_config_decides_is_not_ruled_out() -> None:
     """`when False` means that only the names tell which models have a tensor."""
     store = Store(ROUTERS | {"layers.1.seldom": arange(4)})
-    view = translated(TOY_ADDED_TENSORS, "hub", "always", store, CONFIG_ADDED_TENSORS)
+    view = translated(ROUTED, "hub", "always", store, ROUTED_CONFIG)
     assert view.refusals == ()
     assert fill(store, view.targets["blocks.1.rare"]).tolist() == [0, 1, 2, 3]
 
@@ -447,7 +443,7 @@ dialect stacked
   m.{m} = mlp[f d]
   e.{e} = [l [gate:f | up:f] d]
 """)
-CONFIG_EMPTY_AXES = {"layers": 2, "dense": 0, "experts": 0, "width": 3, "inner": 2}
+WITHOUT_EXPERTS = {"layers": 2, "dense": 0, "experts": 0, "width": 3, "inner": 2}
 NORMS = {f"layers.{i}.norm": arange(3, start=3 * i) for i in range(2)}
 PACKED = {f"norm.{i}": NORMS[f"layers.{i}.norm"] for i in range(2)}
 EMPTY = {"mlp": arange(0, 2, 3), "layers.0.w": arange(0, 4, 3), "layers.1.w": arange(0, 4, 3)}
@@ -455,14 +451,14 @@ EXPERTS = {f"layers.{i}.experts.0.{n}": arange(2, 3, start=50 + 9 * i) for i in 
 
 
 def test_what_an_empty_axis_numbers_does_not_lack() -> None:
-    same(carried(ZERO, "hf", "packed", Store(NORMS), CONFIG_EMPTY_AXES), PACKED)
-    same(carried(ZERO, "packed", "hf", Store(PACKED), CONFIG_EMPTY_AXES), NORMS)
-    same(carried(ZERO, "hf", "stacked", Store(NORMS), CONFIG_EMPTY_AXES), {"norm": torch.stack(list(NORMS.values()))})
-    one = carried(ZERO, "hf", "packed", Store({**NORMS, **EXPERTS}), {**CONFIG_EMPTY_AXES, "experts": 1})
+    same(carried(ZERO, "hf", "packed", Store(NORMS), WITHOUT_EXPERTS), PACKED)
+    same(carried(ZERO, "packed", "hf", Store(PACKED), WITHOUT_EXPERTS), NORMS)
+    same(carried(ZERO, "hf", "stacked", Store(NORMS), WITHOUT_EXPERTS), {"norm": torch.stack(list(NORMS.values()))})
+    one = carried(ZERO, "hf", "packed", Store({**NORMS, **EXPERTS}), {**WITHOUT_EXPERTS, "experts": 1})
     assert set(one) == {*PACKED, "layers.0.w", "layers.1.w"}
 
 
-@pytest.mark.parametrize("config", [CONFIG_EMPTY_AXES, {}])
+@pytest.mark.parametrize("config", [WITHOUT_EXPERTS, {}])
 @pytest.mark.parametrize("target", ["hf", "stacked"])
 def test_an_empty_stack_is_left_out_where_its_axis_is_in_names(config: dict[str, int], target: str) -> None:
     states = {f"optim/{name}/exp_avg": tensor for name, tensor in EMPTY.items()}
@@ -475,12 +471,12 @@ def test_an_empty_stack_is_left_out_where_its_axis_is_in_names(config: dict[str,
 
 
 def test_an_empty_stack_stays_one() -> None:
-    same(carried(ZERO, "packed", "packed", Store({**PACKED, **EMPTY}), CONFIG_EMPTY_AXES), {**PACKED, **EMPTY})
+    same(carried(ZERO, "packed", "packed", Store({**PACKED, **EMPTY}), WITHOUT_EXPERTS), {**PACKED, **EMPTY})
 
 
 def test_an_axis_of_another_size_than_zero_still_lacks() -> None:
     refusal = only_refusal(
-        translated(ZERO, "hf", "packed", Store(NORMS), {**CONFIG_EMPTY_AXES, "dense": 1}), "MISSING_TENSOR"
+        translated(ZERO, "hf", "packed", Store(NORMS), {**WITHOUT_EXPERTS, "dense": 1}), "MISSING_TENSOR"
     )
     assert "mlp (in no layer)" in refusal.message
     refusal = only_refusal(
@@ -492,5 +488,5 @@ def test_an_axis_of_another_size_than_zero_still_lacks() -> None:
 
 def test_a_stack_that_is_not_empty_is_never_left_out() -> None:
     full = {**PACKED, "layers.0.w": arange(1, 4, 3), "layers.1.w": arange(1, 4, 3)}
-    refused = translated(ZERO, "packed", "hf", Store(full), CONFIG_EMPTY_AXES).refusals
+    refused = translated(ZERO, "packed", "hf", Store(full), WITHOUT_EXPERTS).refusals
     assert {each.code for each in refused} == {"SHAPE_MISMATCH"}
