@@ -25,7 +25,7 @@ from transaxle.formats.deepspeed.universal_record import read as read_record
 from transaxle.parallel.cutting import cut_parameters
 from transaxle.parallel.tensor_parallel import tensor_parallel
 from transaxle.parallel.tp_plan import make_plan, read
-from transaxle.parallel.universal_metadata import collect_metadata, record_of, universal_checkpoint_info
+from transaxle.parallel.universal_metadata import collected, record_of, universal_checkpoint_info
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 OURS = [case.name for case in CASES if case.ours]
@@ -38,7 +38,7 @@ def test_the_engine_saves_the_metadata(farm: Farm, name: str) -> None:
     model = as_there(case)
     tied = {"lm_head.weight"} if case.tied else set[str]()
     ranks, cuts = case.launch.tp, make_plan(model, read(model), case.launch.tp, None).cuts
-    info = collect_metadata(
+    info = collected(
         {cut.weight.name: record_of(cut, cut.shares, ranks) for cut in cuts if cut.weight.name not in tied}, ranks
     )
     models = list(farm.checkpoint(name).glob("*/*model_states.pt"))

@@ -37,7 +37,7 @@ class Vocabulary:
     """Number of words; rows after them are padding."""
 
 
-def collect_metadata(
+def collected(
     parameters: Mapping[str, Record | Shape], ranks: int, vocabulary: Vocabulary | None = None
 ) -> dict[str, Any]:
     """Return the metadata of a model as plain data.
@@ -171,7 +171,7 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
     if not parameters:
         raise refuse("UNSUPPORTED", f"this {type(model).__name__} was not cut by tensor_parallel")
     ranks = len(parameters[0][2].positions_by_rank)
-    info = collect_metadata({name: cut.record for name, _, cut in parameters}, ranks)
+    info = collected({name: cut.record for name, _, cut in parameters}, ranks)
     for _, parameter, cut in parameters:
         setattr(parameter, keys.RECORD, cut.record.as_dict())
         setattr(parameter, keys.INFO, info)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.universal_record import Record
-from transaxle.parallel.universal_metadata import collect_metadata
+from transaxle.parallel.universal_metadata import collected
 
 STEPS = 3
 TAG = f"global_step{STEPS}"
@@ -50,7 +50,7 @@ def folder(path: Path, first: float = 1.0) -> Path:
         NAME: [torch.cat([part.chunk(2)[rank] for part in (q, k, v)]) for rank in range(2)],
         NORM: [torch.arange(first, first + 4)] * 2,
     }
-    return save(path, shards, collect_metadata({NAME: RECORD, NORM: (4,)}, 2))
+    return save(path, shards, collected({NAME: RECORD, NORM: (4,)}, 2))
 
 
 def _model(mine: Mapping[str, Tensor], ranks: int, info: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from transaxle.formats.deepspeed.categories import exact_pattern
 from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.deepspeed.spread import Spread, by_widths, fold_dims, same, whole, write_affine
 from transaxle.formats.deepspeed.universal_record import Record, UniversalInfo, read
-from transaxle.parallel.universal_metadata import Vocabulary, collect_metadata
+from transaxle.parallel.universal_metadata import Vocabulary, collected
 
 pytest.importorskip("deepspeed")
 torch = pytest.importorskip("torch")
@@ -246,7 +246,7 @@ def ours_of(made: Model, ranks: int) -> dict[str, Any]:
     for name, parameter in made.named_parameters():
         said = getattr(parameter, keys.RECORD, None)
         found[name] = tuple(parameter.shape) if said is None else read(said, name, ranks)
-    return collect_metadata(found, ranks, Vocabulary([WORDS], ROWS))
+    return collected(found, ranks, Vocabulary([WORDS], ROWS))
 
 
 @pytest.mark.parametrize("ranks", [2])
@@ -277,7 +277,7 @@ def forms_of(info: dict[str, Any], record: Record) -> list[dict[str, Any]]:
 def test_what_we_collect_is_merged_by_deepspeed_and_by_us(layer: str, ranks: int, tmp_path: Path) -> None:
     for name, cut in found(layer, ranks).items():
         record = read(cut.records[0], name, ranks)
-        info = collect_metadata({name: record}, ranks)
+        info = collected({name: record}, ranks)
         if record.spread is None:
             with pytest.raises(TransaxleError, match="UNSUPPORTED"):
                 UniversalInfo(CheckedValue(info, FILE), ranks).spread(
@@ -409,36 +409,36 @@ def test_padded_vocabularies_are_said_by_the_caller() -> None:
         NAME: Record.cut("column", (16, 3), 0, [[8, 8]]),
         "norm.weight": (7,),
     }
-    info = collect_metadata(parameters, 2, Vocabulary([NAME], 13))
+    info = collected(parameters, 2, Vocabulary([NAME], 13))
     assert (info[keys.TRUE_VOCABULARY], info[keys.PADDED_VOCABULARY]) == (13, 16)
     full = np.arange(48).reshape(16, 3)
     for form in (info, {key: value for key, value in info.items() if key != keys.AFFINE}):
         spread = UniversalInfo(CheckedValue(form, FILE), 2).spread(NAME, [(8, 3), (8, 3)])
         np.testing.assert_array_equal(rebuilt(spread, [full[:8], full[8:]]), full[:13])
-    assert keys.PADDED_VOCABULARY not in collect_metadata(parameters, 2, Vocabulary([NAME], 16))
+    assert keys.PADDED_VOCABULARY not in collected(parameters, 2, Vocabulary([NAME], 16))
     with pytest.raises(TransaxleError, match="17 words"):
-        collect_metadata(parameters, 2, Vocabulary([NAME], 17))
+        collected(parameters, 2, Vocabulary([NAME], 17))
     with pytest.raises(TransaxleError, match="no such parameter"):
-        collect_metadata(parameters, 2, Vocabulary(["other"], 13))
+        collected(parameters, 2, Vocabulary(["other"], 13))
     with pytest.raises(TransaxleError, match=r"\[7, 16\]"):
-        collect_metadata(parameters, 2, Vocabulary(parameters, 5))
+        collected(parameters, 2, Vocabulary(parameters, 5))
 
 
 def test_records_of_another_degree_are_refused() -> None:
     with pytest.raises(TransaxleError, match="describes 2 ranks, but the model has 4"):
-        collect_metadata({NAME: Record.cut("column", (16, 3), 0, [[8, 8]])}, 4)
+        collected({NAME: Record.cut("column", (16, 3), 0, [[8, 8]])}, 4)
 
 
 def test_a_row_order_that_the_lists_cannot_say_is_taken_from_the_map() -> None:
     """Only where both mean the same ranks, shape and dim: fused or replicated lists must agree to the letter."""
     order = by_widths((3, 8), 1, [[2, 2], [2, 2]])
-    info = collect_metadata({NAME: Record.placed("row", (3, 8), 1, order)}, 2)
+    info = collected({NAME: Record.placed("row", (3, 8), 1, order)}, 2)
     assert info[keys.ROW_PATTERNS]
     assert same(UniversalInfo(CheckedValue(info, FILE), 2).spread(NAME, order.shards), order)
     del info[keys.UNSUPPORTED_PATTERNS]  # no list of AutoTP's
     with pytest.raises(TransaxleError, match="disagree"):
         UniversalInfo(CheckedValue(info, FILE), 2).spread(NAME, order.shards)
-    lying = collect_metadata({NAME: Record.placed("row", (3, 8), 1, whole((3, 8), 2))}, 2)
+    lying = collected({NAME: Record.placed("row", (3, 8), 1, whole((3, 8), 2))}, 2)
     with pytest.raises(TransaxleError, match="disagree"):
         UniversalInfo(CheckedValue(lying, FILE), 2).spread(NAME, [(3, 8), (3, 8)])
 

@@ -21,7 +21,7 @@ from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.categories import Patterns
 from transaxle.formats.deepspeed.keys import UNIVERSAL
 from transaxle.formats.deepspeed.spread import by_widths, fold_dims, write_affine
-from transaxle.parallel.universal_metadata import collect_metadata
+from transaxle.parallel.universal_metadata import collected
 
 torch = pytest.importorskip("torch")
 
@@ -159,13 +159,13 @@ def test_a_view_of_billions_of_rows_is_not_walked() -> None:
     ],
 )
 def test_malformed_metadata_is_refused(source: Path, name: str, value: object, code: str) -> None:
-    info = collect_metadata({NAME: RECORD, NORM: (4,)}, 2)
+    info = collected({NAME: RECORD, NORM: (4,)}, 2)
     edit(source, MODELS, lying(info | {name: value}))
     refused(source, code)
 
 
 def test_metadata_about_other_shapes_is_refused(source: Path) -> None:
-    info = collect_metadata({NAME: RECORD, NORM: (4,)}, 2)
+    info = collected({NAME: RECORD, NORM: (4,)}, 2)
     params = info[keys.AFFINE][keys.AFFINE_PARAMS]
     first = next(iter(params))
     params[first] = write_affine(by_widths((1 << 40, 4), 0, [[1 << 39, 1 << 39]]))
