@@ -73,6 +73,12 @@ def test_each_condition(
     assert path(dtype, device, features, capability=capability, forced="per_expert").way == "per_expert"
 
 
+def test_a_device_takes_only_so_many_experts() -> None:
+    assert path(torch.bfloat16, CUDA, (24, 16), capability=H200, experts=1023).way == "grouped"
+    found = path(torch.bfloat16, CUDA, (24, 16), capability=H200, experts=1024)
+    assert str(found) == "per_expert (chosen): 1024 experts are more than the 1023 that torch multiplies at once"
+
+
 def test_the_capability_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_capability", lambda index: A100 if index == 1 else H200)
     assert path(torch.bfloat16, torch.device("cuda", 1), (24, 16)).way == "per_expert"
