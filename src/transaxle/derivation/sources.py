@@ -58,7 +58,7 @@ from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.verification import open_pair
 from transaxle.errors import Code, TransaxleError, refuse
 from transaxle.formats.storage.local import storage_error
-from transaxle.formats.store.access import opened_draft
+from transaxle.formats.store.access import open_draft
 from transaxle.formats.store.place import rename_new
 from transaxle.move.workers import limits
 
@@ -358,7 +358,7 @@ def write_table(text: str, path: PathLike, *, overwrite: Overwrite = False) -> N
     target = Path(os.path.realpath(path))
     partial = target.with_name(f".{target.name}.transaxle-partial")
     try:
-        with opened_draft(partial, target) as file:
+        with open_draft(partial, target) as file:
             file.write(text.encode())
         if overwrite:
             partial.replace(target)

@@ -39,7 +39,7 @@ from transaxle.errors import Refusal, Refused, Where, gathered, refuse
 from transaxle.formats.catalog import Fragment, Recoding
 from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.storage import Storage, layer, without_commit
-from transaxle.formats.store.staging import shown
+from transaxle.formats.store.staging import display_path
 from transaxle.move.journal import WHOLE, FinishedTensor, HashingFiles, digest, span_ends
 from transaxle.move.mover import Movement
 from transaxle.move.transfer import Exchange, NoExchange
@@ -497,7 +497,7 @@ def make_report(
     """
     plan = prepared.plan
     return Report(
-        path=shown(target),
+        path=display_path(target),
         format=plan.format,
         dialect=plan.dialect,
         tensors=len(plan.tensors),

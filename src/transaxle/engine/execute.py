@@ -49,9 +49,9 @@ from transaxle.formats.registry import ADAPTER_CONFIG, is_one_file
 from transaxle.formats.storage.copier import Steps
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage, close, is_url, layer
-from transaxle.formats.store.leftovers import sweep_beside
+from transaxle.formats.store.leftovers import clean_target
 from transaxle.formats.store.service import address, local_path
-from transaxle.formats.store.staging import Staging, shared_staging_at, shown, staging_at, takes_parts
+from transaxle.formats.store.staging import Staging, display_path, shared_staging_at, staging_at, takes_parts
 from transaxle.move.journal import FinishedTensor, Journal, Task, digest, digest_in, join_hashes, refuse_other_task
 from transaxle.move.transfer import StepWritable, Writable
 from transaxle.move.workers import Limits, Progress, limits, no_progress
@@ -225,7 +225,7 @@ def _check_place(
             return True
         raise
     if resume and isinstance(staging, Staging):
-        refuse_other_task(staging.scratch, task, shown(target))
+        refuse_other_task(staging.scratch, task, display_path(target))
     return False
 
 
@@ -411,7 +411,7 @@ def execute(
         storage.recheck()
         resumed, changed = len(plan.tensors), value_errors(prepared, cleared.errors, measured)
         single = is_one_file(target) if takes_parts(target) else not Path(target).is_dir()
-        leftovers = sweep_beside(target)
+        leftovers = clean_target(target)
     else:
         measured = prove(part, storage, recoding, limit, allow_lossy=plan.allow_lossy)
         with staging_at(target, overwrite=overwrite, resume=resume, sync=sync) as staging:
@@ -440,7 +440,7 @@ def _write(
         times: records when tensors are written.
     """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
-    refuse_other_task(staging.scratch, prepared.task, shown(prepared.request[0]))
+    refuse_other_task(staging.scratch, prepared.task, display_path(prepared.request[0]))
     with span("create files"):
         reusable_files = staging.prepare(prepared.draft.files if staging.single is not None else plan.files)
 

@@ -1,8 +1,7 @@
 """Flattens nested state dicts of pickles into leaves, and nests them again.
 
 The walk does not recurse, detects containers that contain themselves, and limits the number of leaves: a few bytes of
-pickle can describe a
-billion leaves by sharing one list many times.
+pickle can describe a billion leaves by sharing one list many times.
 
 A whole checkpoint is one nested state dict, with the model, the optimizer's state, and other items:
 
@@ -55,8 +54,7 @@ def flatten(value: object, file: str) -> list[Leaf]:
     """Return the leaves of an unpickled value, in order.
 
     Dicts, lists and tuples are walked. An empty dict is one leaf, and so is a list or tuple that contains neither
-    tensors
-    nor containers.
+    tensors nor containers.
 
     Args:
         value: plain values and descriptors.

@@ -2,8 +2,7 @@
 
 A model's tensors keep their names; optimizer state is named after its parameter; all other items are named after their
 key path. Nothing is matched by shape or order, and two paths that would get one name are refused. Numbers become
-tensors
-without dims; an optimizer's settings become `groups`. All other values are left behind, and listed.
+tensors without dims; an optimizer's settings become `groups`. All other values are left behind, and listed.
 
 Trainers also save schedulers, counters, the position in the data and averages of the weights, in
 the same dict as the model (torchtitan: `train_state`, `lr_scheduler`, `dataloader`; Lightning: `loops`, `callbacks`,

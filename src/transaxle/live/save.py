@@ -53,7 +53,7 @@ from transaxle.errors import TransaxleError, gathered, refuse
 from transaxle.formats.registry import is_one_file
 from transaxle.formats.storage.local import LocalStorage, read_file
 from transaxle.formats.storage.storage import is_url
-from transaxle.formats.store.staging import Writer, on_this_machine, staging_at
+from transaxle.formats.store.staging import Writer, as_local_path, staging_at
 from transaxle.formats.store.upload import Upload, opens
 from transaxle.formats.training_state import ParamGroup
 from transaxle.live.extra_state import EXTRA, FILE, MODEL, STATE, encode_states, state_of
@@ -766,5 +766,5 @@ def wait_for(target: str) -> None:
 
 
 def _key(target: str) -> tuple[int, str]:
-    place = on_this_machine(target)
+    place = as_local_path(target)
     return os.getpid(), place.rstrip("/") if is_url(place) else os.path.abspath(place)  # noqa: PTH100 - links stay

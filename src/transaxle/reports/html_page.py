@@ -22,7 +22,7 @@ from typing import Any
 
 from transaxle.errors import refuse, shortened
 from transaxle.formats.storage.local import storage_error
-from transaxle.formats.store.access import opened_draft
+from transaxle.formats.store.access import open_draft
 
 MARK = b"<!doctype html><!-- a report of transaxle -->"
 """First bytes of every report; a file that begins otherwise is never replaced."""
@@ -297,7 +297,7 @@ def write_page(html: bytes, path: str, *, overwrite: bool) -> None:
     target = Path(path)
     draft = target.with_name(f".{target.name[:64]}.{os.getpid()}.part")
     try:
-        with opened_draft(draft, target) as file:
+        with open_draft(draft, target) as file:
             file.write(html)
         draft.replace(target)
     except OSError as error:

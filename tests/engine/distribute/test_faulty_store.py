@@ -189,7 +189,7 @@ def test_an_answer_to_the_last_call_that_is_lost_is_no_failure(
     The file is known by its tag; where tags are no sums of bytes, as with some keys, by having another one than before.
     """
     if not foretold:
-        monkeypatch.setattr(multipart, "completed_tag", lambda _tags: None)
+        monkeypatch.setattr(multipart, "expected_tag", lambda _tags: None)
     source, proxy.delay = many(tmp_path / "source", 12), 1.5
     plan = done_but_for_the_end(bucket, source)
     proxy.fails = fails = Completions(proxy, first, following)
@@ -234,11 +234,11 @@ def test_a_file_of_before_is_not_taken_for_the_one_that_was_sent(
     """The upload is gone, and at its place is another one with as many parts, its tag foretold or not."""
     path, client = f"{bucket.name}/file", S3Multipart(Service(f"{bucket.url}/file"))
     assert proxy.failed == 0
-    monkeypatch.setattr(multipart, "_LOOKS", 2)
+    monkeypatch.setattr(multipart, "_MAX_CHECKS", 2)
     rng = np.random.default_rng(0)
     for foretold in (True, False):
         if not foretold:
-            monkeypatch.setattr(multipart, "completed_tag", lambda _tags: None)
+            monkeypatch.setattr(multipart, "expected_tag", lambda _tags: None)
         first, second = client.begin_upload(path, "file"), client.begin_upload(path, "file")
         before = rng.bytes(1000)
         client.complete(path, first, [client.send_part(path, first, 1, before, "file")], "file")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from transaxle.formats.pickled.descriptors import Global
-from transaxle.formats.pickled.interpreter import Bounds, PersistentId, Pickled, read_pickle
+from transaxle.formats.pickled.interpreter import Bounds, PersistentId, UnpickledValue, read_pickle
 from transaxle.formats.pickled.writer import write_pickle
 
 FILE, RECORD = "model.pt", "data.pkl"
@@ -41,7 +41,7 @@ def call(module: str, attribute: str, *args: Any, opcode: bytes = b"R") -> bytes
     return name(module, attribute) + b"(" + parts + b"t" + opcode
 
 
-def read(data: bytes, *, bounds: Bounds | None = None, persistent: PersistentId | None = None) -> Pickled:
+def read(data: bytes, *, bounds: Bounds | None = None, persistent: PersistentId | None = None) -> UnpickledValue:
     if persistent is None:
         return read_pickle(data, file=FILE, record=RECORD, bounds=bounds)
     return read_pickle(data, file=FILE, record=RECORD, bounds=bounds, persistent=persistent)

@@ -20,7 +20,7 @@ from transaxle.formats.pickled import scan
 from transaxle.formats.pickled.allowed import ALLOWED
 from transaxle.formats.pickled.descriptors import Key, Object
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
-from transaxle.formats.pickled.scan import Graph, Unread, scanned
+from transaxle.formats.pickled.scan import Graph, Unread, scan_pickle
 
 MEMORY = 1 << 24
 SCANNED = b"(]}aseutbR\x81\x85\x86\x87)NKMJX\x8c\x8d\x8aG\x88\x89qrhj\x94\x93c\x80\x95"
@@ -40,7 +40,7 @@ plain = st.recursive(
 
 
 def by_scan(data: bytes, memory: int = MEMORY) -> Any:
-    with scanned(data, ALLOWED, memory) as graph:
+    with scan_pickle(data, ALLOWED, memory) as graph:
         return graph.value(graph.root)
 
 
@@ -229,14 +229,14 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_compiler
 def test_columns() -> None:
     rows = [torch.Size(()), torch.Size((1, 2)), torch.Size((2**40,)), torch.Size((3, 4))]
-    with scanned(pickle.dumps([*rows, rows[1]], 4), ALLOWED, MEMORY) as graph:
+    with scan_pickle(pickle.dumps([*rows, rows[1]], 4), ALLOWED, MEMORY) as graph:
         (elements,) = graph.lists(np.array([graph.root], np.uint32))
         assert graph.sizes(elements).rows() == [(), (1, 2), (2**40,), (3, 4), (1, 2)]
         with pytest.raises(Unread):
             graph.integers(elements)
         with pytest.raises(Unread):
             graph.texts(elements)
-    with scanned(pickle.dumps([OrderedDict(), 1], 4), ALLOWED, MEMORY) as graph:
+    with scan_pickle(pickle.dumps([OrderedDict(), 1], 4), ALLOWED, MEMORY) as graph:
         (elements,) = graph.lists(np.array([graph.root], np.uint32))
         with pytest.raises(Unread):
             graph.sizes(elements)

@@ -13,7 +13,7 @@ import pytest
 import transaxle as tx
 from tests.checkpoints import tiny
 from transaxle.derivation.sources import write_table
-from transaxle.formats.store.access import Access, access_of, give
+from transaxle.formats.store.access import Access, access_of, set_access
 from transaxle.formats.store.staging import Staging
 from transaxle.reports.html_page import MARK, write_page
 
@@ -151,9 +151,9 @@ def test_a_group_that_cannot_be_kept_gets_what_others_have(tmp_path: Path, monke
     path.touch()
     own = access_of(path)
     for before, after in ((0o640, 0o600), (0o664, 0o644), (0o604, 0o604), (0o600, 0o600)):
-        give(path, Access(before, own.owner, own.group + 1, (None, None)))
+        set_access(path, Access(before, own.owner, own.group + 1, (None, None)))
         assert mode(path) == after
-        give(path, Access(before, own.owner, own.group, (None, None)))
+        set_access(path, Access(before, own.owner, own.group, (None, None)))
         assert mode(path) == before
 
 

@@ -17,7 +17,7 @@ import transaxle as tx
 from tests import checkpoints
 from transaxle.errors import UsageError
 from transaxle.formats.store import place
-from transaxle.formats.store.place import LocalFolder, irreplaceable, strangers
+from transaxle.formats.store.place import LocalFolder, foreign_files, irreplaceable
 
 DEEPSPEED = (
     "latest", "zero_to_fp32.py", "global_step7/mp_rank_00_model_states.pt",
@@ -57,14 +57,14 @@ def put(folder: Path, *names: str) -> Path:
 @pytest.mark.parametrize("peer", PEERS)
 def test_what_peers_write_belongs_to_them(tmp_path: Path, peer: str) -> None:
     folder = put(tmp_path / "out", *PEERS[peer])
-    assert strangers(LocalFolder(folder)) == []
+    assert foreign_files(LocalFolder(folder)) == []
     assert irreplaceable(LocalFolder(folder), True) == ("", "")
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_what_is_somebodys_own_does_not(tmp_path: Path, name: str) -> None:
     folder = put(tmp_path / "out", "model.safetensors", "latest", "global_step7/mp_rank_00_model_states.pt", name)
-    found = strangers(LocalFolder(folder))
+    found = foreign_files(LocalFolder(folder))
     top = name.partition("/")[0]
     assert found == [name if top in (name, "optimizer", "global_step7") else f"{top}/"]
     reason, hint = irreplaceable(LocalFolder(folder), True)
@@ -85,7 +85,7 @@ def test_links_empty_folders_and_pipes(tmp_path: Path) -> None:
     (folder / "mine").mkdir()
     (folder / "global_step1").symlink_to(tmp_path)
     os.mkfifo(folder / "config.json")
-    assert strangers(LocalFolder(folder)) == ["config.json", "elsewhere", "global_step1", "mine/"]
+    assert foreign_files(LocalFolder(folder)) == ["config.json", "elsewhere", "global_step1", "mine/"]
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp:hf", "torch:hf", "safetensors:identity", "deepspeed-universal:hf"])
@@ -99,7 +99,7 @@ def test_what_we_write_belongs_to_us(tmp_path: Path, to: str) -> None:
     out = tmp_path / "out"
     tx.convert(source, out, to=to, optimizer=True)
     assert (out / "README.md").exists()
-    assert strangers(LocalFolder(out)) == []
+    assert foreign_files(LocalFolder(out)) == []
     tx.convert(source, out, to=to, overwrite=True)
     (out / "README.md").write_text("what I found out")
     with pytest.raises(UsageError, match=r"README\.md belongs"):
@@ -112,10 +112,10 @@ def test_a_manifest_that_claims_what_is_not_its_own(tmp_path: Path) -> None:
     out = put(tmp_path / "out", "model.safetensors", "thesis.tex", ".git/HEAD")
     record = {"size": 1, "head": 1, "xxh3": "0" * 32}
     (out / "transaxle.json").write_text(json.dumps({"files": {"thesis.tex": record, ".git/HEAD": record}}))
-    assert strangers(LocalFolder(out)) == [".git/HEAD", "thesis.tex"]
+    assert foreign_files(LocalFolder(out)) == [".git/HEAD", "thesis.tex"]
     for text in ("{", "[]", "\0", '{"files": 3}'):
         (out / "transaxle.json").write_text(text)
-        assert strangers(LocalFolder(out)) == [".git/", "thesis.tex"]
+        assert foreign_files(LocalFolder(out)) == [".git/", "thesis.tex"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -17,7 +17,7 @@ from tests.formats.hub_server import SIGNATURE, TOKEN, Handler, Hub, files_of
 from tests.work import peak
 from transaxle.errors import TransaxleError
 from transaxle.formats.store import hub as hub_requests
-from transaxle.formats.store.hub import ATTEMPTS, LONGEST_WAIT, HubService, redirected
+from transaxle.formats.store.hub import ATTEMPTS, LONGEST_WAIT, HubService, redirect_target
 
 NAME = "owner/tiny-qwen3"
 BLOCK = b"\0" * (1 << 20)
@@ -66,7 +66,7 @@ def opened_and_read() -> bytes:
     ],
 )
 def test_redirects_that_are_followed(before: str, after: str) -> None:
-    assert redirected(before, after).startswith(("http://", "https://"))
+    assert redirect_target(before, after).startswith(("http://", "https://"))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_redirects_that_are_followed(before: str, after: str) -> None:
     ],
 )
 def test_redirects_that_are_refused(before: str, after: str) -> None:
-    error = refused(lambda: redirected(before, after))
+    error = refused(lambda: redirect_target(before, after))
     assert (error.code, bool(error.hint)) == ("IO", True)
 
 
@@ -279,7 +279,7 @@ def test_nobody_waits_for_hours(hub: Hub, local: Path, waits: list[float]) -> No
 
 def test_a_server_that_stalls(hub: Hub, local: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """One that sends a little again and again has a time too."""
-    monkeypatch.setattr(hub_requests, "_LONGEST_ANSWER", -1.0)
+    monkeypatch.setattr(hub_requests, "_MAX_SECONDS", -1.0)
     assert "has not sent" in str(refused(opened_and_read))
 
 

@@ -48,7 +48,7 @@ def test_any_reads_in_any_memory(reads: list[tuple[int, int]], memory: int) -> N
         size = min(size, len(DATA) - offset)
         largest = max(largest, size)
         assert read(ahead, offset, size) == DATA[offset : offset + size]
-        assert ahead._held <= max(memory, largest)
+        assert ahead._cached_bytes <= max(memory, largest)
 
 
 def test_a_file_read_in_order_is_asked_for_once() -> None:
@@ -100,6 +100,6 @@ def test_threads_in_little_memory() -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda offset: read(ahead, offset, 30_000), offsets))
     assert all(data == DATA[offset : offset + 30_000] for offset, data in zip(offsets, found, strict=True))
-    assert ahead._held <= 100_000 + 8 * 30_000
+    assert ahead._cached_bytes <= 100_000 + 8 * 30_000
     ahead.clear()
-    assert ahead._held == 0
+    assert ahead._cached_bytes == 0

@@ -9,7 +9,7 @@ import pytest
 from transaxle.errors import without_secrets
 from transaxle.formats.storage.storage import is_url
 from transaxle.formats.store.service import harmless, local_path
-from transaxle.formats.store.staging import shown
+from transaxle.formats.store.staging import display_path
 
 SECRET = "sEcReT"
 
@@ -22,7 +22,7 @@ def test_urls(path: str) -> None:
 @pytest.mark.parametrize("path", ["", "a/b", "/a://b", "1://x", "C:\\x", "a:b", "simplecache::s3://x", "ä://x"])
 def test_paths(path: str) -> None:
     assert not is_url(path)
-    assert shown(path) == path
+    assert display_path(path) == path
 
 
 def test_local_files() -> None:
@@ -43,7 +43,7 @@ def test_local_files() -> None:
     ],
 )
 def test_shown(url: str, expected: str) -> None:
-    assert shown(url) == expected
+    assert display_path(url) == expected
 
 
 @pytest.mark.parametrize(

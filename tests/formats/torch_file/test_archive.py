@@ -251,7 +251,7 @@ def test_zip64(tmp_path: Path, sizes: Sequence[int]) -> None:
     layout = lay_out(FOLDER, [ZipItem(f"data/{at}", size) for at, size in enumerate(sizes)])
     with (tmp_path / FILE).open("wb") as file:
         file.truncate(layout.size)
-        for offset, data in layout.known:
+        for offset, data in layout.fragments:
             file.seek(offset)
             file.write(data)
     storage = LocalStorage(tmp_path)

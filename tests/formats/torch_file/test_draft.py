@@ -55,8 +55,8 @@ def laid_out(data: bytes) -> bytes:
         items = [ZipItem(info.filename.partition("/")[2], info.file_size, theirs.read(info)) for info in infos]
     layout = lay_out(folder, items)
     out = bytearray(layout.size)
-    for offset, known in layout.known:
-        out[offset : offset + len(known)] = known
+    for offset, fragments in layout.fragments:
+        out[offset : offset + len(fragments)] = fragments
     assert all(offset % ALIGNMENT == 0 for offset in layout.offsets)
     return bytes(out)
 

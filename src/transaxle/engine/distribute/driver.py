@@ -43,7 +43,7 @@ from transaxle.formats.checksums import Witness
 from transaxle.formats.storage.local import storage_error
 from transaxle.formats.storage.storage import is_url, layer
 from transaxle.formats.store.place import ITEMS
-from transaxle.formats.store.staging import Staging, shared_staging_at, shown
+from transaxle.formats.store.staging import Staging, display_path, shared_staging_at
 from transaxle.move.journal import (
     FinishedTensor,
     ItemResult,
@@ -196,7 +196,7 @@ def begin(plan: WorkPlan, prepared: Prepared, stage: SharedStage) -> dict[int, I
     """
     if not isinstance(stage, Staging):
         return _begin_upload(plan, prepared, stage)
-    refuse_other_task(stage.scratch, plan.task, shown(plan.order.target))
+    refuse_other_task(stage.scratch, plan.task, display_path(plan.order.target))
     existing_files = stage.prepare(_files(prepared, stage))
     write_fragments(stage, prepared.draft.early_fragments())
     Journal(stage.scratch, plan.task).close()
@@ -215,7 +215,7 @@ def _begin_upload(plan: WorkPlan, prepared: Prepared, stage: SharedUpload) -> di
     stage.prepare(_files(prepared, stage))
     write_fragments(stage, prepared.draft.early_fragments())
     results = {}
-    for number, result in results_on(stage, stage.begun.token).items():
+    for number, result in results_on(stage, stage.record.token).items():
         if _belongs_to_item(plan, prepared, number, result) and stage.holds(result.sent):
             results[number] = result
         else:
@@ -647,7 +647,7 @@ def _in_parts(cleared: CheckedPlan, limit: Limits, *, sync: bool) -> WorkPlan:
     target, overwrite, resume = cleared.request
     count = max(1, min(_MOST, -(-sizes_of(cleared, ())[0] // ITEM)))
     stage = shared_staging_at(target, overwrite=overwrite, resume=resume, sync=sync)
-    unfinished = stage.hidden.begun() if resume and not isinstance(stage, Staging) else None
+    unfinished = stage.hidden.upload_record() if resume and not isinstance(stage, Staging) else None
     if unfinished is not None and unfinished.items and task_from(unfinished.task).key == cleared.task.key:
         count = unfinished.items
     source, to = cleared.checkpoint.path, f"{cleared.plan.format}:{cleared.plan.dialect}"

@@ -28,7 +28,7 @@ from transaxle.move.journal import ItemResult, Task, digest, item_file, parse_re
 if TYPE_CHECKING:
     from transaxle.formats.store.multipart import StoredPart
     from transaxle.formats.store.shared_upload import FileSender, SharedUpload
-    from transaxle.formats.store.unfinished_uploads import BegunUpload
+    from transaxle.formats.store.unfinished_uploads import UploadRecord
     from transaxle.move.transfer import Writable
 
 _BEGIN = "Begin it:  transaxle work PLAN --begin."
@@ -173,8 +173,8 @@ class _ServicePlace:
         """See `WorkPlace`."""
         self._current_upload()
 
-    def _current_upload(self) -> BegunUpload:
-        started_upload = self._upload.hidden.begun()
+    def _current_upload(self) -> UploadRecord:
+        started_upload = self._upload.hidden.upload_record()
         if started_upload is None:
             raise _not_begun(self._plan)
         _refuse_other(self._plan, task_from(started_upload.task).key)
@@ -205,11 +205,11 @@ class _ServicePlace:
         finally:
             files.close()
 
-    def _parts_on_service(self, started_upload: BegunUpload, item: WorkItem) -> Mapping[str, Mapping[int, StoredPart]]:
+    def _parts_on_service(self, started_upload: UploadRecord, item: WorkItem) -> Mapping[str, Mapping[int, StoredPart]]:
         """Return the stored parts of each file, of workers that left no result; each file is asked about only once."""
         for file in item.files:
             if (started_upload.token, file) not in self._part_cache and file in started_upload.uploads:
-                parts = self._upload.calls.stored_parts(started_upload.places[file], started_upload.uploads[file], file)
+                parts = self._upload.calls.list_parts(started_upload.places[file], started_upload.uploads[file], file)
                 self._part_cache[started_upload.token, file] = parts or {}
         return {file: self._part_cache.get((started_upload.token, file), {}) for file in item.files}
 

@@ -42,7 +42,7 @@ from transaxle.formats.pickled.writer import Streamed, write_pickle
 from transaxle.formats.registry import DCP
 from transaxle.formats.shards import refuse_many
 from transaxle.formats.torch_file.archive import ALIGNMENT, ZipItem, lay_out
-from transaxle.formats.torch_file.draft import saved, surround
+from transaxle.formats.torch_file.draft import lay_out_value, settings_to_save
 from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, VERSION
 from transaxle.formats.training_state import PARAMS, KeyPath, ParamGroup, join_path
 
@@ -86,7 +86,7 @@ def frame(dtype: DType, shape: tuple[int, ...], size: int) -> ArchiveFrame:
         ZipItem(f"{DATA}{_KEY}", size, None if size else b""),
         ZipItem(VERSION, len(_VERSION), _VERSION),
     ]
-    frame_pieces = [data for _, data in lay_out(_FOLDER, items).known]
+    frame_pieces = [data for _, data in lay_out(_FOLDER, items).fragments]
     return ArchiveFrame(frame_pieces[0], frame_pieces[1]) if size else ArchiveFrame(b"", frame_pieces[0])
 
 
@@ -453,8 +453,8 @@ def _objects(
             continue
         if repr(value) not in shared_archives:
             storages: list[int | bytes] = []
-            layout = surround(METADATA, saved(value, storages), storages)
-            shared_archives[repr(value)] = files.keep(b"".join(data for _, data in layout.known))
+            layout = lay_out_value(METADATA, settings_to_save(value, storages), storages)
+            shared_archives[repr(value)] = files.keep(b"".join(data for _, data in layout.fragments))
         objects.append((path, shared_archives[repr(value)]))
     return objects
 

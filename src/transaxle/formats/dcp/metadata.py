@@ -31,7 +31,7 @@ from transaxle.formats.flattened_state import optimizer_path
 from transaxle.formats.pickled.allowed import ALLOWED, INERT, GlobalRule, Names
 from transaxle.formats.pickled.descriptors import DType, Global, Key, Object
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
-from transaxle.formats.pickled.scan import NONE, Graph, Sizes, Unread, scanned
+from transaxle.formats.pickled.scan import NONE, Graph, Sizes, Unread, scan_pickle
 from transaxle.formats.registry import DCP_DATA, DCP_METADATA, without_gc
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state import GROUPS, KeyPath, join_path
@@ -243,7 +243,7 @@ def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem
 
 
 def _scan_columns(data: bytes, memory: int) -> tuple[_Columns, _PartColumns]:
-    with scanned(data, NAMES, memory) as graph:
+    with scan_pickle(data, NAMES, memory) as graph:
         return _columns(graph)
 
 

@@ -527,14 +527,14 @@ def buffers(
     entries: dict[str, Entry] = {}
     for name, tensor in quantized.items():
         try:
-            metadata.setdefault(NOTE, {})[name] = tensor.kind.said(old=old)
+            metadata.setdefault(NOTE, {})[name] = tensor.kind.describe(old=old)
         except ViewFault as fault:
             faults.add(fault.code, fault.message, file, name, fault.hint)
             continue
         for end, entry in tensor.parts.items():
             if name + end in plain or name + end in entries:
                 faults.add("NAME_COLLISION", TAKEN, file, name + end)
-            dtype = tensor.kind.stored(old=old) if end == CODES else entry.dtype
+            dtype = tensor.kind.stored_code(old=old) if end == CODES else entry.dtype
             entries[name + end] = msgspec.structs.replace(entry, name=name + end, dtype=dtype)
         if tensor.unread:
             unread = {name + end: reason for end, reason in tensor.unread.items()}

@@ -60,7 +60,7 @@ from transaxle.formats.deepspeed.universal_record import UniversalInfo
 from transaxle.formats.flattened_state import flatten
 from transaxle.formats.registry import HERE, sort_sidecars
 from transaxle.formats.storage.storage import Storage
-from transaxle.formats.torch_file.saved import copied
+from transaxle.formats.torch_file.saved import find_copies
 from transaxle.formats.training_state import LEFT_BEHIND, OPTIMIZER, RUN, Leaf, ParamGroup, arrange, join_path
 
 _LARGEST = 64 << 20
@@ -355,7 +355,7 @@ def _refuse_copies(storage: Storage, models: _Models, states: _States) -> None:
         own_parts = [
             each for at, each in enumerate(parts) if each.stage == 3 and any(size > at * n for size, n in widths)
         ]
-        for file, first in copied(storage, [(each.file, each.checksums) for each in own_parts]):
+        for file, first in find_copies(storage, [(each.file, each.checksums) for each in own_parts]):
             message = f"it is a copy of {first}, though each rank has its own part of the optimizer's buffers"
             faults.add("CORRUPT", message, file, hint="Copy this rank's own file from where it was saved.")
     if faults:

@@ -27,7 +27,7 @@ from transaxle.formats.deepspeed.rank_files import CLASS, CLIENT, FIELDS
 from transaxle.formats.pickled.allowed import ALLOWED
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap
 from transaxle.formats.storage.storage import is_plain
-from transaxle.formats.torch_file.draft import reference, surround
+from transaxle.formats.torch_file.draft import lay_out_value, reference
 from transaxle.formats.training_state import MEGATRON, OPTIMIZER
 
 MODEL_FILES = (f"mp_rank_00{keys.MODEL_END}", f"zero_pp_rank_0_mp_rank_00{keys.MODEL_END}")
@@ -90,11 +90,11 @@ def draft(
         value: object = reference(spec.dtype, shape, 0)
         if state != keys.STEP:
             value = {**_hint_fields(spec, parameter, hints, faults), keys.PARAM: value}
-        layout = surround(file, value, [nbytes(spec.dtype, shape)])
+        layout = lay_out_value(file, value, [nbytes(spec.dtype, shape)])
         extent = Extent((0,) * len(shape), shape, file, layout.offsets[0])
         entries[spec.name] = Entry(spec.name, spec.dtype, shape, (extent,))
         files[file] = layout.size
-        fragments.extend(Fragment(file, at, data) for at, data in layout.known)
+        fragments.extend(Fragment(file, at, data) for at, data in layout.fragments)
     step = None if read is None else _common_step(facts, tensors, read, faults)
     if faults:
         raise faults.error()
@@ -205,11 +205,11 @@ def _small_files(
         step_bytes.append(data)
         step_state[keys.STEP] = reference(spec.dtype, (), 0)
     file = f"{folder}/{keys.ZERO_FOLDER}/{keys.OPTIMIZER_FILE}"
-    layout = surround(file, _settings(facts, step_state), step_bytes)
-    yield file, [data for _, data in layout.known]
+    layout = lay_out_value(file, _settings(facts, step_state), step_bytes)
+    yield file, [data for _, data in layout.fragments]
     for name in MODEL_FILES:
         file = f"{folder}/{name}"
-        yield file, [data for _, data in surround(file, _model(facts, tensors), []).known]
+        yield file, [data for _, data in lay_out_value(file, _model(facts, tensors), []).fragments]
     yield keys.LATEST_UNIVERSAL, [folder.encode()]
 
 

@@ -1,7 +1,7 @@
-"""The table of globals that a pickle may name; every entry only describes, or checks arguments.
+"""The table of globals (classes and functions) that a pickle may name; entries only describe calls, and run nothing.
 
-One table serves every format: since nothing in it acts, a name that only one format uses harms no other. A global that
-is not listed refuses the pickle, however harmless it may be.
+One table serves all formats: as no entry has effects, a name for one format is harmless in the others. A global that
+is not in the table makes the pickle refused, however harmless it may be.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from transaxle.formats.pickled.descriptors import NOTHING, DType, StorageType
 
 
 class GlobalRule(msgspec.Struct, frozen=True, eq=False):
-    """How an allowed global is represented."""
+    """How an allowed global, or a call of it, is represented."""
 
     value: Any = NOTHING
-    """The value that the name itself stands for; NOTHING: a `Global`."""
+    """Value that replaces the global itself; NOTHING: a `Global`."""
     build: Build | None = None
-    """Builds the result of a call; None: an `Object` that describes the call."""
+    """Function that builds the result of a call; None: an `Object` that describes the call."""
 
 
 Names = Mapping[tuple[str, str], GlobalRule]
 """(module, qualified name) -> rule."""
 
 INERT = GlobalRule()
-"""A class or function that is kept as a description only."""
+"""Rule of a class or function of which only a description is kept."""
 MEMBER = GlobalRule()
-"""`getattr`: gives a bound class method if that is in the table under its qualified name."""
+"""Rule of `getattr`: the attribute must be a method that is in the table under its qualified name."""
 
 DTYPES = (
     "float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32", "int64", "int32", "int16",
@@ -40,7 +40,7 @@ DTYPES = (
     "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16",
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
 )  # fmt: skip
-"""All of torch 2.13, and what earlier releases had."""
+"""Names of torch's dtypes, as of torch 2.13 and earlier releases."""
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "ComplexDoubleStorage": "complex128", "ComplexFloatStorage": "complex64", "LongStorage": "int64",
@@ -107,7 +107,7 @@ TENSORS = frozenset(
     + [("torch.nn.parameter", name) for name in _TORCH["torch.nn.parameter"]]
     + list(transformer_engine.TENSORS)
 )
-"""Globals whose calls give tensors other than plain views of a storage."""
+"""Globals whose calls return tensors that are not plain views of a storage."""
 
 
 def _inert(table: Mapping[str, Iterable[str]]) -> Iterator[tuple[tuple[str, str], GlobalRule]]:
@@ -116,7 +116,7 @@ def _inert(table: Mapping[str, Iterable[str]]) -> Iterator[tuple[tuple[str, str]
             yield (module, name), INERT
 
 
-def _built() -> dict[tuple[str, str], GlobalRule]:
+def _builders() -> dict[tuple[str, str], GlobalRule]:
     builds: dict[tuple[str, str], Build] = {
         ("_codecs", "encode"): builders.octets,
         ("builtins", "bytearray"): builders.octets,
@@ -128,7 +128,7 @@ def _built() -> dict[tuple[str, str], GlobalRule]:
         ("collections", "OrderedDict"): builders.ordered_map,
         ("collections", "Counter"): builders.ordered_map,
         ("collections", "defaultdict"): builders.default_map,
-        ("copyreg", "_reconstructor"): builders.reconstructed,
+        ("copyreg", "_reconstructor"): builders.describe_reconstructor,
         ("numpy.core.multiarray", "scalar"): builders.numpy_scalar,
         ("numpy._core.multiarray", "scalar"): builders.numpy_scalar,
         ("torch", "Size"): builders.size,
@@ -163,6 +163,6 @@ _TABLES = (_PYTHON, _NUMPY, _TORCH, _DEEPSPEED, transformer_engine.INERT)
 ALLOWED: Names = {
     **dict(row for table in _TABLES for row in _inert(table)),
     **dict(_values()),
-    **_built(),
+    **_builders(),
 }
-"""Every global that a pickle may name."""
+"""All globals that a pickle may name."""

@@ -1,6 +1,6 @@
-"""Builders: what well-known calls in a pickle amount to; each checks its arguments and returns plain data.
+"""Builders of the results of well-known calls in a pickle; each checks the arguments and returns plain data.
 
-None of them calls what the pickle names. A builder that is given arguments its function never takes refuses the pickle.
+No builder calls the function that the pickle names. Arguments that the function never has make the pickle refused.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Tensor = TensorRef | Object | Quantized
 
 
 class Caller(Protocol):
-    """The parts of the machine that a builder may use."""
+    """The interface of the interpreter for builders."""
 
     def call(self, function: object, args: object) -> Any:
-        """Describe the call of another global."""
+        """Return the result or description of a call of another global."""
 
     def charge(self, amount: int) -> None:
-        """Subtract the bytes of a copy from the budget."""
+        """Subtract the bytes of a copy from the memory budget."""
 
 
 Build = Callable[[Global, Args, Caller], Any]
-"""(the function, its arguments, the machine) -> its result."""
+"""`build(function, arguments, caller)`: return the result of the call."""
 
 MAX_DIMS = 64
 _MAX_COUNT = 2**63 - 1
@@ -47,8 +47,8 @@ _PLAIN_TENSORS = frozenset(
 )
 
 
-def fits(function: Global, args: Args, *lengths: int) -> None:
-    """Refuse a call with a number of arguments that the function never has."""
+def check_length(function: Global, args: Args, *lengths: int) -> None:
+    """Refuse a call whose number of arguments is not one of `lengths`."""
     if len(args) not in lengths:
         raise malformed(f"{function} takes {' or '.join(map(str, lengths))} arguments, not {len(args)}")
 
@@ -57,8 +57,8 @@ def fits(function: Global, args: Args, *lengths: int) -> None:
 
 
 def ordered_map(function: Global, args: Args, caller: Caller) -> OrderedMap:
-    """Make the dict of `OrderedDict()`, `OrderedDict([(key, value), …])` or `Counter({key: count})`."""
-    fits(function, args, 0, 1)
+    """Build the dict of `OrderedDict()`, `OrderedDict([(key, value), …])` or `Counter({key: count})`."""
+    check_length(function, args, 0, 1)
     ordered = OrderedMap()
     argument = args[0] if args else []
     if type(argument) is dict or type(argument) is OrderedMap:
@@ -75,14 +75,14 @@ def ordered_map(function: Global, args: Args, caller: Caller) -> OrderedMap:
 
 
 def default_map(function: Global, args: Args, caller: Caller) -> OrderedMap:
-    """Make the dict of `defaultdict(factory)`; the factory is of no use here."""
-    fits(function, args, 0, 1, 2)
+    """Build the dict of `defaultdict(factory)`; the factory is ignored."""
+    check_length(function, args, 0, 1, 2)
     return ordered_map(function, args[1:], caller)
 
 
 def collection(function: Global, args: Args, caller: Caller) -> Object:
-    """Describe `set([…])`, `frozenset([…])` or `deque([…], length)`: what it holds are its items."""
-    fits(function, args, 0, 1, 2)
+    """Describe `set([…])`, `frozenset([…])` or `deque([…], length)`, with the elements as `items`."""
+    check_length(function, args, 0, 1, 2)
     argument = args[0] if args else []
     if type(argument) not in (list, tuple):
         raise malformed(f"{function} cannot take a {type(argument).__name__}")
@@ -91,8 +91,8 @@ def collection(function: Global, args: Args, caller: Caller) -> Object:
 
 
 def octets(function: Global, args: Args, caller: Caller) -> bytes:
-    """Make the bytes of `_codecs.encode(text, "latin1")`, `bytearray(octets)` or `bytearray(text, "latin-1")`."""
-    fits(function, args, 0, 1, 2)
+    """Build the bytes of `_codecs.encode(text, "latin1")`, `bytearray(octets)` or `bytearray(text, "latin-1")`."""
+    check_length(function, args, 0, 1, 2)
     if not args:
         return b""
     argument = args[0]
@@ -105,16 +105,16 @@ def octets(function: Global, args: Args, caller: Caller) -> bytes:
 
 
 def complex_number(function: Global, args: Args, _: Caller) -> complex:
-    """Make the number of `complex(real, imaginary)`."""
-    fits(function, args, 2)
+    """Build the number of `complex(real, imaginary)`."""
+    check_length(function, args, 2)
     if any(type(number) not in (float, int) for number in args):
         raise malformed(f"{function} needs numbers")
     return complex(float(args[0]), float(args[1]))
 
 
-def reconstructed(function: Global, args: Args, _: Caller) -> Object:
-    """Describe `copyreg._reconstructor(cls, base, state)`, by which protocols 0 and 1 make objects."""
-    fits(function, args, 3)
+def describe_reconstructor(function: Global, args: Args, _: Caller) -> Object:
+    """Describe `copyreg._reconstructor(cls, base, state)`, which creates objects in protocols 0 and 1."""
+    check_length(function, args, 3)
     if type(args[0]) is not Global:
         raise malformed(f"{function} needs a class")
     return Object(args[0], () if args[2] is None else (args[2],), new=True)
@@ -130,7 +130,7 @@ _ORDERS = frozenset({"<", ">", "|", "="})
 
 
 def numpy_scalar(function: Global, args: Args, _: Caller) -> Scalar | Object:
-    """Make the number of `scalar(dtype, octets)`; one of a type without a code stays an object."""
+    """Build the number of `scalar(dtype, octets)`; for a dtype without a code, describe the call."""
     dtype, data = args if len(args) == 2 else (None, None)
     if type(dtype) is not Object or type(data) is not bytes or not dtype.args or type(dtype.state) is not tuple:
         return Object(function, args)
@@ -149,13 +149,13 @@ def numpy_scalar(function: Global, args: Args, _: Caller) -> Scalar | Object:
 
 
 def size(function: Global, args: Args, _: Caller) -> tuple[int, ...]:
-    """Make the tuple of `torch.Size(sizes)`."""
-    fits(function, args, 0, 1)
+    """Build the tuple of `torch.Size(sizes)`."""
+    check_length(function, args, 0, 1)
     return counts(function, "sizes", args[0]) if args else ()
 
 
 def counts(function: Global, noun: str, values: Any) -> tuple[int, ...]:
-    """Return sizes or strides; anything but a short row of counts refuses the pickle."""
+    """Return sizes or strides as a tuple; refuse anything but a short sequence of non-negative integers."""
     if type(values) not in (tuple, list):
         raise malformed(f"{function}: the {noun} must be a list of counts, not a {type(values).__name__}")
     if len(values) > MAX_DIMS:
@@ -188,58 +188,58 @@ def _view(function: Global, args: Args, dtype: object, metadata: object) -> Tens
 
 def tensor(function: Global, args: Args, _: Caller) -> TensorRef:
     """Describe `_rebuild_tensor(storage, offset, size, stride)`."""
-    fits(function, args, 4)
+    check_length(function, args, 4)
     return _view(function, args, None, None)
 
 
 def tensor_v2(function: Global, args: Args, _: Caller) -> TensorRef:
     """Describe `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])`."""
-    fits(function, args, 6, 7)
+    check_length(function, args, 6, 7)
     return _view(function, args, None, args[6] if len(args) > 6 else None)
 
 
 def tensor_v3(function: Global, args: Args, _: Caller) -> TensorRef:
     """Describe `_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])`."""
-    fits(function, args, 7, 8)
+    check_length(function, args, 7, 8)
     if type(args[6]) is not DType:
         raise malformed(f"{function} needs a dtype")
     return _view(function, args, args[6], args[7] if len(args) > 7 else None)
 
 
 def parameter(function: Global, args: Args, _: Caller) -> Tensor:
-    """Describe `_rebuild_parameter(data, requires_grad, hooks[, state])`: a parameter is its tensor."""
-    fits(function, args, 3, 4)
+    """Return the data of `_rebuild_parameter(data, requires_grad, hooks[, state])`."""
+    check_length(function, args, 3, 4)
     return tensor_of(function, args[0])
 
 
 def parameter_class(function: Global, args: Args, _: Caller) -> Tensor:
-    """Describe `Parameter(data, requires_grad)`."""
+    """Return the data of `Parameter(data, requires_grad)`."""
     return tensor_of(function, args[0]) if args else Object(function, new=True)
 
 
-def tensor_of(function: Global, given: object) -> Tensor:
-    """Return what must be a tensor, of whatever kind."""
-    if not isinstance(given, TensorRef | Object | Quantized):
-        raise malformed(f"{function} needs a tensor, not a {type(given).__name__}")
-    return given
+def tensor_of(function: Global, value: object) -> Tensor:
+    """Return a tensor of any kind; refuse other values."""
+    if not isinstance(value, TensorRef | Object | Quantized):
+        raise malformed(f"{function} needs a tensor, not a {type(value).__name__}")
+    return value
 
 
 def of_type(function: Global, args: Args, caller: Caller) -> Tensor:
-    """Describe `_rebuild_from_type_v2(function, type, args, state)`: a tensor with attributes, or of a subclass."""
-    fits(function, args, 4)
+    """Build the tensor of `_rebuild_from_type_v2(function, type, args, state)`, or describe one of a subclass."""
+    check_length(function, args, 4)
     rebuild, kind, inner, state = args
     if type(kind) is not Global or type(rebuild) is not Global:
         raise malformed(f"{function} needs a class")
-    made = tensor_of(function, caller.call(rebuild, inner))
+    tensor = tensor_of(function, caller.call(rebuild, inner))
     if (kind.module, kind.name) in _PLAIN_TENSORS:
-        return made
-    return Object(kind, (made,), state=NOTHING if state is None else state)
+        return tensor
+    return Object(kind, (tensor,), state=NOTHING if state is None else state)
 
 
 def from_cpu(function: Global, args: Args, _: Caller) -> Tensor:
-    """Describe `_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)`: its data."""
-    fits(function, args, 4)
-    made = tensor_of(function, args[0])
+    """Return the data of `_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)`."""
+    check_length(function, args, 4)
+    tensor = tensor_of(function, args[0])
     if type(args[1]) is not DType:
         raise malformed(f"{function} needs a dtype")
-    return replace(made, dtype=args[1]) if type(made) is TensorRef else made
+    return replace(tensor, dtype=args[1]) if type(tensor) is TensorRef else tensor

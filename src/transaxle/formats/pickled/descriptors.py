@@ -1,9 +1,9 @@
-"""What a pickle describes, as plain values: the interpreter makes these, and nothing else.
+"""The values that the interpreter builds from a pickle: plain data, and descriptions of everything else.
 
-Numbers, texts, bytes, lists, tuples and dicts are themselves. A class or function that a pickle names is a `Global`,
-and what would come of calling it is an `Object`: the name, the arguments and the state, side by side. Objects that a
-pickle shares are shared here too, and may hold themselves: whoever walks them keeps count. Faults of a pickle, before
-the file that holds it is known, are here too.
+Numbers, strings, bytes, lists, tuples and dicts are themselves. A class or function that a pickle names is a `Global`,
+and the result of calling it is an `Object`, which has the name, the arguments and the state. Objects that a
+pickle shares are shared here too, and may contain themselves, so code that walks them must count. The exceptions for
+faults of a pickle are here too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CODES: Mapping[str, str] = {
     "complex64": "C64", "float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0",
     "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float4_e2m1fn_x2": "F4",
 }  # fmt: skip
-"""torch's dtype name -> safetensors code, where there is one; any other type is called by torch's name in capitals."""
+"""torch's dtype name -> safetensors code; other dtypes have torch's name in capitals as code."""
 
 
 class Global(msgspec.Struct, frozen=True):
@@ -36,25 +36,25 @@ class Global(msgspec.Struct, frozen=True):
 
 
 class DType(msgspec.Struct, frozen=True):
-    """A torch dtype, e.g. `float32`."""
+    """A torch dtype, such as `float32`."""
 
     name: str
 
     @property
     def code(self) -> str:
-        """Safetensors code; torch's name in capitals where there is none."""
+        """Safetensors code; without one, torch's name in capitals."""
         return CODES.get(self.name, self.name.upper())
 
 
 class StorageType(msgspec.Struct, frozen=True):
-    """A torch storage class, e.g. `torch.FloatStorage`."""
+    """A torch storage class, such as `torch.FloatStorage`."""
 
     dtype: DType | None
-    """Type of its elements; None for untyped bytes."""
+    """Dtype of its elements; None for untyped bytes."""
 
 
 class Nothing:
-    """The type of `NOTHING`: an object to which BUILD gave no state (None is a state)."""
+    """The type of `NOTHING`, which marks an object without state (None is a state)."""
 
     __slots__ = ()
 
@@ -66,92 +66,92 @@ NOTHING = Nothing()
 
 
 class OrderedMap(dict[Any, Any]):
-    """A dict that a pickle made by calling `OrderedDict` or its like; it may carry attributes."""
+    """A dict that a pickle creates by calling `OrderedDict` or a similar class; it may have attributes."""
 
     __slots__ = ("state",)
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.state: object = NOTHING
-        """Attributes, such as `_metadata` of a torch state dict."""
+        """Attributes of the dict, such as `_metadata` of a torch state dict; NOTHING without any."""
 
 
 class Object(msgspec.Struct, eq=False):
-    """What would come of calling a global. Equal only to itself, so it may be the key of a dict."""
+    """Description of the result of calling a global. Equal only to itself, so it can be the key of a dict."""
 
     cls: Global
-    """Class or function."""
+    """Class or function that is called."""
     args: tuple[Any, ...] = ()
-    """Its positional arguments."""
+    """Positional arguments of the call."""
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Its keyword arguments."""
+    """Keyword arguments of the call."""
     state: object = NOTHING
-    """What BUILD gave it: for most classes, a dict of attributes."""
+    """State set by the opcode BUILD: for most classes, a dict of attributes."""
     items: list[Any] = msgspec.field(default_factory=list)
-    """What was appended or added to it."""
+    """Items appended or added to the object."""
     pairs: dict[Any, Any] = msgspec.field(default_factory=dict)
-    """What was set in it by key."""
+    """Items set in the object by key."""
     new: bool = False
-    """Made by the class's `__new__`, not by a call."""
+    """Whether the object is created by the class's `__new__` instead of a call."""
 
 
 class Persistent(msgspec.Struct, eq=False):
-    """A reference to something outside the pickle, which no reader has resolved."""
+    """A persistent id, which refers to an object outside the pickle, not resolved."""
 
     pid: object
 
 
 class Key(msgspec.Struct, eq=False):
-    """A key of a dict that is no plain scalar, a tuple for example: kept as it is, never hashed."""
+    """A dict key that is not a plain scalar, such as a tuple; its value is never hashed."""
 
     value: object
 
 
 class TensorRef(msgspec.Struct, eq=False):
-    """A strided view of a storage. Counts are in elements, as torch gives them."""
+    """A strided view of a storage. Offset, shape and strides are in torch's elements."""
 
     storage: object
-    """What the persistent id of the storage was resolved to."""
+    """The storage: the value to which its persistent id was resolved."""
     dtype: DType | None
-    """Type of the elements; None: that of the storage."""
+    """Dtype of the elements; None: the storage's dtype."""
     offset: int
-    """Elements of the storage before the first one."""
+    """Index in the storage of the view's first element."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     flags: tuple[str, ...] = ()
-    """Bits by which the values differ from the stored ones: `conj`, `neg`."""
+    """Lazy operations on the stored values that torch has not applied: `conj`, `neg`."""
 
 
 class Quantized(msgspec.Struct, eq=False):
-    """A tensor of TransformerEngine's: codes and scales, each a tensor of its own (see `transformer_engine`)."""
+    """A quantized tensor of TransformerEngine, with codes and scales as tensors (see `transformer_engine`)."""
 
     kind: str
-    """Its class, e.g. `MXFP8Tensor`."""
+    """Name of its class, such as `MXFP8Tensor`."""
     dtype: DType
-    """Type that it shows to torch; its bytes are not of this type."""
+    """The tensor's dtype in torch, which is not the dtype of its codes."""
     number: int
-    """TransformerEngine's number for the type of its codes."""
+    """TransformerEngine's number for the dtype of its codes."""
     numbering: str
-    """Which list of types the number is from: `old`, `new`, or empty where the pickle does not tell."""
+    """Numbering of dtypes in which `number` is valid: `old`, `new`, or empty if unknown."""
     shape: tuple[int, ...] | None
-    """Its elements along each dim; None in pickles that left this to the codes."""
+    """Shape in elements; None in pickles that do not record it."""
     buffers: Mapping[str, TensorRef]
-    """Those of its buffers that are there, by the names of the arguments."""
+    """The buffers that are not None, by argument name."""
     settings: Mapping[str, int]
-    """Its flags, by the names of the arguments."""
+    """The flags of the tensor, by argument name."""
 
 
 class Scalar(msgspec.Struct, frozen=True):
-    """A number with a type of its own, such as a numpy scalar."""
+    """A number with a dtype, such as a numpy scalar."""
 
     code: str
     """Safetensors code."""
     data: bytes
-    """Its bytes, little-endian."""
+    """Bytes of the number, little-endian."""
 
 
 class PickleFault(Exception):
-    """A malformed pickle, or one that this package does not read."""
+    """A pickle is malformed, or cannot be read by this package."""
 
     def __init__(self, message: str, code: Code = "CORRUPT") -> None:
         super().__init__(message)
@@ -164,25 +164,25 @@ class PickleEnds(PickleFault):
 
 
 def malformed(message: str) -> PickleFault:
-    """Build (not raise) the fault of a pickle that is CORRUPT."""
+    """Return the fault of a malformed pickle, with the code CORRUPT."""
     return PickleFault(message)
 
 
 _PLAIN = frozenset(
     {str, bytes, bool, float, type(None), Global, DType, StorageType, Object, Persistent, TensorRef, Key}
 )
-_KEPT = frozenset({tuple, int, complex})
+_WRAPPED = frozenset({tuple, int, complex})
 _SMALL = 2**64
 
 
 def put(target: dict[Any, Any], flat: Sequence[Any]) -> None:
-    """Add key, value, key, value, … to a dict whose keys a stranger chose.
+    """Add key, value, key, value, … to a dict with untrusted keys.
 
     Hashing nested tuples takes time that doubles with each level, and integers can be chosen so that all hashes are
-    equal. So only plain scalars are hashed; any other key is kept as a `Key`, which is equal only to itself.
+    equal. So only plain scalars are hashed; any other key becomes a `Key`, which is equal only to itself.
 
     Raises:
-        PickleFault: CORRUPT for a key without a value, a key that no dict can have, and one that is there already.
+        PickleFault: CORRUPT for a key without a value, an unhashable key, or a repeated key.
     """
     if len(flat) % 2:
         raise malformed("a key without a value")
@@ -195,7 +195,7 @@ def put(target: dict[Any, Any], flat: Sequence[Any]) -> None:
             kind = type(key)
             if kind in _PLAIN or (kind is int and -_SMALL < key < _SMALL):
                 target[key] = value
-            elif kind in _KEPT:
+            elif kind in _WRAPPED:
                 target[Key(key)] = value
             else:
                 raise malformed(f"a {kind.__name__} as a key of a dict")

@@ -1,13 +1,13 @@
-"""The restricted pickle interpreter: a pickle is a program, and this machine runs it without its one dangerous part.
+"""The restricted pickle interpreter: it runs a pickle's opcodes, but never imports or calls anything.
 
-Python's own machine imports what the program names and calls it. This one has a table of names (`allowed`): a name in
-it becomes a `Global`, calling that gives a description (`descriptors`), and nothing is imported or called. A name that
-is not in the table refuses the pickle. The program's steps, its memory and its numbers are bounded, and it cannot
-recurse. So whatever a pickle says, it costs at most the memory it was granted.
+Python's own unpickler imports and calls the names in a pickle. This one has a table of names (`allowed`): a name in
+it becomes a `Global`, and calling that gives a description (`descriptors`). A name that
+is not in the table makes the pickle refused. The number of opcodes, the memory and the size of numbers are limited, and
+there is no recursion. So any pickle costs at most the memory that it was granted.
 
-The steps are those of protocols 1 to 5, and of protocol 0 those that name something. Steps that would reach outside of
-the pickle (extension codes, buffers out of band) refuse it. Numbers as text come from `torch.save(pickle_protocol=1)`
-and from Python 2.
+The opcodes of protocols 1 to 5 are supported, and of protocol 0 those that name globals. Opcodes that refer to objects
+outside of the pickle (extension codes, out-of-band buffers) are refused. Numbers as text come from
+`torch.save(pickle_protocol=1)` and from Python 2.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ _MIB = 1 << 20
 _TOO_MUCH = "it builds more objects than any real checkpoint"
 _NESTED_CALLS = 8
 _SHOWN = 200
-_MOST = 100
+_MAX_NAMES = 100
 _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-"""Names that modules had in Python 2, which protocol 2 still writes."""
+"""Module name in Python 2, which protocol 2 still writes -> name in Python 3."""
 
 PersistentId = Callable[[object], object]
-"""Resolves a persistent id to the value in its place; raises PickleFault."""
+"""`persistent(pid)`: return the value for a persistent id; may raise PickleFault."""
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """Caps on what a pickle may cost."""
+    """Limits on the size and memory of a pickle."""
 
     size: int = 256 * _MIB
-    """Bytes of the pickle."""
+    """Maximum size of the pickle in bytes."""
     memory: int = 768 * _MIB
-    """Bytes, estimated, of everything it builds."""
+    """Maximum estimated bytes of the objects that it builds."""
 
 
-class Pickled(msgspec.Struct, frozen=True):
-    """The contents of a pickle."""
+class UnpickledValue(msgspec.Struct, frozen=True):
+    """The result of reading a pickle."""
 
     value: Any
-    """Plain values and descriptors; parts may be shared, and may hold themselves."""
+    """The value: plain data and descriptors; parts may be shared, and may contain themselves."""
     end: int
     """Position after its last byte."""
     protocol: int
-    """0 to 5; 0 if it states none."""
+    """Pickle protocol, 0 to 5; 0 if the pickle states none."""
 
 
 def read_pickle(
@@ -79,21 +79,21 @@ def read_pickle(
     bounds: Bounds | None = None,
     allowed: Names = ALLOWED,
     persistent: PersistentId = Persistent,
-) -> Pickled:
+) -> UnpickledValue:
     """Read one pickle.
 
     Args:
-        data: the bytes that hold it.
-        file: its name, for errors.
-        record: its name inside the file, for errors.
-        start: its first byte.
-        complete: the bytes are all there is; if not, a pickle that goes on after them raises PickleEnds.
-        bounds: what it may cost.
-        allowed: names it may use.
-        persistent: resolves its persistent ids.
+        data: bytes that contain the pickle.
+        file: name of the file, for error messages.
+        record: name of the pickle's record in the file, for error messages.
+        start: position of the pickle in `data`.
+        complete: whether `data` is all of the file; if not, a pickle that continues beyond it raises PickleEnds.
+        bounds: limits on size and memory; None: the defaults.
+        allowed: table of the names that the pickle may use.
+        persistent: resolves persistent ids.
 
     Raises:
-        Refused: UNSAFE_PICKLE naming every global that is not allowed; CORRUPT; UNSUPPORTED for buffers that lie
+        Refused: UNSAFE_PICKLE that names each forbidden global; CORRUPT; UNSUPPORTED for buffers
             outside of the pickle.
         PickleEnds: see `complete`.
     """
@@ -113,7 +113,7 @@ def read_pickle(
             raise refuse(fault.code, message, file=file) from None
     if machine.unsafe:
         raise _unsafe(machine.unsafe, file, record_prefix)
-    return Pickled(value, machine.at, machine.protocol)
+    return UnpickledValue(value, machine.at, machine.protocol)
 
 
 def _unsafe(names: Mapping[str, int], file: str, record_prefix: str) -> TransaxleError:
@@ -124,15 +124,15 @@ def _unsafe(names: Mapping[str, int], file: str, record_prefix: str) -> Transaxl
 
 
 class Machine:
-    """The state of one run.
+    """The state of the interpreter for one pickle.
 
     Attributes:
-        begin: position of the step being done.
+        begin: position of the current opcode.
         at: position of the next byte.
-        unsafe: names that are not allowed -> position of their first use.
-        protocol: what the pickle says.
-        left: estimated bytes that may still be built.
-        limit: position that it must not reach.
+        unsafe: forbidden name -> position of its first use.
+        protocol: protocol that the pickle states.
+        budget: remaining estimated bytes of memory.
+        limit: position that the interpreter must not reach.
     """
 
     def __init__(self, data: bytes, start: int, bounds: Bounds, allowed: Names, persistent: PersistentId) -> None:
@@ -143,7 +143,7 @@ class Machine:
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
-        self.left = bounds.memory
+        self.budget = bounds.memory
         self.limit = start + bounds.size
         self._allowed = allowed
         self._persistent = persistent
@@ -153,10 +153,10 @@ class Machine:
         """Subtract estimated bytes from the budget.
 
         Raises:
-            PickleFault: CORRUPT if it is used up.
+            PickleFault: CORRUPT if the budget is exceeded.
         """
-        self.left -= amount
-        if self.left < 0:
+        self.budget -= amount
+        if self.budget < 0:
             raise malformed(_TOO_MUCH)
 
     def take(self, count: int) -> bytes:
@@ -178,13 +178,13 @@ class Machine:
         return value
 
     def number(self, form: struct.Struct) -> Any:
-        """Return the next number of fixed size."""
+        """Return the next number in a fixed-size binary form."""
         (value,) = form.unpack_from(self.data, self.at)
         self.at += form.size
         return value
 
     def line(self) -> bytes:
-        """Return the bytes up to the end of the line, without it."""
+        """Return the bytes up to the next line break, which is skipped."""
         end = self.data.find(b"\n", self.at)
         if end < 0:
             self.at = len(self.data)
@@ -195,7 +195,7 @@ class Machine:
         return data
 
     def text(self, octets: bytes) -> str:
-        """Decode a text; one that is not ASCII may take four times its bytes."""
+        """Decode UTF-8; charge more for text that is not ASCII, which may need four times its bytes."""
         text = octets.decode("utf-8", "surrogatepass")
         if len(text) != len(octets):
             self.charge(4 * len(text))
@@ -211,21 +211,21 @@ class Machine:
         return items
 
     def find(self, module: str, name: str) -> Any:
-        """Return the representation of a global; a name that is not allowed is noted, and represented by itself."""
+        """Return the representation of a global; record a forbidden name in `unsafe`, and return a plain `Global`."""
         module = _PYTHON2.get(module, module)
         rule = self._allowed.get((module, name))
         if rule is None:
-            if len(self.unsafe) < _MOST:
+            if len(self.unsafe) < _MAX_NAMES:
                 shown = f"{module[:_SHOWN]}.{name[:_SHOWN]}"
                 self.unsafe.setdefault(shown.encode("unicode_escape").decode(), self.begin)
             return Global(module, name)
         return Global(module, name) if rule.value is NOTHING else rule.value
 
     def call(self, function: object, args: object, *, new: bool = False) -> Any:
-        """Return a description of the result of calling a global.
+        """Return the result, or a description of the result, of calling a global.
 
         Raises:
-            PickleFault: CORRUPT if it is no global, or cannot take these arguments.
+            PickleFault: CORRUPT if `function` is not a global, or cannot have these arguments.
         """
         if type(args) is not tuple:
             raise malformed(f"the arguments of a call are a {type(args).__name__}")
@@ -245,7 +245,7 @@ class Machine:
             self._nested -= 1
 
     def _member(self, args: tuple[Any, ...]) -> Any:
-        """Evaluate `getattr(Class, "method")`: the bound method must be in the table under its qualified name."""
+        """Evaluate `getattr(Class, "method")`; the method must be in the table under its qualified name."""
         if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
             raise malformed("it takes an attribute of something that is not a class")
         self.charge(len(args[0].name) + len(args[1]))
@@ -259,24 +259,24 @@ class Machine:
 Step = Callable[[Machine], None]
 _STEPS: list[Step | None] = [None] * 256
 _COSTS = [16] * 256
-"""Bytes, estimated, that a step adds to what is kept; those that follow from lengths are charged by the step."""
+"""Estimated bytes of memory for each opcode, without bytes that depend on lengths, which the opcode charges itself."""
 _STOP = ord(".")
 _PROTOCOL = 5
 _OLDEST = "it uses the step {!r} of protocol 0, which no framework writes"
-_DROPPED = frozenset(b"FSVPpgldo")
+_OBSOLETE = frozenset(b"FSVPpgldo")
 _MEMOIZED = frozenset({"BINPUT", "LONG_BINPUT", "MEMOIZE", "FRAME"})
 _LONGEST_INT = 512
-"""Bytes of an integer; the largest in use are the 128 bits of numpy's random generators."""
+"""Maximum bytes of an integer; the largest in real files are the 128 bits of numpy's random generators."""
 _LONGEST_NUMBER = 1300
-"""Characters of a number in text."""
+"""Maximum characters of a number in text form."""
 _U16, _U32, _I32, _U64, _F64 = (struct.Struct(form) for form in ("<H", "<I", "<i", "<Q", ">d"))
 
 
 def _perform(machine: Machine) -> None:
-    """Do all steps of a pickle; what it built is on the stack.
+    """Run all opcodes of a pickle; leave the result on the stack.
 
     Raises:
-        PickleFault: whatever is wrong; names that are not allowed are only noted in `machine.unsafe`.
+        PickleFault: for any fault; forbidden names are only recorded in `machine.unsafe`.
     """
     try:
         _run(machine)
@@ -303,24 +303,24 @@ def _run(machine: Machine) -> None:
         if code == _STOP:
             return
         step = steps[code]
-        if step is None and code in _DROPPED:
-            _note_names(machine)
+        if step is None and code in _OBSOLETE:
+            _record_names(machine)
             raise malformed(_OLDEST.format(bytes([code])))
         if step is None:
             raise malformed(f"unknown opcode {bytes([code])!r}")
-        machine.left -= costs[code]
-        if machine.left < 0 or at > limit:
+        machine.budget -= costs[code]
+        if machine.budget < 0 or at > limit:
             raise malformed(_TOO_MUCH)
         step(machine)
 
 
-def _note_names(machine: Machine) -> None:
-    """Note the names further on in a pickle that is refused anyway: what it would import is the graver reason."""
-    rest = BytesIO(machine.data)  # shares the bytes
-    rest.seek(machine.begin)
+def _record_names(machine: Machine) -> None:
+    """Record the globals in the rest of a refused pickle, as forbidden names are a more important reason."""
+    stream = BytesIO(machine.data)  # shares the bytes
+    stream.seek(machine.begin)
     texts: list[str] = []
     with suppress(ValueError, IndexError):
-        for opcode, argument, _ in genops(rest):
+        for opcode, argument, _ in genops(stream):
             if opcode.name in {"GLOBAL", "INST"}:
                 machine.find(*str(argument).split(" ", 1))
             elif opcode.name == "STACK_GLOBAL" and len(texts) > 1:
@@ -328,7 +328,7 @@ def _note_names(machine: Machine) -> None:
             if isinstance(argument, str):
                 texts.append(argument)
             elif opcode.name not in _MEMOIZED:
-                texts = []  # what is under the name is not known here: texts of the memo, for example
+                texts = []  # the strings on the stack are unknown, for example from the memo
 
 
 def _step(opcode: bytes, cost: int = 16) -> Callable[[Step], Step]:
@@ -460,7 +460,7 @@ def _short_binstring(m: Machine) -> None:
 
 
 def _python2(octets: bytes) -> str | bytes:
-    """Decode a text of Python 2, which may have been mere bytes."""
+    """Decode a string of Python 2; if it is not UTF-8, return its bytes."""
     try:
         return octets.decode()
     except UnicodeDecodeError:
@@ -650,12 +650,12 @@ def _newobj_ex(m: Machine) -> None:
     kwargs, args = m.stack.pop(), m.stack.pop()
     if type(kwargs) is not dict:
         raise malformed(f"the named arguments of a call are a {type(kwargs).__name__}")
-    made = m.call(m.stack[-1], args, new=True)
+    result = m.call(m.stack[-1], args, new=True)
     if kwargs:
-        if type(made) is not Object:
+        if type(result) is not Object:
             raise malformed("a call has named arguments that are not allowed")
-        made.kwargs = kwargs
-    m.stack[-1] = made
+        result.kwargs = kwargs
+    m.stack[-1] = result
 
 
 @_step(b"i")
@@ -698,7 +698,7 @@ def _buffer(_: Machine) -> None:
 
 
 OPCODES = frozenset(bytes([code]) for code, step in enumerate(_STEPS) if step is not None)
-"""Every opcode that is understood, STOP excepted."""
+"""All supported opcodes, except STOP."""
 
 
-__all__ = ["OPCODES", "Bounds", "Machine", "PersistentId", "PickleEnds", "Pickled", "read_pickle"]
+__all__ = ["OPCODES", "Bounds", "Machine", "PersistentId", "PickleEnds", "UnpickledValue", "read_pickle"]

@@ -1,9 +1,9 @@
-"""A pickle of very many alike records as arrays: what its steps build, as nodes of a graph, without any object.
+"""Reads a pickle of very many similar records as arrays: the result is a graph of nodes, without Python objects.
 
-The interpreter takes half a microsecond a step, and a large checkpoint is described in millions of steps. `scan.c` does
-the steps on numbers, in memory that is granted beforehand. It knows only those by which checkpoints are described; at
-any other, at whatever is wrong, and where it was not compiled, there is no graph, and the interpreter reads the pickle.
-Calls, classes and names are checked here by the interpreter's own rules before anybody sees the graph.
+The interpreter takes half a microsecond per opcode, and the metadata of a large checkpoint has millions. `scan.c` runs
+the opcodes on numbers, in a limited amount of memory. It supports only the opcodes of checkpoint metadata; for
+other opcodes, for any fault, and without the compiled library there is no graph, and the interpreter reads the pickle.
+Calls, classes and names are checked by the interpreter's rules before the graph is returned.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ LIBRARY = Path(__file__).with_name("libscan.so")
 _CONSTANT, _TEXT, _INTEGER, _FLOAT, _TUPLE, _LIST, _DICT, _GLOBAL, _CALL, _OBJECT = range(10)
 _CONSTANTS = None, False, True
 NONE = 0
-"""The node of None."""
+"""Number of the node of None."""
 _SMALL, _NO_STATE = 1 << 31, (1 << 31) - 1
 _FLOAT_FORM = np.dtype(">f8")
 _DEEPEST = 50
-_MOST_CALLS = 4096
-"""Cap on the names, and on the calls other than those of `torch.Size`."""
+_MAX_CALLS = 4096
+"""Maximum number of globals, and of calls other than `torch.Size`."""
 
 _BLOCK = 1 << 15
-"""Tuples that are looked at together: the memory of very many would be more than that of the graph."""
+"""Number of tuples that are checked together, so that this takes less memory than the graph."""
 
 References: TypeAlias = NDArray[np.uint32]
-"""Small integers, with the highest bit set, and numbers of nodes."""
+"""Array of node numbers, or small integers with the highest bit set."""
 
 
 class Unread(Exception):
-    """The graph is not what somebody looks for: the interpreter is to read the pickle."""
+    """The scan or its caller cannot use this pickle, which the interpreter must read instead."""
 
 
 class _Arrays(ctypes.Structure):
@@ -62,7 +62,7 @@ class _Arrays(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """Return the compiled scan; None if it was not built, cannot be loaded, or was built from another source."""
+    """Return the compiled library; None if it was not built, or was built from another source."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
         library.transaxle_stamp.restype = ctypes.c_uint32
@@ -77,40 +77,40 @@ def _library() -> ctypes.CDLL | None:
 
 
 class Sizes(NamedTuple):
-    """Tuples of counts."""
+    """Many tuples of non-negative integers, in two arrays."""
 
     dims: References
-    """How many each has."""
+    """Length of each tuple."""
     counts: NDArray[np.int64]
-    """All of them in a row."""
+    """The integers of all tuples, one after the other."""
 
     def rows(self) -> list[tuple[int, ...]]:
-        """Make the tuples."""
-        found: list[tuple[int, ...]] = [()] * len(self.dims)
+        """Return the tuples as Python objects."""
+        tuples: list[tuple[int, ...]] = [()] * len(self.dims)
         begins = self.dims.cumsum(dtype=np.int64) - self.dims
         for dims in np.flatnonzero(np.bincount(self.dims)).tolist():
-            which = np.flatnonzero(self.dims == dims)
-            rows = self.counts[begins[which][:, None] + np.arange(dims)]
-            are_one = (rows == rows[0]).all()  # as the shapes of chunks usually are
-            made = repeat(tuple(rows[0].tolist())) if are_one else zip(*rows.T.tolist(), strict=True)
-            if len(which) == len(found):
-                return list(islice(made, len(found)))
-            for at, row in zip(which.tolist(), made, strict=False):
-                found[at] = row
-        return found
+            positions = np.flatnonzero(self.dims == dims)
+            rows = self.counts[begins[positions][:, None] + np.arange(dims)]
+            are_one = (rows == rows[0]).all()  # shapes of chunks are mostly equal
+            rows_of_length = repeat(tuple(rows[0].tolist())) if are_one else zip(*rows.T.tolist(), strict=True)
+            if len(positions) == len(tuples):
+                return list(islice(rows_of_length, len(tuples)))
+            for at, row in zip(positions.tolist(), rows_of_length, strict=False):
+                tuples[at] = row
+        return tuples
 
 
 @contextmanager
-def scanned(data: bytes, allowed: Names, memory: int) -> Iterator[Graph]:
-    """Scan a pickle, and lend its graph.
+def scan_pickle(data: bytes, allowed: Names, memory: int) -> Iterator[Graph]:
+    """Scan a pickle; return a context with its graph.
 
     Args:
-        data: the pickle; what follows it is not looked at.
-        allowed: names that it may use.
-        memory: bytes that the scan may allocate.
+        data: bytes that begin with the pickle.
+        allowed: table of the names that it may use.
+        memory: maximum bytes that the scan may allocate.
 
     Raises:
-        Unread: the scan does not read this pickle, or the interpreter would refuse it.
+        Unread: if the scan cannot read this pickle, or the interpreter would refuse it.
     """
     library = _library()
     arrays = _Arrays()
@@ -130,7 +130,7 @@ def _view(place: int | None, count: int, kind: type[np.generic]) -> NDArray[Any]
 
 
 class Graph:
-    """What the steps of a pickle build. Arrays are those of `scan.c`, and gone when the graph is given back."""
+    """The values of a pickle as nodes. The arrays belong to `scan.c`, and are freed at the end of the context."""
 
     def __init__(self, data: bytes, arrays: _Arrays, allowed: Names) -> None:
         self.root = arrays.root
@@ -142,7 +142,7 @@ class Graph:
         self._parts = _view(arrays.parts, arrays.part_count, np.uint32)
         self._machine = Machine(b"", 0, Bounds(), allowed, Persistent)
         self._values: dict[int, Any] = {}
-        """Globals and results of calls."""
+        """Node -> Python value, for globals and results of calls."""
         self._texts: dict[int, str] = {}
         self._check()
 
@@ -150,7 +150,7 @@ class Graph:
 
     def _check(self) -> None:
         names = self._nodes(_GLOBAL)
-        if len(names) > _MOST_CALLS:
+        if len(names) > _MAX_CALLS:
             raise Unread
         for name, module, attribute in zip(names.tolist(), self._first[names], self._count[names], strict=True):
             self._values[name] = self._machine.find(self.text(int(module)), self.text(int(attribute)))
@@ -161,12 +161,12 @@ class Graph:
         calls = self._nodes(_CALL)
         functions = self._first[calls]
         of_size = [function for function in self._distinct(functions).tolist() if self._is_size(function)]
-        are_sizes = self._marked(of_size)[functions]
+        are_sizes = self._mask(of_size)[functions]
         self._check_sizes(calls[are_sizes])
-        others = calls[~are_sizes].tolist()
-        if len(others) > _MOST_CALLS:
+        other_calls = calls[~are_sizes].tolist()
+        if len(other_calls) > _MAX_CALLS:
             raise Unread
-        for call in others:
+        for call in other_calls:
             self.value(call)
         if self._machine.unsafe:
             raise Unread
@@ -175,11 +175,11 @@ class Graph:
         return np.flatnonzero(self._tag == tag)
 
     def _distinct(self, nodes: References) -> NDArray[np.intp]:
-        """Return the nodes without repetitions, which `np.unique` does in ten times the time."""
-        return np.flatnonzero(self._marked(nodes))
+        """Return the distinct nodes in ascending order; `np.unique` is ten times slower."""
+        return np.flatnonzero(self._mask(nodes))
 
-    def _marked(self, nodes: References | list[int]) -> NDArray[np.bool_]:
-        """Tell of every node whether it is one of these."""
+    def _mask(self, nodes: References | list[int]) -> NDArray[np.bool_]:
+        """Return a mask over all nodes of the graph that is true for these nodes."""
         marks = np.zeros(len(self._tag), bool)
         marks[nodes] = True
         return marks
@@ -196,10 +196,10 @@ class Graph:
         args = self._count[calls]
         if not (self._count[args] == 1).all():
             raise Unread
-        given = self._parts[self._first[args]]
-        if not self._are(given, _TUPLE):
+        arguments = self._parts[self._first[args]]
+        if not self._are(arguments, _TUPLE):
             raise Unread
-        tuples = self._distinct(given).astype(np.uint32)
+        tuples = self._distinct(arguments).astype(np.uint32)
         if (self._count[tuples] > MAX_DIMS).any():
             raise Unread
         for at in range(0, len(tuples), _BLOCK):
@@ -211,30 +211,30 @@ class Graph:
         return bool((references < _SMALL).all() and (self._tag[references] == tag).all())
 
     def text(self, reference: int) -> str:
-        """Return a text."""
-        found = self._texts.get(reference)
-        if found is None:
+        """Return the string of a node."""
+        text = self._texts.get(reference)
+        if text is None:
             if reference >= _SMALL or self._tag[reference] != _TEXT:
                 raise Unread
             begin = int(self._first[reference])
-            found = self._data[begin : begin + int(self._count[reference])].decode("utf-8", "surrogatepass")
-            self._texts[reference] = found
-        return found
+            text = self._data[begin : begin + int(self._count[reference])].decode("utf-8", "surrogatepass")
+            self._texts[reference] = text
+        return text
 
     def texts(self, references: References) -> list[str]:
-        """Return texts; equal ones are one object."""
+        """Return the strings of nodes; one object for equal nodes."""
         if not self._are(references, _TEXT):
             raise Unread
         nodes = self._distinct(references)
         first, counts = self._first[nodes].tolist(), self._count[nodes].tolist()
-        data, known = self._data, self._texts
+        data, texts_by_node = self._data, self._texts
         for node, begin, count in zip(nodes.tolist(), first, counts, strict=True):
-            if node not in known:
-                known[node] = data[begin : begin + count].decode("utf-8", "surrogatepass")
-        return list(map(known.__getitem__, references.tolist()))
+            if node not in texts_by_node:
+                texts_by_node[node] = data[begin : begin + count].decode("utf-8", "surrogatepass")
+        return list(map(texts_by_node.__getitem__, references.tolist()))
 
     def integers(self, references: References) -> NDArray[np.int64]:
-        """Return counts; anything else, truths and negative numbers among it, is not read."""
+        """Return non-negative integers; raise Unread for other values, also booleans."""
         values = (references & np.uint32(_SMALL - 1)).astype(np.int64)
         are_large = references < _SMALL
         if are_large.any():
@@ -249,7 +249,7 @@ class Graph:
         return values
 
     def parts(self, nodes: References) -> References:
-        """Return the elements of tuples, or of lists, or the keys and values of dicts, one after the other."""
+        """Return the elements of tuples or lists, or the keys and values of dicts, concatenated."""
         counts = self._count[nodes]
         ends = counts.cumsum(dtype=np.uint32)
         total = int(ends[-1]) if len(ends) else 0
@@ -258,7 +258,7 @@ class Graph:
         return parts
 
     def sizes(self, references: References) -> Sizes:
-        """Return the tuples of counts that are there by themselves, or given to `torch.Size`."""
+        """Return tuples of non-negative integers, given as tuples or as calls of `torch.Size`."""
         if (references >= _SMALL).any():
             raise Unread
         tuples = references.copy()
@@ -275,14 +275,14 @@ class Graph:
         return Sizes(dims, self.integers(self.parts(tuples)))
 
     def lists(self, references: References) -> list[References]:
-        """Return the elements of lists; ones that are shared by very many are not read."""
+        """Return the elements of each list; raise Unread if shared lists have too many in all."""
         if not self._are(references, _LIST) or self._count[references].sum(dtype=np.int64) > len(self._parts):
             raise Unread
         first, counts = self._first[references].tolist(), self._count[references].tolist()
         return [self._parts[begin : begin + count] for begin, count in zip(first, counts, strict=True)]
 
     def items(self, reference: int) -> tuple[References, References]:
-        """Return the keys and values of a dict; keys are texts, or objects."""
+        """Return the keys and values of a dict node."""
         if reference >= _SMALL or self._tag[reference] != _DICT:
             raise Unread
         begin = int(self._first[reference])
@@ -290,18 +290,18 @@ class Graph:
         return pairs[::2], pairs[1::2]
 
     def are_of(self, references: References, classes: Sequence[Global]) -> NDArray[np.bool_]:
-        """Tell which are objects of one of these classes, made without arguments."""
+        """Return a mask of the nodes that are objects of one of these classes, created without arguments."""
         names = [name for name, value in self._values.items() if type(value) is Global and value in classes]
         are_objects = references < _SMALL
         nodes = references[are_objects]
-        is_name = self._marked(names)
+        is_name = self._mask(names)
         are_of_these = self._tag[nodes] == _OBJECT
         are_of_these[are_of_these] = is_name[self._first[nodes[are_of_these]]]
         are_objects[are_objects] = are_of_these
         return are_objects
 
     def fields(self, references: References, classes: Sequence[Global], *names: str) -> list[References]:
-        """Return columns of fields: of objects of these classes whose state is a dict; what is absent is None."""
+        """Return a column per field of objects of these classes, whose states are dicts; missing fields are None."""
         if not self.are_of(references, classes).all():
             raise Unread
         states = self._count[references]
@@ -310,25 +310,25 @@ class Graph:
         first, counts = self._first[states], self._count[states]
         columns = [np.zeros(len(references), np.uint32) for _ in names]
         for at in range(0, int(counts.max(initial=0)), 2):
-            there = (counts > at).nonzero()[0]
-            begin = first[there] + np.uint32(at)
+            present = (counts > at).nonzero()[0]
+            begin = first[present] + np.uint32(at)
             keys, values = self._parts[begin], self._parts[begin + np.uint32(1)]
             for key in self._distinct(keys).tolist():
                 if self._tag[key] == _TEXT and self.text(key) in names:
                     which = keys == key
-                    columns[names.index(self.text(key))][there[which]] = values[which]
+                    columns[names.index(self.text(key))][present[which]] = values[which]
         return columns
 
     def values_alike(self, references: References) -> list[Any]:
-        """Return what the interpreter makes of each; objects of one class whose states have the same parts are one."""
-        known: dict[tuple[Any, ...], Any] = {}
-        found = []
+        """Return the Python value of each node; equal objects of a class become one Python object."""
+        values_by_content: dict[tuple[Any, ...], Any] = {}
+        values = []
         for reference in references.tolist():
             content = self._content(reference)
-            if content not in known:
-                known[content] = self.value(reference)
-            found.append(known[content])
-        return found
+            if content not in values_by_content:
+                values_by_content[content] = self.value(reference)
+            values.append(values_by_content[content])
+        return values
 
     def _content(self, reference: int) -> tuple[Any, ...]:
         if reference >= _SMALL or self._tag[reference] != _OBJECT:
@@ -340,12 +340,12 @@ class Graph:
         return int(self._first[reference]), tag, self._parts[begin : begin + int(self._count[state])].tobytes()
 
     def value(self, reference: int, depth: int = 0, *, is_fixed: bool = False) -> Any:
-        """Return what the interpreter makes of a node; what holds itself, or is nested deeply, is not read.
+        """Return the Python value of a node; raise Unread for cyclic or deeply nested values.
 
         Args:
-            reference: the node.
-            depth: of what it is a part of.
-            is_fixed: only what no later step can change is read, as for the arguments of a call.
+            reference: number of the node, or a small integer.
+            depth: nesting depth of the node.
+            is_fixed: raise Unread for mutable values, which later opcodes could change; for arguments of calls.
         """
         if reference >= _SMALL:
             return reference - _SMALL
@@ -363,7 +363,7 @@ class Graph:
         if tag == _FLOAT:
             return float(np.frombuffer(self._data, _FLOAT_FORM, 1, first)[0])
         if tag == _CALL:
-            return self._called(reference, first, count, depth)
+            return self._call(reference, first, count, depth)
         if tag == _OBJECT:
             state = NOTHING if count == _NO_STATE else self.value(count, depth + 1)
             return Object(self._values[first], state=state, new=True)
@@ -372,10 +372,10 @@ class Graph:
             return tuple(inner)
         return inner if tag == _LIST else dict(zip(inner[::2], inner[1::2], strict=True))
 
-    def _called(self, reference: int, function: int, args: int, depth: int) -> Any:
-        given = self.value(args, depth + 1, is_fixed=True)
+    def _call(self, reference: int, function: int, args: int, depth: int) -> Any:
+        arguments = self.value(args, depth + 1, is_fixed=True)
         try:
-            self._values[reference] = self._machine.call(self._values[function], given)
+            self._values[reference] = self._machine.call(self._values[function], arguments)
         except (PickleFault, ValueError, OverflowError):
             raise Unread from None
         return self._values[reference]

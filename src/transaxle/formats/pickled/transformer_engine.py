@@ -1,11 +1,11 @@
-"""How TransformerEngine pickles its quantized tensors: which names it uses, and what the arguments are.
+"""Reads the pickles of TransformerEngine's quantized tensors: the names that they use, and the order of arguments.
 
-A tensor of its own classes is pickled as a call that makes it again. From release 2.16 on (pull request 2974) that is a
-function of the module; before, it was the class method `_make_in_reduce_ex`, which a pickle reaches by `getattr`. Both
-take the buffers and a few settings by position, and each release added some at the end. Here such a call gives a
-`Quantized`: nothing is called, and no other attribute of these classes can be named.
+A tensor of its classes is pickled as a call that recreates it. From release 2.16 on (pull request 2974) that is a
+function of the module; before, it was the class method `_make_in_reduce_ex`, which a pickle gets by `getattr`. Both
+have the buffers and a few settings as positional arguments, and releases added some at the end. Here such a call gives
+a `Quantized`: nothing is called, and no other attribute of these classes is allowed.
 
-The orders of arguments, and the numbers below, are those of the public sources from 1.2 to 2.18 and of August 2026; see
+The orders of arguments and the numbers below are from the public sources of 1.2 to 2.18 and of August 2026; see
 docs/reference/transformer-engine.md.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from transaxle.formats.pickled.builders import Args, Caller, counts, fits, tensor_of
+from transaxle.formats.pickled.builders import Args, Caller, check_length, counts, tensor_of
 from transaxle.formats.pickled.descriptors import NOTHING, DType, Global, Object, Quantized, TensorRef, malformed
 
 FLOAT8, MXFP8, BLOCKWISE, NVFP4 = "Float8Tensor", "MXFP8Tensor", "Float8BlockwiseQTensor", "NVFP4Tensor"
@@ -40,18 +40,18 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         *(SWIZZLED, ROW_SCALED, FOUR_OVER_SIX, E4M3_MAX),
     ),
 }  # fmt: skip
-"""Class -> its arguments in order, as of the newest release; older ones have only the first of them."""
+"""Class -> its arguments in order, in the newest release; older releases have only the first ones."""
 
-OLD, NEW, UNTOLD = "old", "new", ""
+OLD, NEW, UNKNOWN = "old", "new", ""
 CODES: Mapping[str, Mapping[int, str]] = {
     OLD: {6: "F8_E4M3", 7: "F8_E5M2"},
     NEW: {7: "F8_E4M3", 8: "F8_E5M2", 10: "F4"},
 }
-"""TransformerEngine's `DType` numbers of codes: before release 2.4, and since."""
+"""Numbering (before release 2.4, or since) -> `DType` number -> safetensors code, for dtypes of codes."""
 COMPACT = 1
-"""Number of `Float8BlockScaleTensorFormat` for scales in the order of their codes; 0 is `GEMM_READY`."""
-_MOST = 10
-"""The highest number of a `DType`."""
+"""Number in `Float8BlockScaleTensorFormat` for scales in the order of the codes; 0 is `GEMM_READY`."""
+_MAX_DTYPE = 10
+"""Highest number of a `DType`."""
 
 _PACKAGE = "transformer_engine.pytorch"
 _MODULES = {
@@ -62,22 +62,22 @@ _QUANTIZERS = {
     "Float8Quantizer": FLOAT8, "Float8CurrentScalingQuantizer": FLOAT8, "MXFP8Quantizer": MXFP8,
     "Float8BlockQuantizer": BLOCKWISE, "NVFP4Quantizer": NVFP4,
 }  # fmt: skip
-"""Class of a quantizer -> the class of tensors beside which it is defined."""
+"""Class of a quantizer -> class of tensors in whose module it is defined."""
 _NATIVE, _OLDEST_NATIVE = "transformer_engine_torch", "transformer_engine_extensions"
-"""The compiled module, and its name until release 1.7."""
+"""Name of the compiled module, and its name until release 1.7."""
 _ENUM = "DType"
-_DTYPES = {(_OLDEST_NATIVE, _ENUM): OLD, (_NATIVE, _ENUM): UNTOLD, (f"{_PACKAGE}.constants", _ENUM): NEW}
-"""Name of the dtype enum -> list to which its numbers belong."""
+_DTYPES = {(_OLDEST_NATIVE, _ENUM): OLD, (_NATIVE, _ENUM): UNKNOWN, (f"{_PACKAGE}.constants", _ENUM): NEW}
+"""`(module, name)` of the dtype enum -> numbering of its members."""
 _FORMATS = frozenset({(_NATIVE, "Float8BlockScaleTensorFormat")})
 
 
 class _TensorMaker(msgspec.Struct, frozen=True):
-    """One function that makes tensors of one class."""
+    """A function or method that creates tensors of one class."""
 
     kind: str
-    """The class."""
+    """Name of the class."""
     lengths: Mapping[int, str]
-    """Number of arguments -> list of dtypes of the releases with that many."""
+    """Number of arguments -> numbering of dtypes in the releases with this number."""
 
 
 def _module(kind: str) -> str:
@@ -86,16 +86,16 @@ def _module(kind: str) -> str:
 
 _TENSOR_MAKERS: Mapping[tuple[str, str], _TensorMaker] = {
     (f"{_PACKAGE}.{_MODULES[FLOAT8]}", f"{FLOAT8}.{_METHOD}"): _TensorMaker(FLOAT8, {4: OLD}),
-    (_module(FLOAT8), f"{FLOAT8}.{_METHOD}"): _TensorMaker(FLOAT8, {4: OLD, 5: UNTOLD}),
-    (_module(MXFP8), f"{MXFP8}.{_METHOD}"): _TensorMaker(MXFP8, {6: OLD, 7: UNTOLD, 8: NEW, 9: NEW}),
-    (_module(BLOCKWISE), f"{BLOCKWISE}.{_METHOD}"): _TensorMaker(BLOCKWISE, {9: UNTOLD, 10: NEW}),
+    (_module(FLOAT8), f"{FLOAT8}.{_METHOD}"): _TensorMaker(FLOAT8, {4: OLD, 5: UNKNOWN}),
+    (_module(MXFP8), f"{MXFP8}.{_METHOD}"): _TensorMaker(MXFP8, {6: OLD, 7: UNKNOWN, 8: NEW, 9: NEW}),
+    (_module(BLOCKWISE), f"{BLOCKWISE}.{_METHOD}"): _TensorMaker(BLOCKWISE, {9: UNKNOWN, 10: NEW}),
     (_module(NVFP4), f"{NVFP4}.{_METHOD}"): _TensorMaker(NVFP4, {10: NEW, 11: NEW}),
     (_module(FLOAT8), "_make_float8_tensor_in_reduce_ex"): _TensorMaker(FLOAT8, {5: NEW, 6: NEW}),
     (_module(MXFP8), "_make_mxfp8_tensor_in_reduce_ex"): _TensorMaker(MXFP8, {9: NEW}),
     (_module(BLOCKWISE), "_make_float8_blockwise_tensor_in_reduce_ex"): _TensorMaker(BLOCKWISE, {10: NEW}),
     (_module(NVFP4), "_make_nvfp4_tensor_in_reduce_ex"): _TensorMaker(NVFP4, {11: NEW, 14: NEW}),
 }
-"""Function, or method under its qualified name -> what it makes."""
+"""`(module, qualified name)` of a function or method -> the tensors that it creates."""
 _KNOWN_QUANTIZERS = frozenset((_module(kind), name) for name, kind in _QUANTIZERS.items())
 _IDENTITY = f"{_PACKAGE}.tensor.identity_tensor"
 
@@ -109,19 +109,19 @@ INERT: Mapping[str, frozenset[str]] = {
     f"{_PACKAGE}.constants": frozenset({_ENUM}),
     _IDENTITY: frozenset({"IdentityQuantizer"}),
 }
-"""Module -> classes of which only the description is kept."""
+"""Module -> classes of which only a description is kept."""
 
 
 TENSORS = frozenset((module, FLOAT8) for module in INERT if FLOAT8 in INERT[module]) | {
     (_module(kind), kind) for kind in _MODULES
 }
-"""Classes of tensors; one that is made in another way than those above is not read."""
+"""Classes of tensors; tensors that are created in other ways than above cannot be read."""
 
 
-def quantized(function: Global, args: Args, _: Caller) -> Quantized:
-    """Describe the call that makes a tensor of one of the four classes."""
+def quantized_tensor(function: Global, args: Args, _: Caller) -> Quantized:
+    """Build the description of a quantized tensor from the call that creates it."""
     maker = _TENSOR_MAKERS[function.module, function.name]
-    fits(function, args, *maker.lengths)
+    check_length(function, args, *maker.lengths)
     arguments: dict[str, Any] = dict(zip(ORDERS[maker.kind], args, strict=False))
     number, numbering = _type_of_codes(function, arguments[_CODES])
     if type(arguments[_DTYPE]) is not DType:
@@ -147,34 +147,37 @@ _SETTINGS = (IS_2D, FORMAT, SWIZZLED, ROW_SCALED, FOUR_OVER_SIX, E4M3_MAX)
 
 
 def identity(function: Global, args: Args, _: Caller) -> TensorRef:
-    """Describe a tensor that a recipe leaves as it is: the first of `(values, quantizer, dtype, shape)`."""
-    fits(function, args, 4)
+    """Return the unquantized tensor of a call with `(values, quantizer, dtype, shape)`."""
+    check_length(function, args, 4)
     tensor = tensor_of(function, args[0])
     if type(tensor) is not TensorRef or counts(function, "sizes", args[3]) != tensor.shape:
         raise malformed(f"{function} needs a tensor of the shape that it gives")
     return tensor
 
 
-BUILDS = {**dict.fromkeys(_TENSOR_MAKERS, quantized), (_IDENTITY, "_make_identity_tensor_in_reduce_ex"): identity}
-"""Function or method -> builder of its call."""
+BUILDS = {
+    **dict.fromkeys(_TENSOR_MAKERS, quantized_tensor),
+    (_IDENTITY, "_make_identity_tensor_in_reduce_ex"): identity,
+}
+"""`(module, name)` of a function or method -> builder of its result."""
 
 
 def _type_of_codes(function: Global, type_object: object) -> tuple[int, str]:
-    """Return the number of the type of codes, and which list it is from as far as the number's own form tells.
+    """Return the number of the dtype of the codes, and its numbering as far as known.
 
-    Until release 2.15 the number is the state of an enum of pybind11; since then it is an argument.
+    Until release 2.15 the number is the state of a pybind11 enum; since then it is an argument of the call.
     """
     numbering = _DTYPES.get((type_object.cls.module, type_object.cls.name)) if type(type_object) is Object else None
     if numbering is None:
         raise malformed(f"{function} needs a type of codes")
     number, by_value = _number(function, type_object)
-    if number > _MOST:
+    if number > _MAX_DTYPE:
         raise malformed(f"{function}: unknown type {number}")
     return number, NEW if by_value else numbering
 
 
 def _number(function: Global, member: Any) -> tuple[int, bool]:
-    """Return the number of a member of an enum, and whether it was made by its value."""
+    """Return the number of an enum member, and whether it was created by value."""
     by_value = len(member.args) == 1 and member.state is NOTHING
     number = member.args[0] if by_value else member.state
     if type(number) is not int or number < 0 or (member.args and not by_value):

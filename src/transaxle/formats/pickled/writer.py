@@ -1,7 +1,7 @@
-"""Writing pickles of plain descriptors: an assembler of protocol 2 that imports nothing that it names.
+"""Writes pickles of plain data and descriptors, in protocol 2; the named globals are not imported.
 
-Only opcodes that `torch.load(weights_only=True)` knows are used. Inverse: `interpreter.read_pickle`; equal values give
-equal bytes.
+Only opcodes that `torch.load(weights_only=True)` accepts are used. Inverse: `interpreter.read_pickle`; equal values
+give equal bytes.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _STORAGES = {dtype: Global("torch", name) for name, dtype in STORAGES.items()}
 
 
 class Streamed(NamedTuple):
-    """A list or a dict whose parts are made as they are written, so that very many never exist together."""
+    """A list or dict whose parts are created while they are written, so that not all of them exist at once."""
 
     parts: Iterable[Any]
-    """Elements; or pairs of a key and a value."""
+    """Elements of a list, or `(key, value)` pairs of a dict."""
     is_dict: bool = False
 
 
@@ -48,11 +48,11 @@ def write_pickle(value: object) -> bytes:
     """Return the pickle of a value.
 
     Args:
-        value: plain values and descriptors, nested at most a hundred deep. Parts that are shared are written as often
+        value: plain values and descriptors, nested at most a hundred deep. Shared parts are written as often
             as they occur.
 
     Raises:
-        ValueError: for a value that has no place in such a pickle, or is nested too deeply.
+        ValueError: for a value that cannot be in such a pickle, or is nested too deeply.
     """
     assembler = _Assembler()
     assembler.put(value, 0)
@@ -60,7 +60,7 @@ def write_pickle(value: object) -> bytes:
 
 
 def is_writable(value: object) -> bool:
-    """Tell whether `write_pickle` has a place for a value."""
+    """Tell whether `write_pickle` can write a value."""
     try:
         write_pickle(value)
     except ValueError:
@@ -69,15 +69,16 @@ def is_writable(value: object) -> bool:
 
 
 class _Assembler:
-    """Opcodes so far, and the texts and globals among them that can be referred to."""
+    """The opcodes so far, and the memo of strings and globals."""
 
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
         self._memo: dict[str | Global, bytes] = {}
-        """How to refer to what was written."""
-        self._counted: dict[tuple[Global, tuple[int, ...]], bytes] = {}
+        """String or global -> opcodes that refer to it."""
+        self._calls_with_counts: dict[tuple[Global, tuple[int, ...]], bytes] = {}
         self._records: dict[tuple[Any, ...], tuple[bytes, list[bytes]]] = {}
-        """Class and fields -> how an object of it begins, and each of its fields, once all of them were written."""
+        """`(class, *fields)` -> opcodes of an object's beginning, and of each field's name, after its first
+        occurrence."""
 
     def put(self, value: Any, depth: int) -> None:
         if depth > _DEEPEST:
@@ -87,15 +88,15 @@ class _Assembler:
             raise ValueError(f"a {type(value).__name__} cannot be stored in a pickle")
         write(self, value, depth + 1)
 
-    def remembered(self, value: str | Global) -> bool:
-        """Refer to what was written before; else remember what is about to be written."""
+    def refer(self, value: str | Global) -> bool:
+        """Refer to a string or global that was written before; return False if it was not."""
         reference = self._memo.get(value)
         if reference is None:
             return False
         self.out += reference
         return True
 
-    def remember(self, value: str | Global) -> None:
+    def memoize(self, value: str | Global) -> None:
         index = len(self._memo)
         number = b"%c" % index if index < 256 else struct.pack("<I", index)
         self._memo[value] = (b"h" if index < 256 else b"j") + number
@@ -106,29 +107,29 @@ class _Assembler:
         self.put(args, depth)
         self.out += b"\x81" if new else b"R"
 
-    def counted(self, function: Global, counts: tuple[int, ...], depth: int) -> None:
-        """Call a function with a tuple of integers; what was written before of the same call is written again."""
-        written = self._counted.get((function, counts))
-        if written is None:
+    def call_with_counts(self, function: Global, counts: tuple[int, ...], depth: int) -> None:
+        """Call a function with a tuple of integers; the opcodes of an equal earlier call are reused."""
+        opcodes = self._calls_with_counts.get((function, counts))
+        if opcodes is None:
             is_new = function not in self._memo
             begin = len(self.out)
             self.call(function, (counts,), depth)
             if not is_new:
-                self._counted[function, counts] = bytes(self.out[begin:])
+                self._calls_with_counts[function, counts] = bytes(self.out[begin:])
         else:
-            self.out += written
+            self.out += opcodes
 
     def record(self, cls: Global, fields: dict[Any, Any], depth: int) -> None:
-        """Make an object that has these fields and nothing else; all but its values is put together only once."""
+        """Write an object with these fields; the opcodes around the values are assembled only once per class."""
         form = (cls, *fields)
-        written = self._records.get(form)
-        if written is None or depth >= _DEEPEST:
+        template = self._records.get(form)
+        if template is None or depth >= _DEEPEST:
             self.call(cls, (), depth, new=True)
             _state(self, fields, depth)
             if len(fields) <= _BATCH // 2 and all(type(field) is str for field in fields):
                 self._records[form] = self._memo[cls] + b")\x81}(", [self._memo[field] for field in fields]
             return
-        head, references = written
+        head, references = template
         self.out += head
         for reference, value in zip(references, fields.values(), strict=True):
             self.out += reference
@@ -136,7 +137,7 @@ class _Assembler:
         self.out += b"ub"
 
     def items(self, items: Iterable[Any], opcode: bytes, depth: int) -> None:
-        """Write items in batches, each between a mark and the opcode that takes them."""
+        """Write items in batches, each between a mark and `opcode`."""
         room = 0
         for item in items:
             if not room:
@@ -191,11 +192,11 @@ def _complex(a: _Assembler, value: complex, depth: int) -> None:
 
 
 def _str(a: _Assembler, value: str, _depth: int) -> None:
-    if a.remembered(value):
+    if a.refer(value):
         return
     data = value.encode("utf-8", "surrogatepass")
     a.out += b"X" + struct.pack("<I", len(data)) + data
-    a.remember(value)
+    a.memoize(value)
 
 
 def _bytes(a: _Assembler, value: bytes, depth: int) -> None:
@@ -241,7 +242,7 @@ def _state(a: _Assembler, state: object, depth: int) -> None:
 
 
 def _global(a: _Assembler, value: Global, depth: int) -> None:
-    if a.remembered(value):
+    if a.refer(value):
         return
     owner, dot, member = value.name.rpartition(".")
     if dot:
@@ -250,7 +251,7 @@ def _global(a: _Assembler, value: Global, depth: int) -> None:
         if "\n" in value.module or "\n" in value.name:
             raise ValueError("a line break in the name of a global")
         a.out += f"c{value.module}\n{value.name}\n".encode()
-    a.remember(value)
+    a.memoize(value)
 
 
 def _dtype(a: _Assembler, value: DType, depth: int) -> None:
@@ -277,7 +278,7 @@ def _object(a: _Assembler, value: Object, depth: int) -> None:
         a.record(value.cls, state, depth)
         return
     if len(args) == 1 and type(args[0]) is tuple and not value.new and set(map(type, args[0])) <= _INTEGERS:
-        a.counted(value.cls, args[0], depth)
+        a.call_with_counts(value.cls, args[0], depth)
     else:
         a.call(value.cls, args, depth, new=value.new)
     if value.items:

@@ -1,11 +1,10 @@
 """The copier: carries out lists of steps, such as reads, copies, hashes and writes, in one call to C.
 
 Each system call releases and takes Python's interpreter lock, and threads that do this for each block wait for one
-another
-longer than Python computes. So steps are collected first: reads of ranges, and of strided runs of equal length,
-strided copies and transposes, hashes, CRC-32, comparisons and writes. `copier.c` carries out a
-whole list without the lock. A step that fails there (an error, a short read, a full disk) is repeated
-in Python, which raises the error. Without the compiled library all steps run in Python, with numpy, xxhash and zlib.
+another longer than Python computes. So steps are collected first: reads of ranges, and of strided runs of equal length,
+strided copies and transposes, hashes, CRC-32, comparisons and writes. `copier.c` carries out a whole list without the
+lock. A step that fails there (an error, a short read, a full disk) is repeated in Python, which raises the error.
+Without the compiled library all steps run in Python, with numpy, xxhash and zlib.
 
 A column slice of a matrix is a run of a few kB in each row: together they are one step. Runs of a single element, as
 in a transposed matrix, are read together with the bytes between them, and copied into place tile by tile,

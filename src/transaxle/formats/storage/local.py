@@ -1,10 +1,9 @@
 """Local storage: `preadv` on regular files inside one folder, and nothing else.
 
-The folder is untrusted. A name in it can be a link to your keys, a FIFO that never answers or a device that
-never ends. So a name is resolved first and must stay inside the folder (a link of the Hugging Face cache to its `blobs`
-excepted), and its file type is checked before it is opened and again on the open descriptor. Data is not mapped: a
-mapped
-file that is truncated while in use kills the process, whereas a failed read raises an error.
+The folder is untrusted. A name in it can be a link to your keys, a FIFO that never answers or a device that never ends.
+So a name is resolved first and must stay inside the folder (a link of the Hugging Face cache to its `blobs` excepted),
+and its file type is checked before it is opened and again on the open descriptor. Data is not mapped: a mapped file
+that is truncated while in use kills the process, whereas a failed read raises an error.
 
 The folder may be replaced while it is read. It is kept open, and each file must be in it, so that all data comes
 from one checkpoint.

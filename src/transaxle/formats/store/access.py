@@ -1,9 +1,9 @@
-"""Access: who may read and change what replaces something; a private checkpoint stays private when it is replaced.
+"""File permissions of a new checkpoint: one that replaces a private checkpoint stays private.
 
-New files get the permissions that the process gives to new files, its umask and the defaults of their folder. What
-takes the place of something keeps that one's instead: its mode, its lists of users and groups (POSIX ACLs) and, where
-the system permits it, its owner and group. Until then only its owner can open it, so there is no moment in which more
-people may read it than may read what it replaces.
+New files get the usual permissions, by the process's umask and the defaults of their folder. A file or folder that
+replaces another one gets the access of that instead: its mode, its access control lists (POSIX ACLs) and, where
+the system permits it, its owner and group. Until then only its owner can open it, so at no moment can more
+people read it than could read the replaced one.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from typing import BinaryIO
 import msgspec
 
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
-"""Modes of what will replace something, until it gets that one's access."""
+"""Modes of a folder and a file that will replace another one, until they get its access."""
 _LISTS = ("system.posix_acl_access", "system.posix_acl_default")
-"""Attributes in which Linux keeps the lists of users and groups; the second one, of folders, is for new files in it."""
+"""Extended attributes with Linux's access control lists; the second one, of folders, is the default for new files."""
 _NO_LIST = frozenset({ENODATA, ENOTSUP, ENOSYS})
 
 
 class Access(msgspec.Struct, frozen=True):
-    """Who may do what with one file or folder."""
+    """Permissions, owner and access control lists of a file or folder."""
 
     mode: int
-    """Permissions; of a folder also setgid and the sticky bit."""
+    """Permission bits; for a folder also setgid and the sticky bit."""
     owner: int
-    """Its user."""
+    """User id of the owner."""
     group: int
-    """Its group."""
+    """Group id."""
     lists: tuple[bytes | None, ...]
-    """Lists of users and groups, as `_LISTS` names them; None for one that it does not have."""
+    """Access control lists, in the order of `_LISTS`; None for a missing one."""
 
 
 def access_of(path: Path) -> Access:
-    """Return the access to a file or folder; of a link, that to what it leads to.
+    """Return the access to a file or folder; for a link, to its target.
 
     Raises:
-        OSError: there is none.
+        OSError: if it does not exist.
     """
     status = path.stat()
     mask = 0o7777 if stat.S_ISDIR(status.st_mode) else 0o777
     return Access(status.st_mode & mask, status.st_uid, status.st_gid, tuple(_list_of(path, name) for name in _LISTS))
 
 
-def give(path: Path, access: Access) -> None:
-    """Give a file or folder this access, or less where its group cannot be kept: then what others have, too.
+def set_access(path: Path, access: Access) -> None:
+    """Set the access to a file or folder; if its group cannot be set, the group gets only the rights of all users.
 
     Raises:
-        OSError: the system refuses it.
+        OSError: if the system refuses it.
     """
     status = path.stat()
     mode, lists = access.mode, access.lists
-    if (status.st_uid, status.st_gid) != (access.owner, access.group) and not _owned(path, access):
+    if (status.st_uid, status.st_gid) != (access.owner, access.group) and not _set_owner(path, access):
         mode = mode & 0o1707 | (mode & 0o070 & (mode & 0o007) << 3)
         lists = (None,) * len(_LISTS)
     for name, entries in zip(_LISTS, lists, strict=True):
@@ -73,15 +73,15 @@ def give(path: Path, access: Access) -> None:
 
 
 @contextmanager
-def opened_draft(draft: Path, replaced: Path) -> Iterator[BinaryIO]:
-    """Create and open a file that will be renamed to another; written, it has that one's access if it is there.
+def open_draft(draft: Path, replaced: Path) -> Iterator[BinaryIO]:
+    """Create and open a draft that will be renamed to another file; at the end it gets the access of that file, if any.
 
     Args:
-        draft: the file; one of this name that a killed run has left is removed.
-        replaced: the other one.
+        draft: path of the draft; a leftover of a killed run is removed first.
+        replaced: path of the file that the draft will replace.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: if it cannot be written.
     """
     draft.unlink(missing_ok=True)
     access = access_of(replaced) if replaced.exists() else None
@@ -89,29 +89,29 @@ def opened_draft(draft: Path, replaced: Path) -> Iterator[BinaryIO]:
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
         yield file
     if access is not None:
-        give(draft, access)
+        set_access(draft, access)
 
 
 def is_empty(replaced: Path) -> bool:
-    """Tell whether what will be replaced is an empty folder."""
+    """Tell whether the path to be replaced is an empty folder."""
     try:
         return replaced.is_dir() and next(replaced.iterdir(), None) is None
     except OSError:
         return False
 
 
-def give_alike(work: Path, replaced: Path) -> None:
-    """Give finished work the access of what it replaces: each file and folder that of its namesake.
+def copy_access(work: Path, replaced: Path) -> None:
+    """Give finished work the access of the checkpoint that it replaces: each file and folder that of its namesake.
 
-    A file without one gets what all files that are replaced have in common, so that no new name makes readable what
-    was private; folders likewise. If no files are replaced, the new ones keep what they have.
+    A file without a namesake gets the access that all replaced files have in common, so that a new name never makes
+    private data readable; folders likewise. If no files are replaced, the new ones keep their access.
 
     Args:
-        work: the file or folder.
-        replaced: what is in its place.
+        work: the finished file or folder.
+        replaced: the file or folder that it replaces.
 
     Raises:
-        OSError: something disappears meanwhile, or the system refuses it.
+        OSError: if a file disappears meanwhile, or the system refuses the change.
     """
     if work.is_dir() and replaced.is_dir():
         files, folders = _accesses(replaced)
@@ -119,43 +119,43 @@ def give_alike(work: Path, replaced: Path) -> None:
             namesakes = folders if path.is_dir() else files
             name = str(path.relative_to(work))
             if namesakes:
-                give(path, namesakes.get(name) or _common(namesakes.values()))
-    give(work, access_of(replaced))
+                set_access(path, namesakes.get(name) or _common(namesakes.values()))
+    set_access(work, access_of(replaced))
 
 
 def _accesses(folder: Path) -> tuple[dict[str, Access], dict[str, Access]]:
-    """Return the access to the files below a folder, and to all folders, by relative path."""
+    """Return relative path -> access for the files below a folder, and likewise for the folders."""
     files: dict[str, Access] = {}
     folders = {".": access_of(folder)}
     for path in _below(folder):
-        with suppress(FileNotFoundError):  # a link that leads nowhere
+        with suppress(FileNotFoundError):  # a dangling link
             (folders if path.is_dir() else files)[str(path.relative_to(folder))] = access_of(path)
     return files, folders
 
 
 def _common(accesses: Collection[Access]) -> Access:
-    """Return the access that everybody has who has every one of these."""
+    """Return the access common to several ones: only rights that all of them grant."""
     first = next(iter(accesses))
     if all(access == first for access in accesses):
         return first
     mode = reduce(and_, (access.mode for access in accesses))
     if any(access.group != first.group or any(access.lists) for access in accesses):
-        mode &= ~0o070  # what these bits mean differs
+        mode &= ~0o070  # the group bits differ in meaning
     return Access(mode, first.owner, first.group, (None,) * len(_LISTS))
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Yield all files and folders below a folder, the contents of each before itself."""
-    for parent, folders, files in os.walk(folder, topdown=False, onerror=_raised):
+    """Yield all files and folders below a folder, each folder after its contents."""
+    for parent, folders, files in os.walk(folder, topdown=False, onerror=_raise):
         yield from (Path(parent, name) for name in (*files, *folders))
 
 
-def _raised(error: OSError) -> None:
+def _raise(error: OSError) -> None:
     raise error
 
 
-def _owned(path: Path, access: Access) -> bool:
-    """Give a file its owner and group, or the group alone; tell whether it has the group now."""
+def _set_owner(path: Path, access: Access) -> bool:
+    """Set a file's owner and group, or only its group; tell whether that succeeded for the group."""
     for owner in (access.owner, -1):
         with suppress(OSError):
             os.chown(path, owner, access.group)

@@ -1,17 +1,17 @@
-"""Repositories of a Hugging Face hub, read in ranges at one commit.
+"""Reads repositories of a Hugging Face hub at a fixed commit, by range requests.
 
-The revision is resolved when the repository is opened, and everything after that is asked for at the commit: a branch
-that moves meanwhile changes nothing. The hub keeps large files elsewhere, under addresses that are signed for an hour
-or so: each is asked for once a file, without bytes, and again when it is no longer taken.
+The revision is resolved to a commit when the repository is opened, and all later requests name the commit: a branch
+that moves meanwhile has no effect. The hub stores large files on other hosts, under signed addresses that are valid for
+about an hour: each is requested once per file, and again when it has expired.
 
-`huggingface_hub` knows the hub's address and the login; the requests are made here, by a client of httpx. (Its own file
-system reads with one client for the whole process, which follows any redirect, also from https to http, reads answers
-to their end however long they are, takes bytes of another range, and waits as long as a server says.)
+`huggingface_hub` provides the hub's address and the login; the requests are made here with httpx. (Its own file
+system has one client per process, which follows any redirect, even from https to http, reads responses
+of any length, accepts bytes of another range, and waits as long as a server says.)
 
-- The token goes to the hub's own address alone: same scheme, host and port.
-- A redirect leads to http or https, and never from https to http.
-- No answer is read beyond what was asked for, and none for ever.
-- What fails for a moment is asked for again, a few times, and as late as the server says if that is not too late.
+- The token is sent only to the hub's own address: same scheme, host and port.
+- Redirects are followed only to http or https, and never from https to http.
+- No response is read beyond the requested bytes, nor without a time limit.
+- Temporary failures are retried a few times, after the delay that the server asks for, unless that is too long.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 _DEFAULT = "main"
 _MODELS = "models"
 _KINDS = (_MODELS, "datasets", "spaces")
-"""Kinds of repositories; the first may be left out."""
+"""Kinds of repositories; `models` may be omitted in URLs."""
 _OTHERS = ("buckets", "kernels")
-"""What a hub has beside them."""
+"""Other kinds of storage on a hub, which are not read."""
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _FORM = re.compile(
     rf"(?P<repository>{_NAME}/{_NAME})(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]*))?(?:/(?P<inside>.*))?",
@@ -51,21 +51,21 @@ _HINT = "Write hf://OWNER/NAME, hf://OWNER/NAME@REVISION or hf://OWNER/NAME@REVI
 
 
 def is_commit(text: str) -> bool:
-    """Tell whether a text is the full hash of a commit."""
+    """Tell whether a string is a full commit hash."""
     return _COMMIT.fullmatch(text) is not None
 
 
 class HubUrl(msgspec.Struct, frozen=True):
-    """A place in a repository."""
+    """A parsed `hf://` URL: a repository, a revision, and a path in it."""
 
     kind: str
-    """`models`, `datasets` or `spaces`."""
+    """Kind of repository: `models`, `datasets` or `spaces`."""
     repository: str
-    """`OWNER/NAME`."""
+    """Name of the repository, `OWNER/NAME`."""
     revision: str
-    """Branch, tag or commit."""
+    """Branch, tag or commit; `main` by default."""
     inside: str
-    """Path of a folder or file in it; empty for all of it."""
+    """Path of a folder or file in the repository; empty for the whole repository."""
 
     @property
     def _prefix(self) -> str:
@@ -73,44 +73,44 @@ class HubUrl(msgspec.Struct, frozen=True):
 
     @property
     def page(self) -> str:
-        """Path of the repository's page, below the hub's address."""
+        """URL path of the repository's page on the hub."""
         return f"/{self._prefix}{self.repository}"
 
     @property
     def api(self) -> str:
-        """Path of what the hub tells of the repository."""
+        """URL path of the repository in the hub's API."""
         return f"/api/{self.kind}/{self.repository}"
 
     def file(self, commit: str, path: str) -> str:
-        """Return the path of a file's bytes at a commit."""
+        """Return the URL path of a file at a commit."""
         return f"{self.page}/resolve/{commit}/{quote(path)}"
 
     def tree(self, commit: str, folder: str) -> str:
-        """Return the path of the list of a folder at a commit."""
+        """Return the URL path of a folder's listing at a commit."""
         return f"{self.api}/tree/{commit}{'/' if folder else ''}{quote(folder, safe='')}?recursive=false&expand=false"
 
-    def resolving(self) -> str:
-        """Return the path of what the hub tells of the revision."""
+    def revision_path(self) -> str:
+        """Return the URL path of the revision in the hub's API."""
         return f"{self.api}/revision/{quote(self.revision, safe='')}"
 
     def at(self, commit: str) -> str:
-        """Return the URL of the same place at a commit."""
+        """Return the `hf://` URL of the same place at a commit."""
         return f"{HUB}://{self._prefix}{self.repository}@{commit}{'/' if self.inside else ''}{self.inside}"
 
 
 def parse_hub_url(url: str) -> HubUrl:
-    """Return the parts of a URL.
+    """Parse an `hf://` URL.
 
     Raises:
-        Refused: UNSUPPORTED where it names no repository; PATH_ESCAPE for a path that leads out of it.
+        Refused: UNSUPPORTED for a URL without a repository; PATH_ESCAPE for a path that leads out of it.
     """
     body = url.partition("://")[2]
-    first, _, others = body.partition("/")
+    first, _, rest_of_path = body.partition("/")
     if first in _OTHERS:
         raise refuse(
             "UNSUPPORTED", f"checkpoints are not read from a hub's {first}", file=without_secrets(url), hint=_HINT
         )
-    match = _FORM.fullmatch(others if first in _KINDS else body)
+    match = _FORM.fullmatch(rest_of_path if first in _KINDS else body)
     if match is None or match["revision"] == "" or any("\ud800" <= letter <= "\udfff" for letter in url):
         raise refuse("UNSUPPORTED", "the URL names no repository of a hub", file=without_secrets(url), hint=_HINT)
     inside = (match["inside"] or "").rstrip("/")
@@ -121,14 +121,14 @@ def parse_hub_url(url: str) -> HubUrl:
 
 
 ATTEMPTS = 5
-"""Requests made for one answer, at most."""
+"""Maximum number of attempts at a request."""
 LONGEST_WAIT = 300.0
-"""Seconds that a server may ask us to wait: the hub counts requests in windows of five minutes."""
-_LONGEST_ANSWER = 600.0
-"""Seconds that one answer may take."""
-_MOST_REDIRECTS = 10
+"""Longest delay in seconds that a server may ask for; the hub limits requests in windows of five minutes."""
+_MAX_SECONDS = 600.0
+"""Maximum duration of one response in seconds."""
+_MAX_REDIRECTS = 10
 OF_FILE = ("X-Repo-Commit", "X-Linked-Size", "X-Linked-ETag")
-"""Headers by which a hub tells which file it gives: commit, bytes, hash."""
+"""Response headers that identify a file: commit, size in bytes, hash."""
 _AGAIN = frozenset({408, 429, 500, 502, 503, 504})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _RATE = re.compile(r";\s*r=0\b.*?;\s*t=([0-9]+)")
@@ -136,37 +136,37 @@ _HOW_TO_REACH = "Check the network, and HF_ENDPOINT if it is set."
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a server says."""
+    """A server's response."""
 
     status: int
-    """Its code."""
+    """HTTP status code."""
     headers: Mapping[str, str]
-    """By names in any case."""
+    """Response headers; names are case-insensitive."""
     body: bytes
-    """What it sent."""
+    """Body of the response."""
     url: str
-    """Who said it; may be signed, so it is never shown whole."""
-    known: bool
-    """Whether the token was sent along."""
-    said: str = ""
-    """Why it refuses, in its own words, without what is secret."""
+    """URL of the response; it may be signed, so it is never shown in full."""
+    had_token: bool
+    """Whether the request included the token."""
+    message: str = ""
+    """The server's error message, without secrets."""
     location: str | None = None
-    """Where it redirects to, if that may be followed but was not."""
+    """Target of a redirect that was not followed; None without a redirect."""
 
     def says(self, header: str) -> str:
-        """Return a header's text; empty where there is none."""
+        """Return the value of a header; empty if it is missing."""
         return self.headers.get(header, "")
 
 
-def redirected(url: str, location: str) -> str:
-    """Return the address that a redirect leads to.
+def redirect_target(url: str, location: str) -> str:
+    """Return the absolute address of a redirect's target.
 
     Args:
-        url: who redirects.
-        location: where to, perhaps relative.
+        url: address that redirects.
+        location: the `Location` header, absolute or relative.
 
     Raises:
-        StorageError: IO if it leads out of the web, or from https to http.
+        StorageError: IO for a scheme other than http and https, or a redirect from https to http.
     """
     import httpx
 
@@ -187,13 +187,13 @@ _NO_REDIRECT = "Nothing was requested there. Tell those who run the hub, or chec
 
 
 class HubRequests:
-    """A hub, and what it is asked.
+    """Makes requests to a hub, with retries and redirects.
 
     Args:
-        shown: URL of the repository, for errors.
+        shown: URL of the repository, for error messages.
 
     Raises:
-        Refused: UNSUPPORTED where a package is missing, the network is forbidden, or the hub has no address on the web.
+        Refused: UNSUPPORTED if a package is missing, the network is forbidden, or the hub's address is not http(s).
     """
 
     def __init__(self, shown: str) -> None:
@@ -208,7 +208,7 @@ class HubRequests:
             hint = "Unset HF_HUB_OFFLINE; or give the folder of a download, which `hf download OWNER/NAME` prints."
             raise refuse("UNSUPPORTED", "HF_HUB_OFFLINE forbids the network", file=shown, hint=hint)
         self.endpoint = str(constants.ENDPOINT).rstrip("/")
-        """The hub's address."""
+        """Address of the hub, without a trailing `/`."""
         try:
             self._home = _origin(httpx.URL(self.endpoint))
         except (httpx.InvalidURL, ValueError):
@@ -220,7 +220,7 @@ class HubRequests:
         self._data_timeout = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
 
     def is_home(self, url: str) -> bool:
-        """Tell whether an address is the hub's own: its scheme, host and port."""
+        """Tell whether a URL has the hub's scheme, host and port."""
         import httpx
 
         try:
@@ -228,87 +228,89 @@ class HubRequests:
         except (httpx.InvalidURL, ValueError):
             return False
 
-    def get(self, url: str, file: str, most: int, span: tuple[int, int] | None = None) -> Answer:
-        """Return what is at an address, through redirects.
+    def get(self, url: str, file: str, max_bytes: int, span: tuple[int, int] | None = None) -> Answer:
+        """Make a GET request, and follow redirects.
 
         Args:
             url: the address.
-            file: name of what is read, for errors.
-            most: cap on the bytes of the answer.
-            span: first byte and one past the last; None: all of it.
+            file: name of the file, for error messages.
+            max_bytes: maximum size of the response in bytes.
+            span: `(first byte, one past the last byte)`; None for the whole file.
 
         Raises:
             StorageError: IO.
         """
-        asked = {} if span is None else {"Range": f"bytes={span[0]}-{span[1] - 1}"}
-        for _ in range(_MOST_REDIRECTS):
-            answer = self._patiently("GET", url, asked, file, most)
+        headers = {} if span is None else {"Range": f"bytes={span[0]}-{span[1] - 1}"}
+        for _ in range(_MAX_REDIRECTS):
+            answer = self._request("GET", url, headers, file, max_bytes)
             if answer.location is None:
                 return answer
             url = answer.location
         raise refuse("IO", f"{_host(url)} redirects without end", file=file)
 
     def head(self, url: str, file: str) -> Answer:
-        """Return what the hub says of a file, without its bytes; `location` is where it keeps them, if not here.
+        """Make a HEAD request for a file; `location` of the response is the address of its bytes, if another one.
 
-        Redirects are followed until somebody says which file it is: of a repository with another name, of a mirror to
-        the hub. What follows then may be signed for reading alone.
+        Redirects (of a renamed repository, or from a mirror to the hub) are followed until a response identifies the
+        file.         Later redirects may lead to addresses that are signed for GET requests only.
 
         Raises:
             StorageError: IO.
         """
-        for _ in range(_MOST_REDIRECTS):
-            answer = self._patiently("HEAD", url, {}, file, 0)
+        for _ in range(_MAX_REDIRECTS):
+            answer = self._request("HEAD", url, {}, file, 0)
             if answer.location is None or any(map(answer.says, OF_FILE)):
                 return answer
             url = answer.location
         raise refuse("IO", f"{_host(url)} redirects without end", file=file)
 
-    def _patiently(self, method: str, url: str, headers: Mapping[str, str], file: str, most: int) -> Answer:
-        """Make one request, again where it fails for a moment."""
+    def _request(self, method: str, url: str, headers: Mapping[str, str], file: str, max_bytes: int) -> Answer:
+        """Make one request, and retry it after temporary failures."""
         for attempt in range(1, ATTEMPTS + 1):
             last = attempt == ATTEMPTS
-            pause = 2 ** (attempt - 2) * (1 + random.random() / 4)  # not all workers at once
+            pause = 2 ** (attempt - 2) * (1 + random.random() / 4)  # random, so that workers do not retry all at once
             try:
-                answer = self._once(method, url, headers, file, most)
-            except _PassingError as error:
+                answer = self._request_once(method, url, headers, file, max_bytes)
+            except _TemporaryError as error:
                 if last:
-                    raise refuse("IO", f"{error.said}, {ATTEMPTS} times", file=file, hint=_HOW_TO_REACH) from None
+                    raise refuse("IO", f"{error.message}, {ATTEMPTS} times", file=file, hint=_HOW_TO_REACH) from None
             else:
                 if answer.status not in _AGAIN or last:
                     return answer
-                asked = _wait(answer)
-                if asked > LONGEST_WAIT:
-                    message = f"{_host(url)} answers {answer.status}, and asks to come back in {asked:,.0f} seconds"
+                delay = _wait(answer)
+                if delay > LONGEST_WAIT:
+                    message = f"{_host(url)} answers {answer.status}, and asks to come back in {delay:,.0f} seconds"
                     raise refuse("IO", message, file=file, hint="Run it again then.")
-                pause = max(pause, asked)
+                pause = max(pause, delay)
             time.sleep(pause)
         raise AssertionError
 
-    def _once(self, method: str, url: str, headers: Mapping[str, str], file: str, most: int) -> Answer:
+    def _request_once(self, method: str, url: str, headers: Mapping[str, str], file: str, max_bytes: int) -> Answer:
         import httpx
 
         is_home = self.is_home(url)
         token = _login(self._shown) if is_home else ""
-        sent = {**headers, "Accept-Encoding": "identity", "User-Agent": "transaxle"}
+        request_headers = {**headers, "Accept-Encoding": "identity", "User-Agent": "transaxle"}
         if token:
-            sent["Authorization"] = f"Bearer {token}"
+            request_headers["Authorization"] = f"Bearer {token}"
         seconds = self._data_timeout if "Range" in headers else self._metadata_timeout
         client = _client()
         try:
-            request = client.build_request(method, url, headers=sent, timeout=httpx.Timeout(seconds, pool=None))
+            request = client.build_request(
+                method, url, headers=request_headers, timeout=httpx.Timeout(seconds, pool=None)
+            )
             response = client.send(request, stream=True, follow_redirects=False)
             try:
                 status = response.status_code
-                cap = most if status in (200, 206) else 1 << 16
-                body = b"" if method == "HEAD" else _bounded(response, cap, status, file)
+                cap = max_bytes if status in (200, 206) else 1 << 16
+                body = b"" if method == "HEAD" else _read_body(response, cap, status, file)
             finally:
                 response.close()
             location = None
             if status in _REDIRECTS:
-                location = redirected(url, response.headers.get("Location", ""))
-            said = harmless(_without(token, response.headers.get("X-Error-Message", "")))
-            return Answer(status, response.headers, body, url, bool(token), said, location)
+                location = redirect_target(url, response.headers.get("Location", ""))
+            text = harmless(_without(token, response.headers.get("X-Error-Message", "")))
+            return Answer(status, response.headers, body, url, bool(token), text, location)
         except MemoryError:
             raise
         except TransaxleError as error:
@@ -318,14 +320,14 @@ class HubRequests:
             message = f"{_host(url)} redirects to what is no address"
             raise refuse("IO", message, file=file, hint=_NO_REDIRECT) from None
         except httpx.TransportError as error:
-            kind, said = type(error).__name__, harmless(_without(token, str(error)))
-            raise _PassingError(f"{_host(url)} cannot be read ({kind}{': ' if said else ''}{said})") from None
+            kind, text = type(error).__name__, harmless(_without(token, str(error)))
+            raise _TemporaryError(f"{_host(url)} cannot be read ({kind}{': ' if text else ''}{text})") from None
         except Exception as error:  # noqa: BLE001 - what libraries raise may have the token in it
             raise refuse("IO", f"asking {_host(url)}: {type(error).__name__}", file=file) from None
 
 
 CLIENTS: dict[int, httpx.Client] = {}
-"""Process -> its client, with connections that all repositories and threads share, and no forked process."""
+"""Process id -> HTTP client, shared by all repositories and threads, but not with forked processes."""
 
 
 def _client() -> httpx.Client:
@@ -335,16 +337,16 @@ def _client() -> httpx.Client:
     return CLIENTS.get(process) or CLIENTS.setdefault(process, httpx.Client(follow_redirects=False))
 
 
-class _PassingError(Exception):
-    """A failure that may be over at the next attempt."""
+class _TemporaryError(Exception):
+    """A temporary failure, which may be retried."""
 
-    def __init__(self, said: str) -> None:
-        super().__init__(said)
-        self.said = said
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
 
 
 def _login(shown: str) -> str:
-    """Return the token of the user's login or environment; empty if there is none."""
+    """Return the token from the user's login or environment; empty if there is none."""
     from huggingface_hub import constants, get_token
 
     try:
@@ -362,26 +364,26 @@ def _without(token: str, text: str) -> str:
     return text.replace(token, "…") if token else text
 
 
-def _bounded(response: httpx.Response, most: int, status: int, file: str) -> bytes:
-    """Return the bytes of an answer as they were sent; too many are refused, except those of an error."""
-    begun, data = time.monotonic(), bytearray()
+def _read_body(response: httpx.Response, max_bytes: int, status: int, file: str) -> bytes:
+    """Read the raw body of a response; refuse one that is too long, or truncate it if it is an error response."""
+    start, data = time.monotonic(), bytearray()
     if response.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
         raise refuse("IO", "the server compresses what was requested as it is", file=file, hint=RANGES)
     for part in response.iter_raw():
         data += part
-        if len(data) > most:
+        if len(data) > max_bytes:
             if status >= 300:
                 break
-            message = f"the server sent more than the {most:,} bytes that were requested"
+            message = f"the server sent more than the {max_bytes:,} bytes that were requested"
             raise refuse("IO", message, file=file, hint=RANGES)
-        if time.monotonic() - begun > _LONGEST_ANSWER:
-            message = f"the server has not sent {most:,} bytes in {_LONGEST_ANSWER:,.0f} seconds"
+        if time.monotonic() - start > _MAX_SECONDS:
+            message = f"the server has not sent {max_bytes:,} bytes in {_MAX_SECONDS:,.0f} seconds"
             raise refuse("IO", message, file=file, hint=_HOW_TO_REACH)
-    return bytes(data[:most])
+    return bytes(data[:max_bytes])
 
 
 def _wait(answer: Answer) -> float:
-    """Return the seconds after which a server wants to be asked again; 0 where it does not say."""
+    """Return the delay in seconds that a server asks for before a retry; 0 without one."""
     after = answer.says("Retry-After").strip()
     rate = _RATE.search(answer.says("RateLimit")) if answer.status == 429 else None
     return max(float(after) if after.isdecimal() else 0.0, float(rate[1]) if rate else 0.0)
@@ -401,15 +403,15 @@ _LOG_IN = "hf auth login, or HF_TOKEN"
 
 
 def refusal(answer: Answer, place: HubUrl, endpoint: str, file: str) -> TransaxleError:
-    """Return the error for an answer that is none of what was asked for.
+    """Return the error for an error response of the hub.
 
     Args:
-        answer: of the hub, or of a host that it sent us to.
-        place: what is read.
-        endpoint: the hub's address.
-        file: name for errors.
+        answer: the response.
+        place: the URL that is read.
+        endpoint: address of the hub.
+        file: name of the file, for the message.
     """
-    repository, code, said = place.repository, answer.says("X-Error-Code"), answer.said
+    repository, code, text = place.repository, answer.says("X-Error-Code"), answer.message
     page = f"{without_secrets(endpoint)}{place.page}"
     if code == "RevisionNotFound":
         message = f"{repository} has no revision {place.revision!r}"
@@ -417,15 +419,15 @@ def refusal(answer: Answer, place: HubUrl, endpoint: str, file: str) -> Transaxl
     elif code == "GatedRepo":
         message = f"{repository} is gated: its files are for those who were given access"
         hint = f"Ask for access at {page}; then log in with that account ({_LOG_IN})."
-    elif said.startswith("Access to this resource is disabled"):
+    elif text.startswith("Access to this resource is disabled"):
         message, hint = f"the hub has disabled {repository}", f"See {page}."
     elif code == "EntryNotFound":
         message, hint = "the hub lists this file, but does not have it", f"See {page}."
-    elif answer.status == 401 and answer.known and code != "RepoNotFound":
+    elif answer.status == 401 and answer.had_token and code != "RepoNotFound":
         message = "the hub does not accept the token"
         hint = f"It may have expired: log in again ({_LOG_IN}), or remove it to read what is public."
     elif code == "RepoNotFound" or answer.status in (401, 404):
-        who = "that this token may see" if answer.known else "that everybody may see"
+        who = "that this token may see" if answer.had_token else "that everybody may see"
         message = f"the hub has no repository {repository} {who}"
         hint = f"Check the name at {page}. If it is private, log in with an account that may read it ({_LOG_IN})."
     elif answer.status == 403:
@@ -437,11 +439,11 @@ def refusal(answer: Answer, place: HubUrl, endpoint: str, file: str) -> Transaxl
         message, hint = f"the hub answers {answer.status}, {ATTEMPTS} times", "Run it again later."
     else:
         message, hint = f"the hub answers {answer.status}", "Run it again later."
-    return refuse("IO", f"{message} ({said})" if said else message, file=file, hint=hint)
+    return refuse("IO", f"{message} ({text})" if text else message, file=file, hint=hint)
 
 
 def refusal_elsewhere(answer: Answer, file: str) -> TransaxleError:
-    """Return the error for an answer of another host, to which the hub has sent us; args as of `refusal`."""
+    """Return the error for an error response of another host to which the hub redirected; otherwise as `refusal`."""
     message = f"the hub redirects to {urlsplit(answer.url).hostname}, which answers {answer.status}"
     return refuse("IO", message, file=file, hint="Run it again later. What the hub gives out is signed for some time.")
 
@@ -449,13 +451,13 @@ def refusal_elsewhere(answer: Answer, file: str) -> TransaxleError:
 _FOLDER = "directory"
 _LARGEST_PAGE = 16 << 20
 _LARGEST_WHOLE = 16 << 20
-"""Up to so many bytes a file that the hub keeps itself may come whole where a range was requested; most are smaller."""
-_MOST_PAGES = 100
-"""Pages of a list; the hub's have a thousand files each."""
+"""Maximum size in bytes of a file for which a response may be the whole file instead of the requested range."""
+_MAX_PAGES = 100
+"""Maximum number of pages of a listing; a page of the hub has a thousand files."""
 _NEXT = re.compile(r'<([^>]*)>\s*;\s*rel="?next"?')
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 _EXPIRED = frozenset({400, 401, 403, 404, 410})
-"""How hosts answer for an address that was signed too long ago."""
+"""HTTP statuses of responses for an expired signed address."""
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -467,7 +469,7 @@ class _Large(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct):
-    """One line of a list."""
+    """A file or folder in a listing of the hub's API."""
 
     type: str
     path: str
@@ -484,20 +486,20 @@ _Form = TypeVar("_Form")
 
 
 class HubService:
-    """The repository behind one URL, at one commit (see `formats.store.service.Readable`).
+    """The repository of one URL, at one commit (see `service.Readable`).
 
     Args:
         url: `hf://OWNER/NAME`, with a revision and a folder or file if wanted.
 
     Raises:
-        Refused: UNSUPPORTED where the URL names no repository, or the network is forbidden; PATH_ESCAPE.
-        StorageError: IO where there is none, it is not for this user, or the hub cannot be reached.
+        Refused: UNSUPPORTED if the URL names no repository, or the network is forbidden; PATH_ESCAPE.
+        StorageError: IO if the repository does not exist, this user has no access, or the hub cannot be reached.
     """
 
     scheme = HUB
-    """What stands before the `://`."""
+    """Scheme of the URLs, `hf`."""
     pinned = True
-    """What is at a commit never changes."""
+    """The content of a commit never changes."""
 
     def __init__(self, url: str) -> None:
         self._place = parse_hub_url(url)
@@ -505,9 +507,9 @@ class HubService:
         self._commit = ""
         self._lists: dict[str, dict[str, Info]] = {}
         self._at: dict[str, str] = {}
-        address = self._requests.endpoint + self._place.resolving()
-        answer = self._asked(self._requests.get(address, url, _LARGEST_PAGE), url)
-        revision = self._decoded(answer, _Revision, url)
+        address = self._requests.endpoint + self._place.revision_path()
+        answer = self._require_success(self._requests.get(address, url, _LARGEST_PAGE), url)
+        revision = self._decode(answer, _Revision, url)
         if not is_commit(revision.sha):
             raise refuse("IO", "the hub does not tell the commit of the revision", file=url, hint=_NO_HUB)
         if is_commit(self._place.revision) and revision.sha != self._place.revision:
@@ -515,12 +517,12 @@ class HubService:
             raise refuse("CORRUPT", message, file=url)
         self._commit = revision.sha
         self.shown = self._place.at(self._commit)
-        """The URL at the commit that is read."""
+        """The URL, at the resolved commit."""
         self.path = f"/{self._place.inside}" if self._place.inside else ""
-        """Where the URL leads to in the repository: empty for all of it, otherwise with a `/` before it."""
+        """Path of the URL in the repository, with a leading `/`; empty for the whole repository."""
 
     def info(self, path: str, file: str) -> Info | None:
-        """Return what is known of a file or folder; None if it does not exist.
+        """Return the listing's information on a file or folder; None if it does not exist.
 
         Raises:
             StorageError: IO.
@@ -541,7 +543,7 @@ class HubService:
         """Return a range of a file's bytes.
 
         Raises:
-            Refused: CORRUPT where it is not the file of the list.
+            Refused: CORRUPT if it is not the listed file.
             StorageError: IO.
         """
         if start >= stop:
@@ -550,35 +552,37 @@ class HubService:
         if info is None or info["type"] != FILE:
             raise refuse("IO", "no such file", file=file, system=FileNotFoundError)
         size = int(info["size"])
-        most = size if info["whole"] else stop - start
+        max_bytes = size if info["whole"] else stop - start
         address = self._at.get(path)
         if address is not None:
-            answer = self._requests.get(address, file, most, (start, stop))
+            answer = self._requests.get(address, file, max_bytes, (start, stop))
             if answer.status not in _EXPIRED:
-                return self._checked(answer, start, stop, size, file)
-        address = self._at[path] = self._found(path, info, file)
-        answer = self._requests.get(address, file, most, (start, stop))
-        return self._checked(answer, start, stop, size, file)
+                return self._check_range(answer, start, stop, size, file)
+        address = self._at[path] = self._locate(path, info, file)
+        answer = self._requests.get(address, file, max_bytes, (start, stop))
+        return self._check_range(answer, start, stop, size, file)
 
-    def _found(self, path: str, info: Info, file: str) -> str:
-        """Return where a file's bytes are, after a look that it is the one of the list."""
+    def _locate(self, path: str, info: Info, file: str) -> str:
+        """Return the address of a file's bytes, after checking that it is the listed file."""
         address = self._requests.endpoint + self._place.file(self._commit, path.removeprefix("/"))
         answer = self._requests.head(address, file)
         if answer.location is None:
-            self._asked(answer, file)
-        listed_headers = self._commit, str(info["size"]), str(info["ETag"])
-        for what, header, listed in zip(("its commit", "its bytes", "its hash"), OF_FILE, listed_headers, strict=True):
-            found = answer.says(header).removeprefix("W/").strip('"')
-            if found and found != listed:
-                message = f"the hub does not give the file that it lists: {what}: {listed} listed, {found} given"
+            self._require_success(answer, file)
+        listed_values = self._commit, str(info["size"]), str(info["ETag"])
+        for label, header, listed_value in zip(
+            ("its commit", "its bytes", "its hash"), OF_FILE, listed_values, strict=True
+        ):
+            given = answer.says(header).removeprefix("W/").strip('"')
+            if given and given != listed_value:
+                message = f"the hub does not give the file that it lists: {label}: {listed_value} listed, {given} given"
                 raise refuse("CORRUPT", harmless(message), file=file)
         return answer.location or answer.url
 
-    def _checked(self, answer: Answer, start: int, stop: int, size: int, file: str) -> bytes:
-        """Return the bytes of an answer that is just the range that was requested."""
+    def _check_range(self, answer: Answer, start: int, stop: int, size: int, file: str) -> bytes:
+        """Check that a response has exactly the requested range, and return its bytes."""
         if answer.status == 416:
             raise refuse("CORRUPT", f"the hub lists {size:,} bytes, and the file ends before {stop:,}", file=file)
-        self._asked(answer, file)
+        self._require_success(answer, file)
         if answer.status == 206:
             match = _CONTENT_RANGE.fullmatch(answer.says("Content-Range").strip())
             if match is None or (int(match[1]), int(match[2])) != (start, stop - 1):
@@ -596,36 +600,36 @@ class HubService:
 
     def _list(self, path: str, file: str) -> dict[str, Info]:
         if path not in self._lists:
-            members = map(_info, self._listed(path.removeprefix("/"), file))
+            members = map(_info, self._request_listing(path.removeprefix("/"), file))
             self._lists[path] = {str(member["name"]): member for member in members}
         return self._lists[path]
 
-    def _listed(self, folder: str, file: str) -> list[_Entry]:
-        """Ask for the list of a folder, page by page; empty if there is no such folder."""
+    def _request_listing(self, folder: str, file: str) -> list[_Entry]:
+        """Request the listing of a folder, page by page; empty if the folder does not exist."""
         address = self._requests.endpoint + self._place.tree(self._commit, folder)
         entries: list[_Entry] = []
-        for _ in range(_MOST_PAGES):
+        for _ in range(_MAX_PAGES):
             answer = self._requests.get(address, file, _LARGEST_PAGE)
             if folder and answer.status == 404 and answer.says("X-Error-Code") in ("", "EntryNotFound"):
                 return []
-            entries += self._decoded(self._asked(answer, file), list[_Entry], file)
+            entries += self._decode(self._require_success(answer, file), list[_Entry], file)
             match = _NEXT.search(answer.says("Link"))
             if match is None:
                 return entries
             address = match[1]
             if not self._requests.is_home(address):
                 raise refuse("IO", "the hub's list goes on at another host", file=file, hint=_NO_HUB)
-        raise refuse("UNSUPPORTED", f"the folder has more than {_MOST_PAGES:,} pages of files", file=file)
+        raise refuse("UNSUPPORTED", f"the folder has more than {_MAX_PAGES:,} pages of files", file=file)
 
-    def _asked(self, answer: Answer, file: str) -> Answer:
-        """Return an answer that is what was asked for."""
+    def _require_success(self, answer: Answer, file: str) -> Answer:
+        """Return a successful response; raise the error for any other."""
         if answer.status not in (200, 206):
             if self._requests.is_home(answer.url):
                 raise refusal(answer, self._place, self._requests.endpoint, file)
             raise refusal_elsewhere(answer, file)
         return answer
 
-    def _decoded(self, answer: Answer, form: type[_Form], file: str) -> _Form:
+    def _decode(self, answer: Answer, form: type[_Form], file: str) -> _Form:
         try:
             return parse_json_as(answer.body, form)
         except NotJsonError:

@@ -1,11 +1,11 @@
-"""Work in progress beside a target: claimed by one run, and what killed runs leave of it, removed once nobody uses it.
+"""Hidden folders next to a target: claims on work in progress, and removal of the leftovers of killed runs.
 
 A run locks its hidden folder (`Claim`); the lock is released when the process ends.
 
 A target can have two hidden neighbours, `.<name>.transaxle-partial` and `.<name>.transaxle-old`. The first is work in
-progress, or the checkpoint that was replaced. The second is the checkpoint that was moved aside; if the target is
-missing, it is the only one left, and is put back. A folder is never removed while a process holds its lock, nor if its
-contents are not a checkpoint's: whoever put them there must remove them.
+progress, or a replaced checkpoint. The second is a checkpoint that was moved aside; if the target is
+missing, it is the only copy, and is put back. A folder is never removed while a process has its lock, nor if its
+contents are not a checkpoint's: the user must remove these.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from transaxle.formats.store.place import (
     OURS,
     PARTIAL,
     LocalFolder,
+    foreign_files,
     make_durable,
     neighbour,
-    strangers,
 )
 from transaxle.formats.store.service import S3, local_path, scheme
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BUSY = "another run is writing this target"
 _PATIENCE = 30.0
-"""Seconds in which the last workers of a run that shared its claim let go of it."""
+"""Seconds to wait until the last workers of a run have released its shared claim."""
 _PAUSE = 0.05
 
 
 class Claim:
-    """The exclusive right of this process to change a folder.
+    """The exclusive right of this process to change a hidden folder, as a lock on the folder.
 
     Args:
         path: the hidden folder.
-        typed: the target as the user typed it, for errors.
-        mode: of the folder where it is created, less what the umask takes away.
+        typed: the target as the user typed it, for error messages.
+        mode: permission bits of the folder if it is created; the umask applies.
     """
 
     def __init__(self, path: Path, typed: str, mode: int = 0o777) -> None:
@@ -64,18 +64,18 @@ class Claim:
         self._pid = os.getpid()
 
     @property
-    def taken(self) -> bool:
+    def is_taken(self) -> bool:
         """Whether this process has the lock."""
         return self._fd is not None
 
     def take(self, *, unlocked: bool = False) -> bool:
-        """Create the folder (True) or find it, and lock it; if it is removed meanwhile, it is created again.
+        """Create the folder if necessary, and lock it; return whether it was created.
 
         Args:
-            unlocked: accept an existing folder even where the file system has no locks.
+            unlocked: accept an existing folder even if the file system has no locks.
 
         Raises:
-            UsageError: EXISTS if another run has it, or may have it.
+            UsageError: EXISTS if another run has the lock, or may be using the folder.
             StorageError: IO.
         """
         try:
@@ -97,23 +97,23 @@ class Claim:
             raise storage_error(error, "making the folder for the unfinished work", str(self._path)) from error
 
     def look(self, *, unlocked: bool = False) -> None:
-        """Refuse what `take` would refuse, without changing anything.
+        """Raise what `take` would raise, without changing anything.
 
         Raises as `take`, and OSError.
         """
-        with suppress(FileNotFoundError), opened(self._path) as fd:
+        with suppress(FileNotFoundError), open_folder(self._path) as fd:
             self._is_mine(fd, created=False, unlocked=unlocked)
 
     def share(self) -> None:
-        """Let other processes join the claim (`joined`); whoever does not belong to this run stays locked out."""
-        if self._fd is not None and joined(self._fd) is False:
+        """Turn the exclusive lock into a shared one, which this run's other processes can join (`lock_shared`)."""
+        if self._fd is not None and lock_shared(self._fd) is False:
             raise busy(self._typed)
 
     def take_back(self) -> None:
-        """Wait until those that joined have left, and have the claim alone again.
+        """Wait until all other processes have left the claim, and make the lock exclusive again.
 
         Raises:
-            UsageError: EXISTS if somebody stays.
+            UsageError: EXISTS if one does not leave in time.
         """
         end = time.monotonic() + _PATIENCE
         while self._fd is not None and lock(self._fd) is False:
@@ -125,7 +125,7 @@ class Claim:
     def release(self) -> None:
         """Release the lock."""
         if self._fd is not None:
-            if self._pid == os.getpid():  # processes forked from this one have the lock too, as long as it has
+            if self._pid == os.getpid():  # forked processes share the lock
                 with suppress(OSError):
                     fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
@@ -137,7 +137,7 @@ class Claim:
         if locked is False:
             raise busy(self._typed)
         if locked is None and not created and not unlocked:
-            # No locks on this file system: only the one who made the folder, or says that it resumes, may have it.
+            # No locks on this file system: only the run that created the folder, or one that resumes, may use it.
             hint = f"If no run is writing this target, remove {self._path} or use --resume."
             raise refuse("EXISTS", f"{_BUSY}, or has died while doing so", file=self._typed, hint=hint)
         opened_folder = os.fstat(fd)
@@ -151,17 +151,17 @@ class Claim:
 
 
 def busy(file: str) -> TransaxleError:
-    """Return what is raised where another run has the claim."""
+    """Return the error for a target whose claim another run has."""
     return refuse("EXISTS", _BUSY, file=file, hint="Wait for that run, or end it.")
 
 
 def lock(fd: int) -> bool | None:
-    """Lock an open folder until it is closed: False if another process has the lock, None if there are no locks."""
+    """Lock an open folder exclusively; return False if another process has the lock, None without lock support."""
     return _try_lock(fd, fcntl.LOCK_EX)
 
 
-def joined(fd: int) -> bool | None:
-    """Lock an open folder together with others: False if a process has it alone, None if there are no locks."""
+def lock_shared(fd: int) -> bool | None:
+    """Lock an open folder shared; return False if another process has it exclusively, None without lock support."""
     return _try_lock(fd, fcntl.LOCK_SH)
 
 
@@ -176,11 +176,11 @@ def _try_lock(fd: int, kind: int) -> bool | None:
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[int]:
-    """Open a folder that must not be a link, to lock it.
+def open_folder(folder: Path) -> Iterator[int]:
+    """Return a context with the descriptor of a folder that is not a link.
 
     Raises:
-        OSError: it is missing, a file or a link.
+        OSError: if it is missing, a file or a link.
     """
     fd = os.open(folder, FOLDER)
     try:
@@ -190,7 +190,7 @@ def opened(folder: Path) -> Iterator[int]:
 
 
 def _mkdir(path: Path, mode: int) -> bool:
-    """Make a folder; False if it is there already."""
+    """Create a folder; return False if it exists already."""
     try:
         path.mkdir(mode)
     except FileExistsError:
@@ -199,7 +199,7 @@ def _mkdir(path: Path, mode: int) -> bool:
 
 
 _HASHED = re.compile(r"[0-9a-f]{64}")
-"""Replaces a name that is too long to take our suffix."""
+"""Pattern of the hash that replaces a target's name if that is too long for our suffix."""
 _IN_USE = "a live process is using it. Wait for that process, or end it."
 _SHOWN = 3
 
@@ -207,22 +207,20 @@ Outcome = Literal["found", "removed", "put back", "kept"]
 
 
 class Leftover(msgspec.Struct, frozen=True):
-    """What a killed run left: beside its target a hidden folder, with unfinished work or the checkpoint it replaced; on
-    S3 also an upload that was not completed.
-    """
+    """A leftover of a killed run: a hidden folder with unfinished work or a replaced checkpoint, or an open upload."""
 
     path: str
-    """Its path, or URL; that of an upload ends in `?uploadId=…`."""
+    """Path or URL of the leftover; the URL of an upload ends in `?uploadId=…`."""
     target: str
-    """The target beside it."""
+    """Path or URL of the target that it belongs to."""
     what: str
-    """A description, and whether the work can be continued."""
+    """Description, which says whether the work can be resumed."""
     nbytes: int
-    """Bytes of the files in it."""
+    """Total size of its files in bytes."""
     outcome: Outcome = "found"
-    """`found` as long as nothing was done with it; then `removed`, `put back` or `kept`."""
+    """Result of cleaning: `removed`, `put back` or `kept`; `found` before."""
     why: str = ""
-    """Why it was kept; empty for any other outcome."""
+    """Reason why it was kept; empty for other outcomes."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the leftover as plain JSON data."""
@@ -230,13 +228,13 @@ class Leftover(msgspec.Struct, frozen=True):
 
 
 def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
-    """Return the leftovers of killed runs beside a target, and directly inside it if it is a folder.
+    """Return the leftovers of killed runs next to a target, and directly inside it if it is a folder.
 
     Args:
-        path: a target, which need not exist, a folder of targets, or a leftover itself; on S3 a URL, also of a bucket.
+        path: a target, which need not exist, a folder of targets, or a leftover; on S3 a URL, also of a bucket.
 
     Raises:
-        Refused: UNSUPPORTED for a URL that is not S3's: other services have nothing of the kind.
+        Refused: UNSUPPORTED for a URL of a service other than S3, which has no leftovers.
         StorageError: IO.
     """
     typed = os.fspath(path)
@@ -254,7 +252,7 @@ def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
     try:
         hidden_folders = [leftover_at(leftover, target) for leftover, target in _candidates(typed)]
         return tuple(
-            replace(leftover, outcome="kept", why=_IN_USE) if _locked(Path(leftover.path)) else leftover
+            replace(leftover, outcome="kept", why=_IN_USE) if _is_locked(Path(leftover.path)) else leftover
             for leftover in hidden_folders
         )
     except OSError as error:
@@ -262,17 +260,17 @@ def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
 
 
 def _orphans_at(target: str, *, uploads: bool = True) -> tuple[Leftover, ...]:
-    from transaxle.formats.store.unfinished_uploads import orphans  # whoever writes into a folder needs no services
+    from transaxle.formats.store.unfinished_uploads import orphans  # imported late: local targets need no services
 
     return tuple(Leftover(each.url, each.target, each.what, each.nbytes) for each in orphans(target, uploads=uploads))
 
 
 def _candidates(typed: str) -> Iterator[tuple[Path, Path]]:
-    """Yield hidden folders with their targets."""
+    """Yield `(hidden folder, its target)` at, next to, and inside a path."""
     place = Path(os.path.realpath(typed))
-    named = OURS.fullmatch(place.name)
-    if named and _is_folder(place):
-        yield place, place.with_name(named[1])
+    own_match = OURS.fullmatch(place.name)
+    if own_match and _is_folder(place):
+        yield place, place.with_name(own_match[1])
         return
     if not place.parent.is_dir():
         raise refuse("IO", "no such file or folder", file=typed, system=FileNotFoundError)
@@ -291,14 +289,14 @@ def _is_folder(path: Path) -> bool:
 
 
 def leftover_at(path: Path, target: Path) -> Leftover:
-    """Describe a hidden folder.
+    """Return the leftover for a hidden folder.
 
     Args:
-        path: the folder.
+        path: the hidden folder.
         target: its target.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: if it cannot be read.
     """
     target_exists = os.path.lexists(target)
     scratch = path / SCRATCH
@@ -312,40 +310,40 @@ def leftover_at(path: Path, target: Path) -> Leftover:
             if any(path.iterdir())
             else "empty"
         )
-    elif finished := finished_in(scratch):
+    elif finished := describe_progress(scratch):
         description = f"unfinished work: {finished}, --resume continues it"
     else:
         description = "unfinished work, hardly begun"
     return Leftover(str(path), str(target), description, _size(path))
 
 
-def finished_in(scratch: Path) -> str:
-    """Say how much of unfinished work is finished, and could be continued; empty where nothing is.
+def describe_progress(scratch: Path) -> str:
+    """Describe how much of unfinished work is done, and could be resumed; empty if nothing is.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: if it cannot be read.
     """
-    if written := _count_written(scratch / JOURNAL):
-        return f"{written:,} tensors are written"
-    done = _count_done(scratch / ITEMS)
-    return f"{done:,} work items are done" if done else ""
+    if tensor_count := _count_written(scratch / JOURNAL):
+        return f"{tensor_count:,} tensors are written"
+    item_count = _count_done(scratch / ITEMS)
+    return f"{item_count:,} work items are done" if item_count else ""
 
 
 def _count_written(journal: Path) -> int:
-    """Count the tensors that a journal lists."""
+    """Return the number of tensors in a journal."""
     if not journal.is_file():
         return 0
     with journal.open("rb") as lines:
-        return max(0, sum(bool(line.strip()) for line in lines) - 1)  # the first line says what it belongs to
+        return max(0, sum(bool(line.strip()) for line in lines) - 1)  # the first line is the task
 
 
 def _count_done(items: Path) -> int:
-    """Count the work items that have a result."""
+    """Return the number of work items that have a result."""
     return sum(path.name.isdigit() for path in items.iterdir()) if items.is_dir() else 0
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of all files in a folder, ignoring those that disappear meanwhile."""
+    """Return the total size of the files in a folder, ignoring files that disappear meanwhile."""
     size = 0
     for folder, _, names in os.walk(path):
         for name in names:
@@ -354,8 +352,8 @@ def _size(path: Path) -> int:
     return size
 
 
-def sweep_beside(target: str) -> tuple[str, ...]:
-    """Clean up beside a complete target; return a note on each leftover and its outcome.
+def clean_target(target: str) -> tuple[str, ...]:
+    """Remove the leftovers of a complete target; return a note on each leftover and its outcome.
 
     Raises:
         StorageError: IO.
@@ -364,10 +362,10 @@ def sweep_beside(target: str) -> tuple[str, ...]:
     if is_url(target) and local_path(target) is None:
         from transaxle.formats.store.unfinished_uploads import target_url
 
-        place, found = target_url(target), _orphans_at(target, uploads=False)
+        place, candidates = target_url(target), _orphans_at(target, uploads=False)
     else:
-        place, found = os.path.realpath(local_path(target) or target), leftovers(target)
-    for leftover in found:
+        place, candidates = os.path.realpath(local_path(target) or target), leftovers(target)
+    for leftover in candidates:
         if leftover.target == place:
             cleaned = clean(leftover) if leftover.outcome == "found" else leftover
             why = f": {cleaned.why}" if cleaned.why else ""
@@ -379,7 +377,7 @@ def clean(leftover: Leftover) -> Leftover:
     """Remove a leftover, or put it back if it is the only checkpoint left.
 
     Returns:
-        The leftover with its outcome.
+        The leftover with its new outcome.
 
     Raises:
         StorageError: IO.
@@ -396,7 +394,7 @@ def clean(leftover: Leftover) -> Leftover:
     except TransaxleError as error:
         return replace(leftover, outcome="kept", why=f"{error.refusals[0].message}. {error.hint}")
     try:
-        return _cleaned(leftover, path, target)
+        return _clean_locked(leftover, path, target)
     except OSError as error:
         raise storage_error(error, "removing it", leftover.path) from error
     finally:
@@ -406,15 +404,15 @@ def clean(leftover: Leftover) -> Leftover:
 
 
 def discard(target: Path) -> None:
-    """Delete a checkpoint: it is gone in one step, whatever happens while its files are deleted.
+    """Delete a checkpoint: it disappears atomically, before its files are deleted.
 
-    What is left where that is killed counts as unfinished work.
+    If the deletion is killed, its rest counts as unfinished work.
 
     Args:
-        target: its folder.
+        target: folder of the checkpoint.
 
     Raises:
-        UsageError: EXISTS where a run is writing this target.
+        UsageError: EXISTS if a run is writing this target.
         StorageError: IO.
     """
     hidden = neighbour(target, PARTIAL)
@@ -430,26 +428,26 @@ def discard(target: Path) -> None:
         claim.release()
 
 
-def _cleaned(leftover: Leftover, path: Path, target: Path) -> Leftover:
-    """Remove or put back one leftover, whose target is now locked."""
+def _clean_locked(leftover: Leftover, path: Path, target: Path) -> Leftover:
+    """Remove or put back a leftover whose target is locked by this process."""
     if path.name.endswith(OLD):
         if _HASHED.fullmatch(target.name):
             return replace(
                 leftover, outcome="kept", why="its name does not tell which target it belongs to. Name the target."
             )
-        if _locked(path):
+        if _is_locked(path):
             return replace(leftover, outcome="kept", why=_IN_USE)
         if not os.path.lexists(target):
             path.rename(target)
             make_durable(target.parent)
             return replace(leftover, outcome="put back")
-    foreign = [] if (path / SCRATCH).is_dir() else strangers(LocalFolder(path))
+    foreign = [] if (path / SCRATCH).is_dir() else foreign_files(LocalFolder(path))
     if is_one_file(target.name):
-        foreign = [name for name in foreign if not is_one_file(name)]  # one file, which may have any name
+        foreign = [name for name in foreign if not is_one_file(name)]  # a single file may have any name
     if foreign:
-        rest = f" and {len(foreign) - _SHOWN:,} more" if len(foreign) > _SHOWN else ""
+        more = f" and {len(foreign) - _SHOWN:,} more" if len(foreign) > _SHOWN else ""
         why = (
-            f"{', '.join(foreign[:_SHOWN])}{rest} belong to no checkpoint. Move these files elsewhere, or remove them "
+            f"{', '.join(foreign[:_SHOWN])}{more} belong to no checkpoint. Move these files elsewhere, or remove them "
             "by hand."
         )
         return replace(leftover, outcome="kept", why=why)
@@ -457,7 +455,7 @@ def _cleaned(leftover: Leftover, path: Path, target: Path) -> Leftover:
     return replace(leftover, outcome="removed")
 
 
-def _locked(path: Path) -> bool:
-    """Tell whether a process holds the lock of a folder."""
-    with opened(path) as fd:
-        return lock(fd) is False  # where there are no locks, the claim on the target's own folder has decided it
+def _is_locked(path: Path) -> bool:
+    """Tell whether a process has the lock of a folder."""
+    with open_folder(path) as fd:
+        return lock(fd) is False  # without lock support, the claim on the target has decided

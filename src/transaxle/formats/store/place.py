@@ -1,18 +1,18 @@
-"""The target of a checkpoint: what is there and may be replaced, and the single step that puts a finished one there.
+"""The place of a target checkpoint: whether its present contents may be replaced, and the atomic move into place.
 
-A target is a folder or, if its name ends like that of a tensor file, one file. While needed it has two hidden
-neighbours: `.<name>.transaxle-partial`, the work in progress, and `.<name>.transaxle-old`, which holds the replaced
-checkpoint for an instant on file systems that cannot exchange two names.
+A target is a folder or, if its name has the ending of a tensor file, one file. While needed it has two hidden
+neighbours: `.<name>.transaxle-partial`, the work in progress, and `.<name>.transaxle-old`, the replaced
+checkpoint, for an instant on file systems that cannot exchange two names.
 
-A folder with weights also holds notes, adapters, a `.git`. Replacing a checkpoint deletes only the files that belong to
-it: those that our manifest lists, if they are unchanged, and files with names that frameworks write. Sub-folders are
-entered only where a format has them. Everything else is a stranger, and the user is told before anything is deleted.
+A folder with weights may also contain notes, adapters or a `.git`. Replacing a checkpoint deletes only the files of
+the checkpoint: unchanged files that our manifest lists, and files with names that frameworks write. Sub-folders are
+entered only if a format has them. All other files are foreign, and are reported before anything is deleted.
 
-Python lacks three calls of Linux, which are here, with fallbacks for systems and file systems without them: reserving
+Python lacks three Linux calls, which are here, with fallbacks for systems and file systems without them: reserving
 space for a file before it is written, so that a full disk is noticed before the work and not during it
 (`os.posix_fallocate` does not help: where the file system cannot reserve, it writes to every block instead); renaming
-only if the target does not exist; and exchanging two names in one step, so that there is no moment without the old or
-the new.
+only if the target does not exist; and exchanging two names atomically, so that there is no moment without the old or
+the new checkpoint.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ from transaxle.formats.store.service import FILE, Service
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
 _IN_MEMORY = frozenset({0x01021994, 0x858458F6})
-"""File systems in memory, tmpfs and ramfs, as `statfs` numbers them."""
+"""Type numbers in `statfs` of the in-memory file systems tmpfs and ramfs."""
 _STATFS = 256
-"""Bytes that hold its result on every Linux; the first word is the type."""
+"""Size in bytes of a buffer for `statfs`, large enough for every Linux; its first word is the type."""
 _NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY})
 
 
 def reserve(fd: int, size: int) -> bool:
-    """Reserve disk space for the first `size` bytes of an open file; False where that is impossible, or makes no sense.
+    """Reserve disk space for the first `size` bytes of an open file; return False if impossible or pointless.
 
-    In memory, to reserve is to allocate every page, by one processor, before the workers begin.
+    For an in-memory file system it is pointless: one thread would allocate all pages before the workers begin.
 
     Raises:
         OSError: ENOSPC, EFBIG, EIO, ….
@@ -72,7 +72,7 @@ def reserve(fd: int, size: int) -> bool:
     if _is_in_memory(fd):
         return False
     call = _linux("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return call is not None and _succeeded(lambda: call(fd, 0, 0, size))
+    return call is not None and _call_succeeds(lambda: call(fd, 0, 0, size))
 
 
 def _is_in_memory(fd: int) -> bool:
@@ -88,8 +88,8 @@ def rename_new(old: str, new: str) -> None:
     a file or an empty folder.
 
     Raises:
-        FileExistsError: the new name is taken.
-        OSError: anything else that stands against it.
+        FileExistsError: if the new name exists.
+        OSError: for any other failure.
     """
     if _renameat2(old, new, _NOREPLACE):
         return
@@ -99,10 +99,10 @@ def rename_new(old: str, new: str) -> None:
 
 
 def exchange(first: str, second: str) -> bool:
-    """Exchange two existing names in one step; False if the file system cannot.
+    """Exchange two existing names atomically; return False if the file system cannot.
 
     Raises:
-        OSError: any other failure.
+        OSError: for any other failure.
     """
     return _renameat2(first, second, _EXCHANGE)
 
@@ -112,12 +112,12 @@ def _renameat2(old: str, new: str, flags: int) -> bool:
     call = _linux("renameat2", ctypes.c_int, text, ctypes.c_int, text, ctypes.c_uint)
     if call is None:
         return False
-    return _succeeded(lambda: call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags))
+    return _call_succeeds(lambda: call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags))
 
 
 @cache
 def _linux(name: str, *types: type) -> Callable[..., int] | None:
-    """Return a function of the C library, None where there is none."""
+    """Return a function of Linux's C library; None if it does not exist."""
     if sys.platform != "linux":
         return None
     try:
@@ -128,8 +128,10 @@ def _linux(name: str, *types: type) -> Callable[..., int] | None:
     return cast("Callable[..., int]", call)
 
 
-def _succeeded(call: Callable[[], int]) -> bool:
-    """Tell whether a call worked (True) or is not supported (False); raise OSError for any other failure."""
+def _call_succeeds(call: Callable[[], int]) -> bool:
+    """Call a C function; return True if it worked, False if it is not supported; raise OSError for any other
+    failure.
+    """
     while call() != 0:
         number = ctypes.get_errno()
         if number in _NOT_HERE:
@@ -148,11 +150,11 @@ _BESIDE = frozenset({
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "hf_quant_config.json",
     "quantization_config.json",
 })  # fmt: skip
-"""Names of files that frameworks write beside the tensors."""
+"""Names of files that frameworks write next to the tensor files."""
 _LONGEST_TAG = 4096
 _LONGEST_MANIFEST = 1 << 30
 _COMPARED = 64 << 20
-"""Cap on the bytes of a listed file that are compared with the manifest."""
+"""Maximum size in bytes of a file whose content is compared with the manifest."""
 _SHOWN = 8
 _WAY_OUT = f'--overwrite={EVERYTHING} (overwrite="{EVERYTHING}").'
 ELSEWHERE = "Choose another place."
@@ -163,13 +165,15 @@ class ReplaceableFolder(Protocol):
     """A folder that may be replaced, local or remote."""
 
     def top(self) -> Mapping[str, EntryKind]:
-        """Return its direct contents."""
+        """Return the direct contents: name -> kind."""
 
     def inside(self, name: str) -> Iterable[str]:
-        """Return the files in a sub-folder and below it, `a/b/c`; anything but a regular file ends in `/`."""
+        """Return the paths of all files below a sub-folder, `a/b/c`; paths of other members than regular files end in
+        `/`.
+        """
 
-    def read(self, name: str, most: int) -> bytes | None:
-        """Return the bytes of a file; None if they are more than `most`."""
+    def read(self, name: str, max_bytes: int) -> bytes | None:
+        """Return the bytes of a file; None if it has more than `max_bytes`."""
 
 
 class _ListedFile(msgspec.Struct):
@@ -187,14 +191,14 @@ class _ManifestFiles(msgspec.Struct):
 
 
 def several_files(target: str) -> TransaxleError:
-    """Return the refusal to write several files where the target is one."""
+    """Return the refusal to write several files to a single-file target."""
     return refuse(
         "UNSUPPORTED", "the target is a single file, but several are to be written", file=target, hint="Give a folder."
     )
 
 
 def irreplaceable(folder: ReplaceableFolder, overwrite: Overwrite) -> tuple[str, str]:
-    """Return why a folder must stay, and a hint; two empty texts if it may be replaced.
+    """Return `(reason, hint)` why a folder must not be replaced; two empty strings if it may be.
 
     Raises:
         StorageError: IO.
@@ -205,63 +209,63 @@ def irreplaceable(folder: ReplaceableFolder, overwrite: Overwrite) -> tuple[str,
     files = (name for name, kind in top.items() if kind == "file")
     if not any(name.endswith(MANIFEST) or is_of_checkpoint(name) for name in files) and not any(map(is_step, top)):
         return "the folder does not hold a checkpoint", ELSEWHERE
-    foreign = [] if overwrite == EVERYTHING else strangers(folder)
+    foreign = [] if overwrite == EVERYTHING else foreign_files(folder)
     if not foreign:
         return "", ""
-    rest = f" and {len(foreign) - _SHOWN:,} more" if len(foreign) > _SHOWN else ""
+    more = f" and {len(foreign) - _SHOWN:,} more" if len(foreign) > _SHOWN else ""
     shown = ", ".join(foreign[:_SHOWN])
     verb = "belongs" if len(foreign) == 1 else "belong"
-    reason = f"{shown}{rest} {verb} to no checkpoint, and would be deleted with the checkpoint in that folder"
+    reason = f"{shown}{more} {verb} to no checkpoint, and would be deleted with the checkpoint in that folder"
     return reason, f"Move these files elsewhere, or replace everything: {_WAY_OUT}"
 
 
 def when_kept(reason: str, hint: str) -> tuple[str, str]:
-    """Return what an error adds about a target that exists and was not to be replaced, and its hint.
+    """Return the end of an error message about an existing target, and its hint, for a run without overwriting.
 
     Args:
-        reason: why it must stay even if it is to be replaced; empty if it may be.
-        hint: what goes with the reason.
+        reason: why overwriting would be refused too; empty if it would not be.
+        hint: hint for that reason.
     """
     if not reason:
         return "", "Choose another place, or replace it with --overwrite (overwrite=True)."
     return f", and overwriting it would be refused: {reason}", hint
 
 
-def strangers(folder: ReplaceableFolder) -> list[str]:
-    """Return the files of a folder that belong to no checkpoint; sub-folders end in `/`.
+def foreign_files(folder: ReplaceableFolder) -> list[str]:
+    """Return the files of a folder that do not belong to a checkpoint; names of sub-folders end in `/`.
 
     Raises:
         StorageError: IO.
     """
     unknown = _unknown_to(builtin().values(), folder)
-    # What no format that ships knows may be of one that is installed: these are asked before anybody is refused.
+    # Files unknown to the built-in formats may belong to a plugin format; plugins are loaded only then.
     return _unknown_to(every_format(), folder) if unknown and plugin_formats() else unknown
 
 
 def _unknown_to(formats: Collection[Format], folder: ReplaceableFolder) -> list[str]:
     top = folder.top()
-    listed = _listed(folder) if top.get(MANIFEST) == "file" else {}
-    inner = {STATE_FOLDER} | {name.partition("/")[0] for name in listed if "/" in name}
+    recorded_files = _manifest_files(folder) if top.get(MANIFEST) == "file" else {}
+    inner = {STATE_FOLDER} | {name.partition("/")[0] for name in recorded_files if "/" in name}
     newest = {_tag(folder, record.newest) for record in formats if record.newest in top}
     steps = {name for name in top if is_step(name)} | newest
-    here = [record for record in formats if record.inner and any(map(record.file_pattern.fullmatch, top))]
+    formats_here = [record for record in formats if record.inner and any(map(record.file_pattern.fullmatch, top))]
 
     def belongs(name: str) -> bool:
-        folder_name, _, rest = name.partition("/")
-        if not rest:
+        folder_name, _, inner_name = name.partition("/")
+        if not inner_name:
             expected = name in _BESIDE or any(_is_of(record, name) or name in record.sidecars for record in formats)
         elif folder_name in steps:
-            expected = any(_is_of(record, rest) for record in formats if record.steps)
+            expected = any(_is_of(record, inner_name) for record in formats if record.steps)
         elif folder_name == STATE_FOLDER:
-            expected = any(_is_of(record, rest) for record in formats if not record.steps)
+            expected = any(_is_of(record, inner_name) for record in formats if not record.steps)
         else:
-            expected = any(_is_of(record, name) for record in here)
-        return expected or (name in listed and _unchanged(folder, name, listed[name]))
+            expected = any(_is_of(record, name) for record in formats_here)
+        return expected or (name in recorded_files and _is_unchanged(folder, name, recorded_files[name]))
 
     foreign: list[str] = []
     for name, kind in sorted(top.items()):
         if kind == "folder":
-            entered = name in inner or name in steps or any(name == record.inner for record in here)
+            entered = name in inner or name in steps or any(name == record.inner for record in formats_here)
             foreign += [path for path in folder.inside(name) if not belongs(path)] if entered else [f"{name}/"]
         elif kind == "special" or not belongs(name):
             foreign.append(name)
@@ -273,13 +277,13 @@ def _is_of(kind: Format, path: str) -> bool:
 
 
 def _tag(folder: ReplaceableFolder, name: str) -> str:
-    """Return the sub-folder that a tag file names; empty if it names none."""
+    """Return the sub-folder that a tag file names; empty without a valid name."""
     tag = (folder.read(name, _LONGEST_TAG) or b"").decode("utf-8", "replace").strip()
     return tag if is_plain(tag) else ""
 
 
-def _listed(folder: ReplaceableFolder) -> Mapping[str, _ListedFile]:
-    """Return the files that the manifest lists; empty if it cannot be read."""
+def _manifest_files(folder: ReplaceableFolder) -> Mapping[str, _ListedFile]:
+    """Return name -> record of the files in the manifest; empty if the manifest cannot be read."""
     text = folder.read(MANIFEST, _LONGEST_MANIFEST)
     try:
         return {} if text is None else parse_json_as(text, _ManifestFiles).files
@@ -287,8 +291,8 @@ def _listed(folder: ReplaceableFolder) -> Mapping[str, _ListedFile]:
         return {}
 
 
-def _unchanged(folder: ReplaceableFolder, name: str, record: _ListedFile) -> bool:
-    """Tell whether a listed file is still as it was written: an edited one belongs to whoever edited it."""
+def _is_unchanged(folder: ReplaceableFolder, name: str, record: _ListedFile) -> bool:
+    """Tell whether a file still has its recorded content; an edited file is the user's."""
     if record.head != record.size or record.size > _COMPARED:
         return True
     data = folder.read(name, record.size)
@@ -296,17 +300,17 @@ def _unchanged(folder: ReplaceableFolder, name: str, record: _ListedFile) -> boo
 
 
 class LocalFolder:
-    """A folder of this machine.
+    """A local folder.
 
     Args:
-        path: where it is.
+        path: path of the folder.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def top(self) -> Mapping[str, EntryKind]:
-        """See `ReplaceableFolder`; a link counts as a file: removing it takes nothing from what it leads to."""
+        """See `ReplaceableFolder`; a link counts as a file, since removing it does not affect its target."""
         with os.scandir(self._path) as entries:
             return {entry.name: _kind(entry) for entry in entries}
 
@@ -322,20 +326,20 @@ class LocalFolder:
             else:
                 yield f"{name}/{child}" + "/" * (kind == "special")
 
-    def read(self, name: str, most: int) -> bytes | None:
+    def read(self, name: str, max_bytes: int) -> bytes | None:
         """See `ReplaceableFolder`."""
         path = self._path / name
-        if not path.is_file() or path.stat().st_size > most:
+        if not path.is_file() or path.stat().st_size > max_bytes:
             return None
         with path.open("rb") as file:
-            return file.read(most)
+            return file.read(max_bytes)
 
 
 class RemoteFolder:
-    """A folder of a service.
+    """A folder on a remote service.
 
     Args:
-        service: what is asked; its path is the folder.
+        service: the service; its path is the folder.
     """
 
     def __init__(self, service: Service) -> None:
@@ -355,23 +359,23 @@ class RemoteFolder:
         start = f"{self._service.path}/"
         return [path.removeprefix(start) for path in self._service.below(f"{start}{name}", name)]
 
-    def read(self, name: str, most: int) -> bytes | None:
+    def read(self, name: str, max_bytes: int) -> bytes | None:
         """See `ReplaceableFolder`."""
         path = f"{self._service.path}/{name}"
         info = self._service.info(path, name)
         size = None if info is None else info.get("size")
-        if not isinstance(size, int) or size > most:
+        if not isinstance(size, int) or size > max_bytes:
             return None
         return self._service.fetch(path, 0, size, name) if size else b""
 
 
-def replaced_file(name: str, head: bytes, overwrite: Overwrite) -> tuple[str, str]:
-    """Return why a file must stay, like `irreplaceable` for a folder.
+def irreplaceable_file(name: str, head: bytes, overwrite: Overwrite) -> tuple[str, str]:
+    """Return `(reason, hint)` why a file must not be replaced; like `irreplaceable` for a folder.
 
     Args:
-        name: its name.
+        name: name of the file.
         head: its first bytes, from `head_of` or `remote_head_of`.
-        overwrite: the user's option.
+        overwrite: the user's `overwrite` option.
     """
     if overwrite == EVERYTHING or has_right_signature(name, head):
         return "", ""
@@ -401,31 +405,31 @@ PARTIAL, OLD = "partial", "old"
 
 
 OURS = re.compile(rf"\.(.+)\.transaxle-({PARTIAL}|{OLD})", re.DOTALL)
-"""Name of a hidden neighbour: groups are the target's name and the suffix."""
+"""Pattern for the name of a hidden neighbour; its groups are the target's name and the suffix."""
 
 
 _LONGEST = 200
-"""Cap on the bytes of a name that our suffix still fits within the 255 of file systems."""
+"""Maximum bytes of a target's name, so that with our suffix it fits into the file systems' 255 bytes."""
 
 
 _EXISTS = "the target already exists"
 JOURNAL, ITEMS, MOVES = "journal", "items", "moves"
-"""Inside `SCRATCH`: the file that lists finished tensors, the folder with the results of work items, and the file that
-says what each of them does.
+"""Names inside `SCRATCH`: the journal of finished tensors, the folder with the results of work items, and the file
+that describes the work items.
 """
 
 
 class TargetPlace:
-    """The place where a checkpoint will be.
+    """The place of a checkpoint to be written.
 
     Args:
-        target: the path as the user typed it; a link is followed, so that its destination is replaced, not the link.
-        overwrite: an existing checkpoint there may be replaced; `everything`: with everything in its folder.
+        target: the path as the user typed it; a link is followed, so that its target is replaced, not the link.
+        overwrite: whether an existing checkpoint may be replaced; `everything`: with all other files in its folder.
 
     Raises:
         UsageError: EXISTS for the root of the file system; AMBIGUOUS for an invalid `overwrite`.
-        Refused: NAME_COLLISION for a name that is one of our own.
-        StorageError: IO if it is no path, or the folder around it is missing.
+        Refused: NAME_COLLISION for a name that is reserved for hidden neighbours.
+        StorageError: IO if it is not a path, or its parent folder is missing.
     """
 
     def __init__(self, target: str | os.PathLike[str], *, overwrite: Overwrite) -> None:
@@ -435,11 +439,11 @@ class TargetPlace:
             raise refuse("IO", f"{self.typed!r} is not a path", file=self.typed)
         try:
             self.target = Path(os.path.realpath(self.typed))
-            """Where it is."""
+            """Path of the target, without links."""
             is_file = is_one_file(self.typed) and not self.target.is_dir()
             has_parent = self.target.parent.is_dir()
             with suppress(FileNotFoundError):
-                self.target.lstat()  # a name that is too long is better refused now than after the work
+                self.target.lstat()  # refuses a name that is too long now, not after the work
         except OSError as error:
             raise storage_error(error, "reading its status", self.typed) from error
         if not self.target.name:
@@ -456,20 +460,20 @@ class TargetPlace:
             raise refuse("IO", message, file=self.typed, hint=hint, system=FileNotFoundError)
         self._overwrite = read_overwrite(overwrite)
         self.single = self.target.name if is_file else None
-        """Name of the one file to write; None for a folder."""
+        """Name of the file to write; None for a folder."""
         self.partial = neighbour(self.target, PARTIAL)
         """Folder for the work in progress."""
         self.old = neighbour(self.target, OLD)
-        """Folder for what is replaced."""
+        """Folder for the replaced checkpoint."""
 
-    def check(self, beside: str = "") -> None:
-        """Check that a checkpoint may be put here.
+    def check(self, leftover_hint: str = "") -> None:
+        """Check that a checkpoint may be put here; a folder is replaced only if it is empty or contains a checkpoint.
 
         A folder is replaced only if it is empty or holds a checkpoint, unless the user said otherwise: a slip in the
         path must not cost a project.
 
         Args:
-            beside: text about leftovers beside the target, for the error.
+            leftover_hint: text about leftovers next to the target, for the error message.
 
         Raises:
             UsageError: EXISTS.
@@ -479,11 +483,11 @@ class TargetPlace:
             return
         if not self._overwrite:
             reason, hint = self._if_overwritten(self._irreplaceable)
-            raise refuse("EXISTS", f"{_EXISTS}{reason}", file=self.typed, hint=hint + beside)
+            raise refuse("EXISTS", f"{_EXISTS}{reason}", file=self.typed, hint=hint + leftover_hint)
         self._refuse(*self._irreplaceable(self._overwrite))
 
     def recover(self) -> None:
-        """Put back the checkpoint that a run moved aside before it died while replacing it."""
+        """Put back the old checkpoint that a run moved aside before it was killed."""
         try:
             if os.path.lexists(self.old):
                 if os.path.lexists(self.target):
@@ -496,16 +500,16 @@ class TargetPlace:
 
     @property
     def replaced(self) -> Path | None:
-        """What a commit would replace; None where nothing is there."""
+        """Path that a commit would replace; None if nothing is there."""
         return next((path for path in (self.target, self.old) if os.path.lexists(path)), None)
 
     @property
     def moved_aside(self) -> bool:
-        """Whether `recover` has something to put back."""
+        """Whether `recover` will put back an old checkpoint."""
         return os.path.lexists(self.old) and not os.path.lexists(self.target)
 
     def foresee(self) -> None:
-        """Check what `recover` and then `check` would refuse, without changing anything.
+        """Raise what `recover` and `check` would raise, without changing anything.
 
         Raises as `check`.
         """
@@ -522,23 +526,23 @@ class TargetPlace:
             raise refuse("EXISTS", message, file=self.typed, hint=hint)
 
     def check_writable(self) -> None:
-        """Check that files can be created beside the target.
+        """Check that files can be created next to the target.
 
         Raises:
             OSError: EROFS, EACCES.
         """
         folder = self.target.parent
-        by_effect = os.geteuid() != os.getuid()  # where both are the same, C libraries guess worse than the system
+        by_effect = os.geteuid() != os.getuid()  # with equal ids, the plain system call is more reliable
         if not os.access(folder, os.W_OK | os.X_OK, effective_ids=by_effect):
             read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
             number = errno.EROFS if read_only else errno.EACCES
             raise OSError(number, os.strerror(number))
 
     def publish(self, work: Path) -> None:
-        """Move the finished work to the target. A replaced folder is in a hidden neighbour afterwards; see `sweep`.
+        """Move the finished work to the target. Afterwards a replaced folder is in a hidden neighbour; see `sweep`.
 
         Args:
-            work: `partial`, or the one file in it, with the access of what it replaces.
+            work: `partial`, or the single file in it, with its final access rights.
 
         Raises:
             UsageError: EXISTS if the target appeared in the meantime.
@@ -556,7 +560,7 @@ class TargetPlace:
             raise storage_error(error, "moving the finished checkpoint into place", self.typed) from error
 
     def sweep(self) -> None:
-        """Remove the hidden neighbours: abandoned work, or what was replaced. Failure is ignored."""
+        """Remove the hidden neighbours: abandoned work, or a replaced checkpoint. Failures are ignored."""
         shutil.rmtree(self.partial, ignore_errors=True)
         if os.path.lexists(self.target):
             shutil.rmtree(self.old, ignore_errors=True)
@@ -566,10 +570,10 @@ class TargetPlace:
             raise refuse("EXISTS", f"the target is not replaced: {reason}", file=self.typed, hint=hint)
 
     def _if_overwritten(self, look: Callable[[Overwrite], tuple[str, str]]) -> tuple[str, str]:
-        """Return why `--overwrite` would not do either, to follow a message, and a hint that names only what would.
+        """Return the end of a message and a hint; they say whether `--overwrite` would help.
 
         Args:
-            look: what says why a target must stay, as `irreplaceable`.
+            look: returns why a target must stay, as `irreplaceable` does.
         """
         try:
             return when_kept(*look(True))
@@ -577,15 +581,15 @@ class TargetPlace:
             return when_kept("it cannot be examined", ELSEWHERE)
 
     def _irreplaceable(self, overwrite: Overwrite) -> tuple[str, str]:
-        """Return why an existing target must stay, and a hint; two empty texts if it may be replaced."""
+        """Return `(reason, hint)` why an existing target must not be replaced; two empty strings if it may be."""
         try:
-            if not os.path.lexists(self.target):  # a link that leads nowhere yet
+            if not os.path.lexists(self.target):  # a dangling link
                 return "", ""
             mode = os.lstat(self.target).st_mode
             if self.single:
                 if not stat.S_ISREG(mode):
                     return "it is not a regular file", ELSEWHERE
-                return replaced_file(self.target.name, head_of(self.target), overwrite)
+                return irreplaceable_file(self.target.name, head_of(self.target), overwrite)
             if not stat.S_ISDIR(mode):
                 return "it is a file, but a folder is to be written", ELSEWHERE
             current = Path.cwd()
@@ -608,12 +612,12 @@ class TargetPlace:
             rename_new(str(work), str(self.target))
         elif exchange(str(work), str(self.target)):
             try:
-                self._refuse(*irreplaceable(LocalFolder(work), self._overwrite))  # what came since the last look
+                self._refuse(*irreplaceable(LocalFolder(work), self._overwrite))  # the contents may have changed
             except BaseException:
                 exchange(str(work), str(self.target))
                 raise
         else:
-            # Not in one step here. A run that dies between the two renames is put right by `recover`.
+            # Not atomic here. If the run is killed between the two renames, `recover` puts the old checkpoint back.
             self.target.rename(self.old)
             try:
                 self._refuse(*irreplaceable(LocalFolder(self.old), self._overwrite))
@@ -627,7 +631,7 @@ def neighbour(target: Path, ending: str) -> Path:
     """Return a hidden neighbour of a target.
 
     Args:
-        target: where it is, without links.
+        target: path of the target, without links.
         ending: `PARTIAL` or `OLD`.
     """
     name = target.name

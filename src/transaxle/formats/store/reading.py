@@ -1,13 +1,14 @@
-"""Remote storage: range requests to a service, with the guarantees of a local folder as far as possible.
+"""Remote storage: reads checkpoints from a service by range requests, with the guarantees of a local folder where
+possible.
 
-A service has no open files: the object under a name may be another one at the next request. So each is known by its tag
-(its ETag, or whatever the service has) from the first look at it, and after every range that was read the tag is
-compared again: bytes of any other object are refused, never mixed in. Names from a listing are checked like any others.
-Where a service gives one version for ever, as a hub gives a commit, there is nothing to compare.
+A service has no open files: the object under a name may be another one at the next request. So each object is
+identified by its tag (its ETag, or the service's equivalent) from the first request on, and the tag is compared after
+each range that was read: bytes of another object are refused, never mixed in. Names in listings are checked like all
+others. For an immutable version, such as a commit on a hub, nothing is compared.
 
-A request costs about as much as a megabyte. Readers ask for headers, then for adjacent blocks of tensors. So a request
-that continues an earlier one reads twice as much as that one, up to a limit; a request that starts elsewhere reads
-little more than what is wanted. Data is cached until the memory is needed.
+A request costs as much time as about a megabyte. Readers request headers, then adjacent blocks of tensors. So a request
+that continues an earlier one reads twice as much as that one, up to a limit; a request at another place reads
+little more than was requested. Data is cached until the memory is needed.
 """
 
 from __future__ import annotations
@@ -27,35 +28,35 @@ from transaxle.formats.storage.storage import ByteCount, Listing, Storage, is_pl
 from transaxle.formats.store.service import FILE, RANGES, WEB, Info, Readable, Service
 
 MEMORY = 64 << 20
-"""Default cap on cached bytes."""
+"""Default maximum of cached bytes."""
 LEAST = 128 << 10
-"""Smallest request, if the file has that many bytes; also the largest gap that is read along instead of skipped."""
+"""Smallest request in bytes, unless the file is smaller; also the largest gap that is read instead of skipped."""
 _SHARE = 8
-"""The largest request takes this fraction of the memory: one in `_SHARE`."""
+"""The largest request is `1 / _SHARE` of the cache memory."""
 
 Fetch = Callable[[str, int, int], bytes]
-"""File, first byte, one past the last: returns exactly these bytes or raises."""
+"""`fetch(file, start, stop)`: return exactly these bytes, or raise."""
 
 
 class _Request(msgspec.Struct, eq=False):
-    """A range of a file that was requested."""
+    """A requested range of a file, with its data."""
 
     file: str
     """Name of the file."""
     start: int
-    """First byte."""
+    """Offset of the first byte."""
     stop: int
-    """One past the last."""
+    """One past the last byte."""
     data: Future[bytes] = msgspec.field(default_factory=Future)
-    """Its bytes, once they have arrived."""
+    """The bytes, once they have arrived."""
 
 
 class NearReads:
-    """Reads byte ranges of many files through few requests.
+    """Serves many reads by few requests, with a cache and read-ahead.
 
     Args:
         fetch: makes one request; called from several threads.
-        memory: cap on cached bytes. In addition, each thread holds no more than it asks for at once.
+        memory: maximum of cached bytes; in addition, each thread has the bytes of its current request.
     """
 
     def __init__(self, fetch: Fetch, memory: int = MEMORY) -> None:
@@ -65,21 +66,21 @@ class NearReads:
         self._lock = Lock()
         self._windows: dict[str, dict[int, _Request]] = {}
         self._recent: OrderedDict[_Request, None] = OrderedDict()
-        self._held = 0
+        self._cached_bytes = 0
 
     def read_into(self, file: str, size: int, offset: int, view: memoryview) -> None:
-        """Fill a contiguous view of bytes from `offset`; the file, of `size` bytes, must not end before it is full.
+        """Fill a contiguous view with the bytes that start at `offset`; the file has `size` bytes, enough for the view.
 
         Raises:
-            TransaxleError: what `fetch` raises.
+            TransaxleError: from `fetch`.
         """
-        filled, wanted = 0, view.nbytes
-        while filled < wanted:
+        filled, size_wanted = 0, view.nbytes
+        while filled < size_wanted:
             at = offset + filled
-            window, new = self._window(file, size, at, wanted - filled)
+            window, new = self._window(file, size, at, size_wanted - filled)
             if new:
                 self._fill(window)
-            data = memoryview(window.data.result())[at - window.start :][: wanted - filled]
+            data = memoryview(window.data.result())[at - window.start :][: size_wanted - filled]
             view[filled : filled + len(data)] = data
             filled += len(data)
 
@@ -89,8 +90,8 @@ class NearReads:
             for window in list(self._recent):
                 self._drop(window)
 
-    def _window(self, file: str, size: int, at: int, wanted: int) -> tuple[_Request, bool]:
-        """Return the request that covers a byte; True if it is new, so that the caller must fill it."""
+    def _window(self, file: str, size: int, at: int, needed: int) -> tuple[_Request, bool]:
+        """Return `(request, is new)` for the request that covers a byte; the caller must fill a new one."""
         with self._lock:
             requests_of_file = self._windows.setdefault(file, {})
             previous: _Request | None = None
@@ -100,19 +101,19 @@ class NearReads:
                     self._recent.move_to_end(window)
                     return window, False
                 if window.start > at:
-                    stop = min(stop, window.start)  # what is there already is not asked for again
+                    stop = min(stop, window.start)  # do not request cached bytes again
                 elif at - window.stop <= LEAST and (previous is None or window.stop > previous.stop):
                     previous = window
             read_length = LEAST
             if previous is not None:
                 read_length = 2 * (previous.stop - previous.start)
-                self._recent.move_to_end(previous, last=False)  # read to its end: the first to be forgotten
-            stop = min(stop, at + min(max(wanted, read_length), self._largest))
+                self._recent.move_to_end(previous, last=False)  # read to its end, so the first to be dropped
+            stop = min(stop, at + min(max(needed, read_length), self._largest))
             if not self._make_room(stop - at):
-                stop = min(stop, at + wanted)
+                stop = min(stop, at + needed)
             window = requests_of_file[at] = _Request(file, at, stop)
             self._recent[window] = None
-            self._held += stop - at
+            self._cached_bytes += stop - at
             return window, True
 
     def _fill(self, window: _Request) -> None:
@@ -121,52 +122,52 @@ class NearReads:
         except BaseException as error:
             with self._lock:
                 self._drop(window)
-            window.data.set_exception(error)  # for the others who wait for it
+            window.data.set_exception(error)  # for other threads that wait for it
             raise
 
     def _make_room(self, size: int) -> bool:
-        """Drop the least recently used data; False if pending requests occupy all the memory."""
+        """Drop the least recently used data; return False if pending requests need all the memory."""
         for window in list(self._recent):
-            if self._held + size <= self._memory:
+            if self._cached_bytes + size <= self._memory:
                 break
             if window.data.done():
                 self._drop(window)
-        return self._held + size <= self._memory
+        return self._cached_bytes + size <= self._memory
 
     def _drop(self, window: _Request) -> None:
         if window in self._recent:
             del self._recent[window], self._windows[window.file][window.start]
-            self._held -= window.stop - window.start
+            self._cached_bytes -= window.stop - window.start
 
 
 _TAGS = ("ETag", "etag", "generation", "blob_id", "oid", "sha256", "Content-MD5", "Digest")
-"""Names under which services state the tag of an object's content; the first that exists counts."""
+"""Keys under which services report the tag of an object's content; the first one present is used."""
 _TIMES = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "created")
-"""Names under which they state its time of change."""
+"""Keys under which services report an object's time of change."""
 
 
 class ObjectStamp(msgspec.Struct, frozen=True):
-    """Identifies one version of an object."""
+    """Identity of one version of an object."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     tag: str
-    """Tag of the content, or time of change; empty if the service states neither."""
+    """Tag of the content, or time of change; empty if the service reports neither."""
 
 
 class RemoteStorage(Storage):
-    """The files under one URL, or one file and the folder around it (see `formats.storage.Storage`).
+    """The files under a URL, or a single remote file (see `Storage`).
 
-    Listings are cached: a checkpoint is what it was when it was opened.
+    Listings are cached: the files of a checkpoint are those at the time of opening.
 
     Args:
-        url: a folder or a file; a trailing `/` says that it is a folder.
-        memory: cap on the cached bytes that were read ahead.
-        service: what the URL leads to; None: what fsspec knows.
+        url: URL of a folder or file; a trailing `/` means a folder.
+        memory: maximum of cached bytes.
+        service: the service of the URL; None: the service of fsspec.
 
     Raises:
         Refused: UNSUPPORTED if no installed package knows the scheme.
-        StorageError: IO if it is missing or unreadable; the hint names the most similar place beside it.
+        StorageError: IO if it is missing or unreadable; the hint suggests a similar name.
     """
 
     def __init__(self, url: str, memory: int = MEMORY, service: Readable | None = None) -> None:
@@ -189,23 +190,23 @@ class RemoteStorage(Storage):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that were asked for so far; see `Storage.bytes_read`."""
+        """Number of bytes read so far; see `Storage.bytes_read`."""
         return self._bytes_read.total
 
     @property
     def path(self) -> str:
-        """The URL as the user typed it, without password and query string; of a hub, at the commit that is read."""
+        """The URL as the user typed it, without password and query string; for a hub with the resolved commit."""
         return self._path
 
     @property
     def single(self) -> str | None:
-        """Name of the one file that the URL denotes; None where it denotes a folder."""
+        """Name of the single file that was given; None for a folder."""
         return self._single
 
     def listing(self, folder: str = "") -> Listing:
         """List a folder of the checkpoint; see `Storage.listing`.
 
-        Around a single file, whose folder the service may not list, there is at least the file itself.
+        If the service refuses to list the folder of a single file, the listing has only that file.
         """
         if folder not in self._listings:
             try:
@@ -221,7 +222,7 @@ class RemoteStorage(Storage):
         return self._stamp(name).size
 
     def version(self, name: str) -> str:
-        """Return a text that changes when the file does: its tag and size; see `Storage.version`."""
+        """Return a string that changes when the file does: its tag and size; see `Storage.version`."""
         self._check(name)
         stamp = self._stamp(name)
         return f"{stamp.tag}-{stamp.size}"
@@ -247,7 +248,7 @@ class RemoteStorage(Storage):
             self._check(name)
 
     def close(self) -> None:
-        """Forget what was read ahead."""
+        """Drop the cached data."""
         self._closed = True
         self._ahead.clear()
 
@@ -271,7 +272,7 @@ class RemoteStorage(Storage):
         for member in self._service.members(place, folder or self._path):
             path = str(member["name"]).partition("?")[0] if self._web else str(member["name"])
             if path.rstrip("/") == place:
-                continue  # an object that stands for the folder itself
+                continue  # an object that represents the folder itself
             is_file = member.get("type") == FILE and not (self._web and path.endswith("/"))
             name = path.removeprefix(start).removesuffix("" if is_file else "/")
             name = unquote(name) if self._web else name
@@ -296,7 +297,7 @@ class RemoteStorage(Storage):
         return self._stamps[name]
 
     def _look(self, name: str) -> ObjectStamp:
-        """Ask the service for the current version of the object under a name."""
+        """Request the current version of the object under a name."""
         info = self._service.info(self._place(name), name)
         if info is None:
             raise refuse("IO", "no such file", file=name, system=FileNotFoundError)
@@ -305,16 +306,16 @@ class RemoteStorage(Storage):
         return _stamp(info)
 
     def _check(self, name: str) -> None:
-        """Refuse an object that is no longer the version first seen under its name."""
+        """Refuse an object that is not the version first seen under its name."""
         if not self._service.pinned and self._look(name) != self._stamp(name):
             raise refuse("CORRUPT", "the file was changed while the checkpoint was open", file=name)
 
     def _fetch(self, name: str, start: int, stop: int) -> bytes:
-        """Make one request; its bytes count only if the object has the same version afterwards."""
+        """Make one request; its bytes are used only if the object still has the same version afterwards."""
         try:
             data = self._service.fetch(self._place(name), start, stop, name)
         except TransaxleError:
-            self._check(name)  # a better reason for the failure, if there is one
+            self._check(name)  # raises a better reason for the failure, if there is one
             raise
         self._check(name)
         if len(data) != stop - start:
@@ -323,13 +324,15 @@ class RemoteStorage(Storage):
         return data
 
     def _similar(self) -> str:
-        """Suggest the place beside a missing one whose name is closest; empty if none is close."""
+        """Return a hint with the name most similar to a missing one; empty if none is similar."""
         above, _, missing = self._root.rpartition("/")
         try:
-            beside = [str(member["name"]).rstrip("/").rpartition("/")[2] for member in self._service.members(above, "")]
+            neighbours = [
+                str(member["name"]).rstrip("/").rpartition("/")[2] for member in self._service.members(above, "")
+            ]
         except TransaxleError:
             return ""
-        close = difflib.get_close_matches(missing, beside, n=1)
+        close = difflib.get_close_matches(missing, neighbours, n=1)
         return f"Did you mean {self._path.rstrip('/').removesuffix(missing)}{close[0]}?" if close else ""
 
 
@@ -339,7 +342,7 @@ def _stamp(info: Info) -> ObjectStamp:
         message = "the service does not tell the file's length"
         raise refuse("UNSUPPORTED", message, file=str(info.get("name", "")).partition("?")[0])
     tag = next((info[key] for key in (*_TAGS, *_TIMES) if info.get(key)), "")
-    # Azure's client gives tags in quotation marks, but not in listings.
+    # Azure's client puts tags in quotation marks, except in listings.
     return ObjectStamp(size, str(tag.timestamp() if isinstance(tag, datetime) else tag).strip('"'))
 
 

@@ -1,14 +1,14 @@
-"""A service that stores files under URLs: the few calls we make to its fsspec client, with its errors as ours.
+"""Remote services that store files under URLs: the calls to their fsspec clients, with errors converted to ours.
 
-Clients raise whatever their libraries raise, with addresses and keys in the text. Every error that leaves this module
-is one of ours, one line long. fsspec, and the client, are imported when the first URL is opened.
+Clients raise the exceptions of their libraries, with addresses and keys in the messages. Errors that leave this module
+are ours, one line long. fsspec and the client are imported when the first URL is opened.
 
-A URL may hold a password, or in its query string a signature that opens the file to whoever reads it. Errors, reports
-and logs are read by others, so every URL and every message of a service passes through here before it is shown.
+A URL may contain a password, or in its query string a signature that gives everybody access. Errors, reports
+and logs are read by others, so each URL and each message of a service is stripped of secrets before it is shown.
 
-Servers may send more than was asked for, a whole file instead of a part, another part, or bytes without end. fsspec's
-client of the web reads every answer to its end; the session that it gets here stops one byte after the requested ones.
-Its client of S3 takes whatever bytes come; `s3_range` is the same, but reads the answer's `Content-Range`.
+Servers may send more than was requested: a whole file instead of a range, another range, or bytes without end. fsspec's
+HTTP client reads each response to its end; the session that it gets here stops after the requested bytes.
+Its S3 client accepts any bytes; `s3_range` also checks the response's `Content-Range`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _SECRET = re.compile(r"(?i)\b([\w-]*(?:secret|token|signature|password|credentia
 _KEY_ID = re.compile(r"\b(?:(?:AKIA|ASIA)[A-Z0-9]{8,}|hf_[A-Za-z0-9]{8,})\b")
 _LONGEST = 300
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "az": "abfs"}
-"""Scheme -> another scheme for the same service."""
+"""Alternative scheme -> usual scheme of the same service."""
 
 
 def scheme(url: str) -> str:
-    """Return the part before the `://`."""
+    """Return the scheme of a URL, the part before `://`."""
     return url.partition("://")[0]
 
 
 def local_path(url: str) -> str | None:
-    """Return the path on this machine that a `file://` URL denotes; None for any other URL, or another host's."""
+    """Return the local path of a `file://` URL; None for another scheme or another host."""
     if scheme(url).lower() != _LOCAL:
         return None
     parts = urlsplit(url)
@@ -47,14 +47,14 @@ def local_path(url: str) -> str | None:
 
 
 def address(url: str) -> str:
-    """Return a URL in one canonical spelling, for comparison: one scheme per service, no repeated slashes, no query."""
+    """Return a canonical form of a URL, for comparison: one scheme per service, no repeated slashes, no query."""
     kind, _, after_scheme = url.partition("?")[0].partition("://")
     parts = [segment for segment in after_scheme.split("/") if segment not in ("", ".")]
     return "/".join((f"{_ALIASES.get(kind.lower(), kind.lower())}:/", *parts))
 
 
 def harmless(message: str) -> str:
-    """Return the first line of what a service said, without passwords, keys and query strings."""
+    """Return the first line of a service's message, without passwords, keys and query strings."""
     line = next(iter(message.strip().splitlines()), "")
     line = without_secrets(line)
     line = _KEY_ID.sub(HIDDEN, _SECRET.sub(rf"\1{HIDDEN}", line))
@@ -62,56 +62,64 @@ def harmless(message: str) -> str:
 
 
 WEB = frozenset({"http", "https"})
-"""Schemes of URLs that a web server answers."""
+"""Schemes of web servers."""
 _LONGEST_PAGE = 16 << 20
-"""Cap on the bytes of an answer to a request without a range: a page that lists a folder."""
+"""Maximum bytes of a response to a request without a range, such as a listing of a folder."""
 _RANGE = re.compile(r"bytes=([0-9]+)-([0-9]+)")
 _SENT = re.compile(r"bytes ([0-9]{1,20})-([0-9]{1,20})/", re.IGNORECASE)
 _SHOWN = 60
 
 
 class TooMuchError(OSError):
-    """The server sends more than was requested."""
+    """The server sends more bytes than were requested."""
 
 
 class OtherRangeError(OSError):
-    """The server sends other bytes than those that were requested."""
+    """The server sends another range than the requested one."""
 
 
-def check_range(requested: str, sent: str) -> None:
-    """Check what a server says of the bytes that it sends; one that says nothing is believed.
+def check_range(requested: str, received: str) -> None:
+    """Check that a response's range is the requested one; a response without `Content-Range` is accepted.
 
     Args:
-        requested: the `Range` of the request, empty without one.
-        sent: the `Content-Range` of the answer, empty without one.
+        requested: `Range` header of the request; may be empty.
+        received: `Content-Range` header of the response; may be empty.
 
     Raises:
-        OtherRangeError: these are other bytes.
+        OtherRangeError: if the ranges differ.
     """
-    wanted, found = _RANGE.fullmatch(requested), _SENT.match(sent)
-    if wanted and sent and (found is None or found[1] != wanted[1] or int(found[2]) > int(wanted[2])):
-        raise OtherRangeError(f"{wanted[0]} was requested, but the server sent {sent[:_SHOWN]}")
+    requested_range, received_range = _RANGE.fullmatch(requested), _SENT.match(received)
+    if (
+        requested_range
+        and received
+        and (
+            received_range is None
+            or received_range[1] != requested_range[1]
+            or int(received_range[2]) > int(requested_range[2])
+        )
+    ):
+        raise OtherRangeError(f"{requested_range[0]} was requested, but the server sent {received[:_SHOWN]}")
 
 
-def _asked(headers: Any) -> int:
+def _max_bytes(headers: Any) -> int:
     match = _RANGE.fullmatch(headers.get("Range", ""))
     return int(match[2]) - int(match[1]) + 1 if match else _LONGEST_PAGE
 
 
 async def session(**options: Any) -> Any:
-    """Return an aiohttp session for fsspec's client that bounds every answer; `options` are the client's own."""
+    """Return an aiohttp session for fsspec's client that limits the size of responses; `options` are the client's."""
     from aiohttp import ClientResponse, ClientSession
 
     class Response(ClientResponse):
         async def read(self) -> bytes:
             if self._body is None:
                 check_range(self.request_info.headers.get("Range", ""), self.headers.get("Content-Range", ""))
-                most, data = _asked(self.request_info.headers), bytearray()
+                max_bytes, data = _max_bytes(self.request_info.headers), bytearray()
                 async for part in self.content.iter_any():
                     data += part
-                    if len(data) > most:
+                    if len(data) > max_bytes:
                         self.close()
-                        raise TooMuchError(f"the server sent more than the {most:,} bytes that were requested")
+                        raise TooMuchError(f"the server sent more than the {max_bytes:,} bytes that were requested")
                 self._body = bytes(data)
             return self._body
 
@@ -119,24 +127,24 @@ async def session(**options: Any) -> Any:
 
 
 def s3_range(client: Any, path: str, start: int, stop: int) -> bytes:
-    """Return a range of an object's bytes, as many of them as the service gives; raises what the client does.
+    """Read a range of an S3 object, possibly shortened by the service; raise the client's exceptions.
 
     Args:
-        client: s3fs.
-        path: what it calls the object.
-        start: first byte.
-        stop: one past the last.
+        client: the s3fs client.
+        path: the client's path of the object.
+        start: offset of the first byte.
+        stop: one past the last byte.
     """
     from fsspec.asyn import sync
     from s3fs.core import _error_wrapper, version_id_kw
 
     bucket, key, version = client.split_path(path)
-    asked = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{stop - 1}", **version_id_kw(version)}
+    options = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{stop - 1}", **version_id_kw(version)}
 
     async def read() -> bytes:
-        answer = await client._call_s3("get_object", **asked, **client.req_kw)
+        answer = await client._call_s3("get_object", **options, **client.req_kw)
         try:
-            check_range(asked["Range"], answer.get("ContentRange", ""))
+            check_range(options["Range"], answer.get("ContentRange", ""))
             return bytes(await answer["Body"].read())
         finally:
             answer["Body"].close()
@@ -148,27 +156,27 @@ _CLIENTS = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp",
     "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "sftp": "paramiko", "oci": "ocifs",
 }  # fmt: skip
-"""Scheme -> package that fsspec needs for it."""
+"""Scheme -> Python package that fsspec needs for it."""
 S3 = frozenset({"s3", "s3a"})
-"""Schemes of services that speak as S3 does, with uploads that several processes can send."""
+"""Schemes of S3-compatible services, whose uploads several processes can share."""
 NO_CREDENTIALS = frozenset({
     "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError",
     "UnauthorizedSSOTokenError", "ProfileNotFound", "DefaultCredentialsError", "RefreshError",
     "LocalTokenNotFoundError",
 })  # fmt: skip
-"""Names of what clients raise where they have no valid credentials."""
+"""Names of clients' exceptions for missing or invalid credentials."""
 _HOW_TO_LOG_IN = "Give the credentials in the way the service's client expects: environment, profile or login."
 
 Info = dict[str, Any]
 """A service's information on a file or folder: `name`, `size`, `type`, and tags of its own."""
 RANGES = "The server must support range requests."
-"""Hint for a server that ignores ranges."""
+"""Hint for servers that ignore range requests."""
 FILE = "file"
-"""The `type` of a file."""
+"""Value of `type` for a file."""
 
 
 class Stream(Protocol):
-    """A file that is being written and stays invisible until it is committed."""
+    """A file that is being written, and stays invisible until it is committed."""
 
     closed: bool
 
@@ -176,33 +184,33 @@ class Stream(Protocol):
         """Append bytes."""
 
     def close(self) -> None:
-        """Send the rest; the file is then complete, but still invisible."""
+        """Send the remaining bytes; the file stays invisible."""
 
     def commit(self) -> None:
-        """Make the file appear."""
+        """Make the complete file visible."""
 
     def discard(self) -> None:
         """Abandon the file."""
 
 
 class Readable(Protocol):
-    """What is asked of a service to read from it; see `Service`."""
+    """The read interface of a service; see `Service`."""
 
     @property
     def scheme(self) -> str:
-        """What stands before the `://`."""
+        """Scheme of the URL, before `://`."""
 
     @property
     def shown(self) -> str:
-        """The URL without secrets; of what is pinned the URL that leads to just this version."""
+        """The URL without secrets; for a pinned version the URL of that version."""
 
     @property
     def path(self) -> str:
-        """What the service calls the place that the URL denotes."""
+        """The service's path of the URL."""
 
     @property
     def pinned(self) -> bool:
-        """Whether nothing can change there, so that no second look at a file is needed."""
+        """Whether files cannot change, so that they need not be checked again."""
 
     def info(self, path: str, file: str) -> Info | None:
         """Return the current information on a file or folder; None if it does not exist."""
@@ -211,7 +219,7 @@ class Readable(Protocol):
         """Return the direct contents of a folder; empty if it does not exist."""
 
     def fetch(self, path: str, start: int, stop: int, file: str) -> bytes:
-        """Return a range of a file's bytes, as many of them as the service gives."""
+        """Return a range of a file's bytes, possibly shortened by the service."""
 
 
 class Service:
@@ -219,26 +227,26 @@ class Service:
 
     Args:
         url: any URL that fsspec knows.
-        writing: files created here stay invisible until they are committed.
+        writing: open for writing; new files stay invisible until they are committed.
 
     Raises:
-        Refused: UNSUPPORTED where the scheme is unknown, or its package is missing.
+        Refused: UNSUPPORTED for an unknown scheme, or if its package is missing.
         StorageError: IO.
     """
 
     pinned = False
-    """A file may be another one at the next look."""
+    """Files may change between requests."""
 
     def __init__(self, url: str, *, writing: bool = False) -> None:
         self.scheme = scheme(url)
-        """What stands before the `://`."""
+        """Scheme of the URL, before `://`."""
         self.shown = without_secrets(url)
         """The URL without secrets."""
-        with self._named("opening it", self.shown):
+        with self._convert_errors("opening it", self.shown):
             from fsspec.core import url_to_fs
 
             try:
-                # The transaction below is this run's own: an instance that others share must not have it.
+                # The transaction below must not affect other users of a cached client.
                 options = {"get_client": session} if self.scheme in WEB else {}
                 client_and_path = url_to_fs(url, **({"skip_instance_cache": True} if writing else {}), **options)
             except ImportError as error:
@@ -249,9 +257,9 @@ class Service:
             except ValueError as error:
                 raise refuse("UNSUPPORTED", harmless(str(error)), file=self.shown) from None
             self.client: Any = client_and_path[0]
-            """What fsspec has for the scheme."""
+            """The fsspec file system for the scheme."""
             self.path = str(client_and_path[1]).rstrip("/")
-            """What the client calls the place that the URL denotes."""
+            """The client's path of the URL, without a trailing `/`."""
             if writing:
                 self.client.start_transaction()
             else:
@@ -261,13 +269,13 @@ class Service:
         """Return the current information on a file or folder; None if it does not exist.
 
         Args:
-            path: the client's name for it.
-            file: its name for errors.
+            path: the client's path.
+            file: name for error messages.
 
         Raises:
             StorageError: IO.
         """
-        with self._named("reading its status", file):
+        with self._convert_errors("reading its status", file):
             self.client.invalidate_cache()
             try:
                 return dict(self.client.info(path))
@@ -280,7 +288,7 @@ class Service:
         Raises:
             StorageError: IO.
         """
-        with self._named("opening it" if self.scheme in WEB else "listing the folder", file):
+        with self._convert_errors("opening it" if self.scheme in WEB else "listing the folder", file):
             self.client.invalidate_cache()
             try:
                 return [dict(member) for member in self.client.ls(path, detail=True)]
@@ -288,22 +296,22 @@ class Service:
                 return []
 
     def below(self, path: str, file: str) -> list[str]:
-        """Return the client's names for all files in a folder and below it.
+        """Return the client's paths of all files below a folder.
 
         Raises:
             StorageError: IO.
         """
-        with self._named("listing the folder", file):
+        with self._convert_errors("listing the folder", file):
             self.client.invalidate_cache()
             return sorted(self.client.find(path))
 
     def fetch(self, path: str, start: int, stop: int, file: str) -> bytes:
-        """Return a range of a file's bytes, as many of them as the service gives.
+        """Return a range of a file's bytes, possibly shortened by the service.
 
         Raises:
             StorageError: IO.
         """
-        with self._named(f"reading {stop - start} bytes at offset {start}", file):
+        with self._convert_errors(f"reading {stop - start} bytes at offset {start}", file):
             if self.scheme in S3 and start < stop:
                 return s3_range(self.client, path, start, stop)
             return bytes(self.client.cat_file(path, start=start, end=stop))
@@ -312,12 +320,12 @@ class Service:
         """Start a file that is sent in parts of `part` bytes.
 
         Raises:
-            Refused: UNSUPPORTED where files cannot be written, or would be visible before they are complete.
+            Refused: UNSUPPORTED if files cannot be written, or would be visible before they are complete.
             StorageError: IO.
         """
         from fsspec.spec import AbstractBufferedFile
 
-        with self._named("creating it", file):
+        with self._convert_errors("creating it", file):
             try:
                 stream: Any = self.client.open(path, "wb", block_size=part)
             except NotImplementedError:
@@ -334,12 +342,12 @@ class Service:
             return created
 
     def delete(self, path: str, file: str) -> None:
-        """Delete a file; a missing one is no error.
+        """Delete a file; a missing file is not an error.
 
         Raises:
             StorageError: IO.
         """
-        with self._named("deleting it", file):
+        with self._convert_errors("deleting it", file):
             self.client.invalidate_cache()
             try:
                 self.client.rm_file(path)
@@ -347,13 +355,13 @@ class Service:
                 return
 
     @contextmanager
-    def working(self, doing: str, file: str, *, missing: bool = False) -> Iterator[None]:
-        """Turn what the client raises into our error; where `missing`, all but what says that something is missing."""
-        with self._named(doing, file, missing=missing):
+    def as_storage_error(self, doing: str, file: str, *, missing: bool = False) -> Iterator[None]:
+        """Convert the client's exceptions to StorageError; `missing`: keep FileNotFoundError."""
+        with self._convert_errors(doing, file, missing=missing):
             yield
 
     @contextmanager
-    def _named(self, doing: str, file: str, *, missing: bool = False) -> Iterator[None]:
+    def _convert_errors(self, doing: str, file: str, *, missing: bool = False) -> Iterator[None]:
         try:
             yield
         except (TransaxleError, MemoryError):
@@ -361,17 +369,17 @@ class Service:
         except Exception as error:  # noqa: BLE001 - what clients raise has no common base
             if missing and isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(file) from None
-            # Without its cause: the client's own message may hold a signed URL or a key.
-            raise _failed(error, doing, file) from None
+            # Without its cause: the client's message may contain a signed URL or a key.
+            raise _storage_error(error, doing, file) from None
 
 
 def _system(error: Exception) -> type[OSError] | None:
-    """Return the error of the system that a client's stands for."""
+    """Return the OSError class that corresponds to a client's exception; None if there is none."""
     return next((kind for kind in (FileNotFoundError, PermissionError) if isinstance(error, kind)), None)
 
 
-def _failed(error: Exception, doing: str, file: str) -> TransaxleError:
-    """Build the StorageError for what a client raised."""
+def _storage_error(error: Exception, doing: str, file: str) -> TransaxleError:
+    """Return the StorageError for a client's exception."""
     kind = type(error).__name__
     reason = harmless(str(error))
     hint = ""

@@ -1,12 +1,12 @@
-"""An upload whose files are sent by workers: begun and committed by a driver, who need not be the same process.
+"""An upload whose files several workers send; a driver begins and commits it, perhaps in different processes.
 
-The driver begins a multipart upload of every file that workers write, and says so in an object beside the target. Each
-file has one worker, who sends its parts and leaves a result there. The driver compares the results with what the
-service has, and completes the uploads in the order of `Upload`. What it is about to let appear it writes down first:
-whoever resumes after it died knows the files that have appeared by their tags, and goes on.
+The driver begins a multipart upload for each file that workers write, and records this in an object next to the target.
+Each file has one worker, which sends its parts and writes a result there. The driver compares the results with the
+parts that the service has, and completes the uploads in the order of `Upload`. Before that it records the commit: a run
+that resumes after a crash recognises the files that are already visible by their tags, and continues.
 
-A worker's bytes may come in any order and from several threads. A part is sent when it is full, by threads of their
-own, while the next one is filled. One that a dead worker has sent, and the service tags with the sum of just these
+A worker's bytes may come in any order and from several threads. A part is sent when it is full, by separate threads,
+while the next part is filled. A part that a killed worker has sent already, with an ETag that is the MD5 sum of these
 bytes, is not sent again.
 """
 
@@ -27,89 +27,97 @@ import msgspec
 from transaxle.arguments import Overwrite
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog import Fragment
-from transaxle.formats.store.multipart import S3Multipart, StoredPart, abort_empty, completed_tag, gone, multipart
+from transaxle.formats.store.multipart import (
+    S3Multipart,
+    StoredPart,
+    abort_empty,
+    expected_tag,
+    missing_upload,
+    multipart,
+)
 from transaxle.formats.store.place import several_files
 from transaxle.formats.store.service import FILE, Info
-from transaxle.formats.store.unfinished_uploads import BegunCommit, BegunUpload, HiddenObjects
+from transaxle.formats.store.unfinished_uploads import CommitRecord, HiddenObjects, UploadRecord
 from transaxle.formats.store.upload import PART, Upload, part_size, turn
 
 SENDERS = 4
-"""Parts that a worker sends at once."""
+"""Number of parts that a worker sends at the same time."""
 _THREADS = 16
-"""Requests that the driver makes at once, of those without many bytes."""
+"""Number of small requests that the driver makes at the same time."""
 _CLEAN = "Continue it with --resume (resume=True), or remove it:  transaxle clean URL."
-_Given = TypeVar("_Given")
-_Found = TypeVar("_Found")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class SharedUpload(Upload):
-    """A checkpoint that several workers write under a URL; used like `formats.store.Staging`.
+    """A checkpoint that several workers write under a URL; used like `Staging`.
 
     Args:
         target: URL of a folder or a file.
         overwrite: as for `Upload`.
-        resume: go on with what an earlier run has begun, and keep this run's work if it fails too. Without it such
-            work is refused, since nothing tells whether that run is still at work.
-        part: bytes of a usual part.
+        resume: continue an earlier run's upload, and keep this run's work if it fails too. Without it, an earlier
+            upload is
+            refused, since its run may still be active.
+        part: usual size of a part in bytes.
 
     Raises:
-        UsageError, Refused, StorageError: as `Upload`; UNSUPPORTED where uploads belong to one process.
+        UsageError, Refused, StorageError: as `Upload`; UNSUPPORTED for services whose uploads belong to one process.
     """
 
     def __init__(self, target: str, *, overwrite: Overwrite = False, resume: bool = False, part: int = PART) -> None:
         super().__init__(target, overwrite=overwrite, part=part)
         self.calls: S3Multipart = multipart(self._service)
-        """Of the service."""
+        """Multipart calls of the service."""
         self.hidden = HiddenObjects(self._service, self.calls)
-        """What lies beside the target."""
+        """Objects next to the target that record the upload."""
         self._resume = resume
-        self._begun: BegunUpload | None = None
+        self._record: UploadRecord | None = None
         self._sizes: Mapping[str, int] = {}
         self._stored: dict[str, dict[int, StoredPart]] = {}
         self._over: frozenset[str] = frozenset()
         self._shared: dict[str, _SharedFile] = {}
         self._own: dict[str, _OwnFile] = {}
-        self._remains: BegunCommit | None = None
+        self._interrupted_record: CommitRecord | None = None
 
     @property
-    def begun(self) -> BegunUpload:
-        """How the work has begun."""
-        if self._begun is None:
+    def record(self) -> UploadRecord:
+        """Record of the upload; ValueError before `begin_or_continue`."""
+        if self._record is None:
             raise ValueError("nothing has begun")
-        return self._begun
+        return self._record
 
     def share(self) -> None:
-        """Let workers send files: nothing keeps them from it."""
+        """See `Staging.share`; a service needs nothing here."""
 
     def take_back(self) -> None:
-        """Let no worker send anything any more: what they send again are the same parts."""
+        """See `Staging.take_back`; a service needs nothing here, as late workers send equal parts."""
 
     def _check(self, info: Info | None) -> None:
-        """Accept what a commit of this work has let appear before it died; otherwise as `Upload`."""
+        """Accept files that an interrupted commit of this work has made visible; otherwise as `Upload`."""
         if info is not None and self._resume and not self._overwrite and self._is_ours(info):
             return
         super()._check(info)
 
     def _is_ours(self, info: Info) -> bool:
-        """Tell whether all that is at the target was put there by the commit that is to be continued."""
-        self._remains = self._remains or self._interrupted()
-        if self._remains is None:
+        """Tell whether the interrupted commit made all files at the target visible."""
+        self._interrupted_record = self._interrupted_record or self._interrupted_commit()
+        if self._interrupted_record is None:
             return False
         if info.get("type") == FILE:
-            return self._single is not None and self.has_appeared(self._single)
+            return self._single is not None and self.was_committed(self._single)
         start = f"{self._service.path}/"
         return all(
-            path.startswith(start) and self.has_appeared(path.removeprefix(start))
+            path.startswith(start) and self.was_committed(path.removeprefix(start))
             for path in self._service.below(self._service.path, self._shown)
         )
 
-    def _interrupted(self) -> BegunCommit | None:
-        begun, commit = self.hidden.begun(), self.hidden.commit()
+    def _interrupted_commit(self) -> CommitRecord | None:
+        begun, commit = self.hidden.upload_record(), self.hidden.commit_record()
         return commit if begun is not None and commit is not None and commit.token == begun.token else None
 
-    def has_appeared(self, name: str) -> bool:
-        """Tell whether a file is what the interrupted commit has let appear."""
-        tags = {} if self._remains is None else self._remains.tags
+    def was_committed(self, name: str) -> bool:
+        """Tell whether the interrupted commit has made a file visible, by its ETag."""
+        tags = {} if self._interrupted_record is None else self._interrupted_record.tags
         tag = tags.get(name) or (next(iter(tags.values()), "") if self._single else "")
         return bool(tag) and self._tag_of(name) == tag
 
@@ -118,103 +126,103 @@ class SharedUpload(Upload):
         return "" if info is None else str(info.get("ETag", "")).strip('"')
 
     def begin_or_continue(self, sizes: Mapping[str, int], task: str, division: str = "", items: int = 0) -> None:
-        """Begin the uploads, or find those that an earlier run has begun.
+        """Begin the uploads, or continue those of an earlier run.
 
         Args:
-            sizes: of all files that workers write.
-            task: what the work belongs to, as text.
-            division: hash of which item of work sends which files.
-            items: how many items there are.
+            sizes: file -> size in bytes, for all files that workers write.
+            task: the conversion, as text.
+            division: hash of the assignment of files to work items.
+            items: number of work items.
 
         Raises:
-            UsageError: EXISTS where other work has begun, or this one without `resume`.
+            UsageError: EXISTS for an upload of other work, or without `resume`.
             StorageError: IO.
         """
         self._sizes = sizes
         if self._single and len(sizes) > 1:
             raise several_files(self._shown)
-        begun = self.hidden.begun()
-        if begun is not None:
+        record = self.hidden.upload_record()
+        if record is not None:
             if not self._resume:
-                raise _unfinished(self._shown)
-            if begun.task != task:
+                raise _refuse_unfinished(self._shown)
+            if record.task != task:
                 message = "beside the target is the unfinished work of another conversion"
                 hint = "Remove it:  transaxle clean URL. Or continue it with the original options."
                 raise refuse("EXISTS", message, file=self._shown, hint=hint)
-            if begun.division != division:
+            if record.division != division:
                 self.found = ("the work of an earlier run, divided otherwise, was removed",)
-                self._remove(begun)
-                begun = None
-        if begun is None:
+                self._remove(record)
+                record = None
+        if record is None:
             places = {file: self._place(file) for file in sizes}
             token = secrets.token_hex(8)
-            begun = BegunUpload(token=token, task=task, division=division, uploads={}, places=places, items=items)
-            self._claim(begun)  # before there are uploads, which nobody would know of if this run died
+            record = UploadRecord(token=token, task=task, division=division, uploads={}, places=places, items=items)
+            self._claim(record)  # before the uploads, or they would be unknown if this run were killed
             self._stored = {file: {} for file in sizes}
             try:
-                self._begun = self._with_uploads(begun, sizes)
+                self._record = self._with_uploads(record, sizes)
             except BaseException:
                 with suppress(TransaxleError):
-                    self._remove_unnamed(begun)
+                    self._remove_unnamed(record)
                 with suppress(TransaxleError):
                     self.hidden.delete()
                 raise
         else:
-            self._begun = begun
-            self._remains = self._interrupted()
+            self._record = record
+            self._interrupted_record = self._interrupted_commit()
             with suppress(TransaxleError):  # it may be forbidden to list uploads
-                self._remove_unnamed(begun)
-            self._begun = self._with_uploads(msgspec.structs.replace(begun, continued=True), self.look_again())
+                self._remove_unnamed(record)
+            self._record = self._with_uploads(msgspec.structs.replace(record, continued=True), self.look_again())
 
-    def _claim(self, begun: BegunUpload) -> None:
-        """Say that the work begins here, unless other work has since we looked."""
+    def _claim(self, record: UploadRecord) -> None:
+        """Write the record of the upload, unless another run has done so meanwhile."""
         try:
-            self.hidden.begin(begun, new=True)
+            self.hidden.begin(record, new=True)
         except TransaxleError as error:
-            raise _unfinished(self._shown) if error.code == "EXISTS" else error from None
+            raise _refuse_unfinished(self._shown) if error.code == "EXISTS" else error from None
 
-    def _with_uploads(self, begun: BegunUpload, files: Iterable[str]) -> BegunUpload:
-        """Begin uploads of files, and say so beside the target."""
+    def _with_uploads(self, record: UploadRecord, files: Iterable[str]) -> UploadRecord:
+        """Begin uploads of files, and add them to the record."""
         uploads = self._uploads(files)
-        begun = msgspec.structs.replace(begun, uploads={**begun.uploads, **uploads})
+        record = msgspec.structs.replace(record, uploads={**record.uploads, **uploads})
         try:
-            self.hidden.begin(begun)
+            self.hidden.begin(record)
         except BaseException:
-            self._abandon(begun.places, uploads)
+            self._abandon(record.places, uploads)
             raise
-        return begun
+        return record
 
-    def _remove_unnamed(self, begun: BegunUpload) -> None:
-        """Remove uploads of the files that a run began, and did not live to say so, or was not told of.
+    def _remove_unnamed(self, record: UploadRecord) -> None:
+        """Remove uploads of the record's files that are not in the record: the run was killed, or lost the response.
 
-        Nobody knows their names, so they have no parts. One that has some is of somebody else.
+        Their ids are unknown, so they have no parts. An upload with parts is another run's.
         """
-        places, named = frozenset(begun.places.values()), frozenset(begun.uploads.values())
-        for each in list(self.calls.list_uploads(self._service.path, self._shown)):
-            if each.path in places and each.upload not in named:
-                abort_empty(self.calls, each, self._shown)
+        places, recorded = frozenset(record.places.values()), frozenset(record.uploads.values())
+        for upload in list(self.calls.list_uploads(self._service.path, self._shown)):
+            if upload.path in places and upload.upload not in recorded:
+                abort_empty(self.calls, upload, self._shown)
 
     def _remove_unanswered(self) -> None:
         """See `Upload`."""
-        if self._begun is not None:
-            self._remove_unnamed(self._begun)
+        if self._record is not None:
+            self._remove_unnamed(self._record)
 
     def _uploads(self, files: Iterable[str]) -> dict[str, str]:
-        """Begin uploads, all or none."""
-        begun: dict[str, str] = {}
+        """Begin uploads of files, all or none; return file -> upload id."""
+        upload_ids: dict[str, str] = {}
 
         def begin(file: str) -> None:
-            begun[file] = self.calls.begin_upload(self._place(file), file)
+            upload_ids[file] = self.calls.begin_upload(self._place(file), file)
 
         try:
             self._at_once(begin, files)
         except BaseException:
-            self._abandon({file: self._place(file) for file in begun}, begun)
+            self._abandon({file: self._place(file) for file in upload_ids}, upload_ids)
             raise
-        return begun
+        return upload_ids
 
     def _abandon(self, places: Mapping[str, str], uploads: Mapping[str, str]) -> None:
-        """Remove uploads, as far as the service lets us."""
+        """Abort uploads, as far as the service permits."""
 
         def abort(file: str) -> None:
             with suppress(TransaxleError):
@@ -223,33 +231,33 @@ class SharedUpload(Upload):
         self._at_once(abort, uploads)
 
     def _look_up(self, file: str) -> dict[int, StoredPart] | None:
-        upload = self.begun.uploads.get(file)
-        return None if upload is None else self.calls.stored_parts(self._place(file), upload, file)
+        upload = self.record.uploads.get(file)
+        return None if upload is None else self.calls.list_parts(self._place(file), upload, file)
 
     def look_again(self) -> list[str]:
-        """Ask the service which parts it has; return the files whose uploads are gone, and that have not appeared."""
-        found = self._at_once(self._look_up, self._sizes)
-        ended = [file for file, parts in found.items() if parts is None]
-        self._over = frozenset(file for file in ended if self.has_appeared(file))
-        self._stored = {file: parts or {} for file, parts in found.items()}
+        """List the stored parts; return the files whose uploads no longer exist although they are not visible."""
+        parts_by_file = self._at_once(self._look_up, self._sizes)
+        ended = [file for file, parts in parts_by_file.items() if parts is None]
+        self._over = frozenset(file for file in ended if self.was_committed(file))
+        self._stored = {file: parts or {} for file, parts in parts_by_file.items()}
         return [file for file in ended if file not in self._over]
 
-    def holds(self, sent: Mapping[str, Sequence[str]]) -> bool:
-        """Tell whether the service had all that a worker has sent when it was asked.
+    def holds(self, part_tags: Mapping[str, Sequence[str]]) -> bool:
+        """Tell whether the last listing has all parts that a worker has sent.
 
         Args:
-            sent: file -> the tags of its parts, in order.
+            part_tags: file -> ETags of its parts, in order.
         """
-        for file, tags in sent.items():
-            if self.has_gone(file):
-                continue  # it is known by its tag
+        for file, tags in part_tags.items():
+            if self.is_visible(file):
+                continue  # it is visible, and known by its ETag
             parts = zip(tags, part_sizes(self._sizes[file]), strict=True)
             if not dict(enumerate((StoredPart(*part) for part in parts), 1)).items() <= self._stored[file].items():
                 return False
         return True
 
     def prepare(self, files: Mapping[str, int]) -> frozenset[str]:
-        """Take note of all files; see `Upload`."""
+        """Register all files; see `Upload`."""
         if self._single and len(files) > 1:
             raise several_files(self._shown)
         for name, size in files.items():
@@ -266,25 +274,25 @@ class SharedUpload(Upload):
             file = self._own[name] = _OwnFile(self, name, place, size)
         self._streams[name] = file
 
-    def take(self, sent: Mapping[str, Sequence[str]]) -> None:
-        """Take note of what a worker has sent; see `holds`."""
-        for file, tags in sent.items():
+    def take(self, part_tags: Mapping[str, Sequence[str]]) -> None:
+        """Register the parts that a worker has sent; see `holds`."""
+        for file, tags in part_tags.items():
             self._shared[file].tags = tags
 
     def complete(self) -> None:
-        """Check that all is there, and write down what will appear."""
-        begun = self.hidden.begun()
-        if begun is None or begun.token != self.begun.token:
-            raise gone(self._shown)
+        """Check that all files are sent, and record the commit."""
+        record = self.hidden.upload_record()
+        if record is None or record.token != self.record.token:
+            raise missing_upload(self._shown)
         for file in self._streams.values():
             file.close()
         names = sorted(self._streams, key=turn)
-        self.hidden.begin_commit(BegunCommit(token=begun.token, tags={name: self._final_tag(name) for name in names}))
+        self.hidden.begin_commit(CommitRecord(token=record.token, tags={name: self._final_tag(name) for name in names}))
 
     def appear(self) -> None:
-        """Make the files appear, many at once of those whose order does not matter; see `Upload`.
+        """Make the files visible, several at a time if their order does not matter; see `Upload`.
 
-        The first one comes alone: of two runs at one place, one fails there, and the other goes on.
+        The first file is completed alone: of two runs with one target, one of them fails there.
         """
         names = sorted(self._streams, key=turn)
         for _, group in itertools.groupby(names, key=lambda name: (name == names[0], turn(name)[0])):
@@ -295,51 +303,51 @@ class SharedUpload(Upload):
         return self._at_once(lambda name: super(SharedUpload, self)._looks([name])[name], names)
 
     def _final_tag(self, name: str) -> str:
-        if self.has_gone(name) and self._remains is not None:
-            return self._remains.tags.get(name, "")
-        return self._streams[name].foretold
+        if self.is_visible(name) and self._interrupted_record is not None:
+            return self._interrupted_record.tags.get(name, "")
+        return self._streams[name].future_tag
 
-    def has_gone(self, file: str) -> bool:
-        """Tell whether an upload is over since the file has appeared, in a commit that is continued."""
+    def is_visible(self, file: str) -> bool:
+        """Tell whether an interrupted commit has already made a file visible."""
         return file in self._over
 
     def keep(self) -> None:
-        """Keep the files, and remove what lies beside the target."""
+        """Keep the files, and delete the records next to the target."""
         super().keep()
         self.hidden.delete(finished=True)
-        self._begun = None
+        self._record = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         appeared = list(self._appeared)
         super().__exit__(kind, error, trace)
-        if self._begun is None:
+        if self._record is None:
             return
         if self._resume:
             if appeared:  # they were deleted again
-                self._remains = None
+                self._interrupted_record = None
             return
         with suppress(TransaxleError):
-            self._remove(self._begun)
-        self._begun = None
+            self._remove(self._record)
+        self._record = None
 
-    def _remove(self, begun: BegunUpload) -> None:
-        """Abandon uploads, and remove what lies beside the target, unless that is of a later run."""
-        self._abandon(begun.places, begun.uploads)
-        there = self.hidden.begun()
-        if there is None or there.token == begun.token:
+    def _remove(self, record: UploadRecord) -> None:
+        """Abort uploads, and delete the records next to the target, unless these are of a later run."""
+        self._abandon(record.places, record.uploads)
+        current = self.hidden.upload_record()
+        if current is None or current.token == record.token:
             self.hidden.delete()
 
-    def _at_once(self, work: Callable[[_Given], _Found], given: Iterable[_Given]) -> dict[_Given, _Found]:
-        """Do something for each of many, several at a time."""
-        each = list(given)
+    def _at_once(self, work: Callable[[_Item], _Result], items: Iterable[_Item]) -> dict[_Item, _Result]:
+        """Call `work` for each item, several at a time; return item -> result."""
+        all_items = list(items)
         with ThreadPoolExecutor(_THREADS, "transaxle-upload") as pool:
-            return dict(zip(each, pool.map(work, each), strict=True))
+            return dict(zip(all_items, pool.map(work, all_items), strict=True))
 
 
 class _SharedFile:
-    """A file that a worker sends; stands where `Upload` has a file that it sends itself.
+    """A file that a worker sends, in place of the `StreamedFile` of `Upload`.
 
     Args:
         upload: the upload of the checkpoint.
@@ -358,35 +366,35 @@ class _SharedFile:
         self._upload, self._place = upload, place
 
     @property
-    def foretold(self) -> str:
-        """The tag that the file will have; empty where the service makes up its own."""
-        return completed_tag(self.tags) or ""
+    def future_tag(self) -> str:
+        """Future ETag of the file; empty if it cannot be computed."""
+        return expected_tag(self.tags) or ""
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Do nothing: the worker has sent all bytes of the file."""
+        """Do nothing, as the worker sends all bytes of the file."""
 
     def close(self) -> None:
-        """Check that a worker has sent it."""
-        if not self.tags and not self._upload.has_gone(self.name):
+        """Check that a worker has sent the file."""
+        if not self.tags and not self._upload.is_visible(self.name):
             raise ValueError(f"{self.name}: no worker has sent it")
 
     def commit(self, *, new: bool) -> str:
-        """Let the file appear, unless it has in a commit that is continued."""
-        if self._upload.has_gone(self.name):
+        """Make the file visible, unless an interrupted commit has done so."""
+        if self._upload.is_visible(self.name):
             return ""
-        upload = self._upload.begun.uploads[self.name]
+        upload = self._upload.record.uploads[self.name]
         return self._upload.calls.complete(self._place, upload, self.tags, self.name, new=new)
 
     def discard(self) -> None:
-        """Do nothing: the upload of the checkpoint is abandoned, or kept, as a whole."""
+        """Do nothing, as the upload is kept or aborted as a whole."""
 
 
-def _unfinished(target: str) -> TransaxleError:
+def _refuse_unfinished(target: str) -> TransaxleError:
     return refuse("EXISTS", "beside the target is unfinished work", file=target, hint=_CLEAN)
 
 
 class _OwnFile:
-    """A file that only the driver writes: it is sent in one step.
+    """A small file that the driver writes and sends by one request.
 
     Args:
         upload: the upload of the checkpoint.
@@ -403,12 +411,12 @@ class _OwnFile:
         self._written: dict[int, int] = {}
 
     @property
-    def foretold(self) -> str:
-        """The tag that it will have where the service does not make up its own."""
+    def future_tag(self) -> str:
+        """Future ETag of the file, unless the service computes its own."""
         return hashlib.md5(self._data, usedforsecurity=False).hexdigest()
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Take bytes."""
+        """Store bytes of the file."""
         octets = view.cast("B")
         self._data[offset : offset + octets.nbytes] = octets
         self._written[offset] = octets.nbytes
@@ -416,62 +424,62 @@ class _OwnFile:
             raise ValueError(f"{self._name}: more than its {self.size} bytes were written")
 
     def close(self) -> None:
-        """Check that all was written."""
+        """Check that all bytes were written."""
         if sum(self._written.values()) != self.size:
             raise ValueError(f"{self._name}: only {sum(self._written.values())} of {self.size} bytes were written")
 
     def commit(self, *, new: bool) -> str:
-        """Let the file appear; what a commit that is continued has put there is replaced."""
-        new = new and not self._upload.has_appeared(self._name)
+        """Make the file visible; replace a file of an interrupted commit."""
+        new = new and not self._upload.was_committed(self._name)
         return self._upload.calls.put(self._place, bytes(self._data), self._name, new=new)
 
     def discard(self) -> None:
-        """Do nothing: it is nowhere yet."""
+        """Do nothing, as nothing was sent yet."""
 
 
 def part_sizes(size: int) -> list[int]:
-    """Return the bytes of each part of a file: all but the last have one length, which some services want."""
+    """Return the sizes of a file's parts; all but the last are equal, as some services require."""
     usual = part_size(size)
     return [min(usual, size - start) for start in range(0, size, usual)]
 
 
 class FileSender:
-    """Takes what a worker writes into files of which it is the only writer.
+    """Sends the files of a work item in parts, as a worker writes them.
 
     Args:
-        calls: of the service.
-        begun: the uploads.
-        sizes: of the files; what is written into any other is somebody else's.
-        known: bytes of the files that are known before any tensor is.
-        stored: file -> parts that the service has already.
+        calls: multipart calls of the service.
+        record: record of the upload.
+        sizes: file -> size in bytes; writes to other files are ignored.
+        fragments: bytes of the files outside the tensors.
+        stored: file -> number -> part that the service already has.
     """
 
     def __init__(
         self,
         calls: S3Multipart,
-        begun: BegunUpload,
+        record: UploadRecord,
         sizes: Mapping[str, int],
-        known: Iterable[Fragment],
+        fragments: Iterable[Fragment],
         stored: Mapping[str, Mapping[int, StoredPart]],
     ) -> None:
-        self._calls, self._begun, self._stored = calls, begun, stored
+        self._calls, self._record, self._stored = calls, record, stored
         self._parts = {file: part_sizes(size) for file, size in sizes.items()}
-        self._known: dict[str, list[Fragment]] = {file: [] for file in sizes}
-        for fragment in known:
+        self._fragments: dict[str, list[Fragment]] = {file: [] for file in sizes}
+        for fragment in fragments:
             if fragment.file in sizes:
-                self._known[fragment.file].append(fragment)
+                self._fragments[fragment.file].append(fragment)
         self._lock = Lock()
         self._open: dict[tuple[str, int], _FilledPart] = {}
-        self._sent: dict[tuple[str, int], Future[str]] = {}
+        self._sent_parts: dict[tuple[str, int], Future[str]] = {}
         self._failed: Future[str] | None = None
         self._room = BoundedSemaphore(SENDERS)
         self._pool = ThreadPoolExecutor(SENDERS, "transaxle-parts")
 
     def pwrite(self, file: str, offset: int, view: memoryview) -> None:
-        """Take bytes of a file; they are copied.
+        """Copy bytes into the parts of a file, and send full parts.
 
         Raises:
-            StorageError: IO, also for what was sent before.
+            StorageError: IO, also for parts that failed earlier.
         """
         if file not in self._parts:
             return
@@ -486,14 +494,14 @@ class FileSender:
                 at = stop
 
     def _part(self, file: str, number: int) -> _FilledPart:
-        """Return a part that is being filled; a new one has the bytes that are known."""
+        """Return an open part; a new part is created with the fragments in it."""
         with self._lock:
-            if (file, number) in self._sent:
+            if (file, number) in self._sent_parts:
                 raise ValueError(f"{file}: part {number} was full already")
             if (file, number) not in self._open:
                 start = (number - 1) * self._parts[file][0]
                 part = _FilledPart(file, number, start, self._parts[file][number - 1])
-                for fragment in self._known[file]:
+                for fragment in self._fragments[file]:
                     low, high = max(start, fragment.offset), fragment.offset + len(fragment.data)
                     high = min(high, start + len(part.data))
                     if low < high:
@@ -506,66 +514,66 @@ class FileSender:
             self._failed.result()
         self._room.acquire()
         try:
-            sent = self._pool.submit(self._carry, part)
+            pending = self._pool.submit(self._carry, part)
         except BaseException:
             self._room.release()
             raise
         with self._lock:
             del self._open[part.file, part.number]
-            self._sent[part.file, part.number] = sent
-        sent.add_done_callback(self._note_failure)
+            self._sent_parts[part.file, part.number] = pending
+        pending.add_done_callback(self._note_failure)
 
-    def _note_failure(self, sent: Future[str]) -> None:
-        if not sent.cancelled() and sent.exception() is not None:
-            self._failed = sent
+    def _note_failure(self, pending: Future[str]) -> None:
+        if not pending.cancelled() and pending.exception() is not None:
+            self._failed = pending
 
     def _carry(self, part: _FilledPart) -> str:
-        """Send a part, unless the service has it; return its tag."""
+        """Send a part unless the service already has it, and return its ETag."""
         try:
             file, number, data = part.file, part.number, part.data
-            upload = self._begun.uploads.get(file)
+            upload = self._record.uploads.get(file)
             if upload is None:
-                raise gone(file)
+                raise missing_upload(file)
             stored = self._stored.get(file, {}).get(number)
             if stored is not None and stored.is_of(data):
                 return stored.etag
-            return self._calls.send_part(self._begun.places[file], upload, number, data, file)
+            return self._calls.send_part(self._record.places[file], upload, number, data, file)
         finally:
             self._room.release()
 
     def flush(self) -> dict[str, tuple[str, ...]]:
-        """Wait until everything is sent; return the tags of all parts of each file, in order.
+        """Wait until all parts are sent; return file -> ETags of its parts, in order.
 
         Raises:
             StorageError: IO.
-            ValueError: the worker has not written all of a file.
+            ValueError: if the worker has not written all of a file.
         """
         tags = dict[str, tuple[str, ...]]()
         for file, sizes in self._parts.items():
             numbers = range(1, len(sizes) + 1)
             for number in numbers:
-                if (file, number) in self._sent:
+                if (file, number) in self._sent_parts:
                     continue
-                part = self._part(file, number)  # of a large header
-                if part.left:
-                    raise ValueError(f"{file}: {part.left} bytes of part {number} were not written")
+                part = self._part(file, number)  # a part of fragments only, such as a large header
+                if part.missing:
+                    raise ValueError(f"{file}: {part.missing} bytes of part {number} were not written")
                 self._send(part)
-            tags[file] = tuple(self._sent[file, number].result() for number in numbers)
+            tags[file] = tuple(self._sent_parts[file, number].result() for number in numbers)
         return tags
 
     def close(self) -> None:
-        """Send nothing that is not on its way already, and wait for that."""
+        """Cancel pending parts, and wait for those in progress."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._open.clear()
 
 
 class _FilledPart:
-    """A part that is being filled.
+    """A part of a file that is being filled.
 
     Args:
         file: of the target.
-        number: of the part.
-        start: its first byte in the file.
+        number: number of the part, from 1.
+        start: offset of the part in the file.
         size: its bytes.
     """
 
@@ -573,17 +581,17 @@ class _FilledPart:
         self.file, self.number = file, number
         self.data = bytearray(size)
         """Its bytes."""
-        self.left = size
-        """Bytes that have not come."""
+        self.missing = size
+        """Number of bytes that are still missing."""
         self._start = start
         self._lock = Lock()
 
     def put(self, offset: int, octets: memoryview) -> bool:
-        """Take bytes; tell whether they were the last ones."""
+        """Copy bytes into the part; return whether the part is now full."""
         at = offset - self._start
         self.data[at : at + octets.nbytes] = octets
         with self._lock:
-            self.left -= octets.nbytes
-            if self.left < 0:
+            self.missing -= octets.nbytes
+            if self.missing < 0:
                 raise ValueError(f"{self.file}: bytes at {offset} came twice")
-            return self.left == 0
+            return self.missing == 0

@@ -1,15 +1,15 @@
-"""A checkpoint in the making on this machine, and where a path or URL leads.
+"""Writes a local checkpoint to a hidden folder and moves it into place; opens and creates checkpoints by path or URL.
 
-**Staging**: a checkpoint is written beside its target and moved there whole; until then the target is untouched.
+**Staging**: a checkpoint is written next to its target and moved there as a whole; until then the target is unchanged.
 
-Everything is written to a hidden folder next to the target. Committing makes it durable (files, folders, and the rename
-itself) and renames it in one step. A process that dies at any point leaves the target as it was; a run that resumes
-continues the hidden folder, and any other is refused where something in it is finished, unless it overwrites. The
-hidden name is always the same, so nothing piles up, and its lock keeps two runs apart.
+Everything is written to a hidden folder next to the target. A commit makes it durable (files, folders, and the rename
+itself) and renames it atomically. A process that is killed leaves the target unchanged; a run that resumes
+continues the hidden folder, and any other run is refused if finished work is in it, unless it overwrites. The
+hidden name is always the same, so leftovers do not accumulate, and its lock excludes a second run.
 
-A `Writer` writes byte ranges into the files of a checkpoint in the making that another process has created.
+A `Writer` writes byte ranges into files that the `Staging` of another process has created.
 
-**Locations**: whether a path leads to this machine or, as a URL, to a service; decided only here.
+**Locations**: only this module decides whether a path or URL is local or on a service.
 """
 
 from __future__ import annotations
@@ -33,8 +33,17 @@ from transaxle.formats.registry import SCRATCH
 from transaxle.formats.storage.copier import Steps
 from transaxle.formats.storage.local import LocalStorage, storage_error
 from transaxle.formats.storage.storage import Handles, Storage, is_url, split_name
-from transaxle.formats.store.access import PRIVATE_FILE, PRIVATE_FOLDER, give_alike, is_empty
-from transaxle.formats.store.leftovers import FOLDER, Claim, busy, finished_in, joined, leftover_at, lock, opened
+from transaxle.formats.store.access import PRIVATE_FILE, PRIVATE_FOLDER, copy_access, is_empty
+from transaxle.formats.store.leftovers import (
+    FOLDER,
+    Claim,
+    busy,
+    describe_progress,
+    leftover_at,
+    lock,
+    lock_shared,
+    open_folder,
+)
 from transaxle.formats.store.place import TargetPlace, make_durable, reserve, several_files
 from transaxle.formats.store.service import HUB, S3, local_path, scheme
 
@@ -49,20 +58,20 @@ _REOPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Staging:
-    """A checkpoint that is being written: a context that ends with `commit`, or leaves nothing behind.
+    """A checkpoint that is being written: a context that leaves nothing behind unless `commit` is called.
 
-    Several threads may write. After `commit` the target holds the new checkpoint and nothing of the old one.
+    Several threads may write. After `commit` the target contains the new checkpoint and nothing of the old one.
 
     Args:
         target: a folder, or one file if it ends in `.safetensors`, `.bin`, `.pt` or `.pth`.
         overwrite: replace an existing checkpoint, which stays readable until the new one is complete. `everything`:
             also delete everything else in its folder; otherwise such a folder is refused.
         resume: continue the work of an earlier run, and keep this run's work if it fails too.
-        sync: make everything durable before the rename. Without it a power cut may leave damaged files.
+        sync: make everything durable before the rename. Without it a power failure may leave damaged files.
 
     Raises:
         UsageError: EXISTS if the target exists and may not be replaced, or another run is writing it.
-        StorageError: IO if the folder around it is missing or cannot be written.
+        StorageError: IO if the parent folder is missing or not writable.
     """
 
     ordered: Literal[False] = False
@@ -84,37 +93,37 @@ class Staging:
         self._file_mode = 0o666 if replaced is None or is_empty(replaced) else PRIVATE_FILE
         self._claim = Claim(self._place.partial, self._place.typed, self._folder_mode)
         self.found: tuple[str, ...] = ()
-        """What a killed run had left beside the target, and what became of it."""
+        """Notes about leftovers of killed runs and what was done with them."""
         self._given_up = False
 
     @property
     def path(self) -> Path:
-        """The hidden folder that holds the files until they are committed."""
+        """The hidden folder of the files until the commit."""
         return self._place.partial
 
     @property
     def scratch(self) -> Path:
-        """A folder for files that a resumed run needs but the checkpoint does not hold: the journal."""
+        """Folder for files that only a resumed run needs, such as the journal."""
         return self.path / SCRATCH
 
     @property
     def single(self) -> str | None:
-        """Name of the target if it is a file: then exactly one file can be written, under any name."""
+        """Name of the target if it is a single file; exactly one file can then be written, under any name."""
         return self._place.single
 
     @property
     def moved_aside(self) -> bool:
-        """Whether a run died while it replaced the target; entering the context puts the old checkpoint back."""
+        """Whether a run was killed while it replaced the target; entering the context puts the old checkpoint back."""
         return self._place.moved_aside
 
     def look(self, folder: Mapping[str, int], file: Mapping[str, int]) -> None:
-        """Refuse what entering and preparing would refuse, without creating or removing anything.
+        """Raise what entering the context and `prepare` would raise, without creating or removing anything.
 
         Args:
-            folder: names and sizes of the files, if the target is a folder.
-            file: the same of the one file, if the target is a file.
+            folder: name -> size of the files, if the target is a folder.
+            file: name -> size of the single file, if the target is a file.
 
-        Raises as entering the context and `prepare` do.
+        Raises as these.
         """
         files = folder if self.single is None else file
         if self.single and len(files) > 1:
@@ -135,7 +144,7 @@ class Staging:
                 created = self._claim.take(unlocked=self._resume)
                 if not created and self._folder_mode == PRIVATE_FOLDER:
                     self.path.chmod(PRIVATE_FOLDER)
-                self.found = self._left(created=created)
+                self.found = self._describe_leftovers(created=created)
                 self._refuse_unfinished()
                 self._place.recover()
                 self._place.check(
@@ -152,16 +161,16 @@ class Staging:
         return self
 
     def _refuse_unfinished(self) -> None:
-        """Refuse to throw away what another run has finished, unless the user says so."""
-        finished = "" if self._resume or self._overwrite else finished_in(self.scratch)
+        """Refuse to discard finished work of another run, unless the user overwrites or resumes."""
+        finished = "" if self._resume or self._overwrite else describe_progress(self.scratch)
         if finished:
             clean = f"transaxle clean {shlex.quote(self._place.typed)}"
             hint = f"Continue it with --resume (resume=True), or remove it:  {clean}"
             message = f"beside the target is unfinished work: {finished}"
             raise refuse("EXISTS", message, file=self._place.typed, hint=hint)
 
-    def _left(self, *, created: bool) -> tuple[str, ...]:
-        """Describe the leftovers of an earlier run, before they are put back, continued or removed."""
+    def _describe_leftovers(self, *, created: bool) -> tuple[str, ...]:
+        """Return notes about the leftovers of an earlier run, before they are put back, continued or removed."""
         place, notes = self._place, []
         if os.path.lexists(place.old):
             leftover = leftover_at(place.old, place.target)
@@ -175,7 +184,7 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._claim.taken:
+        if not self._claim.is_taken:
             return
         self._given_up = True
         self._handles.close()
@@ -184,7 +193,7 @@ class Staging:
         self._claim.release()
 
     def mark(self) -> str:
-        """Leave a mark by which a `Writer` tells this run's folder from a later one of the same name; return it.
+        """Create a marker file that identifies this run's folder for a `Writer`, and return its name.
 
         Raises:
             StorageError: NO_SPACE, IO.
@@ -195,7 +204,7 @@ class Staging:
         return run
 
     def share(self) -> None:
-        """Let other processes write into the prepared files, each with a `Writer` that shares the claim.
+        """Let other processes write into the prepared files, each with a `Writer` that joins the claim.
 
         Raises:
             UsageError: EXISTS if another run took the claim meanwhile.
@@ -203,24 +212,24 @@ class Staging:
         self._claim.share()
 
     def take_back(self) -> None:
-        """Wait until these processes have closed their writers; nobody else writes afterwards.
+        """Wait until these processes have closed their writers, and exclude other writers.
 
         Raises:
-            UsageError: EXISTS if one of them does not, or another run took the claim meanwhile.
+            UsageError: EXISTS if one does not in time, or another run took the claim meanwhile.
         """
         self._claim.take_back()
 
     def prepare(self, files: Mapping[str, int]) -> frozenset[str]:
-        """Create all files of known size, with their disk space where the file system can reserve it.
+        """Create all files with known sizes, and reserve their disk space if the file system can.
 
         Args:
-            files: name (`a` or `folder/a`) to size in bytes.
+            files: name (`a` or `folder/a`) -> size in bytes.
 
         Returns:
-            The files that an earlier run had created with just this size; the bytes it wrote are still in them.
+            The files that an earlier run created with exactly this size; its bytes are still in them.
 
         Raises:
-            Refused: PATH_ESCAPE; UNSUPPORTED if the target is one file and these are not one.
+            Refused: PATH_ESCAPE; UNSUPPORTED for several files if the target is a single file.
             StorageError: NO_SPACE, IO.
         """
         paths = {name: self._path(name) for name in files}
@@ -231,17 +240,17 @@ class Staging:
         reused = {name for name, size in files.items() if self._create(name, paths[name], size)}
         return frozenset(reused)
 
-    def _check_space(self, wanted: int, folder: Path, freed: int) -> None:
-        """Refuse what cannot fit before a byte is reserved: on some file systems reserving takes the memory itself.
+    def _check_space(self, needed: int, folder: Path, freed: int) -> None:
+        """Refuse files that do not fit, before space is reserved: on some file systems that takes memory at once.
 
-        File systems that do not tell their size (some of FUSE) say 0 bytes in all: there writing shows what fits.
+        Some FUSE file systems report a total size of 0 bytes; there this check is skipped.
         """
         space = shutil.disk_usage(folder)
         free = space.free + freed
-        if space.total and wanted > free:
+        if space.total and needed > free:
             raise refuse(
                 "NO_SPACE",
-                f"{wanted:,} bytes are needed, {free:,} are free",
+                f"{needed:,} bytes are needed, {free:,} are free",
                 file=self._place.typed,
                 hint="Free some space, or choose another place.",
             )
@@ -259,13 +268,13 @@ class Staging:
             write_at(fd, octets, offset, file)
 
     def add_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
-        """List that a contiguous view is written; otherwise as `pwrite`."""
+        """Add a write of a contiguous view to `steps`; otherwise as `pwrite`."""
         if view.nbytes:
             self._mark(file, offset, view)
             steps.write(steps.open_file(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
 
     def _mark(self, file: str, offset: int, view: memoryview) -> None:
-        """Note that bytes of a file will be written, which must lie inside it."""
+        """Mark a file as not synced, after checking that the bytes are inside it."""
         if offset < 0 or offset + view.nbytes > self._sizes[file]:
             raise ValueError(
                 f"{file}: bytes {offset} to {offset + view.nbytes} lie outside its {self._sizes[file]} bytes"
@@ -274,7 +283,7 @@ class Staging:
             self._unsynced.add(file)
 
     def write(self, file: str, data: bytes) -> None:
-        """Create a file with this content: one whose size was not known before. It may be prepared already.
+        """Create a file with this content; for files whose size was not known to `prepare`.
 
         Raises:
             Refused: PATH_ESCAPE.
@@ -284,7 +293,7 @@ class Staging:
         self.pwrite(file, 0, memoryview(data))
 
     def flush(self, file: str) -> None:
-        """Make a file durable and close it; worth calling when it is complete, so that `commit` need not wait.
+        """Make a file durable and close it; call it when the file is complete, so that `commit` need not wait.
 
         Raises:
             StorageError: NO_SPACE, IO.
@@ -298,11 +307,11 @@ class Staging:
         self._handles.drop(file)
 
     def commit(self) -> None:
-        """Make everything durable and move it to its place. All threads must be done writing.
+        """Make everything durable and move it into place. All threads must have finished writing.
 
         Raises:
             UsageError: EXISTS if the target appeared in the meantime.
-            StorageError: NO_SPACE; IO, also if a file was taken away or changed its size in the meantime.
+            StorageError: NO_SPACE; IO, also if a file was removed or changed its size in the meantime.
         """
         self._place.check()
         for file in sorted(self._sizes):
@@ -320,12 +329,12 @@ class Staging:
         finished = self._path(next(iter(self._sizes))) if self.single else self.path
         if os.path.lexists(self._place.target):
             with _as_storage_error("giving it the access of what it replaces", self._place.typed):
-                give_alike(finished, self._place.target)
+                copy_access(finished, self._place.target)
         if self._sync:
             for folder in sorted(folders, reverse=True):
                 make_durable(folder)
         # An exchange turns the old target into the hidden folder: the lock protects it until it is swept.
-        with _locked_if_there(self._place.target):
+        with _lock_if_exists(self._place.target):
             self._place.publish(finished)
             if self._sync:
                 make_durable(self.path.parent)
@@ -339,7 +348,7 @@ class Staging:
         return self.path.joinpath(*parts)
 
     def _create(self, name: str, path: Path, size: int) -> bool:
-        """Create a file, or reuse an existing one of the same size (True)."""
+        """Create a file, or reuse an existing one of the same size; return whether it was reused."""
         if self.single and self._sizes.keys() - {name}:
             raise several_files(self._place.typed)
         with _as_storage_error(f"creating it with {size} bytes", name):
@@ -362,7 +371,7 @@ class Staging:
             return os.open(self._path(name), _REOPEN)
 
     def _close(self, name: str, fd: int) -> None:
-        """Close a descriptor, after a sync that reports any write error the system still holds back."""
+        """Close a descriptor, after a sync that reports delayed write errors."""
         try:
             with self._unsynced_lock:
                 dirty = name in self._unsynced and not self._given_up
@@ -372,14 +381,14 @@ class Staging:
         finally:
             os.close(fd)
 
-    def _remove_others(self, wanted: frozenset[Path]) -> None:
-        """Remove files of an earlier run that this one does not write."""
+    def _remove_others(self, needed: frozenset[Path]) -> None:
+        """Remove files of an earlier run that this run does not write."""
         with _as_storage_error("removing what an earlier run left", str(self.path)):
             for path in sorted(self.path.rglob("*"), reverse=True):
-                if path == self.scratch or self.scratch in path.parents or path in wanted:
+                if path == self.scratch or self.scratch in path.parents or path in needed:
                     continue
                 if path.is_dir() and not path.is_symlink():
-                    with suppress(OSError):  # it still holds something that is wanted
+                    with suppress(OSError):  # it still contains a needed file
                         path.rmdir()
                 else:
                     path.unlink()
@@ -387,7 +396,7 @@ class Staging:
 
 @contextmanager
 def _as_storage_error(doing: str, file: str) -> Iterator[None]:
-    """Turn an OSError into a StorageError that names the action and the file."""
+    """Convert an OSError to a StorageError that names the action and the file."""
     try:
         yield
     except OSError as error:
@@ -395,25 +404,25 @@ def _as_storage_error(doing: str, file: str) -> Iterator[None]:
 
 
 @contextmanager
-def _locked_if_there(folder: Path) -> Iterator[None]:
-    """Lock a folder that is about to become the hidden one, so that no other run claims it."""
+def _lock_if_exists(folder: Path) -> Iterator[None]:
+    """Lock a folder that will become the hidden folder, so that no other run claims it."""
     with ExitStack() as stack:
-        with suppress(OSError):  # nothing is replaced, or a file
-            lock(stack.enter_context(opened(folder)))
+        with suppress(OSError):  # nothing is replaced, or only a file
+            lock(stack.enter_context(open_folder(folder)))
         yield
 
 
 def write_at(fd: int, octets: memoryview, offset: int, file: str) -> None:
-    """Write all bytes of a view to an open file; the system may take several calls.
+    """Write all bytes of a view to an open file, with several calls if necessary.
 
     Args:
-        fd: the file.
-        octets: what is written.
-        offset: byte of the file at which it begins.
+        fd: descriptor of the file.
+        octets: the bytes.
+        offset: offset in the file.
         file: its name, for errors.
 
     Raises:
-        StorageError: NO_SPACE, IO; also where the system takes no bytes and gives no reason.
+        StorageError: NO_SPACE, IO; also if the system writes no bytes without an error.
     """
     written = 0
     while written < octets.nbytes:
@@ -442,19 +451,19 @@ _CREATE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXE
 class Writer:
     """Writes into the files of another process's staging folder.
 
-    The folder is held open, and every file must lie in it: where it was removed and made anew, nothing is written.
+    The folder is kept open, and each file must be in it: if it was removed and created again, nothing is written.
 
     Args:
         folder: the hidden folder.
-        sync: make what was written durable in `finish`.
-        shared: join the claim of the run that has shared it (`Staging.share`): until this writer is closed, nobody
-            commits, continues or removes the work, where the file system has locks.
-        run: what `Staging.mark` has returned: a folder of another run, which has the same name, is refused. Empty: not
-            looked at.
+        sync: make written bytes durable in `finish`.
+        shared: join the claim that `Staging.share` has shared: until this writer is closed, no run commits, continues
+            or
+            removes the work, if the file system has locks.
+        run: result of `Staging.mark`; the folder of another run with the same name is refused. Empty: no check.
 
     Raises:
         UsageError: EXISTS if another run has claimed the folder.
-        StorageError: IO if there is none.
+        StorageError: IO if the folder does not exist.
     """
 
     def __init__(self, folder: str | Path, *, sync: bool, shared: bool = False, run: str = "") -> None:
@@ -465,7 +474,7 @@ class Writer:
             self._folder = os.open(self._path, FOLDER)
         except OSError as error:
             raise storage_error(error, "opening the folder for the unfinished work", str(self._path)) from error
-        if shared and joined(self._folder) is False:
+        if shared and lock_shared(self._folder) is False:
             os.close(self._folder)
             raise busy(str(self._path))
         try:
@@ -477,7 +486,7 @@ class Writer:
         self._handles = Handles(self._open, lambda _, fd: os.close(fd))
 
     def pwrite(self, file: str, offset: int, view: memoryview) -> None:
-        """Write a contiguous view into a file that is there.
+        """Write a contiguous view into an existing file.
 
         Raises:
             StorageError: NO_SPACE, IO.
@@ -487,16 +496,16 @@ class Writer:
             write_at(fd, octets, offset, file)
 
     def add_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
-        """List that a contiguous view is written; otherwise as `pwrite`."""
+        """Add a write of a contiguous view to `steps`; otherwise as `pwrite`."""
         if view.nbytes:
             self._dirty.add(file)
             steps.write(steps.open_file(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
 
     def flush(self) -> None:
-        """Make everything durable that was written here so far.
+        """Make all bytes durable that this writer has written.
 
         Raises:
-            StorageError: NO_SPACE, IO: what the system had held back.
+            StorageError: NO_SPACE, IO, including delayed write errors.
         """
         for file in sorted(self._dirty) if self._sync else ():
             with self._handles.use(file) as fd:
@@ -507,28 +516,28 @@ class Writer:
         self._dirty.clear()
 
     def put(self, file: str, data: bytes) -> None:
-        """Create a small file, or replace it: whoever opens it finds all of this content, or the earlier one.
+        """Create or replace a small file atomically.
 
         Raises:
-            StorageError: NO_SPACE, IO; also where its folder is not there.
+            StorageError: NO_SPACE, IO; also if its folder does not exist.
         """
-        import secrets  # which only workers need
+        import secrets  # imported late: only workers need it
 
-        making = f"{file}.{secrets.token_hex(8)}"
+        draft = f"{file}.{secrets.token_hex(8)}"
         try:
-            fd = os.open(making, _CREATE_NEW, 0o666, dir_fd=self._folder)
+            fd = os.open(draft, _CREATE_NEW, 0o666, dir_fd=self._folder)
             try:
                 with memoryview(data) as octets:
                     write_at(fd, octets, 0, file)
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            os.rename(making, file, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            os.rename(draft, file, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         except OSError as error:
             raise storage_error(error, "creating it", file) from error
 
     def finish(self) -> None:
-        """Make everything durable that was written here, and close the files; raises as `flush`."""
+        """Call `flush` and `close`; raises as `flush`."""
         try:
             self.flush()
         finally:
@@ -549,20 +558,20 @@ class Writer:
 
 
 Stage: TypeAlias = "Staging | Upload"
-"""A checkpoint in the making."""
+"""A checkpoint that is being written, locally or on a service."""
 SharedStage: TypeAlias = "Staging | SharedUpload"
-"""One that several workers write."""
+"""A checkpoint that several workers write, locally or on a service."""
 _PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)(?:/tree/([^/?#]+))?/?")
-"""The page of a repository in a browser: owner and name, and the revision that it shows."""
+"""Pattern for the web page of a hub's repository; its groups are `OWNER/NAME` and the revision."""
 
 
 def storage_at(path: str | os.PathLike[str]) -> Storage:
     """Open a path or URL for reading; raises as `LocalStorage`, `RemoteStorage` or `HubService`.
 
     Raises:
-        Refused: UNSUPPORTED for the page of a repository, which holds no files.
+        Refused: UNSUPPORTED for the web page of a repository, which has no files.
     """
-    path = on_this_machine(os.fspath(path))
+    path = as_local_path(os.fspath(path))
     if not is_url(path):
         return LocalStorage(path)
     if page := _PAGE.fullmatch(path):
@@ -580,11 +589,11 @@ def storage_at(path: str | os.PathLike[str]) -> Storage:
 def staging_at(
     target: str | os.PathLike[str], *, overwrite: Overwrite = False, resume: bool = False, sync: bool = True
 ) -> Stage:
-    """Start a checkpoint at a path or URL; raises as `Staging` or `Upload`.
+    """Return the stage for writing a checkpoint at a path or URL; raises as `Staging` or `Upload`.
 
-    `sync` concerns this machine only: what a service has accepted is durable.
+    `sync` concerns local targets only: bytes that a service has accepted are durable.
     """
-    target = on_this_machine(os.fspath(target))
+    target = as_local_path(os.fspath(target))
     if is_url(target):
         if scheme(target).lower() == HUB:
             hint = "Convert to a local folder, then upload it:  hf upload OWNER/NAME FOLDER"
@@ -599,8 +608,8 @@ def staging_at(
 def shared_staging_at(
     target: str | os.PathLike[str], *, overwrite: Overwrite = False, resume: bool = False, sync: bool = True
 ) -> SharedStage:
-    """Start a checkpoint at a path or URL that several workers write; raises as `Staging` or `SharedUpload`."""
-    target = on_this_machine(os.fspath(target))
+    """Return the stage for a checkpoint that several workers write; raises as `Staging` or `SharedUpload`."""
+    target = as_local_path(os.fspath(target))
     if is_url(target):
         from transaxle.formats.store.shared_upload import SharedUpload
 
@@ -610,13 +619,13 @@ def shared_staging_at(
 
 
 def takes_parts(target: str) -> bool:
-    """Tell whether a target is on a service to which any process can send parts of a file that another has begun."""
+    """Tell whether several processes can send parts of one file to a target's service."""
     if not is_url(target):
         return False
     return scheme(target).lower() in S3
 
 
-def on_this_machine(path: str) -> str:
+def as_local_path(path: str) -> str:
     """Return the local path of a `file://` URL; any other path or URL unchanged."""
     if not is_url(path) or scheme(path).lower() != "file":
         return path
@@ -626,6 +635,6 @@ def on_this_machine(path: str) -> str:
     return local
 
 
-def shown(path: str) -> str:
-    """Return a path as reports and errors show it: a URL without its secrets, any other path as it is."""
+def display_path(path: str) -> str:
+    """Return a path for reports and errors: a URL without secrets, any other path unchanged."""
     return without_secrets(path) if is_url(path) else path

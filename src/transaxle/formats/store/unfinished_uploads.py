@@ -1,11 +1,11 @@
-"""What uploads have beside their target on a service while they go on, and what is left of those that died.
+"""Records of uploads in progress on a service, next to their target, and the leftovers of killed uploads.
 
-A service has no hidden folder that becomes the target. But every worker that may write the target can write beside it:
-how the work was begun, and what is done, lies there in small objects, so that machines need no file system in common.
-The name is that of a hidden folder on this machine.
+A service has no hidden folder that becomes the target. But each worker that may write the target can write next to it:
+records of the upload and of finished work are small objects there, so that machines need no common file system.
+Their folder has the name of a local hidden folder.
 
-A service does not tell whether the process still lives that has begun an upload. So whoever removes one is told since
-when it is there, and a run whose uploads are removed fails with an error that says so.
+A service does not know whether the process that began an upload is still alive. So `clean` shows the age of an upload,
+and a run whose uploads were removed fails with an error that says so.
 """
 
 from __future__ import annotations
@@ -29,111 +29,112 @@ _FORM = 2
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 
 
-class BegunUpload(msgspec.Struct, frozen=True, kw_only=True):
-    """Uploads that have begun, as data: any process can go on with them."""
+class UploadRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of uploads in progress, which any process can continue."""
 
     form: int = _FORM
-    """Version of what follows."""
+    """Version of this record's fields."""
     token: str
-    """Names this beginning; what belongs to another one does not count."""
+    """Random token of the upload; results with another token are ignored."""
     task: str
-    """What the work belongs to."""
+    """The conversion, as text; see `journal.Task`."""
     division: str
-    """Hash of which item sends which files."""
+    """Hash of the assignment of files to work items."""
     uploads: dict[str, str]
-    """File -> its upload."""
+    """File -> id of its multipart upload."""
     places: dict[str, str]
-    """File -> what the client calls it."""
+    """File -> the client's path of the file."""
     items: int = 0
-    """How many items of work there are."""
+    """Number of work items."""
     continued: bool = False
-    """Somebody has gone on with it: parts may be there that no result tells of."""
+    """Whether a run has resumed the upload, so that there may be parts without a result."""
 
 
-class BegunCommit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a commit that has begun lets appear."""
+class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of a commit in progress: the files that it makes visible."""
 
     token: str
-    """Of the beginning that it ends."""
+    """Token of the upload that it completes."""
     tags: dict[str, str]
-    """File -> the tag that it will have, in order of appearance; empty where the service makes up its own."""
+    """File -> its future ETag, in order of completion; empty if the ETag cannot be computed."""
 
 
 class HiddenObjects:
-    """Small objects beside a target.
+    """The small objects next to a target that record an upload.
 
     Args:
         service: its path is the target.
-        calls: of the service.
+        calls: multipart calls of the service.
     """
 
     def __init__(self, service: Service, calls: S3Multipart) -> None:
         self._service = service
         self._calls = calls
         self.path = hidden_path(service.path)
-        """What the client calls the hidden folder."""
+        """The client's path of the hidden folder."""
 
-    def begun(self) -> BegunUpload | None:
-        """Return how the work was begun; None where there is none.
+    def upload_record(self) -> UploadRecord | None:
+        """Read the record of the upload; None if there is none.
 
         Raises:
-            Refused: CORRUPT where it cannot be read.
+            Refused: CORRUPT if it cannot be parsed.
         """
-        return self._read(_BEGUN, BegunUpload)
+        return self._read(_BEGUN, UploadRecord)
 
-    def begin(self, begun: BegunUpload, *, new: bool = False) -> None:
-        """Say that the work has begun.
+    def begin(self, record: UploadRecord, *, new: bool = False) -> None:
+        """Write the record of the upload.
 
         Args:
-            begun: how.
-            new: only where no other work has.
+            record: the record.
+            new: only if there is no record yet.
 
         Raises:
-            UsageError: EXISTS, where `new`.
+            UsageError: EXISTS, with `new`.
         """
-        self._put(_BEGUN, msgspec.json.encode(begun), new=new)
+        self._put(_BEGUN, msgspec.json.encode(record), new=new)
 
-    def commit(self) -> BegunCommit | None:
-        """Return what a commit has begun to let appear; None where none has begun."""
-        return self._read(_COMMIT, BegunCommit)
+    def commit_record(self) -> CommitRecord | None:
+        """Read the record of the commit; None if no commit has begun."""
+        return self._read(_COMMIT, CommitRecord)
 
-    def begin_commit(self, commit: BegunCommit) -> None:
-        """Say that the files appear now."""
+    def begin_commit(self, commit: CommitRecord) -> None:
+        """Write the record of the commit."""
         self._put(_COMMIT, msgspec.json.encode(commit))
 
     def result(self, number: int) -> bytes | None:
-        """Return the result of an item of work."""
+        """Read the result of a work item; None if there is none."""
         return self._calls.get(f"{self.path}/{_ITEMS}/{number}", self._service.shown)
 
     def put_result(self, number: int, text: bytes) -> None:
-        """Keep the result of an item of work."""
+        """Write the result of a work item."""
         self._put(f"{_ITEMS}/{number}", text)
 
     def names(self) -> list[str]:
-        """Return the names of all of these objects."""
+        """Return the names of all objects in the hidden folder."""
         return [path.removeprefix(f"{self.path}/") for path in self._service.below(self.path, self._service.shown)]
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the items that have a result."""
+        """Return the numbers of the work items that have a result."""
         parts = (name.split("/") for name in self.names())
         return sorted(int(part[1]) for part in parts if len(part) == 2 and part[0] == _ITEMS and part[1].isdigit())
 
     def delete(self, names: Sequence[str] | None = None, *, finished: bool = False) -> None:
-        """Remove some objects, or all.
+        """Delete objects of the hidden folder.
 
         Args:
-            names: of them.
-            finished: the target is complete: what says how it has begun goes first, so that nobody goes on. Otherwise
-                it goes last, so that removing can be repeated.
+            names: names of the objects; None: all.
+            finished: whether the target is complete. Then the record of the upload is deleted first, so that no run
+            resumes
+                it; otherwise last, so that the deletion can be repeated.
         """
-        found = self.names() if names is None else names
+        all_names = self.names() if names is None else names
         last = (_BEGUN, _COMMIT) if finished else (_COMMIT, _BEGUN)
         order = {name: number + 1 for number, name in enumerate(last)}
-        for name in sorted(found, key=lambda each: ((order.get(each, 3 if finished else 0)), each)):
+        for name in sorted(all_names, key=lambda each: ((order.get(each, 3 if finished else 0)), each)):
             self._service.delete(f"{self.path}/{name}", self._service.shown)
 
     def delete_result(self, number: int) -> None:
-        """Remove the result of an item."""
+        """Delete the result of a work item."""
         self.delete([f"{_ITEMS}/{number}"])
 
     def _put(self, name: str, data: bytes, *, new: bool = False) -> None:
@@ -150,10 +151,10 @@ class HiddenObjects:
 
 
 def hidden_path(path: str) -> str:
-    """Return what the client calls the hidden folder beside a target.
+    """Return the client's path of the hidden folder next to a target.
 
     Args:
-        path: what it calls the target.
+        path: the client's path of the target.
     """
     above, _, name = path.rpartition("/")
     return f"{above}/.{name}.{_ENDING}"
@@ -165,27 +166,27 @@ _THREADS = 16
 
 
 class Orphan(msgspec.Struct, frozen=True):
-    """Something that a run has left on a service."""
+    """A leftover of a killed run on a service."""
 
     url: str
-    """Its URL: a hidden folder, or a file with its upload as S3 spells it."""
+    """URL of a hidden folder, or of a file with `?uploadId=…`."""
     target: str
-    """The target that it belongs to."""
+    """URL of its target."""
     what: str
-    """A description."""
+    """Description of the leftover."""
     nbytes: int
-    """Bytes of objects and parts."""
+    """Total size of objects and parts in bytes."""
 
 
 def orphans(url: str, *, uploads: bool = True) -> Iterator[Orphan]:
-    """Yield what is left beside a URL, under it, and directly inside it.
+    """Yield the leftovers next to a URL, below it, and directly inside it.
 
     Args:
         url: a target, which need not exist, a folder of targets, a bucket, or a hidden folder.
-        uploads: also those that nothing tells of; listing them may be forbidden.
+        uploads: also list uploads without a record, which may be forbidden.
 
     Raises:
-        Refused: UNSUPPORTED for services where several workers cannot write.
+        Refused: UNSUPPORTED for services other than S3.
         StorageError: IO.
     """
     service = Service(url)
@@ -198,7 +199,7 @@ def orphans(url: str, *, uploads: bool = True) -> Iterator[Orphan]:
         names = hidden.names()
         if not names:
             continue
-        begun = hidden.begun() if _BEGUN in names else None
+        begun = hidden.upload_record() if _BEGUN in names else None
         own = {} if begun is None else begun.uploads
         done = len(hidden.numbers())
         for upload in own.values():
@@ -217,7 +218,7 @@ def orphans(url: str, *, uploads: bool = True) -> Iterator[Orphan]:
 
 
 def _targets(service: Service, path: str) -> Iterator[str]:
-    """Yield what may have something hidden beside it."""
+    """Yield the client's paths of targets that may have a hidden folder."""
     above, _, name = path.rpartition("/")
     if above and (match := _HIDDEN.fullmatch(name)):
         yield f"{above}/{match[1]}"
@@ -231,20 +232,20 @@ def _targets(service: Service, path: str) -> Iterator[str]:
 
 
 def target_url(url: str) -> str:
-    """Return the URL of a target as an `Orphan` has it."""
+    """Return the URL of a target in the form of `Orphan.target`."""
     return _url(url, Service(url).path)
 
 
 def _url(url: str, path: str) -> str:
-    """Return the URL of what a client calls a file: a `?` is part of its name, not the beginning of a query."""
+    """Return the URL for a client's path; a `?` in it belongs to the name and does not begin a query."""
     return f"{scheme(url)}://{path}"
 
 
 def _sizes(calls: S3Multipart, uploads: list[tuple[str, str]]) -> int:
-    """Return the bytes of all parts of uploads."""
+    """Return the total bytes of the parts of uploads, given as `(path, upload id)`."""
 
     def size(which: tuple[str, str]) -> int:
-        parts = calls.stored_parts(*which, which[0]) or {}
+        parts = calls.list_parts(*which, which[0]) or {}
         return sum(part.size for part in parts.values())
 
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -254,11 +255,12 @@ def _sizes(calls: S3Multipart, uploads: list[tuple[str, str]]) -> int:
 def remove(url: str) -> None:
     """Remove an orphan.
 
-    What a commit has let appear before it died goes too, if nothing else is there: the last file, which makes it a
-    checkpoint, is missing.
+
+    Files that a killed commit made visible are deleted too, if nothing else is there: they are no checkpoint without
+    the last file.
 
     Args:
-        url: of an `Orphan`.
+        url: URL of the orphan.
 
     Raises:
         StorageError: IO.
@@ -276,55 +278,55 @@ def remove(url: str) -> None:
     target = Service(_url(at, f"{above}/{match[1]}"))
     hidden = HiddenObjects(target, calls)
     names = hidden.names()
-    begun = hidden.begun() if _BEGUN in names else None
-    commit = hidden.commit() if _COMMIT in names else None
-    if begun is not None:
+    record = hidden.upload_record() if _BEGUN in names else None
+    commit = hidden.commit_record() if _COMMIT in names else None
+    if record is not None:
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(partial(_abort, calls, begun), begun.uploads))
-        if commit is not None and commit.token == begun.token:
+            list(pool.map(partial(_abort, calls, record), record.uploads))
+        if commit is not None and commit.token == record.token:
             _remove_appeared(target, commit.tags)
     hidden.delete()
 
 
-def remove_unanswered(service: Service, begun: Sequence[OpenUpload]) -> None:
-    """Remove what the service began before our uploads of the same files, and did not tell us, so that we asked again.
+def remove_unanswered_uploads(service: Service, own_uploads: Sequence[OpenUpload]) -> None:
+    """Remove uploads whose begin requests got no response, so that this run requested another upload of the same file.
 
-    Such an upload has no parts. Another run's may have none yet; but it began later, or has work beside the target.
+    Such an upload has no parts. Another run's upload may have none yet either, but it began later, or has a record.
 
     Args:
         service: its path is the target.
-        begun: our uploads, which are over.
+        own_uploads: this run's uploads, which are over.
 
     Raises:
         StorageError: IO.
     """
     calls = multipart(service)
-    since = {each.path: each.since for each in begun}
-    left = [
+    since = {each.path: each.since for each in own_uploads}
+    unanswered = [
         each
         for each in calls.list_uploads(service.path, service.shown)
         if each.since and each.since <= since.get(each.path, "")
     ]
-    if left and HiddenObjects(service, calls).begun() is None:
-        for each in left:
+    if unanswered and HiddenObjects(service, calls).upload_record() is None:
+        for each in unanswered:
             abort_empty(calls, each, service.shown)
 
 
-def _abort(calls: S3Multipart, begun: BegunUpload, file: str) -> None:
-    calls.abort(begun.places[file], begun.uploads[file], file)
+def _abort(calls: S3Multipart, record: UploadRecord, file: str) -> None:
+    calls.abort(record.places[file], record.uploads[file], file)
 
 
 def _remove_appeared(service: Service, tags: Mapping[str, str]) -> None:
-    """Remove the files of a folder if all of them, but not the last one, were put there by a dead commit."""
+    """Delete the files of a folder if a killed commit made all of them visible, but not the last one."""
     start = f"{service.path}/"
-    there = {path.removeprefix(start): path for path in service.below(service.path, service.shown)}
-    if not there or not tags or list(tags)[-1] in there:
+    present = {path.removeprefix(start): path for path in service.below(service.path, service.shown)}
+    if not present or not tags or list(tags)[-1] in present:
         return
-    for name, path in there.items():
+    for name, path in present.items():
         info = service.info(path, name)
         tag = "" if info is None else str(info.get("ETag", "")).strip('"')
         if not tag or tags.get(name) != tag:
             return
     for name in reversed(list(tags)):
-        if name in there:
-            service.delete(there[name], name)
+        if name in present:
+            service.delete(present[name], name)

@@ -1,18 +1,17 @@
-"""Uploading a checkpoint to a service: every file is sent in parts, and none is visible before all are complete.
+"""Uploads a checkpoint to a service: files are sent in parts, and no file is visible before all are complete.
 
-Services have no rename, but they have multipart uploads: parts are sent, and the file appears with the final call. So
-all files are sent first. Committing then makes them appear: files that turn a folder into a checkpoint come after the
-files they refer to, and the manifest comes last. A run that fails takes everything back; a killed one leaves parts that
-nobody sees, and that the service deletes if it is configured to.
+Services have no rename, but they have multipart uploads: parts are sent, and the final call makes the file visible. So
+all files are sent first. The commit then makes them visible: files that complete a checkpoint, such as an index, after
+the files that they refer to, and the manifest last. A run that fails deletes everything; a killed run leaves parts that
+are invisible, and that the service deletes if it is configured to.
 
-Without `overwrite` S3 is asked to let a file appear only where there is none: of two runs at one place, the second one
-is refused. On other services each run looks before, and looks afterwards whether its files are still its own.
+Without `overwrite`, requests to S3 are conditional on a missing file: of two runs with one target, the second one
+is refused. On other services each run checks the target before, and its own files afterwards.
 
-A stream is written from beginning to end, by one thread at a time: `ordered` tells the engine so.
+A stream is written from beginning to end, by one thread at a time (`ordered`).
 
-A file is sent as a stream of the service's client, which takes its bytes from beginning to end. On S3 a stream has an
-upload in parts, which is completed by the calls of `S3Multipart`: they know what to do where an answer is lost, or
-where nothing may be replaced.
+Each file is a stream of the service's client. On S3 a stream has a multipart upload, which is completed by
+`S3Multipart`: its calls handle lost responses, and requests that must not replace a file.
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ from transaxle.arguments import Overwrite, read_overwrite
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.registry import MANIFEST, STATE_FOLDER, holds_tensors, is_one_file, opens_checkpoint
 from transaxle.formats.storage.storage import split_name
-from transaxle.formats.store.multipart import OpenUpload, S3Multipart, completed_tag
+from transaxle.formats.store.multipart import OpenUpload, S3Multipart, expected_tag
 from transaxle.formats.store.place import (
     ELSEWHERE,
     RemoteFolder,
     irreplaceable,
+    irreplaceable_file,
     remote_head_of,
-    replaced_file,
     several_files,
     when_kept,
 )
 from transaxle.formats.store.service import FILE, S3, Info, Service, Stream
-from transaxle.formats.store.unfinished_uploads import remove_unanswered
+from transaxle.formats.store.unfinished_uploads import remove_unanswered_uploads
 
-_MOST_EARLY = 64 << 20
-"""Cap on the bytes of a file that are kept until their turn."""
+_MAX_BUFFERED = 64 << 20
+"""Maximum bytes of a file that are buffered because they came too early."""
 
 
 class SentFile(Protocol):
-    """A file that is being sent, by whatever means."""
+    """The interface of a file that is being uploaded."""
 
     size: int
 
@@ -57,28 +56,28 @@ class SentFile(Protocol):
         """Take bytes."""
 
     def close(self) -> None:
-        """Send the rest."""
+        """Check that all bytes were written, and send the last part."""
 
     @property
-    def foretold(self) -> str:
-        """The tag that the file will have where it is the sum of its bytes; empty where that is not known."""
+    def future_tag(self) -> str:
+        """Future ETag of the file, if it follows from its bytes; otherwise empty."""
 
     def commit(self, *, new: bool) -> str:
-        """Let the file appear; see `S3Multipart.complete` for what is returned."""
+        """Make the file visible; return as `S3Multipart.complete`."""
 
     def discard(self) -> None:
-        """Abandon the file, unless it has appeared."""
+        """Abandon the file, unless it is visible."""
 
 
 class StreamedFile:
-    """One file that is being sent.
+    """A file that is uploaded through a stream of the service's client.
 
     Args:
         service: the service.
-        stream: takes its bytes.
-        name: for errors.
-        size: total bytes.
-        part: bytes of every part but the last.
+        stream: the client's stream.
+        name: name of the file, for error messages.
+        size: size of the file in bytes.
+        part: size in bytes of all parts but the last.
     """
 
     def __init__(self, service: Service, stream: Stream, name: str, size: int, part: int) -> None:
@@ -87,47 +86,47 @@ class StreamedFile:
         self._stream: Stream | None = stream
         self._name = name
         self._part = part
-        self._sent = 0
+        self._sent_bytes = 0
         self._copied = 0
-        self._early: dict[int, memoryview] = {}
+        self._buffered: dict[int, memoryview] = {}
         self.beginning: OpenUpload | None = None
-        """The upload that is over, if it was one in parts."""
+        """The multipart upload of the file, once it is over; None before, or without one."""
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Send bytes if it is their turn, else keep them until it is."""
+        """Send bytes in order; buffer bytes that come too early."""
         octets = view.cast("B")
-        if offset < self._sent or offset + octets.nbytes > self.size:
+        if offset < self._sent_bytes or offset + octets.nbytes > self.size:
             message = (
                 f"{self._name}: bytes {offset} to {offset + octets.nbytes} of {self.size} are out of order; "
-                f"{self._sent} were sent"
+                f"{self._sent_bytes} were sent"
             )
             raise ValueError(message)
-        if offset > self._sent:
-            self._keep(offset, octets)
+        if offset > self._sent_bytes:
+            self._buffer(offset, octets)
             return
         self._send(octets)
-        while self._sent in self._early:
-            self._send(self._early.pop(self._sent))
-        if self._sent == self.size:
+        while self._sent_bytes in self._buffered:
+            self._send(self._buffered.pop(self._sent_bytes))
+        if self._sent_bytes == self.size:
             self.close()
 
-    def _keep(self, offset: int, octets: memoryview) -> None:
+    def _buffer(self, offset: int, octets: memoryview) -> None:
         if not octets.readonly:
             self._copied += octets.nbytes
-            if self._copied > _MOST_EARLY:
-                raise ValueError(f"{self._name}: bytes at {offset} come too early; {self._sent} were sent")
+            if self._copied > _MAX_BUFFERED:
+                raise ValueError(f"{self._name}: bytes at {offset} come too early; {self._sent_bytes} were sent")
             octets = memoryview(bytes(octets))
-        self._early[offset] = octets
+        self._buffered[offset] = octets
 
     def _send(self, octets: memoryview) -> None:
-        sent = 0
-        while sent < octets.nbytes:
-            # Up to the end of a part and no further: some services want all parts but the last to be of one length.
-            count = min(octets.nbytes - sent, self._part - self._sent % self._part)
-            with self._service.working(f"sending {count} bytes at offset {self._sent}", self._name):
-                self._open.write(octets[sent : sent + count])
-            sent += count
-            self._sent += count
+        count_sent = 0
+        while count_sent < octets.nbytes:
+            # Never across the end of a part: some services require that all parts but the last have equal sizes.
+            count = min(octets.nbytes - count_sent, self._part - self._sent_bytes % self._part)
+            with self._service.as_storage_error(f"sending {count} bytes at offset {self._sent_bytes}", self._name):
+                self._open.write(octets[count_sent : count_sent + count])
+            count_sent += count
+            self._sent_bytes += count
 
     @property
     def _open(self) -> Stream:
@@ -136,58 +135,58 @@ class StreamedFile:
         return self._stream
 
     def close(self) -> None:
-        """Send the rest; does nothing if all was sent."""
-        if self._sent != self.size:
-            raise ValueError(f"{self._name}: only {self._sent} of {self.size} bytes were written")
-        with self._service.working("sending the last part", self._name):
+        """Check that all bytes were written, and send the last part."""
+        if self._sent_bytes != self.size:
+            raise ValueError(f"{self._name}: only {self._sent_bytes} of {self.size} bytes were written")
+        with self._service.as_storage_error("sending the last part", self._name):
             self._open.close()
 
     @property
-    def foretold(self) -> str:
+    def future_tag(self) -> str:
         """See `SentFile`."""
         tags = _tags_of(self._stream)
-        return completed_tag(tags) or "" if tags else ""
+        return expected_tag(tags) or "" if tags else ""
 
     def commit(self, *, new: bool) -> str:
-        """Let the file appear; where the answer is lost, what is there tells whether it has."""
+        """Make the file visible; after a lost response, check whether it is."""
         tag = _complete(self._service, self._open, self._name, new=new)
         if tag is None:
-            with self._service.working("completing the upload", self._name):
+            with self._service.as_storage_error("completing the upload", self._name):
                 self._open.commit()
-        self._over(self._open)
+        self._end(self._open)
         return tag or ""
 
     def discard(self) -> None:
-        """Abandon the file, unless it has appeared; errors of the service no longer matter."""
+        """Abandon the file, unless it is visible; errors of the service are ignored."""
         if self._stream is None:
             return
         stream = self._stream
-        self._over(stream)
-        with suppress(TransaxleError), self._service.working("abandoning the upload", self._name):
+        self._end(stream)
+        with suppress(TransaxleError), self._service.as_storage_error("abandoning the upload", self._name):
             try:
                 stream.discard()
             finally:
-                stream.closed = True  # else it would be sent when it is collected as garbage
-        self._early.clear()
+                stream.closed = True  # or garbage collection would send it
+        self._buffered.clear()
 
-    def _over(self, stream: Stream) -> None:
-        self.beginning, self._stream = _begun_by(self._service, stream), None
+    def _end(self, stream: Stream) -> None:
+        self.beginning, self._stream = _upload_of(self._service, stream), None
 
 
 def _complete(service: Service, stream: Any, file: str, *, new: bool) -> str | None:
-    """Let the file of a client's own stream appear.
+    """Complete the multipart upload of a client's stream on S3.
 
     Args:
-        service: it.
-        stream: of fsspec, all of whose bytes were sent.
-        file: its name, for errors.
-        new: only where there is no file.
+        service: the service.
+        stream: a stream of fsspec, all of whose bytes were sent.
+        file: name of the file, for error messages.
+        new: only if the file does not exist.
 
     Returns:
-        As `S3Multipart.complete`; None where the stream must do it.
+        As `S3Multipart.complete`; None if the stream must complete itself.
 
     Raises:
-        UsageError: EXISTS, where `new`.
+        UsageError: EXISTS, with `new`.
         StorageError: IO.
     """
     upload = getattr(stream, "mpu", None)
@@ -201,16 +200,16 @@ def _complete(service: Service, stream: Any, file: str, *, new: bool) -> str | N
 
 
 def _tags_of(stream: Any) -> list[str]:
-    """Return the tags of the parts that a client's own stream has sent."""
+    """Return the ETags of the parts that a client's stream has sent."""
     return [str(part["ETag"]).strip('"') for part in getattr(stream, "parts", None) or ()]
 
 
-def _begun_by(service: Service, stream: Any) -> OpenUpload | None:
-    """Return the upload that a client's own stream has begun; None where it is no such upload.
+def _upload_of(service: Service, stream: Any) -> OpenUpload | None:
+    """Return the multipart upload of a client's stream; None if it has none.
 
     Args:
-        service: it.
-        stream: of fsspec, neither committed nor discarded, or just committed.
+        service: the service.
+        stream: the client's stream, neither committed nor discarded, or just committed.
     """
     upload = getattr(stream, "mpu", None)
     if service.scheme not in S3 or not upload:
@@ -220,24 +219,24 @@ def _begun_by(service: Service, stream: Any) -> OpenUpload | None:
 
 
 PART = 8 << 20
-"""Default bytes of a part; larger if the file would have too many."""
-_MOST_PARTS = 10_000
+"""Default size of a part in bytes; larger if the file would have too many parts."""
+_MAX_PARTS = 10_000
 _GRAIN = 1 << 20
-_OWN = "memory"
-"""Scheme of a store in the memory of one process."""
+_IN_MEMORY = "memory"
+"""Scheme of fsspec's in-memory store."""
 _PAUSES = (0.25, 0.5, 1.0, 2.0, 0.0)
-"""Seconds between the looks at a file that has appeared: a service may be late to tell."""
+"""Seconds between checks of a new file, since a service may show it late."""
 
 
 class Upload:
-    """A checkpoint that is being written under a URL; used like `formats.store.Staging`.
+    """A checkpoint that is being written under a URL; used like `Staging`.
 
     Args:
         target: URL of a folder, or of one file if it ends in `.safetensors`, `.bin`, `.pt` or `.pth`.
         overwrite: replace an existing checkpoint, which stays readable until everything is sent. `everything`: also
-            delete everything else under the URL; otherwise that is refused.
+            delete all other files under the URL; otherwise these are refused.
         resume: refused: another run cannot continue an upload.
-        part: bytes of a part; more for files that would have more than 10,000. S3 wants at least 5 MiB.
+        part: size of a part in bytes; larger for files that would have more than 10,000 parts. S3 requires 5 MiB.
 
     Raises:
         UsageError: EXISTS if the target exists and may not be replaced.
@@ -254,10 +253,10 @@ class Upload:
         if resume:
             hint = "Run it without --resume, or convert to a local folder and upload that; with --on, work is resumed."
             raise refuse("UNSUPPORTED", "an upload cannot be resumed", file=self._shown, hint=hint)
-        if not self._service.path.strip("/").partition("/")[2] and self._service.scheme != _OWN:
+        if not self._service.path.strip("/").partition("/")[2] and self._service.scheme != _IN_MEMORY:
             raise refuse("EXISTS", "this is the root of the store", file=self._shown, hint="Name a folder in it.")
         self.found: tuple[str, ...] = ()
-        """Nothing: what a killed run has sent is not to be seen."""
+        """Always empty, as parts of a killed run are not visible; see `Staging.found`."""
         self._overwrite = read_overwrite(overwrite)
         self._part = part
         self._single: str | None = None
@@ -268,36 +267,36 @@ class Upload:
 
     @property
     def path(self) -> Path:
-        """A local folder for files outside the checkpoint; it holds nothing of the checkpoint."""
+        """A local temporary folder for files outside the checkpoint."""
         if self._scratch is None:
             raise ValueError("this upload has not begun, or has already ended")
         return self._scratch
 
     @property
     def scratch(self) -> Path:
-        """The same folder: there is no resuming, so nothing in it must survive."""
+        """The same folder as `path`, since an upload cannot be resumed."""
         return self.path
 
     @property
     def single(self) -> str | None:
-        """Name of the target if it is a file: just one file can be written then, under any name."""
+        """Name of the target if it is a single file; exactly one file can then be written, under any name."""
         return self._single
 
     def look(self, folder: Mapping[str, int], file: Mapping[str, int]) -> None:  # noqa: ARG002 - as in `Staging`
-        """Refuse what entering and preparing would refuse, as far as that is known without sending anything.
+        """Raise what entering the context and `prepare` would raise, as far as known without sending anything.
 
         Args:
-            folder: names and sizes of the files, if the target is a folder.
-            file: the same of the one file, if the target is a file.
+            folder: name -> size of the files, if the target is a folder.
+            file: name -> size of the single file, if the target is a file.
 
-        Raises as entering the context and `prepare` do.
+        Raises as these.
         """
         self._begin_at()
         if self._single and len(file) > 1:
             raise several_files(self._shown)
 
     def _begin_at(self) -> None:
-        """Find out whether the target is a file, and check it."""
+        """Determine whether the target is a single file, and check that it may be written."""
         info = self._service.info(self._service.path, self._shown)
         is_file = info is not None and info.get("type") == FILE
         if is_one_file(self._shown) and (info is None or is_file):
@@ -316,23 +315,23 @@ class Upload:
             file.discard()
         with suppress(TransaxleError):
             self._remove_unanswered()
-        for name in reversed(self._appeared):  # the commit failed half-way: what has appeared goes again
+        for name in reversed(self._appeared):  # the commit failed half-way: delete visible files
             with suppress(TransaxleError):
                 if not self._is_of_another(name):
                     self._service.delete(self._place(name), name)
         self._finish()
 
     def prepare(self, files: Mapping[str, int]) -> frozenset[str]:
-        """Start all files of known size.
+        """Open a stream for each file of known size.
 
         Args:
-            files: name (`a` or `folder/a`) to size in bytes.
+            files: name (`a` or `folder/a`) -> size in bytes.
 
         Returns:
             An empty set: no file was started by an earlier run.
 
         Raises:
-            Refused: PATH_ESCAPE; UNSUPPORTED if the target is one file and these are not one, or cannot be written.
+            Refused: PATH_ESCAPE; UNSUPPORTED for several files if the target is a single file, or a read-only service.
             StorageError: IO.
         """
         for name, size in files.items():
@@ -342,7 +341,7 @@ class Upload:
     def pwrite(self, file: str, offset: int, view: memoryview) -> None:
         """Write a contiguous view into a prepared file.
 
-        Bytes that come before their turn are kept until then; that is meant for headers and indexes, not for tensors. A
+        Bytes that come too early are buffered; this is meant for headers and indexes, not for tensors. A
         read-only view is kept without a copy, so its bytes must not change.
 
         Raises:
@@ -352,7 +351,7 @@ class Upload:
             self._streams[file].write(offset, view)
 
     def write(self, file: str, data: bytes) -> None:
-        """Write a file with this content: one whose size was not known before.
+        """Write a file with this content; for files whose size was not known to `prepare`.
 
         Raises:
             Refused: PATH_ESCAPE.
@@ -362,18 +361,17 @@ class Upload:
         self.pwrite(file, 0, memoryview(data))
 
     def flush(self, file: str) -> None:
-        """Do nothing: a file is complete, and closed, with its last byte."""
+        """Do nothing, as a file is closed after its last byte."""
 
     @property
     def shared(self) -> bool:
-        """Whether other processes see what is written."""
-        return self._service.scheme != _OWN
+        """Whether other processes can see the files."""
+        return self._service.scheme != _IN_MEMORY
 
     def commit(self) -> None:
-        """Make all files appear. All threads must be done writing.
+        """Make all files visible. All threads must have finished writing.
 
-        A checkpoint that is replaced is deleted first, starting with its manifest, so that nobody reads a mixture of
-        both.
+        A replaced checkpoint is deleted first, starting with its manifest, so that no reader sees a mixture of both.
 
         Raises:
             UsageError: EXISTS if the target appeared in the meantime.
@@ -386,7 +384,7 @@ class Upload:
         self.keep()
 
     def complete(self) -> None:
-        """Send the rest of all files: the first step of `commit`, for callers that upload with other ranks.
+        """First step of `commit`, for callers that upload together with other ranks: send the remaining bytes.
 
         Raises:
             StorageError: IO.
@@ -395,7 +393,7 @@ class Upload:
             file.close()
 
     def make_way(self) -> None:
-        """Check the target once more, and delete what is replaced: the second step, for one rank only.
+        """Second step, on one rank only: check the target again, and delete the replaced checkpoint.
 
         Raises:
             UsageError: EXISTS if the target appeared in the meantime.
@@ -407,10 +405,10 @@ class Upload:
             self._delete_old()
 
     def appear(self) -> None:
-        """Make the files appear: the third step. They are deleted again if the context fails before `keep`.
+        """Third step: make the files visible. They are deleted again if the context fails before `keep`.
 
         Raises:
-            UsageError: EXISTS if another run has put one of them there since `make_way`, and nothing may be replaced.
+            UsageError: EXISTS if another run has written one of them since `make_way`, and nothing may be replaced.
             StorageError: IO, also if the service does not hold what was sent.
         """
         for name in sorted(self._streams, key=turn):
@@ -418,8 +416,8 @@ class Upload:
 
     def _appear_one(self, name: str) -> None:
         file = self._streams[name]
-        self._appeared.append(name)  # also if it fails: then it may have appeared all the same
-        self._stamps[name] = file.foretold
+        self._appeared.append(name)  # even if the commit fails, the file may be visible
+        self._stamps[name] = file.future_tag
         try:
             self._stamps[name] = file.commit(new=not self._overwrite)
         except TransaxleError as error:
@@ -428,15 +426,15 @@ class Upload:
             raise
         self._compare(name)
 
-    def recheck(self, others: Collection[str] | None = None) -> None:
-        """Check that the files that have appeared are still ours, once all of the checkpoint have: the fourth step.
+    def recheck(self, other_files: Collection[str] | None = None) -> None:
+        """Fourth step, when all files of the checkpoint are visible: check that they are still this run's.
 
-        There is no lock, so another run may have written to the same place meanwhile. Whoever is the last to make its
-        manifest appear sees here that a file is the other's; those files are not deleted again.
+        There is no lock, so another run may have written to the same place meanwhile. The run that writes its manifest
+        last finds the other run's files here; they are not deleted.
 
         Args:
-            others: names of the files that other ranks have sent, so that there must be no more than these and our
-                own; None: they are not all known here.
+            other_files: names of the files of other ranks; any further file is then refused. None: these names are
+                unknown.
 
         Raises:
             StorageError: IO.
@@ -445,16 +443,16 @@ class Upload:
         foreign = [name for name, stamp in self._looks(names).items() if stamp != self._stamps.get(name)]
         if foreign:
             self._appeared = [name for name in names if name not in foreign]
-            raise _replaced(foreign[0])
-        if others is not None and not self._single:
-            self._refuse_strays({*others, *self._streams})
+            raise _replaced_error(foreign[0])
+        if other_files is not None and not self._single:
+            self._refuse_strays({*other_files, *self._streams})
 
     def _refuse_strays(self, whole: Collection[str]) -> None:
-        """Refuse to end with files in the folder that are not of the checkpoint: what was there was deleted."""
+        """Refuse files in the folder that do not belong to the checkpoint."""
         start, strays = f"{self._service.path}/", list[str]()
         for pause in _PAUSES:
-            found = self._service.below(self._service.path, self._shown)
-            names = (path.removeprefix(start) for path in found if path.startswith(start))
+            paths = self._service.below(self._service.path, self._shown)
+            names = (path.removeprefix(start) for path in paths if path.startswith(start))
             strays = [name for name in names if name not in whole]
             if not strays:
                 return
@@ -464,23 +462,23 @@ class Upload:
         raise refuse("IO", message, file=strays[0], hint=hint)
 
     def _is_of_another(self, name: str) -> bool:
-        """Tell whether another run has put its file at the place of one of ours since that appeared."""
-        own, there = self._stamps.get(name, ""), self._looks([name])[name]
-        return bool(own and there and own != there)
+        """Tell whether another run has replaced one of this run's visible files."""
+        own_stamp, current_stamp = self._stamps.get(name, ""), self._looks([name])[name]
+        return bool(own_stamp and current_stamp and own_stamp != current_stamp)
 
     def _looks(self, names: Sequence[str]) -> dict[str, str]:
-        """Return what tells the versions of files apart, by name."""
+        """Return name -> current version stamp of the file."""
         return {name: _stamp(self._service.info(self._place(name), name)) for name in names}
 
     @property
     def is_whole(self) -> bool:
-        """Whether the manifest, which appears after everything else, is there; False if the service does not say."""
+        """Whether the manifest, the last file, is visible; False if the service does not answer."""
         with suppress(TransaxleError):
             return self._service.info(self._place(MANIFEST), MANIFEST) is not None
         return False
 
     def keep(self) -> None:
-        """Keep the files that have appeared: the last step."""
+        """Last step: keep the visible files."""
         with suppress(TransaxleError):  # it may be forbidden to list uploads
             self._remove_unanswered()
         self._streams.clear()
@@ -488,17 +486,19 @@ class Upload:
         self._finish()
 
     def _remove_unanswered(self) -> None:
-        """Remove uploads that the service began without our being told, so that the client asked again.
+        """Remove uploads whose begin requests got no response, so that the client began another one.
 
         Raises:
             StorageError: IO.
         """
-        begun = [file.beginning for file in self._streams.values() if isinstance(file, StreamedFile) and file.beginning]
-        if begun:
-            remove_unanswered(self._service, begun)
+        uploads = [
+            file.beginning for file in self._streams.values() if isinstance(file, StreamedFile) and file.beginning
+        ]
+        if uploads:
+            remove_unanswered_uploads(self._service, uploads)
 
     def _place(self, name: str) -> str:
-        """Return what the client calls a file of the checkpoint."""
+        """Return the client's path of a file of the checkpoint."""
         parts = split_name(name)
         return self._service.path if self._single else "/".join((self._service.path, *parts))
 
@@ -527,27 +527,27 @@ class Upload:
             raise refuse("EXISTS", f"the target is not replaced: {reason}", file=self._shown, hint=hint)
 
     def _irreplaceable(self, info: Info, overwrite: Overwrite) -> tuple[str, str]:
-        """Return why an existing target must stay, and a hint; two empty texts if it may be replaced."""
+        """Return `(reason, hint)` why an existing target must not be replaced; two empty strings if it may be."""
         if info.get("type") != FILE:
             return irreplaceable(RemoteFolder(self._service), overwrite)
         if self._single:
             head = remote_head_of(self._service, int(info.get("size") or 0))
-            return replaced_file(self._single, head, overwrite)
+            return irreplaceable_file(self._single, head, overwrite)
         return "the target is a file, but a folder is to be written", ELSEWHERE
 
     def _delete_old(self) -> None:
         start = f"{self._service.path}/"
         old = {path.removeprefix(start): path for path in self._service.below(self._service.path, self._shown)}
         for name in sorted(old, key=turn, reverse=True):
-            if not self.has_gone(name):
+            if not self.is_visible(name):
                 self._service.delete(old[name], name)
 
-    def has_gone(self, file: str) -> bool:  # noqa: ARG002 - for uploads that several workers send
-        """Tell whether a file has appeared in a commit that is continued: nothing, as nothing is continued here."""
+    def is_visible(self, file: str) -> bool:  # noqa: ARG002 - for uploads that several workers send
+        """Tell whether an interrupted commit has made a file visible; never, as an `Upload` cannot be resumed."""
         return False
 
     def _compare(self, name: str) -> None:
-        """Check that the service holds as many bytes as were sent, and under the tag that it gave them."""
+        """Check that the service has as many bytes as were sent, with the ETag that it returned."""
         size, tag, info = self._streams[name].size, self._stamps[name], None
         for pause in _PAUSES:
             info = self._service.info(self._place(name), name)
@@ -556,7 +556,7 @@ class Upload:
                 return
             time.sleep(pause)
         if info is not None and info.get("size") == size:
-            raise _replaced(name)
+            raise _replaced_error(name)
         actual = "nothing" if info is None else f"{info.get('size')} bytes"
         raise refuse("IO", f"{size} bytes were sent, but the service holds {actual}", file=name)
 
@@ -567,34 +567,34 @@ class Upload:
 
 
 def _stamp(info: Info | None) -> str:
-    """Return the tag of a file, and its time where it has none; empty where there is no file."""
+    """Return the ETag of a file, or its creation time without one; empty if there is no file."""
     return str((info or {}).get("ETag") or (info or {}).get("created") or "").removeprefix("W/").strip('"')
 
 
-def _replaced(file: str) -> TransaxleError:
+def _replaced_error(file: str) -> TransaxleError:
     message = "another run wrote to the same place at the same time, and this file is not ours any more"
     hint = "What this run wrote is removed. Write again when the other run is over, or to another place."
     return refuse("IO", message, file=file, hint=hint)
 
 
 def part_size(size: int, part: int = PART) -> int:
-    """Return the bytes of a part: no file may have more than 10,000, the limit of services.
+    """Return the size of a part in bytes, so that the file has at most 10,000 parts, the limit of services.
 
     Args:
-        size: bytes of the file.
-        part: bytes of a part if that does not make too many.
+        size: size of the file in bytes.
+        part: preferred size of a part.
     """
-    least = -(-size // _MOST_PARTS)
+    least = -(-size // _MAX_PARTS)
     return max(part, -(-least // _GRAIN) * _GRAIN)
 
 
 def opens(name: str) -> bool:
-    """Tell whether a file turns the files around it into a checkpoint, so that it must appear after them."""
+    """Tell whether a file completes a checkpoint, so that it must become visible after the other files."""
     return turn(name)[0] > 1
 
 
 def turn(name: str) -> tuple[int, str]:
-    """Return a sort key for the order of appearance: sidecars, tensors, files that open a checkpoint, the manifest.
+    """Return a sort key for the order in which files become visible: sidecars, tensors, indexes, the manifest.
 
     The optimizer's state comes before the model, which is a checkpoint without it.
     """

@@ -1,14 +1,15 @@
-"""The zip archive around a torch file: read more strictly than any zip library does, laid out as torch lays it out.
+"""The zip archive of a torch file: a strict reader, and a writer with torch's layout.
 
-A zip says everything twice, in its central directory and before each record, and readers differ in which they believe:
-one file, two contents. Here both must agree, the records must fill the file from its first byte to the directory, none
-may be compressed, and no two names may be taken for each other. The archive is a `FileWindow`: usually all of a file,
-sometimes the range of one archive among many.
+A zip archive has all metadata twice, in its central directory and before each record, and readers differ in which they
+use:
+one file may have two contents. Here both must agree, the records must fill the file from its first byte to the
+directory, no record may be compressed, and all names must be distinct. The archive is a `FileWindow`: usually a whole
+file, sometimes a range of a file with many archives.
 
-A new archive is laid out before a byte of its storages is known. Its bytes are those that torch's own writer gives for
-the same records, padding included, so whatever relies on its layout (mapping, computing offsets) works on these files
-too. One thing differs: a storage's checksum is 0, as it would have to be written before the bytes that it covers. torch
-too writes 0 when told not to compute any, and its reader never checks.
+A new archive is laid out before the bytes of its storages are known. Its bytes equal those of torch's own writer for
+the same records, including padding, so code that relies on the layout (mapping, computing offsets) works on these files
+too. One difference: a storage's checksum is 0, as it would have to be written before the bytes that it covers. torch
+also writes 0 if checksums are disabled, and its reader never checks them.
 """
 
 from __future__ import annotations
@@ -31,30 +32,30 @@ class FileWindow(msgspec.Struct, frozen=True):
     storage: Storage
     file: str
     start: int
-    """First byte of the range in the file."""
+    """Offset of the range in the file."""
     size: int
-    """Bytes of the range."""
+    """Size of the range in bytes."""
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return bytes of the range; what lies outside is CORRUPT."""
+        """Read bytes of the range; refuse an offset or size outside of it as CORRUPT."""
         if offset < 0 or size < 0 or offset + size > self.size:
             raise self.corrupt(f"bytes {offset} to {offset + size} lie outside its {self.size} bytes")
         return self.storage.read(self.file, self.start + offset, size)
 
     def corrupt(self, message: str) -> TransaxleError:
-        """Build the error for a file that is damaged, or made to mislead."""
+        """Return the error for a damaged or misleading file."""
         return refuse("CORRUPT", message, file=self.file)
 
     def unsupported(self, message: str, hint: str = "") -> TransaxleError:
-        """Build the error for a file of a kind that is not read."""
+        """Return the error for a kind of file that is not supported."""
         return refuse("UNSUPPORTED", message, file=self.file, hint=hint)
 
 
 def window(storage: Storage, file: str, start: int = 0, size: int | None = None) -> FileWindow:
-    """Return the window of a whole file, or of a range of it.
+    """Return the window of a whole file, or of a range.
 
     Raises:
-        Refused: CORRUPT if the range does not lie in the file.
+        Refused: CORRUPT if the range is not inside the file.
         StorageError: IO.
     """
     file_size = storage.size(file)
@@ -73,7 +74,7 @@ END64_FORM = struct.Struct("<4sQHHIIQQQQ")
 LOCATOR_FORM = struct.Struct("<4sIQI")
 HAS_DESCRIPTOR, UTF8 = 1 << 3, 1 << 11
 ZIP64 = 1
-"""Id of the extra field that holds what does not fit into 32 bits."""
+"""Id of the extra field for numbers that do not fit into 32 bits."""
 MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
 
 _KNOWN_FLAGS = HAS_DESCRIPTOR | UTF8 | 0b110
@@ -81,20 +82,20 @@ _ENCRYPTED = 1
 _DESCRIPTORS = {16: struct.Struct("<4sIII"), 24: struct.Struct("<4sIQQ")}
 _MAX_DIRECTORY = 1 << 28
 _AHEAD = 512
-"""Bytes read at once around a local header; its padding is at most 64."""
+"""Bytes read at once for a local header; its padding has at most 64."""
 
 
 class ZipRecord(msgspec.Struct, frozen=True):
-    """One file in the archive."""
+    """A record (one file) of the archive."""
 
     name: str
-    """Its name below the archive's one folder."""
+    """Name of the record in the archive's only folder."""
     offset: int
-    """Its first byte, from the beginning of the window."""
+    """Offset of the record's first byte in the window."""
     size: int
-    """Its bytes."""
+    """Size of the record in bytes."""
     crc32: int
-    """Its checksum; 0 if the writer computed none, as torch may be told to."""
+    """CRC-32 of the record; 0 if the writer computed none."""
 
 
 class Archive(msgspec.Struct, frozen=True):
@@ -102,10 +103,10 @@ class Archive(msgspec.Struct, frozen=True):
 
     window: FileWindow
     records: Mapping[str, ZipRecord]
-    """By name, in file order."""
+    """Records by name, in file order."""
 
     def read(self, name: str) -> bytes:
-        """Return a small record, its checksum checked.
+        """Read a small record, and check its checksum.
 
         Raises:
             Refused: CORRUPT.
@@ -127,23 +128,23 @@ class Archive(msgspec.Struct, frozen=True):
 
 
 class _DirectoryEntry(NamedTuple):
-    """A record as the central directory describes it."""
+    """A record's entry in the central directory."""
 
     path: bytes
     fixed: bytes
-    """Version, flags, method and time, which both headers repeat."""
+    """Version, flags, method and time, which must be equal in the local header."""
     flags: int
     crc32: int
     size: int
     header: int
-    """Where its local header lies."""
+    """Offset of its local header."""
 
 
 def read_archive(window: FileWindow) -> Archive:
-    """Read the directory of an archive, and check every record's own header against it.
+    """Read the directory of an archive, and check that each record's local header agrees with it.
 
     Raises:
-        Refused: CORRUPT; PATH_ESCAPE for a name that leads elsewhere; UNSUPPORTED for compressed or encrypted records.
+        Refused: CORRUPT; PATH_ESCAPE for a name that leads outside; UNSUPPORTED for compressed or encrypted records.
         StorageError: IO.
     """
     begin, size, count = _directory(window)
@@ -158,7 +159,7 @@ def read_archive(window: FileWindow) -> Archive:
         name = "/".join(parts[1:])
         if parts[0] != folder or not name:
             raise window.corrupt(f"record {'/'.join(parts)!r} is outside the archive's folder {folder!r}")
-        # miniz, by which torch reads, takes upper and lower case for one.
+        # torch reads with miniz, which ignores case in names.
         if name.lower() in folded:
             raise window.corrupt(f"record {name}: the archive has this name twice")
         folded.add(name.lower())
@@ -178,7 +179,7 @@ def read_archive(window: FileWindow) -> Archive:
 
 
 def _directory(window: FileWindow) -> tuple[int, int, int]:
-    """Return where the central directory lies, its size, and the number of its entries."""
+    """Return `(offset, size, number of entries)` of the central directory."""
     end = window.size - END_FORM.size
     if end < 0:
         raise window.corrupt(f"the file is truncated: a zip archive has more than {window.size} bytes")
@@ -191,8 +192,8 @@ def _directory(window: FileWindow) -> tuple[int, int, int]:
     locator = end - LOCATOR_FORM.size
     if locator >= 0 and window.read(locator, len(LOCATOR)) == LOCATOR:
         end, wide = _directory64(window, locator)
-        for short, long, most in zip((count, size, begin), wide, (MAX16, MAX32, MAX32), strict=True):
-            if short not in (most, long):
+        for short, long, overflow in zip((count, size, begin), wide, (MAX16, MAX32, MAX32), strict=True):
+            if short not in (overflow, long):
                 raise window.corrupt(f"the archive's two end records differ: {short} and {long}")
         count, size, begin = wide
     if begin + size != end:
@@ -203,7 +204,7 @@ def _directory(window: FileWindow) -> tuple[int, int, int]:
 
 
 def _directory64(window: FileWindow, locator: int) -> tuple[int, tuple[int, int, int]]:
-    """Return where the zip64 end record lies, and its count, size and offset of the directory."""
+    """Return the offset of the zip64 end record, and its `(entries, size, offset)` of the directory."""
     _, disk, at, disks = LOCATOR_FORM.unpack(window.read(locator, LOCATOR_FORM.size))
     if disk or disks != 1 or at != locator - END64_FORM.size:
         raise window.corrupt("the zip64 locator points to the wrong place")
@@ -284,7 +285,7 @@ def _widened(window: FileWindow, path: bytes, field: int, wide: list[int]) -> in
 
 
 def _parts(window: FileWindow, path: bytes) -> tuple[str, ...]:
-    """Return the parts of a record's name."""
+    """Split the path of a record into its parts."""
     try:
         return split_name(path.decode())
     except UnicodeDecodeError:
@@ -294,7 +295,7 @@ def _parts(window: FileWindow, path: bytes) -> tuple[str, ...]:
 
 
 def _data_offset(window: FileWindow, name: str, entry: _DirectoryEntry, directory: int) -> int:
-    """Return where a record's bytes begin; its local header must say what the directory says."""
+    """Return the offset of a record's bytes, after checking its local header against the directory."""
     at = entry.header
     head = window.read(at, min(_AHEAD + len(entry.path), directory - at) if at < directory else 0)
     if len(head) < LOCAL_FORM.size:
@@ -318,7 +319,7 @@ def _data_offset(window: FileWindow, name: str, entry: _DirectoryEntry, director
 
 
 def _check_descriptor(window: FileWindow, name: str, entry: _DirectoryEntry, at: int, size: int) -> None:
-    """Check the bytes between a record and the next one: its sizes and checksum once more, or nothing."""
+    """Check that a record is followed by its data descriptor (size and checksum), or directly by the next record."""
     if not entry.flags & HAS_DESCRIPTOR:
         if size:
             raise window.corrupt(f"record {name}: {size} bytes after it belong to no record")
@@ -331,7 +332,7 @@ def _check_descriptor(window: FileWindow, name: str, entry: _DirectoryEntry, at:
 
 
 ALIGNMENT = 64
-"""Every record's bytes begin at a multiple of this."""
+"""Each record's bytes begin at a multiple of this."""
 _FILLER, _FILLER_HEAD = 0x4246, struct.Struct("<HH")
 _MADE_BY, _NEEDED = 0x031E, 0x002D
 """Versions in the zip64 end record, as miniz writes them."""
@@ -341,34 +342,34 @@ class ZipItem(msgspec.Struct, frozen=True):
     """A record to be written."""
 
     name: str
-    """Its name below the archive's folder."""
+    """Name of the record in the archive's folder."""
     size: int
-    """Its bytes."""
+    """Size of the record in bytes."""
     data: bytes | None = None
-    """Its bytes; None for a storage, whose bytes come later."""
+    """Bytes of the record; None for a storage, whose bytes come later."""
     room: bool = False
-    """Whether it reserves space for data that is known last, and so has no checksum."""
+    """Whether the record reserves space for digests, which come last, so that it has no checksum."""
 
 
 class ZipLayout(msgspec.Struct, frozen=True):
-    """Positions of everything in an archive."""
+    """The layout of a new archive."""
 
     offsets: tuple[int, ...]
-    """First byte of each record."""
-    known: tuple[tuple[int, bytes], ...]
-    """Bytes outside storages, with their offsets."""
+    """Offset of each record's bytes."""
+    fragments: tuple[tuple[int, bytes], ...]
+    """`(offset, bytes)` of everything outside the storages."""
     size: int
-    """Bytes of the archive."""
+    """Size of the archive in bytes."""
     room: int | None = None
-    """First byte of the space reserved for digests, if there is one."""
+    """Offset of the space reserved for digests; None without one."""
 
 
 def lay_out(folder: str, items: Iterable[ZipItem]) -> ZipLayout:
     """Lay out an archive.
 
     Args:
-        folder: the archive's one folder.
-        items: its records, in order.
+        folder: name of the archive's only folder.
+        items: the records, in order.
     """
     known_pieces: list[tuple[int, bytes]] = []
     pending, begin = bytearray(), 0
@@ -396,18 +397,18 @@ def lay_out(folder: str, items: Iterable[ZipItem]) -> ZipLayout:
 
 
 def _fixed(size: int) -> bytes:
-    """Return version, flags, method and time; torch gives empty records no descriptor."""
+    """Return version, flags, method and time; empty records have no data descriptor, as in torch."""
     return struct.pack("<HHHI", 0, UTF8 | (HAS_DESCRIPTOR if size else 0), 0, 0)
 
 
 def _wide_field(*numbers: int) -> bytes:
-    """Return the zip64 field of these numbers; nothing for none."""
+    """Return the zip64 extra field with these numbers; empty without numbers."""
     data = struct.pack(f"<{len(numbers)}Q", *numbers)
     return struct.pack("<HH", ZIP64, len(data)) + data if numbers else b""
 
 
 def _local(path: bytes, size: int, at: int) -> bytes:
-    """Return a record's header, filled up so that its bytes begin aligned."""
+    """Return a record's local header, padded so that the record's bytes are aligned."""
     extra = _wide_field(*((size, 0) if size >= MAX32 else ()), *((at,) if at >= MAX32 else ()))
     start = at + LOCAL_FORM.size + len(path) + len(extra) + _FILLER_HEAD.size
     filler = -start % ALIGNMENT
@@ -416,12 +417,12 @@ def _local(path: bytes, size: int, at: int) -> bytes:
 
 
 def _descriptor(size: int, crc32: int, *, wide: bool) -> bytes:
-    """Return what follows a record's bytes."""
+    """Return the data descriptor that follows a record's bytes."""
     return struct.pack("<4sIQQ" if wide else "<4sIII", DESCRIPTOR, crc32, size, size) if size else b""
 
 
 def _central(path: bytes, size: int, crc32: int, at: int) -> bytes:
-    """Return a record's entry in the directory."""
+    """Return a record's entry in the central directory."""
     extra = _wide_field(*((size, size) if size >= MAX32 else ()), *((at,) if at >= MAX32 else ()))
     short = min(size, MAX32)
     head = CENTRAL_FORM.pack(
@@ -431,7 +432,7 @@ def _central(path: bytes, size: int, crc32: int, at: int) -> bytes:
 
 
 def _end(at: int, size: int, count: int) -> bytes:
-    """Return what follows the directory; torch always writes the zip64 form as well."""
+    """Return the end records after the directory; like torch, always with the zip64 form."""
     length = END64_FORM.size - 12
     wide = END64_FORM.pack(END64, length, _MADE_BY, _NEEDED, 0, 0, count, count, size, at)
     wide += LOCATOR_FORM.pack(LOCATOR, 0, at + size, 1)

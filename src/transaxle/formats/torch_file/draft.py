@@ -1,8 +1,8 @@
-"""Drafting torch files: `pytorch_model.bin`, or shards of it with their index.
+"""Lays out torch files: `pytorch_model.bin`, or shards with an index.
 
 Each file holds one flat dict from names to tensors, each tensor dense in a storage of its own:
-`torch.load(weights_only=True)` returns it, mapped or not, and `load_state_dict` accepts it. In a folder the names of
-optimizer state are kept whole too (`optim/<parameter>/<state>`); one file with everything is nested, see
+`torch.load(weights_only=True)` loads it, mapped or not, and `load_state_dict` accepts it. In a folder, names of
+optimizer state stay flat as well (`optim/<parameter>/<state>`); a single file is nested, see
 `flattened_state.nesting`.
 """
 
@@ -26,21 +26,30 @@ from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.registry import TORCH
 from transaxle.formats.shards import Sized, lay_out_shards
 from transaxle.formats.torch_file.archive import ALIGNMENT, ZipItem, ZipLayout, lay_out
-from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, SEALED, STORAGE, VERSION, item_bytes
+from transaxle.formats.torch_file.saved import (
+    BYTE_ORDER,
+    DATA,
+    LITTLE,
+    PICKLE,
+    SEALED,
+    STORAGE,
+    VERSION,
+    item_bytes,
+)
 from transaxle.formats.training_state import KEPT, ParamGroup
 
 _STEM, _ENDING = "pytorch_model", ".bin"
 _FOLDER = "archive"
-"""What torch calls the archive's folder where it writes to no file of its own."""
+"""Name of the archive's folder, as torch writes it to a buffer."""
 _NOTES = ((".format_version", b"1"), (".storage_alignment", str(ALIGNMENT).encode()), (BYTE_ORDER, LITTLE))
 _VERSION = b"3\n"
 _ID, _ID_DIGITS = ".data/serialization_id", 40
 _DEVICE = "cpu"
 _MAX_DIMS = 64
 _TYPED = frozenset(STORAGES.values())
-"""Types that have a storage class of their own; storages of any other are bytes."""
+"""Dtypes with a storage class of their own; other dtypes have untyped storages."""
 _BY_CODE = {DType(name).code: DType(name) for name in DTYPES if not name.startswith(("qint", "quint"))}
-"""Dtypes that can be written; a quantized one would lack its scale."""
+"""Dtypes that can be written, by code; torch's quantized dtypes would lack their scales."""
 
 
 def draft(
@@ -56,17 +65,18 @@ def draft(
     """Lay out torch files.
 
     Args:
-        tensors: what to write, in this order.
-        metadata: left out: a torch file has no place for it.
-        shard_size: bytes of tensors in one file; a tensor that is larger gets a file of its own. Without it, or when
+        tensors: the tensors to write, in this order.
+        metadata: ignored, as a torch file has no place for it.
+        shard_size: bytes of tensors in one file; a larger tensor gets a file of its own. Without it, or if
             everything fits, there is one file `pytorch_model.bin` and no index.
-        groups: settings of the optimizer, in the first file: a list of dicts under a key of its own.
-        sealed: leave room for digests in a record of their own; there must be one file.
-        stem: how the names of the files begin.
-        nesting: how the dict of the one file is nested; None: it is flat.
+        groups: parameter groups of the optimizer; stored in the first file as a list of dicts under a separate key.
+        sealed: reserve a record for digests; requires a single file.
+        stem: beginning of the file names.
+        nesting: nesting of the dict in a single file; None: a flat dict.
 
     Raises:
-        Refused: for every tensor that has no place: UNSUPPORTED (dtype, dims), NAME_COLLISION, SHAPE_MISMATCH (an odd
+        Refused: for each tensor that cannot be stored: UNSUPPORTED (dtype, dims), NAME_COLLISION, SHAPE_MISMATCH (an
+            odd
             number of F4 elements in a row).
     """
     del metadata
@@ -94,7 +104,7 @@ def draft(
 
 
 def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
-    """Return the bytes of a tensor; whatever forbids writing it is a fault."""
+    """Return the size of a tensor in bytes; add a fault for each reason that it cannot be stored."""
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     if spec.name in names_so_far:
         faults.add("NAME_COLLISION", "two tensors have this name", None, shown)
@@ -122,59 +132,61 @@ def _lay_out(
     room: list[int] | None = None,
     nesting: Nesting | None = None,
 ) -> tuple[list[Entry], list[Fragment], int]:
-    """Give each tensor of one file its offset; also return all bytes around them, and the file's size.
+    """Lay out one file: return its entries, its bytes outside the storages, and its size.
 
-    Where there is to be room for digests, its offset is added to `room`.
+    The offset of the space for digests is appended to `room`, unless that is None.
     """
     value: dict[str, object] = {}
     for key, (spec, _) in enumerate(shard):
         value[spec.name] = reference(spec.dtype, spec.shape, key)
     storages: list[int | bytes] = [size for _, size in shard]
     if nesting is not None:
-        value = nest_state(value, nesting, [_saved_group(group, storages) for group in list_groups(groups)])
+        value = nest_state(value, nesting, [_group_to_save(group, storages) for group in list_groups(groups)])
     elif groups:
-        value[KEPT] = [_saved_group(group, storages) for group in groups]
+        value[KEPT] = [_group_to_save(group, storages) for group in groups]
     digests = None if room is None else DIGITS * (1 + sum(size > 0 for _, size in shard))
-    layout = surround(file, value, storages, digests)
+    layout = lay_out_value(file, value, storages, digests)
     if room is not None and layout.room is not None:
         room.append(layout.room)
-    placed = [
+    entries = [
         Entry(spec.name, spec.dtype, spec.shape, (Extent((0,) * len(spec.shape), spec.shape, file, offset),))
         for (spec, _), offset in zip(shard, layout.offsets, strict=False)
     ]
-    return placed, [Fragment(file, at, data) for at, data in layout.known], layout.size
+    return entries, [Fragment(file, at, data) for at, data in layout.fragments], layout.size
 
 
-def _saved_group(group: ParamGroup, storages: list[int | bytes]) -> dict[str, object]:
-    return {key: saved(setting, storages) for key, setting in group.items()}
+def _group_to_save(group: ParamGroup, storages: list[int | bytes]) -> dict[str, object]:
+    return {key: settings_to_save(setting, storages) for key, setting in group.items()}
 
 
-def saved(setting: Any, storages: list[int | bytes]) -> object:
-    """Return a setting as torch saves it: a number with a dtype becomes a tensor, whose bytes are appended to
-    `storages`.
-    """
+def settings_to_save(setting: Any, storages: list[int | bytes]) -> object:
+    """Return a setting as torch saves it; numbers with a dtype become tensors, with bytes appended to `storages`."""
     if isinstance(setting, np.generic):
         storages.append(setting.tobytes())
         return reference(code_of(setting.dtype), (), len(storages) - 1)
     if isinstance(setting, dict):
-        return {key: saved(item, storages) for key, item in setting.items()}
-    return type(setting)(saved(item, storages) for item in setting) if isinstance(setting, list | tuple) else setting
+        return {key: settings_to_save(item, storages) for key, item in setting.items()}
+    return (
+        type(setting)(settings_to_save(item, storages) for item in setting)
+        if isinstance(setting, list | tuple)
+        else setting
+    )
 
 
-def surround(file: str, value: object, storages: Sequence[int | bytes], digests: int | None = None) -> ZipLayout:
-    """Lay out the file of any value.
+def lay_out_value(file: str, value: object, storages: Sequence[int | bytes], digests: int | None = None) -> ZipLayout:
+    """Lay out a torch file with any value.
 
     Args:
-        file: its name, for errors.
-        value: plain values and descriptors; its tensors are `reference`s to the storages by their numbers.
-        storages: bytes of each storage: how many, or they themselves where they are known.
-        digests: bytes of room for digests; None: no record for them.
+        file: name of the file, for error messages.
+        value: plain values and descriptors; its tensors come from `reference`, with numbers of storages.
+        storages: for each storage its size in bytes, or its bytes if they are known.
+        digests: bytes to reserve for digests; None: no record for them.
 
     Returns:
-        where everything lies; of the offsets, those of the storages.
+        the layout; its `offsets` are those of the storages.
 
     Raises:
-        Refused: UNSUPPORTED where its pickle would be too long to be read back.
+        Refused: UNSUPPORTED if the pickle would be too long to be read back.
     """
     pickle = write_pickle(value)
     if len(pickle) > Bounds().size:
@@ -183,17 +195,19 @@ def surround(file: str, value: object, storages: Sequence[int | bytes], digests:
     items += [ZipItem(name, len(data), data) for name, data in _NOTES]
     first_storage = len(items)
     for key, content in enumerate(storages):
-        items.append(ZipItem(f"{DATA}{key}", content if isinstance(content, int) else len(content), _known(content)))
+        items.append(
+            ZipItem(f"{DATA}{key}", content if isinstance(content, int) else len(content), _known_bytes(content))
+        )
     identity = f"{int(hashlib.sha256(pickle).hexdigest(), 16) % 10**_ID_DIGITS:0{_ID_DIGITS}}".encode()
     items += [ZipItem(VERSION, len(_VERSION), _VERSION), ZipItem(_ID, len(identity), identity)]
     if digests is not None:
         items.append(ZipItem(SEALED, digests, b"0" * digests, room=True))
     layout = lay_out(_FOLDER, items)
     room = None if digests is None else layout.offsets[-1]
-    return ZipLayout(layout.offsets[first_storage : first_storage + len(storages)], layout.known, layout.size, room)
+    return ZipLayout(layout.offsets[first_storage : first_storage + len(storages)], layout.fragments, layout.size, room)
 
 
-def _known(content: int | bytes) -> bytes | None:
+def _known_bytes(content: int | bytes) -> bytes | None:
     return None if isinstance(content, int) else content
 
 
@@ -203,11 +217,11 @@ def _too_many(file: str, size: int) -> TransaxleError:
 
 
 def reference(code: str, shape: Sequence[int], key: int) -> TensorRef:
-    """Return a tensor's description in a pickle: a dense view of the whole of its own storage.
+    """Return a tensor's description in a pickle: a dense view of a whole storage.
 
     Args:
-        code: its dtype, one that torch has.
-        shape: its logical elements.
+        code: code of its dtype, which torch must have.
+        shape: its shape in elements.
         key: number of the storage.
     """
     dtype = _BY_CODE[code]
@@ -220,7 +234,7 @@ def reference(code: str, shape: Sequence[int], key: int) -> TensorRef:
 
 
 def _dense(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a row-major tensor, as torch counts them."""
+    """Return the strides of a row-major tensor, in torch's elements."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):

@@ -1,9 +1,9 @@
-"""TransformerEngine's tensors as plain ones: their codes and scales as views, without padding.
+"""Reads TransformerEngine's quantized tensors as plain tensors: views of their codes and scales, without padding.
 
-In memory scales are padded for the kernels that read them, and codes may exist twice: by rows, and by columns for the
-backward pass, some of these transposed. A catalog has no padding: codes are in the tensor's own rows and columns, with
-one scale per tile. All of it is views of the same bytes, so nothing is copied or computed. What no view can express is
-refused: scales in the order of a kernel, packed codes that are transposed.
+In memory, scales are padded for the kernels that read them, and codes may exist twice: rowwise, and columnwise for the
+backward pass, in some cases transposed. In a catalog there is no padding: codes have the tensor's rows and columns, and
+each tile has one scale. All of these are views of the same bytes, so nothing is copied or computed. Tensors that no
+view can express are refused: scales in the order of a kernel, and packed codes that are transposed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from transaxle.formats.pickled.descriptors import Quantized, TensorRef
 from transaxle.formats.torch_file.saved import ViewFault
 
 NOTE = "transformer_engine"
-"""Key of a container's metadata: name of each quantized tensor -> its description, see `StoringKind.said`."""
+"""Metadata key: name of each quantized tensor -> its description, see `StoringKind.describe`."""
 CODES, SCALE, AMAX = "", "_scale_inv", "_amax"
-"""Suffixes of a tensor's name in the names of its buffers."""
+"""Suffixes of the buffers' names, after the tensor's name."""
 TAKEN = "another item has this name, which a buffer of a quantized tensor needs"
 HALVED = "_256"
-"""Suffix in the names of scales that were made to reach 256 instead of 448: they mean other values."""
+"""Suffix for scales that were computed for a maximum of 256 instead of 448, as they decode to other values."""
 
 PACKED = "U8"
-"""Safetensors code for codes of 4 bits, two in each byte."""
+"""Safetensors code under which packed 4-bit codes are stored, two per byte."""
 
 _BYTE = "uint8"
 _SINGLE = "float32"
@@ -41,33 +41,33 @@ _FULL, _HALF = 448, 256
 
 @dataclass(frozen=True, slots=True)
 class StoringKind:
-    """How codes and scales give values; the same in all parts of one tensor."""
+    """How codes and scales encode values; common to all buffers of a tensor."""
 
     encoding: str
     """Name of the encoding: `float8`, `float8_block`, `mxfp8` or `nvfp4`."""
     tile: tuple[int, int]
-    """Rows and columns that share a scale; 0 for the whole dim."""
+    """Rows and columns of a tile that shares a scale; 0 for the whole dim."""
     scale: str
-    """Safetensors code of the scales."""
+    """Safetensors code of the scales' dtype."""
     number: int
     """TransformerEngine's number for the dtype of the codes."""
     numbering: str
-    """The list to which the number belongs; see `codes`."""
+    """Numbering in which `number` is valid; see `codes`."""
     scale_max: int = _FULL
-    """Largest value that block scales of nvfp4 were made to reach."""
+    """Maximum for which the block scales of nvfp4 were computed."""
 
     def codes(self, *, old: bool) -> str:
-        """Return the safetensors code of the codes.
+        """Return the safetensors code of the codes' dtype.
 
-        Releases before 2.4 used other numbers, and 7 is in both lists. Where a pickle does not tell, 6 and 8 belong to
-        one list only, and 7 belongs to the newer one unless the checkpoint has a 6 elsewhere. (Before 2.4 it would be
-        e5m2, in which no recipe ever kept weights.)
+        Releases before 2.4 used other numbers, and 7 is in both numberings. If a pickle does not tell, 6 and 8 belong
+        to one numbering only, and 7 belongs to the newer one unless the checkpoint has a 6 elsewhere. (Before 2.4 it
+        would be e5m2, which no recipe used for weights.)
 
         Args:
-            old: whether another tensor of the checkpoint shows that it is from before 2.4.
+            old: whether another tensor of the checkpoint shows that it was written before 2.4.
 
         Raises:
-            ViewFault: UNSUPPORTED for a dtype that is none of codes.
+            ViewFault: UNSUPPORTED for a dtype that codes cannot have.
         """
         numbering = self.numbering or (te.OLD if old or self.is_old else te.NEW)
         code = te.CODES[numbering].get(self.number)
@@ -76,22 +76,22 @@ class StoringKind:
             raise ViewFault("UNSUPPORTED", message)
         return code
 
-    def stored(self, *, old: bool) -> str:
+    def stored_code(self, *, old: bool) -> str:
         """Return the safetensors code under which the codes are stored; see `codes`."""
         codes = self.codes(old=old)
         return PACKED if self.packed else codes
 
     @property
     def packed(self) -> bool:
-        """Whether each byte holds two codes."""
+        """Whether each byte has two codes."""
         return self.encoding == _NVFP4
 
     @property
     def is_old(self) -> bool:
-        """Whether the tensor shows that it was written before release 2.4."""
-        return self.numbering == te.OLD or (self.numbering == te.UNTOLD and self.number == _ONLY_OLD)
+        """Whether the tensor was surely written before release 2.4."""
+        return self.numbering == te.OLD or (self.numbering == te.UNKNOWN and self.number == _ONLY_OLD)
 
-    def said(self, *, old: bool) -> dict[str, Any]:
+    def describe(self, *, old: bool) -> dict[str, Any]:
         """Return the description of the tensor for a container's metadata."""
         return {
             "encoding": self.encoding,
@@ -111,30 +111,31 @@ class QuantizedPart:
     """One buffer of a quantized tensor."""
 
     view: TensorRef
-    """Its place."""
+    """The buffer as a view of its storage."""
     dtype: str | None
-    """Safetensors code of its numbers; None for the codes, see `StoringKind.stored`."""
+    """Safetensors code of its dtype; None for the codes, see `StoringKind.stored_code`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainLayout:
-    """A quantized tensor as plain ones."""
+    """The plain tensors that make up a quantized tensor."""
 
     kind: StoringKind
     shape: Shape
-    """Its elements along each dim."""
+    """Shape of the tensor in elements."""
     parts: Mapping[str, QuantizedPart]
-    """Suffix of its name -> the buffer."""
+    """Suffix of the name -> buffer."""
     left: Mapping[str, str]
-    """Suffix of its name -> description, for buffers that are not read."""
+    """Suffix of the name -> description, for buffers that are not read."""
 
 
 def layout(tensor: Quantized) -> PlainLayout:
-    """Return the plain tensors that make up a quantized one.
+    """Return the plain tensors that make up a quantized tensor.
 
     Raises:
-        ViewFault: SHAPE_MISMATCH, DTYPE_MISMATCH or MISSING_TENSOR for buffers that do not fit together; UNSUPPORTED
-            for those that no view can express.
+        ViewFault: SHAPE_MISMATCH, DTYPE_MISMATCH or MISSING_TENSOR for inconsistent buffers; UNSUPPORTED for buffers
+            that
+            no view can express.
     """
     _check_settings(tensor)
     plain_layout = _LAYOUTS[tensor.kind](_Buffers(tensor))
@@ -159,7 +160,7 @@ _DEQUANTIZE = "Dequantize it with TransformerEngine, and save the result."
 
 
 class _Buffers:
-    """The buffers of one tensor."""
+    """The buffers of one quantized tensor, with checks."""
 
     def __init__(self, tensor: Quantized) -> None:
         self.tensor = tensor
@@ -183,7 +184,7 @@ class _Buffers:
         return buffer
 
     def number(self, name: str) -> TensorRef:
-        """Return a buffer that holds one number."""
+        """Return a buffer that has exactly one number."""
         buffer = self.take(name, _SINGLE)
         if prod(buffer.shape) != 1:
             raise ViewFault("SHAPE_MISMATCH", f"its {name} must be one number; found {list(buffer.shape)}")
@@ -193,10 +194,10 @@ class _Buffers:
         """Return a matrix of scales without its padding.
 
         Args:
-            name: of the buffer.
-            grid: its rows and columns without padding.
-            pad: their multiples up to which they may be padded.
-            dtype: of the numbers.
+            name: name of the buffer.
+            grid: rows and columns without padding.
+            pad: rows and columns may be padded to multiples of these.
+            dtype: torch's name of the dtype.
 
         Raises:
             ViewFault: SHAPE_MISMATCH, and as `take`.
@@ -212,18 +213,18 @@ class _Buffers:
         return replace(buffer, shape=grid)
 
     def kind(self, encoding: str, tile: tuple[int, int], scale: str, scale_max: int = _FULL) -> StoringKind:
-        """Return how the buffers make values."""
+        """Return how this tensor's buffers encode values."""
         return StoringKind(encoding, tile, scale, self.tensor.number, self.tensor.numbering, scale_max)
 
-    def twice(self, what: str = te.COLUMNS) -> dict[str, str]:
-        """Return the note on codes that are stored a second time."""
-        return {f".{what}": "its columnwise codes, for the backward pass"} if what in self else {}
+    def describe_columnwise(self, name: str = te.COLUMNS) -> dict[str, str]:
+        """Return a description of columnwise codes, which are not read."""
+        return {f".{name}": "its columnwise codes, for the backward pass"} if name in self else {}
 
 
 def _float8(buffers: _Buffers) -> PlainLayout:
     scale = buffers.number(te.SCALE_INV)
     codes = buffers.take(te.DATA) if te.DATA in buffers else _first_dim_last(buffers.take(te.TRANSPOSE))
-    left = buffers.twice(te.TRANSPOSE) if te.DATA in buffers else {}
+    left = buffers.describe_columnwise(te.TRANSPOSE) if te.DATA in buffers else {}
     parts = {CODES: QuantizedPart(codes, None), SCALE: QuantizedPart(scale, _REAL)}
     return PlainLayout(buffers.kind(_FLOAT8, (_WHOLE, _WHOLE), _REAL), codes.shape, parts, left)
 
@@ -237,8 +238,11 @@ def _mxfp8(buffers: _Buffers) -> PlainLayout:
         scales = buffers.scales(te.ROW_SCALES, (rows, columns // _MX), (128, 4))
     else:
         scales = buffers.scales(te.COLUMN_SCALES, (rows // _MX, columns), (4, 128))
-    parts = {CODES: QuantizedPart(codes, None), SCALE: QuantizedPart(_stacked(scales, codes.shape, tile), _EXPONENT)}
-    left = buffers.twice() if by_rows else {}
+    parts = {
+        CODES: QuantizedPart(codes, None),
+        SCALE: QuantizedPart(_with_leading_dims(scales, codes.shape, tile), _EXPONENT),
+    }
+    left = buffers.describe_columnwise() if by_rows else {}
     return PlainLayout(buffers.kind(_MXFP8, tile, _EXPONENT), codes.shape, parts, left)
 
 
@@ -261,8 +265,11 @@ def _blockwise(buffers: _Buffers) -> PlainLayout:
         scales = _first_dim_last(buffers.scales(name, grid[::-1], pad, _SINGLE))
     else:
         scales = buffers.scales(name, grid, pad, _SINGLE)
-    parts = {CODES: QuantizedPart(codes, None), SCALE: QuantizedPart(_stacked(scales, codes.shape, tile), _REAL)}
-    left = buffers.twice() if by_rows else {}
+    parts = {
+        CODES: QuantizedPart(codes, None),
+        SCALE: QuantizedPart(_with_leading_dims(scales, codes.shape, tile), _REAL),
+    }
+    left = buffers.describe_columnwise() if by_rows else {}
     return PlainLayout(buffers.kind(_FLOAT8_BLOCK, tile, _REAL), codes.shape, parts, left)
 
 
@@ -285,36 +292,36 @@ def _nvfp4(buffers: _Buffers) -> PlainLayout:
     end = HALVED if scale_max == _HALF else ""
     parts = {
         CODES: QuantizedPart(codes, None),
-        SCALE + end: QuantizedPart(_stacked(scales, shape, (1, _NV)), _E4M3),
-        AMAX + end: QuantizedPart(_repeated(buffers.number(te.ROW_AMAX), shape[:-2]), _REAL),
+        SCALE + end: QuantizedPart(_with_leading_dims(scales, shape, (1, _NV)), _E4M3),
+        AMAX + end: QuantizedPart(_expand(buffers.number(te.ROW_AMAX), shape[:-2]), _REAL),
     }
-    return PlainLayout(buffers.kind(_NVFP4, (1, _NV), _E4M3, scale_max), shape, parts, buffers.twice())
+    return PlainLayout(buffers.kind(_NVFP4, (1, _NV), _E4M3, scale_max), shape, parts, buffers.describe_columnwise())
 
 
 _LAYOUTS = {te.FLOAT8: _float8, te.MXFP8: _mxfp8, te.BLOCKWISE: _blockwise, te.NVFP4: _nvfp4}
 
 
 def _first_dim_last(view: TensorRef) -> TensorRef:
-    """Return a view with its first dim moved to the end: TransformerEngine's transposition."""
+    """Return a view with its first dim moved to the end, as TransformerEngine transposes."""
     return replace(view, shape=(*view.shape[1:], *view.shape[:1]), strides=(*view.strides[1:], *view.strides[:1]))
 
 
-def _repeated(number: TensorRef, stack: Shape) -> TensorRef:
-    """Return one number as a stack of one per matrix."""
+def _expand(number: TensorRef, stack: Shape) -> TensorRef:
+    """Return a number expanded to one per matrix of a stack."""
     return replace(number, shape=stack, strides=(0,) * len(stack)) if stack else number
 
 
 def _matrix(shape: Shape, tile: tuple[int, int], *, whole: bool = False) -> tuple[int, int]:
-    """Return rows and columns of a tensor as TransformerEngine cuts it: all dims but the last are rows.
+    """Return the rows and columns of a tensor as a matrix: all dims but the last are rows.
 
     Args:
-        shape: its elements along each dim.
+        shape: shape of the tensor in elements.
         tile: rows and columns of a tile.
-        whole: whether tiles must fill it.
+        whole: whether the tiles must divide the matrix exactly.
 
     Raises:
-        ViewFault: SHAPE_MISMATCH without dims, or where `whole` is not so; BLOCK_MISALIGNED for tiles that reach from
-            one matrix of a stack into the next.
+        ViewFault: SHAPE_MISMATCH without dims, or if `whole` is violated; BLOCK_MISALIGNED for tiles that cross the
+            boundary between matrices of a stack.
     """
     if not shape:
         raise ViewFault("SHAPE_MISMATCH", "its codes have no dims")
@@ -328,8 +335,8 @@ def _matrix(shape: Shape, tile: tuple[int, int], *, whole: bool = False) -> tupl
     return rows, columns
 
 
-def _stacked(scales: TensorRef, shape: Shape, tile: tuple[int, int]) -> TensorRef:
-    """Return a matrix of scales with the leading dims of its codes."""
+def _with_leading_dims(scales: TensorRef, shape: Shape, tile: tuple[int, int]) -> TensorRef:
+    """Return a matrix of scales with the leading dims of the codes."""
     if len(shape) == 1:
         return replace(scales, shape=scales.shape[1:], strides=scales.strides[1:])
     outer = (*shape[:-2], -(-shape[-2] // tile[0]))

@@ -1,4 +1,4 @@
-"""Opening torch files: one file, or the shards that an index names, as a catalog of tensors."""
+"""Opens torch files: one file, or the shards that an index names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from transaxle.formats.training_state import (
 )
 
 TIES = "ties"
-"""Key of a container's metadata: name -> name of the tensor that is the same view of the same storage."""
+"""Metadata key: name -> name of an earlier tensor that is the same view of the same storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,30 +39,30 @@ class TorchContents:
     """The contents of one torch file."""
 
     entries: Mapping[str, Entry]
-    """Tensors and numbers by name, in the order in which they were saved."""
+    """Tensors and numbers by name, in saved order."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Its root, its ties, its quantized tensors, and what is left behind."""
+    """Metadata: root, ties, descriptions of quantized tensors, and items left behind."""
     checksums: tuple[Checksum, ...] = ()
     """Checksums of the archive's records."""
     training: tuple[TrainingItem, ...] = ()
-    """State beside model and optimizer."""
+    """Training state other than model and optimizer."""
     seal: Seal | None = None
-    """Where the file keeps digests of its bytes."""
+    """Places of digests of the file's bytes; None without any."""
     paths: Mapping[str, KeyPath] = field(default_factory=dict)
-    """See `State`."""
+    """Key paths of tensors; see `State.paths`."""
 
 
 def open_torch(storage: Storage, path: str, member: str) -> Container:
-    """Open one torch file, or all shards of an index, with the optimizer's state in its folder beside them.
+    """Open one torch file, or all shards of an index, and also the optimizer's state in its sub-folder.
 
     Args:
-        storage: where the files are.
-        path: what the user typed.
-        member: the file to open: `*.pt`, `*.pth`, `*.bin`, or an index `*.bin.index.json`.
+        storage: storage of the files.
+        path: the path as the user typed it.
+        member: name of a file, `*.pt`, `*.pth` or `*.bin`, or of an index, `*.bin.index.json`.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, NAME_COLLISION, PATH_ESCAPE, UNSUPPORTED: every problem found in
-            the catalogs of all files.
+        Refused: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, NAME_COLLISION, PATH_ESCAPE, UNSUPPORTED, for all problems of all
+            files together.
         StorageError: IO.
     """
     inline = NumbersInMemory(storage)
@@ -70,7 +70,7 @@ def open_torch(storage: Storage, path: str, member: str) -> Container:
     sidecars = sort_sidecars(storage, read.sizes)
     checksums = tuple(checksum for contents in read.parts.values() for checksum in contents.checksums)
     training = tuple(item for contents in read.parts.values() for item in contents.training)
-    metadata = {**read.index_texts, **_merged(read.parts), **({TRAINING: tops(training)} if training else {})}
+    metadata = {**read.index_texts, **_merge_metadata(read.parts), **({TRAINING: tops(training)} if training else {})}
     seals = tuple(contents.seal for contents in read.parts.values() if contents.seal is not None)
     return Container(
         TORCH.name,
@@ -100,54 +100,54 @@ def read_part(inline: NumbersInMemory, file: str) -> TorchContents:
     if not leaves and not isinstance(saved.value, dict | list | tuple):
         raise refuse("UNSUPPORTED", "the file holds neither tensors nor training state", file=file)
     state = arrange(leaves, file=file, read=partial(_single, inline, file))
-    placed = _Placed(file)
-    layouts = placed.layouts(state.leaves)
+    tensors = _TensorCollector(file)
+    layouts = tensors.layouts(state.leaves)
     is_old = any(quantized_layout.kind.is_old for quantized_layout in layouts.values())
     for name, leaf in state.leaves.items():
         if leaf.kind == "number":
-            placed.entries[name] = _number(name, leaf.value, inline)
+            tensors.entries[name] = _number(name, leaf.value, inline)
         elif any(isinstance(key, Odd) for key in leaf.path):
-            placed.faults.add("UNSUPPORTED", f"its key is not text: {list(leaf.path)}", file, name)
+            tensors.faults.add("UNSUPPORTED", f"its key is not text: {list(leaf.path)}", file, name)
         elif name in layouts:
-            placed.quantized(name, layouts[name], old=is_old)
+            tensors.add_quantized(name, layouts[name], old=is_old)
         elif not isinstance(leaf.value, Quantized):
-            placed.tensor(name, leaf.value)
-        if placed.repeated > REPEATED:
+            tensors.add_tensor(name, leaf.value)
+        if tensors.repeated > REPEATED:
             message = f"with strides of zero the file claims more than {REPEATED} bytes that it does not hold"
-            placed.faults.add("CORRUPT", message, file, name)
+            tensors.faults.add("CORRUPT", message, file, name)
             break
-    if placed.faults:
-        raise placed.faults.error()
-    metadata = state.metadata() | ({TIES: placed.ties} if placed.ties else {}) | placed.said
-    if placed.left:
-        metadata[LEFT_BEHIND] = {**metadata.get(LEFT_BEHIND, {}), **placed.left}
-    return TorchContents(placed.entries, metadata, saved.checksums, tuple(state.training), saved.seal, state.paths)
+    if tensors.faults:
+        raise tensors.faults.error()
+    metadata = state.metadata() | ({TIES: tensors.ties} if tensors.ties else {}) | tensors.quantized_notes
+    if tensors.left_behind:
+        metadata[LEFT_BEHIND] = {**metadata.get(LEFT_BEHIND, {}), **tensors.left_behind}
+    return TorchContents(tensors.entries, metadata, saved.checksums, tuple(state.training), saved.seal, state.paths)
 
 
-class _Placed:
-    """The tensors of one file, with their places.
+class _TensorCollector:
+    """Collects the tensors of one file, with their places.
 
     Attributes:
-        entries: by name, in order.
+        entries: tensors by name, in order.
         ties: name -> name of the tensor that is the same view of the same storage.
-        said: notes on quantized tensors for the metadata.
-        left: buffers that are not read, with descriptions.
-        repeated: bytes that views claim beyond those stored.
-        faults: the problems.
+        quantized_notes: descriptions of quantized tensors, for the metadata.
+        left_behind: name -> description of buffers that are not read.
+        repeated: bytes that expanded views repeat.
+        faults: the problems so far.
     """
 
     def __init__(self, file: str) -> None:
         self.entries: dict[str, Entry] = {}
         self.ties: dict[str, str] = {}
-        self.said: dict[str, dict[str, Any]] = {}
-        self.left: dict[str, str] = {}
+        self.quantized_notes: dict[str, dict[str, Any]] = {}
+        self.left_behind: dict[str, str] = {}
         self.repeated = 0
         self.faults = Faults()
         self._file = file
         self._first: dict[tuple[object, ...], str] = {}
 
     def layouts(self, leaves: Mapping[str, Leaf]) -> dict[str, PlainLayout]:
-        """Return the layouts of the quantized tensors; their problems are noted."""
+        """Return name -> layout of the quantized tensors; add their problems to `faults`."""
         layouts = {}
         for name, leaf in leaves.items():
             if isinstance(leaf.value, Quantized):
@@ -157,13 +157,13 @@ class _Placed:
                     self._refuse(name, fault)
         return layouts
 
-    def tensor(self, name: str, tensor: TensorRef | Object, dtype: str | None = None) -> None:
-        """Place one tensor.
+    def add_tensor(self, name: str, tensor: TensorRef | Object, dtype: str | None = None) -> None:
+        """Add a tensor with its place.
 
         Args:
-            name: its name.
-            tensor: its description in the pickle.
-            dtype: safetensors code of its numbers, where the pickle has them as bytes.
+            name: name of the tensor.
+            tensor: description of the tensor in the pickle.
+            dtype: safetensors code of its numbers, if the pickle has them as bytes.
         """
         try:
             entry, repeated_here = place(name, tensor, self._file)
@@ -178,24 +178,24 @@ class _Placed:
         if view_identity is not None and self._first.setdefault(view_identity, name) != name:
             self.ties[name] = self._first[view_identity]
 
-    def quantized(self, name: str, plain_layout: PlainLayout, *, old: bool) -> None:
-        """Place the buffers of a quantized tensor; see `Kind.codes`."""
+    def add_quantized(self, name: str, plain_layout: PlainLayout, *, old: bool) -> None:
+        """Add the buffers of a quantized tensor; see `StoringKind.codes`."""
         try:
-            self.said.setdefault(NOTE, {})[name] = plain_layout.kind.said(old=old)
-            codes = plain_layout.kind.stored(old=old)
+            self.quantized_notes.setdefault(NOTE, {})[name] = plain_layout.kind.describe(old=old)
+            codes = plain_layout.kind.stored_code(old=old)
         except ViewFault as fault:
             self._refuse(name, fault)
             return
         for end, buffer in plain_layout.parts.items():
-            self.tensor(name + end, buffer.view, buffer.dtype or codes)
-        self.left.update({name + end: reason for end, reason in plain_layout.left.items()})
+            self.add_tensor(name + end, buffer.view, buffer.dtype or codes)
+        self.left_behind.update({name + end: reason for end, reason in plain_layout.left.items()})
 
     def _refuse(self, name: str, fault: ViewFault) -> None:
         self.faults.add(fault.code, fault.message, self._file, name, fault.hint)
 
 
 def _single(inline: NumbersInMemory, file: str, value: TensorRef | Object) -> object:
-    """Return the number in a tensor without dims; see `formats.training_state`."""
+    """Read a tensor without dims as a number; see `training_state.arrange`."""
     try:
         entry, _ = place("", value, file)
     except ViewFault:
@@ -210,8 +210,8 @@ def _number(name: str, value: Scalar | float | bool, inline: NumbersInMemory) ->
     return Entry(name, code, (), (inline.add(data),))
 
 
-def _merged(parts: Mapping[str, TorchContents]) -> dict[str, Any]:
-    """Return the metadata of all files: mappings and groups are joined; of other values the first counts."""
+def _merge_metadata(parts: Mapping[str, TorchContents]) -> dict[str, Any]:
+    """Merge the metadata of all files: dicts and groups are merged; other values come from the first file."""
     merged: dict[str, Any] = {}
     for contents in parts.values():
         for key, value in contents.metadata.items():

@@ -1,8 +1,8 @@
-"""A torch file as a value: the saved object, with the place of every storage and tensor; both file formats alike.
+"""Reads a torch file, in the zip or the legacy format, as a value with the places of its storages and tensors.
 
-torch.load trusts the pickle: it reads a record of eight bytes per element as four, and for a storage that was never
-written it returns uninitialised memory. Here a storage has one dtype, one size, and exactly that many bytes. Nor does
-torch check views: one of stride zero makes a terabyte out of four bytes, and a storage of one dtype can be viewed as
+torch.load trusts the pickle: it reads a record with eight bytes per element as four, and for a storage without a record
+it returns uninitialised memory. Here a storage has one dtype, one size, and exactly that many bytes. torch does not
+check views either: a stride of zero makes a terabyte out of four bytes, and a storage of one dtype can be viewed as
 another. Here the bytes of a tensor must be inside its storage.
 
 Torch files before 1.6 are five pickles in a row, then the storages, each after its number of elements. Nothing states
@@ -37,39 +37,39 @@ from transaxle.formats.storage.storage import Storage, is_plain
 from transaxle.formats.torch_file.archive import LOCAL, Archive, FileWindow, read_archive, window
 
 STORAGE, _MODULE = "storage", "module"
-"""First items of persistent ids."""
+"""Possible first items of persistent ids."""
 _MAX_COUNT = 2**63 - 1
 BYTE = DType("uint8")
 
 
 def item_bytes(dtype: DType) -> int:
-    """Return the bytes of one element as torch counts them: two F4 values are one."""
+    """Return the bytes of one of torch's elements; two F4 values are one."""
     return max(ITEM_BITS[dtype.code] // 8, 1)
 
 
 class StoredStorage(msgspec.Struct, eq=False):
-    """One storage."""
+    """A storage in a torch file."""
 
     key: str
-    """Its name in the file."""
+    """Key of the storage in the file."""
     dtype: DType
-    """Type of its elements; untyped storages are bytes."""
+    """Dtype of the elements; `uint8` for untyped storages."""
     count: int
     """Number of elements."""
     offset: int = 0
-    """Its first byte in the file, once it is known."""
+    """Offset of the first byte in the file, once it is known."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Size of the storage in bytes."""
         return self.count * item_bytes(self.dtype)
 
 
 class Storages:
-    """The storages that a pickle has referred to so far, by key.
+    """The storages to which a pickle has referred so far, by key.
 
     Args:
-        legacy: the file has the format that torch wrote before 1.6.
+        legacy: whether the file has torch's format before 1.6.
     """
 
     def __init__(self, *, legacy: bool) -> None:
@@ -78,11 +78,10 @@ class Storages:
         self._views: dict[str, tuple[StoredStorage, int, StoredStorage]] = {}
 
     def refer(self, pid: object) -> StoredStorage:
-        """Resolve a persistent id: `("storage", type, key, device, elements)`, in old files with the view it stands
-        for.
+        """Resolve a persistent id, `("storage", type, key, device, elements)`; in legacy files with a view.
 
         Raises:
-            PickleFault: CORRUPT if it is malformed, or contradicts an earlier one; UNSUPPORTED for saved code.
+            PickleFault: CORRUPT if it is malformed, or contradicts an earlier id; UNSUPPORTED for saved code.
         """
         if type(pid) is not tuple or len(pid) < 2:
             raise malformed("a persistent id is not a storage")
@@ -98,19 +97,19 @@ class Storages:
             raise malformed(f"storage {key[:80]!r} has an impossible number of elements")
         if not is_plain(key):
             raise malformed(f"{key[:80]!r} is not the name of a storage")
-        stored = self._agreed(StoredStorage(key, kind.dtype or BYTE, count))
+        stored = self._check_consistent(StoredStorage(key, kind.dtype or BYTE, count))
         return self._view(stored, id_fields[4]) if self._legacy and id_fields[4] is not None else stored
 
     @property
     def clash(self) -> str | None:
-        """A key that names both a storage and a view of one; None if there is none."""
+        """A key that is used both for a storage and for a view; None if there is none."""
         return min(self.by_key.keys() & self._views.keys(), default=None)
 
-    def settle(self, start: int) -> None:
-        """Turn all offsets into offsets from the beginning of the file, and set those of views.
+    def set_offsets(self, start: int) -> None:
+        """Make all offsets relative to the beginning of the file, and set those of views.
 
         Args:
-            start: byte of the file from which the storages' offsets were counted.
+            start: offset in the file to which the storages' offsets are relative.
         """
         for stored in self.by_key.values():
             stored.offset += start
@@ -118,7 +117,7 @@ class Storages:
             view.offset = self.by_key[root.key].offset + first * item_bytes(view.dtype)
 
     def _view(self, root: StoredStorage, view_id: object) -> StoredStorage:
-        """Return a part of a storage that releases before 0.4 saved as one: `(key, first element, elements)`."""
+        """Return a view of a storage, which releases before 0.4 saved as `(key, first element, elements)`."""
         if type(view_id) is not tuple or len(view_id) != 3 or type(view_id[0]) is not str:
             raise malformed(f"the view of storage {root.key!r} is malformed")
         key, first_element, count = view_id
@@ -137,7 +136,7 @@ class Storages:
             raise malformed(f"the view {key!r} is described as two different parts of storages")
         return view
 
-    def _agreed(self, storage: StoredStorage) -> StoredStorage:
+    def _check_consistent(self, storage: StoredStorage) -> StoredStorage:
         first_seen = self.by_key.setdefault(storage.key, storage)
         if first_seen.nbytes != storage.nbytes or (first_seen.dtype != storage.dtype and storage.nbytes):
             first, second = (f"{claim.count} elements of {claim.dtype.name}" for claim in (first_seen, storage))
@@ -146,7 +145,7 @@ class Storages:
 
 
 MAGIC = 0x1950A86A20F9469CFC6C
-"""What the first pickle holds."""
+"""Value of the first pickle of a legacy file."""
 _PROTOCOL = 1001
 _LITTLE = "little_endian"
 _COUNT = struct.Struct("<q")
@@ -155,14 +154,14 @@ _GROWTH = 4
 
 
 class Head(NamedTuple):
-    """The contents of a legacy file's pickles."""
+    """The contents of the five pickles of a legacy file."""
 
     value: Any
     """The saved object."""
     storages: Storages
-    """The storages that it refers to."""
+    """The storages to which it refers."""
     keys: Any
-    """The storages in the order of their bytes."""
+    """Keys of the storages in the order of their bytes; not validated."""
     end: int
     """First byte after the pickles."""
 
@@ -171,27 +170,27 @@ def read_legacy(window: FileWindow) -> tuple[Any, Storages]:
     """Read a legacy file.
 
     Returns:
-        The saved object, and its storages with the place of their bytes.
+        The saved object, and its storages with their offsets.
 
     Raises:
         Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED.
         StorageError: IO.
     """
-    most = Bounds().size
+    max_bytes = Bounds().size
     size = min(_FIRST_READ, window.size)
     while True:
-        complete = size == window.size or size >= most
+        complete = size == window.size or size >= max_bytes
         try:
             head = _head(window, window.read(0, size), complete=complete)
         except PickleEnds:
-            size = min(size * _GROWTH, window.size, most)
+            size = min(size * _GROWTH, window.size, max_bytes)
         else:
             _place(window, head)
             return head.value, head.storages
 
 
 def _head(window: FileWindow, data: bytes, *, complete: bool) -> Head:
-    """Parse the pickles; PickleEnds if they extend beyond the data."""
+    """Parse the pickles; raise PickleEnds if they extend beyond the data."""
     at = 0
 
     def following(record: str, persistent: PersistentId = Persistent) -> Any:
@@ -218,7 +217,7 @@ def _head(window: FileWindow, data: bytes, *, complete: bool) -> Head:
 
 
 def _place(window: FileWindow, head: Head) -> None:
-    """Locate the bytes of every storage; the file must hold those that are referred to, and nothing else."""
+    """Set the offsets of all storages; the file must contain exactly the storages that the pickle refers to."""
     storages, keys = head.storages.by_key, head.keys
     if not isinstance(keys, list) or any(type(key) is not str for key in keys):
         raise window.corrupt("the list of storages is malformed")
@@ -250,7 +249,7 @@ def _place(window: FileWindow, head: Head) -> None:
 PICKLE, DATA, BYTE_ORDER, VERSION = "data.pkl", "data/", "byteorder", "version"
 FORMAT_VERSION, ALIGNED = ".format_version", ".storage_alignment"
 SEALED = ".data/transaxle_digests"
-"""Record with the digests of all bytes of the file; torch ignores it."""
+"""Name of the record with the digests of the file's bytes; torch ignores it."""
 LITTLE = b"little"
 _BIG = b"big"
 _SCRIPT = "constants.pkl"
@@ -262,7 +261,7 @@ _PICKLE_BEGINS = b"\x80"
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """The result of one call of `torch.save`."""
+    """The contents of a file that `torch.save` wrote."""
 
     value: Any
     """The object, as plain values and descriptors; the storage of each tensor is a `StoredStorage`."""
@@ -271,20 +270,20 @@ class Saved(msgspec.Struct, frozen=True):
     checksums: tuple[Checksum, ...]
     """Checksums of the archive's records; a legacy file has none."""
     seal: Seal | None = None
-    """Where the file keeps digests of its bytes."""
+    """Places of digests of the file's bytes; None without any."""
 
 
 def read_saved(
     storage: Storage, file: str, start: int = 0, size: int | None = None, *, allowed: Names = ALLOWED
 ) -> Saved:
-    """Read a torch file, or one that lies in a range of another file; no storage is read.
+    """Read a torch file, or one in a range of another file; the bytes of storages are not read.
 
     Args:
-        storage: where the file is.
-        file: its name.
-        start: first byte of the range.
-        size: bytes of the range; None: up to the end of the file.
-        allowed: names that its pickle may use.
+        storage: storage of the file.
+        file: name of the file.
+        start: offset of the range.
+        size: size of the range in bytes; None: up to the end of the file.
+        allowed: table of the names that its pickle may use.
 
     Raises:
         Refused: UNSAFE_PICKLE, CORRUPT, PATH_ESCAPE, UNSUPPORTED.
@@ -298,12 +297,12 @@ def read_saved(
         value, storages = read_legacy(area)
         checksums, seal = (), None
     else:
-        raise _no_torch_file(area, begin)
-    storages.settle(start)
+        raise _refuse_file(area, begin)
+    storages.set_offsets(start)
     return Saved(value, storages.by_key, checksums, seal)
 
 
-def _no_torch_file(area: FileWindow, begin: bytes) -> Exception:
+def _refuse_file(area: FileWindow, begin: bytes) -> Exception:
     if begin == _LFS_POINTER:
         hint = "This is a Git LFS pointer, not the file itself: run `git lfs pull`."
         return area.unsupported("not a torch file", hint)
@@ -348,12 +347,12 @@ def _read_zip(area: FileWindow, allowed: Names) -> tuple[Any, Storages, tuple[Ch
 
 
 def _seal(area: FileWindow, archive: Archive) -> Seal | None:
-    """Return where a file keeps digests; None if it keeps none.
+    """Return the places of the digests in a file; None if it has none.
 
-    Only files that we wrote have them; their storages are one tensor each, in the order of the records.
+    Only files written by Transaxle have them; each of their storages is one tensor, in the order of the records.
 
     Raises:
-        Refused: CORRUPT where some of them are missing.
+        Refused: CORRUPT if some digests are missing.
     """
     record = archive.records.get(SEALED)
     if record is None:
@@ -364,14 +363,14 @@ def _seal(area: FileWindow, archive: Archive) -> Seal | None:
     count = record.size // DIGITS - 1
     if record.size % DIGITS or not 0 <= count <= len(
         tensor_offsets
-    ):  # settings of an optimizer are storages too, and last
+    ):  # the last storages may be settings of an optimizer
         raise area.corrupt("the record of the digests is incomplete")
     first = area.start + record.offset
     return make_seal(area.file, first, first + DIGITS, (area.start + offset for offset in tensor_offsets[:count]))
 
 
 def _check_notes(area: FileWindow, archive: Archive) -> None:
-    """Check the small records that say how the others are to be read."""
+    """Check the small records for byte order, versions and alignment."""
     order, version = (_note(area, archive, name) for name in (BYTE_ORDER, VERSION))
     if order == _BIG:
         raise area.unsupported(
@@ -397,10 +396,10 @@ def _note(area: FileWindow, archive: Archive, name: str) -> bytes | None:
 
 
 REPEATED = 1 << 30
-"""Cap on the bytes that the views of one file may repeat: expanded tensors are small, or a trap."""
+"""Maximum bytes that the views of one file may repeat, since a few bytes can be expanded to terabytes."""
 
 _PACKED = {"F4": 2}
-"""Codes whose elements torch counts in packs -> elements per pack."""
+"""Code of a packed dtype -> elements that torch counts as one."""
 _KINDS: dict[str, str] = {
     "_rebuild_sparse_tensor": "a sparse tensor",
     "_rebuild_sparse_csr_tensor": "a sparse tensor",
@@ -417,7 +416,7 @@ _HINT = "Save it as plain dense tensors."
 
 
 class ViewFault(Exception):
-    """A tensor that cannot be read, with the reason."""
+    """A tensor cannot be read; the message gives the reason."""
 
     def __init__(self, code: Code, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -427,15 +426,15 @@ class ViewFault(Exception):
 
 
 def place(name: str, tensor: TensorRef | Object | Quantized, file: str) -> tuple[Entry, int]:
-    """Return the entry of a tensor, and the bytes that it repeats.
+    """Return the entry of a tensor, and the number of bytes that its view repeats.
 
     Args:
-        name: what it is called.
-        tensor: what the pickle says of it; its storage is a `Stored`.
-        file: the file of its storage.
+        name: name of the tensor.
+        tensor: description in the pickle; its storage is a `StoredStorage`.
+        file: name of the file of its storage.
 
     Raises:
-        ViewFault: CORRUPT if it does not lie in its storage; UNSUPPORTED for tensors that are no plain views.
+        ViewFault: CORRUPT if it is not inside its storage; UNSUPPORTED for tensors that are not plain views.
     """
     if isinstance(tensor, Object):
         kind = _KINDS.get(tensor.cls.name, f"a tensor of the class {tensor.cls}")
@@ -459,14 +458,14 @@ def place(name: str, tensor: TensorRef | Object | Quantized, file: str) -> tuple
             f"at byte {(tensor.offset + span) * item} of storage {stored.key!r}, which has {stored.nbytes}"
         )
         raise ViewFault("CORRUPT", message)
-    shape, strides = _unpacked(tensor, dtype)
+    shape, strides = _in_elements(tensor, dtype)
     offset = stored.offset + (tensor.offset * item if count else 0)
     extent = Extent((0,) * len(shape), shape, file, offset, strides)
     return Entry(name, dtype.code, shape, (extent,)), max(count - span, 0) * item
 
 
 def identity(tensor: TensorRef) -> tuple[object, ...] | None:
-    """Return a key that is equal for two tensors that are the same view of the same storage."""
+    """Return a key that is equal for equal views of one storage; None for an empty tensor."""
     if not isinstance(tensor.storage, StoredStorage) or not prod(tensor.shape):
         return None
     return tensor.storage.key, tensor.dtype, tensor.offset, tensor.shape, tensor.strides
@@ -480,14 +479,14 @@ def _count(tensor: TensorRef) -> int:
 
 
 def _span(tensor: TensorRef) -> int:
-    """Return the number of storage elements from the first one of a view to its last."""
+    """Return the number of storage elements from a view's first element to its last."""
     if 0 in tensor.shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
 
 
-def _unpacked(tensor: TensorRef, dtype: DType) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Return shape and strides in logical elements; no strides if the view is row-major without gaps."""
+def _in_elements(tensor: TensorRef, dtype: DType) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Return shape and strides in elements; None for the strides of a row-major view without gaps."""
     shape, strides = tensor.shape, tensor.strides
     dense = _is_dense(shape, strides)
     pack = _PACKED.get(dtype.code)
@@ -515,12 +514,12 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 _CHUNK = 1 << 20
 
 
-def copied(storage: Storage, files: Iterable[tuple[str, tuple[Checksum, ...]]]) -> Iterator[tuple[str, str]]:
-    """Yield each file that is an earlier one byte by byte, with that one; only those with equal checksums are read.
+def find_copies(storage: Storage, files: Iterable[tuple[str, tuple[Checksum, ...]]]) -> Iterator[tuple[str, str]]:
+    """Yield `(file, earlier file)` for files with equal bytes; only files with equal checksums are compared.
 
     Args:
-        storage: where they are.
-        files: each with the checksums in it.
+        storage: storage of the files.
+        files: `(file, its checksums)`.
     """
     alike: dict[tuple[object, ...], str] = {}
     for file, checksums in files:

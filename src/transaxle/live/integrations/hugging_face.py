@@ -28,7 +28,7 @@ from transaxle.arguments import Axes, Config, PathLike, Size, read_flag, read_pa
 from transaxle.errors import refuse
 from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.storage import is_url, parse_json
-from transaxle.formats.store.staging import on_this_machine, storage_at
+from transaxle.formats.store.staging import as_local_path, storage_at
 from transaxle.live.asynchronous import SaveJob, async_save
 from transaxle.live.extra_state import FILE, Random, Stateful
 from transaxle.live.integrations.step_checkpoints import (
@@ -117,7 +117,7 @@ class TrainerCheckpoints:
         read_flag("background", background)
         self._to = to
         self._background = background
-        self._resume = None if resume is None else on_this_machine(read_path("resume", resume))
+        self._resume = None if resume is None else as_local_path(read_path("resume", resume))
         self._group = read_group("group", group)
         self._steps = None if place is None else StepCheckpoints(place, count, self._group, background=background)
         self._job: SaveJob | None = None

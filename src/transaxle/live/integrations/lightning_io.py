@@ -28,7 +28,7 @@ from transaxle.axes.notation.name import own_name
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.errors import refuse
 from transaxle.formats.storage.storage import is_url
-from transaxle.formats.store.staging import on_this_machine
+from transaxle.formats.store.staging import as_local_path
 from transaxle.live.asynchronous import SaveJob, async_save
 from transaxle.live.extra_state import FILE, MODEL, SavedStates, encode_states
 from transaxle.live.integrations.step_checkpoints import read_stored, remove
@@ -268,8 +268,8 @@ class LightningCheckpoints:
         if world.size > 1:  # each rank has its own entries, and as in Lightning the first rank's are saved
             other_entries = self._first(other_entries, world)
         place = read_path("path", path).rstrip("/") + "/"  # a folder, even if Lightning's name for it ends in .ckpt
-        if not is_url(on_this_machine(place)):
-            Path(on_this_machine(place)).parent.mkdir(parents=True, exist_ok=True)
+        if not is_url(as_local_path(place)):
+            Path(as_local_path(place)).parent.mkdir(parents=True, exist_ok=True)
         options: dict[str, Any] = {
             "to": self._to, "optimizer": optimizers or None, "extra": {_REST: other_entries}, "overwrite": True,
             "group": group, **self._options,
@@ -408,7 +408,7 @@ class LightningCheckpoints:
                 checkpoint of Transaxle's. Nothing is deleted then.
         """
         self._wait()
-        remove(on_this_machine(read_path("path", path)))
+        remove(as_local_path(read_path("path", path)))
 
     def teardown(self) -> None:
         """Wait for the last save.

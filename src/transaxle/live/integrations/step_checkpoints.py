@@ -19,9 +19,9 @@ from transaxle.errors import TransaxleError, gathered, refuse
 from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.storage import is_url
 from transaxle.formats.store.leftovers import clean, discard, leftovers
-from transaxle.formats.store.place import LocalFolder, RemoteFolder, strangers
+from transaxle.formats.store.place import LocalFolder, RemoteFolder, foreign_files
 from transaxle.formats.store.service import Service
-from transaxle.formats.store.staging import on_this_machine
+from transaxle.formats.store.staging import as_local_path
 from transaxle.formats.store.upload import turn
 from transaxle.live.asynchronous import SaveJob, async_save
 from transaxle.live.derived import find_kept_elsewhere, find_partitioned
@@ -53,7 +53,7 @@ def read_place(url: PathLike | None, keep: int | None) -> tuple[str | None, int 
     if url is None and count is not None:
         hint = "Give url=, or let the framework delete: save_total_limit, total_limit."
         raise refuse("UNSUPPORTED", "keep counts the checkpoints under url, which is not given", hint=hint)
-    return None if url is None else on_this_machine(read_path("url", url).rstrip("/")), count
+    return None if url is None else as_local_path(read_path("url", url).rstrip("/")), count
 
 
 class StepCheckpoints:
@@ -257,7 +257,7 @@ def _check_ours(folder: LocalFolder | RemoteFolder, shown: str) -> None:
     Raises:
         UsageError: EXISTS.
     """
-    foreign = strangers(folder) if MANIFEST in folder.top() else [f"no {MANIFEST} there: the folder"]
+    foreign = foreign_files(folder) if MANIFEST in folder.top() else [f"no {MANIFEST} there: the folder"]
     if foreign:
         message = f"nothing is deleted: {', '.join(foreign[:8])} belongs to no checkpoint that Transaxle wrote"
         raise refuse("EXISTS", message, file=shown, hint="Move it elsewhere, or delete the folder by hand.")

@@ -59,7 +59,7 @@ from transaxle.formats.megatron.written_arguments import arguments
 from transaxle.formats.pickled.descriptors import OrderedMap, TensorRef
 from transaxle.formats.registry import MEGATRON_MODEL, MEGATRON_TORCH, MEGATRON_TRACKER
 from transaxle.formats.torch_file.archive import ZipLayout
-from transaxle.formats.torch_file.draft import reference, surround
+from transaxle.formats.torch_file.draft import lay_out_value, reference
 from transaxle.formats.training_state import GROUPS, MASTER, OPTIMIZER, PARAMS
 
 STEP = "step"
@@ -361,7 +361,7 @@ def draft(
         place: (f"{folder}/{_folder(place, degrees)}/{MEGATRON_MODEL}", _value(rank, states[place], settings, degrees))
         for place, rank in contents.items()
     }
-    layouts = {place: surround(file, value, contents[place].storages) for place, (file, value) in files.items()}
+    layouts = {place: lay_out_value(file, value, contents[place].storages) for place, (file, value) in files.items()}
     tracker = (RELEASE if settings is None else str(facts["iteration"])).encode()
 
     def extents(storage_boxes: Sequence[_StorageBox]) -> tuple[Extent, ...]:
@@ -373,7 +373,7 @@ def draft(
         {MEGATRON_TRACKER: len(tracker), **{file: layouts[place].size for place, (file, _) in files.items()}},
         (
             Fragment(MEGATRON_TRACKER, 0, tracker),
-            *(Fragment(file, at, data) for place, (file, _) in files.items() for at, data in layouts[place].known),
+            *(Fragment(file, at, data) for place, (file, _) in files.items() for at, data in layouts[place].fragments),
         ),
         copies={name: extents(held) for name, held in copies.items() if held},
         notes=tuple(notes),

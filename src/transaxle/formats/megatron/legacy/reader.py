@@ -47,7 +47,7 @@ from transaxle.formats.registry import (
     sort_sidecars,
 )
 from transaxle.formats.storage.storage import Storage
-from transaxle.formats.torch_file.saved import copied
+from transaxle.formats.torch_file.saved import find_copies
 from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, MASTER, MEGATRON, OPTIMIZER, PARAMS, ParamGroup
 
 _RANK = re.compile(MEGATRON_RANK)
@@ -171,7 +171,7 @@ def _refuse_copies(inline: NumbersInMemory, files: Sequence[RankFile]) -> None:
         Refused: CORRUPT.
     """
     faults = Faults()
-    for file, first in copied(inline, [(each.file, each.checksums) for each in files]):
+    for file, first in find_copies(inline, [(each.file, each.checksums) for each in files]):
         message = f"it is a copy of {first}, though each rank has its own part of the model"
         faults.add("CORRUPT", message, file, hint="Copy this rank's own file from where it was saved.")
     if faults:

@@ -37,7 +37,7 @@ from transaxle.formats.megatron.torch_dist.written_state import common_state, op
 from transaxle.formats.megatron.written_arguments import is_padded
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.registry import MEGATRON_TRACKER, TORCH_DIST
-from transaxle.formats.torch_file.draft import surround
+from transaxle.formats.torch_file.draft import lay_out_value
 from transaxle.formats.training_state import GROUPS, MASTER, OPTIMIZER, KeyPath, ParamGroup
 
 Cuts = Mapping[str, Sequence[Sequence[int]]]
@@ -250,7 +250,7 @@ def _place_extra_states(shapes: Mapping[str, Shape], files: DataFiles) -> Object
     if not modules:
         return []
     modules |= {f"{name.removesuffix(_EMBEDDING)}{_HEAD}": () for name in shapes if name.endswith(_EMBEDDING)}
-    empty = b"".join(data for _, data in surround(METADATA, [None], []).known)
+    empty = b"".join(data for _, data in lay_out_value(METADATA, [None], []).fragments)
     payload = files.keep(empty)
     return [(path, payload) for module, counts in modules.items() for path in _extra_state_keys(module, counts)]
 

@@ -19,7 +19,7 @@ from transaxle.formats.catalog import Shape
 from transaxle.formats.megatron.rank_parameters import has_experts, has_layers
 from transaxle.formats.megatron.written_arguments import arguments
 from transaxle.formats.pickled.descriptors import Global, Object
-from transaxle.formats.torch_file.draft import surround
+from transaxle.formats.torch_file.draft import lay_out_value
 from transaxle.formats.training_state import MEGATRON, PARAMS, ParamGroup
 
 _SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "bias_correction", "max_lr", "min_lr")
@@ -205,7 +205,7 @@ def common_state(
         content |= {"distrib_optim_sharding_type": SHARDING, "distrib_optim_fully_reshardable_mem_efficient": False}
         state["optimizer"] = optimizer
     state["content_metadata"] = content
-    return b"".join(data for _, data in surround("common.pt", state, []).known)
+    return b"".join(data for _, data in lay_out_value("common.pt", state, []).fragments)
 
 
 def state_of_run(
