@@ -33,13 +33,9 @@ Calls = Mapping[Any, Sequence[str]]
 """Modules and classes -> names of their functions."""
 
 CHANGES: Calls = {
-    os: ("pwrite", "ftruncate", "fsync"),
-    shutil: ("rmtree",),
-    place: ("rename_new", "exchange", "make_durable"),
-    staging: ("reserve", "make_durable"),
-    journal.Journal: ("add",),
-    Path: ("mkdir", "unlink", "rename", "replace"),
-}
+    os: ("pwrite", "ftruncate", "fsync"), shutil: ("rmtree",), place: ("rename_new", "exchange", "make_durable"),
+    staging: ("reserve", "make_durable"), journal.Journal: ("add",), Path: ("mkdir", "unlink", "rename", "replace"),
+}  # fmt: skip
 """Everything that writes, makes, renames or removes on a disk, once `one_by_one` keeps it in Python."""
 
 

@@ -198,14 +198,10 @@ def gpt_oss(*, d: int, f: int, e: int, layers: int = 1) -> tuple[Tensors, dict[s
         for part, rows in {"q": heads * head, "k": groups * head, "v": groups * head}.items():
             shapes |= {f"{base}self_attn.{part}_proj.weight": (rows, d), f"{base}self_attn.{part}_proj.bias": (rows,)}
         shapes |= {
-            f"{base}self_attn.o_proj.weight": (d, heads * head),
-            f"{base}self_attn.o_proj.bias": (d,),
-            f"{base}self_attn.sinks": (heads,),
-            f"{base}mlp.router.weight": (e, d),
-            f"{base}mlp.router.bias": (e,),
-            f"{base}mlp.experts.gate_up_proj_bias": (e, 2 * f),
-            f"{base}mlp.experts.down_proj_bias": (e, d),
-        }
+            f"{base}self_attn.o_proj.weight": (d, heads * head), f"{base}self_attn.o_proj.bias": (d,),
+            f"{base}self_attn.sinks": (heads,), f"{base}mlp.router.weight": (e, d), f"{base}mlp.router.bias": (e,),
+            f"{base}mlp.experts.gate_up_proj_bias": (e, 2 * f), f"{base}mlp.experts.down_proj_bias": (e, d),
+        }  # fmt: skip
         for seed, (part, shape) in enumerate({"gate_up_proj": (e, 2 * f, d), "down_proj": (e, d, f)}.items()):
             stem = f"{base}mlp.experts.{part}"
             held[stem + BLOCKS], held[stem + SCALES] = fours(shape, 10 * layer + seed)

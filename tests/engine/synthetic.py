@@ -58,21 +58,11 @@ class Nothing:
 def config(layers: int, experts: int) -> dict[str, Any]:
     """The config of a Qwen3-MoE of the sizes of the largest open models."""
     return {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": layers,
-        "num_experts": experts,
-        "hidden_size": HIDDEN,
-        "moe_intermediate_size": EXPERT,
-        "intermediate_size": EXPERT,
-        "vocab_size": VOCABULARY,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": GROUPS,
-        "head_dim": HEAD,
-        "mlp_only_layers": [],
-        "decoder_sparse_step": 1,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-    }
+        "model_type": "qwen3_moe", "num_hidden_layers": layers, "num_experts": experts, "hidden_size": HIDDEN,
+        "moe_intermediate_size": EXPERT, "intermediate_size": EXPERT, "vocab_size": VOCABULARY,
+        "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": HEAD, "mlp_only_layers": [],
+        "decoder_sparse_step": 1, "tie_word_embeddings": False, "attention_bias": False,
+    }  # fmt: skip
 
 
 def model(layers: int, experts: int) -> Checkpoint:

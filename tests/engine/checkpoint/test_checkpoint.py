@@ -43,17 +43,8 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random = np.random.default_rng(1)
     kinds = [np.dtype(kind) for kind in ("u1", "i2", "f4", "f8", ml_dtypes.bfloat16)]
     sizes: list[tuple[int, ...]] = [
-        (),
-        (1,),
-        (0,),
-        (7,),
-        (5, 3),
-        (4, 0, 2),
-        (3, 4, 5),
-        (2, 3, 1, 4),
-        (1, 1, 1),
-        (40, 300),
-    ]
+        (), (1,), (0,), (7,), (5, 3), (4, 0, 2), (3, 4, 5), (2, 3, 1, 4), (1, 1, 1), (40, 300),
+    ]  # fmt: skip
     held = {f"t{i}": random.integers(0, 200, size).astype(kinds[i % len(kinds)]) for i, size in enumerate(sizes)}
     return checkpoints.write(tmp_path_factory.mktemp("engine") / "shapes", held)
 

@@ -24,13 +24,9 @@ MOST = 40
 """Flips for each format: of places that are spread over the kinds of regions, the files and the offsets."""
 RANKS: dict[str, Any] = {"tp": 2, "pp": 2, "make_vocab_size_divisible_by": megatron.MULTIPLE}
 FORMS: dict[str, dict[str, Any]] = {
-    "safetensors:identity": {"shard_size": 2000},
-    "torch:identity": {},
-    "dcp:identity": {},
-    "deepspeed-universal:identity": {},
-    "megatron_torch": RANKS,
-    "torch_dist": {},
-}
+    "safetensors:identity": {"shard_size": 2000}, "torch:identity": {}, "dcp:identity": {},
+    "deepspeed-universal:identity": {}, "megatron_torch": RANKS, "torch_dist": {},
+}  # fmt: skip
 
 
 def _trained() -> Tensors:

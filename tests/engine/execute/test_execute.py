@@ -109,40 +109,30 @@ def interrupted(source: Path, target: Path, at: int) -> None:
         run(source, target, Trouble(at, stop), resume=True)
 
 
-@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.oracle)])
-def test_killed_at_any_point_it_is_the_old_one_or_the_new_one(tmp_path: Path, every: int) -> None:
-    """Also: another run finishes the work to the same bytes, with `resume` and without, and nothing is left over."""
-    source, old = small(tmp_path / "source"), checkpoints.tiny(tmp_path / "old")
-    killed.convert(source, tmp_path / "reference")
-    (tmp_path / "work").mkdir()
-    folders = [str(tmp_path / name) for name in ("source", "work", "reference", "old")]
-    command = [sys.executable, "-m", "tests.engine.killed", *folders, killed.TO, str(every)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr
-    new, replacing = map(int, done.stdout.split())
-    assert min(new, replacing) > 100 // every, "points where a child died"
-    assert old.is_dir()
-    assert contents(source)
-
-
 @pytest.mark.parametrize(
-    ("ending", "to", "every"),
+    ("ending", "to", "every", "how"),
     [
-        (".pt", "torch:automodel", 23),
-        pytest.param(".pt", "torch:automodel", 1, marks=pytest.mark.oracle),
-        pytest.param(".safetensors", "automodel", 1, marks=pytest.mark.oracle),
-        pytest.param("", "automodel", 1, marks=pytest.mark.oracle),
+        ("", "automodel", 11, ()),
+        (".pt", "torch:automodel", 23, ("two-renames",)),
+        pytest.param("", "automodel", 1, (), marks=pytest.mark.oracle),
+        pytest.param(".pt", "torch:automodel", 1, ("two-renames",), marks=pytest.mark.oracle),
+        pytest.param(".safetensors", "automodel", 1, ("two-renames",), marks=pytest.mark.oracle),
+        pytest.param("", "automodel", 1, ("two-renames",), marks=pytest.mark.oracle),
     ],
 )
-def test_nothing_is_left_of_a_run_that_died_at_its_end(tmp_path: Path, ending: str, to: str, every: int) -> None:
-    """One-file targets, and folders where two names cannot be exchanged: the next run, or `clean`, removes the rest."""
+def test_killed_at_any_point_it_is_the_old_one_or_the_new_one(
+    tmp_path: Path, ending: str, to: str, every: int, how: tuple[str, ...]
+) -> None:
+    """Another run finishes the work to the same bytes, with `resume` and without, and nothing is left over.
+
+    So it is with one-file targets, and with folders where two names cannot be exchanged.
+    """
     source = small(tmp_path / "source")
     killed.convert(source, tmp_path / f"reference{ending}", to)
     killed.convert(checkpoints.tiny(tmp_path / "other"), tmp_path / f"old{ending}", to)
     (tmp_path / "work").mkdir()
     places = [str(tmp_path / name) for name in ("source", "work", f"reference{ending}", f"old{ending}")]
-    command = [sys.executable, "-m", "tests.engine.killed", *places, to, str(every), "two-renames"]
+    command = [sys.executable, "-m", "tests.engine.killed", *places, to, str(every), *how]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr

@@ -84,3 +84,14 @@ def test_what_was_named_beside_the_source_is_not_deleted(source: Path, tmp_path:
     with pytest.raises(UsageError, match=r"the target contains .*config.json"):
         tx.convert(source, out, to="hf", config=out / "config.json", overwrite=True)
     assert contents(out) == before
+
+
+@pytest.mark.parametrize(
+    ("target", "said"), [("/ck", "itself"), ("/ck/sub", "inside the source"), ("", "would be deleted")]
+)
+def test_a_source_at_a_service_is_never_written_to(source: Path, tmp_path: Path, target: str, said: str) -> None:
+    url = f"memory://{tmp_path.name}"
+    tx.convert(source, f"{url}/ck", to="hf")
+    with pytest.raises(UsageError, match=said):
+        tx.convert(f"{url}/ck", f"{url}{target}", to="torchtitan", overwrite="everything")
+    assert tx.diff(source, f"{url}/ck").equal

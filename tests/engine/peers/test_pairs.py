@@ -20,18 +20,9 @@ pytestmark = peers.pytestmark
 
 
 CONFIGLESS = {
-    "llama": 8,
-    "qwen2": 6,
-    "qwen3": 25,
-    "mixtral": 2,
-    "qwen3_moe": 30,
-    "step3p5": 2,
-    "deepseek_v3": 0,
-    "gpt_oss": 30,
-    "phi3": 0,
-    "gemma3": 2,
-    "glm4_moe": 6,
-}
+    "llama": 8, "qwen2": 6, "qwen3": 25, "mixtral": 2, "qwen3_moe": 30, "step3p5": 2, "deepseek_v3": 0, "gpt_oss": 30,
+    "phi3": 0, "gemma3": 2, "glm4_moe": 6,
+}  # fmt: skip
 """Pairs that need no config: what they move apart is told by shapes. Latent attention always needs one: a dim holds two
 parts per head, and no shape tells how wide each is. So does one projection for q, k and v."""
 
