@@ -35,7 +35,9 @@ CONFIGS: dict[str, Any] = {
     "lora": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, modules_to_save=["lm_head"], use_dora=True),
     "embedding": lambda: peft.LoraConfig(r=2, target_modules=["embed_tokens", "v_proj"], bias="all"),
     "tokens": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, trainable_token_indices=[1, 3]),
+    "ia3": lambda: peft.IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"]),
     "vera": lambda: peft.VeraConfig(r=2, target_modules=["q_proj", "o_proj"]),
+    "oft": lambda: peft.OFTConfig(oft_block_size=4, target_modules=["q_proj", "o_proj"]),
     "norms": lambda: peft.LNTuningConfig(target_modules=["input_layernorm"]),
     "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
 }
