@@ -12,7 +12,7 @@ import torch
 
 import transaxle as tx
 from transaxle.errors import Refused
-from transaxle.formats.megatron.torch_dist.written_state import groups_in, make_groups, optimizer_settings
+from transaxle.formats.megatron.torch_dist.written_state import groups_in, make_groups, optimizer_settings, step_of
 
 NORM, BIAS, MATRIX = (
     f"decoder.layers.self_attention.{name}"
@@ -99,6 +99,10 @@ def test_experts_get_groups_of_their_own() -> None:
     assert groups_in(settings[1]) == [{**groups[0], "is_expert_parallel": True}]
     again, _ = optimizer_settings(shapes, {"optimizer": settings}, (), 7)
     assert again == settings
+
+
+def test_the_step_is_that_of_the_group_that_made_most() -> None:
+    assert step_of({"optimizer": {"param_groups": [{"step": 3}, {"step": 7}, {}]}}) == 7
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,7 @@ def test_arguments_are_those_of_the_tensors_that_are_there(ahead: int, tmp_path:
     found = vars(torch.load(tmp_path / "out/release/common.pt", weights_only=False)["args"])
     assert json.loads((tmp_path / "hub/config.json").read_text())["num_nextn_predict_layers"] == 1
     assert found.get("mtp_num_layers") == (ahead or None)
+    assert found["group_query_attention"] is (found["num_query_groups"] != found["num_attention_heads"])
     assert found["moe_router_enable_expert_bias"] is True
     assert found["moe_router_topk_scaling_factor"] == 2.5
     assert found["moe_shared_expert_intermediate_size"] == 16
