@@ -104,7 +104,7 @@ journeys: $(VENV)/.all $(MEGATRON_VENV)/.all
 
 megatron: $(VENV)/.all $(MEGATRON_VENV)/.all $(MEGATRON_VENV)/.releases
 	MEGATRON_PYTHON=$(MEGATRON_VENV)/bin/python MEGATRON_RELEASES=$(MEGATRON_VENV)/releases \
-		$(BIN)/python -m pytest -q -m megatron --numprocesses $(JOBS) --dist loadfile
+		$(BIN)/python -m pytest -q -m '$(MEGATRON_CASES)' --numprocesses $(JOBS) --dist loadfile
 
 vllm: $(VENV)/.all $(VLLM_VENV)/.all
 	VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -q -m '$(VLLM_CASES)' --numprocesses $(JOBS) --dist loadfile

@@ -100,6 +100,7 @@ def _convert(source: Path, target: Path, to: str) -> Tensors:
     return loaded(target)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("name", RIGHT)
 def test_the_bridge_holds_what_we_write(name: str, made: Path, tmp_path: Path) -> None:
     folder = made / name
@@ -123,6 +124,7 @@ def _written_by(folder: Path) -> dict[str, tuple[int, ...] | None]:
             for key, item in metadata.state_dict_metadata.items()}  # fmt: skip
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_the_bridge_saves_is_read(name: str, made: Path, tmp_path: Path) -> None:
     folder = made / name
@@ -134,6 +136,7 @@ def test_what_the_bridge_saves_is_read(name: str, made: Path, tmp_path: Path) ->
     assert differing(loaded(out), hub | {stored: back[stored] for stored in rounded}) == []
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("name", RIGHT)
 def test_megatron_loads_what_we_write(name: str, ours: Path) -> None:
     """Megatron refuses a folder that lacks the state of one of its modules, whatever is in it."""

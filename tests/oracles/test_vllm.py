@@ -11,7 +11,6 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
-from typing import Any
 
 import pytest
 import torch
@@ -38,15 +37,7 @@ pytestmark = [
 
 COMPUTED = ".A"
 """Ends the names of what vLLM computes, in float32: ours is rounded once, so that they may differ by two roundings."""
-SAMPLE = frozenset(list(MODELS)[::3])
-"""Models that CI gives to vLLM for each change: every third one, since neighbours in the list are alike."""
-
-
-def _case(name: str, *degrees: int) -> Any:
-    return pytest.param(name, *degrees, marks=() if name in SAMPLE else pytest.mark.oracle)
-
-
-DEGREES = [_case(name, tp, ep) for name, model in MODELS.items() for tp, ep in model.degrees]
+DEGREES = [(name, tp, ep) for name, model in MODELS.items() for tp, ep in model.degrees]
 
 
 @pytest.fixture(scope="session")
@@ -99,6 +90,7 @@ def _equal(ours: torch.Tensor, theirs: torch.Tensor, name: str) -> bool:
     return ours.shape == theirs.shape and torch.equal(ours.to(theirs.dtype), theirs)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("name", "tp", "ep"), DEGREES)
 def test_every_rank_holds_what_the_cuts_say(name: str, tp: int, ep: int, made: Path, tmp_path: Path) -> None:
     said = json.loads((made / name / "said.json").read_text("utf-8"))
@@ -127,7 +119,8 @@ def _part(
     return torch.cat(pieces, dim) if pieces else value.narrow(dim, 0, 0)
 
 
-@pytest.mark.parametrize("name", [_case(name) for name in MODELS])
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", MODELS)
 def test_the_hub_comes_back(name: str, made: Path, tmp_path: Path) -> None:
     hub = made / name / "hub"
     _, _, whole = _whole(name, hub, tmp_path / VLLM, 1)

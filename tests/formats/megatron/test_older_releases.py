@@ -103,6 +103,7 @@ def _run(version: str, hubs: Hubs, written: Path, folder: Path) -> tuple[Path, d
     return folder, dict(zip(jobs, failed, strict=True))
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("version", "form", "shape"), SAVED, ids=str)
 def test_moments_and_full_precision_are_those_of_the_step(
     version: str, form: str | None, shape: str, hubs: Hubs, release: Release, tmp_path: Path
@@ -125,6 +126,7 @@ def test_moments_and_full_precision_are_those_of_the_step(
             assert state[f"optim/{weight}/step"] == 1
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("job", LOADED, ids=lambda job: f"{job.model} tp{job.tp} pp{job.pp} ep{job.ep}")
 @pytest.mark.parametrize("version", RELEASES)
 def test_what_we_write_is_loaded(version: str, job: Job, release: Release) -> None:

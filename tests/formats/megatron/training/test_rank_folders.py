@@ -147,6 +147,7 @@ def test_it_loads_ours(way: Way, runs: dict[Way, Path]) -> None:
         assert all(torch.equal(found["first"]["parameters"][name], value) for name, value in wanted.items())
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("steps", [STEPS, STEPS + 1])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_what_it_saves_is_read(way: Way, steps: int, runs: dict[Way, Path], tmp_path: Path) -> None:
