@@ -149,7 +149,7 @@ def both(folder: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, *, scanned:
 
     fast = read(folder, data)
     with monkeypatch.context() as patch:
-        patch.setattr(metadata, "scanned", unread)
+        patch.setattr(metadata, "scan_pickle", unread)
         assert fast == read(folder, data)
     if scanned:
         with monkeypatch.context() as patch:
