@@ -150,6 +150,7 @@ def test_a_target_on_a_read_only_file_system(tmp_path: Path, monkeypatch: pytest
     assert "read-only" in caught.value.hint
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("form", sorted({*writable()} - {FOLDERS}))
 def test_names_of_tensors_are_never_paths(tmp_path: Path, form: str) -> None:
     held: Tensors = {name: np.arange(i, i + 6, dtype=np.float32).reshape(2, 3) for i, name in enumerate(NAMES)}
@@ -170,6 +171,7 @@ def test_names_of_tensors_are_never_paths(tmp_path: Path, form: str) -> None:
     }
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("name", NAMES)
 def test_a_format_whose_names_are_folders(tmp_path: Path, name: str) -> None:
     """It holds a name inside its folder, or refuses it."""
@@ -186,6 +188,7 @@ def test_a_format_whose_names_are_folders(tmp_path: Path, name: str) -> None:
     assert {name for name in tree(tmp_path).keys() - before.keys() if not name.startswith("a/b/out")} == set()
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     "name", ["größe", "模型 1", "e\u0301", "a\nb", "-rf", "s3:", "$(x)", "%2e%2e", ".hidden", "a\\b"]
 )

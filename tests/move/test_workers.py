@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.move.filling import PlainFiles
-from transaxle.engine.duplicates import PlannedCheck, compare_copies
 from transaxle.formats.storage.copier import Bytes
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.move.journal import HashingFiles
 from transaxle.move.mover import Movement
 from transaxle.move.transfer import Sink, Transfer
 from transaxle.move.workers import Item, Limits, can_batch, group_tasks, largest_first
@@ -60,21 +58,6 @@ def test_small_items_of_other_machines_are_read_side_by_side() -> None:
     memory = Memory(2 * WORKERS)
     Movement(items(2 * WORKERS), FarFiles(), memory, Limits(WORKERS, 1 << 22)).move_local()
     assert memory.held.tolist() == [[key + 1] * SMALL for key in range(2 * WORKERS)]
-
-
-def test_so_are_those_that_are_hashed() -> None:
-    hashing = HashingFiles(None, (), range(2 * WORKERS))
-    Movement(items(2 * WORKERS), FarFiles(), hashing, Limits(WORKERS, 1 << 22)).move_local()
-    assert len(set(hashing.digests.values())) == 2 * WORKERS
-
-
-def test_so_are_copies_that_are_compared() -> None:
-    pairs = [
-        PlannedCheck(str(key), "why", SMALL, (Transfer(str(key), 0, 0, SMALL),), (Transfer("1", 0, 0, SMALL),))
-        for key in range(WORKERS)
-    ]
-    wrong = compare_copies(pairs, FarFiles(), Limits(WORKERS, 1 << 22))
-    assert [each.where.tensor for each in wrong] == ["0", "2"]
 
 
 @pytest.mark.parametrize("noted", [False, True])

@@ -135,7 +135,7 @@ class Witness(Overlay):
         total, end = _extent(offset, width, loops)
         touched = [*self._ranges_in(name, offset, end)]
         inside = len(touched) == 1 and touched[0].offset <= offset and end <= touched[0].end
-        result = steps.add_crc_share(view, [_shift(step) for _, step, _ in loops]) if inside and total else None
+        result = steps.add_crc_share(view, [crc_shift(step) for _, step, _ in loops]) if inside and total else None
         for checksum in touched:
             if result is None:
                 steps.then(partial(self._count_runs, checksum, total))
@@ -282,7 +282,7 @@ class Witness(Overlay):
             tally = self._tally(checksum)
             if tally is None or not result[1]:
                 return
-            beyond = _shift(checksum.end - end)
+            beyond = crc_shift(checksum.end - end)
             tally.shared += total
             tally.share ^= _times(beyond, result[0])
             tally.cover ^= _times(beyond, cover)
@@ -296,7 +296,7 @@ class Witness(Overlay):
         """
         if shared != checksum.size or checksum in self._results or cover != _cover(checksum.size, ()):
             return
-        zeros = _times(_shift(checksum.size), _ONES) ^ _ONES
+        zeros = _times(crc_shift(checksum.size), _ONES) ^ _ONES
         if share ^ zeros == checksum.crc32:
             self._results[checksum] = True
             self._tallies.pop(checksum, None)
@@ -354,9 +354,9 @@ def _extent(offset: int, width: int, loops: Sequence[Loop]) -> tuple[int, int]:
 def _cover(width: int, loops: tuple[tuple[int, int], ...]) -> int:
     """Return the checksum share of runs whose bytes are all 255; `loops` are `(count, step in the file)`."""
     octet = zlib.crc32(b"\xff") ^ zlib.crc32(b"\0")
-    share = _geometric_sum(octet, _shift(1), width)
+    share = _geometric_sum(octet, crc_shift(1), width)
     for count, step in reversed(loops):
-        share = _geometric_sum(share, _shift(step), count)
+        share = _geometric_sum(share, crc_shift(step), count)
     return share
 
 
@@ -384,11 +384,11 @@ def merge_parts(first: SummedRange, second: SummedRange) -> SummedRange:
     The CRC-32 of A followed by B is the CRC of A, shifted by the length of B, xor the CRC of B. CRCs are polynomials
     modulo a fixed one, and a shift by a byte multiplies by x**8 (zlib's `crc32_combine`, which Python lacks).
     """
-    return first[0], second[1], _times(_shift(second[1] - second[0]), first[2]) ^ second[2]
+    return first[0], second[1], _times(crc_shift(second[1] - second[0]), first[2]) ^ second[2]
 
 
 @lru_cache(1024)
-def _shift(size: int) -> int:
+def crc_shift(size: int) -> int:
     """Return x**(8 * size) modulo the CRC polynomial; the highest bit is the lowest power."""
     power, square = 1 << 31, 1 << 23
     while size:

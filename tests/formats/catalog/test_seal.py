@@ -48,9 +48,9 @@ def _flipped(file: Path, data: bytes, at: int, bit: int) -> None:
 @pytest.mark.parametrize(
     ("name", "form", "step"),
     [
-        ("out.safetensors", "safetensors", 3),
+        ("out.safetensors", "safetensors", 5),
         pytest.param("out.safetensors", "safetensors", 1, marks=pytest.mark.oracle),
-        ("out.pt", "torch", 7),
+        ("out.pt", "torch", 23),
         pytest.param("out.pt", "torch", 1, marks=pytest.mark.oracle),
     ],
 )
@@ -76,7 +76,7 @@ def test_random_flips_and_cuts_of_a_larger_file_are_found(name: str, form: str, 
     tx.convert(checkpoints.tiny(tmp_path / "tiny"), file, to=f"{form}:automodel", sync=False)
     data = file.read_bytes()
     dice = random.Random(name)
-    for _ in range(60):
+    for _ in range(20):
         at = dice.randrange(len(data))
         _flipped(file, data, at, dice.randrange(8))
         assert _seen(file), at
@@ -148,7 +148,7 @@ def test_a_saved_model_in_one_file_too(name: str, form: str, tmp_path: Path) -> 
         assert tx.verify(file).against == "digests"
         assert tx.verify(file)
         data = file.read_bytes()
-        for at in random.Random(1).sample(range(len(data)), 40):
+        for at in random.Random(1).sample(range(len(data)), 10):
             _flipped(file, data, at, 3)
             assert _seen(file), at
             file.write_bytes(data)

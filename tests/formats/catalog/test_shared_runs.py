@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import transaxle as tx
 from transaxle.axes.geometry import Loop
 from transaxle.formats.catalog import Checksum
-from transaxle.formats.checksums import Tally, Witness, _cover, _shift
+from transaxle.formats.checksums import Tally, Witness, crc_shift
 from transaxle.formats.storage.copier import Steps, load_steps
 from transaxle.formats.storage.local import LocalStorage
 
@@ -71,7 +71,7 @@ def test_the_share_of_runs_is_that_of_the_file_with_zeros_between_them(
     (folder / "f").write_bytes(data)
     steps, out = Steps(), bytearray(max(rooms) + width)
     LocalStorage(folder).add_read(steps, "f", offset, memoryview(out), width, loops)
-    found = steps.add_crc_share(memoryview(out), [_shift(step) for _, step, _ in loops])
+    found = steps.add_crc_share(memoryview(out), [crc_shift(step) for _, step, _ in loops])
     steps.run()
     alone, expected = bytearray(len(data) - offset), bytearray(len(out))
     for place, room in zip(places, rooms, strict=True):
@@ -146,16 +146,6 @@ def test_the_same_zeros_twice_are_not_all_zeros(tmp_path: Path) -> None:
         witness = Witness(LocalStorage(tmp_path), [zeros], {})
         witness.combine_tallies(zeros, [tallies[number] for number in some])
         assert witness.is_right(zeros) is None
-
-
-@given(nests())
-def test_what_covers_a_range_is_known_without_reading(nest: tuple[int, list[Loop]]) -> None:
-    width, loops = nest
-    octets = bytearray(max(runs_of(loops, 1)) + width)
-    for place in runs_of(loops, 1):
-        octets[place : place + width] = b"\xff" * width
-    expected = zlib.crc32(octets) ^ zlib.crc32(bytes(len(octets)))
-    assert _cover(width, tuple((count, step) for count, step, _ in loops)) == expected
 
 
 def test_runs_that_cannot_be_read_at_once_are_read_without_a_share(

@@ -87,8 +87,3 @@ def test_changed_pickles(choice: st.DataObject, data: bytes) -> None:
         else:
             changed[at:at] = choice.draw(st.binary(max_size=8))
     survives(bytes(changed))
-
-
-@given(plain)
-def test_what_is_valid_is_read(what: Any) -> None:
-    assert repr(read(pickle.dumps(what), bounds=BOUNDS).value) == repr(what)

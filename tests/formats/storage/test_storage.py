@@ -5,14 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.formats.files import open_files
 from transaxle.errors import Code, Refused, StorageError, TransaxleError
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Handles
@@ -292,31 +289,6 @@ def test_names_that_are_not_utf8(folder: Path) -> None:
     assert [refusal.code for refusal in listing.special.values()] == ["UNSUPPORTED"]
     for name in listing.everything():
         assert name.encode()
-
-
-def test_many_threads_and_few_descriptors(folder: Path) -> None:
-    names = [f"{i}.bin" for i in range(40)]
-    for i, name in enumerate(names):
-        folder.joinpath(name).write_bytes(bytes([i]) * 1000)
-    storage = LocalStorage(folder)
-    opened = 0
-    lock = threading.Lock()
-
-    def counted(name: str) -> int:
-        nonlocal opened
-        with lock:
-            opened += 1
-        return storage._open(name)
-
-    storage._handles = Handles(counted, limit=3)
-    before = open_files()
-    with ThreadPoolExecutor(8) as pool:
-        read = list(pool.map(lambda i: storage.read(names[i % 40], 10, 100), range(2000)))
-    assert all(data == bytes([i % 40]) * 100 for i, data in enumerate(read))
-    assert opened > 40
-    assert open_files() - before <= 3
-    storage.close()
-    assert open_files() == before - 1, "the files, and the folder"
 
 
 def test_a_descriptor_in_use_is_closed_after_its_last_user() -> None:

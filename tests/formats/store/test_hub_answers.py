@@ -90,6 +90,7 @@ def test_redirects_that_are_refused(before: str, after: str) -> None:
     assert (error.code, bool(error.hint)) == ("IO", True)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("host", ["hub", "large"])
 @pytest.mark.parametrize("where", ["file:///etc/passwd", "ftp://127.0.0.1/x", "data:,x"])
 def test_a_redirect_out_of_the_web(hub: Hub, local: Path, host: str, where: str) -> None:
@@ -235,6 +236,7 @@ FAILURES: dict[str, Callable[[Handler], object]] = {
 }
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("host", ["hub", "large"])
 def test_what_fails_for_a_moment_is_asked_again(
@@ -257,6 +259,7 @@ def test_what_fails_for_a_moment_is_asked_again(
     assert all(least <= wait <= max(least, 20) for wait in waits)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("failure", FAILURES)
 def test_what_fails_for_ever_ends(hub: Hub, local: Path, waits: list[float], failure: str) -> None:
     def meddle(handler: Handler) -> bool:

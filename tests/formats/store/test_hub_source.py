@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -130,26 +129,6 @@ def test_workers_read_the_commit_that_was_planned(hub: Hub, tmp_path: Path) -> N
         assert not prepared.plan.refusals
 
 
-def test_several_workers_while_a_branch_moves(hub: Hub, tmp_path: Path) -> None:
-    local = tiny(tmp_path / "local", shards=3)
-    commit = hub.put(NAME, files_of(local))
-    other = files_of(write(tmp_path / "other", {name: -array for name, array in tensors().items()}, shards=3))
-
-    def move(handler: object) -> bool:
-        if len(hub.seen) == 3:
-            hub.put(NAME, other)
-        return False
-
-    hub.meddle = move
-    with ThreadPoolExecutor(2) as pool:
-        report = tx.convert(f"hf://{NAME}", tmp_path / "out", to="hf", on=pool, items=4)
-    assert len(hub.repositories[f"models/{NAME}"].commits) == 2
-    assert report.source == f"hf://{NAME}@{commit}"
-    assert same(local, tmp_path / "out")
-    asked = [each.path.rpartition("/")[2] for each in hub.asked("hub") if "/revision/" in each.path]
-    assert (asked[0], set(asked[1:]) <= {commit}) == ("main", True)
-
-
 def test_a_model_is_loaded(hub: Hub, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     random = np.random.default_rng(0)
@@ -196,13 +175,6 @@ def test_signatures_that_expire(hub: Hub, tmp_path: Path) -> None:
             hub.generation = generation
             there.container.storage._ahead.clear()  # type: ignore[attr-defined]
             assert there[GATE].tobytes() == read(local)[GATE].tobytes()
-
-
-def test_many_readers(hub: Hub, tmp_path: Path) -> None:
-    local = tiny(tmp_path / "local", shards=3)
-    hub.put(NAME, files_of(local))
-    tx.convert(f"hf://{NAME}", tmp_path / "out", to="hf", jobs=8, memory="64MB")
-    assert same(local, tmp_path / "out")
 
 
 @pytest.mark.parametrize("place", ["environment", "file", "nowhere", "forbidden"])

@@ -46,6 +46,7 @@ def unfinished(store: Store) -> list[str]:
     return store.uploads() if isinstance(store, Bucket) else []
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("shards", [1, 4])
 def test_a_checkpoint_to_a_url(store: Store, tmp_path: Path, shards: int) -> None:
     local, url = tiny(tmp_path / "local", shards=shards), f"{store.url}/models/out"

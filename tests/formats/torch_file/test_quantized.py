@@ -121,6 +121,7 @@ TYPES = {
 }
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: f"{release.kind} {release.version}")
 def test_buffers_of_every_release(release: Release, tmp_path: Path) -> None:
     tensor = SMALL[release.kind]
@@ -332,6 +333,7 @@ def test_what_torch_saves_of_a_class_that_reduces_so(
 # What is refused.
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("kind", "changed", "words"),
     [
@@ -363,6 +365,7 @@ def test_what_no_view_can_express(kind: str, changed: dict[str, Any], words: str
     refused(tmp_path, tensor, "UNSUPPORTED", words, **changed)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("tensor", "buffer", "array", "code", "words"),
     [

@@ -80,6 +80,7 @@ def test_every_type_is_known() -> None:
     assert CODES.keys() <= names
 
 
+@pytest.mark.oracle
 @legacy_or_zip
 @pytest.mark.parametrize("name", [name for name in torch_dtypes() if name not in (*QUANTIZED, *UNSAVED)])
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
