@@ -63,7 +63,7 @@ from transaxle.cli import main
 with redirect_stdout(StringIO()):
     code = main(sys.argv[1:])
 files = sys.modules.get("transaxle.families")
-tables = files and files._shipped_family.cache_info().currsize
+tables = files and files._read_family.cache_info().currsize
 print(json.dumps({"code": code, "modules": sorted(sys.modules), "tables": tables}))
 """
 
@@ -115,7 +115,7 @@ def test_more_families_do_not_mean_more_tables_to_read(monkeypatch: pytest.Monke
         opened.append(name)
         return known
 
-    monkeypatch.setattr("transaxle.families._shipped_family", opening)
+    monkeypatch.setattr("transaxle.families._read_family", opening)
     families = Families(entries, closed=True)
     assert [family.name for family in families.of_types(["qwen3_moe"])] == [known.name]
     skeletons = {skeleton: 1 for dialect in entries["qwen3_moe"].dialects.values() for skeleton in dialect}
