@@ -302,7 +302,7 @@ def test_few_files_are_open_at_once(way: str, tmp_path: Path) -> None:
     most = 0
 
     class Watched(SubFolder):
-        def named(self, name: str) -> str:
+        def name_below(self, name: str) -> str:
             nonlocal most
             most = max(most, len(os.listdir("/proc/self/fd")))  # noqa: PTH208 - names are not needed
             return name
