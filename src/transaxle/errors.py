@@ -55,7 +55,7 @@ _STORAGE: frozenset[Code] = frozenset({"IO", "NO_SPACE"})
 _MAX_PROBLEMS = 100
 """Maximum number of problems that are collected for one error."""
 LONGEST_NAME = 4_096
-"""Maximum length of a tensor's name, that of a path; a hostile file may have names of a hundred million characters."""
+"""Maximum length of a tensor's name in characters, as for a path; a hostile file may have names of 100 MB."""
 _LONGEST_TEXT = 10_000
 """Number of characters of a message that are shown: enough for rules and lists, not for names of megabytes."""
 
@@ -83,7 +83,7 @@ _PROSE = frozenset({
 
 
 def in_both_languages(text: str) -> str:
-    """Add to each command-line option in a hint the same as a Python keyword, in parentheses.
+    """Add the equivalent Python keyword, in parentheses, after each command-line option in a hint.
 
     Complete commands are not changed, nor options whose keyword the text has already.
     """

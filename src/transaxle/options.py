@@ -34,7 +34,7 @@ class Option:
     default: Any = None
     """Default value."""
     flags: tuple[str, ...] = ()
-    """Spellings on the command line; messages use the first one. Empty: `--` and the name."""
+    """Spellings on the command line; messages use the first one. If empty, the only spelling is `--` and the name."""
     metavar: str = ""
     """Placeholder for the value in the help text."""
     example: str = ""

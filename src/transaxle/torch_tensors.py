@@ -329,7 +329,7 @@ def parts_in(module: nn.Module) -> Iterator[tuple[str, Part]]:
 
 
 def mark_all(model: nn.Module) -> None:
-    """Mark every parameter of a model that is a part, again: sharding or materialising a model makes new parameters."""
+    """Mark all parts among a model's parameters again, because sharding or materialising it makes new parameters."""
     for module in model.modules():
         for name, part in parts_in(module):
             parameter = module._parameters.get(name)

@@ -1,4 +1,4 @@
-"""Entry point `vllm.general_plugins`, which vLLM calls in each of its processes; it imports no other of our modules.
+"""Entry point `vllm.general_plugins`, which vLLM calls in each of its processes; it imports nothing of this package.
 
 The weight transfer engine is imported only if a config names the backend `transaxle`.
 """

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 _MOST_BRANCHES = 20
-"""Number of branches per branch that are printed without `--all`."""
+"""Number of children of a branch that are printed without `--all`."""
 _WIDE = 4096
 """Line width in columns without a terminal, in effect unlimited."""
 _DEEPEST = 12

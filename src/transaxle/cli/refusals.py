@@ -54,7 +54,7 @@ def print_refusals(screen: Screen, head: str, refusals: Sequence[Refusal], put: 
     """Print refusals: the first few, or all of them with `--all`.
 
     Args:
-        screen: whose options say how many to print.
+        screen: where to print; its options say how many refusals are printed.
         head: first line, such as "refused, nothing was written".
         refusals: refusals, most important first.
         put: function that prints one line.

@@ -114,7 +114,7 @@ class Saver:
         if self._region is None or size > self._region.size:
             self._unlock()
             if self._sender is not None:
-                self._sender.join()  # no job runs, so the old memory was sent, or there was none
+                self._sender.join()  # no job runs, so the process has received every order for the old memory
             self._forget_region()
             self._buffers, self._region = {}, None  # release the old memory before allocating the new one
             try:
@@ -236,7 +236,7 @@ class Saver:
 
     @property
     def _loss(self) -> str | None:
-        """The message of a rank whose process is lost; None if none is."""
+        """Message from the rank whose background process is lost; None if no process is lost."""
         return None if self._rendezvous is None else self._rendezvous.loss
 
     @property
@@ -398,17 +398,17 @@ def prepare_async(state: State, *, optimizer: AnyOptimizer | None = None, group:
     """Prepare `async_save`, so that its first call holds up training no longer than later calls; collective.
 
     Starts the background process and takes the memory for the snapshot: as many bytes as this rank's part of the model
-    and of the optimizer's state, also of state that the optimizer makes in its first step. Without it the first
-    `async_save` does this. Best called before training begins.
+    and of the optimizer's state, also of state that the optimizer makes in its first step. Otherwise the first
+    `async_save` does both. Best called before training begins.
 
     Args:
         state: what will be saved, as `async_save` takes it.
-        optimizer: likewise.
+        optimizer: the optimizer whose state will be saved, as `async_save` takes it.
         group: the ranks that will save together.
 
     Raises:
-        TransaxleError: on every rank: the state cannot be saved so, or a process is lost; or the error of a save
-            before this, if nobody has asked for its result.
+        TransaxleError: on every rank: the state cannot be saved, or a process is lost; or the error of the previous
+            save, if nobody has asked for its result.
     """
     world = World(group)
     alive = _alive(world)
@@ -430,7 +430,7 @@ def _alive(world: World) -> Saver | None:
     def is_ready() -> bool:
         if last is not None and saver is not None:
             last.over()
-            _SAVERS[key] = saver, None  # only now: a job that Ctrl-C left above still reads the memory
+            _SAVERS[key] = saver, None  # only now: if Ctrl-C ends the wait above, the job still reads the memory
         return saver is not None and saver.alive
 
     if all(world.pool(is_ready)):
@@ -473,7 +473,7 @@ class _Unflushable:
         self._stream = stream
 
     def flush(self) -> None:
-        """Flush the stream; raise if the interpreter is the caller."""
+        """Flush the stream; fail if the interpreter calls this at shutdown, so that it exits with a non-zero code."""
         self._stream.flush()
         caller = sys._getframe().f_back
         if caller is None or caller.f_code is getattr(util._flush_std_streams, "__code__", None):  # type: ignore[attr-defined]

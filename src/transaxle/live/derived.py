@@ -107,7 +107,7 @@ def extent(piece: torch.Tensor) -> Extent:
     try:
         storage = int(piece.untyped_storage()._cdata)
         strides = piece.stride()
-    except (NotImplementedError, RuntimeError):  # sparse, or of a library that says nothing of its memory
+    except (NotImplementedError, RuntimeError):  # a sparse tensor, or a class that does not show its memory
         return Extent(id(piece), 0, kind, 0)
     item = piece.element_size()
     reads = (piece.is_conj(), piece.is_neg())
@@ -414,7 +414,7 @@ def _compare_after_load(
     for number, piece in enumerate(memory):
         piece.copy_(_different_values(_values(piece, number)))
     custom_module.load(shown)
-    numbers = iter(range(len(memory)))  # continues from one tensor to the next
+    numbers = iter(range(len(memory)))  # numbers the pieces of all tensors consecutively, as above
     untouched, lost = list[str](), list[str]()
     for name, tensor in own_tensors:
         pairs = [(piece, _values(piece, number)) for piece, number in zip(pieces(tensor), numbers, strict=False)]

@@ -124,7 +124,7 @@ class SavedStates:
         world: the ranks that load.
 
     Raises:
-        Refused: CORRUPT.
+        Refused: CORRUPT if the file is not valid.
     """
 
     def __init__(self, text: bytes | None, world: World) -> None:
@@ -143,7 +143,7 @@ class SavedStates:
             raise refuse("CORRUPT", f"not a valid {FILE}: {error!r}", file=FILE) from error
 
     def refusal_for(self, name: str) -> Refusal | None:
-        """Return why this rank has no state of a name; None where it has one."""
+        """Return the refusal of a name for which this rank has no state; None if it has one."""
         if name in self.states:
             return None
         if name in self._non_tensors:
@@ -175,7 +175,7 @@ class ExtraLoad:
         missing: names that the source lacks.
         problems: refusals, except for missing states.
         scalars: values for the non-tensor entries of a state dict, set by `read`.
-        extra: states for names without an object that restores them, set by `install`.
+        extra: states by name, for names whose object has no `load_state_dict`; set by `install`.
 
     Raises:
         TransaxleError: the extra state file cannot be read.
@@ -228,7 +228,7 @@ class ExtraLoad:
             self.problems += [Refusal("UNSUPPORTED", message, Where(None, name), hint)] if unreadable else []
 
     def _refusal_with_names(self, key: str, training_names: Collection[str]) -> Refusal | None:
-        """Return why this rank has no state of a name; the hint lists the names that the source has."""
+        """Return the refusal of a name for which this rank has no state; its hint lists the names in the source."""
         refusal = self._extras.refusal_for(key)
         if refusal is None or not training_names:
             return refusal

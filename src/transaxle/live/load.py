@@ -109,7 +109,7 @@ def load(
         jobs: reading threads per rank; None: as many as the processors allow, at most 8.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
+        TypeError: an argument of a wrong type.
         TransaxleError: on every rank, before anything is written, with every problem of every rank.
     """
     world, clock = World(group), Clock()
@@ -235,7 +235,7 @@ class Filling:
     Attributes:
         leaves: the model's tensors, all with memory.
         destinations: for each tensor or part (`local_parts`) that is read, the destination of its bytes.
-        names: for each of these parts, the name of its tensor.
+        names: for each key of `destinations`, the name of the tensor.
 
     Raises:
         Refused: UNSUPPORTED, MISSING_TENSOR for modules that cannot load their own state dict.
@@ -292,7 +292,7 @@ class Filling:
             settle(leaves.custom_modules, leaves.tensors)
         for name in plan.padding_rows.keys() & leaves.tensors.keys():
             grid = leaves.tensors[name]
-            assert isinstance(grid, ShardGrid)  # only these may have more rows than the source
+            assert isinstance(grid, ShardGrid)  # only shard grids may have more rows than the source
             grid.clear_beyond(plan.stored[name].shape)
         for factory in leaves.factories:
             factory.finish()

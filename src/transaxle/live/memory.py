@@ -334,7 +334,7 @@ def compare_copies(global_tensors: Census, tensors: Mapping[str, torch.Tensor], 
         world: the ranks.
 
     Raises:
-        Refused: on every rank: UNEQUAL_COPIES for each tensor.
+        Refused: UNEQUAL_COPIES for each tensor whose copies differ, on every rank.
     """
     if not any(tensor.loose for tensor in global_tensors.values()):
         return

@@ -268,7 +268,7 @@ def _number(value: Any) -> Any:
 
 
 def _both(settings: ParamGroup, shown: ParamGroup) -> dict[str, Any]:
-    """Return the settings that a wrapper also shows: a container of different optimizers has few settings in common."""
+    """Return the settings that a wrapper's group has too: a wrapper of different optimizers has only common ones."""
     return {key: value for key, value in settings.items() if key in shown}
 
 

@@ -28,7 +28,9 @@ CARRY = 'Use extra={"optimizer": optimizer} to keep its state_dict() as it is, f
 _DEEPEST = 4
 """Levels of nested lists and dicts in an attribute that are searched."""
 _TITAN = ("torchtitan.components.optimizer.optimizer", "OptimizersContainer")
-"""Class whose `state_dict` is not called, because it creates missing state by a step. It keeps no other state."""
+"""torchtitan's container of optimizers. Its `state_dict` is never called, since it takes a step to create missing
+state; the container has no state besides that of its optimizers.
+"""
 _ZERO = ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
 _SCRATCH = frozenset({"_dummy_overflow_buf", "name2qmap", "grad_scale", "found_inf"})
 """Attributes of optimizers (apex, DeepSpeed, bitsandbytes, torch) with tensors that are not state."""

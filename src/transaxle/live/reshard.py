@@ -75,10 +75,10 @@ def match_sides(
         strict: refuse names that only one side has.
         find_others: returns further refusals.
         hint: hint for tensors whose dtypes differ.
-        once: only the present values are copied, so tensors that are equal now count as tied.
+        once: the copy happens only now, so tensors with equal values count as tied.
 
     Raises:
-        TransaxleError: on every rank.
+        TransaxleError: on every rank, with every problem of every rank.
     """
     world = sides.world
     with world.together():
@@ -160,7 +160,7 @@ def reshard(
         rules: path of a rules file with families and dialects of your own.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
+        TypeError: an argument of a wrong type.
         TransaxleError: on every rank, before anything is written; also if the two sides have no name in common. Only
             values for tensors that overlap in part, and cannot hold them all, are refused afterwards.
     """

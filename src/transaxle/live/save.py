@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 
 
 _FOLDED = 16 << 20
-"""A tensor up to this many bytes may go to one rank even if the load becomes uneven by it."""
+"""A tensor of at most this many bytes may be written by one rank, even if the ranks then write unequally much."""
 _Hashes = dict[str, str]
 
 
@@ -203,7 +203,7 @@ class _RankShare:
         with (
             clock.stage("prepare"),
             world.together(),
-        ):  # another machine may not see the folder, or see another one of this name
+        ):  # on another machine the folder may be missing, or a different folder may have its path
             writer = Writer(folder, sync=sync, run=run)
 
         def produce() -> _Hashes:
@@ -261,7 +261,7 @@ class _RankShare:
                     lead.make_way()
 
             with clock.stage("prepare"):
-                # a stream cannot go back to digests that precede their data, so all bytes are moved twice
+                # An upload cannot seek back to write digests before their data, so all bytes are moved twice.
                 foretold = (
                     _merge_hashes(world.pool(lambda: self._move(target_ranks, None, ordered=True)))
                     if draft.has_leading_digests
@@ -477,7 +477,7 @@ def save(
             report has the verification.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
+        TypeError: an argument of a wrong type.
         TransaxleError: on every rank; the target is then as it was, unless `verify` found the error.
     """
     world, clock = World(group), Clock()
@@ -543,7 +543,7 @@ def read_settings(
     """Validate the arguments of `save` with the same names; `optimizer`: whether an optimizer is given.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
+        TypeError: an argument of a wrong type.
         TransaxleError: a config that cannot be read.
     """
     check_flags(sync=sync, check_copies=check_copies, verify=verify)
@@ -568,7 +568,7 @@ def check_options(to: str, options: Mapping[str, Any]) -> None:
     """Refuse wrong arguments of a save before any state exists.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
+        TypeError: an argument of a wrong type.
         TransaxleError: an unknown format, family or dialect; a config that cannot be read.
     """
     settings = read_settings("", to, optimizer=False, overwrite=False, **options)
@@ -600,8 +600,8 @@ def collect(
         world: the ranks.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
-        TransaxleError: on every rank.
+        TypeError: an argument of a wrong type.
+        TransaxleError: on every rank, with every problem of every rank.
     """
     groups: list[ParamGroup] = []
     states: dict[str, torch.Tensor] = {}

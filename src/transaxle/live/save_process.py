@@ -152,7 +152,7 @@ class SnapshotForm:
     global_tensors: Census
     """All ranks' tensors and parts."""
     layout: Layout
-    """Places of this rank's tensors."""
+    """Place of each of this rank's tensors in the shared memory."""
     size: int
     """Bytes of the shared memory."""
 
@@ -304,7 +304,7 @@ def _block_signals() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # otherwise it starts with the first process, and unblocks the signals
+    resource_tracker.ensure_running()  # if it started with a process inside the block, it would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _PROGRAM_SIGNALS)
     try:
         yield
@@ -328,7 +328,7 @@ class Parent:
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _PROGRAM_SIGNALS)
         if self.by_main and sys.platform == "linux":
-            CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)  # at once, whatever this process does
+            CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)  # kills this process at once, whatever it is doing
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:

@@ -153,7 +153,7 @@ def _candidates(dims: int, mesh: DeviceMesh, only: tuple[int | None, ...]) -> It
     Args:
         dims: number of dims of the tensor.
         mesh: mesh of the tensor.
-        only: for each mesh dim the only coordinate that has any source of the tensor; None: several have.
+        only: for each mesh dim, the one coordinate whose ranks have sources of the tensor; None: several coordinates.
     """
     sizes = tuple(mesh.mesh.shape)
     factors = sorted({size for size in (*sizes, prod(sizes)) if size > 1})
@@ -197,7 +197,7 @@ def state_dict_as(
         share storage.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
+        TypeError: an argument of a wrong type.
         Refused: UNSUPPORTED, MISSING_TENSOR if a rank would need data of another rank; every refusal of the
             translation.
         UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.

@@ -51,7 +51,7 @@ def spare_names(
         sides: source and target.
         stored: the source's tensors by the target's names; the same on all ranks.
         unexpected: names that only the source has.
-        once: tensors that are equal now count as tied; otherwise only tensors in the same memory.
+        once: tensors with equal present values count as tied; if False, only tensors in the same memory do.
     """
     pairs: dict[str, list[Pair]] = {}
     for name in unexpected:
@@ -78,7 +78,7 @@ def find_unequal_ties(sides: Sides, stored: Mapping[str, StoredTensor], *, once:
     Args:
         sides: source and target.
         stored: the source's tensors by the target's names; the same on all ranks.
-        once: tensors that are equal now count as tied; otherwise only tensors in the same memory.
+        once: tensors with equal present values count as tied; if False, only tensors in the same memory do.
     """
     shared = sides.world.gather(list(same_memory(sides.own_target, stored)))
     tied_pairs = sorted({names for of_rank in shared for names in of_rank})

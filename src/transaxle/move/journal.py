@@ -395,7 +395,7 @@ def unfinished_task(folder: Path) -> Task | None:
         StorageError: IO.
     """
     lines = _read_lines(folder / JOURNAL)
-    # Without a finished tensor there is nothing to lose, so the journal binds nobody.
+    # Without a finished tensor there is nothing to lose, so any other task may replace the journal.
     if len(lines) > 1 and any(map(_parse_line, lines[1:])):
         return _task(lines[0])
     return next((result.task for result in read_results(folder).values()), None)

@@ -442,8 +442,8 @@ def batches(
         items: the items to exchange.
         busy: bytes that each rank moves in addition.
         owner: returns the rank that has a file.
-        max_bytes: bytes that a rank sends, and that it receives, in one batch; a larger range has its own batch. None:
-            `_ROUND`.
+        max_bytes: bytes that a rank sends, and that it receives, in one batch, `_ROUND` by default; a larger range has
+            its own batch.
 
     Post-condition: the ranges of one item are in order, and so are those of all items with the same target ranks.
     """

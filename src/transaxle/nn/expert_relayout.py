@@ -28,19 +28,19 @@ from transaxle.torch_tensors import assemble_boxes, flat, raw_local, same_bytes
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """The one chunk of a tensor."""
+    """A whole tensor as one chunk."""
 
     start: tuple[int, ...]
     """First index along each dim."""
     shape: tuple[int, ...]
     """Elements along each dim."""
     strides: tuple[int, ...] | None = None
-    """None: row-major."""
+    """Strides in elements; None: row-major."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Dtype and shape of a tensor in a state dict, for the tables."""
+    """Dtype and shape of a tensor in a state dict, as a translation reads them."""
 
     dtype: str
     """Dtype in torch's spelling; a translation only compares dtypes."""
@@ -54,7 +54,7 @@ class Entry:
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
-    """Return dtype and shape of each tensor, for the tables."""
+    """Return dtype and shape of each tensor, as a translation reads them."""
     return {name: Entry(str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 

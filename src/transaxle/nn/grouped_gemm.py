@@ -98,7 +98,7 @@ class QuantizedProducts:
         return result
 
     def backward(self, weights: Sequence[torch.Tensor]) -> QuantizedProducts:
-        """Return a copy with the experts' rounding states, and count the call.
+        """Return a copy for one backward pass: read the experts' rounding states, and increment their call counters.
 
         Args:
             weights: the parameters as autograd saved them.
@@ -480,7 +480,8 @@ def apply_product(
         dgrad_out: see `Product.forward`.
         setting: see `Product.forward`.
         weights: one parameter for all experts, or one for each.
-        biases: likewise, or none. They are small, so stacking them costs less than passing each one to autograd.
+        biases: one parameter for all experts, one for each, or none. They are small, so stacking them costs less than
+            passing each one to autograd.
     """
     stacked_biases = torch.stack(list(biases)) if len(biases) > 1 else None
     parameters = (*weights, *(biases if stacked_biases is None else (stacked_biases,)))

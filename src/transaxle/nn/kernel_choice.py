@@ -8,7 +8,7 @@ stored:
 - E4M3 codes with one scale per expert, which all rows of the expert share: the same codes serve both directions. Rows
   of inputs and of gradients are quantized here, each by its own amax (current scaling; torch supports no other).
 - MXFP8 codes. Each 32 elements along the summed dim share a scale, so each direction has its own codes: rowwise ones
-  give the output, columnwise ones the gradient of the input. Inputs and gradients are quantized here likewise.
+  give the output, columnwise ones the gradient of the input. Inputs and gradients are quantized to MXFP8 here.
 
 Sums are float32, the result is bfloat16. The kernels accept any number of rows: if scales must be padded to blocks,
 they are padded for each group, on the device.

@@ -234,7 +234,8 @@ class MoE(nn.Module):
             Tokens for experts of other ranks are sent there and back, for which the host waits once per forward for
             their numbers.
         params_dtype: dtype of the parameters; None: torch's default.
-        device: device of the parameters. Unless it is `meta`, each rank briefly has all experts of the layer in memory.
+        device: device of the parameters. On any device but `meta`, each rank briefly has all experts of the layer in
+            memory.
 
     Raises:
         Refused: SHAPE_MISMATCH for more experts per token than there are; UNSUPPORTED for a mesh of several dims.

@@ -234,7 +234,7 @@ class ParameterCut:
         before = sorted(span for each in self.positions_by_rank[: self.rank] for span in each)
         spans, at = [], 0
         for start, stop in positions:
-            base, new = at - start, start  # spans may touch: rows of q and k may belong to another rank in part
+            base, new = at - start, start  # a span of this rank may overlap another rank's only in part
             for first, last in before:
                 if new < min(first, stop):
                     spans.append((base + new, base + min(first, stop)))
@@ -297,11 +297,10 @@ def cut_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Parame
 
 
 def sums_outputs(module: nn.Module) -> bool:
-    """Tell whether, for positions that several ranks share, gradients of a layer's outputs are summed instead of its
-    parameters'.
+    """Tell whether ranks that share positions sum the gradients of a layer's outputs, not those of its parameters.
 
-    That is so if gradients are quantized before they are multiplied: the sum is quantized, as on one rank, not its
-    terms.
+    They do if gradients are quantized before they are multiplied: then the sum is quantized, as on a single rank, and
+    not each rank's term.
     """
     cut, weight = cuts_of(module).get(WEIGHT), module._parameters.get(WEIGHT)
     if cut is None or weight is None or not cut.shared:

@@ -413,7 +413,7 @@ def no_names(name: str, *, always: bool) -> Mapping[str, str]:
     Raises:
         Refused: UNSUPPORTED.
     """
-    caller = sys._getframe(2)  # of torch's function that calls this
+    caller = sys._getframe(2)  # the frame of torch's function that looks up the names
     asks = caller.f_code.co_name
     whole = asks == _MODEL and getattr(caller.f_locals.get("info"), _FULL, False)
     if not always and asks != _OPTIMIZER and not whole:
@@ -692,8 +692,8 @@ def _entries(parameter: torch.Tensor, state: dict[str, Any], name: str) -> list[
 def _from_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replace whole tensors, or tensors that describe their parts, in a state dict by this rank's parts.
 
-    Otherwise torch would assign whole tensors in place of this rank's parts (`assign=True`). For quantized parameters
-    the module does this itself.
+    Otherwise torch would assign whole tensors in place of this rank's parts (`assign=True`). Quantized parameters are
+    left out, because `QuantizedEntries` loads them.
     """
     for name, cut in cuts_of(module).items():
         value, parameter = state.get(prefix + name), module._parameters[name]
@@ -707,5 +707,5 @@ def _from_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 
 def _place_part(value: torch.Tensor, cut: ParameterCut, parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a whole tensor, with the placements of its parameter."""
-    of_whole = isinstance(parameter, DTensor) and parameter.shape == cut.shape  # and not of this rank's part
+    of_whole = isinstance(parameter, DTensor) and parameter.shape == cut.shape  # otherwise a tensor of this rank's part
     return place_like(parameter, take(value if of_whole else cut.take(value), positions_of(parameter)))

@@ -334,7 +334,7 @@ def make_plan(model: nn.Module, reading: Reading, ranks: int, rules: Rules | Non
 
     Args:
         model: the model.
-        reading: its parameters as described by the table.
+        reading: the model's parameters, as its family's table describes them.
         ranks: tensor-parallel degree.
         rules: the cuts that the user wants; None: the table's first option for each parameter.
 
@@ -377,7 +377,7 @@ class _Planner:
     def _refuse(self, where: str, message: str, code: Literal["UNSUPPORTED", "MISSING_TENSOR"] = "UNSUPPORTED") -> None:
         self._problems.append(Refusal(code, message, Where(None, where)))
 
-    # The user's rules.
+    # Methods that apply the user's rules.
 
     def _match_rules(self, rules: Rules) -> dict[str, tuple[str, Kind, tuple[int, ...] | None]]:
         """Return module -> (rule, kind, rows); if several rules match a module, the last one counts."""
@@ -503,7 +503,7 @@ class _Planner:
                 inner_axes |= axes_in(node) - {axis, self._family.within.get(axis)}
         return frozenset(inner_axes)
 
-    # The cuts, the roles and the heads that follow.
+    # Methods that compute cuts, roles and heads from the chosen options.
 
     def _cut(self, weight: Weight, shares: Mapping[Group, Shares | None], inner: frozenset[str]) -> Cut:
         option = self._chosen[weight.name]

@@ -125,7 +125,7 @@ def _rows(vocabulary: Vocabulary, parameters: Mapping[str, Record | Shape], faul
 
 _MODEL_PARALLEL = ("tensor_model_parallel", "model_parallel")
 _PARSED = "ds_autotp_parsed"
-"""Attribute of a model that DeepSpeed's AutoTP does not need to cut again."""
+"""Attribute that marks a model as cut, so that DeepSpeed's AutoTP does not cut it again."""
 
 
 def record_of(cut: Cut, shares: Shares | None, ranks: int) -> Record:

@@ -1,4 +1,4 @@
-"""Quantized training: tensors that live as codes and scales."""
+"""Quantized training: tensors that are stored only as codes and scales."""
 
 from transaxle.quant import dispatch as _dispatch  # noqa: F401 - it tells the tensor what operations and functions do
 from transaxle.quant.dispatch import linear

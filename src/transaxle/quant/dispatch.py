@@ -245,7 +245,7 @@ def _band(tensor: QuantizedTensor, dim: int, first: int, size: int) -> Quantized
         blank=False,
         of=None,
         band=cut if old_band is None else replace(cut, start=old_band.start + first, whole=old_band.whole),
-        used=frame.rows + 1,  # rows outside the band share its scales, so no copy into the band may count as complete
+        used=frame.rows + 1,  # more than there are: no copy is complete, as elements outside the band share its scales
     )
     return QuantizedTensor(band_frame, tensor.skip, tensor.height, tensor.dtype)
 
@@ -338,9 +338,9 @@ def _new(tensor: QuantizedTensor, size: Sequence[int], device: Any, pin_memory: 
     """Return a quantized tensor of zeros. Three dims make a stack; otherwise the last dim is the row, and no dims mean
     one element.
 
-    If its rows have the same shape as this tensor's and are not more, it may be for a part of the same matrix. Then it
-    gets the position and shared buffers of the whole, because FSDP2 never copies any into ranks that it leaves without
-    rows.
+    If the new tensor has rows of the same shape as the given one's, and at most as many, it may become a part of the
+    same matrix. So it gets the given tensor's position and shared buffers, because FSDP2 never copies any into a rank
+    that it leaves without rows.
     """
     shape = tuple(size) if len(size) == _STACK else (prod(size[:-1]), size[-1]) if size else (1, 1)
     target = tensor.device if device is None else torch.device(device)

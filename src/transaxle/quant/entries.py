@@ -408,7 +408,10 @@ def _faults(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -> l
 
 
 def _own_shapes(weight: torch.Tensor) -> dict[str, tuple[int, ...]]:
-    """Return by suffix the shapes of entries that are already this rank's part, if no DTensor describes the cut."""
+    """Return the local shape of each entry by suffix, for a weight whose tensor-parallel cut no DTensor describes.
+
+    An entry that already has this shape is not cut again. Any other weight gives an empty dict.
+    """
     inner = _local(weight)
     if inner.frame.share is None or (isinstance(weight, DTensor) and cut_along(weight) is not None):
         return {}
@@ -417,7 +420,7 @@ def _own_shapes(weight: torch.Tensor) -> dict[str, tuple[int, ...]]:
 
 
 def _part(entry: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
-    """Return this rank's part of a buffer, or of values (`ORIGIN`), given whole or already cut."""
+    """Return this rank's part of an entry, a buffer or values (`ORIGIN`), which may be whole or already cut."""
     inner = _local(weight)
     values, share = entry, inner.frame.share
     if isinstance(entry, DTensor):

@@ -2,9 +2,9 @@
 
 A quantized matrix is codes and scales. FSDP2 cuts matrices between any two rows, and some scales cover tiles of several
 rows, so there are two kinds of buffers. *Cut* buffers have one row for each row of the matrix and are cut with it.
-*Shared* buffers belong to the whole matrix; every shard has all of them. A frame has both kinds, and knows at which row
-of the whole matrix it starts. Frames are mutable: a copy into a view must update the scales of the tensor that is
-viewed.
+*Shared* buffers belong to the whole matrix; every shard has all of them. A frame has buffers of both kinds, and knows
+at which row of the whole matrix it starts. Frames are mutable: a copy into a view must update the scales of the tensor
+that is viewed.
 
 A stack of matrices, [E, M, K], is a frame whose rows are the matrices. Each matrix has its own scales, so all buffers
 are cut and none is shared.
@@ -57,7 +57,7 @@ class Frame:
     columns: int
     """Elements in a row; in a stack, elements in a matrix."""
     whole: int
-    """Rows of the whole matrix, to which shared buffers belong; in a stack, number of matrices."""
+    """Number of rows of the whole matrix, of which this frame may have only some; in a stack, number of matrices."""
     cut: dict[str, torch.Tensor]
     """Buffers with one row for each row of this frame, by name."""
     shared: dict[str, torch.Tensor]
@@ -74,7 +74,7 @@ class Frame:
     band: Band | None = field(default=None, kw_only=True)
     """The range of columns (in a stack, of rows or columns) that this frame has, if not all of them."""
     of: Frame | None = field(default=None, kw_only=True)
-    """The stack, if this frame is a view of one of its matrices."""
+    """The stack's frame, if this frame is a view of one matrix of the stack."""
     share: Share | None = field(default=None, kw_only=True)
     """Which part of a whole this frame is, if tensor parallelism has cut the whole. Everywhere else in this class,
     "whole matrix" then means that part.

@@ -339,7 +339,7 @@ def words(state: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, stream
 
 
 _BY_ROWS, _BY_COLUMNS = 0, 1
-"""Streams of random numbers."""
+"""Numbers of the streams of random numbers, one for gradients quantized by rows and one for those by columns."""
 _OUT, _IN = -2, -1
 """Dims of a weight."""
 

@@ -97,7 +97,7 @@ class Quantizer(ABC):
             group: the ranks that have the rows of one matrix, in order. Amaxes are reduced over them, so that codes and
                 scales are those of the matrix quantized in one piece, bit for bit. Each rank calls this.
             start: row of the whole matrix at which `x` starts. Without it the ranks exchange their row counts.
-            whole: number of rows of the whole matrix; likewise.
+            whole: number of rows of the whole matrix. Without it the ranks exchange their row counts.
 
         Raises:
             Refused: `DTYPE_MISMATCH`, `SHAPE_MISMATCH` or `UNSUPPORTED` for tensors that cannot be quantized.

@@ -5,8 +5,8 @@ be quantized like a separate matrix. The exceptions are buffers of which the who
 amax, a history. They are computed over all ranks and are equal on each. All other buffers are parts of the whole
 matrix's buffers. FSDP2 may cut a share again, between any two rows.
 
-A **band** is a range of columns of a matrix, or of rows or columns of every matrix of a stack. FSDP2 makes bands where
-it is told to cut another dim than the first (`Shard(1)`). Cuts lie between tiles, so each band is quantized like a
+A **band** is a range of columns of a matrix, or of rows or columns of every matrix of a stack. FSDP2 makes bands if the
+user lets it cut another dim than the first (`Shard(1)`). Cuts lie between tiles, so each band is quantized like a
 separate matrix, except for the scale, amax or history of the whole matrix, of which every rank has a copy.
 """
 
@@ -42,7 +42,7 @@ class Share:
     group: dist.ProcessGroup
     """The ranks that have the parts."""
     shape: tuple[int, ...]
-    """Shape of the whole."""
+    """Shape of the whole matrix or stack."""
     dim: int
     """The dim that is cut."""
     positions: Intervals

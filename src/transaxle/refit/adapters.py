@@ -105,7 +105,7 @@ class _Names:
         self.tied = {key: names for key, names in self.tied.items() if len(names) > 1}
 
     def of(self, base: nn.Module) -> dict[str, list[str]]:
-        """Return the names without peft of each parameter of a module that adapters change."""
+        """Return, for each parameter of a module that adapters change, its names in the model without peft."""
         base_parameters = {}
         for parameter_name, parameter in base.named_parameters(recurse=False):
             paths = (own_name(f"{path}.{parameter_name}") for path in self._paths[id(base)])

@@ -175,7 +175,7 @@ def _merge_maxima(
     needed_by_name: Mapping[str, Sequence[tuple[int, Positions | None]]],
     targets: Mapping[str, EncodedTarget],
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (tensor name, amax of each matrix): the maximum over all ranks that hold a part of the matrix."""
+    """Yield (tensor name, amax of each matrix): the maximum over all ranks that have a part of the matrix."""
     for name, needed_by_rank in needed_by_name.items():
         leading = targets[name].tensor.shape[:-2]
         maxima = np.zeros(leading, np.float32)
@@ -311,11 +311,11 @@ class Agreement:
     sent_as: Mapping[str, str]
     """Source tensor name -> safetensors dtype code to which it is cast before it is sent."""
     items: list[Item]
-    """One item for each distinct part of a target tensor, with the ranks that hold this part."""
+    """One item for each distinct part of a target tensor, with the ranks that have this part."""
     names: list[str]
     """Target tensor name of each item; the index is the item's key."""
     parts: list[str]
-    """Name of each item's part on the ranks that hold it; the index is the item's key."""
+    """Name of each item's part on the ranks that have it; the index is the item's key."""
 
 
 def agree(source: tuple[State, Leaves], target: tuple[State, Leaves], world: World, options: RefitOptions) -> Agreement:
@@ -341,7 +341,7 @@ def agree(source: tuple[State, Leaves], target: tuple[State, Leaves], world: Wor
     )
     if config is not None and RANKS in (
         config_of_target or ()
-    ):  # some tensors hold one part for each of the engine's ranks
+    ):  # some tensors contain one part for each of the engine's ranks
         config = config_for_ranks(config, config_of_target[RANKS])  # type: ignore[index]  # it is in there
     sources, targets = census(source_leaves.tensors, world), census(target_leaves.tensors, world)
     weights = Weights(target_leaves.weights, world)

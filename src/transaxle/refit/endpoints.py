@@ -70,7 +70,7 @@ def check_forms(side: str, tensors: Mapping[str, torch.Tensor], planned: Mapping
     Args:
         side: "source" or "target", for error messages.
         tensors: this rank's tensors at this push.
-        planned: their forms when the refit was made.
+        planned: form of each tensor when the refit was made, by name.
 
     Raises:
         Refused: MISSING_TENSOR, UNEXPECTED_TENSOR, SHAPE_MISMATCH.

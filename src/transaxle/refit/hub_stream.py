@@ -146,7 +146,7 @@ def named_tensors(
 
     Raises:
         TypeError: an argument of a wrong type.
-        TransaxleError: on every rank.
+        TransaxleError: on every rank, with every problem of every rank.
     """
     options = select(locals(), STREAMING)
     world = World(group)
@@ -188,7 +188,7 @@ def plan_stream(state: State, to: str, options: Mapping[str, Any], world: World)
         world: the ranks.
 
     Raises:
-        TransaxleError: on every rank.
+        TransaxleError: on every rank, with every problem of every rank.
     """
     with world.together():
         dtype, model_settings = read_streaming(options)
@@ -296,7 +296,7 @@ class VllmSource:
 
     Raises:
         TypeError: an argument of a wrong type.
-        TransaxleError: on every rank.
+        TransaxleError: on every rank, with every problem of every rank.
     """
 
     @suggests

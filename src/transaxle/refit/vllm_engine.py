@@ -442,7 +442,7 @@ class VllmEngine:
             backend=meeting.backend,
             timeout=meeting.timeout,
         )
-        assert self._weights is not None  # it is made before
+        assert self._weights is not None  # `init_transfer_engine` has set it
         self._world = World(group)
         self._world.gather((number - meeting.first, self._open))
         self._refit = Refit(

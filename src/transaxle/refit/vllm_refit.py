@@ -398,7 +398,7 @@ class VllmRefit:
             self._engines = _Engines(engine if trainers.rank == trainers.ranks[0] else [], options)
             meeting = self._engines.prepare(address, trainers.size, _invitation(options))
         meeting = trainers.gather(meeting)[0]
-        assert meeting is not None  # of the first rank
+        assert meeting is not None  # the first rank always has one
         number = trainers.ranks.index(trainers.rank)
         with self._while_engines(lambda control, first: control.init(replace(meeting, first=first).as_json())):
             group = meet(

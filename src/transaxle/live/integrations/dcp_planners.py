@@ -148,7 +148,7 @@ def without_other_forms(
 
 
 def _by_parameter(names: Collection[str]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Group names by the stack's parameter: member names with a number, and all other names."""
+    """Return stacked parameter -> names of its experts' tensors, and stacked parameter -> names of the stack itself."""
     members: dict[str, set[str]] = defaultdict(set)
     stacks: dict[str, set[str]] = defaultdict(set)
     for stack, members_by_number in members_by_stack(names).items():
@@ -301,7 +301,7 @@ def _sources(lacking: Iterable[str], stored: Iterable[str]) -> dict[str, list[st
 
 
 def _of_stack(name: str) -> tuple[str, str, str] | None:
-    """Split the key of one parameter's setting in three, with an expert's name replaced by that of the stack."""
+    """Split the key of a parameter's setting into prefix, parameter and setting; an expert becomes its stack."""
     split = _ONE.fullmatch(name)
     return None if split is None else (split[1], stack_name(split[2]), split[3])
 
@@ -345,11 +345,11 @@ def _rename_experts(
 _STATE = re.compile(r"((?:.*?\.)?optim(?:izer)?\.state\.).+\.[^.]+")
 """Flattened key of an optimizer's state, `app.optim.state.<parameter>.<state>`; group 1 is the prefix."""
 _HOME = "optimizer.state."
-"""Default prefix, for a state dict without optimizer entries."""
+"""Prefix of optimizer state, if the state dict has no optimizer entry that shows it."""
 
 
 class _Translating:
-    """Arguments that the planners have beside those of torch's planners."""
+    """Arguments that both planners have in addition to those of torch's planners."""
 
     def __init__(
         self,

@@ -54,9 +54,9 @@ _PREFIX = "checkpoint-"
 _STATE_FILE, _HISTORY = "trainer_state.json", "log_history"
 """The Trainer's progress file, and the key of its log history in that file."""
 _PROGRESS = "trainer_state"
-"""Name of the progress file's text in a checkpoint's extra state."""
+"""Key under which a checkpoint's extra state has the text of the progress file."""
 _RANDOM, _SCALER = "random", "scaler"
-"""Names of each rank's random state and of a gradient scaler's state in a checkpoint's extra state."""
+"""Keys under which a checkpoint's extra state has each rank's random state and the state of a gradient scaler."""
 _WEIGHTS = ".safetensors"
 _BLOCK = 8 << 20
 
@@ -72,8 +72,8 @@ class TrainerCheckpoints:
     any world size and sharding, and at the same world size the random states, after the Trainer has loaded its own
     copies. The Trainer deletes old checkpoints (`save_total_limit`) before this callback writes, so let it keep two.
 
-    With `url`, each `checkpoint-N` lies there instead, with the Trainer's progress in it: `fetch` brings one back for a
-    Trainer that has nothing. The callback then deletes old ones itself, after a newer one is complete.
+    With `url`, each `checkpoint-N` lies there instead, with the Trainer's progress in it: `fetch` copies one back to a
+    machine that has none. The callback then deletes old ones itself, after a newer one is complete.
 
     Args:
         to: `FORMAT[:DIALECT]`, as for `save`.
@@ -82,13 +82,13 @@ class TrainerCheckpoints:
             Trainer does not pass it to callbacks.
         group: the ranks that train, and save, together; None: all.
         url: a folder or URL for the checkpoints.
-        keep: how many of them stay; the Trainer's best one stays, too; None: all.
+        keep: number of checkpoints to keep, in addition to the Trainer's best one; None: all.
 
     The other arguments are those of `save`.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
-        TransaxleError: a format, family or dialect that there is not; a config that cannot be read.
+        TypeError: an argument of a wrong type.
+        TransaxleError: an unknown format, family or dialect; a config that cannot be read.
     """
 
     @suggests
@@ -372,7 +372,7 @@ def _copy_weights(place: str, folder: Path) -> None:
 
 
 _BEST = "transaxle_best"
-"""Name of the best checkpoint's name in a checkpoint's extra state."""
+"""Key under which a checkpoint's extra state has the name of the best checkpoint."""
 
 
 class AccelerateHooks:
@@ -396,13 +396,14 @@ class AccelerateHooks:
         background: with `url`, write while training goes on, as `async_save` does; call `wait` at the end.
         group: the ranks that train, and save, together; None: all.
         url: a folder or URL for the checkpoints.
-        keep: how many of them stay; what `keep_best` names stays, too; None: all. Names end in the number of the step.
+        keep: number of checkpoints to keep, in addition to the one that `keep_best` names; None: all. The folders that
+            `save_state` gets must then have names that end in the number of the step.
 
     The other arguments are those of `save`.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
-        TransaxleError: a format, family or dialect that there is not; a config that cannot be read.
+        TypeError: an argument of a wrong type.
+        TransaxleError: an unknown format, family or dialect; a config that cannot be read.
     """
 
     @suggests
@@ -449,7 +450,7 @@ class AccelerateHooks:
         self._steps = None if place is None else StepCheckpoints(place, count, self._group, background=background)
 
     def register(self, accelerator: Any) -> None:
-        """Register both hooks with an `Accelerator`; those of models that its `free_memory` has dropped go.
+        """Register both hooks with an `Accelerator`; hooks of models that its `free_memory` has dropped are removed.
 
         Raises:
             Refused: NAME_COLLISION for a `url` that other hooks of this accelerator have; UNSUPPORTED for a model into

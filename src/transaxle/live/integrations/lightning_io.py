@@ -72,7 +72,7 @@ class Checkpoints(Protocol):
 
 
 def follow(module: nn.Module, kind: type[Checkpoints]) -> None:
-    """Let runs of a `LightningModule` begin with `take_part`, if its trainer has a `CheckpointIO` of type `kind`."""
+    """Call `take_part` whenever a run of a `LightningModule` begins whose `CheckpointIO` is of type `kind`."""
     configure = getattr(module, _CONFIGURE, None)
     if configure is not None and _CONFIGURE not in vars(module):
         setattr(module, _CONFIGURE, partial(_begin, module, configure, kind))
@@ -204,7 +204,7 @@ class LightningCheckpoints:
     The other arguments are those of `save`.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
+        TypeError: an argument of a wrong type.
         TransaxleError: an unknown format.
     """
 
@@ -431,7 +431,7 @@ class LightningCheckpoints:
             self._job.result()
 
     def _own_group(self) -> dist.ProcessGroup | None:
-        """Return a group of only this rank, which Lightning has save alone; None without a process group."""
+        """Return a group of only this rank, on which Lightning saves alone; None without a process group."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
         if self._alone is None:

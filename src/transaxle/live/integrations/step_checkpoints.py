@@ -45,7 +45,7 @@ def read_place(url: PathLike | None, keep: int | None) -> tuple[str | None, int 
     """Validate the folder or URL for step checkpoints, and the number of them to keep.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
+        TypeError: an argument of a wrong type.
         ValueError: `keep` is zero or less.
         Refused: UNSUPPORTED for `keep` without `url`.
     """

@@ -334,7 +334,7 @@ class Weights:
                 stored = raw.tensors()
                 unproven = {
                     raw.model_name(check.first.name) for check in raw.checkpoint.checks
-                }  # stored twice, and maybe unequal
+                }  # tensors that are stored twice, perhaps with unequal values
                 fits = [
                     name
                     for name, typed in self._all.items()

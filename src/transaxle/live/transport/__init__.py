@@ -1,1 +1,1 @@
-"""Bytes between ranks: collectives, shared memory, rendezvous."""
+"""Exchange of bytes between ranks: collectives, shared memory, rendezvous."""

@@ -348,7 +348,7 @@ class SharedStore(Store):
         return refuse("IO", f"cannot meet at {self._where}: {error.strerror or error}", hint=_THERE)
 
     def _connect(self, address: tuple[str, int], end: float, secret: bytes) -> bool:
-        """Connect to number 0 and prove the secret; False if another attempt is due."""
+        """Connect to the store's server (number 0), and prove the secret; False if the caller should try again."""
         try:
             self._socket = socket.create_connection(address, max(end - time.monotonic(), _AGAIN))
         except OSError as error:

@@ -49,7 +49,7 @@ _BUFFER = re.compile(rf"[<>|][{_BUFFERS}][1-9]\d?")
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if type(each) is torch.dtype}
 """torch's dtypes by name; looking up other attributes could make torch import modules."""
 _SYSTEM = {each.__name__: each for each in OF_SYSTEM}
-"""Errors of the operating system that a refusal may be raised as."""
+"""Built-in exceptions for errors of the operating system, by the names that an encoded refusal has (`system`)."""
 _KINDS: Mapping[type, _Kind] = {list: _Kind.LIST, set: _Kind.SET, frozenset: _Kind.FROZENSET}
 RECORDS: dict[str, type] = {}
 """Registered classes, by their full names."""
@@ -98,7 +98,7 @@ def _pack(value: Any, otherwise: Callable[[object], object] | None) -> Any:
         return [_Kind.DTYPE, str(value).removeprefix("torch.")]
     if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in _BUFFERS:
         return [_Kind.ARRAY, value.dtype.str, *value.shape, np.ascontiguousarray(value).tobytes()]
-    if kind is Refusal:  # a refusal's drawing stays on its own rank
+    if kind is Refusal:  # without `detail`, the function for a report's figure, which cannot be sent
         system = None if value.system is None else value.system.__name__
         texts = (value.code, value.message, value.where, value.hint, system)
         return [_Kind.REFUSAL, *(_pack(each, None) for each in texts)]

@@ -175,7 +175,7 @@ def e8m0_scale(amax, code_max: tl.constexpr):
 def float8_scale(amax, code_max: tl.constexpr, largest: tl.constexpr, even: tl.constexpr):
     """Return the factor for a tile's elements that maps its amax to the largest code; with `even`, a power of two.
 
-    `largest` is the largest finite number of the input's dtype: the factor if the quotient overflows.
+    If the quotient overflows, the factor is `largest`, the largest finite number of the input's dtype.
     """
     scale = tl.div_rn(tl.full(amax.shape, code_max, tl.float32), amax)
     # A tiny amax overflows the quotient; zeros, infinities and NaN get the scale 1 below.
@@ -352,8 +352,9 @@ def quantize_program(
 ):  # fmt: skip
     """Quantize one block of a matrix: loaded once, stored rowwise, columnwise or both.
 
-    The columnwise codes have tiles of columns x rows. Pointers that are None are not written. `total` is one float32:
-    the tensor's amax or, depending on the scheme, a given scale; None if only tiles have amaxes.
+    Tiles are `rows` x `columns` for rowwise codes, and `columns` x `rows` for columnwise codes. Pointers that are None
+    are not written. `total` is one float32: the tensor's amax or, depending on the scheme, a given scale; None if only
+    tiles have amaxes.
     """
     across = tl.maximum(tl.cdiv(width, block_columns), 1)
     program = tl.program_id(0).to(tl.int64)
@@ -414,8 +415,8 @@ def dequantize_program(
 ):  # fmt: skip
     """Store the values of one block of codes: code times scale in float32, rounded once.
 
-    The scale of nvfp4 includes the factor of the tensor, its amax (`total`) over `divisor`. In either dim, blocks are
-    inside one tile or consist of whole tiles.
+    For nvfp4, a tile's scale is first multiplied by the tensor's factor, its amax (`total`) divided by `divisor`. In
+    either dim, blocks are inside one tile or consist of whole tiles.
     """
     across = tl.cdiv(width, block_columns)
     program = tl.program_id(0).to(tl.int64)
