@@ -109,7 +109,7 @@ def tensor_names(patterns: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _stem(hub: str, memory: str, patterns: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the words of that side whose name identifies a tensor."""
+    """Return the words of a tensor's name in the hub or in memory: of the one that no other tensor has."""
     chosen = hub if sum(pattern[0] == hub for pattern in patterns) == 1 else memory
     if chosen == memory and sum(pattern[1] == memory for pattern in patterns) > 1:
         chosen = f"{memory}.{hub.rpartition('.')[2]}"
@@ -151,7 +151,7 @@ def numbers(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 class Sizes:
-    """Formulas for sizes, by their values in all traces.
+    """Finds the formula of a size over config keys, by its values in all traces.
 
     Args:
         configs: the config of every trace.

@@ -51,7 +51,7 @@ class DimShare:
     offset: int
     """First position in the dim."""
     digits: tuple[tuple[int, int], ...]
-    """`(index of the digit, stride in positions of the dim)`, outermost first."""
+    """Digits in the dim, outermost first: number of the digit in the move, and its stride in positions of the dim."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Parts:
     of: Sequence[Mapping[tuple[str, str], Sequence[tuple[Part, Instance]]]]
     """For each trace, `(side, stored name)` -> parts in that tensor, with their instances."""
     axes: DisjointSets[Place]
-    """Places in names, united where they count the same axis."""
+    """Places of indices in names; those whose numbers count along the same axis are united."""
     patterns: Patterns
     """Patterns of all names."""
 
@@ -268,7 +268,7 @@ def parts(traces: Sequence[Trace], numbering: Numbering) -> Parts:
 
     Raises:
         Underivable: the moves do not form parts; the message names the tensors.
-        Unpaired: likewise, where numbers in names may have another meaning.
+        UnpairedIndex: likewise, where numbers in names may have another meaning.
     """
     patterns = Patterns(traces, numbering)
     by_names: dict[tuple[Pattern, Pattern, int, int], Part] = {}
@@ -453,7 +453,7 @@ class AxisObservations:
     numbers: Mapping[Part, int]
     """Part -> its number."""
     joined: DisjointSets[AxisKey]
-    """Axes, united where they are one."""
+    """Axes; those that must be the same axis are united."""
     sizes: dict[AxisKey, set[tuple[int, int]]]
     """Axis -> all `(trace, size)` pairs observed."""
 

@@ -346,7 +346,7 @@ class Builder:
         return bool(common) and all(sizes[0][t] == sizes[1][t] and len(sizes[0][t]) == 1 for t in common)
 
     def _tie(self, structure: Structure, pairs: Mapping[tuple[Pattern, Pattern], set[int]]) -> dict[int, set[int]]:
-        """Add the ties; return for each alias the traces in which it is one."""
+        """Add the ties; return the traces in which each alias shares the values of its original."""
         tied: dict[int, set[int]] = {}
         for (alias, source), traces in pairs.items():
             tied |= self._tie_pair(structure, alias, source, traces)
@@ -525,19 +525,19 @@ class Writer:
                     attempt(axis, near)
 
     def _number(self, axis: AxisKey, _near: str) -> None:
-        """Use the size itself where it is 2, 3 or 4 in every config."""
+        """Give an axis its size as a number, if that is 2, 3 or 4 in every config."""
         size = self._size(axis)
         if len(size) > 1 and set(size.values()) <= {2, 3, 4} and len(set(size.values())) == 1:
             self.formulas[axis] = str(next(iter(size.values())))
 
     def _count(self, axis: AxisKey, near: str) -> None:
-        """Use a key that counts heads, groups or experts."""
+        """Give an axis a key that counts heads, groups or experts."""
         formula = self.known.formula(self._size(axis), near, deep=True)
         if formula is not None and _COUNTED.search(formula) and not set("*/+-") & set(formula):
             self.formulas[axis] = formula
 
     def _deep(self, axis: AxisKey, near: str) -> None:
-        """Use any formula that fits."""
+        """Give an axis any formula that fits."""
         formula = self.known.formula(self._size(axis), near, deep=True)
         size = set(self._size(axis).values())
         if formula is None and len(size) == 1:

@@ -53,7 +53,9 @@ class Encoding:
     power_of_two: bool = False
     """Whether scales are written as powers of two (E8M0 scales always are)."""
     scale_max: int = 448
-    """Largest value that nvfp4 block scales are computed to reach; 256 in the `4 over 6` variant. The two never mix."""
+    """Largest value that nvfp4 block scales are computed to reach; 256 in the `4 over 6` variant. No tensor mixes
+    scales of both kinds.
+    """
 
     @property
     def code_bits(self) -> int:

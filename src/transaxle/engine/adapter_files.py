@@ -463,7 +463,7 @@ _FILE = "\0converted "
 _ANY = "F32"
 """Placeholder dtype of the base's weights: nothing depends on it."""
 Express = Callable[[Container, str, Mapping[str, Any]], Model]
-"""Makes a checkpoint of (container, label of its dialect or "", config of the model)."""
+"""`express(container, label of its dialect or "", config of the model)`: return the container as an open checkpoint."""
 
 
 class _GatheredFile:
@@ -498,7 +498,7 @@ def convert_adapter(
         adapter_settings: the name of its adapter_config.json, and the content.
         config: the config.json of the base, without its section on encodings.
         dialect: label of the other dialect.
-        express: makes a checkpoint of other tensors of the model; see `Express`.
+        express: opens a container of other tensors as a checkpoint of the model; see `Express`.
 
     Raises:
         UsageError: UNKNOWN_FAMILY, AMBIGUOUS or UNKNOWN_AXIS if the base is unknown.

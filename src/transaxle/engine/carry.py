@@ -97,7 +97,7 @@ def prove(part: PlanPart, storage: Storage, recoding: Recoding, limit: Limits, *
         part: the part of the plan.
         storage: storage of the source.
         recoding: computed tensors of the source.
-        limit: workers and memory.
+        limit: number of workers, and memory of their buffers.
         allow_lossy: values may become infinite; otherwise they are refused here.
 
     Returns:
@@ -133,7 +133,7 @@ def carry(
         tensors: planned tensors.
         storage: storage of the source; the memory of ranks if there is an exchange, which makes the call collective.
         files: files to write; None: only hash.
-        limit: workers and memory.
+        limit: number of workers, and memory of their buffers.
         record: called with the name and hash of each finished tensor.
         progress: called with the bytes of each block.
         span_size: bytes of the spans in which tensors are hashed; None: `SPAN`.
@@ -302,7 +302,13 @@ def seal(
     Refuses values that became infinite, checks the source once more, and writes the files that depend on all tensors:
     copied files, the rest of the tensor files, and the manifest of a folder.
 
-    the plan with its source and draft.
+    Args:
+        prepared: the plan with its source and draft.
+        files: the staged files.
+        limit: number of workers, and memory of their buffers.
+        tensors: each written tensor with its hash.
+        measured: errors of decoded, cast and merged tensors.
+        foretold: tensor name -> hash, where digests were written before the tensors; None: digests are written here.
 
     Returns:
         The error of each tensor whose values changed.
@@ -463,7 +469,7 @@ class Report:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain JSON data."""
+        """Return the report as plain JSON data."""
         data = asdict(replace(self, recoded=(), verification=None))
         del data["verification"]
         data["recoded"] = [each.as_json() for each in self.recoded]

@@ -264,7 +264,7 @@ class Sharding:
         return notebook(str(self))
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain JSON data."""
+        """Return the sharding as plain JSON data."""
         return {
             "ranks": list(self.ranks),
             "bytes": self.nbytes,

@@ -145,7 +145,7 @@ class Comparison:
         return f"equal, {amount}" if self.equal else f"{plural(len(self.differences), 'difference')}, {amount}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain JSON data."""
+        """Return the comparison as plain JSON data."""
         return {
             "equal": self.equal,
             "first": self.first,
@@ -198,7 +198,7 @@ def to_common_dialect(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint
             return first if label == first.dialect else first.view_as(label), second.view_as(label)
         except TransaxleError:
             continue
-    return first_view, second  # different lengths are then reported as they are
+    return first_view, second  # no dialect without padding fits both: the comparison then reports different lengths
 
 
 def _parameters_with_state(checkpoint: Checkpoint) -> frozenset[str] | None:
@@ -240,7 +240,7 @@ def compare(
         second: open checkpoint.
         numeric: measure differences of values; encoded tensors are decoded, and values are compared across number
             formats. Otherwise tensors are compared byte by byte up to their first difference, and by their encoding.
-        limit: workers and memory.
+        limit: number of workers, and memory of their buffers.
         progress: called with the bytes of each compared block.
 
     Raises:
@@ -289,7 +289,7 @@ def compare(
 
 
 def _with_components(differences: Sequence[Difference], first: Checkpoint, second: Checkpoint) -> list[Difference]:
-    """Return the differences with their logical tensors, which a comparison within one dialect does not need."""
+    """Return the differences, each with its logical tensors, which comparing within one dialect leaves open."""
     if all(difference.component for difference in differences):
         return list(differences)
     component_of = components_by_name(first) | components_by_name(second)

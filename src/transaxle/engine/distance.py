@@ -57,7 +57,7 @@ class Rounding:
         self.steps = 0.0
         """Largest difference in steps."""
         self.scales = 0.0
-        """Largest difference divided by the scale of its tile."""
+        """Largest quotient of a difference and the scale of its tile."""
         self._decoder = decoder
 
     def skip(self, elements: int) -> None:
@@ -229,7 +229,7 @@ class CodeErrors(msgspec.Struct):
     steps: float = 0.0
     """Largest difference in steps."""
     scales: float = 0.0
-    """Largest difference divided by the scale of its tile."""
+    """Largest quotient of a difference and the scale of its tile."""
 
 
 class SurveyResult(msgspec.Struct, frozen=True):

@@ -181,7 +181,7 @@ class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
         return unlike(self.name, self.why, self.hint, zero=self.zero)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain JSON data, with a name for each number."""
+        """Return the check as plain JSON data, with a name for each number."""
         sides = {side: [each.as_json() for each in getattr(self, side)] for side in _SIDES}
         rounded = None if self.rounded is None else dict(zip(_SIDES, self.rounded, strict=True))
         return {"name": self.name, "why": self.why, "nbytes": self.nbytes, **sides, "rounded": rounded}

@@ -140,7 +140,7 @@ def preflight(
         running: whether the plan is about to be executed: then a checkpoint that a killed run was replacing is
             restored, as in every run. Otherwise nothing is changed.
         several: whether several workers execute it.
-        limit: workers and memory.
+        limit: number of workers, and memory of their buffers.
         progress: called with the bytes of each compared block of such a target.
 
     Returns:
@@ -206,7 +206,7 @@ def _check_place(
         prepared: the plan with its source and draft.
         task: identity of the task, as in its journal.
         request: the target, whether it may be replaced, and whether to continue an interrupted run.
-        begin: starts a staged checkpoint there.
+        begin: creates the stage for writing at the target.
         is_done: reads the target, and tells whether it is complete.
         running: as for `preflight`.
     """
@@ -241,7 +241,7 @@ def _damage(prepared: Prepared, target: str) -> Iterator[Refusal]:
 
 
 def watch_source(prepared: Prepared) -> None:
-    """Start to check what is read of the source, and of a merged adapter, against their recorded hashes.
+    """Start to check the bytes read from the source, and from a merged adapter, against their recorded hashes.
 
     Raises:
         TransaxleError: as for `watch_hashes`.
@@ -391,7 +391,7 @@ def execute(
         resume: continue an interrupted run of the same plan; a target that already has the planned content is left
             alone.
         sync: sync everything to disk before the rename.
-        limit: workers and memory.
+        limit: number of workers, and memory of their buffers.
         progress: called with the bytes of each written block.
         times: records when the tensors of each file are written.
 
@@ -434,7 +434,7 @@ def _write(
     Args:
         prepared: the checked plan.
         staging: the staged files to write.
-        limit: workers and memory.
+        limit: number of workers, and memory of their buffers.
         progress: called with the bytes of each written block.
         measured: errors of decoded, cast and merged tensors.
         times: records when tensors are written.

@@ -24,7 +24,7 @@ class Explanation:
     """What the user can do."""
 
     def as_json(self) -> dict[str, str]:
-        """Return it as plain JSON data."""
+        """Return the explanation as plain JSON data."""
         return {"summary": self.summary, "meaning": self.meaning, "example": self.example, "remedy": self.remedy}
 
     def __str__(self) -> str:

@@ -117,7 +117,7 @@ class Replacement:
 
     Attributes:
         entry: the adapter's tensor.
-        rows: its bytes.
+        rows: bytes of that tensor, in row-major order.
     """
 
     entry: Entry
@@ -232,38 +232,39 @@ class Model(Protocol):
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Content of its config.json."""
+        """Content of the model's config.json."""
 
     @property
     def catalog(self) -> Catalog:
-        """Its tensors as tables see them."""
+        """The model's tensors as tables see them."""
 
     @property
     def family(self) -> str | None:
-        """Its model family; None if no table reads its names."""
+        """Family of the model; None if no table reads its names."""
 
     @property
     def reading(self) -> Any:
-        """Its family and dialect."""
+        """Family and dialect of the model's names."""
 
     @property
     def bound(self) -> BoundNames:
-        """Its names, read through its dialect."""
+        """The stored names, matched with the lines of their dialect."""
 
     @property
     def sizes(self) -> Sizes:
-        """Its axis sizes."""
+        """Axis sizes of the model."""
 
     def translation(self, dialect: str) -> View:
-        """Return its tensors in another dialect."""
+        """Return the model's tensors in another dialect."""
 
     def source_of(self, dialect: str) -> Source:
         """Return the source of the tensors of another dialect."""
 
 
 Express = Callable[[Container, str, None, Mapping[str, int]], Model]
-"""Makes a checkpoint of other tensors of a model: (files, dialect of their names, None for the same config, axis
-sizes)."""
+"""`express(files, dialect of their names, None, axis sizes)`: return a container of other tensors as a checkpoint of
+the model, with the model's config.
+"""
 
 
 def merge_adapter(model: Model, adapter: Container, config: Mapping[str, Any], express: Express) -> Container:
@@ -273,7 +274,7 @@ def merge_adapter(model: Model, adapter: Container, config: Mapping[str, Any], e
         model: the checkpoint under its stored names.
         adapter: the files of the adapter.
         config: content of its adapter_config.json.
-        express: makes a checkpoint of the same model; see `Express`.
+        express: opens a container of other tensors as a checkpoint of the model; see `Express`.
 
     Raises:
         Refused: UNSUPPORTED for adapters other than LoRA, and for weights that are not plain; MISSING_TENSOR or
@@ -486,7 +487,7 @@ def _in_memory(model: Model) -> Collection[str] | None:
     """Return the tensor names of the model's class in memory; None if no table has them."""
     try:
         return model.translation(_MEMORY).targets.keys() if model.family is not None else None
-    except TransaxleError:  # the family has no such dialect, or it needs unknown sizes
+    except TransaxleError:  # the family has no such dialect, or the translation needs a size that is unknown
         return None
 
 

@@ -56,7 +56,7 @@ def read_back(
         prepared: the plan that was executed.
         target: path of the result.
         reading: options with which the source was opened.
-        limit: workers and memory.
+        limit: number of workers, and memory of their buffers.
         watching: shows progress.
     """
     with open_checkpoint(target, **_result(prepared, target, reading)) as written:
@@ -117,7 +117,7 @@ def is_finished(prepared: Prepared, target: str, limit: Limits, progress: Progre
     Args:
         prepared: the plan with its source and draft.
         target: path of the target, or URL of an existing one.
-        limit: workers and memory.
+        limit: number of workers, and memory of their buffers.
         progress: called with the bytes of each compared block.
         errors: receives the error of each encoded tensor, by table name.
 
@@ -194,7 +194,7 @@ def _compare_tensors(
         prepared: the plan with its source and draft.
         items: tensors of the plan.
         storage: the written files.
-        limit: workers and memory.
+        limit: number of workers, and memory of their buffers.
         progress: called with the bytes of each compared block.
         errors: receives the error of each encoded tensor, by table name.
         differing: receives the names of tensors that differ; None: stop at the first difference.

@@ -357,7 +357,7 @@ class Traffic:
         return int(self.between_ranks[same].sum())
 
     def as_json(self, ranks_per_node: int | None = None) -> dict[str, Any]:
-        """Return it as plain JSON data.
+        """Return the traffic as plain JSON data.
 
         Args:
             ranks_per_node: number of ranks on a node; None: unknown.

@@ -371,7 +371,7 @@ class _SummingTally:
         return np.where(negative, ~codes + self._word.type(1), codes), negative
 
     def _places(self, codes: Codes, negative: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """Return integers in the same order as the values."""
+        """Return integers that are ordered like the values of the codes."""
         kind = self._type
         if kind.mantissa:
             codes = np.where(negative, codes ^ self._word.type(kind.size_mask), codes)
@@ -381,7 +381,7 @@ class _SummingTally:
         return places
 
     def _value(self, place: int) -> float:
-        """Return the value of such an integer."""
+        """Return the value for an integer of `_places`."""
         kind = self._type
         if not kind.mantissa:
             return float(place if kind.signed or kind.bits < 64 else place + (1 << 63))
@@ -477,7 +477,7 @@ def measure_values(checkpoint: Checkpoint, limit: Limits, progress: Progress = n
 
     Args:
         checkpoint: checkpoint in its stored dialect; quantized tensors are decoded.
-        limit: workers and memory.
+        limit: number of workers, and memory of their buffers.
         progress: called with the bytes of each block.
 
     Raises:

@@ -137,7 +137,7 @@ class Verification:
         return f"sound, the data is unchecked{'' if self.unproved == self.bytes_read else f' ({size(self.unproved)})'}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain JSON data."""
+        """Return the result as plain JSON data."""
         return {
             "ok": self.ok,
             "tensors": self.tensors,
@@ -253,7 +253,7 @@ def _check_copies(container: Container, digests: Mapping[str, str], limit: Limit
     Args:
         container: the checkpoint.
         digests: hashes of its tensors, by name.
-        limit: workers and memory.
+        limit: number of workers, and memory of their buffers.
     """
     twins = (*container.twins, *container.uncompared)
     comparable = [
@@ -361,7 +361,9 @@ def second_options(reading: Mapping[str, Any]) -> dict[str, Any]:
 def _open_named(opening: AbstractContextManager[Checkpoint], source: CheckpointLike) -> Iterator[Checkpoint]:
     """Open one of two checkpoints; problems of its files are reported with its path, to tell the two apart.
 
-    opens the checkpoint.
+    Args:
+        opening: opens the checkpoint.
+        source: the same checkpoint, as the caller gave it.
 
     Raises:
         TransaxleError: any error of `opening`.

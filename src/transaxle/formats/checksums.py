@@ -1,7 +1,7 @@
 """Checks the checksums in files while the bytes are read.
 
-A zip archive contains the CRC-32 of each record. Bytes that are read anyway are summed on the way, part by part and in
-any order; only the rest of a range is read for the checksum alone.
+A zip archive contains the CRC-32 of each record. Parts of a range that are read anyway are summed as they are read, in
+any order; only the rest of the range is read for the checksum alone.
 
 `copier.c` computes a CRC-32 in a third of zlib's time where the processor multiplies without carries, which is every
 x86-64 of the last ten years; elsewhere zlib computes the same number.
@@ -276,7 +276,7 @@ class Witness(Overlay):
                 tally.read += total
 
     def _count_shared(self, checksum: Checksum, total: int, end: int, result: array[int], cover: int) -> None:
-        """Count runs whose share of the checksum was computed; `result`: returned by `Steps.share`."""
+        """Count runs whose share of the checksum was computed; `result`: returned by `Steps.add_crc_share`."""
         self._count_runs(checksum, total)
         with self._lock:
             tally = self._tally(checksum)

@@ -7,7 +7,7 @@ A whole checkpoint is one nested state dict, with the model, the optimizer's sta
 
       {"model": {name: tensor}, "optimizer": {"state": {parameter: {state: tensor}}, "param_groups": [...]}, ...}
 
-`training_state.arrange` names its leaves.
+`training_state.arrange` names the leaves of such a state.
 """
 
 from __future__ import annotations

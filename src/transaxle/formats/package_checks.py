@@ -56,7 +56,7 @@ class _Checks:
 
         Args:
             name: its key in the catalog.
-            entry: the tensor's entry.
+            entry: the tensor's entry in the catalog.
             file: file to name in a problem if the entry's extents have none.
         """
         if not _is_a(entry, Entry) or entry.name != name or not _is_text(name):

@@ -272,8 +272,8 @@ def _refuse_padding(expression: Expression, node: Node) -> None:
 def _readings(
     expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], shape: Shape, shards: Sequence[Shape]
 ) -> Iterator[tuple[object, tuple[str, Division]]]:
-    """Yield `(key, (text of the cut, division))` for the divisions that give these shards; equal divisions share a
-    key.
+    """Yield `(key, (text of the cut, division))` for each division with shards of these shapes; equal ones have equal
+    keys.
     """
     # Shards of the whole shape are no parts, so every rank has the whole tensor.
     if all(shard == shape for shard in shards):

@@ -73,8 +73,9 @@ class Model:
     def present(self) -> Mapping[str, frozenset[Index]]:
         """Logical tensor -> the layers in which it exists; a tensor that equals another one by a tie is absent.
 
-        Conditions may depend on the presence of other tensors, even in a circle. Tensors that only depend on each other
-        are absent. This excludes the multi-token-prediction layers, which trainers and engines keep separately.
+        Conditions may depend on the presence of other tensors, even in a circle. Tensors whose conditions only refer to
+        one another are absent. This excludes the multi-token-prediction layers, which trainers and engines keep
+        separately.
 
         Raises:
             UsageError: UNKNOWN_AXIS where the number of layers is unknown.

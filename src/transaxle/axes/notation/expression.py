@@ -154,7 +154,7 @@ def _share(parts: _Parts, component: str) -> Share:
 
 
 def _measure(node: Node, sizes: AxisSizes) -> tuple[int, _Parts]:
-    """Return the size of a node and the share of each component in it (key None: of every component)."""
+    """Return the size of a node, and each component's share in it; the key None stands for every component."""
     match node:
         case Axis(name):
             return sizes[name], {None: Share(0, ((name, sizes[name], 1),))}

@@ -290,7 +290,7 @@ def overlay_statements(
         new_statements: the dialect's own statements.
         head: the statement that errors point to if no own statement causes them.
         gone: tensors that the family does not inherit.
-        problems: list that refusals of lines that would silently lose a tensor are added to.
+        problems: receives refusals of lines that would silently lose a tensor.
     """
     by_tensor: dict[str, list[int]] = {}
     for number, statement in enumerate(new_statements):

@@ -316,7 +316,7 @@ class Overlay(msgspec.Struct):
     """Whether the file only adds dialects to the family; their labels must be new."""
 
     def result(self, statements: Sequence[Statement], sections: Sequence[_SectionStatements]) -> FamilyText:
-        """Return the family with these statements and dialects of its own."""
+        """Return the inherited family, overlaid with its own statements and dialects."""
         cut_out = [statement for statement in statements if statement.head == WITHOUT]
         narrowed = [statement for statement in statements if statement.head == KEEP]
         own_statements = [statement for statement in statements if statement.head not in (WITHOUT, KEEP)]
@@ -348,7 +348,9 @@ class Overlay(msgspec.Struct):
         return gone
 
     def _select_dialects(self, narrowed: Sequence[Statement]) -> dict[str, Section]:
-        """Return the inherited dialects to keep; a dialect `like` an excluded one gets the lines of that one."""
+        """Return the inherited dialects to keep; a kept dialect that is `like` an excluded one gets the excluded one's
+        lines.
+        """
         sections = dict(self.below.sections)
         if not narrowed:
             return sections

@@ -210,7 +210,9 @@ class _Model(NamedTuple):
     form: NumberFormat
     """Dtype and encoding of its sources."""
     joined: Sequence[tuple[str, AlikeTensors, tuple[Arithmetic | None, Arithmetic | None], list[AlikePart]]]
-    """For targets of alike tensors: component, tensors and arithmetic, and the list of parts used so far."""
+    """One entry per component, if its sources are alike: component, sources, arithmetic, and the parts that targets use
+    so far.
+    """
 
     def use_parts(self, index: Mapping[str, int]) -> tuple[TargetPart, ...]:
         """Return the parts of the target with an index, and record the tensors that it reads."""
@@ -234,7 +236,8 @@ class _Translator:
         recode: Recode,
         state_lines: Collection[Line],
     ) -> None:
-        # State that keeps its name is excluded: it would separate axes that nothing else separates.
+        # Optimizer state that keeps its stored name is excluded: its lines would separate axes that no other line
+        # separates.
         self.bound, self.state_as_stored = _without_state_of(bound, state_lines)
         bound = self.bound
         self.stored = stored

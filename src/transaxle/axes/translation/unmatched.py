@@ -239,7 +239,7 @@ class Unplaced:
         self._alike: dict[tuple[LineSources, Line], list[AlikePart]] = defaultdict(list)
 
     def use(self, line: Line, by_component: Mapping[str, Sources]) -> None:
-        """Mark the sources of one target as placed."""
+        """Record that the sources of one target have a place in the target dialect."""
         for sources in by_component.values():
             if isinstance(sources, AlikeSources):
                 self.parts_taken(line, sources.line_sources).append(sources.origins)

@@ -111,7 +111,7 @@ class SwizzledTensor(msgspec.Struct, frozen=True):
     block: int
     """Number of codes along a row that share a scale."""
     compact: Mapping[str, Any]
-    """Its description with scales in compact order."""
+    """The tensor's description in the metadata, changed to scales in row-major order."""
 
 
 def find_swizzled(metadata: Mapping[str, object]) -> Mapping[str, SwizzledTensor]:

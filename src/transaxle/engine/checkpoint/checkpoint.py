@@ -168,7 +168,7 @@ class Checkpoint(TensorSet):
 
     @property
     def bound(self) -> BoundNames:
-        """The stored names read through the dialect."""
+        """The stored names, matched with the lines of their dialect."""
         return self.stored_names.bound
 
     @property
@@ -285,7 +285,7 @@ class Checkpoint(TensorSet):
         return self._with_translation(self.translation(dialect), dialect)
 
     def with_state_of(self, parameters: frozenset[str] | None) -> Checkpoint:
-        """Return the same view, with the names of the target's trained parameters; None: unknown.
+        """Return the same view, with the names of the parameters that the target trains; None: unknown.
 
         Only these parameters have optimizer state in the target, under their names there.
         """

@@ -38,8 +38,9 @@ SCHEMA, IN_SPANS = 2, 2
 """Versions of the manifest: the current one, and the first in which large tensors are hashed in spans."""
 _BLOCK = 1 << 18
 _NEAR, _IN_A_ROW = 1 << 14, 4
-"""Largest distance in bytes between small gaps that count as near, and how many near gaps in a row make the next ones
-be read with them."""
+"""Gaps between tensors are near each other up to `_NEAR` bytes; after `_IN_A_ROW` near gaps in a row, the following
+ones are read together with the tensors between them.
+"""
 _LARGEST = 1 << 30
 
 
@@ -197,7 +198,7 @@ def _size(container: Container, name: str, present: Collection[str]) -> int | No
 
 
 _Ranges = list[tuple[list[int], int]]
-"""Per size: the offsets of ranges of that size, and the size."""
+"""Byte ranges of one file as (offsets, size): one pair for all ranges of equal size."""
 
 
 def _tensor_ranges(container: Container) -> dict[str, _Ranges]:
@@ -398,7 +399,9 @@ class HashWitness(Overlay):
             self._read.pop(number, None)
 
     def expect(self, parts: Iterable[Transfer]) -> None:
-        """Note that other processes have read these transfers; a file unknown here counts as reading all tensors."""
+        """Note that other processes have read these transfers; one from a file unknown here counts as a read of all
+        tensors.
+        """
         numbers = self._scattered.copy()
         for part in parts:
             if part.file in self._pieces:
@@ -561,7 +564,8 @@ def has_hashes(container: Container) -> bool:
 
 
 def hash_evidence(container: Container) -> str:
-    """Return what records the hashes of all tensors: `manifest`, `digests`; or else `structure`: nothing does.
+    """Return the kind of record that has the hashes of all tensors, `manifest` or `digests`; `structure` if there is
+    none.
 
     Raises:
         Refused: as `HashWitness.manifest`.
@@ -581,7 +585,7 @@ def problems_of(storage: Storage, *, copies_about_use: bool, config_given: bool)
     """Yield problems of a source's bytes outside its tensors, and of its list of files.
 
     Args:
-        storage: its files, under any views.
+        storage: the source's files, or a view of them.
         copies_about_use: whether files that only concern the model's use are copied along; otherwise their content
             does not matter.
         config_given: whether the user gave a config, so that the source's own does not count.
@@ -620,7 +624,7 @@ def edit_notes(storage: Storage, carried: Collection[str]) -> Iterator[str]:
         manifest, container = witness.manifest, witness.container
         about_use = [name for name in carried if is_for_use(name)]
         changed = stale(manifest, container, about_use) if manifest is not None and about_use else []
-    except TransaxleError:  # this is refused before anything is written
+    except TransaxleError:  # `problems_of` refuses this before anything is written
         return
     for name in (problem.where.file or "" for problem in changed):
         if manifest is not None and _is_edited(container, name, manifest):
@@ -645,7 +649,7 @@ def _is_edited(container: Container, name: str, manifest: Manifest) -> bool:
 
 
 def watch_hashes(storage: Storage) -> None:
-    """Start to check what is read of a source against its own hashes, if it has any.
+    """Start to check the bytes that are read from a source against its own hashes, if it has any.
 
     Raises:
         Refused: CORRUPT, UNSUPPORTED for a manifest that cannot be read.

@@ -63,7 +63,7 @@ def in_dialect(container: Container, config: Mapping[str, Any], dialect: str, ex
         container: files of the adapter.
         config: config.json of the base model.
         dialect: label of the other dialect.
-        express: makes a checkpoint of other tensors of the model; see `convert_adapter`.
+        express: opens a container of other tensors as a checkpoint of the model; see `convert_adapter`.
 
     Raises:
         TransaxleError: any error of `convert_adapter`; UNKNOWN_FAMILY if there is no config.

@@ -318,10 +318,10 @@ def _refuse_silent(
     """Refuse names that a table chosen only by a config reads better than the tables chosen by names.
 
     Args:
-        labels: the dialects in which the tables chosen by names read the most.
+        labels: the dialects that read the most names, of all tables that names can choose.
         grouped: the stored names, grouped by pattern.
         families: all known families.
-        best_count: number of names that they read.
+        best_count: number of names that these dialects read.
 
     Raises:
         UsageError: AMBIGUOUS.
@@ -459,7 +459,7 @@ def _no_reading(
     patterns_of: dict[str, Collection[str]] = {}
     for family in candidates:
         patterns_of.update({f"{family.name}:{each.label}": each.by_skeleton for each in family.dialects})
-    for name, entry in entries.items() if not candidates else ():  # from the index: no table is parsed for it
+    for name, entry in entries.items() if not candidates else ():  # the skeletons are in the index: no table is parsed
         patterns_of.update({f"{name}:{label}": skeletons for label, skeletons in entry.dialects.items() if skeletons})
     # Tables share most patterns, so each sample is compared with each pattern only once.
     every_skeleton = list(dict.fromkeys(itertools.chain.from_iterable(patterns_of.values())))
@@ -571,7 +571,7 @@ class StoredNames:
     Args:
         container: the files of the checkpoint.
         settings: the user's settings for them.
-        undecoded: the names as stored, if these are those of a decoded view.
+        undecoded: the names as stored, if `container` is a decoded view.
     """
 
     def __init__(self, container: Container, settings: Settings, undecoded: StoredNames | None) -> None:
@@ -675,7 +675,7 @@ class StoredNames:
 
     @cached_property
     def bound(self) -> BoundNames:
-        """The stored names read through the dialect; optimizer state may be read through another one.
+        """The stored names, matched with the lines of their dialect; those of optimizer state may match another one.
 
         A program may save weights under the hub's names, and state under the names in memory. So state is read through
         the dialect of the family that reads the most of it.

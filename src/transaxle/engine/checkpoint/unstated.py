@@ -42,7 +42,7 @@ _TRAINER = "trainer_state.json"
 _DECAY = "weight_decay"
 _STEP = "step"
 _MOST_STATES = 20_000
-"""Number of partial assignments that are followed at once."""
+"""Cap on the partial assignments of parameters to groups that the search keeps at once."""
 _HINT = (
     "Save the state by name from the program that trains: tx.save(model, FOLDER, to=…, optimizer=optimizer). "
     "To do without it: --no-optimizer (optimizer=False)."
@@ -95,7 +95,8 @@ def _prove_names(
     if weights.format == TORCH.name:
         omitted = weights.beside.union(weights.metadata.get(TIES, {}))
         parameter_shapes = {name: entry.shape for name, entry in weights.entries.items() if name not in omitted}
-    if len(parameter_shapes) != len(numbers):  # the file does not tell, or has buffers too
+    # the file does not show the parameters' order, or contains buffers as well
+    if len(parameter_shapes) != len(numbers):
         model = _meta_model(config)
         parameter_shapes = _parameter_shapes(model, weights, in_memory)
     if len(parameter_shapes) != len(numbers):
@@ -174,7 +175,7 @@ def _by_trainer(model: Any, names: Sequence[str]) -> list[int]:
     """Return the group of each parameter in an optimizer that Trainer makes: 0 with weight decay, 1 without."""
     from transformers import Trainer
 
-    trainer = Trainer.__new__(Trainer)  # the method needs no attributes of it
+    trainer = Trainer.__new__(Trainer)  # the method called below reads no attributes
     decayed = frozenset(trainer.get_decay_parameter_names(model))
     return [int(name not in decayed) for name in names]
 

@@ -622,7 +622,7 @@ def convert_in_parts(
         resume: continue an interrupted run of the same plan, even one by several workers, and keep this run's work if
             it fails too. Without it unfinished work is refused, because that run may still be going on.
         sync: ignored: uploads that a service has accepted are durable.
-        limit: workers and memory.
+        limit: number of workers, and memory of their buffers.
         progress: called with the bytes of each block.
 
     Raises:

@@ -223,7 +223,7 @@ class _ServiceWriter:
         self._item = item
 
     def store(self, result: ItemResult) -> ItemResult:
-        """See `ItemWriter`; a file that also contains digests has all of its tensors in one item."""
+        """See `ItemWriter`; digests inside a file are written here too, as all tensors of that file are in one item."""
         draft = self._prepared.draft
         if self._item.files and draft.seal is not None:
             tensors = join_spans(self._prepared.plan, result.finished)

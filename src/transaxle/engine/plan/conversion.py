@@ -306,7 +306,7 @@ def _choose_target(
         weights, refusals = _prepare_for_hub(checkpoint)
         return weights, form, target_dialect, refusals, known_view if weights is as_opened else None
     checkpoint = _prepare_for_format(checkpoint, kind)
-    if kind.full_precision:  # it stores a parameter's values together with its state
+    if kind.full_precision:  # the format stores a parameter's values together with its state
         checkpoint = checkpoint.with_state_of(frozenset())
         if target_dialect == IDENTITY and has_state_of_other_names(checkpoint):
             target_dialect = checkpoint.reading.dialect.label
@@ -316,7 +316,7 @@ def _choose_target(
 def _default_dialect(checkpoint: Checkpoint, kind: Format) -> tuple[str, View | None]:
     """Return the default dialect of a format: the first of its own dialects that can be written.
 
-    Also return the translation, if one was made to find that out.
+    If finding it required a translation, this is returned too.
 
     Raises:
         UsageError: UNKNOWN_FAMILY or AMBIGUOUS if the format has dialects, but the family is unknown or has none of
@@ -724,7 +724,7 @@ def refuse_name(target: str | None, form: str) -> Iterator[Refusal]:
     ending = next(
         (end for end in (*whole, *registry.foreign_ends(), *_PACKED_ENDS, *_OTHER_ENDS) if lower.endswith(end)), None
     )
-    if ending is None or lower.rpartition("/")[2] == ending:  # a hidden folder
+    if ending is None or lower.rpartition("/")[2] == ending:  # a name like `.bin`, without a stem, is a hidden folder's
         return
     advice = f"a single file ends in {', '.join(endings)}" if endings else f"{form} is always a folder"
     if ending in whole:

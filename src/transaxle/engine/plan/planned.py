@@ -98,7 +98,7 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
         return steps
 
     def as_json(self, *, copies: bool = True) -> dict[str, Any]:
-        """Return it as plain JSON data; without `copies`, omit the reads that fill it."""
+        """Return the planned tensor as plain JSON data; without `copies`, omit the reads that fill it."""
         bare = msgspec.structs.replace(self, places=(), transfers=(), copies=(), arithmetic=None)
         data: dict[str, Any] = msgspec.to_builtins(bare)
         del data["transfers"]

@@ -64,8 +64,8 @@ _VALUES = "BF16"
 def to_hub_encoding(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
     """Return a checkpoint in the encoding that a hub's readers expect, and refusals of tensors that cannot be.
 
-    A checkpoint whose config describes its quantization is not changed; nor are DeepSeek's names in a container that a
-    hub may use itself.
+    A checkpoint whose config describes its quantization is not changed. Weights under DeepSeek's names in safetensors
+    files are not changed either, because hubs have such files themselves.
 
     Args:
         checkpoint: the checkpoint under its stored names.
@@ -372,7 +372,7 @@ def measure(
     Args:
         recoding: the computed tensors of the source.
         steps: the steps to measure; encoded tensors are measured while they are written.
-        limit: number of workers.
+        limit: number of workers, and memory of their buffers.
     """
     requested = set(steps)
     computed = [tensor for tensor in recoding.computed.values() if tensor.step in requested] if requested else []
@@ -434,7 +434,7 @@ def rewrite_configs(
     changing = bool(checkpoint.decoded or actions) or any(product.step is not None for product in outputs)
     if not changing and (dialect == IDENTITY or (catalog.quantization is None and not catalog.encoded)):
         return {} if user_config is None else {CONFIG: _config_text(user_config)}
-    if catalog.refusals:  # the plan lists them
+    if catalog.refusals:  # the plan lists these refusals
         return {}
     encoded = encodings_by_name(view, outputs)
     buffers = {stored for tensor in encoded.values() for stored in tensor.parts.values()}
@@ -459,7 +459,7 @@ def rewrite_configs(
     config_files = {*checkpoint.container.carried, *([CONFIG] if user_config else ())}
     for file in sorted(config_files.intersection((CONFIG, MODELOPT_CONFIG))):
         if file == MODELOPT_CONFIG != describing_file and encoded and not modelopt:
-            new_texts[file] = None  # it repeats config.json, and can no longer do so
+            new_texts[file] = None  # the file repeats config.json, and cannot describe the new encoding
             continue
         try:
             stored = {} if user_config and file == CONFIG else read_stored_config(checkpoint.container.storage, file)
@@ -535,7 +535,7 @@ def config_notes(checkpoint: Checkpoint, files: Holding[str]) -> tuple[str, ...]
         if read_stored_config(checkpoint.container.storage) == user_config:
             return ()
     except TransaxleError:
-        pass  # an unreadable one differs
+        pass  # a config that cannot be read counts as different
     return (f"{CONFIG} is that of the source: the config that you gave differs from it, and only gave sizes",)
 
 

@@ -40,7 +40,7 @@ class Caster:
     """A virtual file with the values of one plain tensor in another dtype, in row-major order.
 
     Args:
-        entry: the tensor.
+        entry: the tensor to cast.
         source: source that turns it into transfers.
         reader: reads the files.
         dtype: safetensors code of the target dtype.

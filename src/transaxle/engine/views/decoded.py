@@ -51,7 +51,7 @@ def without_notes(metadata: Mapping[str, Any], names: Collection[str] | None = N
     """Return a container's metadata without the descriptions of some tensors.
 
     Args:
-        metadata: metadata of one file, or of several; then a key on which files differ is prefixed with `file:`.
+        metadata: metadata of one file, or of several files, where a key on which they differ is prefixed with `file:`.
         names: names of the tensors; None: all.
     """
     remaining = dict(metadata)
@@ -354,7 +354,7 @@ class Decoder:
 
 
 def recode_as_plain(recode: Recode) -> Recode:
-    """Adapt `recode`, so that a tensor decoded here is offered to it as a plain one."""
+    """Return a version of `recode` that gets a tensor decoded by this view as a plain one."""
 
     def form(name: str, stored: NumberFormat) -> NumberFormat:
         return recode(

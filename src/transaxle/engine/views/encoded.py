@@ -1,8 +1,8 @@
 """Encoded tensors among plain ones: one name and one shape for the tables, several buffers on disk.
 
 A table describes weights. If a weight is stored as codes and scales, the tables see only the codes, under the weight's
-name and in its shape. After the translation the other buffers follow: scales according to the tiles that they belong
-to, and all buffers under the names and shapes of the convention. Nothing is decoded on the way.
+name and in its shape. The translation moves the codes. Then each other buffer gets a target: scales move with the tiles
+that they belong to, and all buffers get the names and shapes of the convention. Nothing is decoded on the way.
 
 **Compact scales**: scales that torchao stores in the order of a matrix-multiply kernel, read in row-major order.
 

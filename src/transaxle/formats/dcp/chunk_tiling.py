@@ -2,8 +2,8 @@
 
 The indicator function of a box is the running sum, along every dim, of plus and minus ones at its corners. Running sums
 are invertible, so the boxes cover every index once if and only if the signed corners of all boxes add up to the corners
-of the tensor. One pass over the chunks decides this exactly, for any arrangement. If corners remain, the first of them
-in row-major order is the first wrong index; its sign tells a hole from an overlap.
+of the tensor. So one pass over the chunks decides exactly whether they cover the tensor once, for any arrangement. If
+corners remain, the first of them in row-major order is the first wrong index; its sign tells a hole from an overlap.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class DataFiles:
         size: total bytes of all tensors.
 
     Raises:
-        UsageError: AMBIGUOUS where that would make too many files.
+        UsageError: AMBIGUOUS where files of this size would be too many.
     """
 
     def __init__(self, shard_size: int | None, size: int) -> None:
@@ -444,7 +444,8 @@ def _objects(
     keys_so_far = set(tensor_keys)
     for path, value in values:
         if join_path(path) in keys_so_far:
-            continue  # a parameter whose name is a number has the same flat key twice: the nested item counts
+            # If the name of a parameter is a number, two paths have the same flat key: the first, nested one is used.
+            continue
         keys_so_far.add(join_path(path))
         if isinstance(value, np.generic):
             code = code_of(value.dtype)

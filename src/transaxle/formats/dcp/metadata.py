@@ -132,7 +132,7 @@ def layout_of(value: object) -> str:
 
 
 def counts_of(value: object) -> Shape | None:
-    """Return a shape or index as a tuple of counts; None if it is none. Old versions of torch wrote lists."""
+    """Return a shape or index as a tuple of counts; None if the value is neither. Old versions of torch wrote lists."""
     if isinstance(value, list):
         value = tuple(value)
     if not isinstance(value, tuple) or len(value) > MAX_DIMS + 1:
@@ -235,7 +235,7 @@ def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem
         with suppress(Unread):
             columns, parts = _scan_columns(storage.read(file, 0, size), bounds.memory)
             places = _places_of_columns(parts)
-            del parts  # its memory may be needed for the items
+            del parts  # frees memory that the items may need
             return _items_of_columns(columns, places, file)
         # The fast scan gave up: the interpreter reads the file again and reports what is wrong.
         pickled = read_pickle(storage.read(file, 0, size), file=file, bounds=bounds, allowed=NAMES)
@@ -502,7 +502,7 @@ class _PartColumns(NamedTuple):
     """Flat key of the item to which each part belongs."""
     are_chunks: list[bool]
     starts: Sizes
-    """First index of each chunk; objects have no row."""
+    """First index of each chunk, one row per chunk; objects have no row here."""
     files: list[str]
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]

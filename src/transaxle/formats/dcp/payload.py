@@ -58,7 +58,7 @@ _MAX_WHOLE_READ = 1 << 14
 _BLOCK = 1 << 18
 """Batch size in bytes: for reading neighbouring archives, and for comparing skeletons."""
 _MAX_CONTENTS = 4
-"""Different skeletons that are looked for in one batch of archives; archives beyond them are matched one by one."""
+"""Cap on the skeletons that are looked for in one batch of archives; archives with others are matched one by one."""
 _CRC = struct.Struct("<I")
 _CRC_IN_CENTRAL, _CRC_IN_LOCAL, _CRC_IN_DESCRIPTOR = 16, 14, 4
 
@@ -86,7 +86,7 @@ class _Arrangement(NamedTuple):
 
 
 class Match(NamedTuple, Generic[Result]):
-    """An archive whose skeleton is known."""
+    """Result of matching one archive with those read before: it has the skeleton of one of them."""
 
     result: Result
     """Contents of the archive with the same skeleton that was read before."""
@@ -614,7 +614,7 @@ class Payloads:
         return True
 
     def _is_stored(self, key: str, payload: Payload, repeated: int) -> bool:
-        """Count bytes that exist only through strides of zero; tell whether all files together are below the cap."""
+        """Count bytes that strides of zero only repeat; tell whether their number in all files is below the cap."""
         self._repeated += repeated
         if self._repeated > REPEATED:
             message = f"with strides of zero the files claim more than {REPEATED} bytes that they do not hold"
@@ -700,7 +700,7 @@ def _similar_chunks(chunks: Sequence[SavedChunk]) -> dict[tuple[str, int, Shape]
         shapes = list(map(_shape, chunks))
         files, _, lengths = zip(*map(_place, chunks), strict=True)
         kinds = files, lengths, shapes
-        if all(kind.count(kind[0]) == len(chunks) for kind in kinds):  # the usual case, of very many
+        if all(kind.count(kind[0]) == len(chunks) for kind in kinds):  # the usual case: very many chunks, all similar
             return {(files[0], lengths[0], shapes[0]): list(range(len(chunks)))}
     alike: dict[tuple[str, int, Shape], list[int]] = {}
     for at, (_, shape, payload) in enumerate(chunks):

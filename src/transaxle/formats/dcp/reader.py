@@ -359,7 +359,9 @@ def _twins(
     second_place: Extent | QuantizedChunk | None,
     faults: Faults,
 ) -> Iterator[Twin]:
-    """Yield the pairs of tensors that must be equal because both are copies of one chunk; quantized, one per buffer."""
+    """Yield the pairs of tensors that must be equal because both are copies of one chunk; for a quantized tensor, one
+    pair per buffer.
+    """
     key = item_of_ranks.item.key
     if isinstance(first_place, Extent) and isinstance(second_place, Extent):
         first, second = (

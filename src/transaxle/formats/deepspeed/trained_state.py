@@ -143,7 +143,8 @@ def add_experts(
     """
     counts = model.root.get(keys.NUM_EXPERTS)
     expert_counts = [] if counts is None or not counts.is_list else list(enumerate(counts.naturals()))
-    if any(layer < 0 for layer, _ in files):  # earlier versions: one file per expert, of all layers
+    # earlier versions write one file per expert, with its tensors in all layers
+    if any(layer < 0 for layer, _ in files):
         expert_counts = [(-1, max(count for _, count in expert_counts))] if expert_counts else []
     for layer, count in expert_counts:
         missing = [expert for expert in range(min(count, 1 << 16)) if (layer, expert) not in files]

@@ -40,7 +40,7 @@ from transaxle.formats.deepspeed.spread import (
 LayerKind = Literal["column", "row"]
 """Kind of a tensor-parallel layer: `column` computes parts of the output, `row` partial sums of the whole output.
 
-It does not determine the dim that is cut.
+The kind does not determine which dim of the parameter is cut.
 """
 Size = int | tuple[int, ...]
 View = tuple[Size, ...]

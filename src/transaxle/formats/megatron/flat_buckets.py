@@ -339,7 +339,9 @@ def _fit_chunk(
 
 
 def _fit(parameters: Sequence[LocalParameter], groups: range, unread: _BufferQueue) -> list[BufferContents] | None:
-    """Assign parameters to the next buffers of some ranks, and advance; None if the buffers do not fit."""
+    """Lay parameters into the next unassigned buffers of some groups of ranks, and mark these as assigned; None if they
+    do not fit.
+    """
     by_dtype: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
         by_dtype.setdefault(parameter.stored.entry.dtype, []).append(parameter)
@@ -705,11 +707,11 @@ def with_state_of_parameters(
 ) -> Container:
     """Replace the flat buckets in a container by the optimizer's state of every parameter.
 
-    Where the order of the parameters in the buckets is unknown, the returned container has neither, and a refusal in
-    `unread`.
+    Where the order of the parameters in the buckets is unknown, the returned container has neither buckets nor state,
+    but a refusal in `unread`.
 
     Args:
-        container: a container with buckets under their own names.
+        container: a container in which each bucket is a tensor under Megatron's name.
         objects: the unpickled objects of groups.
         files: name of the file that contains each object.
         arguments: Megatron's arguments of the run.
@@ -734,7 +736,8 @@ def _by_parameter(
 ) -> tuple[dict[str, Entry], list[Twin]]:
     """Return the optimizer state of every parameter, and the pairs of tensors that must be equal.
 
-    Where several orders fit, samples of the weights decide. The pairs, which are compared later, prove the choice.
+    Where several orders fit, samples of the weights decide. The returned pairs are compared later, which proves that
+    the chosen order is right.
 
     Raises:
         NoFitError: the buckets do not fit the parameters in any known order.

@@ -243,7 +243,7 @@ def read_settings(text: str) -> Any:
     """Parse YAML settings into dicts, lists, strings and numbers.
 
     Raises:
-        NotUnderstood: with the line number of the problem.
+        UnreadableSettingsError: with the line number of the problem.
     """
     import yaml
 

@@ -1,7 +1,7 @@
 """The table of globals (classes and functions) that a pickle may name; entries only describe calls, and run nothing.
 
-One table serves all formats: as no entry has effects, a name for one format is harmless in the others. A global that
-is not in the table makes the pickle refused, however harmless it may be.
+One table serves all formats: as no entry has effects, a name for one format is harmless in the others. A pickle that
+names a global outside the table is refused, however harmless that global may be.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Builders of the results of well-known calls in a pickle; each checks the arguments and returns plain data.
 
-No builder calls the function that the pickle names. Arguments that the function never has make the pickle refused.
+No builder calls the function that the pickle names. A pickle that passes arguments which the function never has is
+refused.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def check_length(function: Global, args: Args, *lengths: int) -> None:
         raise malformed(f"{function} takes {' or '.join(map(str, lengths))} arguments, not {len(args)}")
 
 
-# Python's own.
+# Globals of Python's standard library and numpy.
 
 
 def ordered_map(function: Global, args: Args, caller: Caller) -> OrderedMap:

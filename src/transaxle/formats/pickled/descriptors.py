@@ -2,8 +2,8 @@
 
 Numbers, strings, bytes, lists, tuples and dicts are themselves. A class or function that a pickle names is a `Global`,
 and the result of calling it is an `Object`, which has the name, the arguments and the state. Objects that a
-pickle shares are shared here too, and may contain themselves, so code that walks them must count. The exceptions for
-faults of a pickle are here too.
+pickle shares are shared here too, and may contain themselves, so code that walks them must limit its number of steps.
+The exceptions for faults of a pickle are here too.
 """
 
 from __future__ import annotations

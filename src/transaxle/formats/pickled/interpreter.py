@@ -1,9 +1,9 @@
 """The restricted pickle interpreter: it runs a pickle's opcodes, but never imports or calls anything.
 
 Python's own unpickler imports and calls the names in a pickle. This one has a table of names (`allowed`): a name in
-it becomes a `Global`, and calling that gives a description (`descriptors`). A name that
-is not in the table makes the pickle refused. The number of opcodes, the memory and the size of numbers are limited, and
-there is no recursion. So any pickle costs at most the memory that it was granted.
+it becomes a `Global`, and calling that gives a description (`descriptors`). A pickle with any other name is refused.
+The number of opcodes, the memory and the size of numbers are limited, and there is no recursion. So any pickle costs at
+most the memory that it was granted.
 
 The opcodes of protocols 1 to 5 are supported, and of protocol 0 those that name globals. Opcodes that refer to objects
 outside of the pickle (extension codes, out-of-band buffers) are refused. Numbers as text come from
@@ -681,7 +681,7 @@ def _binpersid(m: Machine) -> None:
     m.stack[-1] = m.refer(m.stack[-1])
 
 
-# What reaches outside.
+# Opcodes that refer to objects outside the pickle.
 
 
 @_step(b"\x82")

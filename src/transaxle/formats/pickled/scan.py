@@ -146,7 +146,7 @@ class Graph:
         self._texts: dict[int, str] = {}
         self._check()
 
-    # What the interpreter checks step by step.
+    # The checks that the interpreter makes at each step.
 
     def _check(self) -> None:
         names = self._nodes(_GLOBAL)

@@ -1,7 +1,7 @@
 """Reads the pickles of TransformerEngine's quantized tensors: the names that they use, and the order of arguments.
 
-A tensor of its classes is pickled as a call that recreates it. From release 2.16 on (pull request 2974) that is a
-function of the module; before, it was the class method `_make_in_reduce_ex`, which a pickle gets by `getattr`. Both
+A tensor of its classes is pickled as a call that recreates it. Since release 2.16 (pull request 2974) it calls a
+function of the module; before, it called the class method `_make_in_reduce_ex`, which a pickle gets by `getattr`. Both
 have the buffers and a few settings as positional arguments, and releases added some at the end. Here such a call gives
 a `Quantized`: nothing is called, and no other attribute of these classes is allowed.
 
@@ -147,7 +147,7 @@ _SETTINGS = (IS_2D, FORMAT, SWIZZLED, ROW_SCALED, FOUR_OVER_SIX, E4M3_MAX)
 
 
 def identity(function: Global, args: Args, _: Caller) -> TensorRef:
-    """Return the unquantized tensor of a call with `(values, quantizer, dtype, shape)`."""
+    """Return the first argument of a call with `(values, quantizer, dtype, shape)`: the tensor is not quantized."""
     check_length(function, args, 4)
     tensor = tensor_of(function, args[0])
     if type(tensor) is not TensorRef or counts(function, "sizes", args[3]) != tensor.shape:

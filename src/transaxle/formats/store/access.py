@@ -1,9 +1,9 @@
 """File permissions of a new checkpoint: one that replaces a private checkpoint stays private.
 
 New files get the usual permissions, by the process's umask and the defaults of their folder. A file or folder that
-replaces another one gets the access of that instead: its mode, its access control lists (POSIX ACLs) and, where
-the system permits it, its owner and group. Until then only its owner can open it, so at no moment can more
-people read it than could read the replaced one.
+replaces another one gets the replaced one's access: its mode, its access control lists (POSIX ACLs) and, where the
+system permits it, its owner and group. Until then only its owner can open it, so at no moment can more people read it
+than could read the replaced one.
 """
 
 from __future__ import annotations
@@ -101,10 +101,12 @@ def is_empty(replaced: Path) -> bool:
 
 
 def copy_access(work: Path, replaced: Path) -> None:
-    """Give finished work the access of the checkpoint that it replaces: each file and folder that of its namesake.
+    """Give each file and folder of finished work the access of the replaced one, its namesake, with the same relative
+    path.
 
     A file without a namesake gets the access that all replaced files have in common, so that a new name never makes
-    private data readable; folders likewise. If no files are replaced, the new ones keep their access.
+    private data readable; folders likewise. If the replaced folder has no files, the new files keep the access that
+    they were created with.
 
     Args:
         work: the finished file or folder.

@@ -249,7 +249,8 @@ class HubRequests:
         raise refuse("IO", f"{_host(url)} redirects without end", file=file)
 
     def head(self, url: str, file: str) -> Answer:
-        """Make a HEAD request for a file; `location` of the response is the address of its bytes, if another one.
+        """Make a HEAD request for a file; `location` of the response is the address of the file's bytes, if they are at
+        another address.
 
         Redirects (of a renamed repository, or from a mirror to the hub) are followed until a response identifies the
         file.         Later redirects may lead to addresses that are signed for GET requests only.

@@ -406,7 +406,7 @@ def clean(leftover: Leftover) -> Leftover:
 def discard(target: Path) -> None:
     """Delete a checkpoint: it disappears atomically, before its files are deleted.
 
-    If the deletion is killed, its rest counts as unfinished work.
+    Files that a killed deletion leaves behind count as unfinished work.
 
     Args:
         target: folder of the checkpoint.

@@ -156,11 +156,11 @@ class S3Multipart:
         retries until the limit `COMPLETION`, or until the service does not answer even the check.
 
         Args:
-            path: what the client calls the file.
-            upload: of it.
+            path: the client's path of the file.
+            upload: id of the upload.
             tags: ETags of the parts, in order.
             file: name of the file, for error messages.
-            new: only if the file does not exist; services without conditional requests are checked before.
+            new: fail if the file exists; on services without conditional requests this is checked before.
 
         Returns:
             The file's ETag, if it follows from the ETags of the parts; otherwise an empty string.

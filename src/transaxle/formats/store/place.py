@@ -469,8 +469,7 @@ class TargetPlace:
     def check(self, leftover_hint: str = "") -> None:
         """Check that a checkpoint may be put here; a folder is replaced only if it is empty or contains a checkpoint.
 
-        A folder is replaced only if it is empty or holds a checkpoint, unless the user said otherwise: a slip in the
-        path must not cost a project.
+        The user can override this with `everything`. By default, a typing error in the path must not cost a project.
 
         Args:
             leftover_hint: text about leftovers next to the target, for the error message.

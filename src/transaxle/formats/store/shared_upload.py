@@ -351,18 +351,18 @@ class _SharedFile:
 
     Args:
         upload: the upload of the checkpoint.
-        name: of the file.
-        place: what the client calls it.
-        size: its bytes.
+        name: name of the file.
+        place: the client's path of the file.
+        size: size in bytes.
     """
 
     def __init__(self, upload: SharedUpload, name: str, place: str, size: int) -> None:
         self.size = size
-        """Its bytes."""
+        """Size in bytes."""
         self.tags: Sequence[str] = ()
-        """Tags of its parts, in order."""
+        """ETags of the file's parts, in order."""
         self.name = name
-        """What it is called."""
+        """Name of the file."""
         self._upload, self._place = upload, place
 
     @property
@@ -398,14 +398,14 @@ class _OwnFile:
 
     Args:
         upload: the upload of the checkpoint.
-        name: of the file.
-        place: what the client calls it.
-        size: its bytes.
+        name: name of the file.
+        place: the client's path of the file.
+        size: size in bytes.
     """
 
     def __init__(self, upload: SharedUpload, name: str, place: str, size: int) -> None:
         self.size = size
-        """Its bytes."""
+        """Size in bytes."""
         self._upload, self._name, self._place = upload, name, place
         self._data = bytearray(size)
         self._written: dict[int, int] = {}
@@ -571,16 +571,16 @@ class _FilledPart:
     """A part of a file that is being filled.
 
     Args:
-        file: of the target.
+        file: name of the file.
         number: number of the part, from 1.
         start: offset of the part in the file.
-        size: its bytes.
+        size: size in bytes.
     """
 
     def __init__(self, file: str, number: int, start: int, size: int) -> None:
         self.file, self.number = file, number
         self.data = bytearray(size)
-        """Its bytes."""
+        """Size in bytes."""
         self.missing = size
         """Number of bytes that are still missing."""
         self._start = start

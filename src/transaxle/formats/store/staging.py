@@ -212,10 +212,10 @@ class Staging:
         self._claim.share()
 
     def take_back(self) -> None:
-        """Wait until these processes have closed their writers, and exclude other writers.
+        """Wait until the processes that joined the claim have closed their writers, and exclude other writers.
 
         Raises:
-            UsageError: EXISTS if one does not in time, or another run took the claim meanwhile.
+            UsageError: EXISTS if a process does not close its writer in time, or another run took the claim meanwhile.
         """
         self._claim.take_back()
 
@@ -226,7 +226,7 @@ class Staging:
             files: name (`a` or `folder/a`) -> size in bytes.
 
         Returns:
-            The files that an earlier run created with exactly this size; its bytes are still in them.
+            The files that an earlier run created with exactly this size; they still have the bytes that it wrote.
 
         Raises:
             Refused: PATH_ESCAPE; UNSUPPORTED for several files if the target is a single file.
@@ -241,7 +241,8 @@ class Staging:
         return frozenset(reused)
 
     def _check_space(self, needed: int, folder: Path, freed: int) -> None:
-        """Refuse files that do not fit, before space is reserved: on some file systems that takes memory at once.
+        """Refuse files that do not fit, before space is reserved: on some file systems reserved space takes memory at
+        once.
 
         Some FUSE file systems report a total size of 0 bytes; there this check is skipped.
         """

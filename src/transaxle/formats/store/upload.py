@@ -375,7 +375,7 @@ class Upload:
 
         Raises:
             UsageError: EXISTS if the target appeared in the meantime.
-            StorageError: IO, also if the service does not hold what was sent.
+            StorageError: IO, also if the service does not have all bytes that were sent.
         """
         self.complete()
         self.make_way()
@@ -409,7 +409,7 @@ class Upload:
 
         Raises:
             UsageError: EXISTS if another run has written one of them since `make_way`, and nothing may be replaced.
-            StorageError: IO, also if the service does not hold what was sent.
+            StorageError: IO, also if the service does not have all bytes that were sent.
         """
         for name in sorted(self._streams, key=turn):
             self._appear_one(name)

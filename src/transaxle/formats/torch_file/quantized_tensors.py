@@ -59,9 +59,9 @@ class StoringKind:
     def codes(self, *, old: bool) -> str:
         """Return the safetensors code of the codes' dtype.
 
-        Releases before 2.4 used other numbers, and 7 is in both numberings. If a pickle does not tell, 6 and 8 belong
-        to one numbering only, and 7 belongs to the newer one unless the checkpoint has a 6 elsewhere. (Before 2.4 it
-        would be e5m2, which no recipe used for weights.)
+        Releases before 2.4 used other numbers, and 7 is in both numberings. If a pickle does not tell which numbering
+        it uses, the number itself may: 6 and 8 are each in one numbering only. A 7 is read in the newer numbering
+        unless the checkpoint has a 6 elsewhere. (Before 2.4 a 7 meant e5m2, which no recipe used for weights.)
 
         Args:
             old: whether another tensor of the checkpoint shows that it was written before 2.4.
@@ -307,7 +307,7 @@ def _first_dim_last(view: TensorRef) -> TensorRef:
 
 
 def _expand(number: TensorRef, stack: Shape) -> TensorRef:
-    """Return a number expanded to one per matrix of a stack."""
+    """Return a view of one number that repeats it for every matrix of a stack."""
     return replace(number, shape=stack, strides=(0,) * len(stack)) if stack else number
 
 

@@ -175,7 +175,7 @@ def optimizer_settings(top: CheckedValue | None) -> dict[str, Any]:
 def _read_numbered(
     reader: TensorReader, part: _ChainedOptimizer, steps: Mapping[Any, CheckedValue], optimizer: RankOptimizer
 ) -> None:
-    """Add the states that are numbered by parameter, and the steps that `draft` wrote.
+    """Add the states that a rank's model file numbers by parameter, and the steps that `draft` added to such a file.
 
     Args:
         reader: reads tensors of the rank's file.

@@ -464,7 +464,7 @@ class _Items:
         """Original shape of each flattened tensor, by name."""
         self._unread: dict[str, Leaf] = {}
         self._shard_leaves: dict[str, Leaf] = {}
-        """The common leaf of an unread object's shards, by key without the shard number."""
+        """Key of an unread object, without a shard's number -> the leaf that stands for all of its shards."""
 
     def select(self, items: Sequence[SavedItem]) -> list[SavedItem]:
         """Return the items without further keys of one tensor; remember the shapes of flattened tensors."""
