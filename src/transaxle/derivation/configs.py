@@ -356,7 +356,7 @@ def _of_flags(configs: Sequence[Mapping[str, Any]], common: Sequence[str]) -> It
     for key in dict.fromkeys(key for config in configs for key in config if key not in common):
         if all(
             isinstance(config.get(key, True), bool) for config in configs
-        ):  # a key with its default value may be absent
+        ):  # configs may omit a key that has its default value
             yield from (f"({key}|True)", f"({key}|False)", f"not ({key}|True)", f"not ({key}|False)")
     for key in common:
         values = [config[key] for config in configs]

@@ -177,7 +177,7 @@ def _places(trace: Trace) -> tuple[Positions, Positions, list[str]]:
     """Return for every number the first tensor in memory with it, and the position in that tensor."""
     names = sorted(
         trace.memory, key=lambda name: name not in trace.hub
-    )  # of two names with one value, the stored one first
+    )  # of two names with the same values, the stored name comes first
     sides = (trace.hub, trace.memory)
     largest = max((int(n.max()) for side in sides for n in side.values() if n.size), default=0)
     owners, positions = np.full(largest + 1, -1, np.int64), np.zeros(largest + 1, np.int64)

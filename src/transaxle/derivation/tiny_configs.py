@@ -202,7 +202,7 @@ class _Shrinker:
         if self.sizes == OWN and "num_attention_heads" in config and "hidden_size" in config:
             small["head_dim"] = (
                 small.get("head_dim") or _HEAD[self.variant]
-            )  # some models read this key though it has no default
+            )  # some models read this key although it has no default
         return small
 
     def _is_computed(self, key: str, *, doubled: bool) -> bool:

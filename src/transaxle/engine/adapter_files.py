@@ -168,7 +168,7 @@ def _dims_by_role(target: Target, terms: Iterable[_Term]) -> dict[str, int]:
         roles = term.roles()
         for dim, share in enumerate(term.shares):
             for axis, _, _ in share.axes:
-                if axis in roles:  # other axes only occur in the target: the change repeats along them
+                if axis in roles:  # any other axis only occurs in the target, and the change repeats along it
                     dims_by_role[roles[axis]].add(dim)
     used = set().union(*dims_by_role.values())
     roles_needed = (_STACK, _OUT, _IN) if len(target.shape) == 3 else (_OUT, _IN)

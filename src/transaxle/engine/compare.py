@@ -333,7 +333,7 @@ def _without_ties(checkpoint: Checkpoint, counterpart: Checkpoint) -> tuple[Coll
     try:
         deduplicated = checkpoint.view_as(str(checkpoint.dialect))
     except TransaxleError:
-        return (), checkpoint  # it has no such view: missing tensors are reported as they are
+        return (), checkpoint  # the checkpoint has no such view: its missing tensors are then reported
     ties = (
         spare.difference(deduplicated, deduplicated.view.ignored)
         if all(name in checkpoint for name in deduplicated)

@@ -306,7 +306,7 @@ def _rounding_of(side: Checkpoint, name: str) -> Rounding | None:
     if origin not in side.decoded or side.decoded[origin].shape != tensor.shape:
         return None
     if side.family is not None and side.dialect != side.reading.dialect.label:
-        return None  # its elements may be in another order
+        return None  # in another dialect, the elements may be in another order
     decoder = side.container.recoding.computed.get(side.container.entries[origin].extents[0].file)
     return Rounding(decoder) if isinstance(decoder, Decoder) else None
 

@@ -221,7 +221,8 @@ def _check_place(
     try:
         staging.look(prepared.plan.files, prepared.draft.files)
     except UsageError:
-        if in_parts and is_done():  # only read here: a commit that died is recognised by its tags
+        # `is_done` only reads: it recognises an interrupted commit by the ETags of its files
+        if in_parts and is_done():
             return True
         raise
     if resume and isinstance(staging, Staging):
@@ -489,7 +490,7 @@ def _check_reads_of(prepared: Prepared, tensors: list[PlannedTensor], finished: 
     for transfer in (transfer for tensor in tensors for transfer in tensor.transfers):
         if transfer.file in container.files:
             witness.mark_read(transfer.file, transfer.source, transfer.source_span)
-        else:  # a virtual file: its parts are unknown here
+        else:  # a virtual file: it may have read any part of the stored files
             for each in container.checksums:
                 witness.mark_read(each.file, each.offset, each.size)
 

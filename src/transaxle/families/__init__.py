@@ -297,7 +297,7 @@ def table_text(file: str) -> str:
 def _read_file(file: str) -> bytes:
     """Return the contents of a file in this package, which may be in an archive."""
     content = get_data(__name__, file)
-    assert content is not None  # the loaders of packages with files in them can read these
+    assert content is not None  # loaders that find this package can also read its files
     return content
 
 

@@ -344,7 +344,7 @@ TORCH = Format(
     clues=(
         Clue(ending(*(f"{end}{INDEX}" for end in _TORCH_FILES), unless=_NO_WEIGHTS), 60),
         Clue(ending(*_TORCH_FILES, unless=_NO_WEIGHTS), 80),
-        Clue(ending(".ckpt"), 90),  # as Lightning names them; ours never end so
+        Clue(ending(".ckpt"), 90),  # the ending of Lightning's files; Transaxle writes none
     ),
     reader="transaxle.formats.torch_file.reader:open_torch",
     draft="transaxle.formats.torch_file.draft:draft",

@@ -398,7 +398,7 @@ def _add_layout(rows: _HeaderRows, layout: _DataLayout, data_size: int, faults: 
     begins, ends, order = layout
     file, names = rows.file, rows.names
     if (ends < begins).any():
-        return  # these sizes have been refused already, and make the rest meaningless
+        return  # negative sizes have been refused already, and the checks below would be meaningless
     starts, stops = begins[order], ends[order]
     covered = np.concatenate((np.zeros(1, np.int64), np.maximum.accumulate(stops)))
     for at in np.flatnonzero(starts != covered[:-1]).tolist():

@@ -116,7 +116,7 @@ def with_parts(
             states.append(state)
             inner += [state] if member in folder.folders else []
     for file in schedules:
-        with suppress(Refused):  # such a file is ignored, and listed as ignored
+        with suppress(Refused):  # a schedule that cannot be read is ignored, and listed as ignored
             states.append(_schedule(folder.storage, weights.path, file))
     joined = _merge(folder.storage, weights, states)
     metadata = {

@@ -405,7 +405,8 @@ class Target(msgspec.Struct, frozen=True, eq=False):
     @property
     def whole_source(self) -> str | None:
         """Name of the one stored tensor that has the same elements at the same positions; None where there is none."""
-        if len(self.parts) != 1 or len(self.layout.shares) != 1:  # one part of several would leave the others out
+        # of several parts or shares, the source of one has only its own elements
+        if len(self.parts) != 1 or len(self.layout.shares) != 1:
             return None
         origins = self.parts[0].origins
         return origins[0].name if len(origins) == 1 and origins[0].layout is self.layout else None
@@ -545,7 +546,8 @@ class Copier:
         key = id(layout), component, positions, strides
         lowered = self._pieces.get(key)
         if lowered is None:
-            self._alive.append(layout)  # the key has its `id`, which is unique only while the object exists
+            # the key contains the layout's `id`, which is unique only while the layout exists
+            self._alive.append(layout)
             lowered = self._pieces[key] = pieces(layout, component, positions, strides, self._cut)
         return lowered
 

@@ -195,7 +195,7 @@ def in_order(statements: Sequence[Statement]) -> list[Statement]:
     from graphlib import CycleError, TopologicalSorter
 
     names = {name: statement for statement in statements for (_, name), _ in replaceable_parts(statement)}
-    if len(names) != len(statements):  # one is declared twice, which the table parser refuses
+    if len(names) != len(statements):  # a name is declared twice, which the table parser refuses
         return list(statements)
     needs = {
         name: set(re.findall(WORD, _TEXT.sub("", statement.text.partition("=")[2]))) & names.keys() - {name}
@@ -203,5 +203,5 @@ def in_order(statements: Sequence[Statement]) -> list[Statement]:
     }
     try:
         return [names[name] for name in TopologicalSorter(needs).static_order()]
-    except CycleError:  # the table parser refuses the first one in the cycle
+    except CycleError:  # the table parser refuses the first statement in the cycle
         return list(statements)

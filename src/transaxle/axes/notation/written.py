@@ -791,6 +791,7 @@ class TableFiles:
     def _file(self, name: str) -> TableFile:
         with self._reading:
             if name not in self._files:
-                self._files[name] = TableFile()  # ends a cycle of tables that inherit from each other
+                # empty while the file is read, which ends a cycle of tables that inherit from each other
+                self._files[name] = TableFile()
                 self._files[name] = read(self._text(name), name, (), self.base)
             return self._files[name]

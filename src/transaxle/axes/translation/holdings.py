@@ -481,7 +481,7 @@ class Holdings:
             grid = None if scalar or not set(self._varying).isdisjoint(line.name.axes) else alike.get((line, slot))
             first = dict(islice(names.items(), 1 if grid else None))
             usable = dict(self._layouts(line, expression, first, scalar))
-            if grid and not usable:  # no other tensor will fit the rule either, and each gets its refusal
+            if grid and not usable:  # the first tensor does not fit the rule, so no other will: each gets its refusal
                 grid = None
                 usable = dict(self._layouts(line, expression, dict(islice(names.items(), 1, None)), scalar))
             if len(usable) < len(first if grid else names):

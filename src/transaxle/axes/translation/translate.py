@@ -287,7 +287,7 @@ class _Translator:
     def run(self, *, partial: bool) -> Translation:
         self.refuse([*self.holdings.refusals, *self.holdings.contradictions])
         self.refuse(refuse_contradicted(self.holdings))
-        if self.holdings.contradictions:  # refusals of targets would only be consequences of these
+        if self.holdings.contradictions:  # refusals of targets would only be consequences of the contradictions
             self.refuse(() if partial else refuse_incomplete(self.holdings, self.tied))
             return Translation({}, (), (), (), {}, tuple(self.refusals.values()), self.sizes.at({}))
         built: dict[str, Target] = {}

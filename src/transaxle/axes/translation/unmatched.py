@@ -202,7 +202,7 @@ def refuse_ruled_out(holdings: Holdings) -> Iterator[Refusal]:
             continue
         for line in (sources.line for sources in lines):
             if line.else_zeros or (line.read_only and component in family.added):
-                continue  # frameworks have it independently of the config
+                continue  # frameworks have this tensor whatever the config says
             keys = [(key, settings.get(key)) for key in sorted(when.names - family.tensors.keys())]
             values = [f"{key}: {json.dumps(value)}" for key, value in keys if isinstance(value, bool | int | str)]
             if values and holdings.sizes.holds(when, {}) is False:
@@ -273,7 +273,7 @@ class Unplaced:
         for first, second in checked:
             if first <= used or second <= used:
                 used |= first | second
-            else:  # neither has a place: the second one keeps its name
+            else:  # neither copy has a place: the second one keeps its name
                 used |= first - second
         for line, slot in open_lines:
             yield from self._homeless(line, slot, used, clean=clean)

@@ -74,7 +74,7 @@ class Expressions:
         if not self.match(name):
             return []
         numbers: list[int] | None = self._search(self._each.Match, self._read(name))
-        if numbers is None:  # some expression matches, but the automaton of all exceeds its memory
+        if numbers is None:  # some expression matches, but the automaton for all expressions exceeds its memory
             raise PatternError("there are too many expressions to tell which of them match")
         return sorted(numbers)
 
@@ -88,7 +88,7 @@ class Expressions:
 
     def _alternatives(self, end: str) -> Any:
         if not self._patterns:
-            return _compile(r"[^\x00-\x{10FFFF}]", _MOST_EACH)  # no character: nothing matches
+            return _compile(r"[^\x00-\x{10FFFF}]", _MOST_EACH)  # a class without any character matches nothing
         together = "|".join(f"(?:{pattern})" for pattern in self._patterns)
         try:
             return _compile(f"(?:{together}){end}", _MOST_BYTES)
@@ -114,7 +114,8 @@ class Expressions:
         try:
             self._depth = 0
             pattern = _TOKEN.sub(self._translate, text)
-            _compile(pattern, _MOST_EACH)  # separately, as two malformed ones may be well formed together
+            # compiled separately, because two malformed expressions may be well formed together
+            _compile(pattern, _MOST_EACH)
         except PatternError as error:
             shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
             raise PatternError(f"{shown!r} cannot be matched: {error}") from None

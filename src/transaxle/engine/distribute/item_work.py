@@ -101,7 +101,7 @@ class OpenPlan:
                 with ExitStack() as stack:
                     self._check(stack.enter_context(self.plan.order.prepare()))
                     self._stack.push(stack.pop_all())
-            assert self._prepared is not None  # `_check` has set it
+            assert self._prepared is not None  # `_check` has set `_prepared`
             return self._prepared
 
     @property

@@ -416,7 +416,7 @@ def _outputs_by_name(written: Sequence[OutputTensor], problems: list[Refusal]) -
         return outputs
     outputs = {}
     for product in written:
-        if product.shape in too_large:  # otherwise laying it out would never end
+        if product.shape in too_large:  # laying out so large a tensor would never end
             message = f"the tensor would have the shape {list(product.shape)}: a size in the config is not plausible"
             problems.append(Refusal("CORRUPT", message, Where(None, product.name)))
             continue
@@ -452,7 +452,7 @@ def _draft_files(
         elif not isinstance(value, str) or key == ROOT or _FRAMEWORK.get(key) == value:
             continue
         elif checkpoint.format != form or key.partition(":")[0] in files:
-            left_out.append(f"note {key}")  # a note of another format, or of only one shard
+            left_out.append(f"note {key}")  # the note concerns another format, or only one shard
         else:
             metadata[key] = value
     kind = get_format(form)

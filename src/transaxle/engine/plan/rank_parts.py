@@ -99,7 +99,7 @@ def rank_parts(
                     cached_parts[key] = share_out(line.expression, cuts, axis_sizes, ranks)
                 parts[name] = cached_parts[key]
             except TransaxleError as error:
-                parts[name] = None  # as if it were whole, so that only one refusal follows
+                parts[name] = None  # counts as whole, so that the parameter gets only one refusal
                 problems.extend(
                     Refusal(each.code, each.message, Where(None, name), each.hint) for each in error.refusals
                 )

@@ -321,7 +321,8 @@ def value_changes(
     read_files = {transfer.file for tensor in planned for transfer in tensor.transfers}
     averaged, changed = list[RecodedTensor](), list[RecodedTensor]()
     for file, tensor in container.recoding.computed.items():
-        entry = container.entries.get(tensor.step.name)  # a tensor that is computed from this one is read instead of it
+        # this tensor may be read only through another one that is computed from it
+        entry = container.entries.get(tensor.step.name)
         if file in read_files or (
             entry is not None and read_files.intersection(extent.file for extent in entry.extents)
         ):

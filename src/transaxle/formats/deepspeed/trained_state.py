@@ -493,7 +493,7 @@ def _dtype(state: str, vectors: Sequence[FlatBuffer], states: Sequence[RankState
 
 def _steps(parameters: Mapping[str, TrainedParameter], states: Sequence[RankState]) -> Iterator[Twin]:
     """Yield pairs of numbers that must be equal: those of each group on the first rank and on every other."""
-    # Reversed, so that of several parameters of a group the first one remains.
+    # Reversed, because later items replace earlier ones: so the first parameter of each group remains.
     first_parameters = {item.group: name for name, item in reversed(list(parameters.items()))}
     for group, name in first_parameters.items():
         for state in states[1:]:
@@ -688,7 +688,8 @@ def _frozen_or_buffer(rank: ModelRank, name: str) -> RankShard | None:
         return None
     if shape is not None and entry.shape != shape:
         size = prod(shape)
-        if len(rank.models) == 1 and entry.shape == (size,):  # ZeRO-3 on one data-parallel rank
+        # ZeRO-3 flattens the tensor, even with one data-parallel rank
+        if len(rank.models) == 1 and entry.shape == (size,):
             return _gather_frozen(rank.models, name, shape)
         raise refuse(
             "CORRUPT",

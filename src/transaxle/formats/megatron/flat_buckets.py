@@ -327,13 +327,13 @@ def _fit_chunk(
         parameters += len(added)
         if elements > head.size:
             break
-        # A copy of another stage's embedding is not counted in these sums.
+        # `elements` and `parameters` do not count a copy of another stage's embedding.
         if elements + parameters * _GAP < head.size and not model.items[stop - 1].may_copy:
             continue
         contents = _fit(model.local(range(first, stop), order, experts_only=experts_only), groups, unread)
         if contents is not None:
             while not first and stop < len(model.items) and not model.items[stop].parameters:
-                stop += 1  # an output that is tied to the embedding of this very stage
+                stop += 1  # parts without parameters: an output tied to the embedding of the same stage
             return stop, contents
     raise NoFitError(f"{head.key} does not hold consecutive parts of the model from number {first} on")
 

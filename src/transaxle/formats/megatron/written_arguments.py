@@ -47,7 +47,7 @@ def arguments(config: Mapping[str, Any], names: Collection[str], padded_vocabula
     args.setdefault("kv_channels", args["hidden_size"] // heads)
     args |= _DEGREES | _from_names(names, args) | _from_config(text_config)
     if not any(name.startswith("mtp.") for name in names):
-        args.pop("mtp_num_layers", None)  # a config may have it although its checkpoint lacks these layers
+        args.pop("mtp_num_layers", None)  # a config may count such layers although the checkpoint lacks them
     args["multi_latent_attention"] = "kv_lora_rank" in args
     if padded_vocabulary is not None:
         args["padded_vocab_size"] = padded_vocabulary

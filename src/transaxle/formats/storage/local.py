@@ -5,8 +5,8 @@ So a name is resolved first and must stay inside the folder (a link of the Huggi
 and its file type is checked before it is opened and again on the open descriptor. Data is not mapped: a mapped file
 that is truncated while in use kills the process, whereas a failed read raises an error.
 
-The folder may be replaced while it is read. It is kept open, and each file must be in it, so that all data comes
-from one checkpoint.
+The folder may be replaced while it is read. So the folder is kept open, and each file must be in the opened folder:
+then all data comes from one checkpoint.
 
 `storage_error` converts each `OSError` to a `StorageError`.
 """
@@ -401,7 +401,7 @@ def storage_error(error: OSError, doing: str, file: str) -> TransaxleError:
         doing: the action in words, such as `writing 4096 bytes at offset 0`.
         file: the file concerned.
     """
-    if isinstance(error, TransaxleError):  # already an error of this package
+    if isinstance(error, TransaxleError):  # the error is already one of this package's
         return error
     number = error.errno or 0
     reason = os.strerror(number) if number else str(error)

@@ -136,7 +136,7 @@ class Storage(Protocol):
         buffer = BytesIO(bytes(size))
         with buffer.getbuffer() as view:
             self.read_into(name, offset, view)
-        return buffer.getvalue()  # shares the buffer, so that a large file is in memory only once
+        return buffer.getvalue()  # the bytes share the buffer, so that a large file is in memory only once
 
     def recheck(self) -> None:
         """Check that no file that was read has changed since; called before results are published.

@@ -269,7 +269,8 @@ class HubRequests:
         """Make one request, and retry it after temporary failures."""
         for attempt in range(1, ATTEMPTS + 1):
             last = attempt == ATTEMPTS
-            pause = 2 ** (attempt - 2) * (1 + random.random() / 4)  # random, so that workers do not retry all at once
+            # partly random, so that workers do not all retry at the same time
+            pause = 2 ** (attempt - 2) * (1 + random.random() / 4)
             try:
                 answer = self._request_once(method, url, headers, file, max_bytes)
             except _TemporaryError as error:

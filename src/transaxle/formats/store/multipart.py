@@ -183,7 +183,7 @@ class S3Multipart:
                 if _is_made_of(tags, current, before) and (is_over or not new):
                     return _confirm_tag(expected_tag(tags), current)
                 missed += isinstance(failure, FileNotFoundError) or is_over
-            except TransaxleError:  # after all attempts that the client makes itself
+            except TransaxleError:  # raised after the client's own attempts have all failed
                 is_lost = True
             if isinstance(failure, TransaxleError):
                 raise failure

@@ -443,7 +443,7 @@ class TargetPlace:
             is_file = is_one_file(self.typed) and not self.target.is_dir()
             has_parent = self.target.parent.is_dir()
             with suppress(FileNotFoundError):
-                self.target.lstat()  # refuses a name that is too long now, not after the work
+                self.target.lstat()  # raises now, not after the work, if the name is too long
         except OSError as error:
             raise storage_error(error, "reading its status", self.typed) from error
         if not self.target.name:

@@ -107,7 +107,8 @@ class NearReads:
             read_length = LEAST
             if previous is not None:
                 read_length = 2 * (previous.stop - previous.start)
-                self._recent.move_to_end(previous, last=False)  # read to its end, so the first to be dropped
+                # the earlier request was read to its end, so it is dropped first
+                self._recent.move_to_end(previous, last=False)
             stop = min(stop, at + min(max(needed, read_length), self._largest))
             if not self._make_room(stop - at):
                 stop = min(stop, at + needed)
@@ -122,7 +123,7 @@ class NearReads:
         except BaseException as error:
             with self._lock:
                 self._drop(window)
-            window.data.set_exception(error)  # for other threads that wait for it
+            window.data.set_exception(error)  # other threads may wait for this data
             raise
 
     def _make_room(self, size: int) -> bool:
@@ -272,7 +273,7 @@ class RemoteStorage(Storage):
         for member in self._service.members(place, folder or self._path):
             path = str(member["name"]).partition("?")[0] if self._web else str(member["name"])
             if path.rstrip("/") == place:
-                continue  # an object that represents the folder itself
+                continue  # some services list an object for the folder itself
             is_file = member.get("type") == FILE and not (self._web and path.endswith("/"))
             name = path.removeprefix(start).removesuffix("" if is_file else "/")
             name = unquote(name) if self._web else name
@@ -315,7 +316,7 @@ class RemoteStorage(Storage):
         try:
             data = self._service.fetch(self._place(name), start, stop, name)
         except TransaxleError:
-            self._check(name)  # raises a better reason for the failure, if there is one
+            self._check(name)  # if the object has changed, this error says so instead
             raise
         self._check(name)
         if len(data) != stop - start:

@@ -157,7 +157,7 @@ class SharedUpload(Upload):
             places = {file: self._place(file) for file in sizes}
             token = secrets.token_hex(8)
             record = UploadRecord(token=token, task=task, division=division, uploads={}, places=places, items=items)
-            self._claim(record)  # before the uploads, or they would be unknown if this run were killed
+            self._claim(record)  # recorded before the uploads begin: a killed run must not leave unknown uploads
             self._stored = {file: {} for file in sizes}
             try:
                 self._record = self._with_uploads(record, sizes)
@@ -170,7 +170,7 @@ class SharedUpload(Upload):
         else:
             self._record = record
             self._interrupted_record = self._interrupted_commit()
-            with suppress(TransaxleError):  # it may be forbidden to list uploads
+            with suppress(TransaxleError):  # the credentials may not permit listing uploads
                 self._remove_unnamed(record)
             self._record = self._with_uploads(msgspec.structs.replace(record, continued=True), self.look_again())
 
@@ -250,7 +250,7 @@ class SharedUpload(Upload):
         """
         for file, tags in part_tags.items():
             if self.is_visible(file):
-                continue  # it is visible, and known by its ETag
+                continue  # the file is visible, so it is complete
             parts = zip(tags, part_sizes(self._sizes[file]), strict=True)
             if not dict(enumerate((StoredPart(*part) for part in parts), 1)).items() <= self._stored[file].items():
                 return False
@@ -554,7 +554,7 @@ class FileSender:
             for number in numbers:
                 if (file, number) in self._sent_parts:
                     continue
-                part = self._part(file, number)  # a part of fragments only, such as a large header
+                part = self._part(file, number)  # creates a part without bytes of tensors, such as a large header's
                 if part.missing:
                     raise ValueError(f"{file}: {part.missing} bytes of part {number} were not written")
                 self._send(part)

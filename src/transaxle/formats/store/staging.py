@@ -389,7 +389,7 @@ class Staging:
                 if path == self.scratch or self.scratch in path.parents or path in needed:
                     continue
                 if path.is_dir() and not path.is_symlink():
-                    with suppress(OSError):  # it still contains a needed file
+                    with suppress(OSError):  # the folder still contains a needed file
                         path.rmdir()
                 else:
                     path.unlink()
@@ -547,7 +547,7 @@ class Writer:
     def close(self) -> None:
         """Close the files, and leave the claim."""
         self._handles.close()
-        with suppress(OSError):  # it is closed already
+        with suppress(OSError):  # the folder is closed already
             os.close(self._folder)
         self._folder = -1
 

@@ -166,7 +166,7 @@ class StreamedFile:
             try:
                 stream.discard()
             finally:
-                stream.closed = True  # or garbage collection would send it
+                stream.closed = True  # otherwise garbage collection would send the bytes
         self._buffered.clear()
 
     def _end(self, stream: Stream) -> None:
@@ -195,7 +195,7 @@ def _complete(service: Service, stream: Any, file: str, *, new: bool) -> str | N
     calls, path = S3Multipart(service), str(stream.path)
     if tags := _tags_of(stream):
         return calls.complete(path, str(upload["UploadId"]), tags, file, new=new)
-    calls.abort(path, str(upload["UploadId"]), file)  # an upload has at least one part
+    calls.abort(path, str(upload["UploadId"]), file)  # an empty file has no parts, but an upload needs one
     return calls.put(path, b"", file, new=new)
 
 
@@ -479,7 +479,7 @@ class Upload:
 
     def keep(self) -> None:
         """Last step: keep the visible files."""
-        with suppress(TransaxleError):  # it may be forbidden to list uploads
+        with suppress(TransaxleError):  # the credentials may not permit listing uploads
             self._remove_unanswered()
         self._streams.clear()
         self._appeared.clear()

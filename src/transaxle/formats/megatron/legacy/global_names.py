@@ -339,7 +339,7 @@ def lay_flat(parameters: Sequence[Parameter], bucket: int | None) -> tuple[list[
         each parameter with its first element in the buffer, and the total number of elements.
     """
     places: list[tuple[Parameter, int]] = []
-    stored = at = 0  # elements of the earlier buckets, and of the current one
+    stored = at = 0  # number of elements in the buckets before, and in the current bucket
     empty = True
     for parameter in reversed(parameters):
         at = -(-at // _ALIGNMENT) * _ALIGNMENT

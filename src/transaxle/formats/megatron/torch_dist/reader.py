@@ -438,7 +438,8 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
     state, unread = with_settings_of_run(state, storage, member, _number)
     metadata = {**container.metadata, MEGATRON: state.to_metadata()}
     unread = {**metadata.pop(LEFT_BEHIND, {}), **unread}
-    unread.pop(_without_shard(COMMON), None)  # read above, with names that only Megatron's pickles may have
+    # `_run_state` has read this item, with the names that Megatron's pickles may have
+    unread.pop(_without_shard(COMMON), None)
     metadata |= {LEFT_BEHIND: unread} if unread else {}
     container = replace(container, metadata=metadata, config=state.config())
     if weights == "fp32":
