@@ -2,7 +2,7 @@
 
 Public functions have these options as keyword arguments, and tests compare their signatures with this table. The
 command line builds its options from it, error hints translate options to Python with it, and it lists the combinations
-that no verb accepts. It imports nothing of the package, so every module may import it.
+that no verb accepts. This module imports nothing of the package, so every module may import it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plugins: entry points of installed packages that extend Transaxle.
 
-Finding them reads the metadata of every installed distribution. This happens at most once per process, and only if
-nothing that ships with Transaxle fits.
+A search for plugins reads the metadata of every installed distribution. Such a search happens at most once per process,
+and only if nothing that ships with Transaxle fits.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def plugins(group: str) -> tuple[Plugin, ...]:
     """Return the entry points of a group, by name.
 
     Raises:
-        Refused: NAME_COLLISION where two packages have one of the same name.
+        Refused: NAME_COLLISION where two packages have entry points of the same name.
     """
     from importlib.metadata import entry_points
 

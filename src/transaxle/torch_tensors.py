@@ -3,8 +3,8 @@
 A DTensor has the shape of the whole tensor and stores one part of it; the local part of any other tensor is the tensor
 itself.
 
-**Copies.** A `BoxCopy` gives offsets and strides in elements. Here it becomes one `copy_` between two strided views,
-which is one kernel on a GPU. This is the only module that computes strides for torch.
+**Copies.** A `BoxCopy` gives offsets and strides in elements. In torch a `BoxCopy` becomes one `copy_` between two
+strided views, which is one kernel on a GPU. This is the only module that computes strides for torch.
 
 **Placements**: which positions of a tensor each rank of a mesh has, as interval lists. DTensor placements become the
 chunk rules of `axes`, so one implementation serves `Shard`, `Shard(-1)`, `_StridedShard` and every order of mesh dims.
@@ -342,7 +342,7 @@ Cell = tuple[Intervals, ...]
 
 
 class ShardGrid(torch.Tensor):
-    """Shape, dtype and device of a whole tensor, with this rank's parts of it. It can only be loaded and saved.
+    """Shape, dtype and device of a whole tensor, with this rank's parts of it. A grid can only be loaded and saved.
 
     Attributes:
         positions: per dim, the intervals that this rank has; every combination of them is a part.

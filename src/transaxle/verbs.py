@@ -77,10 +77,12 @@ class Watch(Protocol):
         """Receive the plan, with all refusals."""
 
     def progress(self, total: int, label: str = "copying", *, stays: bool = False) -> AbstractContextManager[Progress]:
-        """Show progress while the block runs; the context gives the function to call with the bytes of each block."""
+        """Show progress while the block runs; the context manager yields the function to call with each number of
+        bytes.
+        """
 
     def workers(self) -> AbstractContextManager[Callable[[Event], None]]:
-        """Show the work of other processes; the context gives the function to call with each event."""
+        """Show the work of other processes; the context manager yields the function to call with each event."""
 
 
 class _Unwatched:
@@ -629,7 +631,7 @@ def verify(
     checkpoint only.
 
     Returns:
-        The verification. It is true on success, so `assert tx.verify(a, b)` fails if they differ; `.ok` is the same
+        The verification, which is true on success, so `assert tx.verify(a, b)` fails if they differ; `.ok` is the same
         verdict, `.problems` and `.differences` list the errors.
     """
     options = read_options("verify", locals())
@@ -693,7 +695,7 @@ def diff(
     checkpoint only.
 
     Returns:
-        The comparison. It is true if nothing differs; `.equal` is the same verdict.
+        The comparison, which is true if nothing differs; `.equal` is the same verdict.
     """
     options = read_options("diff", locals())
     from transaxle.engine.compare import compare

@@ -7,8 +7,8 @@ Exit codes: 0 done, 1 different, 2 usage, 3 refused, 4 I/O, 70 a bug in Transaxl
 141 the reader of a pipe has closed it, 143 SIGTERM.
 
 By default SIGTERM and SIGHUP end a process at once, which leaves a half-written folder and a terminal without a cursor.
-Here they raise an exception in the main thread, so that a command cleans up and ends as after Ctrl-C. A signal that is
-already ignored, such as SIGHUP under `nohup`, stays ignored.
+Here both signals raise an exception in the main thread, so that a command cleans up and ends as after Ctrl-C. A signal
+that is already ignored, such as SIGHUP under `nohup`, stays ignored.
 """
 
 from __future__ import annotations

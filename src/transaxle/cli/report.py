@@ -70,5 +70,5 @@ def _default_file(src: str) -> str:
     """Return the default file of a report: in the current folder, with the name of SRC."""
     name = (
         src.rstrip("/").rpartition("/")[2] if "://" in src else Path(os.path.realpath(src)).name
-    )  # also works for a loop of links
+    )  # works also if symbolic links form a loop
     return f"{name or 'checkpoint'}.html"

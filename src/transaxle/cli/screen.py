@@ -170,7 +170,8 @@ class Screen:
     def workers(self) -> Iterator[Watch]:
         """Show the progress of several workers on standard error: a bar for all, and one per machine.
 
-        With `--json`, print each event as a line of JSON instead. The context gives the function to call with events.
+        With `--json`, print each event as a line of JSON instead. The context manager yields the function to call with
+        each event.
         """
         if self.as_json:
             yield _json_line
@@ -283,7 +284,7 @@ def _bars(**options: Any) -> Bars:
 
 @contextmanager
 def _bar(label: str, total: int, *, stays: bool) -> Iterator[Progress]:
-    """Show a bar with a label on standard error; the context gives the function that advances it."""
+    """Show a bar with a label on standard error; the context manager yields the function that advances the bar."""
     bar = _bars(transient=not stays)
     with bar:
         task = bar.add_task(label, total=total)

@@ -18,8 +18,8 @@ values are restored in the end. After the real load, the state dict must show th
 
 **Keepers**: libraries that keep the values of a model's parameters outside the parameters.
 
-They silently overwrite such a parameter at the next forward pass or optimizer step. They are recognised by attributes
-that they set; none of them is imported.
+Such a library silently overwrites the parameter at the next forward pass or optimizer step. These libraries are
+recognised by attributes that they set; none of them is imported.
 
 DeepSpeed ZeRO-3 empties the module's parameters and gives each rank a range of their elements, in the dtype that the
 model computes with. Saving reads these ranges.

@@ -1,9 +1,10 @@
 """State of a training run that is not tensors: random states, the position in the data, schedulers, modules' extra
 state.
 
-It is plain data (numbers, strings, bytes, None, lists, tuples, dicts, sets, tensors and arrays), stored as JSON in one
-file of the checkpoint: no pickle, so reading it runs no code. A state that is equal on all ranks is stored once, and
-any number of ranks can load it; a state that differs is stored per rank, and only the same number of ranks can load it.
+Extra state is plain data (numbers, strings, bytes, None, lists, tuples, dicts, sets, tensors and arrays), stored as
+JSON in one file of the checkpoint: no pickle, so reading it runs no code. A state that is equal on all ranks is stored
+once, and any number of ranks can load it; a state that differs is stored per rank, and only the same number of ranks
+can load it.
 """
 
 from __future__ import annotations

@@ -338,7 +338,8 @@ _ON_LOCAL = frozenset({
 class Runs(torch.Tensor):
     """Stands in for a DTensor in `torch.distributed.checkpoint`, which saves, stages and loads it run by run.
 
-    It shares the storage of the original tensor, so loading into it fills the original. No other operation works on it.
+    The wrapper shares the storage of the original tensor, so loading into it fills the original. No other operation
+    works on it.
     """
 
     _local: torch.Tensor

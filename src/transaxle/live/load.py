@@ -98,8 +98,8 @@ def load(
         group: the ranks that load together, a process group or a mesh of one dim; None: all.
         family: the model's family, such as `qwen3_moe`; None: recognised.
         dialect: dialect of the model's names, such as `hf`; None: recognised.
-        config: the model's config for a source without one: a path, a mapping or an object with `to_dict()`. Of an
-            opened source, `config`, `axes` and `rules` are for `open`.
+        config: the model's config for a source without one: a path, a mapping or an object with `to_dict()`. For an
+            opened source, give `config`, `axes` and `rules` to `open` instead.
         axes: axis -> size, which overrides everything, such as `{"g": 8}`.
         rules: path of a table of your own, with families and dialects.
         decode: `bf16`, `fp16` or `fp32`: parameters of this type take encoded tensors, decoded; None: refuse them.
@@ -176,7 +176,7 @@ class _SameParts:
     elsewhere: Mapping[int, int]
     """Rank -> bytes of one tensor that only that rank needs."""
     count: int = 0
-    """Number of such tensors."""
+    """Number of tensors of this kind."""
 
 
 def plan_reads(targets: Census, stored: Mapping[str, StoredTensor], rank: int, *, once: bool) -> PlannedReads:

@@ -705,7 +705,7 @@ class Twins:
         Args:
             optimizer: the optimizer.
             parameter: a parameter of this optimizer.
-            settings: settings that its group will have; None: the present ones.
+            settings: settings that the parameter's group will have; None: its present settings.
         """
         groups = optimizer.param_groups
         if id(optimizer) not in self._numbers:

@@ -83,7 +83,7 @@ class Optimizers:
         groups, problems = [], []
         for optimizer in self.members:
             for number, group in enumerate(optimizer.param_groups):
-                if id(optimizer) in zero_wrappers:  # ZeRO copies its own settings into it at each step
+                if id(optimizer) in zero_wrappers:  # ZeRO copies its own settings into this group at each step
                     groups.append({**group, **settings_of(zero_wrappers[id(optimizer)].param_groups[number])})
                     continue
                 groups.append(group)

@@ -9,8 +9,9 @@ reacts by a clean shutdown still needs its save.
 
 **Rendezvous**: a store through which the background processes find each other, and report that one is lost.
 
-The first rank's training process serves the store, protected by a secret that only the ranks know. It exists before the
-background processes start, on any machine. A rank whose process waits for a lost one learns of the loss from the store.
+The first rank's training process serves the store, protected by a secret that only the ranks know. The store exists
+before the background processes start, on any machine. A rank whose process waits for a lost one learns of the loss from
+the store.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Hashes items while they are written, and records finished tensors in a journal, so that a conversion can resume.
 
-The journal has one line for each finished tensor, with a checksum; an incomplete last line is ignored. It belongs to
-one plan and one state of the source; any other conversion refuses it and leaves it in place. A resumed run reads the
-recorded tensors back and compares their hashes, so that it gives the same bytes as an uninterrupted run.
+The journal has one line for each finished tensor, with a checksum; an incomplete last line is ignored. A journal
+belongs to one plan and one state of the source; any other conversion refuses it and leaves it in place. A resumed run
+reads the recorded tensors back and compares their hashes, so that it gives the same bytes as an uninterrupted run.
 
 Where several workers share one plan, each work item has a result file beside the journal, written once the item's
 bytes are durable.
@@ -66,7 +66,7 @@ def join_hashes(hashes: Sequence[str]) -> str:
 
 
 class ItemHash:
-    """The hash of an item. Its spans may come in any order, but the bytes of each span in ascending order.
+    """The hash of an item. The item's spans may come in any order, but the bytes of each span in ascending order.
 
     Args:
         span_size: bytes of a span; None: `SPAN`.

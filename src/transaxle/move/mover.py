@@ -55,7 +55,7 @@ _Slice = tuple[Item, int, int]
 
 
 class Movement:
-    """One transport of items from a source to a sink.
+    """Moves items from a source to a sink, once.
 
     Args:
         items: the items to move. All ranks pass equal items in the same order, but a rank may omit items that another

@@ -5,11 +5,11 @@ and up, transposes. `transaxle.load`, `transaxle.state_dict_as` and `transaxle.c
 and support DTensors.
 
 `load_state_dict` loads a whole model on all ranks or on none. torch loads module by module and writes as it goes, so if
-the last module refuses, the others have already changed. Here a copy of the old values is kept until every module of
-every rank has loaded.
+the last module refuses, the others have already changed. `load_state_dict` of this module keeps a copy of the old
+values until every module of every rank has loaded.
 
 `optimizer_state_as` regroups optimizer state of grouped parameters: moments follow their parameters from N names to one
-tensor and back. It takes state dicts with parameter names, as
+tensor and back. `optimizer_state_as` takes state dicts with parameter names, as
 `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` returns them. `transaxle.load(..., optimizer=...)`
 and the DCP planners do this by themselves.
 """
@@ -130,8 +130,8 @@ def _refuse_codes(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _translated(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
-    """Convert experts into the layout `stacked`. This is a hook of torch, and a named function so that its module can
-    be pickled.
+    """Convert experts into the layout `stacked`. This hook of torch is a named function, so that a module with the hook
+    can be pickled.
     """
     names = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
     layout = recognise_layout(names)

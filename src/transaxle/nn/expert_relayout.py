@@ -1,8 +1,8 @@
 """Rename and restack experts in state dicts: N tensors and one stack are two dialects of one table.
 
 One implementation serves the module, containers of modules, and optimizer state; `transaxle.load` and the DCP planners
-use the same (`transaxle.axes.translation.grouped`) for files. It carries out translations of `transaxle.axes` on the
-torch tensors of a state dict.
+use the same (`transaxle.axes.translation.grouped`) for files. This module carries out translations of `transaxle.axes`
+on the torch tensors of a state dict.
 
 Quantized parameters are several plain entries, each of which is stacked or split separately: no value is computed.
 """
@@ -61,7 +61,8 @@ def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
 def move(
     translation: Translation, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, Target] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Carry out a translation; return its tensors. They share no memory with the sources, except for unchanged tensors.
+    """Carry out a translation; return its tensors. Rearranged tensors have their own memory; unchanged tensors share
+    that of their sources.
 
     Args:
         translation: the translation.

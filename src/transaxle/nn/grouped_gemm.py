@@ -1,8 +1,8 @@
 """The product of rows with the weights of their experts, as one autograd function.
 
-It is one `grouped_mm` if the path allows it, or a grouped product of codes, otherwise one product per expert; gradients
-of weights are never products of codes. Between forward and backward only the input, the weights themselves (codes if
-they are quantized) and the offsets are saved.
+The product is one `grouped_mm` if the path allows it, or a grouped product of codes, otherwise one product per expert;
+gradients of weights are never products of codes. Between forward and backward only the input, the weights themselves
+(codes if they are quantized) and the offsets are saved.
 
 Properties of torch's grouped product that this module works around: rows after the last offset are not written, strides
 must be multiples of 16 bytes, gradients of stride 0 are refused, and on devices of compute capability 10 the gradient
@@ -323,7 +323,7 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor, operands: Operands) -> 
 def bias_gradient(grad: torch.Tensor, operands: Operands) -> torch.Tensor:
     """Return the gradient of the biases [experts, out]: the sum of each expert's rows.
 
-    It is computed as a product with ones, which sums in float32 and in an order that does not change from run to run.
+    The sum is a product with ones, which adds in float32 and in an order that does not change from run to run.
     """
     splits, out = operands.splits, operands.features[0]
     experts = splits.offsets.shape[0]
@@ -480,7 +480,7 @@ def apply_product(
         dgrad_out: see `Product.forward`.
         setting: see `Product.forward`.
         weights: one parameter for all experts, or one for each.
-        biases: one parameter for all experts, one for each, or none. They are small, so stacking them costs less than
+        biases: one parameter for all experts, one for each, or none. Biases are small, so stacking them costs less than
             passing each one to autograd.
     """
     stacked_biases = torch.stack(list(biases)) if len(biases) > 1 else None
@@ -551,8 +551,8 @@ def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
 def place_gradient(grad: torch.Tensor, parameter: torch.Tensor, before: DeviceMesh | None) -> torch.Tensor:
     """Give a gradient the present placements of its parameter; collective if the parameter was sharded in between.
 
-    The result is the mean over the mesh dims that the parameter did not have during the product. These are FSDP2's,
-    whose ranks each computed the gradient from their own rows only.
+    The result is the mean over the mesh dims that the parameter did not have during the product. FSDP2 added these mesh
+    dims; each of their ranks computed the gradient from its own rows only.
 
     Args:
         grad: gradient of everything that this rank multiplied, in the parameter's dtype.

@@ -538,8 +538,8 @@ class GroupedLinear(GroupedParameters):
                 `grouped` path numbers on the device are not copied to the host.
             is_first_microbatch: True: cache the weights as they are multiplied (cast, dequantized, in one piece) for
                 later microbatches; False: use the cached ones; None: prepare them for this call only.
-            out: buffer for the output, with its shape or as rows; it may be reused for the next call. If it is part
-                of a larger buffer, that enters autograd's graph, unless you give `out=buffer.detach()[…]`.
+            out: buffer for the output, with its shape or as rows; it may be reused for the next call. If `out` is part
+                of a larger buffer, that buffer enters autograd's graph, unless you give `out=buffer.detach()[…]`.
             dgrad_out: buffer for the gradient of the input, with its shape or as rows.
 
         Returns:

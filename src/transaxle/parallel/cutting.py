@@ -299,8 +299,8 @@ def cut_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Parame
 def sums_outputs(module: nn.Module) -> bool:
     """Tell whether ranks that share positions sum the gradients of a layer's outputs, not those of its parameters.
 
-    They do if gradients are quantized before they are multiplied: then the sum is quantized, as on a single rank, and
-    not each rank's term.
+    Ranks sum the outputs' gradients if these are quantized before they are multiplied: then the sum is quantized, as on
+    a single rank, and not each rank's term.
     """
     cut, weight = cuts_of(module).get(WEIGHT), module._parameters.get(WEIGHT)
     if cut is None or weight is None or not cut.shared:

@@ -250,24 +250,24 @@ Group = tuple[str, tuple[tuple[str, int], ...]]
 
 
 class Role(Enum):
-    """What a cut module does in addition to its own forward."""
+    """Task of a cut module in addition to its own forward."""
 
     LOCAL = auto()
-    """Nothing: it computes with this rank's parts."""
+    """No additional task: the module's own forward computes with this rank's parts."""
     COLUMN = auto()
-    """Its input is whole on every rank, its output is this rank's part."""
+    """The module's input is whole on every rank, its output is this rank's part."""
     GATHERED = auto()
     """Like `COLUMN`, and the ranks' outputs are joined."""
     ROW = auto()
-    """Its input is this rank's part, and the ranks' results are summed."""
+    """The module's input is this rank's part, and the ranks' results are summed."""
     SLICED = auto()
     """Like `ROW`, but the input is whole and each rank takes its part of it."""
     VOCABULARY = auto()
-    """It looks up the words that this rank has, and the results are summed."""
+    """The module looks up the words that this rank has, and the ranks' results are summed."""
     HIDDEN = auto()
-    """It looks up this rank's columns of every word, and the columns are joined."""
+    """The module looks up this rank's columns of every word, and all ranks' columns are joined."""
     REGION = auto()
-    """The cut axis occurs only inside it: its input is whole, and the ranks' results are summed."""
+    """The cut axis occurs only inside the module: its input is whole, and the ranks' results are summed."""
     GROUPED_COLUMN = auto()
     """Like `COLUMN`, for every expert's layer."""
     GROUPED_ROW = auto()

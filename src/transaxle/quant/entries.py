@@ -154,7 +154,7 @@ def _buffer_placement(
 
 
 class _Octets(DTensor):
-    """An entry of eight-bit elements. It is gathered as uint8, the only eight-bit dtype that gloo supports."""
+    """An entry of eight-bit elements. Ranks gather it as uint8, the only eight-bit dtype that gloo supports."""
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """See torch."""

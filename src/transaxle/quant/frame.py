@@ -10,10 +10,10 @@ A stack of matrices, [E, M, K], is a frame whose rows are the matrices. Each mat
 are cut and none is shared.
 
 **Stochastic rounding.** A weight has a rounding state: a key, and the number of times that gradients were rounded for
-it. The state is a buffer of the weight, int64 [2] (in a stack [E, 2]). It is saved, cut and loaded with the codes, so a
-run that resumes draws the same numbers as a run that was not interrupted. The key is a hash of the recipe's seed, the
-weight's name and, for experts, the expert's global number. It depends neither on how experts are packed nor on their
-ranks.
+it. The state is a buffer of the weight, int64 [2] (in a stack [E, 2]). The state is saved, cut and loaded with the
+codes, so a run that resumes draws the same numbers as a run that was not interrupted. The key is a hash of the recipe's
+seed, the weight's name and, for experts, the expert's global number. The key depends neither on how experts are packed
+nor on their ranks.
 
 FSDP2 gathers a copy of a stack's states. The copy refers to the buffers that it was made from (`Frame.echoes`) and
 increments their counters too.

@@ -231,7 +231,7 @@ def check_common(target: QuantizedTensor, source: QuantizedTensor) -> None:
 
 
 def _is_of(share: Share, frame: Frame) -> bool:
-    """Whether a frame is the same part, or the whole that the part was cut from."""
+    """Tell whether a frame is the part that a share describes, or the whole from which that part was cut."""
     frame_share = frame.share
     if frame_share is None:
         band = frame.band

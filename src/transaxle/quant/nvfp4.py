@@ -10,13 +10,13 @@ The three products of a linear layer:
 
 **Batches.** On its own, a rank numbers its rows from 0 and scales by its own amax. Inside `batch_over` the ranks of a
 group number their rows consecutively and share amaxes, so that each quantizes its rows as one rank with all rows would.
-If several ranks have the same columns of an output, all of them get the whole gradient of these columns, and only one
-of them adds it to the gradient of the input, which is summed over the ranks (`count_columns`).
+If several ranks have the same columns of an output, each gets the whole gradient of these columns, but only one of
+these ranks uses it for the gradient of the input, which is summed over the ranks (`count_columns`).
 
 **The random Hadamard transform.** Both operands of a weight gradient are multiplied along the summed dim, 16 elements
 at a time, with an orthogonal matrix. Exact products stay the same, and outliers are spread over 16 elements before they
 are quantized. The signs are the sixteen that TransformerEngine drew once (`pytorch/tensor/nvfp4_tensor.py`,
-`get_wgrad_sign_vector`). They are the same for every tensor, step and rank, since both operands must have them.
+`get_wgrad_sign_vector`). The signs are the same for every tensor, step and rank, since both operands must have them.
 
 **Stochastic rounding to E2M1** rounds up with the probability that makes the result equal to the value on average.
 Scales are those of rounding to nearest (`transaxle.encodings.arithmetic.scaling`); only the codes differ. A value
@@ -25,8 +25,8 @@ step, times 2**32. So a value that has a code keeps it, and a value beyond the l
 
 **Products.** Hardware for NVFP4 multiplies codes scaled by the E4M3 scales of their tiles, accumulates in float32, and
 scales the result by the two amaxes (TransformerEngine, `nvfp4_compute_per_tensor_scale`). Here codes times scales are
-float64. They are multiples of 2**-10 below 2688, so sums of 1024 products are exact, and in practice much longer ones:
-the result depends neither on the order of the sum, nor on how rows or columns are cut.
+float64. These float64 values are multiples of 2**-10 below 2688, so sums of 1024 products are exact, and in practice
+much longer sums too: the result depends neither on the order of the sum, nor on how rows or columns are cut.
 
 **Philox4x32-10** computes random numbers from a key and a counter (J. Salmon, M. Moraes, R. Dror, D. Shaw, *Parallel
 random numbers: as easy as 1, 2, 3*, SC 2011). No generator has a state, so each element has its own random number, on

@@ -212,8 +212,9 @@ def quantized_init(
 ) -> Iterator[None]:
     """Context manager: when the block ends, quantize the layers and stacks of experts of models built in it.
 
-    It works for any code that creates `torch.nn.Linear` modules or copies them, as `torch.nn.TransformerEncoder` does,
-    including Hugging Face models and `torch.device("meta")`. Weights that the block itself quantized stay as they are.
+    The context manager works for any code that creates `torch.nn.Linear` modules or copies them, as
+    `torch.nn.TransformerEncoder` does, including Hugging Face models and `torch.device("meta")`. Weights that the block
+    itself quantized stay as they are.
 
     Args:
         recipe: how weights are quantized.

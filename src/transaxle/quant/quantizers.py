@@ -2,7 +2,7 @@
 
 A quantizer names an encoding of `transaxle.encodings` and settles what the encoding leaves open: how many elements
 share an amax, whether there are codes for both directions, whether scales follow from this tensor or from earlier ones.
-It has no tensors; the arithmetic is that of the encodings.
+A quantizer has no tensors; the arithmetic is that of the encodings.
 
 This module also lists the buffers of a quantized matrix: names, dtypes, shapes, and which of them are cut with rows.
 """

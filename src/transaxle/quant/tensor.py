@@ -12,7 +12,7 @@ copied from the rowwise ones. Otherwise the two are rounded separately, which ne
 **FSDP2** gathers quantized parameters as bytes: codes, and scales that are cut with them. Scales of tiles of several
 rows are on every rank already and are not sent. Ranks with fewer rows than the first send padding, which is dropped on
 arrival. If FSDP2 cuts another dim than the first, torch assembles the gathered bytes as if they had the parameter's
-shape. That is correct for eight-bit codes. Four-bit codes are sent, with their scales, in a buffer of the size that
+shape. For eight-bit codes that is correct. Four-bit codes are sent, with their scales, in a buffer of the size that
 torch expects, and split again on arrival; buffers that do not fit into it are gathered in this module.
 """
 
@@ -61,7 +61,8 @@ _PACKED = 4
 def both_ways(frame: Frame, skip: int, rows: int) -> Frame:
     """Return the frame with columnwise codes added if they follow from the rowwise ones; otherwise the frame itself.
 
-    They never follow for a shard: the scales of its first and last squares are needed on ranks that take no part here.
+    For a shard they never follow: the first and last square tile may continue on other ranks, which need their scales
+    too but do not call this function.
     """
     square, columnwise_encoding = frame.quantizer.over, columnwise_of(frame.encoding)
     if square is None or columnwise_encoding is None or square != (columnwise_encoding.tile[0], frame.encoding.tile[1]):
@@ -292,7 +293,7 @@ def _assemble_bands(outputs: tuple[torch.Tensor, ...], context: GatherInput, ban
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Torch functions with an implementation for quantized tensors; `transaxle.quant.dispatch` registers them."""
 OPERATIONS: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
-"""Its one element carries out operations; `transaxle.quant.dispatch` registers it."""
+"""List whose only element is the function that carries out operations; `transaxle.quant.dispatch` registers it."""
 
 
 class QuantizedTensor(torch.Tensor):

@@ -2,8 +2,8 @@
 
 A **share** is a part that tensor parallelism has cut along rows or columns. Cuts lie between tiles, so each share can
 be quantized like a separate matrix. The exceptions are buffers of which the whole matrix has only one: a scale, an
-amax, a history. They are computed over all ranks and are equal on each. All other buffers are parts of the whole
-matrix's buffers. FSDP2 may cut a share again, between any two rows.
+amax, a history. Such buffers are computed over all ranks and are equal on each. All other buffers are parts of the
+whole matrix's buffers. FSDP2 may cut a share again, between any two rows.
 
 A **band** is a range of columns of a matrix, or of rows or columns of every matrix of a stack. FSDP2 makes bands if the
 user lets it cut another dim than the first (`Shard(1)`). Cuts lie between tiles, so each band is quantized like a

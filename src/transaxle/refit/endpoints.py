@@ -1,7 +1,8 @@
 """Endpoints: this rank's source and target tensors, looked up anew at each push.
 
-Their memory may have moved since the last push, but not their form. A push sends the source's current values. The
-target receives them either in staging memory, from which all are copied at once, or directly in its tensors.
+The tensors' memory may have moved since the last push, but their form must not have changed. A push sends the source's
+current values. The target receives them either in staging memory, from which all are copied at once, or directly in its
+tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Stream of whole tensors under a hub's names, assembled bucket by bucket from the parts on all ranks.
 
-It is for engines that take whole tensors and shard them themselves. Where the engine's sharding is known, `Refit` sends
-much less. `carry` moves the bytes: each rank packs its parts, sends them, and copies received ones into their place.
+The stream is for engines that take whole tensors and shard them themselves. Where the engine's sharding is known,
+`Refit` sends much less. `carry` moves the bytes: each rank packs its parts, sends them, and copies received ones into
+their place.
 
 `VllmSource` gives the stream to the trainer engines that vLLM itself has, such as `nccl`, which broadcast every tensor
 to every worker. `VllmRefit` sends each worker only its own part.
@@ -127,8 +128,8 @@ def named_tensors(
         for tensors in tx.refit.named_tensors(model, bucket="1GB"):
             engine.update_weights_from_tensor(tensors)
 
-    The tensors equal those that `tx.save(model, ..., to=to)` writes, byte for byte. They have their own memory, so
-    changes to them do not change the model.
+    The tensors equal those that `tx.save(model, ..., to=to)` writes, byte for byte. The tensors have their own memory,
+    so changes to them do not change the model.
 
     Args:
         state: a model under any parallelism, or a state dict whose leaves are tensors or DTensors.
@@ -283,8 +284,8 @@ class VllmSource:
         source = tx.refit.VllmSource(model, dtype="bf16")
         trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
-    Its tensors are those that `tx.save(model, ..., to=to)` writes. All ranks must iterate to the end, as vLLM's engines
-    do. The trainer's environment must have vLLM.
+    The source yields the tensors that `tx.save(model, ..., to=to)` writes. All ranks must iterate to the end, as vLLM's
+    engines do. The trainer's environment must have vLLM.
 
     Args:
         state: a model under any parallelism, or a state dict.

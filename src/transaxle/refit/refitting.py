@@ -1,4 +1,6 @@
-"""Refit: sends live weights from a trainer into an inference engine, repeatedly. It plans once; pushes move bytes."""
+"""Refit: sends live weights from a trainer into an inference engine, repeatedly. A refit is planned once; its pushes
+move bytes.
+"""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 """Weight transfer engine that vLLM's workers call where `weight_transfer_config` names the backend `transaxle`.
 
-It has the methods of vLLM's `WeightTransferEngine` (0.32) without inheriting from it. `update_weights` receives values
-in staging memory, beside the running model. Once all ranks of trainer and engines have received theirs, the trainer
-calls `finish_weight_update`, which copies them into the model.
+The engine has the methods of vLLM's `WeightTransferEngine` (0.32) without inheriting from it. `update_weights` receives
+values in staging memory, beside the running model. Once all ranks of trainer and engines have received theirs, the
+trainer calls `finish_weight_update`, which copies them into the model.
 
 If one worker fails, all do, but only the last one raises the error: vLLM reads its workers' answers in order, stops at
 the first error, and would take the unread answers for those of the next call.
 
 `VllmWeights` knows which part of which tensor each parameter of a worker is, and how new values enter the running
 model. vLLM repacks parameters after loading: they may get another shape, be quantized, or exist only inside a kernel.
-Its layer-wise reload remembers their shapes before that, and repacks new values into the same memory. The values of a
-push, already sharded, go through this reload, and so are processed as loaded values are.
+vLLM's layer-wise reload remembers the shapes before repacking, and repacks new values into the same memory. The values
+of a push, already sharded, go through this reload, and so are processed as loaded values are.
 """
 
 from __future__ import annotations

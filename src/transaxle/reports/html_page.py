@@ -1,7 +1,7 @@
 """Pages: sections of tables and figures, rendered into one HTML file that loads nothing from elsewhere.
 
-Names and metadata may come from hostile files. They are embedded as JSON without characters that HTML interprets, and
-the page's script shows them as text. A content security policy allows only the embedded scripts to run.
+Names and metadata may come from hostile files. So they are embedded as JSON without characters that HTML interprets,
+and the page's script shows them as text. A content security policy allows only the embedded scripts to run.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ bf16 as if they were values), and pickles in the checkpoint that run code.
 **Experts** may be separate tensors or one stack, in the checkpoint as in the model. A checkpoint may also store them in
 both forms, and these copies are compared before anything is loaded (`DualFormCheck`). torch calls a planner only after
 a tensor was read. So all tensors of such a checkpoint are read into separate memory, and copied into the caller's
-tensors once all copies have proved equal. This costs a second copy of the model; with `trust_copies` only one form is
-read, in place.
+tensors once all copies have proved equal. The separate memory is a second copy of the model; with `trust_copies` only
+one form is read, in place.
 
 If the experts are distributed over ranks, each rank loads its own as a slice of the stack (`ExpertSlices`).
 

@@ -1,8 +1,8 @@
 """A `CheckpointIO` for Lightning, whose trainer calls it to write, read and delete checkpoints; it is not imported
 here.
 
-Lightning collects a dict on its first rank. Its weights and optimizer state are saved under the names of parameters,
-and all other entries as plain data, so nothing is pickled, and any number of ranks can resume.
+Lightning collects a dict on its first rank. The dict's weights and optimizer state are saved under the names of
+parameters, and all other entries as plain data, so nothing is pickled, and any number of ranks can resume.
 
 **Lightning's strategies**: most call a `CheckpointIO` on the first rank only, so the other ranks would not learn of its
 failure. Strategies that shard call it only to delete. So when a run begins, methods of its strategy are replaced, and

@@ -1,7 +1,7 @@
 """The checkpoints of a run's steps under one folder or URL; old ones are deleted when newer ones are complete.
 
-Frameworks rotate checkpoints in their own folders; this module rotates those in other places. It deletes a checkpoint
-only once a newer one is complete, and only if every file in it was written by Transaxle.
+Frameworks rotate checkpoints in their own folders; this module rotates those in other places. The module deletes a
+checkpoint only once a newer one is complete, and only if every file in it was written by Transaxle.
 """
 
 from __future__ import annotations

@@ -350,8 +350,8 @@ class LoadReport:
     state dict of Megatron, keys of entries that are not tensors, such as extra states.
     """
     padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Tensors of Megatron with padding rows -> number of rows in the source and in the model, where these differ. Rows
-    that the source lacks are now zero.
+    """Tensors of Megatron with padding rows -> number of rows in the source and in the model, where these differ. The
+    model's rows that the source lacks are now zero.
     """
     zeros: tuple[str, ...] = ()
     """Names of the model that the source has no tensor for, and that are now zeros, which is equivalent."""

@@ -2,9 +2,9 @@
 
 **Loading**: a quantized parameter is filled with the source's codes, or quantized from the source's values.
 
-If the source has codes and scales of the same dtype and shape, they are copied. If it has plain or decoded values,
-these are read into separate memory as for a plain parameter, and quantized once, with amaxes reduced over the ranks
-that share the weight. Codes of another encoding are decoded to values only with `decode=`.
+If the source has codes and scales of the same dtype and shape, they are copied. If the source has plain or decoded
+values, these are read into separate memory as for a plain parameter, and quantized once, with amaxes reduced over the
+ranks that share the weight. Codes of another encoding are decoded to values only with `decode=`.
 
 **Saving for a hub**: in training, a weight has codes, scales and state for the next step. Hub readers need codes and
 scales in a convention of theirs, declared in the config, and nothing else, because engines refuse unknown names. So a
@@ -138,7 +138,7 @@ def to_hub_convention(
 def as_trained(checkpoint: Checkpoint) -> Checkpoint:
     """Rename a hub checkpoint's entries to the names used in training, if only the names differ.
 
-    This holds for float8. For nvfp4 the amax cannot be computed from the hub's global scale.
+    For float8 only the names differ. For nvfp4 the amax cannot be computed from the hub's global scale.
 
     Args:
         checkpoint: the checkpoint under its stored names.

@@ -100,7 +100,7 @@ def map_region(address: Address) -> Bytes | None:
     """Map another process's region for reading; None if it is not visible from this process.
 
     The name is compared before anything is opened, because in another container the process id may belong to another
-    process. It must be the name of a region, so a false address cannot make this process read other files.
+    process. The name must be that of a region, so a false address cannot make this process read other files.
     """
     if not _NAME.fullmatch(address.name):
         return None

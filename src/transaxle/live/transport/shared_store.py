@@ -3,8 +3,8 @@ port.
 
 Both sides first prove that they know the secret: each answers a random number from the other side (HMAC-SHA256), so
 neither the secret nor a reusable answer is ever sent. Every later message has a code that depends on the connection and
-the message's position in it. So messages can be read in transit, but not changed. A client that fails the proof takes
-no number and delays nobody. Once all ranks are connected, the port is closed.
+the message's position in it. So an attacker can read messages in transit, but not change them. A client that fails the
+proof takes no number and delays nobody. Once all ranks are connected, the port is closed.
 
     number 0                                      another rank
     "transaxle store 1", number a           ->
@@ -55,7 +55,7 @@ _MOMENT = 0.01
 """Seconds to sleep while the store shuts down, and between requests of a rank that waits for a key."""
 _AGAIN = 0.1
 """Seconds between attempts to reach number 0."""
-_THERE = "Is number 0 there, and can this machine reach it?"
+_THERE = "Is the process with number 0 running, and can this machine reach it?"
 _OTHER = "Give the same secret to all ranks of all jobs."
 
 

@@ -153,7 +153,7 @@ def quantize_rows(x: torch.Tensor, offsets: torch.Tensor, encoding: Encoding) ->
         encoding: float8 with one scale for the tensor, which here is the row.
 
     Returns:
-        Codes [M, K] and scales float32 [M]. Those of rows that belong to no group may be left unwritten.
+        Codes [M, K] and scales float32 [M]. Codes and scales of rows that belong to no group may be left unwritten.
 
     Raises:
         Refused: as `quantize`.

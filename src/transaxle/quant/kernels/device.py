@@ -123,7 +123,7 @@ def quantize(
     block = _block(over or tile, columnwise=out.columnwise_data is not None)
     blocks = triton.cdiv(x.shape[0], block.rows) * triton.cdiv(x.shape[1], block.columns)
     if encoding.tile == (WHOLE, WHOLE):
-        blocks = max(blocks, 1)  # an empty matrix has a scale
+        blocks = max(blocks, 1)  # an empty matrix has a scale too, which one block writes
     _launch(
         programs.quantize_program, blocks, x.device,
         _raw(x), _raw(out.data), _raw(out.scale_inv), _raw(out.columnwise_data), _raw(out.columnwise_scale_inv),
