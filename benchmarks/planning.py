@@ -27,7 +27,7 @@ from transaxle.engine.plan.plan_fresh import Plan
 from transaxle.axes.geometry import Shard, whole
 from transaxle.axes.layout.relayout import Target
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.distribute.work_plan import Share, divide, parse_part, part_of_item, with_parts
+from transaxle.engine.distribute.work_plan import PlanPart, divide, parse_part, part_of_item, with_parts
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.source import Source
 
@@ -107,7 +107,7 @@ def work(source: Checkpoint, dialect: str, rounds: int) -> tuple[float, float, i
         file = Path(folder, "moves")
         file.write_bytes(b"".join(part_of_item(prepared.plan, each, storage).text for each in items))
 
-        def read() -> Share | None:
+        def read() -> PlanPart | None:
             with file.open("rb") as opened:
                 opened.seek(item.begin)
                 return parse_part(opened.read(item.size), item)

@@ -150,7 +150,7 @@ def run(number: int, ports: tuple[int, int], folder: str, options: argparse.Name
         root = tx.refit.meet(f"127.0.0.1:{ports[1]}", *place, secret=SECRET, backend="gloo")
     model: Any = trainer(options.sizes) if trains else None
     weights: State = {} if trains else engine(options.sizes)
-    with patch.object(shared_memory, "seen", (lambda _: None) if options.network else shared_memory.seen):
+    with patch.object(shared_memory, "map_region", (lambda _: None) if options.network else shared_memory.map_region):
         begin = time.monotonic()
         refits = {
             name: tx.Refit({} if model is None else model, weights, group, bucket=BUCKET, in_place=name == "in place")

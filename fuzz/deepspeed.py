@@ -95,11 +95,11 @@ def _save(pickle: bytes, file: str) -> Saved:
     storages = Storages(legacy=False)
     pickled = read_pickle(pickle, file=file, bounds=_BOUNDS, persistent=storages.refer)
     at = 0
-    for stored in storages.found.values():
+    for stored in storages.by_key.values():
         stored.offset, at = at, at + stored.nbytes
     if at > len(_ROOM):
         raise refuse("CORRUPT", "the file is truncated", file=file)
-    return Saved(pickled.value, storages.found, ())
+    return Saved(pickled.value, storages.by_key, ())
 
 
 def _check(container: Container, storage: HeldFolder) -> None:

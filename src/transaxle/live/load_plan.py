@@ -307,9 +307,8 @@ class LoadPlan:
         with world.together():
             unshown_names = frozenset(chain.from_iterable(world.gather(tuple(leaves.unshown))))
             if optimizer is None and not any(name.startswith(OPTIMIZER) for name in global_tensors):
-                checkpoint = (
-                    checkpoint.without_optimizer()
-                )  # names of optimizer state may need axis sizes that the weights do not need
+                # names of optimizer state may need axis sizes that the weights do not need
+                checkpoint = checkpoint.without_optimizer()
             view_options = family, dialect, decode
             self.view = weights.view_source(
                 checkpoint, global_tensors, *view_options, partial=not strict, trained=unshown_names
@@ -319,9 +318,8 @@ class LoadPlan:
             stand_ins = self.values_of_quantized(leaves, meta=True)
             self._filled = {**self.read_into(leaves), **stand_ins}
             self.optimizers = OptimizerLoad(optimizer, leaves, self.stored)
-            unloadable_modules, omitted = (
-                find_unloadable(leaves.custom_modules) if leaves.custom_modules and not leaves.refusals else ([], ())
-            )
+            custom_modules = [] if leaves.refusals else leaves.custom_modules
+            unloadable_modules, omitted = find_unloadable(custom_modules)
         added = census({**stand_ins, **self.optimizers.states}, world)
         self._unite_names(omitted, world)
         targets = {name: tensor for name, tensor in global_tensors.items() if name not in self.quantized.gone}
@@ -334,17 +332,16 @@ class LoadPlan:
                 problems += [*self._find_unmatched(targets), *refuse_omitted(self._omitted), *self.extra.lacking]
                 problems += find_missing_state(self.checkpoint) if self.optimizers else []
             problems += [*self._find_unfilled(), *unwritable(self._filled)]
-            if self.optimizers:
-                problems += self._match_groups()
+            problems += self._match_groups() if self.optimizers else []
             if problems:
                 raise gathered(problems)
         missing = set(self.missing)
         self.targets: Census = {name: tensor for name, tensor in targets.items() if name not in missing}
         self.same_memory = frozenset(pair for pair in self._same_memory if self.targets.keys() >= set(pair))
-        requantized = weights.conversions(self.quantized.anew, self.view, self.stored)
         self.conversions = _conversions(self.targets, self.view, self.stored)
+        requantized = weights.conversions(self.quantized.anew, self.view, self.stored)
         self.conversions |= {conversion.name: conversion for conversion in requantized}
-        self.on_meta = frozenset(custom_module.path for custom_module in leaves.custom_modules if custom_module.is_meta)
+        self.on_meta = frozenset(module.path for module in leaves.custom_modules if module.is_meta)
 
     @property
     def storage(self) -> Storage:

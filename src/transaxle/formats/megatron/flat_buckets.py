@@ -10,8 +10,7 @@ that are not on every rank have an optimizer of their own, the last of the chain
 - A stage's model chunks are consecutive parts of the model, the first chunks of all stages before the second ones. The
   number of layers in each is not stored, but follows from the sizes of its buffers: each contains exactly its
   parameters.
-- In a bucket the last parameters come first, each at a multiple of 64 elements. A bucket ends when it is full, which
-its
+- In a bucket the last parameters come first, each at a multiple of 64 elements. A bucket ends when it is full, as its
   stored size shows, and before an embedding that another stage has too. A rank saved one chunk for each parameter and
   each gap, so every chunk must begin at a parameter, at a gap, or at the share of the next rank.
 - The chunks of the weights show which box of the stored tensor the elements are. Copies on several ranks must be equal,
@@ -22,6 +21,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -254,15 +254,13 @@ def assign_buffers(model: Model, order: Order, dense: BuffersByGroup, experts: B
         raise NoFitError(f"there are {len(dense)} groups of ranks, and parameters are cut among {ranks}")
     experts_only = False if experts else None
     if experts_only is None and model.experts and model.ranks[True] != ranks:
-        raise NoFitError(
-            "experts are cut among other ranks than the rest of the model, and have no buffers of their own"
-        )
+        raise NoFitError("experts have other ranks than the rest of the model, and no buffers of their own")
     contents: list[BufferContents] = []
     chunks = list(_chunks(model, order, dense, stages, experts_only, contents))
     if not experts:
         return contents
     last_problem = NoFitError("no number of expert-parallel ranks fits")
-    for parallel in _divisors(model.experts):
+    for parallel in filter(lambda count: not model.experts % count, range(1, model.experts + 1)):
         try:
             return [*contents, *_assign_expert_buffers(model, order, experts, chunks, stages, parallel)]
         except NoFitError as error:
@@ -388,10 +386,6 @@ def _assign_expert_buffers(
     return contents
 
 
-def _divisors(number: int) -> Iterator[int]:
-    return (each for each in range(1, number + 1) if not number % each)
-
-
 _GROUP = r"(?:chained_(?P<chain>\d{1,4})\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d{1,7})\."
 _BUCKET = re.compile(
     rf"(?P<buffer>{_GROUP}gbuf_idx_(?P<number>\d{{1,5}})\.dtype_\(torch\.(?P<dtype>\w+), torch\.\w+\))"
@@ -424,8 +418,7 @@ def is_of_groups(key: str) -> bool:
 def read_gathered(
     objects: Objects, files: Mapping[tuple[int, int, str], str], arguments: Mapping[str, Any]
 ) -> list[ChainedOptimizer]:
-    """Return the buffers of every optimizer where one rank gathered all buffers of its group
-    (`dp_zero_gather_scatter`).
+    """Return every optimizer's buffers where one rank of each group gathered them (`dp_zero_gather_scatter`).
 
     They are tensors in a pickled object, without padding between the buckets of a buffer.
 
@@ -552,9 +545,8 @@ def _sizes(value: Any, number: int) -> list[int] | None:
     if not isinstance(value, list) or number >= len(value) or not isinstance(value[number], dict):
         return None
     (sizes,) = value[number].values() if len(value[number]) == 1 else (None,)
-    if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes):
-        return None
-    return sizes
+    is_valid = isinstance(sizes, list) and all(type(size) is int and size > 0 for size in sizes)
+    return sizes if is_valid else None
 
 
 _COPIED = "several ranks keep this state of {} alike, in flat buckets of their own"
@@ -581,24 +573,22 @@ class _ParameterStates:
     """Safetensors dtype code of each state."""
     copies: list[dict[str, list[Extent]]] = field(default_factory=list)
     """Extents of each state: first those of the tensor, then those of each further copy on other ranks."""
-    box_counts: dict[tuple[Shape, Box], int] = field(default_factory=dict)
+    box_counts: Counter[tuple[Shape, Box]] = field(default_factory=Counter)
     """Number of times that each box has occurred, by (layer and expert, box)."""
 
-    def add(
-        self, placed: BucketPlace, boxes: Sequence[Box], states: Mapping[str, Entry], starts: Sequence[int]
-    ) -> None:
+    def add(self, place: BucketPlace, boxes: Sequence[Box], states: Mapping[str, Entry], starts: Sequence[int]) -> None:
         """Add the elements of one parameter on one rank.
 
         Args:
-            placed: the parameter, with its place in a bucket.
+            place: the parameter, with its place in a bucket.
             boxes: the rank's boxes of the stored tensor.
             states: the bucket's tensor for each state; all have the same chunks.
             starts: first element of each chunk.
         """
-        slot, at = placed.parameter.slot, placed.start
+        slot, at = place.parameter.slot, place.start
         for box in boxes:
-            number = self.box_counts.get((slot, box), 0)
-            self.box_counts[slot, box] = number + 1
+            number = self.box_counts[slot, box]
+            self.box_counts[slot, box] += 1
             if number == len(self.copies):
                 self.copies.append({state: [] for state in states})
             pieces = list(_pieces(slot, box, starts, at))
@@ -667,7 +657,9 @@ def tensors_by_parameter(
     """
     states_by_weight: dict[str, _ParameterStates] = {}
     for buffer, rank, places in contents:
-        starts = [[extent.start[0] for extent in _first(bucket.states).extents] for bucket in buffer.buckets]
+        starts = [
+            [extent.start[0] for extent in next(iter(bucket.states.values())).extents] for bucket in buffer.buckets
+        ]
         for bucket_place in places:
             stored = bucket_place.parameter.stored
             states = states_by_weight.setdefault(stored.name, _ParameterStates(stored))
@@ -687,10 +679,6 @@ def tensors_by_parameter(
     return entries, twins
 
 
-def _first(states: Mapping[str, Entry]) -> Entry:
-    return next(iter(states.values()))
-
-
 _SAMPLE = 64
 """Number of elements of each weight that are compared to choose between possible orders."""
 _STORED_MASTER = "param"
@@ -707,8 +695,7 @@ def with_state_of_parameters(
 ) -> Container:
     """Replace the flat buckets in a container by the optimizer's state of every parameter.
 
-    Where the order of the parameters in the buckets is unknown, the returned container has neither buckets nor state,
-    but a refusal in `unread`.
+    If the order of the parameters in the buckets is unknown, the result has neither buckets nor state, but a refusal.
 
     Args:
         container: a container in which each bucket is a tensor under Megatron's name.
@@ -736,8 +723,7 @@ def _by_parameter(
 ) -> tuple[dict[str, Entry], list[Twin]]:
     """Return the optimizer state of every parameter, and the pairs of tensors that must be equal.
 
-    Where several orders fit, samples of the weights decide. The returned pairs are compared later, which proves that
-    the chosen order is right.
+    If several orders fit, samples of the weights decide. The pairs, compared later, prove the choice.
 
     Raises:
         NoFitError: the buckets do not fit the parameters in any known order.
