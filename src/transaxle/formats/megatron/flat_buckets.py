@@ -771,19 +771,19 @@ def _fits(
     Raises:
         NoFitError: no order fits; the message is about the first one.
     """
-    problem: NoFitError | None = None
+    problems: list[NoFitError] = []
     fits = False
     for order in orders(arguments):
         for dense, experts in _splits(model, optimizers):
             try:
                 contents = assign_buffers(model, order, dense, experts)
             except NoFitError as error:
-                problem = problem or error
-                continue
-            fits = True
-            yield contents
-    if not fits and problem is not None:
-        raise problem
+                problems.append(error)
+            else:
+                fits = True
+                yield contents
+    if problems and not fits:
+        raise problems[0]
 
 
 def _splits(model: Model, optimizers: Sequence[ChainedOptimizer]) -> Iterator[tuple[BuffersByGroup, BuffersByGroup]]:
