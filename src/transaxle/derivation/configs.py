@@ -262,7 +262,9 @@ class Sizes:
 INDEX = "_index_"
 """Placeholder for the index in a condition, until its axis has a name."""
 _OF_LAYERS = re.compile(r"dense|replace|first|step|offset|layer|interval|freq|period|every|start|skip|sparse|pattern")
-"""Keys that may determine the kinds of layers; other numbers are sizes, which fit by accident."""
+"""Keys that may determine the kinds of layers; all other numbers in a config are sizes, which could only fit by
+accident.
+"""
 _PERIOD = re.compile(r"period|step|freq|interval")
 _KEY_IN_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 _NO_KEYS = frozenset({"not", "in", "and", "or", "len", "True", "False", "None", INDEX})

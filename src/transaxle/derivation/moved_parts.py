@@ -422,7 +422,7 @@ class Layout:
     """Dims of a stored tensor, like an expression with unnamed axes."""
 
     parts: tuple[int, ...]
-    """Numbers of the parts in it."""
+    """Numbers of the parts in the stored tensor."""
     dims: tuple[Dim, ...]
     """Its dims."""
 

@@ -35,7 +35,7 @@ class Numbering:
     """Place, with `{}` for every number before it -> difference between its numbers and the index."""
 
     def with_more(self, numbering: Numbering) -> Numbering:
-        """Return the union of both."""
+        """Return the meanings of both numberings together."""
         return Numbering(self.literal | numbering.literal, {**self.ahead, **numbering.ahead})
 
 
@@ -75,7 +75,7 @@ def _numbers(name: str) -> Iterator[tuple[str, int, str]]:
 
 
 class Patterns:
-    """The indices in the names of all traces.
+    """Finds the indices in the names of all traces.
 
     Args:
         traces: the traces with all names.

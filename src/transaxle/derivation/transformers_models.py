@@ -152,7 +152,7 @@ HEADS = (
 )
 """transformers' registers of model classes, in order of preference: with encoder first, then decoder alone."""
 _BASE = EXACT["float32"]
-"""Numbers that one pass carries: models are traced in float32."""
+"""How many different element numbers one pass can carry: models are traced in float32."""
 _LONGEST = 240
 """Cap on the length of a model's error message, in characters."""
 _ENOUGH, _MOST = 32_000_000, 60_000_000

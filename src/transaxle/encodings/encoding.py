@@ -102,13 +102,13 @@ class EncodedTensor(msgspec.Struct, frozen=True):
     name: str
     """Name in tables, such as `model.layers.0.mlp.down_proj.weight`."""
     encoding: Encoding
-    """Encoding of its codes and scales."""
+    """How the tensor's codes and scales encode its values."""
     shape: tuple[int, ...]
     """Shape in elements; packed codes count one by one."""
     parts: Mapping[Role, str]
     """Role -> stored name of the buffer."""
     convention: str
-    """Key of `CONVENTIONS`: names and shapes of its buffers, and the meaning of its global scale."""
+    """Key of `CONVENTIONS`: names and shapes of the tensor's buffers, and the meaning of its global scale."""
 
 
 class Error(msgspec.Struct, frozen=True):

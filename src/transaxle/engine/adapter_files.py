@@ -304,7 +304,7 @@ class Module:
     name: str
     """Name of the weight."""
     factors: FactorPair
-    """Its factors A and B."""
+    """Factors A and B of the weight's change."""
 
     @property
     def is_parameter(self) -> bool:
@@ -329,9 +329,9 @@ class SavedTensor:
     name: str
     """Name of the tensor in the base."""
     target: Target
-    """Its values, as a target of the adapter's files."""
+    """Values of the tensor, as a target of the adapter's files."""
     is_module: bool
-    """Whether its whole module is trained (`modules_to_save`)."""
+    """Whether the tensor's whole module is trained (`modules_to_save`)."""
 
 
 def refuse_unsupported(modules: Sequence[Module], config: Mapping[str, Any]) -> Iterator[Refusal]:

@@ -171,7 +171,7 @@ class ShardedTensor:
     name: str
     """Name of the tensor."""
     dtype: str
-    """Safetensors code of its dtype."""
+    """Safetensors code of the tensor's dtype."""
     shape: tuple[int, ...]
     """Elements along each dim of the whole tensor."""
     held: Mapping[int, RankPart]
@@ -226,7 +226,7 @@ class Sharding:
 
     @cached_property
     def rank_bytes(self) -> dict[int, int]:
-        """Rank -> bytes of its parts."""
+        """Rank -> bytes of the rank's parts."""
         bytes_by_rank = dict.fromkeys(self.ranks, 0)
         for tensor in self.tensors:
             for rank, count in tensor.rank_bytes.items():

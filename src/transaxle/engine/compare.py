@@ -57,7 +57,7 @@ class Difference:
     name: str
     """Name in the second checkpoint's dialect; for unequal copies, a name in the checkpoint that has them."""
     component: str
-    """Logical tensors in it; empty if no table reads it."""
+    """Logical tensors in the tensor; empty if no table reads it."""
     kind: DifferenceKind
     """Kind of the difference."""
     detail: str

@@ -178,7 +178,7 @@ def _wide(block: memoryview, dtype: str) -> np.ndarray:
     """Return values in double precision; complex values stay complex."""
     kind = numpy_dtype(dtype)
     values = np.frombuffer(block, kind)
-    with np.errstate(invalid="ignore"):  # signaling NaN
+    with np.errstate(invalid="ignore"):  # the values may include signaling NaN
         if kind.names:  # complex numbers of half precision, which numpy lacks
             parts = np.stack([values[name].astype(np.float64) for name in kind.names], axis=-1)
             return parts.view(np.complex128).reshape(-1)
@@ -193,9 +193,10 @@ class Place(msgspec.Struct, frozen=True):
     """Place of a tensor in the model."""
 
     group: str
-    """Its logical tensors and optimizer slot, if a table reads it; otherwise its name, with `*` for numbers."""
+    """Logical tensors and optimizer slot of the tensor, if a table reads it; otherwise its name, with `*` for numbers.
+    """
     layer: int | None
-    """Its layer; None if its name has none."""
+    """Number of the tensor's layer; None if its name has none."""
 
 
 class Measure(msgspec.Struct, frozen=True):

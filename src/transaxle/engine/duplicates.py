@@ -8,7 +8,7 @@ two tensors block by block, and compares them.
 
 **Arithmetic between dialects**: the few tensors that one framework stores shifted, scaled or as an exponential.
 
-It rounds, so it only runs on request. If source and target use the same arithmetic, nothing is computed.
+Such arithmetic rounds, so it only runs on request. If source and target use the same arithmetic, nothing is computed.
 
 **Averages**: replicas that differ between ranks, replaced by their mean on request.
 

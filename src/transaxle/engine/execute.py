@@ -318,8 +318,8 @@ def _overlap_reasons(role: str, path: str, container: Container, target: str) ->
 
     Args:
         role: `source` or `adapter`, for messages.
-        path: path or URL of it, as typed.
-        container: files of it.
+        path: path or URL of the source or adapter, as typed.
+        container: files of the source or adapter.
         target: path or URL of the target, as typed.
     """
     source_place, target_place = _local_place(path), _local_place(target)

@@ -122,9 +122,9 @@ class Lora:
     """The files of a LoRA adapter.
 
     Args:
-        entries: its tensors.
-        config: content of its adapter_config.json.
-        base: content of the config.json of its base.
+        entries: the adapter's tensors.
+        config: content of the adapter's adapter_config.json.
+        base: content of the config.json of the adapter's base.
 
     Raises:
         Refused: UNSUPPORTED, CORRUPT: every reason why its changes are unknown.

@@ -191,8 +191,8 @@ class Merger(Caster):
         entry: the weight.
         source: source that turns it into transfers.
         reader: reads the files.
-        change: target and source of its change, or of its new values, in float64.
-        replaced: whether these are new values instead of a change.
+        change: target and source of the weight's change, or of its new values, in float64.
+        replaced: whether `change` has new values instead of a change.
     """
 
     action = "merged"
@@ -273,7 +273,7 @@ def merge_adapter(model: Model, adapter: Container, config: Mapping[str, Any], e
     Args:
         model: the checkpoint under its stored names.
         adapter: the files of the adapter.
-        config: content of its adapter_config.json.
+        config: content of the adapter's adapter_config.json.
         express: opens a container of other tensors as a checkpoint of the model; see `Express`.
 
     Raises:

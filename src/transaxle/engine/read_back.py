@@ -73,7 +73,7 @@ def read_back(
 def _result(prepared: Prepared, target: str, reading: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that open the result as planned.
 
-    A folder has a manifest and a config. A single file has not, and its names alone may fit several tables.
+    A folder has a manifest and a config. A single file has neither, and its names alone may fit several tables.
     """
     shared_options = {name: reading[name] for name in _MODEL_OPTIONS if reading.get(name)}
     plan = prepared.plan

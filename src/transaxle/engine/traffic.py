@@ -56,7 +56,7 @@ class RankMesh:
     """The mesh of one side, trainer or engine."""
 
     dialect: str
-    """Dialect of its tensors."""
+    """Dialect of the tensors on this side."""
     degrees: Mapping[str, int]
     """Mesh dim -> its size, outermost first."""
     ep: int = 1

@@ -31,7 +31,7 @@ _LIMB = 32
 _COUNTED_BYTES = 2
 """Largest item size in bytes for which every code is counted."""
 _DIGITS = 16
-"""Most mantissa bits of a value in such dtypes: those of 16-bit integers."""
+"""Most mantissa bits of a value in dtypes with up to 16 bits: those of 16-bit integers."""
 _ABOVE_ALL, _BELOW_ALL = (1 << 63) - 1, -1 << 63
 Doubles = npt.NDArray[np.float64]
 Codes = npt.NDArray[Any]
@@ -147,7 +147,7 @@ class _CodeTable:
 @cache
 def _code_table(kind: np.dtype[Any]) -> _CodeTable:
     codes = np.arange(1 << 8 * kind.itemsize, dtype=f"u{kind.itemsize}")
-    with np.errstate(invalid="ignore"):  # signaling NaN
+    with np.errstate(invalid="ignore"):  # the values may include signaling NaN
         values: Doubles = (codes != 0 if kind.kind == "b" else codes.view(kind)).astype(np.float64)
     sizes = np.where(np.isfinite(values), np.abs(values), 0.0)
     fractions, exponents = np.frexp(np.where(np.isfinite(values), values, 0.0))
@@ -345,7 +345,7 @@ class _SummingTally:
         weights = self._weights[: len(parts)]
         weights[...] = parts
         if signs is not None:
-            with np.errstate(invalid="ignore"):  # signaling NaN
+            with np.errstate(invalid="ignore"):  # the values may include signaling NaN
                 np.copysign(weights, signs, out=weights)
         sums = np.bincount(self._exponents[: len(parts)], weights=weights)
         for exponent in np.flatnonzero(sums).tolist():

@@ -132,7 +132,7 @@ def index_ranges(indices: Sequence[int]) -> str:
 
 
 def index_products(positions: Iterable[Position]) -> list[Indices]:
-    """Write a set of index tuples as few products of index sets.
+    """Write a set of index tuples as the union of few products of index sets.
 
     Returns:
         Disjoint products whose union is the given set: one set of sorted indices per position.

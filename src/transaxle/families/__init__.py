@@ -58,11 +58,11 @@ class Entry(msgspec.Struct, frozen=True):
     """Index entry of a family, with which its table need not be parsed."""
 
     file: str
-    """File of its table."""
+    """File of the family's table."""
     model_types: tuple[str, ...]
-    """Values of `model_type` in config.json that select it."""
+    """Values of `model_type` in config.json that select the family."""
     axes: tuple[str, ...]
-    """Names of its axes."""
+    """Names of the family's axes."""
     dialects: dict[str, tuple[str, ...]]
     """Label of each dialect, in table order -> skeletons of names that select it. There are none for traced tables, for
     tables in `typed/`, and for a family that is `alike` another.

@@ -40,9 +40,9 @@ class TensorKind:
     layout: Layout
     """Layout of each of the tensors."""
     axes: tuple[str, ...]
-    """Axes in their names that number layers."""
+    """Axes in the tensors' names that number layers."""
     experts: tuple[str, ...]
-    """Axes in their names that number experts."""
+    """Axes in the tensors' names that number experts."""
 
 
 @dataclass

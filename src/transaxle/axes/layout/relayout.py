@@ -376,11 +376,11 @@ class Target(msgspec.Struct, frozen=True, eq=False):
     dtype: str
     """Dtype as a safetensors code; a relayout never changes it."""
     layout: Layout
-    """Layout of its logical tensors."""
+    """Layout of the target's logical tensors."""
     index: Mapping[str, int]
-    """Axis -> index, for the axes in its name."""
+    """Axis -> index, for the axes in the target's name."""
     parts: tuple[TargetPart, ...]
-    """Its logical tensors, with their sources."""
+    """Logical tensors of the target, with their sources."""
     rule: str
     """The line of the target dialect, as written."""
     component: str = ""

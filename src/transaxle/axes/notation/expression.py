@@ -54,7 +54,7 @@ class Share(msgspec.Struct, frozen=True):
     """The positions of one stored dim that belong to one logical tensor."""
 
     offset: int
-    """First of these positions in the dim."""
+    """First position of the logical tensor in the dim."""
     axes: tuple[tuple[str, int, int], ...]
     """`(axis, size, stride)` as nested loops, outermost first; strides count positions of the dim."""
 
@@ -80,20 +80,20 @@ class Expression(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def components(self) -> tuple[str, ...]:
-        """Names of the logical tensors in it, in stored order, without padding."""
+        """Names of the logical tensors in the expression, in stored order, without padding."""
         if self.component is not None:
             return (self.component,)
         return tuple(name for name, _ in self.segments if name != PADDING)
 
     @cached_property
     def segments(self) -> tuple[tuple[str, Node], ...]:
-        """Every segment of every sum in it, in stored order."""
+        """Every segment of every sum in the expression, in stored order."""
         nodes = [node for dim in self.dims for node in walk(dim)]
         return tuple(segment for node in nodes if isinstance(node, Sum) for segment in node.segments)
 
     @cached_property
     def axes(self) -> frozenset[str]:
-        """Names of all axes in it."""
+        """Names of all axes in the expression."""
         return frozenset(node.name for dim in self.dims for node in walk(dim) if isinstance(node, Axis))
 
     @cached_property

@@ -269,9 +269,9 @@ class NumberFormat(NamedTuple):
     """Dtype and encoding of a stored tensor."""
 
     dtype: str
-    """Dtype of its elements, or of its codes, as a safetensors code."""
+    """Dtype of the tensor's elements, or of its codes, as a safetensors code."""
     encoding: str = PLAIN
-    """Its encoding: one of `WORDS`, or `PLAIN`."""
+    """Encoding of the tensor: one of `WORDS`, or `PLAIN`."""
 
 
 Recode = Callable[[str, NumberFormat], NumberFormat]
@@ -294,7 +294,7 @@ class LogicalTensor(msgspec.Struct, frozen=True):
     name: str
     """Name of the tensor in expressions."""
     axes: tuple[str, ...]
-    """Names of its axes, in canonical order."""
+    """Names of the tensor's axes, in canonical order."""
     when: Formula | None = None
     """Condition under which it must exist; None: always. Where the condition is false, it may still exist."""
 

@@ -58,7 +58,7 @@ class Section:
     """A dialect as text."""
 
     head: Statement
-    """Its first line, `dialect …`."""
+    """First line of the dialect, `dialect …`."""
     name: str
     """Name of the dialect, such as `hf`."""
     version: str | None
@@ -116,9 +116,9 @@ class _Place(NamedTuple):
     beginning: str
     """The prefix, such as `layers.{l}`."""
     axes: Sequence[str]
-    """Axes that are the first dims of its tensors, such as `l` in `place block = layers[l]`."""
+    """Axes that are the first dims of the tensors at this place, such as `l` in `place block = layers[l]`."""
     when: str | None
-    """Its condition, as text."""
+    """Condition of the place, as text."""
 
 
 class Sections:

@@ -83,11 +83,11 @@ class _Mount(msgspec.Struct, frozen=True):
     base: FamilyText
     """Text of the mounted family."""
     prefix: str
-    """Prefix for its names, such as `vision_`; may be empty."""
+    """Prefix for the mounted family's names, such as `vision_`; may be empty."""
     key: str
     """Config key of the section with its own keys; empty where they are at the top level."""
     names: frozenset[str]
-    """Names of its axes, tensors and formulas."""
+    """Names of the mounted family's axes, tensors and formulas."""
 
     def rename(self, text: str) -> str:
         """Return a text in which the family's names have the prefix."""
@@ -547,7 +547,7 @@ class FamilyText:
     """A family or block as text, with everything that it inherits."""
 
     head: Statement
-    """Its first line, `family …` or `block …`."""
+    """First line of the table, `family …` or `block …`."""
     name: str
     """Name of the family or block."""
     block: bool

@@ -249,7 +249,7 @@ class LineSources(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @property
     def alike(self) -> AlikeTensors | None:
-        """Its tensors, where they only differ in the numbers in their names; else None."""
+        """The line's tensors, where they only differ in the numbers in their names; else None."""
         return self.places if isinstance(self.places, AlikeTensors) else None
 
     def join(self, axes: Sequence[str]) -> JoinedSources | None:

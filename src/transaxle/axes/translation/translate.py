@@ -208,7 +208,7 @@ class _Model(NamedTuple):
     target: Target
     sources: SourcesByComponent
     form: NumberFormat
-    """Dtype and encoding of its sources."""
+    """Dtype and encoding of the target's sources."""
     joined: Sequence[tuple[str, AlikeTensors, tuple[Arithmetic | None, Arithmetic | None], list[AlikePart]]]
     """One entry per component, if its sources are alike: component, sources, arithmetic, and the parts that targets use
     so far.

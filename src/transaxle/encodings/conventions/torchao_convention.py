@@ -70,9 +70,11 @@ class TensorDescription(msgspec.Struct, frozen=True):
     """An encoded tensor as described by the metadata."""
 
     encoding: Encoding | None
-    """Its encoding, with e4m3 codes where the class does not fix them; None where the description cannot be parsed."""
+    """Encoding of the tensor, with e4m3 codes where the class does not fix them; None where the description cannot be
+    parsed.
+    """
     parts: tuple[str, ...] = ()
-    """Stored names of its parts."""
+    """Stored names of the tensor's parts."""
     refusals: tuple[Refusal, ...] = ()
     """Why the description cannot be parsed."""
 
@@ -103,9 +105,9 @@ class SwizzledTensor(msgspec.Struct, frozen=True):
     """A tensor whose scales are stored in the order of a matrix-multiply kernel."""
 
     codes: str
-    """Stored name of its codes."""
+    """Stored name of the tensor's codes."""
     scale: str
-    """Stored name of its scales."""
+    """Stored name of the tensor's scales."""
     per_byte: int
     """Codes per stored element."""
     block: int

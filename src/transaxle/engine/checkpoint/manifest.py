@@ -1,7 +1,7 @@
 """The manifest `transaxle.json`: describes a checkpoint that Transaxle wrote, with a hash of every tensor and header.
 
-It is written last. While file sizes and header hashes match, it states family and dialect with certainty, and `verify`
-checks the bytes of every tensor against it. Its own checksum covers the rest of its text.
+The manifest is written last. While file sizes and header hashes match, it states family and dialect with certainty, and
+`verify` checks the bytes of every tensor against it. Its own checksum covers the rest of its text.
 
 A conversion hashes what it writes, so damaged source bytes would count as right from then on. Therefore a source that
 has hashes, in a manifest or in its files, is checked against them while it is read (`HashWitness`). Bytes that are read
@@ -52,7 +52,7 @@ class FileRecord(msgspec.Struct, frozen=True):
     head: int
     """Number of bytes that belong to no tensor: the headers of a tensor file, all bytes of any other file."""
     xxh3: str
-    """xxh3-128 of those bytes, in file order, in hex."""
+    """xxh3-128 of the bytes outside the tensors, in file order, in hex."""
 
 
 class TensorRecord(msgspec.Struct, frozen=True):
@@ -63,8 +63,8 @@ class TensorRecord(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     """Logical elements along each dim."""
     xxh3: str
-    """xxh3-128 of its row-major little-endian bytes, in hex. In version 2, for tensors of more than 256 MiB, xxh3-128
-    of the concatenated hex hashes of each 256 MiB.
+    """xxh3-128 of the tensor's row-major little-endian bytes, in hex. In version 2, for tensors of more than 256 MiB,
+    xxh3-128 of the concatenated hex hashes of each 256 MiB.
     """
 
 
@@ -288,7 +288,7 @@ class RecordedTensor(msgspec.Struct, frozen=True):
     span: int
     """Bytes of each separately hashed span."""
     transfers: tuple[Transfer, ...]
-    """The transfers that read its bytes, sorted by position in the tensor."""
+    """The transfers that read the tensor's bytes, sorted by position in the tensor."""
 
 
 class _SpanProgress(msgspec.Struct):
@@ -552,7 +552,7 @@ class HashWitness(Overlay):
 
 
 def with_hash_witness(container: Container) -> Container:
-    """Return a container that can check its reads against hashes, if it has any."""
+    """Return a container that checks its reads against recorded hashes, if the checkpoint has any."""
     if not has_hashes(container):
         return container
     return msgspec.structs.replace(container, storage=HashWitness(container.storage, container))

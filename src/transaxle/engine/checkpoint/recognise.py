@@ -273,7 +273,7 @@ def recognise(
     """Find the family and dialect of a checkpoint.
 
     Args:
-        names: its stored names.
+        names: the checkpoint's stored names.
         config: its config.json; empty if there is none.
         families: all known families.
         family: the family that the user gave, which is not questioned.

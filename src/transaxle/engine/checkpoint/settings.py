@@ -82,7 +82,7 @@ def settings(
     Args:
         format: container format.
         family: model family.
-        dialect: dialect of its names.
+        dialect: dialect of the checkpoint's names.
         config: the path of a config.json or of its folder, its content, or an object with `to_dict()`.
         axes: axis sizes.
         rules: path of a rules file.

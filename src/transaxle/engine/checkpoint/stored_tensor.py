@@ -73,7 +73,7 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
     _target: Target
     """How the tensor is composed of logical tensors."""
     _source: Source
-    """The source of its bytes."""
+    """The source of the tensor's bytes."""
     _home: Mapping[str, StoredTensor] | None = None
     """The checkpoint that the tensor belongs to."""
 
@@ -89,7 +89,7 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def component(self) -> str:
-        """Its logical tensors in the family's table, such as `gate, up`; empty if no table was needed."""
+        """Names of the logical tensors in this tensor, such as `gate, up`; empty if no table was needed."""
         return self._target.component
 
     @property
@@ -134,7 +134,7 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
         return flat.reshape(*shape[:-1], len(flat) // rows if rows else packed_width(self.dtype, shape[-1]))
 
     def numpy(self) -> np.ndarray:
-        """Return its values as a new numpy array; bf16 and fp8 use the dtypes of `ml_dtypes`.
+        """Return the tensor's values as a new numpy array; bf16 and fp8 use the dtypes of `ml_dtypes`.
 
         Raises:
             Refused: UNSUPPORTED for types without a numpy dtype; refusals of the container.
@@ -143,7 +143,7 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
         return self.read()
 
     def torch(self) -> torch.Tensor:
-        """Return its values as a new torch tensor of the same dtype, on the CPU.
+        """Return the tensor's values as a new torch tensor of the same dtype, on the CPU.
 
         Raises:
             ImportError: torch is not installed.

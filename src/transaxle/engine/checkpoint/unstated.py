@@ -66,7 +66,7 @@ def names_by_number(
 
     Args:
         weights: the model that the optimizer trains.
-        state: its state, and the settings of its groups.
+        state: the optimizer's state, and the settings of its groups.
         config: the config of the model; None: the one beside the weights.
         in_memory: returns the weights under their names in memory, if their files have other names.
 

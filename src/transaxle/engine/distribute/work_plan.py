@@ -185,15 +185,15 @@ class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
     measures: Ranges = ()
     """Recoded tensors of the plan whose errors to measure."""
     files: tuple[str, ...] = ()
-    """Target files that it writes into."""
+    """Target files that the item writes into."""
     sources: tuple[str, ...] = ()
-    """Source files that it reads, those with the most bytes first."""
+    """Source files that the item reads, those with the most bytes first."""
     begin: int = 0
-    """Offset of its part in the file with the parts of all items."""
+    """Offset of the item's part in the file with the parts of all items."""
     size: int = 0
-    """Size of its part in that file, in bytes."""
+    """Size of the item's part in that file, in bytes."""
     key: str = ""
-    """Hash of its part; empty if that file has none, so that a worker must plan the whole conversion."""
+    """Hash of the item's part; empty if the part is not stored, so that a worker must plan the whole conversion."""
 
     @property
     def magnitude(self) -> int:

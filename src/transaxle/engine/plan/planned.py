@@ -39,7 +39,7 @@ class OutputTensor(msgspec.Struct, frozen=True, gc=False):
     target: Target
     """The target that says where its values come from."""
     step: Step | None = None
-    """How its values become one buffer of an encoding; None: they are written unchanged."""
+    """How the tensor's values become one buffer of an encoding; None: they are written unchanged."""
 
 
 class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
@@ -52,7 +52,7 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
     shape: tuple[int, ...]
     """Logical elements along each dim."""
     places: tuple[Transfer, ...]
-    """Destinations of its bytes, in order, as the transfers that would read them back."""
+    """Destinations of the tensor's bytes, in order, as the transfers that would read them back."""
     nbytes: int
     """Size in bytes."""
     rule: str
@@ -68,7 +68,7 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def everywhere(self) -> tuple[Transfer, ...]:
-        """All destinations of its bytes."""
+        """All destinations of the tensor's bytes."""
         return (*self.places, *self.copies) if self.copies else self.places
 
     @property

@@ -498,7 +498,7 @@ def _in_memory(
 ) -> tuple[dict[str, Target], Collection[str]]:
     """Return a hub model's plain weights, and the names of its encoded ones, in transformers' memory.
 
-    Config lists refer to these names. They include tied heads, which are not stored.
+    Module lists in configs refer to names in memory. These include tied heads, which are not stored.
 
     Args:
         checkpoint: the source.

@@ -159,7 +159,7 @@ class Decoder:
 
     Args:
         tensor: the encoded tensor.
-        source: source of its buffers.
+        source: source of the tensor's buffers.
         reader: reads the files.
         dtype: safetensors code of the values.
         cache: cache of scales, shared between decoders.
@@ -187,7 +187,7 @@ class Decoder:
         for dim, (size, step) in enumerate(zip(outer, steps, strict=True)):
             numbers = numbers.take(np.arange(size) // step, dim)
         self._grids: list[int] = numbers.reshape(-1).tolist()
-        """Per matrix, the index of its grid of scales."""
+        """For each matrix, the index of its grid of scales."""
         if self._bits < 8 and self._columns % 2:
             message = f"rows of {self._columns} codes of {self._bits} bits do not fill whole bytes"
             raise refuse("UNSUPPORTED", message, tensor=tensor.name)
@@ -236,7 +236,7 @@ class Decoder:
     def measure(self) -> tuple[Error, int]:
         """Return the error of the decoded values against the exact products, over the whole tensor.
 
-        An overflow is an infinite error.
+        An overflow counts as an infinite error.
         """
         from transaxle.encodings.arithmetic.codec import decode_error
 
@@ -341,7 +341,7 @@ class Decoder:
 
     @cached_property
     def _factors(self) -> list[float]:
-        """Per matrix, the factor of its products: its global scale, or 1."""
+        """For each matrix, the factor of all products of code and scale: the global scale, or 1."""
         count = len(self._grids)
         if Role.GLOBAL not in self.tensor.parts:
             return [1.0] * count

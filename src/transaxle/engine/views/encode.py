@@ -67,7 +67,7 @@ _PLAIN_WORDS = frozenset({
 })  # fmt: skip
 """Words in the names of tensors that are never quantized; `mtp_norm` consists of two words."""
 _PLAIN_PARTS = ("emb", "norm")
-"""Parts of such words: `embeddings`, `layernorm`."""
+"""Parts of words in the names of tensors that are never quantized: `embeddings`, `layernorm`."""
 _WORD = re.compile(r"[a-z]+")
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 """Segment of a name that numbers a layer or an expert."""

@@ -8,8 +8,8 @@ that they belong to, and all buffers get the names and shapes of the convention.
 
 The kernel needs tiles of 128 x 4 scales, padded, and within a tile four rows of 32 side by side (cuBLAS, "1-D block
 scaling factors layout"). The tiles follow the order of the tensor's rows. If such a tensor is decoded or moved to
-another dialect, its scales are read from a virtual file whose bytes are reordered on the fly. Under its own name it
-keeps the kernel's order.
+another dialect, its scales are read from a virtual file whose bytes are reordered on the fly. A tensor that keeps its
+name keeps the kernel's order too.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def add_buffers(translation: Translation, catalog: Catalog) -> View:
 
     Args:
         translation: translation of the tensors as tables see them.
-        catalog: these tensors.
+        catalog: the tensors as tables see them.
 
     Returns:
         The same view with a target for every buffer, under its stored name. Its refusals may grow by BLOCK_MISALIGNED,

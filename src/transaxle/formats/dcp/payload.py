@@ -72,7 +72,8 @@ _AGAIN = "Copy the file again, or save the checkpoint again."
 class _Arrangement(NamedTuple):
     """How an archive is divided: where its tensor is, and which bytes around the tensor must match.
 
-    The bytes around the tensor, head and tail joined, are its frame. `fixed_spans` and `checksums` are positions in it.
+    The bytes around the tensor, head and tail joined, are its frame. `fixed_spans` and `checksums` are positions in the
+    frame.
     """
 
     head: int
@@ -244,7 +245,7 @@ def _matches(
 
     Args:
         frames: the frames, one row per archive.
-        arrangement: how these archives are divided.
+        arrangement: how the archives are divided.
         contents: contents by skeleton.
     """
     agree = np.ones(len(frames), bool)

@@ -562,8 +562,8 @@ def _add_numbered(
 ) -> dict[str, str]:
     """Add the state of an optimizer without ZeRO; return descriptions of unread values by path.
 
-    The state is numbered by rank. Where several ranks have parts of the model, nothing tells which parts belong
-    together, so none of it is read.
+    Each model rank numbers its state separately. So with several model ranks nothing tells which parts of the state
+    belong together, and no state is read.
     """
     left_behind = dict.fromkeys(files.numbered, f"{_WITHOUT_ZERO}, of one expert-parallel rank")
     if states or models[0][0].root.get(keys.OPTIMIZER) is None:

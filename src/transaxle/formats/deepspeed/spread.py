@@ -9,7 +9,7 @@ The affine form of the metadata is `affine_map` version 1: each rank's shard as 
         {"shape": [...], "source": [offset, strides], "dest": [offset, strides], "locations": [...], "scale": 1.0}]}}}}}
 
 `source` is a view of the whole parameter, `dest` one of the shard, both row-major; `locations` are the ranks that have
-the piece; `scale` may be missing. Every piece must be a box in both.
+the piece; `scale` may be missing. Every piece must be a box in the parameter and in the shard.
 
 Where no metadata describes the cut, the table of the model does, or the user's rules. This module does not know tables:
 the caller passes a `Cutter`, which is called once with all names, and its result then once per name with the shapes of

@@ -79,7 +79,7 @@ class GroupBuffer:
     """The buckets with the parameters of one dtype, of one model chunk on a group of data-parallel ranks."""
 
     key: str
-    """Common prefix of the names of its stored tensors."""
+    """Common prefix of the names of the buffer's stored tensors."""
     dtype: str
     """Safetensors dtype code of the parameters."""
     buckets: tuple[Bucket, ...]

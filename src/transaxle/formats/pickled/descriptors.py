@@ -50,7 +50,7 @@ class StorageType(msgspec.Struct, frozen=True):
     """A torch storage class, such as `torch.FloatStorage`."""
 
     dtype: DType | None
-    """Dtype of its elements; None for untyped bytes."""
+    """Dtype of the storage's elements; None for untyped bytes."""
 
 
 class Nothing:
@@ -126,11 +126,11 @@ class Quantized(msgspec.Struct, eq=False):
     """A quantized tensor of TransformerEngine, with codes and scales as tensors (see `transformer_engine`)."""
 
     kind: str
-    """Name of its class, such as `MXFP8Tensor`."""
+    """Name of the tensor's class, such as `MXFP8Tensor`."""
     dtype: DType
     """The tensor's dtype in torch, which is not the dtype of its codes."""
     number: int
-    """TransformerEngine's number for the dtype of its codes."""
+    """TransformerEngine's number for the dtype of the tensor's codes."""
     numbering: str
     """Numbering of dtypes in which `number` is valid: `old`, `new`, or empty if unknown."""
     shape: tuple[int, ...] | None

@@ -212,15 +212,15 @@ class Leftover(msgspec.Struct, frozen=True):
     path: str
     """Path or URL of the leftover; the URL of an upload ends in `?uploadId=…`."""
     target: str
-    """Path or URL of the target that it belongs to."""
+    """Path or URL of the target that the leftover belongs to."""
     what: str
     """Description, which says whether the work can be resumed."""
     nbytes: int
-    """Total size of its files in bytes."""
+    """Total size of the leftover's files in bytes."""
     outcome: Outcome = "found"
     """Result of cleaning: `removed`, `put back` or `kept`; `found` before."""
     why: str = ""
-    """Reason why it was kept; empty for other outcomes."""
+    """Reason why the leftover was kept; empty for other outcomes."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the leftover as plain JSON data."""

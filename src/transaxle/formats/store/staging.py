@@ -123,7 +123,7 @@ class Staging:
             folder: name -> size of the files, if the target is a folder.
             file: name -> size of the single file, if the target is a file.
 
-        Raises as these.
+        Raises their errors.
         """
         files = folder if self.single is None else file
         if self.single and len(files) > 1:

@@ -171,7 +171,7 @@ class Orphan(msgspec.Struct, frozen=True):
     url: str
     """URL of a hidden folder, or of a file with `?uploadId=…`."""
     target: str
-    """URL of its target."""
+    """URL of the target that the leftover belongs to."""
     what: str
     """Description of the leftover."""
     nbytes: int

@@ -289,7 +289,7 @@ class Upload:
             folder: name -> size of the files, if the target is a folder.
             file: name -> size of the single file, if the target is a file.
 
-        Raises as these.
+        Raises their errors.
         """
         self._begin_at()
         if self._single and len(file) > 1:

@@ -137,7 +137,7 @@ class _DirectoryEntry(NamedTuple):
     crc32: int
     size: int
     header: int
-    """Offset of its local header."""
+    """Offset of the record's local header."""
 
 
 def read_archive(window: FileWindow) -> Archive:
@@ -348,7 +348,7 @@ class ZipItem(msgspec.Struct, frozen=True):
     data: bytes | None = None
     """Bytes of the record; None for a storage, whose bytes come later."""
     room: bool = False
-    """Whether the record reserves space for digests, which come last, so that it has no checksum."""
+    """Whether the record reserves space for digests, which are written last; such a record has no checksum."""
 
 
 class ZipLayout(msgspec.Struct, frozen=True):

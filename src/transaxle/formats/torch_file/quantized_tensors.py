@@ -113,7 +113,7 @@ class QuantizedPart:
     view: TensorRef
     """The buffer as a view of its storage."""
     dtype: str | None
-    """Safetensors code of its dtype; None for the codes, see `StoringKind.stored_code`."""
+    """Safetensors code of the buffer's dtype; None for the codes, see `StoringKind.stored_code`."""
 
 
 @dataclass(frozen=True, slots=True)

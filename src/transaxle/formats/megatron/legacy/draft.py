@@ -138,7 +138,7 @@ class ModelDivision:
 
 
 def divide_model(names: Sequence[str], degrees: Degrees) -> ModelDivision:
-    """Divide the layers and experts with these names among ranks.
+    """Divide a model's layers and experts among ranks, given its parameter names.
 
     Raises:
         Refused: UNSUPPORTED where they do not divide evenly.

@@ -186,7 +186,7 @@ def _place_tensors(
 def _own_masters(tensors: Sequence[Spec], faults: Faults) -> dict[str, str]:
     """Return the trained weights without a full-precision copy, each with the name that its copy would have.
 
-    Such a weight serves as its own copy; one that is not F32 is a fault.
+    A weight without a copy serves as its own copy; if it is not F32, it is a fault.
     """
     dtypes = {spec.name: spec.dtype for spec in tensors}
     trained = {parameter for name in dtypes if (parameter := split_slot(name)[0]) != name}
