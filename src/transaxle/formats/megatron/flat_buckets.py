@@ -8,8 +8,7 @@ Groups of data-parallel ranks are numbered: tensor-parallel ranks first, then ex
 that are not on every rank have an optimizer of their own, the last of the chained ones.
 
 - A stage's model chunks are consecutive parts of the model, the first chunks of all stages before the second ones. The
-  number of layers in each is not stored, but follows from the sizes of its buffers: each contains exactly its
-  parameters.
+  number of layers in a chunk follows from the sizes of its buffers, which contain exactly its parameters.
 - In a bucket the last parameters come first, each at a multiple of 64 elements. A bucket ends when it is full, as its
   stored size shows, and before an embedding that another stage has too. A rank saved one chunk for each parameter and
   each gap, so every chunk must begin at a parameter, at a gap, or at the share of the next rank.
@@ -84,9 +83,7 @@ class GroupBuffer:
     """Safetensors dtype code of the parameters."""
     buckets: tuple[Bucket, ...]
     full: int | None = None
-    """Size at which a bucket ended, in elements, where all buckets are stored as one without their padding; None where
-    each bucket is stored separately. In some stages a single bucket had all parameters, whatever their size.
-    """
+    """Elements at which a bucket ended, if all are stored as one without padding; some stages had a single bucket."""
 
     @property
     def size(self) -> int:
