@@ -120,7 +120,7 @@ def _has_torch() -> bool:
 
     try:
         return find_spec("torch") is not None
-    except (ImportError, ValueError):  # an import hook may raise the first, a module without a spec the second
+    except (ImportError, ValueError):  # an import hook may raise ImportError; a torch module without a spec, ValueError
         return False
 
 

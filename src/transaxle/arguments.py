@@ -145,7 +145,8 @@ def read_option(option: Option, value: Any) -> Any:
         return read_text(option.name, value, option.example)
     if option.kind == "choice":
         return _read_choice(option, value)
-    if option.kind in {"on", "overwrite"}:  # checked with the target, so that all refusals are raised together
+    # The verb checks these values with the target, to raise all refusals together.
+    if option.kind in {"on", "overwrite"}:
         return value
     if option.kind == "axes":
         return read_axes(value) or None

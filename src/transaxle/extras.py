@@ -18,7 +18,7 @@ def install(extra: str) -> str:
 
     try:
         listed = requires(_NAME) or []
-    except PackageNotFoundError:  # a source tree on the path, installed nowhere
+    except PackageNotFoundError:  # the package is not installed: its source tree is on the path
         listed = []
     parts = [requirement.partition(";") for requirement in listed]
     packages = [package.strip() for package, _, marker in parts if extra in _EXTRA.findall(marker)]

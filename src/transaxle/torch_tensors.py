@@ -68,7 +68,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     to_local = getattr(tensor, TO_LOCAL, None)
     if to_local is None:
         return tensor.detach()
-    with torch.no_grad():  # without grad a DTensor returns its local tensor itself, not a view: four times as fast
+    with torch.no_grad():  # without grad a DTensor returns its local tensor, not a view: four times as fast
         local: torch.Tensor = to_local()
     return local.detach()
 
@@ -569,7 +569,7 @@ def positions_of(parameter: torch.Tensor) -> tuple[Intervals, ...]:
         return tuple(map(whole, parameter.shape))
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None  # a rank outside the mesh has no parameters
+    assert coordinate is not None  # only ranks of the mesh have such a parameter
     rules = (cut_of(placement, "") for placement in parameter.placements)
     steps = zip(rules, mesh.shape, coordinate, strict=True)
     return place(tuple(parameter.shape), [MeshCut(dim, size, at, rule) for (dim, rule), size, at in steps])

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from transaxle.cli.command import run
 
         return run(arguments)
-    except (KeyboardInterrupt, RuntimeError) as stop:  # during imports; `run` handles later ones
+    except (KeyboardInterrupt, RuntimeError) as stop:  # Ctrl-C during imports; `run` handles any later one
         if not isinstance(stop, KeyboardInterrupt) and not isinstance(stop.__cause__, KeyboardInterrupt):
             raise
         sys.stderr.write("interrupted\n")

@@ -423,7 +423,7 @@ def with_screen(body: _Body) -> _Body:
     @wraps(body)
     def command(*args: Any, **options: Any) -> int:
         names = ("as_json", "everything", "quiet", "verbose")
-        profile = options.pop("profile", None)  # of commands that move bytes
+        profile = options.pop("profile", None)  # only commands that move bytes have this option
         screen = Screen(**{name: options.pop(name) for name in names})
         if screen.quiet and screen.verbose:
             raise click.UsageError("--quiet and --verbose exclude each other; give only one")

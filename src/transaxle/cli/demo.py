@@ -180,13 +180,13 @@ def _make(folder: Path) -> tuple[Any, Any, Any]:
     random = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**_SIZES), dtype=torch.bfloat16).eval()
     with torch.no_grad():
-        for weight in model.parameters():  # norms too: all ones would look right at any index
+        for weight in model.parameters():  # norms too: equal numbers would look right even if they were moved wrongly
             weight.normal_(0, 0.5, generator=random)
         tokens = torch.randint(_SIZES["vocab_size"], (1, _TOKENS), generator=random)
         logits = model(tokens).logits
     try:
         model.save_pretrained(folder)
-    except SafetensorError as error:  # it is also raised when the disk is full
+    except SafetensorError as error:  # safetensors raises this also when the disk is full
         hint = "Make room there, or choose a folder elsewhere with --keep."
         raise refuse("IO", f"the model cannot be saved: {error}", file=str(folder), hint=hint) from None
     return model, tokens, logits

@@ -111,7 +111,7 @@ class Bash(BashComplete):
     def get_completion_args(self) -> tuple[list[str], str]:
         """Return (words before the cursor's word, the incomplete word at the cursor)."""
         line = os.environ.get("COMP_LINE")
-        if line is None:  # a script of an earlier version, still loaded in some shell
+        if line is None:  # the shell still has the completion script of an earlier version
             return super().get_completion_args()
         words = split_arg_string(line)
         if not words or line[-1].isspace():

@@ -176,7 +176,7 @@ class Saver:
         small_state = replace(state, local_tensors={}, global_tensors={})
         order = Order(settings, small_state, changed, self._new_region, dict(os.environ))
         self._sender = threading.Thread(target=self._send, args=(order,), daemon=True)
-        self._sender.start()  # in a thread: a process that is starting does not read the pipe yet
+        self._sender.start()  # in a thread, since a process that is still starting does not read the pipe
 
     @contextmanager
     def kill_on_error(self) -> Iterator[None]:
@@ -215,7 +215,7 @@ class Saver:
     def receive_answer(self) -> Answer:
         """Return the answer to the last order; where a process is lost, all ranks return the same error."""
         if not self._pipe.poll() and (loss := self._loss) is not None:
-            return self._kill(loss)  # this rank's process waits for the lost one, or is lost itself
+            return self._kill(loss)  # this rank's process is lost, or waits for a lost one
         try:
             answer: Answer = self._pipe.recv()
         except (EOFError, OSError):

@@ -495,7 +495,7 @@ def _values(piece: torch.Tensor, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(_SEED + number)
     if piece.dtype.itemsize > 1 and (piece.dtype.is_floating_point or piece.dtype.is_complex):
         exact = torch.rand(tuple(piece.shape), generator=generator, dtype=torch.float64) + _LOWEST
-        return exact.to(piece.dtype).to(piece.device)  # uses every bit of the mantissa
+        return exact.to(piece.dtype).to(piece.device)  # such values use every bit of the mantissa
     integers = torch.randint(_LOWEST, _LOWEST + _COUNT, tuple(piece.shape), generator=generator, dtype=torch.int16)
     if piece.dtype == torch.bool:
         return (integers % 2 == 0).to(piece.device)

@@ -622,7 +622,7 @@ def _check_sums(storage: Storage, world: World) -> None:
         None if witness is None else {summed: witness.tally(summed) for summed in witness.open()}
     )
     if witness is None or any(tallies is None for tallies in of_all_ranks):
-        return  # the files have no checksums; all ranks read the same ones
+        return  # the source's files have no checksums, which is the same on all ranks
     with world.together():
         read: dict[Checksum, list[Tally]] = {}
         for tallies in of_all_ranks:

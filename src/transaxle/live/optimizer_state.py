@@ -684,7 +684,7 @@ def _to_kind(value: torch.Tensor, reference: object, parameter: torch.Tensor) ->
         of_kind = type(reference)(number)
         return of_kind if of_kind == number else number
     if isinstance(reference, torch.Tensor) and unsure and not reference.dim() and counts:
-        cast = value.to(reference.dtype)  # stored by an optimizer that keeps a number where this one keeps a tensor
+        cast = value.to(reference.dtype)  # the saved optimizer kept a number where this one keeps a tensor
         return cast if bool(cast.to(value.dtype) == value) else value
     return value
 

@@ -311,7 +311,7 @@ def owners(tensors: Sequence[PlannedTensor], world: World) -> list[tuple[int, ..
     for number in from_several:
         size, rank = tensors[number].nbytes, load.least()
         if size > _FOLDED and load[rank] + size > fair + _FOLDED:
-            writers[number] = ()  # one rank would be busy with it while the others wait
+            writers[number] = ()  # one rank would still be writing this tensor while the others wait
             for writer in world.ranks:
                 load.add(writer, size // world.size)
         else:

@@ -94,7 +94,7 @@ class Rendezvous:
 
     def report_loss(self, message: str) -> str:
         """Report a lost process to all ranks; return the first report, which all ranks will raise."""
-        with suppress(RuntimeError):  # the first rank has ended, and the store with it
+        with suppress(RuntimeError):  # the store has ended with the first rank
             return str(self._store.compare_set(_LOST, "", message).decode())
         return message
 
@@ -275,7 +275,7 @@ class _ServedWorld(World):
 
     def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
         self.group = None
-        self.store: SharedStore | None = None  # store of the process group, which must outlive it
+        self.store: SharedStore | None = None  # the process group's store, which must live as long as the group
         self.live = False
         self.rank = rank
         self.ranks = ranks

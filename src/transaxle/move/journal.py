@@ -194,7 +194,7 @@ class Places:
         self._starts = [place.target for place in self._places]
         self.are_plain = not any(place.loops for place in places)
         """Whether each place is one contiguous range of a file."""
-        # Running maxima, as places may overlap: replicated bytes have several.
+        # Running maxima of ends, since places may overlap: replicated bytes have several places.
         self._ends = list(accumulate((place.target_end for place in self._places), max))
 
     def locate(self, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
@@ -535,7 +535,7 @@ class Journal:
         with self._lock, self._naming_errors("writing"):
             self._file.write(
                 b"\n" + digest(payload).encode() + b" " + payload
-            )  # first the line break, so that an incomplete line stays apart
+            )  # the line break comes first, to end an incomplete line before it
 
     def close(self) -> None:
         """Close the file."""

@@ -323,7 +323,7 @@ class Worker:
             `(offset in the item, the block)`; steps that the caller adds next find the bytes in the block.
         """
         transfers = _transfers_between(item, start, stop)
-        if self._lend is not None:  # whole ranges are cut where they begin, and into pieces that stay in the cache
+        if self._lend is not None:  # cut at the item's ranges, and these into blocks that stay in the cache
             ends = [end for cut in pairwise(item.cuts) for end in _chunk_ends(*cut, BLOCK)]
         else:
             ends = block_ends(transfers, stop - start, self.capacity)
@@ -337,7 +337,7 @@ class Worker:
             out = self._memory[: high - low]
             if self._lend is not None or any(part.loops for part in parts):
                 add_transfers(self.steps, self._reader, parts, low, self._block[: high - low], self.scratch)
-            else:  # without numpy, which plain ranges do not need
+            else:  # contiguous ranges are copied without numpy
                 if sum(part.width for part in parts) != high - low:
                     self.steps.call(partial(_clear, out))
                 for part in parts:
@@ -548,7 +548,7 @@ def _run_threads(run: Callable[[], None], jobs: int, stop: threading.Event) -> N
         for thread in threads:
             thread.start()
         for _ in threads:
-            finished.acquire()  # no `join`: if Ctrl-C interrupts it, a running thread counts as ended (Python 3.11)
+            finished.acquire()  # not `join`: after Ctrl-C in it, Python 3.11 takes a running thread for ended
     finally:
         # Set the event whatever happened (Ctrl-C too), or the threads would finish all items first.
         stop.set()

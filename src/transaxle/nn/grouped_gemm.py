@@ -255,7 +255,8 @@ def forward(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, 
     experts = splits.experts()
     if splits.complete:
         return result.add_(biases.index_select(0, experts))
-    result.add_(biases.index_select(0, experts.clamp(max=len(biases) - 1)))  # rows after the last are zeroed below
+    # Rows after the last expert's are zeroed below.
+    result.add_(biases.index_select(0, experts.clamp(max=len(biases) - 1)))
     return result.masked_fill_((experts == len(biases)).unsqueeze(1), 0)
 
 

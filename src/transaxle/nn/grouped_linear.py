@@ -126,7 +126,8 @@ class GroupedParameters(QuantizedEntries):
         self.experts, self.ep = range(self.num_gemms), None
         self._single = {WEIGHT: single_weight, BIAS: single_bias}
         self._names = {stem: self._names_of(stem) for stem in self._single}
-        self._whole, self._whole_dtype = (self.out_features, self.in_features), dtype  # of a weight before any cut
+        # Shape and dtype of a weight before any cut.
+        self._whole, self._whole_dtype = (self.out_features, self.in_features), dtype
         for stem, shape in self._shapes().items():
             buffer = torch.empty((self.num_gemms, *shape), dtype=dtype, device=device)
             parts = (buffer,) if self._single[stem] else buffer
@@ -564,7 +565,7 @@ class GroupedLinear(GroupedParameters):
         rows = inp if inp.dim() == 2 else inp.reshape(-1, self.in_features)
         setting, split = self._setting(rows, weights, m_splits)
         if out is not None and out.grad_fn is not None and not out._is_view():
-            out.detach_()  # the graph of an earlier call, whose output is overwritten
+            out.detach_()  # drop the graph of an earlier call, whose output is overwritten
         out, dgrad_out = _as_rows(out, inp), _as_rows(dgrad_out, inp)
         _check_buffer(out, (rows.shape[0], self.out_features), setting.dtype, rows.device, "out")
         _check_buffer(dgrad_out, (rows.shape[0], self.in_features), inp.dtype, rows.device, "dgrad_out")
@@ -707,7 +708,7 @@ class GroupedLinear(GroupedParameters):
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
-                parameter.grad.add_(gradient)  # in place: it may be a part of a larger buffer
+                parameter.grad.add_(gradient)  # in place, since `.grad` may be part of a larger buffer
 
     def pack(self, *, fresh: bool = False) -> None:
         """See `GroupedParameters.pack`; cached weights are dropped."""

@@ -95,7 +95,7 @@ def stack_values(parameters: Sequence[torch.Tensor], dims: int, dtype: torch.dty
     if first.dim() == dims:
         return values(first.detach(), dtype)
     if isinstance(first, QuantizedTensor):
-        codes = torch.stack([parameter.detach() for parameter in parameters])  # to dequantize them in one launch
+        codes = torch.stack([parameter.detach() for parameter in parameters])  # so that one launch dequantizes all
         if isinstance(codes, QuantizedTensor):
             return codes.dequantize(dtype)
     if isinstance(first, QuantizedTensor) or not adjacent(parameters):
@@ -116,7 +116,7 @@ def adjacent(parameters: Sequence[torch.Tensor]) -> bool:
     start, step, storage = first.data_ptr(), first.numel() * first.element_size(), first.untyped_storage()
     size = step * len(parameters)
     if not step or start + size > storage.data_ptr() + storage.nbytes():
-        return False  # the others may have their own buffers, next to this one by chance
+        return False  # the tensors do not fit into this storage, though they may be adjacent by chance
     places = [parameter.data_ptr() for parameter in parameters]
     return places == list(range(start, start + size, step)) and all(
         parameter.is_contiguous() for parameter in parameters
@@ -192,7 +192,8 @@ def splits(m_splits: Sequence[int] | torch.Tensor, experts: int, rows: int, devi
                 f"m_splits must have the shape [{experts}], one number per expert, not {list(m_splits.shape)}",
             )
         if not on_host(m_splits):
-            ends = m_splits.to(device).clamp(0, rows).cumsum(0).clamp(max=rows)  # int64; clamped first: no overflow
+            # The clamped counts cannot overflow int64.
+            ends = m_splits.to(device).clamp(0, rows).cumsum(0).clamp(max=rows)
             return Splits(ends.to(torch.int32), rows, None)
     counts = _numbers(m_splits.tolist() if isinstance(m_splits, torch.Tensor) else m_splits)
     _check(counts, experts, rows)

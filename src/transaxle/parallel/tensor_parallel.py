@@ -120,7 +120,7 @@ class _Row(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         total = leave(nn.functional.linear(input, self.weight), _group(self))
-        return total if self.bias is None else total + self.bias.to(total.dtype)  # as autocast does it
+        return total if self.bias is None else total + self.bias.to(total.dtype)  # cast as autocast casts it
 
 
 class _Sliced(_Row):

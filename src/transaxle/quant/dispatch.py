@@ -290,7 +290,8 @@ def _to_copy(
 
     copy = _map_buffers(tensor, move_buffer)
     state = state_of(tensor.frame)
-    if state is not None and (tensor.device.type, target.type) == ("cpu", "cuda"):  # as FSDP2 does before it gathers
+    # FSDP2 makes such a copy before it gathers.
+    if state is not None and (tensor.device.type, target.type) == ("cpu", "cuda"):
         state_rows = state if tensor.frame.matrix is None else state[tensor.skip : tensor.skip + tensor.height]
         copy.frame.echoes = (*tensor.frame.echoes, state_rows)
     return copy

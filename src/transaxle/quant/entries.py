@@ -92,7 +92,7 @@ def entries(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """
     inner = _local(parameter)
     if inner.device.type != "meta":
-        inner.frame.blank = False  # a write into the entries cannot tell the frame
+        inner.frame.blank = False  # the frame will not notice writes into its entries, so it counts as written
     by_suffix = {}
     for name, buffer in {**inner.components, **inner.state}.items():
         suffix = suffix_of(name, inner.quantizer)
@@ -374,7 +374,8 @@ def _load_rows(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -
     buffers = {names[suffix]: _part(entry, weight, names[suffix]) for suffix, entry in own_entries.items()}
     shape = (inner.height, *frame.row)
     for name, (dtype, size) in buffers_of(frame.quantizer, shape).items():
-        if name in STATE and name not in buffers:  # not in the checkpoint; the old state belongs to other values
+        # The source lacks this state, and the old one belongs to other values.
+        if name in STATE and name not in buffers:
             zeros = torch.zeros(size, dtype=dtype, device=buffers[DATA].device)
             buffers[name] = fresh(inner.state[name]).to(zeros.device) if name == ROUNDING else zeros
     tensor = from_components(frame.quantizer, buffers, shape, inner.dtype, start=start, whole=rows)

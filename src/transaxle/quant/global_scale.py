@@ -166,12 +166,13 @@ def _quantize_per_tensor(
     amax = reduce_max(kernels.amax(x), (at.group, *at.sharing_groups)) if amax is None else amax
     if not quantizer.state_sizes:
         return _frame_at(quantizer, x, at, kernels.quantize(x, quantizer.encoding, amax=amax).present())
-    # A rank without rows under FSDP2 never has any copied into its frame, but has the same history as the others.
+    # Under FSDP2 a rank without rows keeps a blank frame, but its history is the same as on the other ranks.
     if old is None or (old.blank and len(x)) or HISTORY not in old.shared:
         history, scaled_for = torch.zeros(quantizer.state_sizes[HISTORY], device=x.device), amax.clone()
     else:
         history = old.shared[HISTORY]
-        scaled_for = torch.where(old.shared[SCALED_FOR] > 0, old.shared[SCALED_FOR], amax)  # 0: only zeros until now
+        # 0 if all values so far were zero.
+        scaled_for = torch.where(old.shared[SCALED_FOR] > 0, old.shared[SCALED_FOR], amax)
     buffers = kernels.quantize(x, quantizer.encoding, amax=scaled_for).present()
     history = torch.cat([amax, history[:-1]])
     peak = history.max().reshape(1)

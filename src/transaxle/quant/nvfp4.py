@@ -179,7 +179,7 @@ def quantize(x: torch.Tensor, words: torch.Tensor, amax: torch.Tensor) -> Compon
     multiplier = _multiplier(nearest.scale_inv, amax).repeat_interleave(NVFP4.tile[1], 1)[:, : x.shape[1]]
     scaled = x.detach().float() * multiplier
     size = scaled.abs()
-    size = torch.where(size <= _LARGEST, size, _LARGEST)  # for NaN too, as in rounding to nearest
+    size = torch.where(size <= _LARGEST, size, _LARGEST)  # NaN becomes the largest too, as in rounding to nearest
     codes = _codes(size, words) | torch.where(torch.signbit(scaled), _SIGN, 0)
     packed = (codes[:, ::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
     return replace(nearest, data=packed)

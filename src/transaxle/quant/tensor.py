@@ -75,7 +75,7 @@ def both_ways(frame: Frame, skip: int, rows: int) -> Frame:
     squares = scale[..., ::high, :]
     if scale.device.type != "meta":
         repeated = squares.repeat_interleave(high, -2)[..., : scale.shape[-2], :]
-        if not torch.equal(repeated, scale):  # rows joined from several matrices, or codes of another rule
+        if not torch.equal(repeated, scale):  # the scales are not those of square tiles
             return frame
     columnwise_buffers = {
         COLUMN_DATA: frame.cut[DATA],
@@ -412,7 +412,7 @@ class QuantizedTensor(torch.Tensor):
         rows = values.detach().reshape(self.height, *frame.row)
         if rows.dtype not in kernels.VALUES:
             rows = rows.to(self.dtype)
-        if frame.matrix is not None and frame.quantizer.state_sizes:  # a history for each matrix
+        if frame.matrix is not None and frame.quantizer.state_sizes:  # each matrix has its own history
             for index, matrix in enumerate(rows, self.skip):
                 member = QuantizedTensor(frame.member(index), 0, frame.matrix[0], self.dtype)
                 member.quantize_(matrix, group=None if band is None else group)
@@ -486,7 +486,7 @@ class QuantizedTensor(torch.Tensor):
         for name in list(frame.cut):
             if name in source.cut:
                 frame.cut[name][self.skip : self.skip + rows].copy_(source.cut[name][skip : skip + rows])
-            elif name in (COLUMN_DATA, COLUMN_SCALE):  # not in the source, so the old ones would be outdated
+            elif name in (COLUMN_DATA, COLUMN_SCALE):  # the source has none, and the old ones are outdated
                 frame.drop(name)
         _refresh(frame, source)
 

@@ -124,7 +124,7 @@ def find_encodable(
         target = EncodedTarget(tensor, {role: targets[stored] for role, stored in tensor.parts.items()})
         if _is_encodable(target):
             codes = target.buffers[Role.CODES]
-            container({codes.name: codes}, {}, rank, None)  # refuses gaps: the amax of a matrix needs all of its parts
+            container({codes.name: codes}, {}, rank, None)  # refuses gaps, since a matrix's amax needs all of its parts
             encodable[name] = target
     return encodable
 
@@ -201,7 +201,7 @@ def encode(target: EncodedTarget, values: torch.Tensor, maxima: np.ndarray | Non
         The bytes of this rank's codes and scales.
     """
     needed_box = target.value_intervals(rank)
-    assert needed_box is not None  # a rank without values does not encode
+    assert needed_box is not None  # only ranks that receive values call this function
     convention, codes, scales = CONVENTIONS[target.tensor.convention], [], []
     matrix_maxima = None
     if maxima is not None:

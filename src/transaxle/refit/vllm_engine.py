@@ -172,7 +172,7 @@ class VllmWeights:
                     parameter = getattr(slot.layer, slot.name)
                     getattr(parameter, _LOADER)(parameter, value)
             except BaseException:
-                for layer in self._model.modules():  # layers that are not finished keep their weights
+                for layer in self._model.modules():  # layers that are not reloaded yet keep their weights
                     info = get_layerwise_info(layer)
                     info.load_numel = 0
                     info.loaded_weights.clear()
@@ -364,7 +364,7 @@ class Meeting:
         return asdict(self)
 
 
-wire.tellable(Meeting)  # the trainer's first rank sends it to the others
+wire.tellable(Meeting)  # the trainer's first rank sends the meeting to its other ranks
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class _Server:
         self._trusted = ssl.create_default_context() if parsed.scheme == "https" else False
         self._login = httpx.BasicAuth(parsed.username, parsed.password) if parsed.userinfo else None
         encoded = base64.b64encode(f"{parsed.username}:{parsed.password}".encode()).decode()
-        credential = parsed.password or parsed.username  # a user alone is a token
+        credential = parsed.password or parsed.username  # a user without a password may be a token
         raw = parsed.userinfo.decode("ascii")
         forms = (
             credential,
@@ -443,7 +443,7 @@ class VllmRefit:
                     self._engines.start()
                 with self._while_engines(lambda control, _: control.update(update)):
                     with self._world.together():
-                        pass  # every rank has allocated its memory
+                        pass  # wait until every rank has allocated its memory
                     report = self._refit.push(only=only_patterns, skip=skip_patterns)
                 with self._trainers.together():
                     self._engines.switch(str(self.version))
@@ -504,7 +504,8 @@ class _Engines:
         Args:
             open_by_rank: for each rank of the common group, whether its engine has an open update.
         """
-        ends = [*self._firsts[1:], len(open_by_rank)][: len(self._firsts)]  # empty on ranks that control no engine
+        # One end per engine; none on ranks that control no engine.
+        ends = [*self._firsts[1:], len(open_by_rank)][: len(self._firsts)]
         spans = zip(self._controls, self._firsts, ends, strict=True)
         self._open = {each for each, first, last in spans if any(open_by_rank[first:last])}
 
@@ -567,7 +568,7 @@ class _Engines:
         """Let the engines switch to the received values, while they serve no requests."""
 
         def finish(control: Control, _: int) -> None:
-            self._open.discard(control)  # even if finish fails: the state of that model is unknown then
+            self._open.discard(control)  # also if `finish` fails, which leaves that model in an unknown state
             control.finish(version)
 
         with self._pause_requests():

@@ -485,7 +485,8 @@ def _tensors_by_file(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
     amount: Counter[str] = Counter()
     for entry in checkpoint.container.entries.values():
         elements = prod(entry.shape)
-        extents = [extent for extent in entry.extents if extent.file != NUMBERS]  # numbers are inside a pickle
+        # Numbers are stored inside a pickle, so they have no bytes of their own.
+        extents = [extent for extent in entry.extents if extent.file != NUMBERS]
         count.update({extent.file for extent in extents})
         for extent in extents:
             amount[extent.file] += entry.nbytes * prod(extent.shape) // elements if elements else 0

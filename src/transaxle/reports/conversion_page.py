@@ -134,7 +134,7 @@ def _changed_values(recoded: Sequence[MeasuredTensor]) -> Section:
     keys = [(each.what.action, each.what.encoding, each.what.convention, each.what.dtype) for each in recoded]
     steps = {
         (each.what.name, key): each for each, key in zip(recoded, keys, strict=True)
-    }  # a tensor may have several steps
+    }  # the key is part of the index, because one tensor may be changed in several steps
     rows: list[tuple[Any, ...]] = []
     for row in fold([each.what.name for each in recoded], keys):
         assert isinstance(row.key, tuple)
@@ -415,7 +415,7 @@ def _summary(plan: Plan) -> Iterator[str]:
             place = "the names" if before == _IN_NAME else before
             yield f"Axis {called} {'stays in' if before == after else f'goes to {after} from'} {place} of {tensors}."
         elif before == after:
-            continue  # the router weight, which has a row per expert
+            continue  # nothing to say about the router weight, whose rows are the experts
         elif before == _IN_NAME:
             yield f"Axis {called} goes from the names into {after} of {tensors}: {count_text} of each become one."
         else:

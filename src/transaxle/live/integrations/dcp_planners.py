@@ -114,7 +114,8 @@ class DualFormCheck:
 
     def _is_equal(self, copy: MemberCopy) -> bool:
         stack, member, count = self._whole[copy.stack], self._whole[copy.name], copy.stem.count
-        is_stacked = member.dim() and stack.numel() == count * member.numel()  # a 0-d step: one for all experts
+        # A stack has one 0-d step for all experts.
+        is_stacked = member.dim() and stack.numel() == count * member.numel()
         return same_bytes(stack.view(count, *member.shape)[copy.place] if is_stacked else stack, member)
 
 
@@ -197,7 +198,7 @@ class ExpertSlices:
         self.members: dict[str, torch.Tensor] = {}
         """Experts' tensors with a stand-in, by name."""
         for stack, names in members_by_stack(name for name in tensors if name not in stored).items():
-            shape = stored_shapes.get(split_slot(stack)[0], ())  # a step is 0-d
+            shape = stored_shapes.get(split_slot(stack)[0], ())  # an optimizer's step is 0-d
             is_stack = len(shape) == len(wanted_shapes[split_slot(names[min(names)])[0]]) + 1
             if is_stack and stack in stored and max(names) < shape[0] > len(names):
                 numbers = sorted(names)
@@ -224,7 +225,7 @@ class ExpertSlices:
 
 def _slice(name: str, count: int, numbers: list[int], members: list[torch.Tensor]) -> _Slice:
     first = members[0]
-    if not first.dim():  # a step: one per expert in the model, one for the stack in the checkpoint
+    if not first.dim():  # each expert has its own step here, but the stored stack has one for all
         return _Slice(first, first, tuple(members))
     local, rank = local_of(first), World().rank
     intervals = placement_of(first, rank, name).positions(whole_shape(first))[rank]

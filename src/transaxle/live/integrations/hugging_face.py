@@ -271,7 +271,7 @@ class TrainerCheckpoints:
         self._wait()
         with (world := World(self._group)).together():
             if world.rank == world.ranks[0]:
-                remove(str(place))  # from an earlier run, whose other files the Trainer has just replaced
+                remove(str(place))  # left by an earlier run, whose other files the Trainer has just replaced
         options |= {"overwrite": True, "group": self._group}
         if not self._background:
             save(arguments["model"], place, **options)

@@ -241,7 +241,7 @@ class LightningCheckpoints:
         self._background = background
         self._job: SaveJob | None = None
         self._alone: dist.ProcessGroup | None = None
-        for name in _INTERFACES:  # whoever has a LightningModule has imported one of them
+        for name in _INTERFACES:  # a program with a LightningModule has imported at least one of them
             if name in sys.modules:
                 sys.modules[name].CheckpointIO.register(type(self))
         follow(self._module, type(self))

@@ -240,7 +240,7 @@ def remove(place: str) -> None:
     names = {file.removeprefix(f"{service.path}/"): file for file in files}
     for name in sorted(
         names, key=turn, reverse=True
-    ):  # the manifest first, so that no reader takes the remainder for a checkpoint
+    ):  # delete the manifest first, so that no reader takes the remainder for a checkpoint
         service.delete(names[name], name)
 
 

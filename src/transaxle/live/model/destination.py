@@ -180,7 +180,7 @@ def view_of(tensor: torch.Tensor) -> object:
     if isinstance(tensor, ShardGrid) or tensor.is_meta:
         return id(tensor)
     local = raw_local(tensor)
-    if type(local) is not torch.Tensor:  # slower, and not needed for most DTensors
+    if type(local) is not torch.Tensor:  # `local_of` is slower, and most DTensors do not need it
         local = local_of(tensor)
     if local.layout != torch.strided or not local.numel() or not local.data_ptr():
         return id(tensor)

@@ -175,7 +175,8 @@ def _in_files(model: Any, names: Collection[str]) -> tuple[dict[str, torch.Tenso
     in_files = {own_name(name): tensor for name, tensor in tensors.items()}
     whole = {own_name(name): tensor for name, tensor in state.items()}
     for name in sorted(set(names) - in_files.keys()):
-        trained = name.replace(f".{_COPIES}.", ".")  # PEFT's files have this copy also under the module's own name
+        # PEFT's files may have the copy under the name of the copied module.
+        trained = name.replace(f".{_COPIES}.", ".")
         tensor = whole.get(name) if trained == name else in_files.get(trained)
         if tensor is not None:
             in_files[name] = tensor

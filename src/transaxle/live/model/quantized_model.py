@@ -362,7 +362,7 @@ class Weights:
             source = stored.get(name)
             if weight.fits(stored):
                 stored_state = {full for suffix in STATE_SUFFIXES if (full := name + suffix) in stored}
-                gone |= stored_state.difference(weight.state)  # this weight's scaling has no history
+                gone |= stored_state.difference(weight.state)  # this weight's recipe does not use that state
                 if weight.state and not stored_state:
                     begins.append(name)
                     gone.update(weight.state)
@@ -370,7 +370,8 @@ class Weights:
             if source is not None and is_plain(source.dtype):
                 if source.shape == weight.shape:
                     anew[name] = source.dtype
-                    gone.update(name + suffix for suffix in STATE_SUFFIXES)  # history of the source's scaling
+                    # Scaling state that belongs to the source's codes.
+                    gone.update(name + suffix for suffix in STATE_SUFFIXES)
                 else:
                     message = f"its shape is {list(weight.shape)} in the model, but {list(source.shape)} in the source"
                     problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name)))
@@ -380,7 +381,7 @@ class Weights:
                 stored_encoding = next((encoded[origin] for origin in origins if origin in encoded), None)
                 lacking = [full for full in weight.entries if full not in stored]
                 if stored_encoding is None and (not lacking or len(lacking) == len(weight.entries)):
-                    continue  # reported for each entry elsewhere
+                    continue  # the match of names reports each missing entry
                 if stored_encoding is None:
                     problems += [Refusal("MISSING_TENSOR", _HALF, Where(None, full), _WHOLE_WEIGHT) for full in lacking]
                 else:

@@ -370,7 +370,7 @@ def match_tensors(
     extra_names = (name for name in stored if name not in targets and name not in experts.broken)
     extra_names = (
         name for name in extra_names if stored[name].origins
-    )  # a model need not have tensors that are zero anyway
+    )  # tensors without origins are zero, and a model need not have them
     unexpected = tuple(name for name in extra_names if optimizer or split_slot(name)[1] == WEIGHT)
     problems = list(experts.problems)
     for name, tensor in targets.items():

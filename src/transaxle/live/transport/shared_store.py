@@ -182,7 +182,7 @@ class StoreServer:
 
     def close(self) -> None:
         """Close all connections and the port."""
-        with suppress(RuntimeError):  # already closed
+        with suppress(RuntimeError):  # the event loop is closed already
             self._loop.call_soon_threadsafe(self._over.set)
         if threading.current_thread() is not self._thread:
             self._thread.join()

@@ -213,7 +213,7 @@ def _record(items: list[Any]) -> Any:
     fields = dict(zip(_fields(kind), values, strict=True))
     if issubclass(kind, msgspec.Struct):
         return kind(**fields)
-    record = object.__new__(kind)  # without `__init__`, whose checks have run on the sending rank
+    record = object.__new__(kind)  # `__init__` is skipped: its checks have run on the sending rank
     for field, value in fields.items():
         object.__setattr__(record, field, value)
     return record

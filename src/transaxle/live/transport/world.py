@@ -181,10 +181,10 @@ class World:
             items.append(make())
         except TransaxleError as error:
             if is_loss(error):
-                raise  # a lost rank cannot agree
+                raise  # no agreement is possible with a lost rank
             refusal = error
         except BaseException as error:
-            with suppress(Exception):  # the error of this rank is raised below
+            with suppress(Exception):  # this rank raises its own error below
                 self._combine((items, refuse("IO", f"rank {self.rank} failed: {error!r}")))
             raise
         return self._combine((items, refusal))
@@ -240,10 +240,10 @@ class World:
             yield
         except TransaxleError as error:
             if is_loss(error):
-                raise  # a lost rank cannot agree
+                raise  # no agreement is possible with a lost rank
             refusal = error
         except BaseException as error:
-            with suppress(Exception):  # the error of this rank is raised below
+            with suppress(Exception):  # this rank raises its own error below
                 self.agree(refuse("IO", f"rank {self.rank} failed: {error!r}"))
             raise
         self.agree(refusal)

@@ -186,7 +186,8 @@ def quantize_groups(
     block = _block(over or tile, columnwise=out.columnwise_data is not None)
     scales = (out.scale_inv, out.columnwise_scale_inv)
     if swizzled and out.scale_inv is not None:
-        out.scale_inv.view(torch.uint8).zero_()  # padding is read with zeros for codes, and must not be NaN
+        # Products multiply the scales in padding by zero codes, so they must not be NaN.
+        out.scale_inv.view(torch.uint8).zero_()
     _launch(
         programs.quantize_groups_program, _group_blocks(x, groups, block), x.device,
         _raw(x), offsets, _raw(out.data), _raw(scales[0]), _raw(out.columnwise_data), _raw(scales[1]), amax,
@@ -216,7 +217,7 @@ def dequantize(
     """Write the values of codes into `out`, a matrix of bfloat16, float16 or float32."""
     tile, block = _tile(encoding), DEQUANTIZE
     if encoding.tile == (1, WHOLE):
-        tile = 1, triton.next_power_of_2(max(out.shape[1], 1))  # one tile per row, longer than the row
+        tile = 1, triton.next_power_of_2(max(out.shape[1], 1))  # one tile per row, at least as long as the row
     _launch(
         programs.dequantize_program,
         triton.cdiv(out.shape[0], block.rows) * triton.cdiv(out.shape[1], block.columns),

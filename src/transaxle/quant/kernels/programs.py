@@ -100,7 +100,7 @@ def round_to_code(value, mantissa: tl.constexpr, bias: tl.constexpr, largest: tl
     magic: tl.constexpr = (127 + 24 - bias - mantissa) << 23
     step = tl.full(value.shape, magic, tl.int32).to(tl.float32, bitcast=True)
     small = (size.to(tl.float32, bitcast=True) + step).to(tl.int32, bitcast=True) - magic
-    # Below the smallest normal number of the target.
+    # `small` is the code of values below the smallest normal number of the target's dtype.
     code = tl.where(size < ((128 - bias) << 23), small, normal)
     return tl.where(size > INFINITY, nan, code)
 
@@ -446,7 +446,7 @@ def dequantize_program(
         if scheme == E8M0:
             scale = power_of_two(scale.to(tl.int32))
         elif scheme == E4M3:
-            # In double precision, rounded once.
+            # Computed in double precision, and rounded once.
             factor = tl.load(total).to(tl.float64) / divisor
             scale = (float8_values(scale, 3, False).to(tl.float64) * factor).to(tl.float32)
         value = times(value, scale, share_rows, share_columns)
