@@ -77,9 +77,7 @@ class Watch(Protocol):
         """Receive the plan, with all refusals."""
 
     def progress(self, total: int, label: str = "copying", *, stays: bool = False) -> AbstractContextManager[Progress]:
-        """Show progress while the block runs; the context manager yields the function to call with each number of
-        bytes.
-        """
+        """Show progress while the block runs; the context manager yields the function that adds bytes."""
 
     def workers(self) -> AbstractContextManager[Callable[[Event], None]]:
         """Show the work of other processes; the context manager yields the function to call with each event."""
