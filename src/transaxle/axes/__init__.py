@@ -1,6 +1,6 @@
 """The algebra of layouts: the axes of weights in names, in shapes and on a mesh, and the box copies between layouts.
 
-It uses numpy at most, no torch, no files. One concept per module, from small to large:
+This package uses numpy at most, no torch, no files. One concept per module, from small to large:
 
     statement    the lines of a table as text
     section      dialects as text, and what they inherit

@@ -1,7 +1,7 @@
 """Tiny configs: a model's config with small sizes, in variants with different sizes.
 
-A variant changes every size, including the numbers of layers, heads and experts, and inverts some of the flags. What
-two variants have in common is not evidence for anything.
+A variant changes every size, including the numbers of layers, heads and experts, and inverts some of the flags. So a
+number that two variants share by chance proves nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from transaxle.derivation.configs import leaves
 VARIANTS = 4
 """Number of variants with different sizes; the last one only checks a derived table."""
 MORE_VARIANTS = 8
-"""Number of variants including those with the same sizes again but other flags."""
+"""Number of all variants: those with different sizes, and more that repeat these sizes with other flags inverted."""
 PROPORTIONED = MORE_VARIANTS
-"""Number of the variant with the proportions and the flags of the given config."""
+"""Index of the variant with the proportions and the flags of the given config."""
 _HIDDEN, _HEADS, _GROUPS, _HEAD = (64, 96, 80, 144), (4, 6, 10, 12), (2, 3, 5, 3), (16, 24, 20, 28)
 _LAYERS = (4, 3, 5, 6)
 _VOCABULARY, _TOKEN_TYPES = (112, 131, 149, 137), (3, 4, 6, 5)

@@ -2,9 +2,9 @@
 
 torch and transformers are imported only here, and only when a trace is made.
 
-The search for a tiny config handles sizes that do not fit together: it changes as many of them as the model accepts. It
-starts with the model's valid config and applies changes: all at once, else each half separately, and so on down to
-single keys.
+The search for a tiny config handles sizes that do not fit together: it changes as many of them as the model accepts.
+The search starts with the model's valid config and applies changes: all at once, else each half separately, and so on
+down to single keys.
 
 The tensors of a folder are read by the safetensors library, independently of Transaxle's readers.
 """

@@ -121,7 +121,7 @@ class Error(msgspec.Struct, frozen=True):
     max: float = 0.0
     """Largest absolute difference."""
     square_sum: float = 0.0
-    """Sum of the squared differences. Its last digits depend on the order of summation, and so on the
+    """Sum of the squared differences. The sum's last digits depend on the order of summation, and so on the
     implementation.
     """
     count: int = 0

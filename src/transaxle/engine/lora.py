@@ -255,8 +255,8 @@ class Lora:
     def _parameters(self, module: str) -> list[str]:
         """Return the parameters of a module that are targets themselves.
 
-        For mixtures of experts, peft writes parameter names without modules. They apply to every module that is not a
-        target itself.
+        For mixtures of experts, peft writes parameter names without modules. Such a name applies to every module that
+        is not a target itself.
         """
         bare_names, module_parameters = _target_parameters(self._config)
         with_module = {name for path, name in module_parameters if f".{module}".endswith(f".{path}")}

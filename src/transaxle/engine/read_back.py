@@ -1,7 +1,7 @@
 """Reading a target back: compares it with the plan byte for byte, or with its manifest and its source.
 
-An interrupted run may have died after the rename, so a resumed run may find an existing target. It is left alone if
-every byte is as planned, and refused like any other existing target if not.
+An interrupted run may have died after the rename, so a resumed run may find an existing target. That target is left
+alone if every byte is as planned, and refused like any other existing target if not.
 """
 
 from __future__ import annotations

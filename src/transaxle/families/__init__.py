@@ -64,8 +64,8 @@ class Entry(msgspec.Struct, frozen=True):
     axes: tuple[str, ...]
     """Names of the family's axes."""
     dialects: dict[str, tuple[str, ...]]
-    """Label of each dialect, in table order -> skeletons of names that select it. There are none for traced tables, for
-    tables in `typed/`, and for a family that is `alike` another.
+    """Label of each dialect, in table order -> skeletons of names that select it. No skeletons are listed for traced
+    tables, for tables in `typed/`, and for a family that is `alike` another.
     """
 
     @property
@@ -257,7 +257,7 @@ def blocks() -> Mapping[str, str]:
 
 @cache
 def _read_family(name: str, file: str) -> Family:
-    """Return a family that ships. It is not checked again: generating the index has checked it."""
+    """Return a family that ships. The family is not checked again: generating the index has checked it."""
     if not is_traced(file):
         return replace(read_spelled(_read_file(f"{GENERATED}/{name}.json")), text=partial(base, name))
     from transaxle.axes.notation import tables

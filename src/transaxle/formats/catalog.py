@@ -5,11 +5,11 @@ the same form: entries, each with extents (chunks of its bytes in files). So a p
 catalogs.
 
 A `Seal` locates the digests that a file keeps of its own bytes, if the file is a whole checkpoint without a manifest:
-one digest for each tensor, and one for all other bytes. They are known only after the bytes are written, so space of a
-fixed width is reserved for them and filled in last. Other programs see the digests as ordinary metadata.
+one digest for each tensor, and one for all other bytes. Digests are known only after the bytes are written, so space of
+a fixed width is reserved for them and filled in last. Other programs see the digests as ordinary metadata.
 
-A number that a container stores in its metadata, as a pickle does, becomes a tensor without dims. Its bytes are in a
-pseudo-file in memory, `NUMBERS`, whose name no real file can have.
+A number that a container stores in its metadata, as a pickle does, becomes a tensor without dims. The bytes of such a
+number are in a pseudo-file in memory, `NUMBERS`, whose name no real file can have.
 
 Dtypes are named by their safetensors code. A dtype without such a code has torch's name in capitals (`COMPLEX32`);
 formats that cannot store it refuse it. Shapes of F4 and F6 count *elements*, although their bytes are packed along the

@@ -507,8 +507,9 @@ _FOREIGN = (
     ".ckpt", ".gguf", ".ggml", ".h5", ".keras", ".msgpack", ".npy", ".npz", ".onnx", ".onnx_data", ".ot", ".pkl",
     ".pickle", ".tflite",
 )  # fmt: skip
-"""Endings of other tensor files, which no built-in format writes and, except `.ckpt`, none reads. They are not copied
-with a model."""
+"""Endings of other tensor files, which no built-in format writes and, except `.ckpt`, none reads. Files with these
+endings are not copied with a model.
+"""
 
 
 @cache

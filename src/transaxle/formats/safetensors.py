@@ -574,7 +574,7 @@ def draft(
     Args:
         tensors: the tensors to write; shards are filled in this order.
         metadata: strings for the header of each file.
-        shard_size: bytes of tensors in one file; a larger tensor gets a file of its own. Without it, or if
+        shard_size: bytes of tensors in one file; a larger tensor gets a file of its own. Without a shard size, or if
             everything fits, there is one file `model.safetensors` and no index.
         groups: parameter groups of the optimizer, stored as text in the header of the first file.
         run: facts about the training run, stored likewise if there is optimizer state.

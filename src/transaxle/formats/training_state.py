@@ -7,9 +7,9 @@ tensors without dims; an optimizer's settings become `groups`. All other values 
 Trainers also save schedulers, counters, the position in the data and averages of the weights, in
 the same dict as the model (torchtitan: `train_state`, `lr_scheduler`, `dataloader`; Lightning: `loops`, `callbacks`,
 `hyper_parameters`; nanoGPT: `model_args`, `iter_num`). Such an item is recognised by the names of its containers, by
-its place next to the model's container, or because it is a Python number (`epoch`). Its tensors and numbers
-are ordinary tensors of the catalog; a `TrainingItem` refers to them, and stores the other values as far as they
-are plain data. Formats without a place for counters and schedules store them with the optimizer's state (`KEPT_RUN`).
+its place next to the model's container, or because it is a Python number (`epoch`). The item's tensors and numbers are
+ordinary tensors of the catalog; a `TrainingItem` refers to them, and stores the other values as far as they are plain
+data. Formats without a place for counters and schedules store them with the optimizer's state (`KEPT_RUN`).
 
 **Parameter groups**: an optimizer's settings, with the names of the parameters that they apply to.
 

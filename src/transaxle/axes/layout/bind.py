@@ -4,8 +4,8 @@ Each stored name matches one line of the dialect at certain indices, or is liste
 match whole names. One prefix (`module.`, `_orig_mod.`, `language_model.`) is stripped for the whole checkpoint. Where
 two lines share a name, the encoding of the stored tensor decides (`family.NumberFormat`), or the config, or the
 presence of other tensors; a name that two lines may still match is refused. The optimizer state of a parameter,
-`optim/<parameter>/<state>`, follows the line of its parameter: each state is a *slot*. It may be read through another
-dialect than the weights.
+`optim/<parameter>/<state>`, follows the line of its parameter: each state is a *slot*. Optimizer state may be read
+through another dialect than the weights.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Dividing: inferring from the shapes of shards how a stored tensor was cut over the ranks of a mesh.
 
-Without metadata, a checkpoint has only the shapes of its shards. They do not show along which dim to join the shards
-(square matrices), nor how a dim with several tensors was cut: q, k and v each, or all of them as one. A table shows it:
-its `cut` statements name the axes that ranks may share out. Together with the shape of the whole tensor, which follows
-from the table and the config, the shapes of the shards leave one reading or none. Where two remain, the tensor is
-refused.
+Without metadata, a checkpoint has only the shapes of its shards. These shapes do not show along which dim to join the
+shards (square matrices), nor how a dim with several tensors was cut: q, k and v each, or all of them as one. A table
+shows it: its `cut` statements name the axes that ranks may share out. Together with the shape of the whole tensor,
+which follows from the table and the config, the shapes of the shards leave one reading or none. Where two remain, the
+tensor is refused.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ _Array = npt.NDArray[np.int64]
 class Coordinate(msgspec.Struct, frozen=True):
     """A number that locates an element in the sources: its position in a stored dim, or an index in the name.
 
-    Its value is a constant plus, for each axis, index times weight. Divided by `tile`, it gives the number of a tile.
+    The coordinate's value is a constant plus, for each axis, index times weight. Divided by `tile`, it gives the number
+    of a tile.
     """
 
     weights: tuple[tuple[str, int], ...]

@@ -262,7 +262,7 @@ def _boolean(conjunction: bool, values: Iterable[Any]) -> bool | None:
 PLAIN = ""
 """Encoding of a tensor whose elements are its values."""
 WORDS = ENCODINGS
-"""Names of encodings in conditions. They are reserved: no axis, tensor or formula may have such a name."""
+"""Names of encodings in conditions. These words are reserved: no axis, tensor or formula may have such a name."""
 
 
 class NumberFormat(NamedTuple):

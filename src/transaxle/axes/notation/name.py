@@ -318,7 +318,7 @@ class Name(msgspec.Struct, frozen=True, dict=True, eq=False):
     def match_all(self, names: Sequence[str], before: str) -> list[tuple[int, ...]] | None:
         """Return `match` of each name without its prefix; None unless all match. Faster than `match` for many names.
 
-        It also returns None for patterns without holes.
+        The result is also None for patterns without holes.
         """
         text = _join_lines(names)
         if text is None or not self.holes:

@@ -494,7 +494,9 @@ def _tensors_taken(section: Section, above: Mapping[str, Section]) -> frozenset[
 def _replace_statements(
     inherited: Sequence[KeyedPart], declared: Sequence[Statement], gone: Mapping[Key, Statement]
 ) -> tuple[tuple[Statement, ...], tuple[Replacement, ...]]:
-    """Return the inherited statements with replaced ones exchanged, and the list of replacements."""
+    """Return the inherited statements, with the family's own ones in place of those that they replace, and the list of
+    replacements.
+    """
     own_parts = [part for statement in declared for part in replaceable_parts(statement)]
     by_key: dict[Key, list[Statement]] = {}
     for key, statement in own_parts:

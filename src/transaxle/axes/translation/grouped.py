@@ -8,8 +8,8 @@ A layer knows which form it needs (`transaxle.nn.expert_relayout`). For a state 
 `weight1`, … and `bias0`, … are experts, and a tensor is a stack of experts if the other side has it in another form.
 
 `arrange` is the one place that detects a wrong number of experts, a partial set, and both forms at once;
-`load_state_dict`, `transaxle.load` and the DCP planners all use it. It reads names and shapes only, and runs before
-anything is written.
+`load_state_dict`, `transaxle.load` and the DCP planners all use it. `arrange` reads names and shapes only, and runs
+before anything is written.
 """
 
 from __future__ import annotations
@@ -275,11 +275,11 @@ class ExpertSet(msgspec.Struct, frozen=True):
     shape: Shape
     """Shape of one tensor."""
     single: bool
-    """Whether they are requested as one stack."""
+    """Whether the tensors are requested as one stack."""
     local_numbers: range | None = None
     """Numbers of the tensors that this rank requests; None: all."""
     sure: bool = True
-    """Whether they are certainly experts. If so, a set that does not fit is refused; if not, its names stay
+    """Whether the tensors are certainly experts. If so, a set that does not fit is refused; if not, its names stay
     unchanged.
     """
 

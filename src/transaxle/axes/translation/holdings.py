@@ -769,7 +769,7 @@ def _twins(first: LineSources, second: LineSources, why: str) -> Iterator[Check 
 def _read(place: SourceTensor, sources: Sequence[SourceTensor], rule: str) -> Target:
     """Return a target with a logical tensor in the layout of one stored tensor, read from other stored tensors.
 
-    It keeps the sources' dtype and encoding: copies that differ in these are not equal.
+    The target keeps the sources' dtype and encoding: copies that differ in these are not equal.
     """
     origin = place.origin
     dtype = " and ".join(sorted({source.form.dtype for source in sources}))

@@ -209,9 +209,9 @@ def decode_error(
 ) -> Error:
     """Return the difference between decoded values and the real product of code, scale and factor.
 
-    The product is computed in double precision. It is exact for a float32 factor, since code, scale and factor have at
-    most 4, 24 and 24 significant bits, and 8-bit scales 4; otherwise it is within a relative 2**-53. The arguments are
-    those of `decode_box`.
+    The product is computed in double precision. The product is exact for a float32 factor, since code, scale and factor
+    have at most 4, 24 and 24 significant bits, and 8-bit scales 4; otherwise it is within a relative 2**-53. The
+    arguments are those of `decode_box`.
     """
     matrix, tiles, kind = _code_bytes(encoding, codes, phase)
     single, double = _scale(encoding, scale, tiles, factor)

@@ -76,9 +76,9 @@ class Minifloat(msgspec.Struct, frozen=True, dict=True):
     def rounded(self, values: NDArray[np.float32]) -> NDArray[np.uint8]:
         """Return the code of the nearest value of each element, one per byte.
 
-        It works on the bits. For a normal result, half of the weight of the dropped mantissa bits is added before they
-        are dropped. For a subnormal one the processor rounds, when a power of two is added whose last bit has the
-        weight of the smallest code.
+        The function works on the bits of the values. For a normal result, half of the weight of the dropped mantissa
+        bits is added before they are dropped. For a subnormal one the processor rounds, when a power of two is added
+        whose last bit has the weight of the smallest code.
         """
         raw = values.view(np.uint32)
         magnitude = raw & np.uint32(0x7FFFFFFF)

@@ -28,7 +28,7 @@ class Tiling(msgspec.Struct, frozen=True):
     tile: tuple[int, int]
     """Rows and columns of a tile."""
     phase: tuple[int, int] = (0, 0)
-    """Row and column of the first element in its tile."""
+    """Row and column, within its tile, of the matrix's first element."""
 
     @property
     def grid(self) -> tuple[int, int]:

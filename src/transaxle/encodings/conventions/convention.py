@@ -240,10 +240,10 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
     def global_from_amax(self, amax: float, encoding: Encoding) -> np.float32:
         """Return the per-tensor scale to store for a tensor with the largest magnitude `amax`.
 
-        It is computed as in TransformerEngine (`core_nvfp4.cuh`): `min(scale_max x code_max / amax, FLT_MAX)`, and 1
-        where amax or the quotient is 0 or infinite. A convention that multiplies stores its reciprocal, `amax / (448 x
-        6)`; TransformerEngine itself stores `amax`. For NaN the result is NaN, and the block scales saturate without a
-        meaning.
+        The scale is computed as in TransformerEngine (`core_nvfp4.cuh`): `min(scale_max x code_max / amax, FLT_MAX)`,
+        and 1 where amax or the quotient is 0 or infinite. A convention that multiplies stores its reciprocal, `amax /
+        (448 x 6)`; TransformerEngine itself stores `amax`. For NaN the result is NaN, and the block scales saturate
+        without a meaning.
         """
         if self.meaning == "amax":
             return np.float32(amax)
@@ -405,7 +405,7 @@ _AT_ONCE = 256
 def hub_convention(encodings: Iterable[Encoding]) -> Convention:
     """Return the convention for weights of these encodings on a hub, where one config describes all of them.
 
-    It is the preferred convention of the encodings. An exception is mxfp8 without an encoding that needs
+    The result is the preferred convention of the encodings. An exception is mxfp8 without an encoding that needs
     compressed-tensors: it becomes DeepSeek's `fp8` method with 1 x 32 blocks and exponent scales. transformers 5.23
     loads experts stored in this way, and raises for those of compressed-tensors.
     """

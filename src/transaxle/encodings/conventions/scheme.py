@@ -127,8 +127,8 @@ CHANNEL = replace(FLOAT8, tile=(1, WHOLE))
 """Float8 with one scale per row."""
 
 CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
-"""Keys for the quantization of cached keys and values. They concern no weight, but without them a reader would cache
-differently.
+"""Keys for the quantization of cached keys and values. These keys concern no weight, but without them a reader would
+cache differently.
 """
 UNKNOWN_KEY = (
     "To keep the tensors exactly as stored:  --to safetensors:identity.\n"

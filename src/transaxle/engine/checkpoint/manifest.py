@@ -1,7 +1,7 @@
 """The manifest `transaxle.json`: describes a checkpoint that Transaxle wrote, with a hash of every tensor and header.
 
 The manifest is written last. While file sizes and header hashes match, it states family and dialect with certainty, and
-`verify` checks the bytes of every tensor against it. Its own checksum covers the rest of its text.
+`verify` checks the bytes of every tensor against it. The manifest's own checksum covers the rest of its text.
 
 A conversion hashes what it writes, so damaged source bytes would count as right from then on. Therefore a source that
 has hashes, in a manifest or in its files, is checked against them while it is read (`HashWitness`). Bytes that are read

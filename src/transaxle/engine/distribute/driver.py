@@ -1,8 +1,8 @@
 """The driver: divides a plan into items, hands them out to workers, and commits the result.
 
-It creates the target's files with all bytes that are known in advance, and lets the workers write into them. When every
-item has a result, it writes what depends on all tensors (digests, the manifest, copied files), and moves the checkpoint
-to its place.
+The driver creates the target's files with all bytes that are known in advance, and lets the workers write into them.
+When every item has a result, it writes what depends on all tensors (digests, the manifest, copied files), and moves the
+checkpoint to its place.
 
 A single process that converts to a service works in the same way: uploaded parts survive the process that sent them,
 and so do the results of items beside the target, so that another run can continue.
@@ -620,7 +620,7 @@ def convert_in_parts(
         target: URL of a folder or a file.
         overwrite: as for `execute`.
         resume: continue an interrupted run of the same plan, even one by several workers, and keep this run's work if
-            it fails too. Without it unfinished work is refused, because that run may still be going on.
+            it fails too. Without `resume`, unfinished work is refused, because its run may still be going on.
         sync: ignored: uploads that a service has accepted are durable.
         limit: number of workers, and memory of their buffers.
         progress: called with the bytes of each block.
@@ -642,7 +642,7 @@ def convert_in_parts(
 def _in_parts(cleared: CheckedPlan, limit: Limits, *, sync: bool) -> WorkPlan:
     """Divide a plan for one process, in the same way as unfinished work beside the target, if there is any.
 
-    Its items are smaller than those of several workers if files are small.
+    The items are smaller than those for several workers if files are small.
     """
     target, overwrite, resume = cleared.request
     count = max(1, min(_MOST, -(-sizes_of(cleared, ())[0] // ITEM)))

@@ -19,8 +19,8 @@ from transaxle.extras import install
 from transaxle.move.journal import parse_result
 
 Work = Callable[[int], bytes]
-"""Does the item with a number, and returns its result. It can be pickled, and called in any process that can read the
-source and the target's folder; calling it twice for an item, even concurrently, does no harm.
+"""Does the item with a number, and returns its result. The function can be pickled, and called in any process that can
+read the source and the target's folder; calling it twice for an item, even concurrently, does no harm.
 """
 _TRIES = 3
 """Number of attempts for an item whose worker meets an error of the machine."""

@@ -315,7 +315,7 @@ def value_changes(
     Args:
         checkpoint: the source.
         outputs: all output tensors, by name.
-        planned: the planned ones, whose transfers are known.
+        planned: the planned tensors, whose transfers are known.
     """
     container = checkpoint.container
     read_files = {transfer.file for tensor in planned for transfer in tensor.transfers}

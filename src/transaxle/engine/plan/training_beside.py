@@ -91,7 +91,7 @@ def unwritten_items(checkpoint: Checkpoint, written_paths: Collection[KeyPath]) 
 
 
 def state_dict_nesting(checkpoint: Checkpoint, names: Collection[str]) -> Nesting | None:
-    """Return how the state dict of a single file is nested: as in the source; None if it is only a model.
+    """Return how to nest the state dict of a single file, as the source nests it; None if the file has only a model.
 
     Args:
         checkpoint: the source.

@@ -297,8 +297,8 @@ def add_buffers(translation: Translation, catalog: Catalog) -> View:
         catalog: the tensors as tables see them.
 
     Returns:
-        The same view with a target for every buffer, under its stored name. Its refusals may grow by BLOCK_MISALIGNED,
-        DTYPE_MIXED and NAME_COLLISION.
+        The same view with a target for every buffer, under its stored name. The view's refusals may grow by
+        BLOCK_MISALIGNED, DTYPE_MIXED and NAME_COLLISION.
     """
     if not catalog.encoded:
         return _view(structs.replace(translation, refusals=(*catalog.refusals, *translation.refusals)), {}, {})

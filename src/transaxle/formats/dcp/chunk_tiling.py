@@ -88,7 +88,7 @@ def check_tiling(name: str, shape: Shape, boxes: Sequence[ChunkBox], file: str, 
         faults: receives CORRUPT, INCOMPLETE, OVERLAP or UNSUPPORTED.
 
     Returns:
-        whether they cover it exactly once.
+        whether the chunks cover the tensor exactly once.
     """
     if _is_grid(shape, boxes):
         return True

@@ -295,7 +295,7 @@ ObjectPlaces = list[tuple[KeyPath, Payload]]
 
 
 def metadata_of(tensors: ChunksByTensor, objects: ObjectPlaces, *, with_paths: bool = True) -> Object:
-    """Return torch's `Metadata` object for a folder. Its lists are streamed, so it can be pickled only once.
+    """Return torch's `Metadata` object for a folder. The object's lists are streamed, so it can be pickled only once.
 
     Args:
         tensors: the tensors with their chunks.

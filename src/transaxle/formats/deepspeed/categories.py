@@ -174,7 +174,9 @@ class Categories:
 
     @property
     def any(self) -> bool:
-        """Whether the metadata has lists of cuts; without them, a parameter in no list is not described."""
+        """Whether the metadata has lists of cuts; only then is a parameter in no list known to be cut along its first
+        dim.
+        """
         return any(
             self._info.get(key) is not None for key in (*self._cut_lists(), keys.SUB_PARAMS, keys.VOCABULARY_PATTERNS)
         )

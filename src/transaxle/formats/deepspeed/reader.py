@@ -4,8 +4,8 @@ A plain name is a weight in full precision, `optim/<parameter>/<state>` its opti
 lengths, maps, shapes and metadata of all files must agree, and parts that several ranks have must be equal.
 
 Some parameters are stored multiplied by a factor: in a row-parallel layer every rank adds the bias, so each stores it
-divided by the number of ranks. Such a parameter is small. It is read and rescaled when the checkpoint is opened, if
-that is exact.
+divided by the number of ranks. Such a parameter is small, so its values are read and rescaled when the checkpoint is
+opened, if rescaling is exact.
 
 Without ZeRO, the optimizer's state is whole in the model file, under numbers of parameters. The file does not say which
 parameter has which number, and parameters are never paired by shape or order: the state keeps its numbers,

@@ -2,7 +2,8 @@
 
 DeepSpeed attaches a record to each live parameter. A record contains the same facts many times: sizes of parts, widths
 per rank, a shape, a nested copy of half of it for the converter, and the cut once more as an affine map. `Record` has
-each fact once. It writes the whole dict from them; reading a dict derives everything again and refuses contradictions.
+each fact once, and writes the whole dict from these facts; reading a dict derives everything again and refuses
+contradictions.
 
     Record.cut("column", (48, 32), 0, [[8, 8], [8, 8], [8, 8]], view=(3, -1)).as_dict()
 

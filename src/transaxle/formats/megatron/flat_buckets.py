@@ -417,7 +417,7 @@ def read_gathered(
 ) -> list[ChainedOptimizer]:
     """Return every optimizer's buffers where one rank of each group gathered them (`dp_zero_gather_scatter`).
 
-    They are tensors in a pickled object, without padding between the buckets of a buffer.
+    These buffers are tensors in a pickled object, without padding between the buckets of a buffer.
 
     Args:
         objects: the unpickled objects of groups.

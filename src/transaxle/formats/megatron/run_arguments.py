@@ -4,7 +4,7 @@ Megatron's arguments are a pickled `argparse.Namespace` of some eight hundred en
 enums among them. The interpreter describes these without importing anything; only numbers, strings and lists of them
 are used.
 
-Megatron-Bridge and NeMo store settings as YAML files instead. They are read as data: a tag such as `!!python/object` is
+Megatron-Bridge and NeMo store settings as YAML files instead. YAML is read as data: a tag such as `!!python/object` is
 ignored, and an alias stands for the value of its anchor.
 
     iter_0000007/run_config.yaml      Megatron-Bridge: `model`, the settings of the model provider

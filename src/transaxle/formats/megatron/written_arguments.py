@@ -40,7 +40,7 @@ def arguments(config: Mapping[str, Any], names: Collection[str], padded_vocabula
     text_config = _text_config(config)
     args = {argument: text_config[key] for key, argument in KEYS.items() if text_config.get(key) is not None}
     if not {"num_layers", "hidden_size", "num_attention_heads"} <= args.keys():
-        return {}  # Megatron requires these of any arguments, but accepts a checkpoint without arguments
+        return {}  # Megatron accepts a checkpoint without arguments, but not arguments without these three
     heads = args["num_attention_heads"]
     args["num_query_groups"] = args.get("num_query_groups", heads)
     args["group_query_attention"] = args["num_query_groups"] != heads

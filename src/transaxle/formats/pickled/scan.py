@@ -1,7 +1,7 @@
 """Reads a pickle of very many similar records as arrays: the result is a graph of nodes, without Python objects.
 
 The interpreter takes half a microsecond per opcode, and the metadata of a large checkpoint has millions. `scan.c` runs
-the opcodes on numbers, in a limited amount of memory. It supports only the opcodes of checkpoint metadata; for
+the opcodes on numbers, in a limited amount of memory. `scan.c` supports only the opcodes of checkpoint metadata; for
 other opcodes, for any fault, and without the compiled library there is no graph, and the interpreter reads the pickle.
 Calls, classes and names are checked by the interpreter's rules before the graph is returned.
 """

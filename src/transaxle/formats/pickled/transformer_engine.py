@@ -1,9 +1,9 @@
 """Reads the pickles of TransformerEngine's quantized tensors: the names that they use, and the order of arguments.
 
 A tensor of TransformerEngine's classes is pickled as a call that recreates the tensor. Since release 2.16 (pull request
-2974) it calls a function of the module; before, it called the class method `_make_in_reduce_ex`, which a pickle gets by
-`getattr`. Both have the buffers and a few settings as positional arguments, and releases added some at the end. Here
-such a call gives a `Quantized`: nothing is called, and no other attribute of these classes is allowed.
+2974) the pickle calls a function of the module; before, it called the class method `_make_in_reduce_ex`, which a pickle
+gets by `getattr`. Both have the buffers and a few settings as positional arguments, and releases added some at the end.
+Here such a call gives a `Quantized`: nothing is called, and no other attribute of these classes is allowed.
 
 The orders of arguments and the numbers below are from the public sources of 1.2 to 2.18 and of August 2026; see
 docs/reference/transformer-engine.md.

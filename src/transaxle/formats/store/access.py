@@ -142,7 +142,7 @@ def _common(accesses: Collection[Access]) -> Access:
         return first
     mode = reduce(and_, (access.mode for access in accesses))
     if any(access.group != first.group or any(access.lists) for access in accesses):
-        mode &= ~0o070  # the group bits differ in meaning
+        mode &= ~0o070  # the group bits mean different groups, or are the mask of a list
     return Access(mode, first.owner, first.group, (None,) * len(_LISTS))
 
 

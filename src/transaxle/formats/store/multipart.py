@@ -1,7 +1,7 @@
 """Multipart uploads on S3 as single calls: several processes can send parts of a file, and one completes it.
 
 The streams of the client (s3fs) belong to one process. Here an upload is an id that any process can use. The requests
-are made by the same client, with its credentials and endpoints. It retries temporary failures (errors of
+are made by the same client, with its credentials and endpoints. The client retries temporary failures (errors of
 the server, broken connections, truncated responses) with growing pauses; each of our attempts has a
 time limit that grows with its bytes, since the client waits forever for a server that accepts no more of them.
 

@@ -55,9 +55,8 @@ class SharedUpload(Upload):
     Args:
         target: URL of a folder or a file.
         overwrite: as for `Upload`.
-        resume: continue an earlier run's upload, and keep this run's work if it fails too. Without it, an earlier
-            upload is
-            refused, since its run may still be active.
+        resume: continue an earlier run's upload, and keep this run's work if it fails too. Without `resume`, an earlier
+            upload is refused, since its run may still be active.
         part: usual size of a part in bytes.
 
     Raises:

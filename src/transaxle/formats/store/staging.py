@@ -67,7 +67,7 @@ class Staging:
         overwrite: replace an existing checkpoint, which stays readable until the new one is complete. `everything`:
             also delete everything else in its folder; otherwise such a folder is refused.
         resume: continue the work of an earlier run, and keep this run's work if it fails too.
-        sync: make everything durable before the rename. Without it a power failure may leave damaged files.
+        sync: make everything durable before the rename. Without syncing, a power failure may leave damaged files.
 
     Raises:
         UsageError: EXISTS if the target exists and may not be replaced, or another run is writing it.

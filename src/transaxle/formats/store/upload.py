@@ -405,7 +405,7 @@ class Upload:
             self._delete_old()
 
     def appear(self) -> None:
-        """Third step: make the files visible. They are deleted again if the context fails before `keep`.
+        """Third step: make the files visible. The files are deleted again if the context fails before `keep`.
 
         Raises:
             UsageError: EXISTS if another run has written one of them since `make_way`, and nothing may be replaced.

@@ -6,10 +6,10 @@ one file may have two contents. Here both must agree, the records must fill the 
 directory, no record may be compressed, and all names must be distinct. The archive is a `FileWindow`: usually a whole
 file, sometimes a range of a file with many archives.
 
-A new archive is laid out before the bytes of its storages are known. Its bytes equal those of torch's own writer for
-the same records, including padding, so code that relies on the layout (mapping, computing offsets) works on these files
-too. One difference: a storage's checksum is 0, as it would have to be written before the bytes that it covers. torch
-also writes 0 if checksums are disabled, and its reader never checks them.
+A new archive is laid out before the bytes of its storages are known. The archive's bytes equal those of torch's own
+writer for the same records, including padding, so code that relies on the layout (mapping, computing offsets) works on
+these files too. One difference: a storage's checksum is 0, as it would have to be written before the bytes that it
+covers. torch also writes 0 if checksums are disabled, and its reader never checks them.
 """
 
 from __future__ import annotations

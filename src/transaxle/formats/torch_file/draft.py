@@ -67,7 +67,7 @@ def draft(
     Args:
         tensors: the tensors to write, in this order.
         metadata: ignored, as a torch file has no place for it.
-        shard_size: bytes of tensors in one file; a larger tensor gets a file of its own. Without it, or if
+        shard_size: bytes of tensors in one file; a larger tensor gets a file of its own. Without a shard size, or if
             everything fits, there is one file `pytorch_model.bin` and no index.
         groups: parameter groups of the optimizer; stored in the first file as a list of dicts under a separate key.
         sealed: reserve a record for digests; requires a single file.

@@ -214,7 +214,7 @@ def _further_keys(name: str, own_masters: Mapping[str, str]) -> Iterator[str]:
 
 
 def _item_key(name: str) -> str:
-    """Return Megatron's key of a tensor; for optimizer state it has the state before the parameter."""
+    """Return Megatron's key of a tensor; for optimizer state, the key has the state's name before the parameter's."""
     parameter, state = split_slot(name)
     return parameter if not state else f"optimizer.state.{_MASTER if state == MASTER else state}.{parameter}"
 

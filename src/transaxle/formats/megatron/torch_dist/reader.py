@@ -1,7 +1,7 @@
 """Opens Megatron's distributed checkpoints: weights, optimizer state in the model's shapes, and facts about the run.
 
 Layers and experts are axes of the tensors, which the tables describe. This module swaps the parts of names of optimizer
-state (Megatron has the state before the parameter). It recognises pickled objects by their names: the restricted
+state (Megatron has the state before the parameter). It also recognises pickled objects by their names: the restricted
 interpreter reads the arguments of the run, and all other objects are left unread.
 
 Up to megatron-core 0.15, ranks can save optimizer state as ranges of flattened tensors (`fully_sharded_model_space`).

@@ -2,8 +2,8 @@
 
 Megatron's optimizer groups are taken from the source's own run of Megatron, or made from another optimizer's groups.
 When Megatron loads, it does not match groups by position. Since 0.19 it matches a group by weight decay or none,
-experts or not, and both ends of the learning rate schedule, which are among its arguments. Then it takes learning rate
-and weight decay from its arguments, but betas, epsilon and the number of steps from the matching group. Megatron
+experts or not, and both ends of the learning rate schedule, which are among its arguments. Then Megatron takes learning
+rate and weight decay from its arguments, but betas, epsilon and the number of steps from the matching group. Megatron
 applies weight decay to matrices, not to vectors and biases.
 """
 
@@ -92,7 +92,7 @@ def refuse_other_optimizers(groups: Sequence[ParamGroup], states: Collection[str
     if states and not other_states and _MOMENTS - set(states):
         reasons.append(f"it has no {', '.join(sorted(_MOMENTS - set(states)))}")
     reasons += [f"{key} is set" for key in _OTHER_UPDATES if any(group.get(key) for group in groups)]
-    if any(_COUPLED in group and _AMSGRAD not in group for group in groups):  # torch's Adam has both
+    if any(_COUPLED in group and _AMSGRAD not in group for group in groups):  # torch's Adam has both settings
         reasons.append("its settings are those of torch's RAdam or NAdam")
     if reasons:
         message = f"its optimizer is not the Adam that Megatron would go on with: {'; '.join(reasons)}"
