@@ -65,7 +65,7 @@ class Watch(Protocol):
     """Observer that a verb informs while it runs; the command line's screen implements it."""
 
     def state(self, consequence: str, way_on: str = "") -> None:
-        """Note the consequence if the verb fails from now on, and what the user can do after stopping it."""
+        """Note the consequence if the verb fails from now on, and the user's options after stopping it."""
 
     def working(self, activity: str) -> AbstractContextManager[None]:
         """Show an activity while the block runs."""
@@ -269,7 +269,7 @@ class _Conversion:
 
     Raises:
         TypeError: the source is an opened checkpoint, but other processes must open it themselves.
-        TransaxleError: what `order` raises, or the reason why the page cannot be written.
+        TransaxleError: any error of `order`, or the reason why the page cannot be written.
     """
 
     def __init__(self, src: CheckpointLike, dst: PathLike, options: Mapping[str, Any], watch: Watch) -> None:

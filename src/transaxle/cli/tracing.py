@@ -42,7 +42,7 @@ def derive_rules(screen: Screen, src: str, opening: Mapping[str, Any], check: Ca
 
     Raises:
         UsageError: UNKNOWN_FAMILY if the model type is unknown.
-        TransaxleError: what `open_checkpoint`, `check` and `from_transformers` raise.
+        TransaxleError: any error of `open_checkpoint`, `check` and `from_transformers`.
     """
     with open_checkpoint(src, **opening) as source:
         try:

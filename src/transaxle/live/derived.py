@@ -168,7 +168,7 @@ class CustomModule:
 
     @property
     def is_flat(self) -> bool:
-        """Whether FSDP1 wraps the module: entries are then gathered copies, and no trial load is made."""
+        """Whether FSDP1 wraps the module: its entries are then gathered copies, which need no trial load."""
         return is_fsdp1(self.module)
 
     @property

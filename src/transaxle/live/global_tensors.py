@@ -107,7 +107,7 @@ Census = Mapping[str, GlobalTensor]
 _Description = tuple[str, str, tuple[int, ...], int]
 _NONE: frozenset[int] = frozenset()
 _SHOWN = 8
-"""Most ranks that a message lists."""
+"""Maximum number of ranks that a message lists."""
 _EVERYWHERE = "Give the tensor on every rank of its mesh or on none; each rank has only its part."
 _ALIKE = "Give sharded state dicts on all ranks, or on none."
 _WIDER = "Call this on all ranks of the mesh, with a group that contains them (group=None: all ranks)."
@@ -312,7 +312,8 @@ def _name_ranks(ranks: Iterable[int]) -> str:
 
 
 def own_census(tensors: Mapping[str, torch.Tensor], rank: int) -> Census:
-    """Describe this rank's tensors without asking other ranks; a DTensor's mesh tells what its other ranks have.
+    """Describe this rank's tensors without asking other ranks; the mesh of a DTensor determines the parts of its other
+    ranks.
 
     Raises:
         Refused: UNSUPPORTED placements.

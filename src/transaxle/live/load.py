@@ -55,7 +55,7 @@ from transaxle.quant.entries import put_values, reset_scaling_state
 from transaxle.torch_tensors import Device, Positions, Ranks, ShardGrid, local_of, local_parts, local_shape, read_device
 
 _WASTE, _GAP, _FEW = 1.4, 64, 256
-"""Most bytes to read per byte needed; gap in bytes between two runs that is always read along; number of runs up to
+"""Maximum bytes to read per byte needed; gap in bytes between two runs that is always read along; number of runs up to
 which no gap is read."""
 _TIED = "the model has one tensor for it and {first}"
 _UNTIED = "Build the model without the tie."
@@ -105,7 +105,7 @@ def load(
         decode: `bf16`, `fp16` or `fp32`: parameters of this type take encoded tensors, decoded; None: refuse them.
         dtype: `bf16`, `fp16` or `fp32`: parameters of this type take plain floating-point tensors of other types, cast
             as `.to` does; None: refuse them.
-        broadcast_replicated: one rank reads what several have, and sends it to the others.
+        broadcast_replicated: if several ranks have the same part, let one rank read it and send it to the others.
         jobs: reading threads per rank; None: as many as the processors allow, at most 8.
 
     Raises:

@@ -10,7 +10,7 @@ A buffer that no checkpoint stores (rotary frequencies) is computed by its own m
 refused, so no uninitialised memory remains.
 
 **The source**: each rank opens the path for itself, and the checkpoint there may be replaced in between. So the ranks
-compare what they have opened, and check the bytes against stored checksums.
+compare the checkpoints that they have opened, and check the bytes against stored checksums.
 """
 
 from __future__ import annotations
@@ -502,7 +502,7 @@ _LARGEST_MANIFEST = 1 << 30
 def open_source(
     src: CheckpointLike, world: World, reading: Mapping[str, Any], *, with_state: bool, strict: bool
 ) -> Iterator[Checkpoint]:
-    """Yield the source; a checkpoint that is opened here is closed again, the caller's own is not. Collective.
+    """Yield the source; close it afterwards if this function has opened it, but not if the caller has. Collective.
 
     Args:
         src: the source, as `load` takes it.

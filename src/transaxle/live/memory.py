@@ -51,7 +51,7 @@ _SEPARATOR = "/"
 _APART = 4
 """A range is copied alone if the tensor is at least this many times longer."""
 _KEPT = 1 << 30
-"""Most bytes of copied tensors that stay cached."""
+"""Maximum bytes of copied tensors that stay cached."""
 
 
 def file_of(rank: int, name: str) -> str:
@@ -318,7 +318,7 @@ class Replicas:
 _Peers = tuple[int, ...]
 """Ranks that have the same part of a tensor."""
 _NAMED = 8
-"""Most ranks that a message lists."""
+"""Maximum number of ranks that a message lists."""
 _HINT = (
     "Broadcast the tensor from one rank, or find out why the copies drifted apart (a gradient that is not summed over "
     "all ranks). Use check_copies=False to write one of them."

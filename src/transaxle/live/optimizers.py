@@ -1,8 +1,8 @@
 """Optimizers: unwraps the argument `optimizer=` down to the torch optimizers that have state.
 
 Containers (torchtitan), wrappers (accelerate, ZeRO), lists and dicts have parameters like any optimizer, but their
-state is in the optimizers inside. So these are searched for. An object that keeps other values, which neither a save
-nor a load would see, is refused.
+state is in the optimizers inside. So this module searches objects for the optimizers inside. An object that keeps other
+values, which neither a save nor a load would see, is refused.
 """
 
 from __future__ import annotations

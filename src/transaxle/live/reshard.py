@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _CAST = "Resharding never changes dtypes. Give both sides the same, for example {name: tensor.to(torch.bfloat16)}."
 _SHOWN = 3
-"""Most names of each side that an error lists."""
+"""Maximum number of names of each side that an error lists."""
 
 
 @dataclass(frozen=True)

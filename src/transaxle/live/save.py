@@ -101,7 +101,7 @@ def write(
         bytes received from other ranks, and bytes written by this one.
 
     Raises:
-        TransaxleError: on every rank; the target is then as it was.
+        TransaxleError: on every rank; the target is then unchanged.
     """
     plan, share = prepared.plan, _RankShare(prepared, world, clock)
     if plan.checks:
@@ -159,7 +159,7 @@ class _RankShare:
         Args:
             target_ranks: for each tensor the rank that writes it; empty: each rank writes its own part.
             files: destination of this rank's bytes; None: only hash them.
-            ordered: write the bytes of each file in order, on all ranks; all tensors of a file then have one taker.
+            ordered: write the bytes of each file in order, on all ranks; one rank then writes all tensors of a file.
 
         Returns:
             Hashes of the tensors that this rank alone has written.
@@ -473,12 +473,12 @@ def save(
         shard_size: bytes of tensors per file, 5_000_000_000 or "5GB".
         sync: make all files durable on disk before `dst` appears.
         check_copies: compare copies that several ranks have and no mesh keeps equal, and refuse those that differ.
-        verify: read the checkpoint back on one rank once it is there, and compare every byte with what was written; the
-            report has the verification.
+        verify: read the complete checkpoint back on one rank, and compare every byte with the written ones; the report
+            has the verification.
 
     Raises:
         TypeError: an argument of a wrong type.
-        TransaxleError: on every rank; the target is then as it was, unless `verify` found the error.
+        TransaxleError: on every rank; the target is then unchanged, unless `verify` found the error.
     """
     world, clock = World(group), Clock()
     settings_of = partial(
@@ -593,7 +593,8 @@ def collect(
     """Collect the state of all ranks for a save; collective.
 
     Args:
-        settings_of: returns this rank's settings; if it raises, all ranks raise instead of waiting for this one.
+        settings_of: returns this rank's settings; if the call raises, all ranks raise, so that none waits for this
+            rank.
         state: see `save`.
         optimizer: see `save`.
         extra: see `save`.
@@ -674,7 +675,7 @@ def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World
         clock: records the time of each stage.
 
     Raises:
-        TransaxleError: on every rank; the target is then as it was, unless reading it back found the error.
+        TransaxleError: on every rank; the target is then unchanged, unless reading it back found the error.
     """
     with clock.stage("plan"), world.together():
         prepared = _plan_files(settings, state, world.rank)

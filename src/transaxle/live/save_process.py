@@ -3,9 +3,9 @@
 The processes of all ranks form a process group of their own, so they do not disturb collectives of the training.
 
 multiprocessing would run the program's main script in a spawned process, up to `if __name__ == "__main__"`, and a
-script without that line would train a second time. So the script is hidden from it. The process ends when its parent
-ends, for whatever reason, and ignores signals: Ctrl-C and launchers signal the whole process group, but a program that
-reacts by a clean shutdown still needs its save.
+script without that line would train a second time. So the main script is hidden from multiprocessing. The process ends
+when its parent ends, for whatever reason, and ignores signals: Ctrl-C and launchers signal the whole process group, but
+a program that reacts by a clean shutdown still needs its save.
 
 **Rendezvous**: a store through which the background processes find each other, and report that one is lost.
 

@@ -22,7 +22,7 @@ from transaxle.torch_tensors import local_of, same_bytes
 Pair = tuple[str, str]
 """Names of two tensors of a source."""
 _FEW = 4
-"""Most unmatched tensors whose values are compared; among more, only ties in memory count."""
+"""Maximum number of unmatched tensors whose values are compared; if there are more, only ties in memory count."""
 _UNTIED = "The model ties these tensors, but the source has two that differ: build the model with an untied head."
 
 

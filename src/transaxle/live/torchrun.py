@@ -185,12 +185,12 @@ def convert_together(
         resume: continue an interrupted run.
         progress: called on the first rank with the bytes of each finished item.
         watch: called on the first rank with the worker of each finished item and the remaining work.
-        look: called on the first rank with the plan before anything is written; all ranks raise what it raises.
+        look: called on the first rank with the plan before anything is written; all ranks raise its error.
         **how: `items`, `overwrite`, `sync`, `jobs` and `memory` as for `prepare_work`.
 
     Raises:
         UsageError: AMBIGUOUS where there is no job.
-        TransaxleError: on every rank; the target is then as it was.
+        TransaxleError: on every rank; the target is then unchanged.
     """
     start = time.monotonic()
     with _job() as world, ExitStack() as stack:

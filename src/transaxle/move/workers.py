@@ -104,7 +104,7 @@ class Item(msgspec.Struct, frozen=True, eq=False, dict=True):
     def cuts(self) -> list[int]:
         """Byte offsets at which item ranges begin, and the end of the item."""
         offsets = {0, self.size}
-        # With `source_ranks` one rank reads the whole range, wherever transfers begin. Otherwise a long copy gets
+        # With `source_ranks` one rank reads the whole range, wherever transfers begin. Without them, a long copy gets
         # ranges of its own, so that its bytes never share a range with those of another rank.
         for transfer in () if self.source_ranks else self.transfers:
             if is_long(transfer):

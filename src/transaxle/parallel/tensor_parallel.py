@@ -10,7 +10,7 @@ whole parameter, so that only one rank's part would be saved. Optimizer moments 
 nothing marks them. But torch's `get_optimizer_state_dict` asks the modules for their names before it returns, and is
 refused there.
 
-**Proven model types.** A table says which axes may be cut, but not what a model does between its layers: statistics
+**Proven model types.** A table says which axes may be cut, but not how a model computes between its layers: statistics
 over a cut axis, or heads that work in pairs, make a cut model compute something else, without an error. So each model
 type of transformers is tried, and the types with the same logits and gradients are listed in the package.
 
@@ -400,7 +400,7 @@ _METHODS = {
     "save_pretrained": 'Call tx.save(model, path, to="hf") instead.',
     "resize_token_embeddings": "Resize the embeddings before the model is cut.",
 }
-"""Methods of a transformers model that would take a rank's part for the whole -> what to do instead."""
+"""Methods of a transformers model that would take a rank's part for the whole -> hint with an alternative."""
 
 
 def no_names(name: str, *, always: bool) -> Mapping[str, str]:

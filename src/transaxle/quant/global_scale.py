@@ -34,7 +34,9 @@ class RowPlacement:
     group: dist.ProcessGroup | None = None
     """Ranks that have the matrix's rows; None if all rows are here."""
     sharing_groups: tuple[dist.ProcessGroup, ...] = ()
-    """Groups of ranks with other shares or bands of the whole, which share a scale, amax and history with this one."""
+    """Groups of ranks with other shares or bands of the whole matrix, all of which have the same scale, amax and
+    history.
+    """
 
 
 def locate(

@@ -29,7 +29,7 @@ float64. These float64 values are multiples of 2**-10 below 2688, so sums of 102
 much longer sums too: the result depends neither on the order of the sum, nor on how rows or columns are cut.
 
 **Philox4x32-10** computes random numbers from a key and a counter (J. Salmon, M. Moraes, R. Dror, D. Shaw, *Parallel
-random numbers: as easy as 1, 2, 3*, SC 2011). No generator has a state, so each element has its own random number, on
+random numbers: as easy as 1, 2, 3*, SC 2011). No generator keeps a state, so each element has its own random number, on
 whichever rank and in whatever order it is drawn. 32-bit words are stored in int64, whose products wrap like unsigned
 ones.
 """

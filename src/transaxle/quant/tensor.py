@@ -540,7 +540,7 @@ class QuantizedTensor(torch.Tensor):
         return cast("QuantizedTensor", memo[id(self)])
 
     def _as(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor with this one's `requires_grad`, as a parameter if this one is a parameter."""
+        """Return the given tensor with `requires_grad` of this tensor, as a parameter if this tensor is a parameter."""
         if getattr(self, "_is_param", False):
             return torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
         return tensor.requires_grad_(self.requires_grad)

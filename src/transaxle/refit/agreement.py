@@ -1,4 +1,5 @@
-"""What a refit moves: all ranks of both sides agree on it once, when the refit is made; later pushes reuse it.
+"""Agreement on the data that a refit moves: all ranks of both sides agree once, when the refit is made; later pushes
+reuse the agreement.
 
 Values are cast before they are sent, so the target is compared with the source tensors after the cast. A target
 parameter that quantizes receives plain values, and quantizes them once all have arrived.
@@ -298,7 +299,7 @@ class RefitOptions:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Result of the agreement: what a push moves; the same on all ranks."""
+    """Result of the agreement, equal on all ranks: the data that a push moves."""
 
     match: Match
     """The source's tensors, matched to the target's names."""

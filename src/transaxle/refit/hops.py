@@ -171,7 +171,7 @@ _TIMEOUT = 300
 SECRET = "TRANSAXLE_REFIT_SECRET"
 """Environment variable with the secret that all jobs of a meeting share."""
 _LEAST_LENGTH = 16
-"""Least length of a secret in characters; an eavesdropper could guess a shorter one."""
+"""Minimum length of a secret in characters; an eavesdropper could guess a shorter one."""
 _SECRET_COMMAND = 'python -c "import secrets; print(secrets.token_hex(32))"'
 _ALL_INTERFACES = frozenset({"0.0.0.0", "::"})
 """Addresses that mean all interfaces of a machine."""

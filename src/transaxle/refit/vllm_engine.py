@@ -510,7 +510,7 @@ class VllmEngine:
             silent: only log errors, and raise none.
 
         Raises:
-            RuntimeError: on the last worker.
+            RuntimeError: on the last worker, if the action has failed on any worker.
         """
         failure = ""
         try:

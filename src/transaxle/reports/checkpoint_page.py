@@ -2,7 +2,7 @@
 
 `layout_rows` puts the tensors into few rows: each stands for tensors that differ only in their indices, such as layer
 and expert, for every combination of these indices. 70,000 tensors are some twenty rows, from which the treemap is drawn
-without a list of all tensors. `find_unusual` lists what a reader should look at first.
+without a list of all tensors. `find_unusual` lists findings that a reader should look at first.
 """
 
 from __future__ import annotations

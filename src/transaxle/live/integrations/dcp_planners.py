@@ -66,7 +66,8 @@ from transaxle.torch_tensors import code_of, local_of, mark, part_of, placement_
 _LISTED = re.compile(rf"(?:.*\.)?{GROUPS}")
 """Flattened key of the list of all groups."""
 _NAMES = re.compile(rf"((?:.*\.)?{GROUPS})\.[0-9]+\.{PARAMS}")
-"""Flattened key of one group's parameters, where a setting is a tensor; group 1 is the part before the group's number.
+"""Key of the names of one group's parameters, in a list that torch flattened because a setting is a tensor; match group
+1 ends before the number of the parameter group.
 """
 _ONE = re.compile(rf"((?:.*\.)?{GROUPS}\.)(.+)(\.[^.]+)")
 """Flattened key of one setting of one parameter."""

@@ -255,7 +255,7 @@ class LightningCheckpoints:
             storage_options: refused, because storage clients are configured by their environment.
 
         Raises:
-            TransaxleError: the target is then as it was.
+            TransaxleError: the target is then unchanged.
         """
         if storage_options is not None:
             hint = "Set up the service's client in its own way: environment, profile or login."

@@ -123,7 +123,7 @@ class TensorDestination:
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether a tensor created with `apart` has other values by now than the loaded ones."""
+        """Whether a tensor created with `apart` no longer has the loaded values."""
         return self._values is not None and not same_bytes(self._local, self._values)
 
     @property

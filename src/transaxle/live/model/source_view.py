@@ -139,9 +139,9 @@ _UNREAD: Code = "UNKNOWN_FAMILY"
 _UNDECIDED: Code = "AMBIGUOUS"
 _LACKS = "A shard may be missing. Use strict=False to load the tensors that exist."
 _SHOWN = 3
-"""Most names of each side that an error lists."""
+"""Maximum number of names of each side that an error lists."""
 _COMPARED, _LIKE = 8, 0.6
-"""Most names for which a closest match is suggested, and the least similarity of a match."""
+"""Maximum number of names for which a closest match is suggested, and the minimum similarity of a match."""
 _UNKNOWN_ROWS = "Nothing says which rows are padding: give config= with the vocab_size."
 _OTHER_SIZES = "Build the model with the sizes that the source has."
 

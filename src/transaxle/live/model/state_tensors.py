@@ -261,7 +261,7 @@ _PLAIN_ONLY = "This module keeps its values in extra state: load and save the mo
 _KINDS = "biufc"
 """Kinds of numpy dtypes that `torch.from_numpy` accepts."""
 _LISTED = 4
-"""Most config keys that a message lists."""
+"""Maximum number of config keys that a message lists."""
 
 
 @dataclass(frozen=True)

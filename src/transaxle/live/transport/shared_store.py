@@ -42,13 +42,13 @@ _NONCE, _CODE = 32, 32
 _COMES, _LISTENS = b"I come", b"I listen"
 _LENGTH = struct.Struct("!I")
 _LONGEST = 1 << 26
-"""Most bytes of a message from a client that has proved the secret."""
+"""Maximum bytes of a message from a client that has proved the secret."""
 _MEETING, _TAG = "meeting", 32
 """Key of the random number that identifies this meeting, and its size in bytes."""
 _HANDSHAKE = 15.0
 """Seconds in which a client must prove the secret."""
 _STRANGERS = 64
-"""Most connections that have not proved the secret; beyond, the oldest one is closed."""
+"""Maximum number of connections that have not proved the secret; one more closes the oldest of them."""
 _TURN = 1.0
 """Seconds after which a rank that waits for a key asks again, so that another of its threads can ask in between."""
 _MOMENT = 0.01

@@ -1,4 +1,4 @@
-"""Encode what ranks send to each other: plain data and records of registered classes. Nothing is unpickled.
+"""Encoding of the messages between ranks: plain data and records of registered classes. Nothing is unpickled.
 
 The encoding is msgpack. A Python type that msgpack lacks is an array that begins with the number of its kind. All other
 bytes are refused; a class is looked up in the register, and never imported.

@@ -150,7 +150,7 @@ def quantize_rows(x: torch.Tensor, offsets: torch.Tensor, encoding: Encoding) ->
     Args:
         x: [M, K], as for `quantize`.
         offsets: as for `quantize_groups`; only the last one matters, because rows do not depend on their groups.
-        encoding: float8 with one scale for the tensor, which here is the row.
+        encoding: a float8 encoding with one scale per tensor; each row counts as a tensor of its own.
 
     Returns:
         Codes [M, K] and scales float32 [M]. Codes and scales of rows that belong to no group may be left unwritten.

@@ -56,8 +56,8 @@ def quantize(
 ) -> None:
     """Write codes and scales into the buffers of `out`.
 
-    `amax` [1] is the tensor's, for float8 and nvfp4; for float8 `scale` may replace it. `over` is the rows and columns
-    that share an amax, if they are more than one tile.
+    For float8 and nvfp4, `amax` [1] is the amax of the whole tensor; for float8, a given `scale` may replace it. `over`
+    is the rows and columns that share an amax, if they are more than one tile.
     """
     values = _array(x)
     if encoding.tile == (WHOLE, WHOLE):
