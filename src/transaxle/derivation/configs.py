@@ -373,7 +373,7 @@ def _of_lists(key: str, presences: Sequence[Presence], values: Sequence[list[Any
         kinds = {repr(item): item for value in values for item in value if isinstance(item, str) or item in (0, 1)}
         if all(isinstance(item, bool) for item in kinds.values()):
             yield from (f"{key}[{INDEX}]", f"not {key}[{INDEX}]")
-        elif len(kinds) <= 8:  # other numbers are sizes
+        elif len(kinds) <= 8:  # a list with more kinds of entries has sizes
             yield from (f"{key}[{INDEX}] == {_quote(item)}" for item in kinds.values())
             yield from (f"{key}[{INDEX}] != {_quote(item)}" for item in kinds.values())
     if all(isinstance(item, int) for value in values for item in value) and all(len({*v}) == len(v) for v in values):

@@ -267,7 +267,7 @@ def misfits(text: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], l
         for position, name in names.items():
             try:
                 fill(line.expression, shapes[name], sizes.at(dict(zip(line.name.axes, position, strict=True))))
-            except TransaxleError as error:  # unknown sizes are no misfit
+            except TransaxleError as error:  # errors with other codes, such as unknown sizes, are no misfits
                 if error.code == _MISFIT:
                     problems.append(f"{name}: {error.refusals[0].message}")
     return tuple(problems)

@@ -505,7 +505,8 @@ class Writer:
             return
         formula = self.known.formula(size, near)
         if formula is not None and constant and isinstance(axis, tuple) and not _speaks_of(formula, axis[1]):
-            formula = str(next(iter(size.values())))  # constant in every model: a key with that value is a coincidence
+            # the size is constant in every model, so a key with the same value is a coincidence
+            formula = str(next(iter(size.values())))
         if formula is not None:
             self.formulas[axis] = formula
 

@@ -176,7 +176,7 @@ def _dims_by_role(target: Target, terms: Iterable[_Term]) -> dict[str, int]:
         [role for role in roles_needed if not dims_by_role[role]],
         set(range(len(target.shape))) - used,
     )
-    if len(missing_roles) == len(free_dims) == 1:  # a stack of named experts, or of size 1
+    if len(missing_roles) == len(free_dims) == 1:  # a stack whose experts are in names, or a stack of size 1
         dims_by_role[missing_roles[0]] = free_dims
     dims = {role: next(iter(places)) for role, places in dims_by_role.items() if len(places) == 1}
     if (

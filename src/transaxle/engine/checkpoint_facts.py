@@ -62,7 +62,7 @@ def totals(checkpoint: Checkpoint) -> Totals:
     """Count tensors, parameters, bytes and files of a checkpoint, in the dialect of the view."""
     tensors = list(checkpoint.values())
     tensor_files = {extent.file for entry in checkpoint.container.entries.values() for extent in entry.extents}
-    tensor_files.discard(NUMBERS)  # plain numbers are in a pickle
+    tensor_files.discard(NUMBERS)  # the pseudo-file of plain numbers is no file on disk
     state = sum(tensor.name.startswith(OPTIMIZER) for tensor in tensors)
     return Totals(len(tensors), state, checkpoint.parameters, sum(t.nbytes for t in tensors), len(tensor_files))
 

@@ -262,7 +262,8 @@ def compare(
         *(ties for ties, _ in without_copies)
     )
     explained |= training_only_in(view, second) | training_only_in(second, view)
-    explained |= {name for name in view if name not in second and not view[name].origins}  # zeros equal no tensor
+    # tensors that the view adds as zeros correspond to none of the other side
+    explained |= {name for name in view if name not in second and not view[name].origins}
     differences += _only_in_one(view, second, explained)
     common = [name for name in view if name in second and name not in explained]
     across: dict[str, int] = {}
@@ -471,7 +472,7 @@ def _difference(
 
     Args:
         first: a tensor.
-        second: its counterpart.
+        second: the tensor to compare with.
         pair: reads both.
         distance: accumulates the differences.
         by_value: equal numbers count as equal, whatever their bits.

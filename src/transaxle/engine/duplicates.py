@@ -98,7 +98,7 @@ class Pair:
         block_size = min(BLOCK, first_worker.capacity)
         lengths = [
             block_size * each // max(*sizes, 1) or 1 for each in sizes
-        ]  # equal element counts, as sizes are powers of 2
+        ]  # blocks have equal numbers of elements, because element sizes are powers of 2
         yield from zip(
             first_worker.blocks(first, sizes[0], length=lengths[0]),
             second_worker.blocks(second, sizes[1], length=lengths[1]),

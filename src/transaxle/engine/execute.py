@@ -91,7 +91,7 @@ def _is_empty(path: str) -> bool:
         return next(Path(path).iterdir(), None) is None
     except FileNotFoundError:
         return True
-    except (OSError, ValueError):  # ValueError: no file system accepts the path
+    except (OSError, ValueError):  # a ValueError means that no file system accepts the path
         return False
 
 
@@ -216,7 +216,7 @@ def _check_place(
         return True
     staging = begin(target, overwrite=overwrite, resume=resume)
     if running and not overwrite and isinstance(staging, Staging) and staging.moved_aside:
-        with staging:  # entering restores what was there; the error follows
+        with staging:  # entering puts the old checkpoint back; the error is raised below
             pass
     try:
         staging.look(prepared.plan.files, prepared.draft.files)
@@ -507,7 +507,7 @@ def _intact_tensors(
             tensor.name: recorded[tensor.name]
             for tensor in plan.tensors
             if tensor.name in recorded
-            and not tensor.copies  # copies may be incomplete
+            and not tensor.copies  # further copies of a tensor may be incomplete
             and reusable_files.issuperset(place.file for place in tensor.places)
             and digest_in(storage, tensor.places) == recorded[tensor.name].hash
         }

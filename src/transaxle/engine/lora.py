@@ -291,7 +291,7 @@ class Lora:
             groups = _groups(self._low[paths[0]].get(LINEAR[0]), shapes[f"{module}.{parameters[0]}"])
             new = self._replaced.get(f"{module}.weight")
             if new is not None and new.shape != shapes[f"{module}.weight"]:
-                return  # the size difference of the weight is refused instead
+                return  # `_replaced` has another size: that is refused instead
             if groups > 1:
                 message = f"{message}: a convolution of {groups} groups, into which peft cannot merge either"
                 self._refuse("UNSUPPORTED", message, module, "Leave it as it is, or train without this module.")

@@ -355,7 +355,7 @@ def _padding(model: Model) -> dict[str, int]:
     for (line, _), names in model.bound.names.items():
         for position, name in names.items() if line.expression.padding else ():
             shape = model.container.entries[name].shape
-            if len(shape) == len(line.expression.dims):  # a step has no dims
+            if len(shape) == len(line.expression.dims):  # not an optimizer's step, which has no dims
                 sizes = fill(line.expression, shape, model.sizes.at(dict(zip(line.name.axes, position, strict=True))))
                 padding |= {axis: sizes[axis] for axis in sorted(line.expression.padding)}
     return padding

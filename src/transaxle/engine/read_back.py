@@ -238,7 +238,7 @@ class _ComparingSink(HashingFiles):
     ) -> None:
         places = [tensor.everywhere for tensor in tensors]
         super().__init__(None, places, range(len(tensors)), progress, span_size=span_size)
-        self.batches_steps = False  # comparisons need the bytes at once
+        self.batches_steps = False  # comparisons need the bytes of each step at once
         self.wrong: dict[str, None] = {}
         """Names of tensors that differ."""
         self._storage = storage

@@ -115,7 +115,7 @@ class Stamps:
 
         Args:
             target: a target that is filled completely.
-            placed_transfers: its transfers.
+            placed_transfers: the target's transfers.
         """
         pinned = _name_axis_dims(target)
         if pinned is None:
@@ -521,7 +521,7 @@ class SimilarStamps:
 
         Args:
             target: a target that is filled completely.
-            placed_transfers: its transfers.
+            placed_transfers: the target's transfers.
         """
         key = _key(target)
         if key is None:

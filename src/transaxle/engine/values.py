@@ -502,7 +502,7 @@ def measure_values(checkpoint: Checkpoint, limit: Limits, progress: Progress = n
 
 def _has_numbers(tensor: StoredTensor) -> bool:
     kind = numpy_dtype(tensor.dtype)
-    # A complex type of halves has field names.
+    # Complex numbers of half precision have a structured dtype, with field names.
     return ITEM_BITS.get(tensor.dtype, 8) >= 8 and kind.kind in "fiuVb" and not kind.names
 
 

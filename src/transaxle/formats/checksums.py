@@ -363,7 +363,7 @@ def _cover(width: int, loops: tuple[tuple[int, int], ...]) -> int:
 def _geometric_sum(share: int, power: int, count: int) -> int:
     """Return the sum of `share * power**i` for i in `range(count)`, as polynomials."""
     total = 0
-    upto = 1 << 31  # the power of the next product
+    upto = 1 << 31  # `power` to the number of terms so far; here the polynomial 1
     for bit in f"{count:b}":
         total ^= _times(upto, total)
         upto = _times(upto, upto)

@@ -366,7 +366,7 @@ def _refuse_nothing(folder: Folder, only: Format | None) -> TransaxleError:
     names = [*folder.names, *(f"{name}/" for name in folder.folders)]
     path = storage.path.rstrip("/")
     subfolders = [name for name in folder.folders if name not in (STATE_FOLDER, _SNAPSHOTS)]
-    if _SNAPSHOTS in folder.folders:  # a hub's cache: other folders contain files without names
+    if _SNAPSHOTS in folder.folders:  # in a hub's cache, other folders contain files under hashes instead of names
         subfolders = [f"{_SNAPSHOTS}/{name}" for name in storage.listing(_SNAPSHOTS).folders]
     deeper = [f"{path}/{name}" for name in subfolders[:_MAX_SUBFOLDERS] if _has_checkpoint(storage, name, only)]
     hint = ""

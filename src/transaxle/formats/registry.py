@@ -380,7 +380,7 @@ DCP = Format(
     parts=(DCP_DATA, DCP_METADATA),
     openers=(DCP_METADATA,),
     files=rf"\.metadata|__\d+_\d+{re.escape(DCP_DATA)}",
-    sidecars=frozenset({"common.pt", "metadata.json"}),  # of Megatron's distributed checkpoints
+    sidecars=frozenset({"common.pt", "metadata.json"}),  # files of Megatron's distributed checkpoints
 )
 
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"

@@ -140,7 +140,8 @@ def read_files(storage: Storage, member: str, read: Callable[[str], FileContent]
     state_member = _state_of(storage, member)
     if state_member is not None:
         state_contents, state, _ = _read_set(storage, state_member, read, faults)
-        if all(name.startswith(OPTIMIZER) for name in state):  # otherwise another program wrote the folder
+        # any other tensor shows that another program wrote the folder
+        if all(name.startswith(OPTIMIZER) for name in state):
             parts |= state_contents
             names += [*state_contents, state_member]
             for name in sorted(state.keys() & entries.keys()):
@@ -194,7 +195,7 @@ def _check_index(storage: Storage, index: str, weight_map: Mapping[str, str], fa
     whole_file = index.removeprefix(folder).removesuffix(INDEX)
     files_here = storage.listing(folder.rstrip("/")).everything()
     numbered = [match.groups() for shard in index_shards if (match := _NUMBERED.fullmatch(shard))]
-    sets = set(numbered if len(numbered) == len(index_shards) else ())  # other names are refused elsewhere
+    sets = set(numbered if len(numbered) == len(index_shards) else ())  # sets with other names are refused elsewhere
     for shard in files_here:
         match = _NUMBERED.fullmatch(shard)
         if match and match.groups() in sets and shard not in index_shards:

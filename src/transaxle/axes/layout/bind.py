@@ -537,7 +537,7 @@ def refusal_of_undecided(
     Args:
         lines: the lines.
         action: the verb phrase of the message: what only one of the lines can do.
-        family: their family.
+        family: the family of the lines.
         evaluate: evaluates a formula; None where its value is unknown.
     """
     names = dict.fromkeys(name for line in lines if line.when is not None for name in sorted(line.when.names))

@@ -284,8 +284,8 @@ def _readings(
             if not all(axis in axes_in(node) for axis in cut.axes) or not _alike(shape, shards, dim):
                 continue
             _refuse_padding(expression, node)
-            # Components that the statement does not name must stay whole on every rank. Renaming their axis makes sure
-            # of that.
+            # Components that the statement does not name must stay whole on every rank. Renaming the cut axis in these
+            # components makes sure of that.
             renamed = _apart(node, cut)
             positions = _along(
                 renamed, cut.axes, {**sizes, **_sizes_of_renamed(renamed, sizes)}, [shard[dim] for shard in shards]

@@ -236,7 +236,7 @@ def solve(equations: Mapping[Expression, Mapping[Shape, Mapping[str, int]]], siz
                 known_sizes = sizes.at(index)
                 for node, count in zip(expression.dims, shape, strict=True):
                     missing = unknown(node, known_sizes)
-                    # One equation determines one unknown.
+                    # An equation determines an axis only if all others in it are known.
                     if len(missing) != 1 or missing[0] in conflicting:
                         continue
                     value = root(node, missing[0], known_sizes, count)
@@ -673,7 +673,7 @@ def _edges(starts: Sequence[int], sizes: Sequence[int]) -> tuple[list[int], list
             ends[start] = max(ends.get(start, 0), start + size)
     begins = sorted(ends)
     # Running maxima, not the ends themselves: they ascend even where chunks have different sizes, as bisect requires.
-    # Chunks that pass needlessly are dropped afterwards.
+    # Chunks that do not overlap the region are dropped afterwards.
     return begins, list(accumulate((ends[start] for start in begins), max))
 
 

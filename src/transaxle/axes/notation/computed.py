@@ -133,7 +133,7 @@ def apply_steps(values: NDArray[Any], steps: AffineSteps) -> NDArray[Any]:
 
 def round_to(values: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Round float64 values once to another floating-point dtype: to nearest, ties to even."""
-    if dtype.kind == "f":  # numpy's own dtypes; only bfloat16 is not
+    if dtype.kind == "f":  # a floating-point dtype of numpy itself; bfloat16 is not
         return values.astype(dtype)
     # bfloat16 is rounded from float32. Where the first rounding is inexact it must not create a tie for the second one,
     # so the last bit is set (round to odd).

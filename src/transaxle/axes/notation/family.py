@@ -217,7 +217,8 @@ class Formula(msgspec.Struct, frozen=True, dict=True, eq=False):
                 raise refuse("SHAPE_MISMATCH", f"{self.text}: {left_value} is not divisible by {right_value}")
             return left_value // right_value
         result = _ARITHMETIC[type(op)](left_value, right_value)
-        whole = isinstance(result, float) and result.is_integer()  # `mlp_ratio * width`
+        # such as `mlp_ratio * width`, where the ratio is a float
+        whole = isinstance(result, float) and result.is_integer()
         return int(result) if whole else result
 
 
@@ -555,7 +556,8 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
             value = self.overrides.get(axis)
             # A size that depends on an index is unknown without it, even if `heads[l] | heads` has a fallback.
             if value is None and formula is not None and index.keys() >= self._indices[axis]:
-                own_key = {axis: self.settings.get(axis)} if axis in formula.names else {}  # a key of the same name
+                # a config key may have the same name as the axis
+                own_key = {axis: self.settings.get(axis)} if axis in formula.names else {}
                 value = formula(ChainMap(own_key, values) if own_key else values)
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 sizes[axis] = value

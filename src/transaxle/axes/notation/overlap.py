@@ -165,7 +165,7 @@ def _range(hole: Hole, family: Family) -> tuple[int, int]:
     fixed_shift = int(shift) if shift[1:].isdigit() else None
     sizes = [_constant(family, axis) for axis in (hole.axis, *hole.inner)]
     size = None if None in sizes else prod(size for size in sizes if size is not None)
-    if fixed_shift is None:  # shifted by an axis size, which only a config has
+    if fixed_shift is None:  # the shift is the size of an axis, which only a config has
         return 0, 10**10
     high = (size - 1) * hole.factor + fixed_shift + 1 if size is not None else 10**10
     return fixed_shift if fixed_shift >= 0 else fixed_shift % hole.factor, high

@@ -358,7 +358,7 @@ class JoinedSources(Mapping[Index, AlikeSources]):
 
     Args:
         line_sources: the line of the sources.
-        alike: its tensors.
+        alike: the line's tensors.
         axes: axes in the targets' names.
     """
 
@@ -576,7 +576,7 @@ class Holdings:
         """
         parameter, slot = split_slot(name)
         if slot != WEIGHT and parameter in self.stored and _unpacks(self.stored[name], self.stored[parameter]):
-            return  # the parameter consists of packed codes, with another number of columns
+            return  # the parameter consists of packed codes, so its state has another number of columns
         for axis in sorted(expression.axes - expression.padding - {NOTHING}):
             axes = [axis for axis in factors(axis) if axis in self.sizes.family.axes]
             if self.sizes.lack_formula(axes):
@@ -648,7 +648,7 @@ def _contradictions(
     agreed: dict[_Layer, dict[str, tuple[int, str]]] = {(): {axis: (size, "") for axis, size in known_sizes.items()}}
     for (axis, layer), names in shown.items():
         if len(names) > 1:
-            # Most tensors are right: the message names the others first.
+            # Most tensors have the right size: the message names those with unusual sizes first.
             *unusual, usual = sorted(names, key=lambda size: (len(names[size]), size))
             few = "; ".join(f"{size} in {', '.join(names[size][:_NAMED])}" for size in unusual)
             message = f"axis {axis} has several sizes: {few}; but {usual} in {', '.join(names[usual][:_NAMED])}"

@@ -150,7 +150,7 @@ def group(
         for name, description in read_descriptions(metadata or {}).items():
             finder.take_described(name, description)
         for name, (convention, encoding) in te_descriptions(metadata or {}).items():
-            if name in entries and entries[name].dtype in CODES:  # a decoded tensor is plain
+            if name in entries and entries[name].dtype in CODES:  # a tensor that was decoded is plain
                 finder.take(CONVENTIONS[convention], name, [encoding])
         codes_without_scales = [
             name for name, entry in entries.items() if entry.dtype in CODES and not finder.take_codes(name, entry)

@@ -466,7 +466,7 @@ def rescale(
             for convention, global_numbers in ((CONVENTIONS[TE], numbers), (to, global_scales))
         )
         unchanged[batch] = (values_under_amax.view(np.uint8) == values_under_target.view(np.uint8)).all(axis=(1, 2))
-    unchanged |= numbers == 0  # all codes of such a matrix are 0
+    unchanged |= numbers == 0  # where the amax is 0, all codes are 0
     return global_scales.reshape(amax.shape), unchanged.reshape(amax.shape)
 
 

@@ -478,7 +478,7 @@ class Checkpoint(TensorSet):
                 lines = pick_dialect(self.reading.family, self.dialect).lines
                 prefix_length = len(self.reading.prefix)
                 order = {line.name.skeleton: number for number, line in reversed([*enumerate(lines)])}
-        except TransaxleError:  # a view in no dialect of the family
+        except TransaxleError:  # the view is in no dialect of the family
             order = {}
         inner_names = without_wrappers(self) if order else {}
 

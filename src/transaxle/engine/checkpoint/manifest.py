@@ -38,8 +38,8 @@ SCHEMA, IN_SPANS = 2, 2
 """Versions of the manifest: the current one, and the first in which large tensors are hashed in spans."""
 _BLOCK = 1 << 18
 _NEAR, _IN_A_ROW = 1 << 14, 4
-"""Gaps between tensors are near each other up to `_NEAR` bytes; after `_IN_A_ROW` near gaps in a row, the following
-ones are read together with the tensors between them.
+"""A gap between tensors is near if it and its distance to the gap before are at most `_NEAR` bytes long. After
+`_IN_A_ROW` near gaps, whole blocks are read, tensors included.
 """
 _LARGEST = 1 << 30
 

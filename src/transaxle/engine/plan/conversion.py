@@ -274,7 +274,7 @@ def _choose_target(
     form, label = parse_to(to)
     kind = get_format(form)
     is_adapter = checkpoint.stored_names.is_adapter
-    if label and not is_adapter and checkpoint.family is None:  # report an unknown label rather than unknown names
+    if label and not is_adapter and checkpoint.family is None:  # an unknown label is reported before unknown names
         check_dialect(label, checkpoint.settings.families, () if ":" in to else writable())
     if label and label != IDENTITY and is_adapter:
         checkpoint, label = checkpoint.as_dialect(label), IDENTITY

@@ -82,7 +82,7 @@ def check_tiling(name: str, shape: Shape, boxes: Sequence[ChunkBox], file: str, 
 
     Args:
         name: name of the tensor.
-        shape: its shape.
+        shape: shape of the tensor.
         boxes: the chunks, each as first index and shape.
         file: the file that describes the chunks.
         faults: receives CORRUPT, INCOMPLETE, OVERLAP or UNSUPPORTED.

@@ -498,7 +498,7 @@ def copies(key: str, first: QuantizedChunk, second: QuantizedChunk, why: str, fa
     Args:
         key: name of the tensor.
         first: the chunk that is read.
-        second: its copy.
+        second: the copy of that chunk.
         why: template of the message for unequal copies: two file names and the key are filled in.
         faults: receives DTYPE_MIXED if the copies have different encodings.
     """

@@ -511,7 +511,7 @@ def _block_extents(shards: Sequence[RankShard], holding: RankBlock, start: Shape
             continue
         sizes = tuple(stop_index - start_index for start_index, stop_index in zip(low, high, strict=True))
         strides = extent.strides or row_major(extent.shape)
-        # Elements of the extent before the part that is taken.
+        # Number of elements of the extent before the first one taken.
         skipped = sum((a - b) * step for a, b, step in zip(low, extent.start, strides, strict=True))
         yield Extent(
             tuple(s + a - b for s, a, b in zip(start, low, block.at, strict=True)),

@@ -243,7 +243,7 @@ class _RecordReader:
     def _check_counts(self, record: Record) -> None:
         """Check that all shapes have the same number of elements, and that the view gives the recorded parts."""
         shapes = {keys.ORIGINAL_SHAPE: record.original, keys.LOGICAL_SHAPE: record.logical}
-        if record.bias and record.output is not None:  # the same number of elements, but maybe other dims
+        if record.bias and record.output is not None:  # the output has the bias's elements, but may have other dims
             shapes[keys.OUTPUT_SHAPE] = record.output
         if len({prod(shape) for shape in shapes.values()}) > 1:
             counts = ", ".join(f"{key} {list(shape)} has {prod(shape)} elements" for key, shape in shapes.items())

@@ -303,7 +303,8 @@ def model_of(entries: Iterable[Entry]) -> Model:
     for parameter in parameters:
         for at, layer in _parts_of(parameter):
             parameters_by_part.setdefault(at, []).append((parameter, layer))
-    parameters_by_part.setdefault((_OUTPUT_AT, 0), [])  # tied to the embedding
+    # an output that is tied to the embedding has no parameters of its own
+    parameters_by_part.setdefault((_OUTPUT_AT, 0), [])
     experts = {each.entry.shape[each.stacked - 1] for each in parameters if each.is_expert}
     if len(experts) > 1:
         raise UnknownOrderError(f"the layers have different numbers of experts: {sorted(experts)}")

@@ -316,7 +316,7 @@ def _run(machine: Machine) -> None:
 
 def _record_names(machine: Machine) -> None:
     """Record the globals in the rest of a refused pickle, as forbidden names are a more important reason."""
-    stream = BytesIO(machine.data)  # shares the bytes
+    stream = BytesIO(machine.data)  # the stream shares the bytes
     stream.seek(machine.begin)
     texts: list[str] = []
     with suppress(ValueError, IndexError):
@@ -328,7 +328,7 @@ def _record_names(machine: Machine) -> None:
             if isinstance(argument, str):
                 texts.append(argument)
             elif opcode.name not in _MEMOIZED:
-                texts = []  # the strings on the stack are unknown, for example from the memo
+                texts = []  # the opcode may push strings that are unknown here, such as those in the memo
 
 
 def _step(opcode: bytes, cost: int = 16) -> Callable[[Step], Step]:

@@ -263,7 +263,7 @@ class Steps:
         place, total, finished = self._numbers.buffer_info()[0], len(self._fallbacks), 0
         one_by_one = is_recording()
         while finished < total:
-            stop = finished + 1 if one_by_one else total  # a trace records the time of each step
+            stop = finished + 1 if one_by_one else total  # a trace records the time of each step, so steps run singly
             with self._span(finished):
                 done = finished if compiled is None else compiled(place, stop, finished)
                 if done < stop:

@@ -513,8 +513,9 @@ _NEAR = 1 << 14
 """Maximum distance in bytes between two reads that are near each other."""
 _BLOCK = 1 << 16
 _NEAR_READS = 4
-"""After this number of near reads in a row, a whole block is read. Between large tensors only every other read is
-near."""
+"""After this number of near reads in a row, a whole block is read. Between large tensors only every second read is near
+the one before.
+"""
 _MAX_FILES = 64
 
 

@@ -110,7 +110,7 @@ def copy_access(work: Path, replaced: Path) -> None:
 
     Args:
         work: the finished file or folder.
-        replaced: the file or folder that it replaces.
+        replaced: the file or folder that `work` replaces.
 
     Raises:
         OSError: if a file disappears meanwhile, or the system refuses the change.

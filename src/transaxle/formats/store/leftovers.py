@@ -293,7 +293,7 @@ def leftover_at(path: Path, target: Path) -> Leftover:
 
     Args:
         path: the hidden folder.
-        target: its target.
+        target: the target that the hidden folder belongs to.
 
     Raises:
         OSError: if it cannot be read.
@@ -458,4 +458,4 @@ def _clean_locked(leftover: Leftover, path: Path, target: Path) -> Leftover:
 def _is_locked(path: Path) -> bool:
     """Tell whether a process has the lock of a folder."""
     with open_folder(path) as fd:
-        return lock(fd) is False  # without lock support, the claim on the target has decided
+        return lock(fd) is False  # `lock` returns None without lock support: then only the claim on the target counts

@@ -531,7 +531,7 @@ class TargetPlace:
             OSError: EROFS, EACCES.
         """
         folder = self.target.parent
-        by_effect = os.geteuid() != os.getuid()  # with equal ids, the plain system call is more reliable
+        by_effect = os.geteuid() != os.getuid()  # if the ids are equal, the plain system call is more reliable
         if not os.access(folder, os.W_OK | os.X_OK, effective_ids=by_effect):
             read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
             number = errno.EROFS if read_only else errno.EACCES
@@ -616,7 +616,8 @@ class TargetPlace:
                 exchange(str(work), str(self.target))
                 raise
         else:
-            # Not atomic here. If the run is killed between the two renames, `recover` puts the old checkpoint back.
+            # Not atomic, as there are two renames. If the run is killed between them, `recover` puts the old checkpoint
+            # back.
             self.target.rename(self.old)
             try:
                 self._refuse(*irreplaceable(LocalFolder(self.old), self._overwrite))

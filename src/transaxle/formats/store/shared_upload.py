@@ -324,7 +324,7 @@ class SharedUpload(Upload):
         if self._record is None:
             return
         if self._resume:
-            if appeared:  # they were deleted again
+            if appeared:  # the files that had appeared were deleted again
                 self._interrupted_record = None
             return
         with suppress(TransaxleError):

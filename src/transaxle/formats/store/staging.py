@@ -408,7 +408,7 @@ def _as_storage_error(doing: str, file: str) -> Iterator[None]:
 def _lock_if_exists(folder: Path) -> Iterator[None]:
     """Lock a folder that will become the hidden folder, so that no other run claims it."""
     with ExitStack() as stack:
-        with suppress(OSError):  # nothing is replaced, or only a file
+        with suppress(OSError):  # nothing to lock: the run replaces no folder
             lock(stack.enter_context(open_folder(folder)))
         yield
 

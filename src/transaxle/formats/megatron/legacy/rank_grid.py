@@ -322,7 +322,8 @@ def _place_of_rank(args: Mapping[str, Any], mesh: Mesh, place: MeshPlace) -> Mes
     """
     rank, world, context = args["rank"], args["world_size"], args.get("context_parallel_size") or 1
     ranks_per_stage = mesh.tp * context if args.get("use_tp_pp_dp_mapping") else world // mesh.pp
-    expert = rank // mesh.etp % mesh.ep if context == 1 else place.ep  # releases differ
+    # with context parallelism, releases number experts' ranks differently
+    expert = rank // mesh.etp % mesh.ep if context == 1 else place.ep
     return MeshPlace(rank // max(ranks_per_stage, 1) % mesh.pp, expert, rank % mesh.tp)
 
 

@@ -513,7 +513,7 @@ def _without_aliases(items: Sequence[SavedItem]) -> list[SavedItem]:
     """
     chunks_by_first: dict[
         SavedChunk, list[tuple[SavedChunk, ...]]
-    ] = {}  # keyed by first chunk: a tensor may have very many
+    ] = {}  # keyed by the first chunk only, because a tensor may have very many chunks
     selected = []
     for item in items:
         if item.dtype is not None and item.chunks:
