@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start_clock()
     if arguments is None:
         # OpenBLAS starts a thread per core when numpy is imported, a quarter of the import time. No command multiplies
-        # matrices with it.
+        # matrices with OpenBLAS.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         # Buffers have the size of the largest possible block, but few blocks are so large: with huge pages one byte
         # would take 2 MB.

@@ -132,7 +132,7 @@ class Saver:
             self._page_lock = None
 
     def _forget_region(self) -> None:
-        """Close memory that was never sent to the process; memory that was sent stays mapped there."""
+        """Close shared memory that was never sent to the process; after sending, the process keeps it mapped."""
         if self._region is not None and (self._sender is None or not self._sender.is_alive()):
             self._region.close()
 
@@ -180,7 +180,7 @@ class Saver:
 
     @contextmanager
     def kill_on_error(self) -> Iterator[None]:
-        """End the process if an error such as Ctrl-C leaves the block: its answer would be taken for that of a later
+        """End the process if an error such as Ctrl-C leaves the block, or its answer would be taken for that of a later
         order.
         """
         try:

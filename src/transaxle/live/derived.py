@@ -7,8 +7,8 @@ written into such an entry reach the model only through its own `load_state_dict
 if both are the same memory (`Extent`): a copy looks alike, but values written into it are lost.
 
 FSDP1 keeps flat parameters, and its state dict shows unflattened copies, in a form that the user can choose. This
-module always asks for the full state dict on every rank: its names and values do not depend on the wrapping, and
-`load_state_dict` accepts it.
+module always asks for the full state dict on every rank: the names and values in that dict do not depend on the
+wrapping, and `load_state_dict` accepts it.
 
 **Settling**: the module's own `load_state_dict` moves loaded values from derived entries into the parameters.
 
@@ -216,7 +216,7 @@ def custom_modules(model: nn.Module, state: Mapping[str, Any]) -> list[CustomMod
 
     Args:
         model: the model.
-        state: its state dict, made with `keep_vars`.
+        state: the model's state dict, made with `keep_vars`.
     """
     if is_fsdp1(model):
         tensors = tuple(name for name, value in state.items() if _is_entry(name, value))
@@ -404,7 +404,7 @@ def _compare_after_load(
 
     Args:
         custom_module: the module.
-        own_tensors: its tensors by name.
+        own_tensors: the module's tensors by name.
         memory: the plain tensors that `own_tensors` consists of, in the same order.
         before: copies of the original entries.
     """

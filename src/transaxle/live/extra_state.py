@@ -83,7 +83,7 @@ class Random:
 
 
 def state_of(stateful: Any) -> Any:
-    """Return the state of a `Stateful`; other objects must be plain data and are returned as they are."""
+    """Return the state of a `Stateful`; any other object must be plain data, and is returned itself."""
     return stateful.state_dict() if isinstance(stateful, Stateful) else stateful
 
 

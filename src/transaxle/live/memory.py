@@ -143,8 +143,8 @@ class Memory(Storage):
         """Return this rank's part of a tensor; a 0-d tensor of another rank is read from this rank's equal copy."""
         rank, _, tensor = name.partition(_SEPARATOR)
         own_tensor = self._tensors.get(tensor)
-        # Numbers (a step) are read while planning, on every rank, though the catalog names one owner. They are equal on
-        # all ranks, so the own copy serves.
+        # Numbers (a step) are read while planning, on every rank, though the catalog names one owner. Such numbers are
+        # equal on all ranks, so the own copy serves.
         if int(rank) != self._rank and (own_tensor is None or own_tensor.dim()):
             raise refuse("IO", f"rank {self._rank} cannot read it: it is in the memory of rank {rank}", tensor=tensor)
         return with_own_bytes(local_of(self._tensors[tensor]))

@@ -55,7 +55,7 @@ def groups_of(optimizers: Optimizers, parameters: Mapping[str, torch.Tensor]) ->
 
     Args:
         optimizers: the optimizers.
-        parameters: their parameters by name.
+        parameters: the optimizers' parameters by name.
 
     Raises:
         Refused: UNSUPPORTED for settings that are not plain data, and where a wrapper's settings differ from those of
@@ -134,7 +134,7 @@ def settings_for(
 
     Args:
         optimizers: the optimizers.
-        parameters: their parameters by name.
+        parameters: the optimizers' parameters by name.
         stored: the source's groups, with the model's names of parameters.
 
     Returns:
@@ -453,7 +453,7 @@ def states_of(optimizers: Optimizers, parameters: Mapping[str, torch.Tensor]) ->
 
     Args:
         optimizers: the optimizers.
-        parameters: their parameters by name, see `names_of`; parameters that other ranks update have no state here.
+        parameters: the optimizers' parameters by name, see `names_of`; parameters that other ranks update have no state here.
 
     Raises:
         Refused: UNSUPPORTED for state that is neither a tensor nor a number.
@@ -505,7 +505,7 @@ def find_other_kind(
 
     Args:
         optimizers: the optimizers.
-        parameters: their parameters by name.
+        parameters: the optimizers' parameters by name.
         settings: the settings to restore for each group, see `settings_for`.
         stored: the source's tensors by the model's names.
     """
@@ -583,7 +583,7 @@ def buffers_for(
 
     Args:
         optimizers: the optimizers.
-        parameters: their parameters by name; parameters that other ranks update are skipped.
+        parameters: the optimizers' parameters by name; parameters that other ranks update are skipped.
         stored: the source's tensors by the model's names.
 
     Raises:
@@ -634,7 +634,7 @@ def follow(optimizers: Optimizers, former: Mapping[str, torch.Tensor], tensors: 
 
     Args:
         optimizers: the optimizers.
-        former: their former parameters by name.
+        former: the optimizers' former parameters by name.
         tensors: the model's present tensors by name.
     """
     replaced = {id(old): tensors[name] for name, old in former.items() if tensors[name] is not old}

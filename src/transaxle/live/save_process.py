@@ -301,7 +301,7 @@ def without_main_script() -> Iterator[None]:
 
 @contextmanager
 def _block_signals() -> Iterator[None]:
-    """Block signals within the block; processes started in it inherit that."""
+    """Block signals within the block; processes that start in the block inherit the mask."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

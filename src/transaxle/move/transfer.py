@@ -353,7 +353,7 @@ class Scratch:
         times, step, into = min(transfer.loops, key=lambda loop: loop[1])
         if not step:
             return False
-        # As many neighbouring runs as the scratch can span.
+        # Number of neighbouring runs that fit into the scratch together, gaps included.
         near = min(times, (len(self.array) - transfer.width) // step + 1)
         return near < 2 or not self.reads_span(Transfer(transfer.file, 0, 0, transfer.width, ((near, step, into),)))
 

@@ -82,7 +82,7 @@ def experts_as(state: Mapping[str, Any], layout: str, *, prefix: str = "", sourc
         state: any state dict, which is not changed. Optimizer states are named `optim/<parameter>/<state>`.
         layout: `stacked`, `separate`, `hf`, `transformers`, `torchtitan`, `torchtitan@0.2` or `automodel`.
         prefix: prefix of the experts' names, such as `model.layers.0.mlp.experts.`
-        source: their present layout; None: recognise it by the names.
+        source: present layout of the experts; None: recognise it by the names.
 
     Raises:
         Refused: MISSING_TENSOR for missing experts; SHAPE_MISMATCH; UNSUPPORTED for DTensors, and for codes, which
@@ -170,7 +170,7 @@ def load_state_dict(
 
     Args:
         module: any module, also one that is divided or sharded over ranks.
-        state: its state dict, as for the module's own `load_state_dict`. For a tensor that the module has sharded, the
+        state: the module's state dict, as for its own `load_state_dict`. For a tensor that the module has sharded, the
             whole tensor is accepted too, and each rank takes its own part of it.
         strict: see torch.
         assign: see torch.

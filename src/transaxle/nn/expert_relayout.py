@@ -66,7 +66,7 @@ def move(
 
     Args:
         translation: the translation.
-        tensors: its sources, by name.
+        tensors: the translation's sources, by name.
         targets: the targets to make; None: all.
 
     Raises:
@@ -268,7 +268,7 @@ def refuse_codes(state: Mapping[str, Any], prefix: str, parameters: Mapping[str,
 def apart(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return copies of the tensors that share memory with another one, or with themselves (`expand`).
 
-    If they were assigned as they are (`assign=True`), experts would change together.
+    If torch assigned shared memory to experts (`assign=True`), they would change together.
     """
     spans: list[tuple[int, int, str]] = []
     copied: list[str] = []

@@ -755,7 +755,7 @@ def _usable(cached: torch.Tensor | None, dtype: torch.dtype) -> bool:
 
 
 def _is_autocast(inp: torch.Tensor) -> bool:
-    # torch.compile of torch 2.11 cannot query whether a device has autocast. `meta` is the only device without it.
+    # torch.compile of torch 2.11 cannot query whether a device has autocast. Only `meta` has none.
     return inp.dtype in CAST and not inp.is_meta and torch.is_autocast_enabled(inp.device.type)
 
 

@@ -4,8 +4,8 @@ The tensor itself is plain, a `QuantizedTensor`, or a DTensor of either, and is 
 those classes. `GroupedTensor` shows it as N members.
 
 `Splits` says how the rows of an input are divided among experts, without copying numbers from a device to the host.
-Numbers on the host (a list, a CPU tensor) are checked. Numbers on a device are not, because the host would have to
-wait: negative ones count as zero, and rows past the end of the input are ignored, so that no offset is out of range.
+Numbers on the host (a list, a CPU tensor) are checked. Numbers on a device are not checked, because the host would have
+to wait: negative ones count as zero, and rows past the end of the input are ignored, so that no offset is out of range.
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ def replace_parameter(parameter: nn.Parameter, cut: ParameterCut, *, dtensor: bo
 
     Args:
         parameter: the whole parameter.
-        cut: how it is cut.
+        cut: how the parameter is cut.
         dtensor: make a DTensor if its placements can describe the cut.
     """
     if isinstance(parameter, DTensor):

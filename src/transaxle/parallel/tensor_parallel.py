@@ -217,7 +217,7 @@ def cut_module(module: nn.Module, role: Role) -> None:
 
     Args:
         module: a module whose own parameters are already cut and recorded (`cutting.record_cut`).
-        role: its role.
+        role: the module's role.
     """
     names = tuple(sorted(cuts_of(module)))
     module.__class__ = _class(type(module), role, names)

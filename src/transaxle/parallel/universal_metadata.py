@@ -132,7 +132,7 @@ def record_of(cut: Cut, shares: Shares | None, ranks: int) -> Record:
     """Return the record of a parameter.
 
     Args:
-        cut: how it is cut.
+        cut: how the parameter is cut.
         shares: how its axis is divided; None for a parameter that every rank has whole.
         ranks: tensor-parallel degree.
     """

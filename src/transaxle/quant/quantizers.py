@@ -96,8 +96,8 @@ class Quantizer(ABC):
             x: [M, K] of bfloat16, float16 or float32.
             group: the ranks that have the rows of one matrix, in order. Amaxes are reduced over them, so that codes and
                 scales are those of the matrix quantized in one piece, bit for bit. Each rank calls this.
-            start: row of the whole matrix at which `x` starts. Without it the ranks exchange their row counts.
-            whole: number of rows of the whole matrix. Without it the ranks exchange their row counts.
+            start: row of the whole matrix at which `x` starts; None: computed from the row counts of all ranks.
+            whole: number of rows of the whole matrix; None: computed from the row counts of all ranks.
 
         Raises:
             Refused: `DTYPE_MISMATCH`, `SHAPE_MISMATCH` or `UNSUPPORTED` for tensors that cannot be quantized.

@@ -205,7 +205,7 @@ def conversion_page(plan: Plan, finished: Finished | None = None) -> Page:
 
     Args:
         plan: the plan.
-        finished: its result; None: it was not executed.
+        finished: result of the executed plan; None: the plan was not executed.
     """
     contiguous = round(100 * plan.contiguous / plan.copies) if plan.copies else 100
     refusal_count = len(plan.refusals)

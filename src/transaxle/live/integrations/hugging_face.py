@@ -186,11 +186,11 @@ class TrainerCheckpoints:
         weights and the progress; `train` then loads the rest, and each rank its part of the weights, from `url`.
 
         Args:
-            output_dir: that of the Trainer; `checkpoint-N` appears there when it is complete.
+            output_dir: the Trainer's `output_dir`, in which `checkpoint-N` appears when it is complete.
 
         Returns:
-            The folder, for `trainer.train(resume_from_checkpoint=…)`; None where there is no checkpoint. A folder of
-            this step that is there already stays as it is.
+            The folder, for `trainer.train(resume_from_checkpoint=…)`; None where there is no checkpoint. An existing
+            folder of this step stays as it is.
 
         Raises:
             TypeError: `output_dir` is no path.
@@ -389,8 +389,8 @@ class AccelerateHooks:
 
     Args:
         model: the prepared model.
-        optimizer: its optimizer, to include its state in the checkpoint; accelerate always writes its own copy of a
-            prepared optimizer, and loads that copy afterwards unless it is sharded.
+        optimizer: the model's optimizer, to include its state in the checkpoint; accelerate always writes its own copy
+            of a prepared optimizer, and loads that copy afterwards unless it is sharded.
         to: `FORMAT[:DIALECT]`, as for `save`.
         extra: other objects to save, as for `save`; those with `load_state_dict` are restored by `load_state`.
         background: with `url`, write while training goes on, as `async_save` does; call `wait` at the end.

@@ -336,7 +336,7 @@ class LoadReport:
     bytes_received: int
     """Bytes that other ranks read and sent to this rank."""
     bytes_written: int
-    """Bytes written into this rank's tensors: their size, except for padding rows."""
+    """Bytes written into this rank's tensors: the size of the tensors without padding rows."""
     converted: tuple[Conversion, ...]
     """Tensors that were decoded or cast (`decode`, `dtype`), and whether any value was rounded."""
     missing: tuple[str, ...]

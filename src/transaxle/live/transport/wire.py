@@ -45,7 +45,7 @@ _SHORT = range(-(1 << 63), 1 << 64)
 _BUFFERS = "biufc"
 """Kinds of numpy dtypes whose values are only numbers."""
 _BUFFER = re.compile(rf"[<>|][{_BUFFERS}][1-9]\d?")
-"""Name of such a numpy dtype; numpy interprets other strings by rules of its own."""
+"""Name of a numpy dtype of these kinds; numpy interprets other strings by rules of its own."""
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if type(each) is torch.dtype}
 """torch's dtypes by name; looking up other attributes could make torch import modules."""
 _SYSTEM = {each.__name__: each for each in OF_SYSTEM}

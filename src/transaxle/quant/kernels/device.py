@@ -18,7 +18,7 @@ from transaxle.quant.kernels.components import Components
 MANTISSA = {"F8_E4M3": 3, "F8_E5M2": 2, "F4": 1}
 """Mantissa bits of each code dtype."""
 HOPPER = (9, 0)
-"""First compute capability whose conversion instructions are used: they round float32 to float8 in one step."""
+"""First compute capability with the instructions that round float32 to float8 in one step."""
 WORKERS = 1056
 """Number of programs that share the search for the largest magnitude: eight per multiprocessor of an H100."""
 
