@@ -453,7 +453,7 @@ def states_of(optimizers: Optimizers, parameters: Mapping[str, torch.Tensor]) ->
 
     Args:
         optimizers: the optimizers.
-        parameters: the optimizers' parameters by name, see `names_of`; those that other ranks update have no state here.
+        parameters: the optimizers' parameters by name, see `names_of`; other ranks' parameters have no state here.
 
     Raises:
         Refused: UNSUPPORTED for state that is neither a tensor nor a number.

@@ -232,8 +232,8 @@ class World:
         """Run a block on all ranks; if one refuses, all do.
 
         Raises:
-            TransaxleError: as `agree`. Another kind of error is raised on this rank only; other ranks raise that it
-                failed.
+            TransaxleError: as `agree`. An error of another kind is raised on this rank only; other ranks raise a
+                StorageError that names this rank.
         """
         refusal: TransaxleError | None = None
         try:

@@ -96,8 +96,8 @@ def quantize_groups(
 ) -> Components:
     """Quantize groups of rows of a matrix, each as `quantize` would on its own, bit for bit.
 
-    On a GPU that is one launch for all groups, the same for all offsets, which stay on the device; one more launch
-    finds the groups' amaxes for float8 and nvfp4.
+    On a GPU one launch quantizes all groups; it is the same for all offsets, which stay on the device. For float8 and
+    nvfp4, one more launch finds the groups' amaxes.
 
     Args:
         x: [M, K], as for `quantize`.
