@@ -213,7 +213,7 @@ class Sizes:
                 yield key
 
     def _candidates(self) -> dict[str, tuple[int, ...]]:
-        """Return one key for each vector of values that may be a factor."""
+        """Return key -> values in all traces, for the keys whose values can be factors: all are positive."""
         return {key: values for key, values in self._values.items() if min(values) > 0}
 
     def _of_two(self, size: Mapping[int, int]) -> Iterator[str]:

@@ -463,7 +463,8 @@ _FILE = "\0converted "
 _ANY = "F32"
 """Placeholder dtype of the base's weights: nothing depends on it."""
 Express = Callable[[Container, str, Mapping[str, Any]], Model]
-"""`express(container, label of its dialect or "", config of the model)`: return the container as an open checkpoint."""
+"""`express(container, label of its dialect or "", config of the model)`: open a container of tensors as a checkpoint.
+"""
 
 
 class _GatheredFile:

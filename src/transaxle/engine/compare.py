@@ -290,7 +290,7 @@ def compare(
 
 
 def _with_components(differences: Sequence[Difference], first: Checkpoint, second: Checkpoint) -> list[Difference]:
-    """Return the differences, each with its logical tensors, which comparing within one dialect leaves open."""
+    """Return the differences, each with its logical tensors; comparing within one dialect does not determine these."""
     if all(difference.component for difference in differences):
         return list(differences)
     component_of = components_by_name(first) | components_by_name(second)

@@ -262,8 +262,8 @@ class Model(Protocol):
 
 
 Express = Callable[[Container, str, None, Mapping[str, int]], Model]
-"""`express(files, dialect of their names, None, axis sizes)`: return a container of other tensors as a checkpoint of
-the model, with the model's config.
+"""`express(container, dialect of its names, None, axis sizes)`: open a container of other tensors as a checkpoint of
+the model; None means the model's own config.
 """
 
 

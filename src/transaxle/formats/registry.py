@@ -635,7 +635,7 @@ def is_step(folder: str) -> bool:
 
 
 def has_right_signature(name: str, head: bytes) -> bool:
-    """Tell whether the first bytes of a file fit its ending, or it is empty, so that it may be replaced.
+    """Tell whether a file may be replaced: the file is empty, or its first bytes fit its ending.
 
     Args:
         name: name of the file.

@@ -339,7 +339,9 @@ def _lay_out(
 
 
 def has_state(names: Iterable[str]) -> bool:
-    """Tell whether any name is that of optimizer state. The names are joined first, as there may be very many."""
+    """Tell whether any name is that of optimizer state. For speed, the joined names are searched first: there may be
+    very many.
+    """
     all_names = list(names)
     return OPTIMIZER in "".join(all_names) and any(name.startswith(OPTIMIZER) for name in all_names)
 

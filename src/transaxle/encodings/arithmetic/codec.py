@@ -251,7 +251,7 @@ def _shape(matrix: NDArray[Any]) -> tuple[int, int]:
 
 
 def _code_bytes(encoding: Encoding, codes: NDArray[Any], phase: tuple[int, int]) -> tuple[Bytes, Tiling, Minifloat]:
-    """Return codes as bytes, with their tiles and minifloat."""
+    """Return the codes as bytes, the tiles over them, and the type of the codes."""
     kind = _kind(encoding)
     matrix = _adjacent(codes.view(np.uint8) if codes.dtype.itemsize == 1 else codes)
     if matrix.dtype != np.uint8:

@@ -78,7 +78,7 @@ class OpenPlan:
         refuse_changed(self.plan.task, msgspec.structs.replace(self.plan.task, state=state))
 
     def _check(self, prepared: Prepared) -> None:
-        """Check that a plan is the same and has no refusals, and use it."""
+        """Check that a plan made in this process is the planned one and has no refusals, and keep it for the items."""
         problems = list[Refusal]()
         task = task_of(prepared, problems)
         if problems:

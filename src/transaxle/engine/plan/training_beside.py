@@ -106,10 +106,7 @@ def state_dict_nesting(checkpoint: Checkpoint, names: Collection[str]) -> Nestin
 
 
 def has_state_of_other_names(checkpoint: Checkpoint) -> bool:
-    """Tell whether optimizer state belongs to parameters stored under other names.
-
-    That is: to parameters stored in parts, or under names of another dialect.
-    """
+    """Tell whether optimizer state belongs to parameters stored in parts, or under names of another dialect."""
     names = checkpoint.container.entries
     if all(split_slot(name)[0] in names for name in names) or checkpoint.family is None:
         return False
@@ -216,8 +213,8 @@ def _presumably_fused(checkpoint: Checkpoint, states: _States, target_dialect: s
 def _partial_state(checkpoint: Checkpoint, view: View, states: _States) -> dict[tuple[str, ...], list[str]]:
     """Return kinds of state -> parameters that lack them, although similar parameters have them.
 
-    Parameters are similar if they are in the same group and have the same number of dims. Full-precision copies are
-    ignored: only weights of lower precision have some.
+    Parameters are similar if they are in the same group and have the same number of dims. Full-precision copies do not
+    count, because only weights of lower precision have some.
     """
     groups = group_numbers(rename_groups(checkpoint.container.metadata.get(GROUPS, ()), view.targets, []))
     similar: defaultdict[tuple[int | None, int], dict[frozenset[str], list[str]]] = defaultdict(dict)

@@ -386,7 +386,7 @@ def _number(name: str, value: Number | Scalar, inline: NumbersInMemory) -> Entry
 
 
 def _bytes(value: Number | Scalar) -> tuple[str, bytes]:
-    """Return dtype code and bytes of a number that fits a dtype."""
+    """Return the dtype code and the bytes of a number that some dtype can represent."""
     code_and_bytes = (value.code, value.data) if isinstance(value, Scalar) else number(value)
     assert code_and_bytes is not None
     return code_and_bytes

@@ -468,8 +468,8 @@ Cutter = Callable[[Storage, Sequence[str], Mapping[str, Any]], Divider]
 """Returns a `Divider` for a checkpoint, given its files, its parameter names, and sizes under the keys of a
 config.json.
 
-A cutter raises a refusal where no table knows the names. The sizes come from the checkpoint's own files, for one
-without a config.json.
+A cutter raises a refusal where no table knows the names. The sizes come from the checkpoint's own files, and serve
+checkpoints without a config.json.
 """
 
 UNKNOWN_CUTS = "the checkpoint does not say how it was cut over the tensor-parallel ranks, so they cannot be joined"

@@ -328,7 +328,8 @@ def resolve_view(view: View | None, dim: int, shape: Shape, count: int | None) -
     if dim >= len(view_sizes):
         raise _mismatch(f"{keys.PARTITION_DIM} is {dim}, but the shape has only {len(view_sizes)} dims")
     parts = -1 if view is None else view_sizes[dim]
-    # A fused bias has the size where a weight has the number of parts: then there is just one list of widths.
+    # A number in the cut dim is the number of parts for a weight, but the size for a fused bias, which has one list of
+    # widths.
     sized = isinstance(parts, int) and parts > 1 and count == 1
     if any(isinstance(size, tuple) for at, size in enumerate(view_sizes) if at != dim):
         raise _mismatch(f"{keys.SUB_SHAPE} {list(view_sizes)} has parts in a dim other than the cut one, {dim}")

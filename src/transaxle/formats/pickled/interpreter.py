@@ -315,7 +315,7 @@ def _run(machine: Machine) -> None:
 
 
 def _record_names(machine: Machine) -> None:
-    """Record the globals in the rest of a refused pickle, as forbidden names are a more important reason."""
+    """Record the globals in the rest of a refused pickle: forbidden names are a more important reason to refuse."""
     stream = BytesIO(machine.data)  # the stream shares the bytes
     stream.seek(machine.begin)
     texts: list[str] = []

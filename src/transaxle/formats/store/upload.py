@@ -63,7 +63,7 @@ class SentFile(Protocol):
         """Future ETag of the file, if it follows from its bytes; otherwise empty."""
 
     def commit(self, *, new: bool) -> str:
-        """Make the file visible; return as `S3Multipart.complete`."""
+        """Make the file visible; the result is that of `S3Multipart.complete`."""
 
     def discard(self) -> None:
         """Abandon the file, unless it is visible."""
