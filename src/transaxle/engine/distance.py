@@ -90,8 +90,8 @@ class Distance:
 
     Args:
         counting: also count differences by magnitude.
-        rounding: also measure differences in steps between the codes of one side; with it, whether that is the first
-            side.
+        rounding: `(measure of differences in steps between the codes of one side, whether that is the first side)`, or
+            None.
     """
 
     def __init__(self, *, counting: bool = False, rounding: tuple[Rounding, bool] | None = None) -> None:

@@ -138,7 +138,7 @@ def preflight(
         overwrite: as for `execute`.
         resume: as for `execute`.
         running: whether the plan is about to be executed: then a checkpoint that a killed run was replacing is
-            restored, as in every run. Otherwise nothing is changed.
+            restored, as in every run. If not, the check changes nothing.
         several: whether several workers execute it.
         limit: number of workers, and memory of their buffers.
         progress: called with the bytes of each compared block of such a target.

@@ -177,8 +177,8 @@ def retile(
 
 
 def _shares_of_tiles(first: _ComponentTiles, second: _ComponentTiles, alike: bool) -> list[tuple[int, ...]]:
-    """Check that two components have the same source tile in each target tile that they share; remove shared target
-    tiles from the second.
+    """Check that two components have the same source tile in each target tile that they share; remove the shared tiles
+    from the second.
 
     Returns:
         the first target tile where they disagree, in a list; empty where they agree.

@@ -210,8 +210,8 @@ class _Model(NamedTuple):
     form: NumberFormat
     """Dtype and encoding of the target's sources."""
     joined: Sequence[tuple[str, AlikeTensors, tuple[Arithmetic | None, Arithmetic | None], list[AlikePart]]]
-    """One entry per component, if its sources are alike: component, sources, arithmetic, and the parts that targets use
-    so far.
+    """For each component with alike sources: name, sources, arithmetic, and a list that collects the parts which
+    targets read.
     """
 
     def use_parts(self, index: Mapping[str, int]) -> tuple[TargetPart, ...]:

@@ -316,7 +316,7 @@ def _choose_target(
 def _default_dialect(checkpoint: Checkpoint, kind: Format) -> tuple[str, View | None]:
     """Return the default dialect of a format: the first of its own dialects that can be written.
 
-    If finding it required a translation, this is returned too.
+    If the choice required a translation, the translation is returned too.
 
     Raises:
         UsageError: UNKNOWN_FAMILY or AMBIGUOUS if the format has dialects, but the family is unknown or has none of

@@ -354,7 +354,7 @@ class Decoder:
 
 
 def recode_as_plain(recode: Recode) -> Recode:
-    """Return a version of `recode` that gets a tensor decoded by this view as a plain one."""
+    """Return a version of `recode` that treats a tensor decoded by this view as a plain one."""
 
     def form(name: str, stored: NumberFormat) -> NumberFormat:
         return recode(

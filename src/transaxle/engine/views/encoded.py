@@ -6,10 +6,10 @@ that they belong to, and all buffers get the names and shapes of the convention.
 
 **Compact scales**: scales that torchao stores in the order of a matrix-multiply kernel, read in row-major order.
 
-The kernel needs tiles of 128 x 4 scales, padded, and within a tile four rows of 32 side by side (cuBLAS, "1-D block
-scaling factors layout"). The tiles follow the order of the tensor's rows. If such a tensor is decoded or moved to
-another dialect, its scales are read from a virtual file whose bytes are reordered on the fly. A tensor that keeps its
-name keeps the kernel's order too.
+The kernel needs the scales padded to whole tiles of 128 x 4, in each of which the four groups of 32 rows are side by
+side (cuBLAS, "1-D block scaling factors layout"). The tiles follow the order of the tensor's rows. If such a tensor is
+decoded or moved to another dialect, its scales are read from a virtual file whose bytes are reordered on the fly. A
+tensor that keeps its name keeps the kernel's order too.
 """
 
 from __future__ import annotations

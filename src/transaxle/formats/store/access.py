@@ -101,7 +101,7 @@ def is_empty(replaced: Path) -> bool:
 
 
 def copy_access(work: Path, replaced: Path) -> None:
-    """Give each file and folder of finished work the access of the replaced one, its namesake, with the same relative
+    """Give each file and folder of finished work the access of its namesake, the replaced one at the same relative
     path.
 
     A file without a namesake gets the access that all replaced files have in common, so that a new name never makes

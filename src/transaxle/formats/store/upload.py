@@ -543,7 +543,7 @@ class Upload:
                 self._service.delete(old[name], name)
 
     def is_visible(self, file: str) -> bool:  # noqa: ARG002 - for uploads that several workers send
-        """Tell whether an interrupted commit has made a file visible; never, as an `Upload` cannot be resumed."""
+        """Return False: no interrupted commit has made a file visible, because an `Upload` cannot be resumed."""
         return False
 
     def _compare(self, name: str) -> None:
