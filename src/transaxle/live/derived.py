@@ -542,7 +542,7 @@ def find_gathered(parameters: Mapping[str, torch.Tensor]) -> list[Refusal]:
     if _FSDP not in sys.modules:
         return []
     memory = set(_memory_of_gathered())
-    message = "FSDP2 has gathered this parameter for a forward pass, and frees it, with what is written into it"
+    message = "FSDP2 has gathered this parameter for a forward pass, and frees it, with all values written into it"
     hint = "Give the model itself, or its state_dict(), which shards the parameters again."
     return [
         Refusal("UNSUPPORTED", message, Where(None, name), hint)

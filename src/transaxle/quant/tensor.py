@@ -659,7 +659,7 @@ def make_quantized(
         raise refuse(
             "UNSUPPORTED",
             f"the tensor is quantized already, by {x.quantizer}",
-            hint="Quantize x.dequantize() to do it again.",
+            hint="Quantize x.dequantize() to quantize its values again.",
         )
     plain = x.detach()
     frame = quantize_to_frame(quantizer, plain, locate(plain, group, start, whole, share, banded=band is not None))

@@ -44,7 +44,7 @@ from transaxle.torch_tensors import Ranks, local_of
 
 _SMALLEST_BUCKET = 1 << 20
 """Smallest bucket in bytes."""
-_ANEW = "Make a new Refit when all ranks are there again."
+_ANEW = "Make a new Refit when all ranks run again."
 Pause = Callable[[], AbstractContextManager[Any]]
 """Returns a context manager that is active while the target is written; see `Refit`."""
 

@@ -239,7 +239,7 @@ def _histogram_section(survey: SurveyResult) -> Section:
     label = f"Bars: elements that differ, by {labels[0]} and by {labels[1]} in powers of two; tables have the numbers."
     text = (
         "Elements that differ, by the size of the difference in powers of two. A difference of 0 means equal values "
-        "with different bits (-0.0 and 0.0, or NaN); an infinite one means NaN on one side, or B = 0."
+        "with different bits (-0.0 and 0.0, or NaN); an infinite one means NaN on one side, or a value of 0 in B."
     )
     return Section("histogram", "How much they differ", text, Figure("bars", label, {"series": series}), tuple(tables))
 

@@ -563,7 +563,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
             elif stored.properties.dtype != value.dtype:
                 model_code, stored_code = code_of(value.dtype), code_of(stored.properties.dtype)
                 advice = decode_hint(stored_code, model_code)
-                hint = f"With transaxle.load it can be changed. {advice}" if advice else ""
+                hint = f"Use transaxle.load, which can change the dtype. {advice}" if advice else ""
                 message = f"its dtype is {model_code} in the model, but {stored_code} in the checkpoint"
                 problems.append(Refusal("DTYPE_MISMATCH", message, where, hint))
         if problems:

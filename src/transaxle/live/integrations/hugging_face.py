@@ -437,7 +437,7 @@ class AccelerateHooks:
             raise wrong_type("extra", "a mapping of names to objects or plain data", extra)
         read_flag("background", background)
         if background and url is None:
-            hint = "Give url=, where nothing of accelerate's is."
+            hint = "Give url=, to save outside accelerate's folder."
             raise refuse("UNSUPPORTED", "accelerate expects its folder to be complete: no background there", hint=hint)
         self._model = model
         self._optimizer = optimizer

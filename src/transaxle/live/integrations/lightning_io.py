@@ -258,7 +258,7 @@ class LightningCheckpoints:
             TransaxleError: the target is then unchanged.
         """
         if storage_options is not None:
-            hint = "Set up the service's client in its own way: environment, profile or login."
+            hint = "Configure the storage service's own client: environment variables, a profile or a login."
             raise refuse("UNSUPPORTED", "storage_options are not passed on", file=str(path), hint=hint)
         group = None if self.is_sharded else self._own_group()
         with (world := World(group)).together():

@@ -208,7 +208,7 @@ def _map_local(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tens
 
 
 _HALF = "the source has other codes or scales of its weight, which mean nothing without it"
-_WHOLE_WEIGHT = "Copy the tensor into the source, or leave out all of the weight's."
+_WHOLE_WEIGHT = "Copy the tensor into the source, or leave out all tensors of the weight."
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ class StoreServer:
             self._socket = _listener(host, port)
         except OSError as error:
             message = f"cannot listen at {host or 'any address'}:{port}: {error.strerror or error}"
-            hint = "Number 0 listens at the address that it is given: one of its own machine, at a free port."
+            hint = "Give an address of the machine of number 0, with a free port."
             raise refuse("IO", message, hint=hint) from error
         self.port: int = self._socket.getsockname()[1]
         """TCP port at which it listens."""
@@ -506,4 +506,6 @@ def check_connections(group: dist.ProcessGroup, store: SharedStore, secret: byte
     ]  # fmt: skip
     if strange:
         message = f"a program that does not know the secret answers rank {number} in place of rank {strange[0]}"
-        raise refuse("IO", message, hint="Somebody else has connected to this machine; keep strangers off its network.")
+        raise refuse(
+            "IO", message, hint="Another program has connected to this machine: keep other programs off its network."
+        )
