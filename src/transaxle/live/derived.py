@@ -1,4 +1,4 @@
-"""State dict entries that are not the model's own memory, and how loaded values reach the model all the same.
+"""State dict entries that are not the model's own memory, and ways in which loaded values still reach the model.
 
 **Derived entries**: entries of a state dict that a module computes from its parameters, instead of showing these.
 

@@ -445,7 +445,7 @@ def batches(
         max_bytes: bytes that a rank sends, and that it receives, in one batch, `_ROUND` by default; a larger range has
             its own batch.
 
-    Post-condition: the ranges of one item are in order, and so are those of all items with the same target ranks.
+    Post-condition: the ranges of one item are in order, and so are the ranges of all items with the same target ranks.
     """
     groups: dict[tuple[int, ...], list[Item]] = {}
     for item in items:

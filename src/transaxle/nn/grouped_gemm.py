@@ -454,7 +454,7 @@ class Product(torch.autograd.Function):
             (pending.weight(), pending.bias()) if setting.sink is None else setting.sink.take(pending)
         )
         if input_grad is not None and ctx.dgrad_out is not None:
-            # Last, because it may share memory with the input or the output's gradient.
+            # Last, because the caller's buffer may share memory with the input or the output's gradient.
             input_grad = ctx.dgrad_out.copy_(input_grad)
         gradients = (*_split_gradient(of_weights, weights), *_split_gradient(of_biases, parameters[setting.weights :]))
         needed_gradients = (

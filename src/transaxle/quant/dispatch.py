@@ -100,7 +100,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out an operation with quantized arguments.
 
     Raises:
-        Refused: UNSUPPORTED if it is possible neither on codes and scales nor on values.
+        Refused: UNSUPPORTED if the operation is possible neither on codes and scales nor on values.
     """
     handler = TABLE.get(func)
     if handler is not None:

@@ -56,7 +56,7 @@ def band_of(parameter: torch.Tensor) -> Band | None:
 def group_of(parameter: torch.Tensor) -> dist.ProcessGroup | None:
     """Return the ranks among which FSDP2 has divided this rank's copy of a parameter; None if it is not divided.
 
-    The ranks of a tensor-parallel cut are not included; the tensor's share has those.
+    The ranks of a tensor-parallel cut are not included; the tensor's share has those ranks.
     """
     if not isinstance(parameter, DTensor):
         return None

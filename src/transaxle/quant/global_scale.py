@@ -110,7 +110,7 @@ def quantize_to_frame(
 
 
 def _quantize_stack(quantizer: Quantizer, x: torch.Tensor, at: RowPlacement) -> Frame:
-    """Quantize each matrix separately; in one launch if stacked matrices have the same tiles as one tall matrix."""
+    """Quantize each matrix of a stack separately; in one launch if the stack has the same tiles as one tall matrix."""
     count, rows, columns = x.shape
     grain = _grain(quantizer)[0]
     separate = quantizer.encoding.has_global or bool(quantizer.state_sizes) or not grain or rows % grain

@@ -265,7 +265,8 @@ def _share(shape: tuple[int, ...], part: tuple[int, tuple[Intervals, ...]] | Non
 def _prepares_experts(layer: nn.Module) -> bool:
     """Tell whether vLLM packs a layer's experts while it creates their kernel, a step that its reload skips.
 
-    On a CPU we let it create the kernel anew, as at the first load; on other devices this is refused.
+    On a CPU this engine lets vLLM create the kernel anew, as at the first load; on other devices it refuses such
+    layers.
     """
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod

@@ -381,7 +381,7 @@ class Weights:
                 stored_encoding = next((encoded[origin] for origin in origins if origin in encoded), None)
                 lacking = [full for full in weight.entries if full not in stored]
                 if stored_encoding is None and (not lacking or len(lacking) == len(weight.entries)):
-                    continue  # the match of names reports each missing entry
+                    continue  # `match_tensors` reports each of its entries
                 if stored_encoding is None:
                     problems += [Refusal("MISSING_TENSOR", _HALF, Where(None, full), _WHOLE_WEIGHT) for full in lacking]
                 else:

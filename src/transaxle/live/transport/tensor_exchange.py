@@ -1,4 +1,4 @@
-"""Exchange bytes of tensors between ranks: through shared memory on one machine, over the process group otherwise.
+"""Exchange of tensors' bytes between ranks: through shared memory on one machine, over the process group otherwise.
 
 All ranks compute the same sizes, so no headers are sent. Bytes are sent as uint8, which every backend supports.
 

@@ -186,7 +186,7 @@ def quantize_groups(
     block = _block(over or tile, columnwise=out.columnwise_data is not None)
     scales = (out.scale_inv, out.columnwise_scale_inv)
     if swizzled and out.scale_inv is not None:
-        # Products multiply the scales in padding by zero codes, so they must not be NaN.
+        # Products multiply zero codes by the scales in the padding, which must not be NaN.
         out.scale_inv.view(torch.uint8).zero_()
     _launch(
         programs.quantize_groups_program, _group_blocks(x, groups, block), x.device,
