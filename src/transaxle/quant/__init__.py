@@ -1,6 +1,6 @@
 """Quantized training: tensors that are stored only as codes and scales."""
 
-from transaxle.quant import dispatch as _dispatch  # noqa: F401 - it registers operations and functions for quantized tensors
+from transaxle.quant import dispatch as _dispatch  # noqa: F401 - it registers operations and functions of the tensor
 from transaxle.quant.dispatch import linear
 from transaxle.quant.masters import MasterWeights
 from transaxle.quant.nvfp4 import batch_over

@@ -293,7 +293,7 @@ def _assemble_bands(outputs: tuple[torch.Tensor, ...], context: GatherInput, ban
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Torch functions with an implementation for quantized tensors; `transaxle.quant.dispatch` registers them."""
 OPERATIONS: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
-"""List whose only element is the function that carries out operations; `transaxle.quant.dispatch` registers it."""
+"""The function that carries out operations, once `transaxle.quant.dispatch` has appended it."""
 
 
 class QuantizedTensor(torch.Tensor):
