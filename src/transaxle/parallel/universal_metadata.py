@@ -3,7 +3,7 @@
 DeepSpeed's engine writes the collection into model and optimizer files, and restores universal checkpoints by the
 records; see the reference, page Universal-checkpoint metadata.
 
-The metadata contains both forms that DeepSpeed 0.19.8 writes: lists of patterns for earlier readers, and the affine map.
+The metadata has both forms that DeepSpeed 0.19.8 writes: lists of patterns for earlier readers, and the affine map.
 Unlike in DeepSpeed, nothing is inferred from names: the caller lists the parameters that are padded vocabularies.
 """
 
