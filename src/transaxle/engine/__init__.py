@@ -1,1 +1,1 @@
-"""Planning, executing, verifying and comparing conversions: a plan is data, and its execution decides nothing."""
+"""Planning, executing, verifying and comparing conversions; a plan is plain data that already holds every decision."""

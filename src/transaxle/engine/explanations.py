@@ -1,4 +1,4 @@
-"""The long form of every refusal, as data: what it means, a typical example, and what to do."""
+"""A long explanation of every refusal code, as data: what the code means, a typical message, and what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transaxle.errors import CODES, Code
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The long form of one refusal code, for a reader who meets it for the first time."""
+    """The long explanation of one refusal code, for a user who meets the code for the first time."""
 
     summary: str
     """The refusal in one sentence."""
@@ -21,7 +21,7 @@ class Explanation:
     example: str
     """A typical message as printed, without the code; commands begin with `$`."""
     remedy: str
-    """What the user can do."""
+    """What the user can do about the refusal."""
 
     def as_json(self) -> dict[str, str]:
         """Return the explanation as plain JSON data."""
@@ -32,14 +32,13 @@ class Explanation:
 
 
 def explain(refusal_code: str) -> Explanation:
-    """Explain a refusal, by its code: `tx.explain(error.code)`.
+    """Explain a refusal code at length: `tx.explain(error.code)`.
 
     Args:
-            refusal_code: one of `tx.CODES`, in any case.
+        refusal_code: one of `tx.CODES`, in upper or lower case.
 
     Returns:
-            The explanation; printed, it is the text of `transaxle explain`.
-    The explanation; printed, it is the text of `transaxle explain`.
+        The explanation; `print` shows it as `transaxle explain` does.
     """
     normalized = read_text("refusal_code", refusal_code, "BLOCK_MISALIGNED").upper().replace("-", "_")
     for code in CODES:

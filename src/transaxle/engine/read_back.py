@@ -1,7 +1,7 @@
-"""Reading a target back: compares it with the plan byte for byte, or with its manifest and its source.
+"""Reading a written target back: compares the target with the plan byte for byte, or with its manifest and its source.
 
-An interrupted run may have died after the rename, so a resumed run may find an existing target. That target is left
-alone if every byte is as planned, and refused like any other existing target if not.
+A run that was interrupted after its last step, the rename, leaves a target that a resumed run finds. The resumed run
+keeps that target if every byte is as planned, and otherwise refuses it like any existing target.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from transaxle.move.mover import Movement
 from transaxle.move.workers import Limits, Progress, StoppedError, Worker, limits, no_progress
 
 _MODEL_OPTIONS = ("config", "axes", "rules")
-"""Options of opening the source that describe the model, and so apply to the result as well."""
+"""Options with which the source was opened that describe the model, and so also serve to open the result."""
 ProgressContext = Callable[[int, str], AbstractContextManager[Progress]]
-"""Returns a context that shows progress: from the total bytes of a task, and its name."""
+"""From the total bytes of a task and the task's name, returns a context that shows the task's progress."""
 
 
 @contextmanager
@@ -50,14 +50,14 @@ def read_back(
     limit: Limits,
     watching: ProgressContext = _no_progress,
 ) -> Verification:
-    """Check a result against its manifest and the source; encoded tensors are encoded again to compare them.
+    """Check a written checkpoint against its manifest and the source; to compare encoded tensors, encode them again.
 
     Args:
         prepared: the plan that was executed.
-        target: path of the result.
+        target: path of the written checkpoint.
         reading: options with which the source was opened.
-        limit: number of workers, and memory of their buffers.
-        watching: shows progress.
+        limit: number of worker threads, and memory of their buffers.
+        watching: returns a context that shows the progress of a task.
     """
     with open_checkpoint(target, **_result(prepared, target, reading)) as written:
         with watching(written.container.nbytes, "verifying") as progress:
@@ -71,9 +71,9 @@ def read_back(
 
 
 def _result(prepared: Prepared, target: str, reading: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that open the result as planned.
+    """Return the options that open the written checkpoint as the plan describes it.
 
-    A folder has a manifest and a config. A single file has neither, and its names alone may fit several tables.
+    A folder has a manifest and a config. A single file has neither, and its tensor names may fit several families.
     """
     shared_options = {name: reading[name] for name in _MODEL_OPTIONS if reading.get(name)}
     plan = prepared.plan
@@ -85,10 +85,10 @@ def _result(prepared: Prepared, target: str, reading: Mapping[str, Any]) -> dict
 
 
 def check_saved(target: str) -> Verification:
-    """Check a saved checkpoint against the hashes of memory that were computed while it was written.
+    """Check a saved checkpoint against hashes that were computed from the tensors in memory while it was written.
 
     Raises:
-        Refused: CORRUPT with every problem.
+        Refused: CORRUPT, with every problem that was found.
     """
     with open_checkpoint(target) as written:
         verification = verify(written, limits(), no_progress)
@@ -97,10 +97,10 @@ def check_saved(target: str) -> Verification:
 
 
 def refuse_unequal(verification: Verification, target: str) -> None:
-    """Raise the problems and differences of a verification.
+    """Raise an error if a verification found problems or differences.
 
     Raises:
-        Refused: CORRUPT with every problem, and every tensor that differs from the source.
+        Refused: CORRUPT, with every problem and every tensor that differs from the source.
     """
     hint = "The checkpoint is there, and is wrong. Check memory and disk, and convert again with overwrite=True."
     differing = (
@@ -115,14 +115,14 @@ def is_finished(prepared: Prepared, target: str, limit: Limits, progress: Progre
     """Tell whether a target exists and has, byte for byte, the planned content.
 
     Args:
-        prepared: the plan with its source and draft.
-        target: path of the target, or URL of an existing one.
-        limit: number of workers, and memory of their buffers.
-        progress: called with the bytes of each compared block.
-        errors: receives the error of each encoded tensor, by table name.
+        prepared: the plan with its open source and the layout of its target files.
+        target: path of the target, or URL of an existing target.
+        limit: number of worker threads, and memory of their buffers.
+        progress: called with the number of bytes of each compared block.
+        errors: receives the rounding error of each encoded tensor, by its name in the family's table.
 
     Raises:
-        TransaxleError: any error of reading source or target.
+        TransaxleError: any error of reading the source or the target.
     """
     path = Path(target)
     if not takes_parts(target) and not path.is_dir() and not (path.is_file() and is_one_file(target)):
@@ -141,7 +141,7 @@ def _source(prepared: Prepared) -> Storage:
 
 
 def _has_planned_files(prepared: Prepared, storage: Storage) -> bool:
-    """Tell whether names, sizes and headers are as planned."""
+    """Tell whether the names, sizes and headers of the target's files are as planned."""
     plan, single = prepared.plan, storage.single
     if single is None:
         if set(walk_files(storage)) != {*plan.files, MANIFEST}:
@@ -164,7 +164,7 @@ def _has_fragment(storage: Storage, fragment: Fragment) -> bool:
 def _same_bytes(
     prepared: Prepared, storage: Storage, limit: Limits, progress: Progress, errors: dict[str, Error]
 ) -> bool:
-    """Produce every tensor and copied file again and compare them; then compare the manifest."""
+    """Compare the target with every tensor and copied file, all produced again, and then with the planned manifest."""
     plan, single = prepared.plan, storage.single
     tensors = _compare_tensors(prepared, plan.tensors, storage, limit, progress, errors)
     if tensors is None:
@@ -188,20 +188,20 @@ def _compare_tensors(
     differing: list[str] | None = None,
     span_size: int | None = None,
 ) -> dict[str, str] | None:
-    """Produce tensors again, and compare them with the stored ones.
+    """Produce planned tensors again from the source, and compare them with the stored tensors.
 
     Args:
-        prepared: the plan with its source and draft.
-        items: tensors of the plan.
+        prepared: the plan with its open source and the layout of its target files.
+        items: the planned tensors to compare.
         storage: the written files.
-        limit: number of workers, and memory of their buffers.
-        progress: called with the bytes of each compared block.
-        errors: receives the error of each encoded tensor, by table name.
+        limit: number of worker threads, and memory of their buffers.
+        progress: called with the number of bytes of each compared block.
+        errors: receives the rounding error of each encoded tensor, by its name in the family's table.
         differing: receives the names of tensors that differ; None: stop at the first difference.
-        span_size: bytes of the spans in which they are hashed; None: `SPAN`.
+        span_size: bytes of the spans in which tensors are hashed; None: `SPAN`.
 
     Returns:
-        Name -> hash of each tensor; None if any differs.
+        Name -> hash of each tensor; None if a tensor differs.
     """
     workers = partial(Worker, _source(prepared), limit)
     errors_by_name: dict[str, Error] = {}
@@ -217,14 +217,14 @@ def _compare_tensors(
 
 
 class _ComparingSink(HashingFiles):
-    """A sink that compares tensors with existing files instead of writing them.
+    """A sink that compares the bytes it receives with existing files instead of writing them.
 
     Args:
         storage: the existing files.
         tensors: the expected tensors.
-        progress: called with the bytes of each compared block.
+        progress: called with the number of bytes of each compared block.
         first_only: stop at the first difference.
-        span_size: bytes of the spans in which they are hashed; None: `SPAN`.
+        span_size: bytes of the spans in which tensors are hashed; None: `SPAN`.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class _ComparingSink(HashingFiles):
     ) -> None:
         places = [tensor.everywhere for tensor in tensors]
         super().__init__(None, places, range(len(tensors)), progress, span_size=span_size)
-        self.batches_steps = False  # comparisons need the bytes of each step at once
+        self.batches_steps = False  # a comparison needs each step's bytes at once, not gathered with later ones
         self.wrong: dict[str, None] = {}
         """Names of tensors that differ."""
         self._storage = storage
@@ -251,7 +251,7 @@ class _ComparingSink(HashingFiles):
         super().add_take(steps, key, start, data)
 
     def _look(self, key: int, start: int, data: memoryview) -> None:
-        """Compare bytes of an item with the stored ones."""
+        """Compare bytes of a planned tensor with the stored bytes."""
         if self.wrong and self._first_only:
             raise StoppedError
         tensor, storage = self._tensors[key], self._storage
@@ -264,7 +264,7 @@ class _ComparingSink(HashingFiles):
 
 
 def compare_with_plan(prepared: Prepared, written: Checkpoint, limit: Limits, progress: Progress) -> Comparison:
-    """Compare a result with the plan's tensors, produced and encoded again."""
+    """Compare a written checkpoint with the plan's tensors, which are produced (and encoded) again from the source."""
     plan, differing = prepared.plan, list[str]()
     _compare_tensors(
         prepared, plan.tensors, written.container.storage, limit.with_min_block(plan.band), progress, {}, differing

@@ -1,4 +1,4 @@
-"""Adapters of peft, whose tensors are added to those of a base model."""
+"""Adapters of the package peft (such as LoRA), whose tensors are added to the tensors of a base model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from transaxle.engine.adapter_files import Express
 
 ADAPTED = "base_model."
-"""Prefix of the names of an adapter's tensors."""
+"""Prefix of the names of a peft adapter's tensors."""
 ADAPTER_STEM = "adapter_model"
-"""First part of the name of the only file in which peft looks for an adapter's tensors."""
+"""Stem (name without suffix) of the only file in which peft looks for an adapter's tensors."""
 _KIND, _BASE = "peft_type", "base_model_name_or_path"
 _HINT = (
     "Load it with tx.load(peft_model, …), merge it:  transaxle convert BASE OUT --to hf --merge ADAPTER, keep its "
@@ -27,10 +27,10 @@ _HINT = (
 
 
 def adapter_config(container: Container) -> Mapping[str, Any] | None:
-    """Return the adapter_config.json of a checkpoint; None if it is no adapter.
+    """Return the adapter_config.json of a checkpoint; None if the checkpoint is no adapter.
 
     Raises:
-        Refused: CORRUPT.
+        Refused: CORRUPT, if adapter_config.json does not parse.
     """
     if ADAPTER_CONFIG not in container.carried:
         return None
@@ -39,11 +39,11 @@ def adapter_config(container: Container) -> Mapping[str, Any] | None:
 
 
 def check_model(container: Container) -> None:
-    """Refuse an adapter, because tables read only whole models.
+    """Refuse an adapter, because the families' tables of tensor names read only whole models.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY for an adapter.
-        Refused: CORRUPT.
+        UsageError: UNKNOWN_FAMILY, if the checkpoint is an adapter.
+        Refused: CORRUPT, if adapter_config.json does not parse.
     """
     config = adapter_config(container)
     if config is not None:
@@ -57,16 +57,16 @@ def check_model(container: Container) -> None:
 
 
 def in_dialect(container: Container, config: Mapping[str, Any], dialect: str, express: Express) -> Container:
-    """Return the files of the adapter for the same model in another dialect.
+    """Return an adapter's files for the same base model in another dialect of tensor names.
 
     Args:
         container: files of the adapter.
         config: config.json of the base model.
-        dialect: label of the other dialect.
-        express: opens a container of other tensors as a checkpoint of the model; see `convert_adapter`.
+        dialect: label of the dialect to write.
+        express: opens a container of computed tensors as a checkpoint of the base model; see `convert_adapter`.
 
     Raises:
-        TransaxleError: any error of `convert_adapter`; UNKNOWN_FAMILY if there is no config.
+        TransaxleError: any error of `convert_adapter`; UNKNOWN_FAMILY if the base model's config is missing.
     """
     from transaxle.engine.adapter_files import convert_adapter
 

@@ -1,4 +1,4 @@
-"""Settings: the user's options for a checkpoint beside its path, as one value that every command passes on."""
+"""Settings: one value that holds the user's options for reading a checkpoint, such as its format and its family."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class Settings(msgspec.Struct, frozen=True):
     """The user's options for reading a checkpoint."""
 
     format: str | None = None
-    """Container format; None: detected."""
+    """Container format of the checkpoint, such as `safetensors`; None: detected."""
     family: str | None = None
-    """Model family; None: recognised."""
+    """Name of the model family; None: recognised from the checkpoint."""
     dialect: str | None = None
-    """Dialect of the names; None: recognised."""
+    """Label of the dialect of the tensor names, such as `hf`; None: recognised from the checkpoint."""
     config: Mapping[str, Any] | None = None
-    """Content of config.json; None: the checkpoint's own."""
+    """Content of the model's config.json; None: the config.json in the checkpoint's folder."""
     axes: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Axis sizes that override all others."""
+    """Axis -> size that overrides every other source of that axis's size."""
     families: Families = msgspec.field(default_factory=builtin)
-    """All known families."""
+    """All known model families: the built-in ones and those of the user's rules file."""
     weights: Weights | None = None
-    """Weights to read if an optimizer keeps its own copies: None reads DeepSpeed's copies, but not Megatron's."""
+    """Weights to read if an optimizer has copies of them: None reads DeepSpeed's copies, but not Megatron's."""
     optimizer: bool | None = None
     """Whether to include optimizer state; None: yes, except when writing `safetensors:hf`."""
     average: bool = False
@@ -62,7 +62,7 @@ class Settings(msgspec.Struct, frozen=True):
     trained: frozenset[str] | None = None
     """Names of the parameters with optimizer state, in the target dialect; None: see `translate`."""
     files: tuple[str, ...] = ()
-    """Paths of the config and the rules as typed, if they are files."""
+    """Paths of the config file and the rules file as the user typed them, for those that were given as files."""
 
 
 def settings(
@@ -80,23 +80,24 @@ def settings(
     """Build settings from the user's arguments.
 
     Args:
-        format: container format.
-        family: model family.
-        dialect: dialect of the checkpoint's names.
+        format: container format of the checkpoint.
+        family: name of the model family.
+        dialect: dialect of the checkpoint's tensor names.
         config: the path of a config.json or of its folder, its content, or an object with `to_dict()`.
-        axes: axis sizes.
-        rules: path of a rules file.
+        axes: axis -> size, for sizes that the user gives.
+        rules: path of a rules file (the user's table of tensor names).
         weights: for checkpoints of DeepSpeed or Megatron: `fp32` (copies that the optimizer keeps) or `lp` (the model's
             own).
         optimizer: whether to take the optimizer's state; None: yes, except into `safetensors:hf`.
         average: replace replicated parameters of a DeepSpeed checkpoint that differ between ranks by their mean.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        Refused: CORRUPT if the config or the rules do not parse, or are longer than 8 MiB or 256 KiB; UNSUPPORTED if
-            they are no regular files.
-        StorageError: IO if they cannot be read.
-        UsageError: UNKNOWN_AXIS if no family has an axis of that name; AMBIGUOUS for unknown weights.
+        TypeError: an argument has the wrong type.
+        Refused: CORRUPT if the config or the rules file does not parse, or is too long (config: 8 MiB, rules: 256 KiB);
+            UNSUPPORTED if one of the two is no regular file.
+        StorageError: IO if the config or the rules file cannot be read.
+        UsageError: UNKNOWN_AXIS if no family has an axis of a given name; AMBIGUOUS if `weights` is neither `fp32` nor
+            `lp`.
     """
     check_flags(average=average, **({} if optimizer is None else {"optimizer": optimizer}))
     if weights not in (None, *OPTIONS["weights"].choices):
@@ -130,19 +131,19 @@ def model_config(config: Config | None) -> Mapping[str, Any] | None:
     """Return the content of a config that the user gave; None if none is given.
 
     Raises:
-        TypeError: the argument is no config.
-        Refused: CORRUPT if the file is no JSON object, UNSUPPORTED if it is no regular file.
-        StorageError: IO if its file cannot be read.
+        TypeError: the argument has a type that no config has.
+        Refused: CORRUPT if the config file holds no JSON object, UNSUPPORTED if the path is no regular file.
+        StorageError: IO if the config file cannot be read.
     """
     source = _config_path(read_config(config))
     return parse_config(_text(source, LONGEST_CONFIG), source) if isinstance(source, str) else source
 
 
 def _config_path(config: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
-    """Return the path of config.json for a folder; return anything else unchanged."""
+    """Return the path of the config.json in a given folder; return an argument that is no folder unchanged."""
     if not isinstance(config, str):
         return config
-    # `Path.is_dir` would raise for a path that cannot be examined; the reader of the file explains it better.
+    # `Path.is_dir` would raise for a path that cannot be examined; the code that reads the file explains it better.
     return str(Path(config, CONFIG)) if os.path.isdir(config) else config  # noqa: PTH112
 
 
@@ -154,10 +155,10 @@ def _text(path: str, limit: int) -> str:
 
 
 def parse_config(text: str | bytes, file: str) -> Mapping[str, Any]:
-    """Read a config.json.
+    """Parse the text of a config.json.
 
     Raises:
-        Refused: CORRUPT if it is no JSON object, or has a key twice.
+        Refused: CORRUPT if the text is no JSON object, or has a key twice.
     """
     try:
         config = parse_json(text)
@@ -169,11 +170,11 @@ def parse_config(text: str | bytes, file: str) -> Mapping[str, Any]:
 
 
 def read_stored_config(storage: Storage, file: str = CONFIG) -> Mapping[str, Any]:
-    """Read config.json, or another config, from a checkpoint's folder; empty if it does not exist.
+    """Read config.json, or a config file of another name, from a checkpoint's folder; empty if there is no such file.
 
     Raises:
-        Refused: CORRUPT.
-        StorageError: IO.
+        Refused: CORRUPT, if the file holds no JSON object.
+        StorageError: IO, if the file cannot be read.
     """
     if file not in storage.names():
         return {}

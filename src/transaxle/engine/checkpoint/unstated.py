@@ -1,4 +1,4 @@
-"""Facts that a checkpoint does not state, as far as its model or its table proves them.
+"""Facts that a checkpoint does not state, but that its model or its family's table of tensor names proves.
 
 **Names of the parameters that torch's `optimizer.state_dict()` numbers.**
 
@@ -38,11 +38,11 @@ from transaxle.formats.torch_file.reader import TIES
 from transaxle.formats.training_state import GROUPS, PARAMS
 
 _TRAINER = "trainer_state.json"
-"""File beside the weights that Trainer writes."""
+"""File that transformers' Trainer writes beside the weights."""
 _DECAY = "weight_decay"
 _STEP = "step"
 _MOST_STATES = 20_000
-"""Cap on the partial assignments of parameters to groups that the search keeps at once."""
+"""Largest number of partial assignments of parameters to optimizer groups that the search keeps at once."""
 _HINT = (
     "Save the state by name from the program that trains: tx.save(model, FOLDER, to=…, optimizer=optimizer). "
     "To do without it: --no-optimizer (optimizer=False)."
@@ -50,11 +50,11 @@ _HINT = (
 
 
 InMemory = Callable[[Container], Mapping[str, Shape]]
-"""Returns the shapes of weights under the names that transformers' model has in memory."""
+"""A function that returns the shapes of stored weights under the parameter names of transformers' model in memory."""
 
 
 class _UnprovedError(Exception):
-    """The reason why the numbers of the parameters cannot be proved."""
+    """Carries the reason why the names of an optimizer's numbered parameters cannot be proved."""
 
 
 def names_by_number(
@@ -62,13 +62,13 @@ def names_by_number(
 ) -> dict[str, str]:
     """Return the names of an optimizer's numbered parameters, `#0` -> name.
 
-    torch and transformers are imported if the weights' files do not tell the order of the model's parameters.
+    torch and transformers are imported if the weight files do not tell the order of the model's parameters.
 
     Args:
-        weights: the model that the optimizer trains.
-        state: the optimizer's state, and the settings of its groups.
-        config: the config of the model; None: the one beside the weights.
-        in_memory: returns the weights under their names in memory, if their files have other names.
+        weights: the stored weights of the model that the optimizer trains.
+        state: the optimizer's state, and the settings of its parameter groups.
+        config: the config of the model; None: the config.json beside the weights.
+        in_memory: returns the weights' shapes under the model's names in memory, if the files have other names.
 
     Raises:
         Refused: UNSUPPORTED if the names cannot be proved.
@@ -95,7 +95,7 @@ def _prove_names(
     if weights.format == TORCH.name:
         omitted = weights.beside.union(weights.metadata.get(TIES, {}))
         parameter_shapes = {name: entry.shape for name, entry in weights.entries.items() if name not in omitted}
-    # the file does not show the parameters' order, or contains buffers as well
+    # the weights file does not show the order of the parameters, or also contains buffers
     if len(parameter_shapes) != len(numbers):
         model = _meta_model(config)
         parameter_shapes = _parameter_shapes(model, weights, in_memory)
@@ -119,7 +119,7 @@ def _prove_names(
 
 
 def _state_shapes(state: Container) -> dict[str, Shape]:
-    """Return the shape of each numbered parameter with state that has dims; all its state must have the same shape."""
+    """Return the shape of each numbered parameter, which all its optimizer state that has dims must share."""
     shapes: dict[str, Shape] = {}
     for full, entry in state.entries.items():
         number, key = split_slot(full)
@@ -134,14 +134,14 @@ def _state_shapes(state: Container) -> dict[str, Shape]:
 
 
 def assign_groups(order: Sequence[Shape], groups: Sequence[Sequence[Shape | None]]) -> tuple[list[int], int]:
-    """Assign parameters to groups, each of which receives its parameters in their order.
+    """Assign a model's parameters to optimizer groups, in each of which the parameters keep the model's order.
 
     Args:
-        order: shapes of the parameters.
-        groups: shapes that each group expects; None: any shape.
+        order: shapes of the parameters, in the model's order.
+        groups: shapes that each group expects, in its order; None: any shape.
 
     Returns:
-        The group of each parameter, and the number of possible assignments: 0, 1, or 2 for more.
+        The group of each parameter, and the number of possible assignments: 0, 1, or 2 for two or more.
     """
     partial_counts = {(0,) * len(groups): 1}
     origins: list[dict[tuple[int, ...], int]] = []
@@ -205,15 +205,15 @@ def _meta_model(config: Mapping[str, Any]) -> Any:
         with warnings.catch_warnings(), TemporaryDirectory() as folder, torch.device("meta"):
             warnings.simplefilter("ignore")
             Path(folder, CONFIG).write_text(json.dumps(config), "utf-8")
-            read = transformers.AutoConfig.from_pretrained(folder)  # reads nested configs right
+            read = transformers.AutoConfig.from_pretrained(folder)  # this function reads nested configs right
             model_class = getattr(transformers, name)
             return model_class.from_config(read) if hasattr(model_class, "from_config") else model_class(read)
-    except Exception as error:  # noqa: BLE001 - a model of an unknown config may raise anything
+    except Exception as error:  # noqa: BLE001 - the model class of an unknown config may raise anything
         raise _UnprovedError(f"transformers {transformers.__version__} cannot build {name}: {error!r}") from None
 
 
 def _parameter_shapes(model: Any, weights: Container, in_memory: InMemory) -> dict[str, Shape]:
-    """Return a model's parameters with their shapes, in its order; the weights must have the same."""
+    """Return a model's parameter names -> shapes, in the model's order; the stored weights must match."""
     registered = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stored: Mapping[str, Shape] = {name: entry.shape for name, entry in weights.entries.items()}
     why = ""
@@ -235,7 +235,7 @@ _TP = "tp"
 
 
 def cutter(settings: Settings) -> Cutter:
-    """Return a function that looks up in the tables how a checkpoint's parameters are cut.
+    """Return a function that looks up in the family's table how tensor parallelism cuts a checkpoint's parameters.
 
     Args:
         settings: the user's settings for the checkpoint.
@@ -265,7 +265,7 @@ def cutter(settings: Settings) -> Cutter:
 
 
 class _Tables:
-    """Divides parameters according to the lines of a dialect."""
+    """Divides parameters among tensor-parallel ranks according to the table lines of a dialect."""
 
     def __init__(self, sizes: Sizes, dialect: str, lines: Mapping[str, tuple[Line, Index]]) -> None:
         self._sizes, self._lines = sizes, lines

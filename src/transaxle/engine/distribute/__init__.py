@@ -1,1 +1,1 @@
-"""Executing one plan with many workers: work items as data, executors, and the commit."""
+"""Executing one conversion plan with many workers: work items as plain data, executors, and the final commit."""

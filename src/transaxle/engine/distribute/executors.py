@@ -1,4 +1,4 @@
-"""Executors, which hand the items of a plan to workers and collect their results.
+"""Executors, which hand the work items of a plan to workers and collect the workers' results.
 
 A scheduler needs a single method to be an executor. Pools with a method `submit` (of `concurrent.futures`, Dask, MPI or
 loky) are wrapped here, and so is a Ray cluster: Ray places items, retries them and moves them off lost machines.
@@ -19,33 +19,32 @@ from transaxle.extras import install
 from transaxle.move.journal import parse_result
 
 Work = Callable[[int], bytes]
-"""Does the item with a number, and returns its result. The function can be pickled, and called in any process that can
-read the source and the target's folder; calling it twice for an item, even concurrently, does no harm.
+"""A function that does the work item of a given number, and returns the item's result as bytes. It can be pickled, and
+called in any process that reaches the source and the target's folder; doing an item twice does no harm, even at once.
 """
 _TRIES = 3
-"""Number of attempts for an item whose worker meets an error of the machine."""
+"""How often a work item is tried if its worker meets an error of the machine, such as a failed read."""
 RETRIES = 10
-"""Number of retries that a scheduler is told to make for items whose worker or machine is lost, or met an error of the
-machine."""
+"""Number of retries that Ray is told to make for a work item whose worker or machine was lost, or had an I/O error."""
 _PATIENCE = 20.0
-"""Seconds in which workers must stop after they were cancelled."""
+"""Seconds that cancelled workers have to stop."""
 
 
 @runtime_checkable
 class Executor(Protocol):
-    """Hands items to workers, and collects the results."""
+    """Hands the work items of a plan to workers, and collects their results."""
 
     def run(self, work: Work, items: Sequence[WorkItem], take: Callable[[bytes], None]) -> None:
-        """Let workers do items; return when all are done and no worker is running.
+        """Let workers do work items; return when all items are done and no worker is running.
 
         Args:
             work: the function for a worker to call with an item's `number`.
             items: the items to do, in the order in which they should begin; `nbytes` is the size of an item.
-            take: must be called with each result, in any order, from one thread at a time; if an item was done twice,
-                with one result or both.
+            take: must be called with the result of each item, in any order, from one thread at a time; an item that was
+                done twice may pass one of its results or both.
 
         Raises:
-            Exception: an error of `work` that retrying cannot fix; no worker may be running then.
+            Exception: an error of `work` that retrying cannot fix; when it is raised, no worker may be running.
         """
 
 
@@ -54,11 +53,11 @@ class SubmitPool(Protocol):
     """A pool with the method `submit` of `concurrent.futures.Executor`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """Call a function in some worker."""
+        """Call a function in one of the pool's workers, and return a future of its result."""
 
 
 class InProcess:
-    """Does all items in this process, one after another."""
+    """Executor that does all work items in this process, one after another."""
 
     def run(self, work: Work, items: Sequence[WorkItem], take: Callable[[bytes], None]) -> None:
         """See `Executor`."""
@@ -67,7 +66,7 @@ class InProcess:
 
 
 class Pool:
-    """Lets a pool of workers do items.
+    """Executor that lets a pool of processes or threads do the work items.
 
     Args:
         pool: processes or threads: `concurrent.futures.ProcessPoolExecutor`, or an object with the same `submit`.
@@ -77,7 +76,7 @@ class Pool:
         self._pool = pool
 
     def run(self, work: Work, items: Sequence[WorkItem], take: Callable[[bytes], None]) -> None:
-        """See `Executor`; an item that fails with an error of the machine is retried."""
+        """See `Executor`; a work item that fails with an error of the machine (such as a failed read) is retried."""
         tries = {item.number: 1 for item in items}
         running = {self._pool.submit(work, item.number): item.number for item in items}
         try:
@@ -101,7 +100,7 @@ class Pool:
 
 
 def _do_and_log(work: Work, number: int) -> bytes:
-    """Do an item in a worker of the cluster; Ray keeps its output in a log."""
+    """Do a work item in a worker of the Ray cluster; Ray keeps what the worker prints in a log."""
     sys.stderr.write(f"transaxle item {number}: begun\n")
     try:
         text = work(number)
@@ -115,12 +114,12 @@ def _do_and_log(work: Work, number: int) -> bytes:
 
 
 class RayCluster:
-    """Hands items to a Ray cluster.
+    """Executor that hands the work items to a Ray cluster.
 
     Args:
         address: `ray://HOST:PORT` of a cluster; None: the cluster that runs here or is named by `RAY_ADDRESS`, or else
-            a local one that is started, and stopped afterwards.
-        cpus: number of CPUs that Ray reserves for an item.
+            a local cluster that is started for the run and stopped afterwards.
+        cpus: number of CPUs that Ray reserves for each item.
     """
 
     def __init__(self, address: str | None = None, *, cpus: int = 1) -> None:
@@ -144,17 +143,17 @@ class RayCluster:
                 while running:
                     (finished,), _ = ray.wait(list(running), num_returns=1)
                     take(_task_result(ray, finished, running.pop(finished)))
-            finally:  # a worker that does not stop is noticed when the stage is taken back
+            finally:  # a worker that does not stop is noticed later, when this process locks the staged files again
                 for task_reference in running:
                     ray.cancel(task_reference, force=True)
                 if running:
                     ray.wait(list(running), num_returns=len(running), timeout=_PATIENCE)
 
     def _refuse_too_many(self, ray: Any) -> None:
-        """Refuse items that need more CPUs than any node has, because Ray would wait for ever.
+        """Refuse work items that need more CPUs than any node of the cluster has, because Ray would wait for ever.
 
         Raises:
-            Refused: UNSUPPORTED.
+            Refused: UNSUPPORTED, if no node has `cpus` CPUs.
         """
         largest_node = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
         if 0 < largest_node < self._cpus:
@@ -169,10 +168,10 @@ class RayCluster:
 
     @contextmanager
     def _connect(self) -> Iterator[Any]:
-        """Yield the module `ray`, connected to a cluster.
+        """Yield the imported module `ray`, connected to a cluster.
 
         Raises:
-            Refused: UNSUPPORTED if it is not installed.
+            Refused: UNSUPPORTED if Ray is not installed.
             StorageError: IO if there is no cluster at the address.
         """
         try:
@@ -195,10 +194,10 @@ class RayCluster:
 
 
 def _task_result(ray: Any, reference: Any, item: WorkItem) -> bytes:
-    """Return the result of an item's task.
+    """Return the result of the Ray task that does a work item.
 
     Raises:
-        TransaxleError: the error of the item; IO if Ray gave up.
+        TransaxleError: the error with which the work item failed; IO if Ray gave the task up.
     """
     from ray.exceptions import RayError, RayTaskError
 

@@ -1,7 +1,7 @@
-"""A worker: opens the source once, does one item after another, and stores a result for each.
+"""A worker: opens the source once, does one work item after another, and stores a result for each item.
 
-Several workers may do the same item, or do it again: all write the same bytes to the same places, and the result
-appears beside the staged files in one step, when the bytes are durable. A commit only begins when no worker is left.
+Several workers may do the same item, or one may do it twice: each time the same bytes go to the same places, and the
+item's result appears in one step when the bytes are durable. A commit only begins when no worker is left.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from transaxle.move.workers import Limits, Progress, limits, no_progress
 
 
 class OpenPlan:
-    """A plan in a worker process: a context that opens its source, and plans, when first needed.
+    """A plan in a worker process: a context that opens the plan's source, and plans again, only when that is needed.
 
     Args:
         plan: the plan to execute.
-        prepared: the same plan, if its source is already open in this process; it stays open.
-        progress: called with the bytes of each block written.
+        prepared: the same plan, if its source is already open in this process; the source stays open afterwards.
+        progress: called with the number of bytes of each block written.
 
     Raises:
-        TransaxleError: errors of opening the source; CORRUPT if it has changed since planning.
+        TransaxleError: errors of opening the source; CORRUPT if the source has changed since planning.
     """
 
     def __init__(self, plan: WorkPlan, prepared: Prepared | None = None, progress: Progress = no_progress) -> None:
@@ -56,7 +56,7 @@ class OpenPlan:
         self._prepared: Prepared | None = None
         self._place: WorkPlace | None = None if is_url(plan.order.target) else work_place(plan)
         self._storage: Storage | None = None
-        """Storage of the source, if the parts of the items are stored."""
+        """Files of the source, open if the plan's parts for the work items are stored; None: the worker must plan."""
         try:
             if prepared is not None:
                 self._check(prepared)
@@ -70,7 +70,7 @@ class OpenPlan:
 
     def _refuse_changed(self, storage: Storage) -> None:
         if is_url(self.plan.order.source):
-            return  # over a network, only the files that an item reads are checked
+            return  # of a source on a network, only the files that a work item reads are checked
         problems = list[Refusal]()
         state = state_of(storage, self.plan.files, problems)
         if problems:
@@ -78,7 +78,7 @@ class OpenPlan:
         refuse_changed(self.plan.task, msgspec.structs.replace(self.plan.task, state=state))
 
     def _check(self, prepared: Prepared) -> None:
-        """Check that a plan made in this process is the planned one and has no refusals, and keep it for the items."""
+        """Check that a plan made in this process equals the given plan and has no refusals; keep it for the items."""
         problems = list[Refusal]()
         task = task_of(prepared, problems)
         if problems:
@@ -90,11 +90,11 @@ class OpenPlan:
 
     @property
     def prepared(self) -> Prepared:
-        """The plan with its source open; opened and planned at the first access.
+        """The plan with its source open; the first access opens the source and plans again.
 
         Raises:
-            TransaxleError: errors of opening and planning; CORRUPT if the source has changed since; UNSUPPORTED if this
-                program makes another plan.
+            TransaxleError: errors of opening and planning; CORRUPT if the source has changed since planning;
+                UNSUPPORTED if this installation makes a different plan.
         """
         with self._lock:
             if self._prepared is None:
@@ -106,7 +106,7 @@ class OpenPlan:
 
     @property
     def place(self) -> WorkPlace:
-        """The place where workers write; raises like `prepared`, which a service needs."""
+        """The place where workers write; for a target on a service, raises like `prepared`."""
         with self._lock:
             if self._place is None:
                 self._place = work_place(self.plan, self.prepared)
@@ -121,11 +121,12 @@ class OpenPlan:
         self._stack.close()
 
     def do(self, number: int) -> ItemResult:
-        """Do an item, unless it is done already, and return its result.
+        """Do a work item, unless it is done already, and return its result.
 
         Raises:
-            TransaxleError: errors of planning, reading and writing; UNEQUAL_COPIES; CORRUPT if the source was changed
-                meanwhile; EXISTS or INCOMPLETE if other work, or no work, has begun.
+            TransaxleError: errors of planning, reading and writing; UNEQUAL_COPIES if copies that should be equal are
+                not; CORRUPT if the source was changed meanwhile; EXISTS if work on a different conversion has begun at
+                the target; INCOMPLETE if no work has begun there.
         """
         item, place = self.plan.items[number], self.place
         with place.open_writer(item) as writer:
@@ -138,7 +139,7 @@ class OpenPlan:
             return writer.store(_do_part(self.plan, item, part, storage, recoding, limit, writer.files, self._progress))
 
     def _part_of(self, item: WorkItem) -> tuple[PlanPart, Storage, Recoding]:
-        """Return the part of an item, stored or planned, with its source."""
+        """Return a work item's part of the plan (stored, or planned again), the source's files, and computed views."""
         part = None if self._storage is None else self.place.read_part(item)
         if part is None or self._storage is None:
             container = self.prepared.checkpoint.container
@@ -149,10 +150,10 @@ class OpenPlan:
 
 
 def write_parts(plan: WorkPlan, prepared: Prepared, scratch: Path) -> None:
-    """Store the part of each item, for workers that do not plan.
+    """Store each work item's part of the plan, so that workers need not plan again.
 
     Raises:
-        StorageError: IO, NO_SPACE.
+        StorageError: IO, if the file cannot be written; NO_SPACE, if the disk is full.
     """
     if not any(item.key for item in plan.items):
         return
@@ -200,11 +201,11 @@ def _do_part(
 
 
 class CombinedResults:
-    """The combined results of several items of one task.
+    """The combined results of several work items of one task (one conversion of one source).
 
     Args:
-        results: results of items.
-        task: the task; results of other tasks are ignored.
+        results: results of work items.
+        task: the task whose results count; results of different tasks are ignored.
     """
 
     def __init__(self, results: Iterable[ItemResult], task: Task) -> None:
@@ -214,7 +215,7 @@ class CombinedResults:
         self._measured = {name for result in own_results for name in result.measured}
 
     def has(self, item: WorkItem, part: PlanPart) -> bool:
-        """Tell whether the results cover an item with this part completely."""
+        """Tell whether the results cover a work item, given its part of the plan, completely."""
         return (
             all(tensor.name in self._tensors for tensor in part.tensors)
             and self._checks.issuperset(numbers(item.checks))
@@ -223,10 +224,10 @@ class CombinedResults:
 
 
 def refuse_changed(planned: Task, actual: Task) -> None:
-    """Refuse a source other than the planned one, or a program that plans differently.
+    """Refuse a source that differs from the planned source, or an installation that makes a different plan.
 
     Raises:
-        Refused: CORRUPT, UNSUPPORTED.
+        Refused: CORRUPT, if the source's files changed; UNSUPPORTED, if the plan differs.
     """
     if planned.state != actual.state:
         message = "the source's files are not those of the plan: they were changed or replaced since"
@@ -240,23 +241,23 @@ def refuse_changed(planned: Task, actual: Task) -> None:
 
 _lock = RLock()
 _opened: dict[str, OpenPlan] = {}
-"""The plan that this process works on, by the hash of its text."""
+"""Hash of a plan's text -> the open plan; holds only the plan that this process works on."""
 
 
 def do_item(text: bytes, number: int) -> bytes:
-    """Do an item of a plan in this process; executors call it in their workers.
+    """Do a work item of a plan in this process; executors call this function in their workers.
 
     The plan stays open for later items; `close_plan` closes it.
 
     Args:
-        text: `WorkPlan.text`.
-        number: number of the item.
+        text: the plan as text, from `WorkPlan.text`.
+        number: number of the work item.
 
     Returns:
-        `ItemResult.text`.
+        The item's result as text, from `ItemResult.text`.
 
     Raises:
-        TransaxleError: as for `OpenPlan` and its method `do`.
+        TransaxleError: any error that `OpenPlan` or its method `do` raises.
     """
     key = digest(text)
     with _lock:
@@ -269,12 +270,12 @@ def do_item(text: bytes, number: int) -> bytes:
 
 @contextmanager
 def lend_source(plan: WorkPlan, prepared: Prepared, progress: Progress = no_progress) -> Iterator[None]:
-    """Let `do_item` use the source that is open in this process, until the block ends.
+    """Return a context in which `do_item` uses a source that is already open in this process.
 
     Args:
         plan: the plan to execute.
         prepared: the same plan with its source open.
-        progress: called with the bytes of each block that this process writes.
+        progress: called with the number of bytes of each block that this process writes.
     """
     with _lock:
         _close()

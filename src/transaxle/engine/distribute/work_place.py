@@ -1,7 +1,7 @@
-"""Where workers write: into the hidden folder beside the target, or whole files of an upload to a service.
+"""Where workers write: into the hidden folder beside the target, or to an object service, as whole uploaded files.
 
-Both store the results of items, so that any process can see what is done. In the folder a lock prevents a premature
-commit; a service has no lock, and accepts nothing more once an upload is complete.
+Folder and service also store the results of work items, so that any process can see what is done. In the folder a lock
+prevents a premature commit; a service has no lock, but accepts nothing more once an upload is complete.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ _THERE = (
 
 
 class WorkPlace(Protocol):
-    """The place where workers execute a plan."""
+    """The place where workers write a plan's target and store the results of their work items."""
 
     def refuse_not_begun(self) -> None:
         """Refuse to write if no work on the plan has begun.
 
         Raises:
-            UsageError: EXISTS if another conversion has begun there.
-            Refused: INCOMPLETE if nothing has begun there.
+            UsageError: EXISTS if work on a different conversion has begun in this place.
+            Refused: INCOMPLETE if no work has begun in this place.
         """
 
     def results(self, item_numbers: Iterable[int] | None = None) -> dict[int, ItemResult]:
-        """Return results of items, all of them or some, by number."""
+        """Return item number -> stored result, for all work items that have one, or only for the given numbers."""
 
     def read_part(self, item: WorkItem) -> PlanPart | None:
-        """Return the stored part of an item; None if it is not stored, so that the worker must plan.
+        """Return the stored part of the plan for a work item; None if none is stored and the worker must plan again.
 
         Raises:
-            StorageError: IO.
+            StorageError: IO, if the stored part cannot be read.
         """
 
     def open_writer(self, item: WorkItem) -> AbstractContextManager[ItemWriter]:
-        """Return a context with a writer for an item's bytes and its result."""
+        """Return a context with a writer for a work item's bytes and its result."""
 
 
 class ItemWriter(Protocol):
-    """Writes the bytes of an item."""
+    """Writes the bytes of one work item, and its result."""
 
     @property
     def files(self) -> Writable:
-        """The files to write into."""
+        """The target files into which the work item writes."""
 
     def store(self, result: ItemResult) -> ItemResult:
-        """Make the bytes durable, then store the result, and return it."""
+        """Make the written bytes durable, then store the item's result and return the result."""
 
 
 def work_place(plan: WorkPlan, prepared: Prepared | None = None) -> WorkPlace:
@@ -79,13 +79,13 @@ def work_place(plan: WorkPlan, prepared: Prepared | None = None) -> WorkPlace:
 
     Args:
         plan: the plan to execute.
-        prepared: the same plan with its source open; needed for a service.
+        prepared: the same plan with its source open; needed if the target is on a service.
     """
     return _FolderPlace(plan) if prepared is None or not is_url(plan.order.target) else _ServicePlace(plan, prepared)
 
 
 class _FolderPlace:
-    """The hidden folder beside the target.
+    """The hidden folder beside the target, as the place where workers write.
 
     Args:
         plan: the plan to execute.
@@ -146,7 +146,7 @@ class _FolderWriter:
 
 
 class _ServicePlace:
-    """Uploads of whole files, and the objects beside the target on a service.
+    """An object service as the place where workers write: uploads of whole files, and result objects beside the target.
 
     Args:
         plan: the plan to execute.
@@ -162,7 +162,7 @@ class _ServicePlace:
 
     @property
     def _upload(self) -> SharedUpload:
-        """The target, opened in this process: clients cannot be shared between processes."""
+        """The target's upload, opened anew in each process, because processes cannot share a service client."""
         from transaxle.formats.store.shared_upload import SharedUpload
 
         if self._open_upload is None or self._open_upload[0] != os.getpid():
@@ -185,7 +185,7 @@ class _ServicePlace:
         return results_on(self._upload, self._current_upload().token, item_numbers)
 
     def read_part(self, item: WorkItem) -> PlanPart | None:  # noqa: ARG002 - as in a folder
-        """Return None: to send files, a worker needs their headers, and so the plan."""
+        """Return None, because a worker that sends whole files needs their headers, and so must plan."""
         return None
 
     @contextmanager
@@ -206,7 +206,7 @@ class _ServicePlace:
             files.close()
 
     def _parts_on_service(self, started_upload: UploadRecord, item: WorkItem) -> Mapping[str, Mapping[int, StoredPart]]:
-        """Return the stored parts of each file, of workers that left no result; each file is asked about only once."""
+        """Return the uploaded parts of each file, from workers that left no result; ask the service once per file."""
         for file in item.files:
             if (started_upload.token, file) not in self._part_cache and file in started_upload.uploads:
                 parts = self._upload.calls.list_parts(started_upload.places[file], started_upload.uploads[file], file)
@@ -223,7 +223,7 @@ class _ServiceWriter:
         self._item = item
 
     def store(self, result: ItemResult) -> ItemResult:
-        """See `ItemWriter`; digests inside a file are written here too, as all tensors of that file are in one item."""
+        """See `ItemWriter`; also writes digests inside a file, because one work item writes all of its tensors."""
         draft = self._prepared.draft
         if self._item.files and draft.seal is not None:
             tensors = join_spans(self._prepared.plan, result.finished)
@@ -234,15 +234,15 @@ class _ServiceWriter:
 
 
 def results_on(upload: SharedUpload, token: str, item_numbers: Iterable[int] | None = None) -> dict[int, ItemResult]:
-    """Return the results beside a target on a service, without those of earlier beginnings of the work.
+    """Return the results of work items that are stored beside a target on a service, since the work was last begun.
 
     Args:
-        upload: the target.
-        token: identifies the current beginning.
-        item_numbers: numbers of items; None: all.
+        upload: the target's upload.
+        token: identifies the last beginning of the work; results with a different token are ignored.
+        item_numbers: numbers of the work items to look for; None: all.
 
     Raises:
-        StorageError: IO.
+        StorageError: IO, if the service fails.
     """
     results = {}
     for number in upload.hidden.numbers() if item_numbers is None else item_numbers:
@@ -254,7 +254,7 @@ def results_on(upload: SharedUpload, token: str, item_numbers: Iterable[int] | N
 
 
 def division_of(plan: WorkPlan) -> str:
-    """Return a hash of the division of a plan: which item writes which files."""
+    """Return a hash of how a plan is divided among work items: which item writes which files."""
     return digest(msgspec.json.encode([item.files for item in plan.items]))
 
 
@@ -269,10 +269,10 @@ def task_from(text: str) -> Task:
 
 
 def refuse_existing(plan: WorkPlan) -> None:
-    """Refuse to begin if the target exists, unless the plan replaces it.
+    """Refuse to begin the work if the target exists, unless the plan replaces the target.
 
     Raises:
-        UsageError: EXISTS.
+        UsageError: EXISTS, if the target exists.
     """
     if _exists(plan):
         raise refuse("EXISTS", "the target already exists", file=plan.order.target, hint=_THERE)

@@ -1,1 +1,1 @@
-"""Planning a conversion, completely, before any byte is moved."""
+"""Planning a whole conversion of a checkpoint before any byte is moved."""

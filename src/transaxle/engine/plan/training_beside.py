@@ -1,10 +1,10 @@
-"""Training state beside a model: the optimizer's, whose parameters must be in the target, and other state.
+"""Training state beside a model: optimizer state, whose parameters must be in the target, and other state.
 
-Other state does not belong to a model on a hub, and does not count when two checkpoints are compared.
+Training state does not belong to a model on a hub, and does not count when two checkpoints are compared.
 
-Optimizer state that no reader looks for is lost silently, and a reader that expects more state begins with zeros. A
-parameter without state is no error by itself: frozen parameters have none, and torch creates it with the first
-gradient.
+Optimizer state under a name that no program reads is lost silently, and a program that misses state begins with zeros.
+A parameter without optimizer state is no error by itself: frozen parameters have none, and torch creates the state with
+the first gradient.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from transaxle.formats.training_state import (
 )
 
 _MODEL = "model"
-"""Name under which a model is nested if the source is no state dict, which would have its own nesting, or none."""
+"""Key under which the target's state dict nests the model, if the source is no state dict whose nesting can be kept."""
 _States = Mapping[str, AbstractSet[str]]
-"""Parameter -> its kinds of state, such as `exp_avg`."""
+"""Parameter name -> the kinds of optimizer state that it has, such as `exp_avg`."""
 _LISTED = 4
-"""Number of names that a refusal or a note lists."""
+"""Number of parameter names that a refusal or a note lists at most."""
 _NUMBER = "#"
-"""Prefix of the placeholder for a parameter that only has a number."""
+"""Prefix of the placeholder name of a parameter that the optimizer knows only by number."""
 _WITHOUT = "or leave the optimizer's state out: --no-optimizer (optimizer=False)."
 
 
 def without_training(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the same checkpoint without training state and modules' extra state, all listed as left behind."""
+    """Return the checkpoint without training state and modules' extra state, and list what was left behind."""
     items = checkpoint.container.training
     training_names = set(checkpoint.container.beside)
     training_names.update(name for name in checkpoint.container.entries if EXTRA_STATE in name and is_extra_state(name))
@@ -69,12 +69,12 @@ def without_training(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def training_only_in(first: Checkpoint, second: Checkpoint) -> set[str]:
-    """Return the tensors of training state that only the first checkpoint has."""
+    """Return the names of training-state tensors that only the first checkpoint has."""
     return {name for name in first.container.beside if name not in second}
 
 
 def writable_items(checkpoint: Checkpoint, kind: Format) -> dict[KeyPath, object]:
-    """Return path -> value of the training state that a format stores unchanged: plain data that was no tensor."""
+    """Return key path -> value of the training state that is no tensor and that the target format stores unchanged."""
     if "training" not in kind.draft_takes:
         return {}
     items = ((item.path, item.plain()) for item in checkpoint.container.training)
@@ -82,7 +82,7 @@ def writable_items(checkpoint: Checkpoint, kind: Format) -> dict[KeyPath, object
 
 
 def unwritten_items(checkpoint: Checkpoint, written_paths: Collection[KeyPath]) -> Iterator[str]:
-    """Yield names of training state that is left behind, except containers of which everything is written."""
+    """Yield names of training state that is left behind; a dict or list whose whole content is written is not named."""
     paths = [item.path for item in checkpoint.container.training if not item.is_tensor]
     for name in checkpoint.container.metadata.get(LEFT_BEHIND, ()):
         inner_paths = [path for path in paths if f"{join_path(path)}.".startswith(f"{name}.")]
@@ -91,10 +91,10 @@ def unwritten_items(checkpoint: Checkpoint, written_paths: Collection[KeyPath]) 
 
 
 def state_dict_nesting(checkpoint: Checkpoint, names: Collection[str]) -> Nesting | None:
-    """Return how to nest the state dict of a single file, as the source nests it; None if the file has only a model.
+    """Return how to nest the state dict of a single-file target, as the source nests it; None for a model alone.
 
     Args:
-        checkpoint: the source.
+        checkpoint: the source checkpoint.
         names: names of all output tensors.
     """
     container = checkpoint.container
@@ -106,7 +106,7 @@ def state_dict_nesting(checkpoint: Checkpoint, names: Collection[str]) -> Nestin
 
 
 def has_state_of_other_names(checkpoint: Checkpoint) -> bool:
-    """Tell whether optimizer state belongs to parameters stored in parts, or under names of another dialect."""
+    """Tell whether optimizer state is for parameters stored in parts, or has the parameter names of another dialect."""
     names = checkpoint.container.entries
     if all(split_slot(name)[0] in names for name in names) or checkpoint.family is None:
         return False
@@ -115,10 +115,10 @@ def has_state_of_other_names(checkpoint: Checkpoint) -> bool:
 
 
 def refuse_misplaced_state(checkpoint: Checkpoint, view: View, kind: Format, target_dialect: str) -> list[Refusal]:
-    """Refuse state without its parameter, and parameters that lack part of the state that similar ones have.
+    """Refuse optimizer state without its parameter, and parameters that lack some state that similar parameters have.
 
-    If names are kept (`identity`), both are kept too, unless the format stores a parameter's values together with its
-    state.
+    A target with the source's own names (`identity`) keeps such tensors, unless its format stores a parameter's values
+    together with its optimizer state.
 
     Args:
         checkpoint: the source.
@@ -147,7 +147,7 @@ def refuse_misplaced_state(checkpoint: Checkpoint, view: View, kind: Format, tar
 
 
 def state_notes(checkpoint: Checkpoint, view: View, target_dialect: str) -> Iterator[str]:
-    """Yield notes on a target's optimizer state; for the arguments see `refuse_misplaced_state`."""
+    """Yield notes for the user on a target's optimizer state; for the arguments see `refuse_misplaced_state`."""
     states = _states(view)
     if target_dialect == IDENTITY:
         if orphans := _orphans(checkpoint, view, states, target_dialect):
@@ -168,7 +168,7 @@ def state_notes(checkpoint: Checkpoint, view: View, target_dialect: str) -> Iter
 
 
 def _states(view: View) -> dict[str, set[str]]:
-    """Return parameter -> its kinds of state."""
+    """Return parameter name -> the kinds of optimizer state that it has."""
     states: defaultdict[str, set[str]] = defaultdict(set)
     for parameter, slot in map(split_slot, view.targets):
         if slot != WEIGHT:
@@ -177,7 +177,7 @@ def _states(view: View) -> dict[str, set[str]]:
 
 
 def _orphans(checkpoint: Checkpoint, view: View, states: _States, target_dialect: str) -> list[str]:
-    """Return the parameters with state whose values, whole or in parts, are not in the target."""
+    """Return the parameters that have optimizer state but are missing in the target, whole and in parts."""
     without_values = [name for name in states if name not in view.targets and name not in view.encoded]
     if not without_values:
         return []
@@ -196,7 +196,7 @@ def _orphans(checkpoint: Checkpoint, view: View, states: _States, target_dialect
 
 
 def _presumably_fused(checkpoint: Checkpoint, states: _States, target_dialect: str) -> list[tuple[str, str]]:
-    """Return (name, condition) of parameters that are written as fused although no config says so."""
+    """Return (name, condition) of parameters that are written fused although no config calls them fused."""
     dialect = pick_dialect(checkpoint.reading.family, target_dialect)
     if dialect is checkpoint.reading.dialect and checkpoint.format != UNIVERSAL.name:
         return []
@@ -211,10 +211,10 @@ def _presumably_fused(checkpoint: Checkpoint, states: _States, target_dialect: s
 
 
 def _partial_state(checkpoint: Checkpoint, view: View, states: _States) -> dict[tuple[str, ...], list[str]]:
-    """Return kinds of state -> parameters that lack them, although similar parameters have them.
+    """Return kinds of optimizer state -> parameters that lack these kinds, although similar parameters have them.
 
-    Parameters are similar if they are in the same group and have the same number of dims. Full-precision copies do not
-    count, because only weights of lower precision have some.
+    Parameters are similar if they are in the same parameter group and have the same number of dims. Full-precision
+    copies of weights do not count as state here, because only weights of lower precision have such copies.
     """
     groups = group_numbers(rename_groups(checkpoint.container.metadata.get(GROUPS, ()), view.targets, []))
     similar: defaultdict[tuple[int | None, int], dict[frozenset[str], list[str]]] = defaultdict(dict)
@@ -236,6 +236,6 @@ def _where(names: Sequence[str]) -> Where:
 
 
 def _list_names(names: Sequence[str]) -> str:
-    """Return a number of parameters with the first of their names."""
+    """Write how many parameters there are, with the first few of their names."""
     ellipsis = ", …" if len(names) > _LISTED else ""
     return f"{plural(len(names), 'parameter')} ({', '.join(names[:_LISTED])}{ellipsis})"

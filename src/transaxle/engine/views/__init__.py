@@ -1,1 +1,1 @@
-"""Views of stored tensors: decoded, encoded or cast, and with scales in row-major order."""
+"""Views that show stored tensors decoded, encoded or cast, or show their quantization scales in row-major order."""

@@ -1,8 +1,8 @@
-"""Casts: plain floating-point tensors shown in another dtype, and cast when they are read.
+"""Casts: views that show plain floating-point tensors in another dtype, and cast the values when they are read.
 
 Encoded tensors (see `decode`) and integers are not cast. Optimizer state, scales of a quantized model's cache,
-and tensors that a family's table marks as `precise` keep their dtype unless patterns name them; the plan lists
-them.
+and tensors that a family's table marks as `precise` keep their dtype unless the user's patterns name them; the plan
+lists the tensors that keep their dtype.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from transaxle.formats.training_state import OPTIMIZER
 from transaxle.move.transfer import Readable
 
 _FILE = "\0cast "
-"""Prefix of the names of virtual files."""
+"""Prefix of the names of the virtual files that hold cast values."""
 BAND = 1 << 18
-"""Elements that are cast at a time."""
+"""Number of tensor elements that are cast at a time."""
 
 
 class Caster:
@@ -41,13 +41,13 @@ class Caster:
 
     Args:
         entry: the tensor to cast.
-        source: source that turns it into transfers.
-        reader: reads the files.
+        source: turns the entry into transfers (reads of byte ranges).
+        reader: reads the files that store the tensor.
         dtype: safetensors code of the target dtype.
     """
 
     action: ClassVar[Action] = "cast"
-    """Name of the operation in reports."""
+    """Name of this operation in reports."""
 
     def __init__(self, entry: Entry, source: Source, reader: Readable, dtype: Wide) -> None:
         self.entry = entry
@@ -57,14 +57,14 @@ class Caster:
 
     @property
     def nbytes(self) -> int:
-        """Size of the values in bytes."""
+        """Size of the cast values in bytes."""
         return nbytes(self.dtype, self.entry.shape)
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill a view with the bytes of the values, beginning at `offset`.
+        """Fill a memory view with bytes of the cast values, beginning at byte `offset` of the values.
 
         Raises:
-            TransaxleError: any error of the reader.
+            TransaxleError: any error of reading the stored tensor.
         """
         from transaxle.encodings.arithmetic.scaling import cast
 
@@ -83,7 +83,7 @@ class Caster:
         return RecodedTensor(self.entry.name, self.action, self.entry.dtype, "", self.dtype, self.entry.shape)
 
     def measure(self) -> tuple[Error, int]:
-        """Return the error of the cast values, and how many finite values became infinite."""
+        """Return the rounding error of the cast values, and how many finite values became infinite."""
         from transaxle.encodings.arithmetic.scaling import cast, cast_error
 
         total, infinite = Error(), 0
@@ -103,7 +103,7 @@ class Caster:
 
 
 def precise_names(bound: BoundNames | None) -> frozenset[str]:
-    """Return the stored names that keep their dtype unless a pattern names them; see `precise` in tables."""
+    """Return the stored names of tensors that a family's table marks as `precise`, which only a pattern can select."""
     if bound is None:
         return frozenset()
     precise_tensors = bound.family.precise
@@ -114,19 +114,19 @@ def precise_names(bound: BoundNames | None) -> frozenset[str]:
 
 
 def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str], keep: frozenset[str]) -> Container:
-    """Return a container with plain tensors in another dtype.
+    """Return a container whose plain floating-point tensors are shown in another dtype.
 
     Args:
         catalog: the tensors of a container.
-        to: `bf16`, `fp16` or `fp32`.
-        only: patterns of the names to cast; default: all weights except those in `keep`.
-        skip: patterns of names that keep their dtype.
-        keep: names that are cast only if a pattern of `only` names them.
+        to: the dtype to cast to: `bf16`, `fp16` or `fp32`.
+        only: patterns of tensor names to cast; if empty, all weights except those in `keep`.
+        skip: patterns of tensor names that keep their dtype.
+        keep: tensor names that are cast only if a pattern of `only` matches them.
 
     Raises:
-        Refused: refusals of the catalog, as unknown codes or their scales could be cast; UNSUPPORTED for tensors that
-            may be scales of codes.
-        UsageError: AMBIGUOUS for an unknown type, if no tensor is plain, and for a pattern that matches none of them.
+        Refused: the catalog's own refusals, because a cast of unknown codes or scales would be wrong; UNSUPPORTED for
+            tensors that may be scales of codes.
+        UsageError: AMBIGUOUS for an unknown dtype, if no tensor is plain, or if a pattern matches no plain tensor.
     """
     if to not in CASTS:
         raise refuse("AMBIGUOUS", f"cannot cast to {to!r}", hint=f"Choose one of: {', '.join(CASTS)}.")
@@ -170,10 +170,10 @@ def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str],
 
 
 def refuse_scales_alone(names: Iterable[str], catalog: Catalog) -> Iterator[Refusal]:
-    """Yield refusals of tensors that must not be cast alone: they are scales of codes, or may be.
+    """Yield refusals of tensors that must not be cast alone, because they are (or may be) scales of quantized codes.
 
     Args:
-        names: stored names, or internal names of an encoded tensor's buffers.
+        names: stored tensor names, or internal names of an encoded tensor's buffers.
         catalog: the tensors of a container.
     """
     buffers = catalog.container.entries
@@ -192,7 +192,7 @@ def refuse_scales_alone(names: Iterable[str], catalog: Catalog) -> Iterator[Refu
 
 
 def _codes_around(name: str, codes_in: Mapping[str, Sequence[Entry]]) -> Iterator[Entry]:
-    """Yield the codes in the module of a tensor, then in the modules around it."""
+    """Yield the quantized codes in the module of a tensor, then the codes in the modules that contain this module."""
     holder = _module_name(name)
     while holder:
         yield from codes_in.get(holder, ())
@@ -204,5 +204,5 @@ def _may_scale(entry: Entry, codes: Entry) -> bool:
 
 
 def _module_name(name: str) -> str:
-    """Return the module of a tensor, or for optimizer state, its parameter."""
+    """Return the name of the module that holds a tensor; for optimizer state, the name of its parameter."""
     return name.rpartition("/" if name.startswith(OPTIMIZER) else ".")[0]
