@@ -71,11 +71,6 @@ def test_a_hub_cache(hub: Path, tmp_path: Path) -> None:
     assert tree(tmp_path / "hub") == before
 
 
-def test_a_link_to_a_hub_cache(hub: Path, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(hub)
-    assert tx.diff(tmp_path / "link", tmp_path / "local").equal
-
-
 def test_a_hub_cache_with_a_missing_blob(hub: Path) -> None:
     member = next(path for path in sorted(hub.iterdir()) if path.name.endswith(".safetensors"))
     member.resolve().unlink()

@@ -12,7 +12,6 @@ import transaxle
 from transaxle.formats import registry
 from transaxle.formats.catalog import Spec
 from transaxle.formats.registry import (
-    Clue,
     Format,
     builtin,
     every_format,
@@ -88,13 +87,6 @@ def test_no_two_formats_claim_a_file() -> None:
     ends = one_file_ends()
     assert len(set(ends)) == len(ends)
     assert not {end for kind in every_format() for end in kind.parts} & set(ends)
-
-
-def test_a_clue_that_is_imported_waits_for_its_hint() -> None:
-    for kind in every_format():
-        for clue in kind.clues:
-            assert isinstance(clue, Clue)
-            assert clue.hint or not isinstance(clue.candidates, str), kind.name
 
 
 def test_the_records_are_the_only_place_that_spells_a_format() -> None:

@@ -53,12 +53,6 @@ def test_short_runs_that_follow_one_another_in_the_file_need_no_large_block() ->
     assert block_ends(apart, size, 4 * MB) == [4 * MB, size]
 
 
-def test_a_given_length_is_kept() -> None:
-    assert block_ends(matrices([700, 700]), 1400, 8 * MB, 512) == [512, 1024, 1400]
-    assert block_ends([], 0, 8 * MB) == block_ends([], 0, 8 * MB, 512) == []
-    assert block_ends([], 5, 8 * MB) == [5]
-
-
 @given(st.lists(st.integers(1, 5 * MB), max_size=12), st.integers(0, 3 * MB), st.sampled_from([1 << 16, MB, 4 * MB]))
 def test_blocks_cover_a_tensor_in_order_and_fit(sizes: list[int], padding: int, buffer: int) -> None:
     transfers, size = matrices(sizes), sum(sizes) + padding

@@ -72,13 +72,6 @@ def test_what_no_rank_sees_whole_is_not_hashed() -> None:
     assert files.digests == {}
 
 
-def test_parts_of_places() -> None:
-    data = bytes(range(99, 103))
-    found = [(file, at, bytes(part)) for file, at, part in Places(PLACES).locate(99, memoryview(data))]
-    assert found == [("a", 149, b"c"), ("b", 7, b"d"), ("a", 0, b"ef")]
-    assert list(Places(PLACES).locate(150, memoryview(bytes(10)))) == []
-
-
 COLUMNS = tuple(Transfer("ab"[n], 20, 3 * n, 3, ((10, 3, 6),)) for n in range(2))
 """Ten rows of six bytes, three columns of each in either file."""
 APART = (Transfer("a", 20, 0, 2, ((5, 20, 12), (3, 4, 4))), Transfer("b", 0, 2, 2, ((5, 6, 12), (3, 2, 4))))

@@ -6,7 +6,6 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +19,14 @@ from tests.checkpoints import write
 from tests.engine.killed import one_by_one
 from transaxle.engine.duplicates import Pair, TensorPair
 from transaxle.errors import Refused
-from transaxle.formats.catalog import NUMBERS, Checksum, NumbersInMemory
+from transaxle.formats.catalog import Checksum
 from transaxle.formats.checksums import Witness
 from transaxle.formats.storage import copier
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.formats.storage.storage import InMemoryFile, Storage, SubFolder, VirtualFiles
+from transaxle.formats.storage.storage import InMemoryFile, Storage, VirtualFiles
 from transaxle.formats.store.staging import Writer
 from transaxle.move import workers
-from transaxle.move.journal import HashingFiles, ItemHash
+from transaxle.move.journal import HashingFiles
 from transaxle.move.mover import Movement
 from transaxle.move.transfer import Transfer
 from transaxle.move.workers import Item, Limits, Worker
@@ -202,25 +201,6 @@ def test_spans_of_a_large_item_are_taken_by_any_worker(
     assert digests == {0: xxhash.xxh3_128_hexdigest("".join(spans).encode()), 1: xxhash.xxh3_128_hexdigest(b"")}
 
 
-def test_storages_on_top_of_files_say_what_their_files_are(way: str, folder: Path, tmp_path: Path) -> None:
-    assert way in WAYS
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "one").write_bytes(DATA["0.bin"].tobytes())
-    below = LocalStorage(tmp_path)
-    numbers = NumbersInMemory(VirtualFiles(SubFolder(below, "sub"), {"made": InMemoryFile(b"0123456789")}))
-    extent = numbers.add(b"ABCDEF")
-    parts = [
-        Transfer("one", 9, 0, 400),
-        Transfer("made", 2, 400, 5),
-        Transfer(NUMBERS, extent.offset + 1, 405, 3),
-        Transfer("one", 1000, 408, 70),
-    ]
-    files, _ = moved(numbers, tmp_path / "out", [(478, parts)])
-    assert files == [DATA["0.bin"][9:409].tobytes() + b"23456BCD" + DATA["0.bin"][1000:1070].tobytes()]
-    below.close()
-    assert folder.is_dir()
-
-
 @pytest.mark.parametrize("flipped", [False, True])
 def test_checksums_are_taken_on_the_way(way: str, tmp_path: Path, flipped: bool) -> None:
     data = DATA["1.bin"].copy()
@@ -289,46 +269,6 @@ def test_a_step_that_fails_says_what_is_wrong_and_ends_no_item(way: str, storage
     assert caught.value.where.file == "0.bin"
     assert ended == {0: xxhash.xxh3_128_hexdigest(DATA["1.bin"][:100].tobytes())}, "what came before it is there"
     writer.close()
-
-
-def test_few_files_are_open_at_once(way: str, tmp_path: Path) -> None:
-    assert way in WAYS
-    names = [f"{number:03}" for number in range(300)]
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in names:
-        (source / name).write_bytes(name.encode())
-    below = LocalStorage(source)
-    most = 0
-
-    class Watched(SubFolder):
-        def name_below(self, name: str) -> str:
-            nonlocal most
-            most = max(most, len(os.listdir("/proc/self/fd")))  # noqa: PTH208 - names are not needed
-            return name
-
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    parts = [Transfer(name, 0, 3 * number, 3) for number, name in enumerate(names)]
-    files, _ = moved(Watched(below, ""), tmp_path / "out", [(900, parts)])
-    assert files == ["".join(names).encode()]
-    assert most < before + 140, "as many as are kept open when idle"
-    below.close()
-
-
-@given(st.lists(st.integers(0, 3000), max_size=6), st.booleans())
-def test_hashes_are_those_of_the_package(cuts: list[int], hidden: bool) -> None:
-    data = bytearray(DATA["2.bin"][:3000])
-    hashed = ItemHash(1100)
-    edges = sorted({0, 3000, *cuts})
-    steps = copier.Steps()
-    with pytest.MonkeyPatch.context() as patch:
-        if hidden:
-            patch.setattr(copier, "load_hash", lambda: None)
-        for start, stop in pairwise(edges):
-            hashed.add_update(steps, start, memoryview(data)[start:stop])
-        steps.run()
-    spans = [xxhash.xxh3_128_hexdigest(data[at : at + 1100]) for at in (0, 1100, 2200)]
-    assert hashed.hexdigest() == xxhash.xxh3_128_hexdigest("".join(spans).encode())
 
 
 def opened_in(folder: Path) -> list[str]:

@@ -173,13 +173,6 @@ def test_lowering_multiplies_everything_by_the_item_size(item: int, rows: int, c
     assert found.width == (item if transposed else item * columns)
 
 
-def test_one_run_is_read_straight_into_its_place() -> None:
-    memory = Memory(1000)
-    out = np.zeros(500, np.uint8)
-    fill(memory, Transfer(FILE, 100, 0, 500), out, 0, Scratch(1))
-    assert memory.calls == [(100, 500)]
-
-
 def test_close_runs_are_read_together_and_distant_ones_are_not() -> None:
     close = Transfer(FILE, 0, 0, 8, ((10, 16, 8),))
     memory = Memory(1000)

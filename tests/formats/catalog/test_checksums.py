@@ -18,7 +18,7 @@ import transaxle as tx
 from tests.corpus.checksums import flip
 from transaxle.axes.geometry import Loop
 from transaxle.formats.catalog import Checksum
-from transaxle.formats.checksums import Tally, Witness, merge_parts
+from transaxle.formats.checksums import Tally, Witness
 from transaxle.formats.storage.copier import Steps
 from transaxle.formats.storage.local import LocalStorage
 
@@ -27,13 +27,6 @@ DATA = os.urandom(4000)
 
 def part(start: int, stop: int) -> tuple[int, int, int]:
     return start, stop, zlib.crc32(DATA[start:stop])
-
-
-@given(st.lists(st.integers(0, 4000), min_size=3, max_size=3))
-def test_two_parts_joined_are_the_whole(at: list[int]) -> None:
-    """zlib takes the sum of both at once."""
-    first, middle, last = sorted(at)
-    assert merge_parts(part(first, middle), part(middle, last)) == part(first, last)
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 50)), max_size=12))

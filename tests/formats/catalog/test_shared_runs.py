@@ -148,17 +148,6 @@ def test_the_same_zeros_twice_are_not_all_zeros(tmp_path: Path) -> None:
         assert witness.is_right(zeros) is None
 
 
-def test_runs_that_cannot_be_read_at_once_are_read_without_a_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("transaxle.formats.storage.copier.load_steps", lambda: lambda _steps, _total, first: first)
-    (tmp_path / "f").write_bytes(FILE)
-    witness = Witness(LocalStorage(tmp_path), [RANGE], {})
-    assert read_columns(witness, 0, COLUMNS - 1).shared == 0
-    witness.recheck()
-    assert witness.is_right(RANGE)
-
-
 def test_a_file_that_ends_before_the_last_run(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(FILE[:-5])
     witness = Witness(LocalStorage(tmp_path), [RANGE], {})

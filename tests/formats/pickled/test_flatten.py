@@ -8,7 +8,7 @@ from hypothesis import given
 
 from tests.formats.pickled.assemble import FILE
 from tests.formats.pickled.test_interpreter import plain
-from transaxle.formats.flattened_state import Odd, describe, flatten, is_tensor
+from transaxle.formats.flattened_state import Odd, flatten, is_tensor
 from transaxle.formats.pickled.descriptors import Global, Key, Object, OrderedMap, Scalar, TensorRef
 from transaxle.formats.training_state import KeyPath, Leaf
 
@@ -69,10 +69,6 @@ def test_a_tensor_by_itself() -> None:
     assert (leaf.path, leaf.kind) == (("tensor",), "tensor")
 
 
-def test_what_is_no_container_has_no_leaves() -> None:
-    assert flatten("text", FILE) == flatten(5, FILE) == []
-
-
 def test_what_is_shared_comes_as_often_as_it_is_there() -> None:
     shared = {"w": tensor()}
     leaves = flatten({"a": shared, "b": [shared]}, FILE)
@@ -90,8 +86,3 @@ def test_every_leaf_is_where_its_path_leads(what: Any) -> None:
             found = found[key]
         assert found is leaf.value or found == leaf.value
         assert not is_tensor(found)
-
-
-def test_words() -> None:
-    assert describe(Global("os", "path")) == "the name os.path"
-    assert describe(b"") == "bytes"

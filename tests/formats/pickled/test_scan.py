@@ -5,22 +5,19 @@ from __future__ import annotations
 import ctypes
 import pickle
 import struct
-from collections import OrderedDict
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.formats.pickled.assemble import FILE, HEAD, call, name, program, text, value
-from transaxle.errors import TransaxleError
 from transaxle.formats.pickled import scan
 from transaxle.formats.pickled.allowed import ALLOWED
 from transaxle.formats.pickled.descriptors import Key, Object
-from transaxle.formats.pickled.interpreter import Bounds, read_pickle
-from transaxle.formats.pickled.scan import Graph, Unread, scan_pickle
+from transaxle.formats.pickled.interpreter import read_pickle
+from transaxle.formats.pickled.scan import Unread, scan_pickle
 
 MEMORY = 1 << 24
 SCANNED = b"(]}aseutbR\x81\x85\x86\x87)NKMJX\x8c\x8d\x8aG\x88\x89qrhj\x94\x93c\x80\x95"
@@ -224,37 +221,3 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "_library", lambda: None)
     with pytest.raises(Unread):
         by_scan(program(b"]"))
-
-
-@needs_compiler
-def test_columns() -> None:
-    rows = [torch.Size(()), torch.Size((1, 2)), torch.Size((2**40,)), torch.Size((3, 4))]
-    with scan_pickle(pickle.dumps([*rows, rows[1]], 4), ALLOWED, MEMORY) as graph:
-        (elements,) = graph.lists(np.array([graph.root], np.uint32))
-        assert graph.sizes(elements).rows() == [(), (1, 2), (2**40,), (3, 4), (1, 2)]
-        with pytest.raises(Unread):
-            graph.integers(elements)
-        with pytest.raises(Unread):
-            graph.texts(elements)
-    with scan_pickle(pickle.dumps([OrderedDict(), 1], 4), ALLOWED, MEMORY) as graph:
-        (elements,) = graph.lists(np.array([graph.root], np.uint32))
-        with pytest.raises(Unread):
-            graph.sizes(elements)
-    assert isinstance(graph, Graph)
-
-
-def test_the_interpreter_says_what_is_wrong() -> None:
-    """Each of these that is wrong is refused; the others are read step by step."""
-    refused = 0
-    for case, data in UNREAD.items():
-        try:
-            read_pickle(data, file=FILE, bounds=Bounds(memory=MEMORY))
-        except TransaxleError:
-            refused += 1
-        else:
-            assert case in (
-                "an integer of nine bytes", "attributes of a call", "a size that grows", "what is given may change",
-                "a class with a builder", "itself", "a hundred deep", "a million names",
-                "a memo of four thousand million",
-            ), case  # fmt: skip
-    assert refused > len(UNREAD) // 2

@@ -67,11 +67,6 @@ def test_what_python_makes_of_descriptors() -> None:
     assert (type(found[4]), found[4], found[4]._metadata) == (collections.OrderedDict, {"b": 1}, 7)
 
 
-def test_keys_set_in_an_object() -> None:
-    made = Object(Global("collections", "OrderedDict"), pairs={"a": 1})
-    assert loads(write_pickle(made)) == {"a": 1}
-
-
 def test_dtypes_storages_and_references() -> None:
     what = (DType("bfloat16"), StorageType(DType("float32")), StorageType(None), Persistent("key"))
     found = read(write_pickle(what)).value

@@ -19,7 +19,7 @@ from tests.formats.safetensors.test_reader import every_dtype, octets
 from transaxle.errors import Code, Refused
 from transaxle.formats.catalog import BITS, Draft, Spec, nbytes
 from transaxle.formats.detect import open_container
-from transaxle.formats.safetensors import METADATA, draft, open_safetensors
+from transaxle.formats.safetensors import METADATA, draft
 from transaxle.formats.torch_file.draft import draft as torch_draft
 
 Sink = Callable[..., Draft]
@@ -109,26 +109,6 @@ def test_shards_are_those_of_huggingface_hub(sizes: list[int], shard_size: int) 
         assert index.data.decode() == json.dumps(written, indent=2, sort_keys=True) + "\n"
 
 
-def test_transformers_loads_a_draft_in_shards(tmp_path: Path) -> None:
-    from tests.oracles.quiet import quiet
-
-    with quiet():
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
-        )
-        model = LlamaForCausalLM(config)
-        tensors = model.state_dict()
-        specs = [Spec(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
-        plan = draft(specs, metadata={"format": "pt"}, shard_size=8000)
-        assert len(plan.files) > 3
-        build(plan, tmp_path, {name: octets(tensor) for name, tensor in tensors.items()})
-        config.save_pretrained(tmp_path)
-        read = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
-
-
 NAMES = ("a", "optim/a/step", "b", "optim/b/step", "optim/b/exp_avg")
 
 
@@ -192,21 +172,3 @@ def test_what_has_no_place(spec: Spec, code: Code, tensor: str) -> None:
     with pytest.raises(Refused) as caught:
         draft([Spec("a", "F32", (2,)), spec])
     assert (caught.value.code, caught.value.where.tensor) == (code, tensor)
-
-
-def test_all_that_has_no_place_at_once() -> None:
-    with pytest.raises(Refused) as caught:
-        draft([spec for spec, _, _ in REFUSED.values()] + [Spec("a", "F32", (1,))])
-    found = [(refusal.code, refusal.where.tensor) for refusal in caught.value.refusals]
-    again = [("NAME_COLLISION", name) for name in ("b", "b", "a")]
-    assert sorted(found, key=str) == sorted(
-        [*again, *((c, n) for s, c, n in REFUSED.values() if s.name != "a")], key=str
-    )
-
-
-def test_a_file_of_a_draft_can_be_opened_alone(tmp_path: Path) -> None:
-    plan = draft([Spec("a", "U8", (3,)), Spec("b", "U8", (3,))], shard_size=3)
-    build(plan, tmp_path, {"a": b"123", "b": b"456"})
-    storage = open_container(str(tmp_path)).storage
-    first = next(iter(plan.files))
-    assert list(open_safetensors(storage, str(tmp_path), first).entries) == ["a"]

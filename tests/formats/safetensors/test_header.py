@@ -185,11 +185,6 @@ def test_hostile_headers_are_refused(folder: Path, hostile: Hostile) -> None:
     assert first.exit_code == 3
 
 
-def test_the_corpus_is_not_refused_for_another_reason(folder: Path) -> None:
-    folder.joinpath(FILE).write_bytes(raw(GOOD, FOUR))
-    assert header_of(folder).entries[NAME].shape == (1,)
-
-
 def test_every_problem_is_named_at_once(folder: Path) -> None:
     entries = {
         "backwards": info("F32", [1], 4, 0),
@@ -406,15 +401,6 @@ def test_what_we_write_the_library_reads(dtypes: dict[str, str], metadata: dict[
     assert {name: item["dtype"] for name, item in library(file).items()} == dtypes
     written = json.loads(header[8:])
     assert written.get(METADATA, {}) == metadata
-
-
-@pytest.mark.parametrize("name", ["\ud800", "a\udcff"])
-def test_names_that_are_no_text_cannot_be_written(name: str) -> None:
-    with pytest.raises(Refused) as caught:
-        encode_header([(Spec(name, "U8", (0,)), 0, 0)], {})
-    assert caught.value.code == "UNSUPPORTED"
-    with pytest.raises(Refused):
-        encode_header([], {"key": name})
 
 
 def test_seventy_thousand_tensors_take_a_moment() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.numpy
 import safetensors.torch
@@ -66,39 +65,6 @@ def test_every_dtype_that_torch_writes(tmp_path: Path) -> None:
     assert_equal(container, tensors)
     torch_types = BITS.keys() - {"F6_E2M3", "F6_E3M2"}
     assert {entry.dtype for entry in container.entries.values()} == torch_types
-
-
-def test_f4_counts_nibbles(tmp_path: Path) -> None:
-    """torch holds two nibbles an element; the header's last dim is twice torch's."""
-    packed = torch.zeros(3, 5, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
-    safetensors.torch.save_file({"w": packed}, tmp_path / FILE)
-    entry = open_container(str(tmp_path)).entries["w"]
-    assert (entry.shape, entry.nbytes) == ((3, 10), 15)
-
-
-@given(
-    st.dictionaries(
-        st.text(max_size=6),
-        st.tuples(
-            st.sampled_from(["bool", "i1", "u1", "<i2", "<u2", "<f2", "<i4", "<u4", "<f4", "<i8", "<u8", "<f8"]),
-            st.lists(st.integers(0, 4), max_size=3),
-        ),
-        max_size=6,
-    ),
-)
-def test_what_numpy_writes(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, tuple[str, list[int]]]) -> None:
-    tensors.pop("__metadata__", None)
-    generator = np.random.default_rng(0)
-    arrays = {name: generator.integers(0, 2, shape).astype(dtype) for name, (dtype, shape) in tensors.items()}
-    folder = tmp_path_factory.mktemp("numpy")
-    safetensors.numpy.save_file(arrays, folder / FILE)
-    container = open_container(str(folder))
-    for name, array in arrays.items():
-        entry = container.entries[name]
-        assert entry.shape == array.shape
-        assert dense(container, entry) == array.tobytes()
-    assert container.entries.keys() == arrays.keys()
-    container.storage.close()
 
 
 def test_what_transformers_writes(tmp_path: Path) -> None:
@@ -224,11 +190,6 @@ def test_all_broken_shards_at_once(tmp_path: Path) -> None:
 def test_malformed_indexes(tmp_path: Path, text: bytes) -> None:
     tmp_path.joinpath(INDEX).write_bytes(text)
     assert problems(tmp_path) == [("CORRUPT", INDEX, None)]
-
-
-def test_an_index_that_lists_a_tensor_twice(tmp_path: Path) -> None:
-    tmp_path.joinpath(INDEX).write_bytes(f'{{"weight_map":{{"a":"{A}","a":"{B}"}}}}'.encode())
-    assert problems(tmp_path) == [("NAME_COLLISION", INDEX, "a")]
 
 
 @given(st.binary(max_size=60) | st.builds(lambda inner: b'{"weight_map":{' + inner + b"}}", st.binary(max_size=30)))

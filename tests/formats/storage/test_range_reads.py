@@ -97,11 +97,6 @@ def test_a_truncated_file_is_an_error_that_names_it(storage: LocalStorage) -> No
     assert (caught.value.code, caught.value.where.file) == ("CORRUPT", "1.bin")
 
 
-def test_bytes_that_may_not_be_written_are_refused(storage: LocalStorage) -> None:
-    with pytest.raises(TypeError):
-        storage.add_read(Steps(), "0.bin", 0, memoryview(bytes(10)))
-
-
 @pytest.mark.parametrize("damaged", range(4))
 def test_what_is_read_together_is_summed_up(storage: LocalStorage, damaged: int) -> None:
     """Ranges read whole, a range read in two parts, one with more around it: the one that is damaged is named."""

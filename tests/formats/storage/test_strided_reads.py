@@ -95,12 +95,6 @@ def test_every_run_is_its_slice(way: None, storage: LocalStorage, copy: tuple[in
     assert bytes(out) == expected(DATA, offset, size, width, loops)
 
 
-def test_a_view_of_wider_items_is_filled_too(way: None, storage: LocalStorage) -> None:
-    out = np.zeros((4, 4), np.uint32)
-    read_runs(storage, FILE, 5, out.data, 3, [(5, 7, 9)])
-    assert out.tobytes() == expected(DATA, 5, 64, 3, [(5, 7, 9)])
-
-
 def test_beyond_two_gigabytes(way: None, tmp_path: Path) -> None:
     """The file is sparse."""
     base, step = (2 << 30) - 3, 1 << 30
@@ -142,12 +136,6 @@ def test_a_failing_disk_is_named(storage: LocalStorage, monkeypatch: pytest.Monk
 def test_no_run_leaves_the_view(way: None, storage: LocalStorage, size: int, loops: list[Loop]) -> None:
     with pytest.raises(ValueError, match="do not fit"):
         read_runs(storage, FILE, 0, memoryview(bytearray(size)), 16, loops)
-
-
-def test_a_missing_file_is_named(storage: LocalStorage) -> None:
-    with pytest.raises(StorageError) as caught:
-        read_runs(storage, "b.bin", 0, memoryview(bytearray(16)), 4, [(2, 100, 4)])
-    assert caught.value.where.file == "b.bin"
 
 
 class Made:
@@ -246,25 +234,6 @@ def test_a_transpose_moves_every_element(
     assert copier._encode_scatter(held, out, 5, width, loops)[0] == copier._TRANSPOSE
     scatter(held, out, 5, width, loops)
     assert np.array_equal(out, copied_by_index(held, len(out), 5, width, loops))
-
-
-@needs_transpose
-@pytest.mark.parametrize(
-    ("width", "at", "loops"),
-    {
-        "one loop": (2, 0, ((64, 2, 2),)),
-        "not a transpose": (2, 0, ((8, 16, 16), (8, 2, 2))),
-        "an element of three bytes": (3, 0, ((8, 3, 24), (8, 24, 3))),
-        "few rows": (2, 0, ((8, 2, 14), (7, 16, 2))),
-        "beyond the source": (2, 0, ((8, 2, 16), (9, 16, 2))),
-        "beyond the target": (2, 1, ((8, 2, 16), (8, 16, 2))),
-        "before the target": (2, -1, ((8, 2, 16), (8, 16, 2))),
-        "backwards": (2, 0, ((8, 2, 16), (8, 16, 2), (2, -2, 0))),
-    }.values(),
-)
-def test_anything_else_is_left_alone(width: int, at: int, loops: tuple[Loop, ...]) -> None:
-    held, out = np.ones(128 if width == 2 else 192, np.uint8), np.zeros(128 if width == 2 else 192, np.uint8)
-    assert copier._encode_scatter(held, out, at, width, loops)[0] != copier._TRANSPOSE
 
 
 def test_without_the_transpose_numpy_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,17 +75,6 @@ def test_a_private_folder_stays_private(tmp_path: Path, monkeypatch: pytest.Monk
     }
 
 
-def test_a_private_file_stays_private(tmp_path: Path) -> None:
-    target = tmp_path / "out.safetensors"
-    target.write_bytes(TENSORS)
-    target.chmod(0o600)
-    with Staging(target, overwrite=True) as staging:
-        staging.write(FIRST, b"new")
-        assert readable(staging.path) == []
-        staging.commit()
-    assert (target.read_bytes(), mode(target)) == (b"new", 0o600)
-
-
 def test_unfinished_work_is_private_before_it_is_continued(tmp_path: Path) -> None:
     """It was begun when nothing was there, and may be read by all; then something private came."""
     target = tmp_path / "out"
@@ -98,14 +87,6 @@ def test_unfinished_work_is_private_before_it_is_continued(tmp_path: Path) -> No
         assert readable(staging.path) == []
         staging.commit()
     assert modes(target) == {"out": "700", f"out/{FIRST}": "644"}
-
-
-def test_what_replaces_nothing_has_the_access_of_new_files(tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    with Staging(target, overwrite=True) as staging:
-        staging.write(FIRST, b"new")
-        staging.commit()
-    assert modes(target) == {"out": "755", f"out/{FIRST}": "644"}
 
 
 def test_files_that_all_may_change_stay_so(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from tests.engine.killed import contents
 from tests.formats.gcs_server import GoogleBucket
 from tests.formats.store.test_upload import _KILLED, StopError, large, refused
 from tests.formats.stores import upload
-from transaxle.formats.store.upload import StreamedFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")  # gcsfs sends parts so
 
@@ -55,24 +54,6 @@ def test_what_others_have_put_there_is_read(google: GoogleBucket, tmp_path: Path
         google.put(name, bytes(data))
         error = refused(lambda: tx.convert(there, tmp_path / "out", to="hf"))
     assert error.code == "CORRUPT"
-
-
-def test_a_commit_shows_the_manifest_last(
-    google: GoogleBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local, seen, commit = tiny(tmp_path / "local"), list[list[str]](), StreamedFile.commit
-
-    def looked_at(self: StreamedFile, *, new: bool) -> str:
-        tag = commit(self, new=new)
-        seen.append([name.removeprefix("out/") for name in google.names()])
-        return tag
-
-    monkeypatch.setattr(StreamedFile, "commit", looked_at)
-    tx.convert(local, f"{google.url}/out", to="hf", shard_size=10_000)
-    assert [len(names) for names in seen] == list(range(1, len(seen) + 1))
-    assert "transaxle.json" in seen[-1]
-    assert "transaxle.json" not in seen[-2]
-    assert not any("model.safetensors.index.json" in names for names in seen[:-2])
 
 
 def test_runs_that_fail_or_are_killed_leave_nothing_to_be_seen(google: GoogleBucket, tmp_path: Path) -> None:

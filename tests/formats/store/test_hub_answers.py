@@ -129,13 +129,6 @@ def test_a_redirect_to_another_host_goes_without_the_token(
     assert all(each.headers["authorization"] == f"Bearer {TOKEN}" for each in hub.asked("hub"))
 
 
-def test_another_port_of_the_same_host_is_another_host(hub: Hub, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert opened_and_read() == read(local)[GATE].tobytes()
-    assert hub.url.rpartition(":")[0] == hub.large.rpartition(":")[0]
-    assert not any("authorization" in each.headers for each in hub.asked("large"))
-
-
 @pytest.mark.parametrize("method", ["HEAD", "GET"])
 def test_redirects_without_end(hub: Hub, local: Path, method: str) -> None:
     def meddle(handler: Handler) -> bool:

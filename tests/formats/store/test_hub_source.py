@@ -129,17 +129,6 @@ def test_workers_read_the_commit_that_was_planned(hub: Hub, tmp_path: Path) -> N
         assert not prepared.plan.refusals
 
 
-def test_a_model_is_loaded(hub: Hub, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    random = np.random.default_rng(0)
-    held = {f"part.{at}.weight": random.standard_normal((64, 1024), np.float32) for at in range(12)}
-    hub.put(NAME, files_of(write(tmp_path / "local", held)))
-    state = {"part.5.weight": torch.zeros(64, 1024)}
-    tx.load(state, f"hf://{NAME}", strict=False)
-    assert state["part.5.weight"].numpy().tobytes() == held["part.5.weight"].tobytes()
-    assert hub.sent <= held["part.5.weight"].nbytes + 4 * LEAST
-
-
 def test_few_bytes_and_few_requests(hub: Hub, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     held = {f"block.{at}.w": random.standard_normal((128, 1024), np.float32) for at in range(48)}

@@ -83,12 +83,6 @@ def liar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join()
 
 
-def test_the_server_of_these_tests_can_tell_the_truth(liar: str) -> None:
-    with tx.open(liar) as there:
-        assert len(there) == 8
-        assert there["w3"].read().sum() == 64 * 1024
-
-
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     ("lie", "code", "said"),

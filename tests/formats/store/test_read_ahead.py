@@ -91,15 +91,3 @@ def test_a_failure_is_not_kept() -> None:
         read(ahead, 0, 10)
     requests.failing = False
     assert read(ahead, 0, 10) == DATA[:10]
-
-
-def test_threads_in_little_memory() -> None:
-    requests = Requests()
-    ahead = NearReads(requests.fetch, 100_000)
-    offsets = [random.Random(i).randrange(len(DATA) - 30_000) for i in range(500)]
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda offset: read(ahead, offset, 30_000), offsets))
-    assert all(data == DATA[offset : offset + 30_000] for offset, data in zip(offsets, found, strict=True))
-    assert ahead._cached_bytes <= 100_000 + 8 * 30_000
-    ahead.clear()
-    assert ahead._cached_bytes == 0

@@ -8,15 +8,13 @@ import os
 import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.formats.files import names_in, open_files
+from tests.formats.files import names_in
 from transaxle.errors import Code, Refused, StorageError, UsageError
-from transaxle.formats.storage.storage import Handles
 from transaxle.formats.store import place as place_module
 from transaxle.formats.store import staging as staging_module
 from transaxle.formats.store.staging import Staging
@@ -85,14 +83,6 @@ def test_ways_to_type_a_target(target: Path, typed: str) -> None:
         fill(staging)
         staging.commit()
     assert held(target) == NEW
-
-
-def test_files_in_folders(target: Path) -> None:
-    files = {"a/b/c.bin": b"1", "a/d.bin": b"22", "e.bin": b""}
-    with Staging(target) as staging:
-        fill(staging, files)
-        staging.commit()
-    assert held(target) == files
 
 
 def test_one_file(target: Path) -> None:
@@ -169,12 +159,6 @@ def test_an_exception_leaves_nothing(target: Path, kind: type[BaseException], ov
         committed(target, stop, overwrite=overwrite)
     assert held(target) == OLD if overwrite else not target.exists()
     assert only(target, *[TARGET] * overwrite)
-
-
-def test_without_commit_nothing_happens(target: Path) -> None:
-    with Staging(target) as staging:
-        fill(staging)
-    assert only(target)
 
 
 # The target.
@@ -285,16 +269,6 @@ def test_places_that_cannot_be(target: Path, path: str, made: bool) -> None:
     if made:
         Path("file").touch()
     with pytest.raises(StorageError) as caught, Staging(path):
-        pass
-    assert caught.value.code == "IO"
-
-
-def test_a_parent_that_cannot_be_written(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(*_: Any, **__: Any) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(os, "mkdir", forbidden)
-    with pytest.raises(StorageError) as caught, Staging(target):
         pass
     assert caught.value.code == "IO"
 
@@ -476,26 +450,6 @@ def test_what_is_durable_before_the_rename(target: Path, monkeypatch: pytest.Mon
 
 
 # Several threads, several runs.
-
-
-def test_many_threads_and_few_descriptors(target: Path) -> None:
-    files = {f"{i}.bin": os.urandom(5000) for i in range(20)}
-    before = open_files()
-    with Staging(target) as staging:
-        staging._handles = Handles(staging._reopen, staging._close, limit=3)
-        staging.prepare({name: len(data) for name, data in files.items()})
-
-        def write(piece: tuple[str, int]) -> None:
-            name, at = piece
-            staging.pwrite(name, at, memoryview(files[name])[at : at + 100])
-
-        pieces = [(name, at) for at in range(0, 5000, 100) for name in files]
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(write, pieces))
-        staging.flush("3.bin")
-        staging.commit()
-    assert held(target) == files
-    assert open_files() == before
 
 
 def test_two_runs_at_once(target: Path) -> None:

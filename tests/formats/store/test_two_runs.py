@@ -85,10 +85,6 @@ def invalid(exchange: Exchange) -> None:
         exchange.answer(400, "InvalidArgument")
 
 
-def ignored(exchange: Exchange) -> None:
-    exchange.headers.pop(CONDITION, None)
-
-
 def known(_: Exchange) -> None:
     """S3 itself."""
 
@@ -126,17 +122,6 @@ def test_what_is_put_there_last_does_not_cover_the_other_ones(
         run(source, f"{bucket.url}/out")
     assert contents(bucket) == other
     assert bucket.uploads() == []
-
-
-def test_a_store_that_ignores_conditions_has_one_of_both(
-    run: Write, bucket: Bucket, proxy: FaultyProxy, other: dict[str, bytes], tmp_path: Path
-) -> None:
-    """The second one replaces the first one, which was complete: nothing but the service can prevent it."""
-    proxy.asks = ignored
-    source = checkpoint(tmp_path / "own", 2)
-    run(source, f"{bucket.url}/out")
-    assert bucket.get(f"out/{CONFIG}") == (source / CONFIG).read_bytes() != other[f"out/{CONFIG}"]
-    assert tx.diff(source, f"{bucket.url}/out").equal
 
 
 def test_two_that_begin_at_the_same_time(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

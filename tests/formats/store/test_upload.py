@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import transaxle as tx
-from tests.checkpoints import INDEX, TENSORS, WHOLE, read, same, tiny, write
+from tests.checkpoints import TENSORS, WHOLE, read, same, tiny, write
 from tests.formats.s3_server import Bucket
 from tests.formats.stores import Memory, Store, download, upload
 from transaxle.errors import TransaxleError
@@ -337,29 +337,6 @@ def test_only_a_checkpoint_is_replaced(store: Store, tmp_path: Path) -> None:
     error = refused(partial(tx.convert, local, f"{store.url}/one.bin", to="torch", overwrite=True))
     assert "does not begin" in error.refusals[0].message
     assert store.get("one.bin") == b"years of work"
-
-
-def test_an_index_appears_after_its_shards(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
-
-    def noting(cls: type[Any]) -> None:
-        commit = cls.commit
-
-        def noted(self: Any, *, new: bool) -> object:
-            tag = commit(self, new=new)
-            names.append(self.name if cls is _SharedFile else self._name)
-            return tag
-
-        monkeypatch.setattr(cls, "commit", noted)
-
-    for cls in COMMITTED:
-        noting(cls)
-    held = {"optim/a/m": np.ones((2, 9), np.float32), "a": np.ones((2, 9), np.float32), "b": np.ones(9, np.float32)}
-    tx.convert(write(tmp_path / "local", held, config={}), f"{store.url}/out", to="safetensors", shard_size=72)
-    config, state, *model, index, manifest = names
-    assert {config, state} == {CONFIG, "optimizer/optimizer.safetensors"}
-    assert (index, manifest) == (INDEX, MANIFEST)
-    assert [name.partition("-")[0] for name in model] == ["model", "model"]
 
 
 def test_a_target_that_appears_meanwhile(store: Store, tmp_path: Path) -> None:

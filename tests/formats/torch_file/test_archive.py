@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.formats.torch_file.made import FILE, FOLDER, PICKLE, Record, archive, octets, opened, records, saved, view
 from transaxle.errors import Code, TransaxleError
@@ -219,17 +218,6 @@ def test_zero_checksums(tmp_path: Path) -> None:
     zero = {"crc32": 0}
     made = [Record(**{**record.__dict__, "local": zero, "central": zero}) for record in records(GOOD)]
     container = opened(tmp_path, archive(made))
-    assert container.checksums == ()
-
-
-def test_no_checksums_of_torch(tmp_path: Path) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save({"w": torch.arange(4.0)}, tmp_path / FILE)
-    finally:
-        torch.serialization.set_crc32_options(True)
-    container = opened(tmp_path, (tmp_path / FILE).read_bytes())
-    assert octets(container, "w") == torch.arange(4.0).numpy().tobytes()
     assert container.checksums == ()
 
 

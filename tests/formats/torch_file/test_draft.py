@@ -136,17 +136,6 @@ def test_a_draft_is_the_same_each_time() -> None:
     assert draft(tensors, metadata={"x": "y"}) == draft(tensors)
 
 
-def test_a_model_loads_it(tmp_path: Path) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
-    tensors = [Spec(name, "F32", tuple(tensor.shape)) for name, tensor in module.state_dict().items()]
-    contents = fill(tmp_path, draft([*tensors, Spec("optim/0.weight/exp_avg", "F32", (2, 3))]))
-    found = torch.load(tmp_path / WHOLE, weights_only=True)
-    moment = found.pop("optim/0.weight/exp_avg")
-    module.load_state_dict(found)
-    assert module.get_parameter("0.weight").detach().numpy().tobytes() == contents["0.weight"]
-    assert moment.numpy().tobytes() == contents["optim/0.weight/exp_avg"]
-
-
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 120))
 @settings(max_examples=50)
 def test_shards_are_those_of_hugging_face(sizes: list[int], shard_size: int) -> None:

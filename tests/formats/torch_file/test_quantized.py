@@ -47,9 +47,7 @@ from tests.oracles.te_pickles import (
 from transaxle.errors import Code, TransaxleError
 from transaxle.formats.catalog import Container
 from transaxle.formats.detect import open_container
-from transaxle.formats.pickled.descriptors import DType, Quantized
 from transaxle.formats.torch_file.quantized_tensors import AMAX, HALVED, NOTE, SCALE
-from transaxle.formats.torch_file.saved import ViewFault, place
 
 NAME, FILE = "layer.weight", "model.pt"
 LEFT = "left_behind"
@@ -425,23 +423,6 @@ def test_shapes_that_lie(view: dict[str, Any], words: str, tmp_path: Path) -> No
     (refusal,) = error.value.refusals
     assert (refusal.code, refusal.where.file, refusal.where.tensor) == ("CORRUPT", FILE, NAME)
     assert words in refusal.message
-
-
-def test_expanded_codes_are_counted(tmp_path: Path) -> None:
-    tensor, file = float8(14), File()
-    shape = (1 << 20, 1 << 12)
-    data = file.tensor(tensor.buffers["data"], shape=shape, strides=(0, 0))
-    file.items[NAME] = resized(tensor, "data", None).opcodes(file, data=data, shape=shape)
-    with pytest.raises(TransaxleError, match="with strides of zero"):
-        open_container(str(write(tmp_path, file)))
-
-
-def test_readers_that_know_nothing_of_it_refuse_it() -> None:
-    """DeepSpeed's files hold one tensor a name."""
-    held = Quantized(MXFP8, DType("bfloat16"), 7, "new", None, {}, {})
-    with pytest.raises(ViewFault, match="several tensors") as fault:
-        place(NAME, held, FILE)
-    assert fault.value.code == "UNSUPPORTED"
 
 
 def test_names_that_collide(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from transaxle.formats.catalog import ITEM_BITS
 from transaxle.formats.detect import open_container
 from transaxle.formats.pickled.allowed import DTYPES
 from transaxle.formats.pickled.descriptors import CODES, DType
-from transaxle.formats.torch_file.saved import read_saved
 
 legacy_or_zip = pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
@@ -153,16 +152,6 @@ def test_small_and_empty(tmp_path: Path, legacy: bool) -> None:
     }  # fmt: skip
     save(tensors, tmp_path / FILE, legacy=legacy)
     assert_holds(tmp_path, tensors)
-
-
-@legacy_or_zip
-def test_a_module(tmp_path: Path, legacy: bool) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    state = module.state_dict()
-    assert hasattr(state, "_metadata")
-    save(state, tmp_path / FILE, legacy=legacy)
-    found = assert_holds(tmp_path, dict(state))
-    assert found.metadata == {}
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -306,11 +295,6 @@ def test_a_script_is_refused(tmp_path: Path) -> None:
     assert caught.value.code == "UNSUPPORTED"
 
 
-def test_any_name_if_the_format_is_said(tmp_path: Path) -> None:
-    save({"a": torch.ones(1)}, tmp_path / "weights.saved")
-    assert list(tx.open(tmp_path / "weights.saved", format="torch")) == ["a"]
-
-
 def test_names_of_lightning_count_last(tmp_path: Path) -> None:
     save({"a": torch.ones(1)}, tmp_path / "weights.ckpt")
     assert list(tx.open(tmp_path / "weights.ckpt")) == list(tx.open(tmp_path)) == ["a"]
@@ -319,37 +303,6 @@ def test_names_of_lightning_count_last(tmp_path: Path) -> None:
     (tmp_path / "other.ckpt").write_bytes(b"no torch file")
     with pytest.raises(TransaxleError, match="not a torch file"):
         tx.open(tmp_path / "other.ckpt")
-
-
-def test_a_range_of_a_file(tmp_path: Path) -> None:
-    """A torch file inside another one, as `torch.distributed.checkpoint` keeps its objects."""
-    from transaxle.formats.storage.local import LocalStorage
-
-    for legacy in (False, True):
-        save({"a": torch.arange(3.0)}, tmp_path / FILE, legacy=legacy)
-        inner = (tmp_path / FILE).read_bytes()
-        (tmp_path / "outer").write_bytes(b"before" + inner + b"after")
-        storage = LocalStorage(tmp_path)
-        saved = read_saved(storage, "outer", 6, len(inner))
-        (stored,) = saved.storages.values()
-        assert storage.read("outer", stored.offset, stored.nbytes) == torch.arange(3.0).numpy().tobytes()
-        for checksum in saved.checksums:
-            assert checksum.file == "outer"
-        for begin, size in ((6, len(inner) + 9), (-1, 5), (0, len(inner))):
-            with pytest.raises(TransaxleError):
-                read_saved(storage, "outer", begin, size)
-
-
-def test_verify_checks_checksums(tmp_path: Path) -> None:
-    save({"a": torch.arange(100.0)}, tmp_path / FILE)
-    assert tx.verify(tmp_path / FILE).ok
-    data = bytearray((tmp_path / FILE).read_bytes())
-    place = tx.open(tmp_path / FILE).container.entries["a"].extents[0].offset
-    data[place + 7] ^= 1
-    (tmp_path / FILE).write_bytes(data)
-    found = tx.verify(tmp_path / FILE)
-    assert [(one.code, one.where.file) for one in found.problems] == [("CORRUPT", FILE)]
-    assert "record data/0" in found.problems[0].message
 
 
 INDEX = "pytorch_model.bin.index.json"
@@ -391,22 +344,6 @@ def test_shards_that_lie(tmp_path: Path, weight_map: dict[str, str], code: Code,
     with pytest.raises(TransaxleError, match=said) as caught:
         open_container(str(tmp_path))
     assert code in {one.code for one in caught.value.refusals}
-
-
-def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
-    sharded(tmp_path)
-    save({"c": torch.arange(4), "a": torch.ones(1)}, tmp_path / B)
-    with pytest.raises(TransaxleError, match="also in") as caught:
-        open_container(str(tmp_path))
-    assert "NAME_COLLISION" in {one.code for one in caught.value.refusals}
-
-
-def test_a_shard_that_is_no_good(tmp_path: Path) -> None:
-    sharded(tmp_path)
-    (tmp_path / B).write_bytes(b"\x80\x02cos\nsystem\n.")
-    with pytest.raises(TransaxleError, match=r"os\.system") as caught:
-        open_container(str(tmp_path))
-    assert (caught.value.code, caught.value.where.file) == ("UNSAFE_PICKLE", B)
 
 
 def test_shards_without_their_index(tmp_path: Path) -> None:

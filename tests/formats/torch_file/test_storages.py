@@ -20,10 +20,6 @@ FLOATS = StorageType(DType("float32"))
 TERABYTE = 1 << 40
 
 
-def pid(*parts: Any) -> dict[str, Any]:
-    return {"w": view(Persistent(parts))}
-
-
 def rebuilt(function: str, *args: Any) -> Object:
     return Object(Global("torch._utils", function), args)
 
@@ -180,9 +176,3 @@ def test_tensors_that_are_no_plain_views(tmp_path: Path, kind: str, legacy: bool
     with pytest.raises(TransaxleError, match=said) as caught:
         opened(tmp_path, (tmp_path / FILE).read_bytes())
     assert (caught.value.code, caught.value.where.tensor) == ("UNSUPPORTED", "w")
-
-
-def test_records_are_as_torch_writes_them(tmp_path: Path) -> None:
-    """The files above are lies, but well-formed ones: torch reads the honest one."""
-    (tmp_path / FILE).write_bytes(saved({"w": view()}, {"0": np.arange(4, dtype="<f4").tobytes()}))
-    assert torch.load(tmp_path / FILE, weights_only=True)["w"].tolist() == [0, 1, 2, 3]

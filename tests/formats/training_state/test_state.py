@@ -10,7 +10,7 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from transaxle.errors import TransaxleError
-from transaxle.formats.catalog import NUMBERS, number
+from transaxle.formats.catalog import number
 from transaxle.formats.training_state import KeyPath, Leaf, LeafKind, State, arrange
 
 FILE = "checkpoint"
@@ -32,12 +32,6 @@ def named(nested: Any) -> State:
 
 def names(nested: Any) -> list[str]:
     return list(named(nested).leaves)
-
-
-def test_a_state_dict() -> None:
-    state = named({"model.norm.weight": "T", "lm_head.weight": "T"})
-    assert list(state.leaves) == ["model.norm.weight", "lm_head.weight"]
-    assert (state.root, state.left_behind, state.metadata()) == (None, {}, {})
 
 
 @pytest.mark.parametrize("root", ["model", "module", "state_dict"])
@@ -225,7 +219,3 @@ def test_floats(value: float) -> None:
 
 def test_truth_values() -> None:
     assert (number(False), number(True)) == (("BOOL", b"\0"), ("BOOL", b"\1"))
-
-
-def test_the_pseudo_file_has_no_real_name() -> None:
-    assert "//" in NUMBERS
