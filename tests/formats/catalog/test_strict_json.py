@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import transaxle
 from transaxle.formats.storage.storage import (
     NotJsonError,
-    has_dropped_keys,
     members,
     pairs_in,
     parse_json,
@@ -71,11 +70,6 @@ def test_pairs_across_chunks() -> None:
 def test_keys_given_twice_are_found(text: bytes, paths: list[tuple[str, ...]]) -> None:
     assert repeated_keys(text) == paths
     assert (pairs_in(text) != count(json.loads(text))) == bool(paths)
-
-
-def test_keys_dropped_by_the_decoder() -> None:
-    twice, once, below = b'{"a":{"b":1},"a":{}}', b'{"a":{"b":1},"c":{}}', b'{"a":{"b":1,"b":1}}'
-    assert [has_dropped_keys(text, members(text)) for text in (twice, once, below)] == [True, False, False]
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\xff", b'{"a":"\xff"}', b"{} x", b'{"a":' + b"[" * 10**6])

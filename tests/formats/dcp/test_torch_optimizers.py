@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import transaxle as tx
-from tests.formats.training_state.test_state_groups import typed
+from tests.formats.training_state.test_state import typed
 from transaxle.errors import TransaxleError
 
 MODEL, OPTIMIZER = "model", "optimizer"

@@ -24,7 +24,7 @@ from tests.oracles.te_pickles import (
     restored,
 )
 from transaxle.errors import Code, TransaxleError
-from transaxle.formats.flattened_state import describe, flatten
+from transaxle.formats.flattened_state import flatten
 from transaxle.formats.pickled.descriptors import DType, Global, Object, Quantized, TensorRef
 
 BF16 = name("torch", "bfloat16")
@@ -77,17 +77,6 @@ def test_what_each_release_writes(release: Release) -> None:
     assert found.settings.keys() == switches
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: f"{release.kind} {release.version}")
-def test_numbers_of_types_are_those_of_the_release(release: Release) -> None:
-    """7 is e5m2 before 2.4 and e4m3 since; the pickle tells which wherever it can."""
-    found = value(release.pickled(given(release)))
-    assert isinstance(found, Quantized)
-    old = release.types["e4m3"] == 6
-    untold = {(FLOAT8, "2.0"), (FLOAT8, "2.4"), (MXFP8, "2.3"), (MXFP8, "2.4"), (BLOCKWISE, "2.3"), (BLOCKWISE, "2.4")}
-    expected = "" if (release.kind, release.version) in untold else "old" if old else "new"
-    assert found.numbering == expected
-
-
 @pytest.mark.parametrize("kind", MODULES)
 def test_both_forms_are_found_at_any_protocol(kind: str) -> None:
     """`getattr` of a class is written as a name of its own at protocol 4."""
@@ -97,17 +86,6 @@ def test_both_forms_are_found_at_any_protocol(kind: str) -> None:
     module, attribute = f"{PACKAGE}.tensor.{MODULES[kind]}", FUNCTIONS[kind]
     stacked = plain(module) + plain(attribute) + b"\x93"
     assert isinstance(value(call(stacked, *arguments)), Quantized)
-
-
-def test_a_parameter_of_such_a_tensor_is_the_tensor() -> None:
-    release = NEWEST[FLOAT8]
-    inner = release.pickled(given(release))
-    hooks = call(name("collections", "OrderedDict"))
-    assert isinstance(value(call(name("torch._utils", "_rebuild_parameter"), inner, True, hooks)), Quantized)
-    assert isinstance(value(call(name("torch.nn.parameter", "Parameter"), inner, True)), Quantized)
-    (leaf,) = flatten({"a": value(inner)}, FILE)
-    assert leaf.kind == "tensor"
-    assert describe(leaf.value) == "a Float8Tensor"
 
 
 def test_a_tensor_that_a_recipe_leaves_alone() -> None:

@@ -9,21 +9,16 @@ import pickletools
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.formats.pickled.assemble import read
 from tests.formats.pickled.test_interpreter import plain
 from transaxle.formats.pickled.descriptors import (
-    DType,
     Global,
     Object,
     OrderedMap,
-    Persistent,
     Scalar,
-    StorageType,
-    TensorRef,
 )
 from transaxle.formats.pickled.writer import Streamed, write_pickle
 
@@ -65,23 +60,6 @@ def test_what_python_makes_of_descriptors() -> None:
     assert found[0] == collections.deque([1, 2])
     assert (found[1], found[2].lr, found[3], found[5], found[6]) == ({3}, 0.5, {"a": None}, b"\xff\0", 1j)
     assert (type(found[4]), found[4], found[4]._metadata) == (collections.OrderedDict, {"b": 1}, 7)
-
-
-def test_dtypes_storages_and_references() -> None:
-    what = (DType("bfloat16"), StorageType(DType("float32")), StorageType(None), Persistent("key"))
-    found = read(write_pickle(what)).value
-    assert found[:3] == what[:3]
-    assert found[3].pid == "key"
-    assert loads(write_pickle(DType("bfloat16"))) is torch.bfloat16
-
-
-@pytest.mark.parametrize("flags", [(), ("conj",)])
-@pytest.mark.parametrize("dtype", [None, DType("uint16")])
-def test_tensors(dtype: DType | None, flags: tuple[str, ...]) -> None:
-    tensor = TensorRef(Persistent(7), dtype, 3, (2, 5), (5, 1), flags)
-    found = read(write_pickle(tensor)).value
-    assert found.storage.pid == 7
-    assert (found.dtype, found.offset, found.shape, found.strides, found.flags) == (dtype, 3, (2, 5), (5, 1), flags)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,15 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+import transaxle as tx
 from tests.formats.files import FILE, INDEX, dense, info, made
-from transaxle.errors import Code, Refusal, TransaxleError
+from tests.work import assert_linear, calls
+from transaxle.errors import Code, Refusal, Refused, TransaxleError
 from transaxle.formats.catalog import BITS, Container
 from transaxle.formats.detect import open_container
+from transaxle.formats.training_state import KEPT_RUN, MEGATRON, RUN, facts_as_text, facts_in
 
 A, B, C = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
 ONE = info("F32", [1], 0, 4)
@@ -266,3 +270,70 @@ def test_a_config_that_must_not_be_read(tmp_path: Path) -> None:
     write(tmp_path, {"a": A}, **{A: {"a": ONE}})
     tmp_path.joinpath("config.json").symlink_to("/etc/passwd")
     assert problems(tmp_path) == [("PATH_ESCAPE", "config.json", None)]
+
+
+# Step and sample counts of a run, in the header of a file.
+
+FACTS: dict[str, dict[str, object]] = {
+    RUN: {"global_steps": 3, "global_samples": 48},
+    MEGATRON: {"iteration": 3, "counters": {"consumed_train_samples": 48}, "opt_param_scheduler": {"max_lr": 1e-3}},
+}
+
+
+def _text(facts: object) -> str:
+    return json.dumps([{**facts, "params": []}]) if isinstance(facts, dict) else json.dumps(facts)
+
+
+def test_facts_are_kept_as_they_are() -> None:
+    run = {**FACTS[RUN], MEGATRON: FACTS[MEGATRON], "param_groups": [], "zero_stage": 1}
+    text = facts_as_text(run)
+    assert text is not None
+    assert facts_in(text) == FACTS
+    assert facts_as_text({"global_steps": None, MEGATRON: {}}) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "[[]]",
+        _text({RUN: 3}),
+        _text({MEGATRON: {"iteration": "../3"}}),
+        _text({MEGATRON: {"iteration": -1}}),
+        _text({MEGATRON: {"iteration": True}}),
+        _text({MEGATRON: {"counters": [3]}}),
+        _text({RUN: {"global_samples": 1.5}}),
+        "[" * 100_000,
+    ],
+    ids=lambda text: text[:40],
+)
+def test_what_is_no_such_text_is_left_as_it_is(text: str, tmp_path: Path) -> None:
+    assert facts_in(text) == {}
+    save_file({"optim/w/exp_avg": torch.zeros(2)}, tmp_path / "model.safetensors", metadata={KEPT_RUN: text})
+    with tx.open(tmp_path / "model.safetensors") as checkpoint:
+        assert checkpoint.metadata == {KEPT_RUN: text}
+
+
+# Indexes of very many shards.
+
+
+def test_an_index_of_absent_shards_is_refused_in_linear_time(tmp_path: Path) -> None:
+    def read(count: int) -> Callable[[], None]:
+        names = {f"t{at}": f"model-{at:06}.safetensors" for at in range(count)}
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        folder.joinpath(INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+        def work() -> None:
+            with pytest.raises(Refused, match="places 1 tensors in it") as caught:
+                tx.open(folder)
+            assert len(caught.value.refusals) == 101
+
+        return work
+
+    works = [read(count) for count in (500, 1_000, 2_000)]
+    works[0]()  # what it imports counts once
+    assert_linear([calls(work) for work in works])
+    assert calls(works[-1]) - calls(works[0]) < 1_500 * 20

@@ -28,20 +28,6 @@ def folder(tmp_path: Path) -> Path:
     return inside
 
 
-def test_byte_ranges(folder: Path) -> None:
-    storage = LocalStorage(folder)
-    assert storage.names() == (FILE,)
-    assert storage.size(FILE) == len(DATA)
-    assert storage.read(FILE, 17, 1000) == DATA[17:1017]
-    assert storage.read(FILE, len(DATA), 0) == b""
-    buffer = bytearray(10)
-    storage.read_into(FILE, 5, memoryview(buffer)[2:6])
-    assert bytes(buffer) == b"\0\0" + DATA[5:9] + b"\0" * 4
-    storage.close()
-    with pytest.raises(ValueError, match="closed"):
-        storage.read(FILE, 0, 1)
-
-
 def test_short_reads_are_continued(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:7]], offset))
@@ -223,14 +209,6 @@ def test_paths_that_are_no_files(folder: Path, path: str) -> None:
     with pytest.raises(Refused) as caught:
         LocalStorage(typed)
     assert (caught.value.code, caught.value.where.file) == ("UNSUPPORTED", typed)
-
-
-def test_one_file(folder: Path) -> None:
-    folder.joinpath("config.json").write_text("{}")
-    storage = LocalStorage(folder / FILE)
-    assert (storage.path, storage.single) == (str(folder / FILE), FILE)
-    assert storage.names() == (FILE, "config.json")
-    assert storage.read(FILE, 0, 4) == DATA[:4]
 
 
 def test_links_that_the_user_typed_are_followed(folder: Path, tmp_path: Path) -> None:

@@ -339,18 +339,6 @@ def test_only_a_checkpoint_is_replaced(store: Store, tmp_path: Path) -> None:
     assert store.get("one.bin") == b"years of work"
 
 
-def test_a_target_that_appears_meanwhile(store: Store, tmp_path: Path) -> None:
-    local = tiny(tmp_path / "local")
-
-    def appear(_: int) -> None:
-        if not any(name.startswith("out/") for name in store.names()):
-            store.put(f"out/{CONFIG}", b"{}")
-
-    assert refused(lambda: tx.convert(local, f"{store.url}/out", to="hf", progress=appear)).code == "EXISTS"
-    assert store.names() == [f"out/{CONFIG}"]
-    assert unfinished(store) == []
-
-
 _KILLED = """
 import os, signal, sys
 import transaxle as tx

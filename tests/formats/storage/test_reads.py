@@ -1,14 +1,14 @@
-"""Strided reads: every run is the slice of the file that it is said to be, by whichever way it is read."""
+"""Reads of runs and ranges return the right slices of files, in every way of reading; CRC-32 is that of zlib."""
 
 from __future__ import annotations
 
-import errno
 import os
+import random
 import shutil
 import subprocess
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +18,16 @@ from hypothesis import strategies as st
 
 from tests.move.filling import read_runs
 from transaxle.axes.geometry import Loop
-from transaxle.errors import Refused, StorageError
-from transaxle.formats.catalog import NUMBERS, NumbersInMemory
+from transaxle.errors import Refused
+from transaxle.formats import checksums
+from transaxle.formats.catalog import NumbersInMemory
+from transaxle.formats.checksums import crc32
 from transaxle.formats.storage import copier
-from transaxle.formats.storage.copier import Bytes, scatter
+from transaxle.formats.storage.copier import Bytes, Steps, scatter
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.formats.storage.storage import VirtualFiles
+from transaxle.formats.storage.storage import InMemoryFile, NearReads, Storage, SubFolder, VirtualFiles
 
-FILE, MADE = "a.bin", "made"
+FILE = "a.bin"
 DATA = np.random.default_rng(0).integers(1, 256, 1 << 16, np.uint8).tobytes()
 """No byte is 0: what no run writes stays 0."""
 COMPILED = copier.load_steps()
@@ -38,8 +40,14 @@ def again(*said: int) -> int:
     return said[-1]
 
 
+def halting(steps: int, stop: int, first: int) -> int:
+    """The compiled loop, which stops at every third step."""
+    assert COMPILED is not None
+    return COMPILED(steps, min(stop, first - first % 3 + 2), first)
+
+
 WAYS: dict[str, Callable[..., int] | None] = {"plain": None, "again": again}
-WAYS |= {} if COMPILED is None else {"compiled": COMPILED}
+WAYS |= {} if COMPILED is None else {"compiled": COMPILED, "halting": halting}
 
 
 @pytest.fixture(params=WAYS)
@@ -118,60 +126,10 @@ def test_a_file_that_ends_inside_a_run_is_named(way: None, storage: LocalStorage
     assert out[:48] == expected(DATA, len(DATA) - 150, 48, 16, [(3, 47, 16)])
 
 
-def test_a_failing_disk_is_named(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled loop only says which run it did not read; the ordinary way says why."""
-
-    def broken(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(copier, "load_steps", lambda: again)
-    monkeypatch.setattr(os, "preadv", broken)
-    with pytest.raises(StorageError) as caught:
-        read_runs(storage, FILE, 10, memoryview(bytearray(8)), 4, [(2, 100, 4)])
-    assert (caught.value.code, caught.value.where.file) == ("IO", FILE)
-    assert "offset 10" in str(caught.value)
-
-
 @pytest.mark.parametrize(("size", "loops"), [(63, [(4, 100, 16)]), (64, [(4, 100, 17)]), (99, [(2, 9, -16)])])
 def test_no_run_leaves_the_view(way: None, storage: LocalStorage, size: int, loops: list[Loop]) -> None:
     with pytest.raises(ValueError, match="do not fit"):
         read_runs(storage, FILE, 0, memoryview(bytearray(size)), 16, loops)
-
-
-class Made:
-    """A file that counts upwards."""
-
-    nbytes = 1000
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, int]] = []
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        self.asked.append((offset, view.nbytes))
-        view[:] = bytes((offset + i) % 251 for i in range(view.nbytes))
-
-
-def test_what_stands_beside_files_is_asked_for_each_run(storage: LocalStorage) -> None:
-    made = Made()
-    both = NumbersInMemory(VirtualFiles(storage, {MADE: made}))
-    numbers = both.add(b"0123456789")
-    assert numbers.offset == 0
-    out = bytearray(12)
-    for name, data in ((MADE, bytes(i % 251 for i in range(1000))), (FILE, DATA), (NUMBERS, b"0123456789")):
-        offset = 0 if name == NUMBERS else 40
-        read_runs(both, name, offset, memoryview(out), 3, [(2, 5, 6), (2, 1, 3)])
-        assert bytes(out) == expected(data, offset, 12, 3, [(2, 5, 6), (2, 1, 3)])
-    assert made.asked == [(40, 3), (41, 3), (45, 3), (46, 3)]
-
-
-@needs_loop
-def test_files_beside_made_ones_are_read_in_one_call(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No run goes through `preadv` of Python."""
-    monkeypatch.delattr(os, "preadv")
-    loops = [(3, 2000, 700), (7, 200, 100)]
-    out = bytearray(2100)
-    read_runs(NumbersInMemory(VirtualFiles(storage, {MADE: Made()})), FILE, 1, memoryview(out), 100, loops)
-    assert bytes(out) == expected(DATA, 1, prod(count for count, _, _ in loops) * 100, 100, loops)
 
 
 @needs_loop
@@ -245,3 +203,147 @@ def test_without_the_transpose_numpy_copies(monkeypatch: pytest.MonkeyPatch) -> 
     scatter(held, plain, 0, 4, loops)
     expected = np.ascontiguousarray(held.view(np.uint32).reshape(40, 50).T)
     assert built.tobytes() == plain.tobytes() == expected.tobytes()
+
+
+# Ranges of several files, read together.
+
+FILES = {f"{number}.bin": os.urandom(5000) for number in range(3)}
+
+
+@pytest.fixture
+def three_files(tmp_path: Path) -> Iterator[LocalStorage]:
+    (tmp_path / "sub").mkdir()
+    for name, data in FILES.items():
+        (tmp_path / name).write_bytes(data)
+        (tmp_path / "sub" / name).write_bytes(data[::-1])
+    found = LocalStorage(tmp_path)
+    yield found
+    found.close()
+
+
+def read_together(three_files: Storage, places: list[tuple[str, int, int]]) -> list[bytes]:
+    """Read ranges next to each other into one buffer of 7s, and check that nothing else was written."""
+    room = np.full(sum(size for *_, size in places) + 2, 7, np.uint8)
+    at, ranges = 1, list[tuple[str, int, memoryview]]()
+    for name, offset, size in places:
+        ranges.append((name, offset, room.data[at : at + size]))
+        at += size
+    with Steps() as steps:
+        for name, offset, view in ranges:
+            three_files.add_read(steps, name, offset, view)
+        steps.run()
+    assert room[0] == room[-1] == 7
+    return [bytes(view) for *_, view in ranges]
+
+
+@pytest.mark.usefixtures("way")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from([*FILES]), st.integers(0, 4000), st.integers(0, 1000)), max_size=12),
+    st.sampled_from([1, 12]),
+)
+def test_every_range_is_a_slice(three_files: LocalStorage, places: list[tuple[str, int, int]], times: int) -> None:
+    places = places * times  # more than are read in one call
+    expected = [FILES[name][at : at + size] for name, at, size in places]
+    assert read_together(three_files, places) == expected
+    of_folder = SubFolder(three_files, "sub")
+    assert read_together(of_folder, places) == [FILES[name][::-1][at : at + size] for name, at, size in places]
+    more = VirtualFiles(NumbersInMemory(three_files), {"made": InMemoryFile(b"12345678")})
+    assert read_together(more, places) == expected
+    assert read_together(more, [*places, ("made", 2, 3)]) == [*expected, b"345"]
+
+
+@pytest.mark.usefixtures("way")
+def test_a_truncated_file_is_an_error_that_names_it(three_files: LocalStorage) -> None:
+    with pytest.raises(Refused, match="truncated") as caught:
+        read_together(three_files, [("0.bin", 0, 10), ("1.bin", 4990, 11), ("2.bin", 0, 10)])
+    assert (caught.value.code, caught.value.where.file) == ("CORRUPT", "1.bin")
+
+
+# Reading ahead: the same bytes in fewer calls.
+
+SIZE = 1 << 18
+
+
+class _Counted(LocalStorage):
+    """Counts the bytes that are asked of it."""
+
+    asked = 0
+    calls = 0
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        self.asked += view.nbytes
+        self.calls += 1
+        super().read_into(name, offset, view)
+
+
+@pytest.fixture
+def counted(tmp_path: Path) -> _Counted:
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(random.Random(name).randbytes(SIZE))
+    return _Counted(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_reads_give_the_bytes_of_the_file(counted: _Counted, seed: int) -> None:
+    choice = random.Random(seed)
+    ahead, at = NearReads(counted), 0
+    for _ in range(300):
+        name = choice.choice("aab")
+        count = choice.choice((0, 1, 7, 900, 20_000, 70_000))
+        at = choice.choice((at, at + 64, at + 3_000, at - 500, choice.randrange(SIZE)))
+        at = max(0, min(at, SIZE - count))
+        assert ahead.read(name, at, count) == counted.read(name, at, count)
+        at += count
+
+
+def test_near_reads_are_few_calls(counted: _Counted) -> None:
+    ahead = NearReads(counted)
+    for at in range(0, SIZE, 1024):
+        ahead.read("a", at, 200)
+    assert counted.calls < 15
+    assert counted.asked <= SIZE + 10 * 200
+
+
+def test_nothing_is_read_between_what_lies_apart(counted: _Counted) -> None:
+    ahead = NearReads(counted)
+    for at in range(40_000, SIZE, 40_000):  # the end of one archive, and the head of the next
+        ahead.read("a", at - 500, 500)
+        ahead.read("a", at, 1000)
+    assert counted.asked == 1500 * counted.calls // 2
+
+
+# CRC-32.
+
+NOISE = np.random.default_rng(0).integers(0, 256, 1 << 17, np.uint8).tobytes()
+COMPILED_CRC = checksums.load_crc32()
+CHECK = 0xCBF43926
+"""What every CRC-32 gives for the digits from 1 to 9."""
+
+
+@given(
+    st.integers(0, 70), st.one_of(st.integers(0, 200), st.integers(4000, 4400), st.integers(0, 120_000)),
+    st.sampled_from([0, 1, 0xFFFFFFFF, 0x80000000]) | st.integers(0, 0xFFFFFFFF),
+)  # fmt: skip
+def test_the_crc_is_that_of_zlib(start: int, size: int, before: int) -> None:
+    data = memoryview(NOISE)[start : start + size]
+    assert crc32(data, before) == zlib.crc32(data, before)
+
+
+@pytest.mark.skipif(COMPILED_CRC is None, reason="it is not built here")
+@pytest.mark.parametrize(
+    "size", [0, 15, 16, 63, 64, 65, 79, 80, 127, 128, 143, 255, 256, 257, 271, 272, 511, 512, 528, 799, 4096]
+)
+@pytest.mark.parametrize("fill", [0, 0xFF, None])
+def test_short_and_uniform_bytes_are_summed_by_the_compiled_loop_too(
+    size: int, fill: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksums, "_MIN_BYTES", 0)
+    data = NOISE[:size] if fill is None else bytes([fill]) * size
+    assert crc32(memoryview(data)) == zlib.crc32(data)
+
+
+def test_without_a_compiler_zlib_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert crc32(memoryview(b"123456789")) == CHECK
+    monkeypatch.setattr(checksums, "load_crc32", lambda: None)
+    assert crc32(memoryview(NOISE), 7) == zlib.crc32(NOISE, 7)
