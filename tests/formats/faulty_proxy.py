@@ -205,20 +205,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(data[start : start + _PIECE])
             self._wait(begun, min(len(data), start + _PIECE))
 
-    def do_GET(self) -> None:
-        self._forward()
-
-    def do_PUT(self) -> None:
-        self._forward()
-
-    def do_POST(self) -> None:
-        self._forward()
-
-    def do_DELETE(self) -> None:
-        self._forward()
-
-    def do_HEAD(self) -> None:
-        self._forward()
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _forward  # noqa: N815 - names of http.server
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""

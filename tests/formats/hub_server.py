@@ -73,12 +73,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
     host = ""
     seen: Seen
 
-    def do_GET(self) -> None:
-        self._take()
-
-    def do_HEAD(self) -> None:
-        self._take()
-
     def _take(self) -> None:
         headers = {name.lower(): text for name, text in self.headers.items()}
         self.seen = Seen(self.host, self.command, self.path, headers)
@@ -89,6 +83,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer_of_hub()
         else:
             self._answer_of_large()
+
+    do_GET = do_HEAD = _take  # noqa: N815 - names of http.server
 
     def answer(self, status: int, body: bytes = b"", **headers: str) -> bool:
         """Send an answer, and say so; names of headers have `_` for `-`."""

@@ -187,20 +187,6 @@ def test_tensors_differ_where_a_byte_does(
     assert differing or sum(told) == sum(size for size, *_ in made)
 
 
-@pytest.mark.parametrize("jobs", [1, 3])
-def test_spans_of_a_large_item_are_taken_by_any_worker(
-    way: str, storage: LocalStorage, tmp_path: Path, jobs: int
-) -> None:
-    assert way in WAYS
-    span = 17_000
-    parts = [Transfer(name, 5, number * 50_000, 50_000) for number, name in enumerate(DATA)]
-    content = b"".join(data[5:50_005].tobytes() for data in DATA.values())
-    files, digests = moved(storage, tmp_path / "out", [(150_000, parts), (0, [])], Limits(jobs, 1 << 20), span=span)
-    spans = [xxhash.xxh3_128_hexdigest(content[at : at + span]) for at in range(0, len(content), span)]
-    assert files == [content, b""]
-    assert digests == {0: xxhash.xxh3_128_hexdigest("".join(spans).encode()), 1: xxhash.xxh3_128_hexdigest(b"")}
-
-
 @pytest.mark.parametrize("flipped", [False, True])
 def test_checksums_are_taken_on_the_way(way: str, tmp_path: Path, flipped: bool) -> None:
     data = DATA["1.bin"].copy()

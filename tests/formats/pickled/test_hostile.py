@@ -48,52 +48,30 @@ def _run(module: str, attribute: str, *args: Any, opcode: bytes = b"R") -> Made:
     return made
 
 
+CALLS: tuple[tuple[Any, ...], ...] = (
+    ("os", "system", "$command"), ("posix", "system", "$command"), ("nt", "system", "$command"),
+    ("builtins", "eval", "$code"), ("builtins", "exec", "$code"), ("builtins", "compile", "$code", "x", "exec"),
+    ("builtins", "open", "$path", "w"), ("builtins", "__import__", "antigravity"), ("builtins", "breakpoint"),
+    ("builtins", "type", "X", value(()), value({})), ("builtins", "setattr", name("torch", "Tensor"), "x", 1),
+    ("builtins", "globals"), ("subprocess", "Popen", "$command"), ("subprocess", "check_output", "$command"),
+    ("pty", "spawn", "$command"), ("pathlib", "Path.touch", "$path"), ("importlib", "import_module", "antigravity"),
+    ("runpy", "run_path", "$path"), ("shutil", "rmtree", "$path"), ("pickle", "loads", pickle.dumps(1)),
+    ("marshal", "loads", b"x"), ("ctypes", "CDLL", "libc.so.6"), ("code", "InteractiveInterpreter"),
+    ("timeit", "timeit", "$code"), ("pdb", "run", "$code"), ("cProfile", "run", "$code"),
+    ("pip", "main", value(["install", "x"])), ("webbrowser", "open", "http://localhost"),
+    ("socket", "create_connection", ("localhost", 1)), ("urllib.request", "urlopen", "http://localhost"),
+    ("numpy", "load", "$path"), ("numpy.testing._private.utils", "runstring", "$code", value({})),
+    ("torch", "load", "$path"), ("torch.hub", "load", "a/b", "c"), ("torch.jit", "load", "$path"),
+    ("torch.utils.collect_env", "run", "$command"), ("torch._dynamo.guards", "import_from_str", "os.system"),
+    ("torch.storage", "UntypedStorage.from_file", "$path"), ("torch.nn.modules.linear", "Linear", 1, 1),
+    ("transformers.training_args", "TrainingArguments", "."),
+    ("functools", "partial", name("os", "system"), "$command"), ("operator", "attrgetter", "system"),
+    ("operator", "methodcaller", "system", "$command"), ("builtins", "map", name("os", "system"), ["$command"]),
+)  # fmt: skip
+"""Module, name and arguments of calls that would do harm."""
 UNSAFE: dict[str, tuple[Made, str]] = {
-    "os.system": (_run("os", "system", "$command"), "os.system"),
-    "posix.system": (_run("posix", "system", "$command"), "posix.system"),
-    "nt.system": (_run("nt", "system", "$command"), "nt.system"),
-    "eval": (_run("builtins", "eval", "$code"), "builtins.eval"),
+    **{f"{module}.{attribute}": (_run(module, attribute, *args), f"{module}.{attribute}") for module, attribute, *args in CALLS},
     "eval of Python 2": (_run("__builtin__", "eval", "$code"), "builtins.eval"),
-    "exec": (_run("builtins", "exec", "$code"), "builtins.exec"),
-    "compile": (_run("builtins", "compile", "$code", "x", "exec"), "builtins.compile"),
-    "open": (_run("builtins", "open", "$path", "w"), "builtins.open"),
-    "__import__": (_run("builtins", "__import__", "antigravity"), "builtins.__import__"),
-    "breakpoint": (_run("builtins", "breakpoint"), "builtins.breakpoint"),
-    "type": (_run("builtins", "type", "X", value(()), value({})), "builtins.type"),
-    "setattr": (_run("builtins", "setattr", name("torch", "Tensor"), "x", 1), "builtins.setattr"),
-    "globals": (_run("builtins", "globals"), "builtins.globals"),
-    "subprocess": (_run("subprocess", "Popen", "$command"), "subprocess.Popen"),
-    "check_output": (_run("subprocess", "check_output", "$command"), "subprocess.check_output"),
-    "pty": (_run("pty", "spawn", "$command"), "pty.spawn"),
-    "pathlib touch": (_run("pathlib", "Path.touch", "$path"), "pathlib.Path.touch"),
-    "importlib": (_run("importlib", "import_module", "antigravity"), "importlib.import_module"),
-    "runpy": (_run("runpy", "run_path", "$path"), "runpy.run_path"),
-    "shutil": (_run("shutil", "rmtree", "$path"), "shutil.rmtree"),
-    "pickle in a pickle": (_run("pickle", "loads", pickle.dumps(1)), "pickle.loads"),
-    "marshal": (_run("marshal", "loads", b"x"), "marshal.loads"),
-    "ctypes": (_run("ctypes", "CDLL", "libc.so.6"), "ctypes.CDLL"),
-    "code": (_run("code", "InteractiveInterpreter"), "code.InteractiveInterpreter"),
-    "timeit": (_run("timeit", "timeit", "$code"), "timeit.timeit"),
-    "pdb": (_run("pdb", "run", "$code"), "pdb.run"),
-    "profile": (_run("cProfile", "run", "$code"), "cProfile.run"),
-    "pip": (_run("pip", "main", value(["install", "x"])), "pip.main"),
-    "webbrowser": (_run("webbrowser", "open", "http://localhost"), "webbrowser.open"),
-    "socket": (_run("socket", "create_connection", ("localhost", 1)), "socket.create_connection"),
-    "urllib": (_run("urllib.request", "urlopen", "http://localhost"), "urllib.request.urlopen"),
-    "numpy loads pickles": (_run("numpy", "load", "$path"), "numpy.load"),
-    "numpy runs a command": (_run("numpy.testing._private.utils", "runstring", "$code", value({})), "runstring"),
-    "torch.load": (_run("torch", "load", "$path"), "torch.load"),
-    "torch.hub": (_run("torch.hub", "load", "a/b", "c"), "torch.hub.load"),
-    "torch.jit": (_run("torch.jit", "load", "$path"), "torch.jit.load"),
-    "torch runs a command": (_run("torch.utils.collect_env", "run", "$command"), "collect_env.run"),
-    "torch imports": (_run("torch._dynamo.guards", "import_from_str", "os.system"), "import_from_str"),
-    "torch storage from a file": (_run("torch.storage", "UntypedStorage.from_file", "$path"), "from_file"),
-    "a module": (_run("torch.nn.modules.linear", "Linear", 1, 1), "torch.nn.modules.linear.Linear"),
-    "a trainer's settings": (_run("transformers.training_args", "TrainingArguments", "."), "TrainingArguments"),
-    "partial": (_run("functools", "partial", name("os", "system"), "$command"), "functools.partial"),
-    "attrgetter": (_run("operator", "attrgetter", "system"), "operator.attrgetter"),
-    "methodcaller": (_run("operator", "methodcaller", "system", "$command"), "operator.methodcaller"),
-    "map": (_run("builtins", "map", name("os", "system"), ["$command"]), "builtins.map"),
     "made by NEWOBJ": (_run("subprocess", "Popen", "$command", opcode=b"\x81"), "subprocess.Popen"),
     "a dotted name": (lambda _: b"\x80\x04" + text("os") + text("path.join") + b"\x93.", "os.path.join"),
     "STACK_GLOBAL": (
@@ -172,7 +150,7 @@ def test_what_would_run(tmp_path: Path, made: Made, said: str) -> None:
 def test_the_marker_would_be_there(tmp_path: Path) -> None:
     """The test above would pass on anything if the payloads were harmless: Python's own unpickler leaves the marker."""
     file = tmp_path / "payload"
-    for case in ("os.system", "eval", "STACK_GLOBAL", "INST", "OBJ", "protocol 0"):
+    for case in ("os.system", "builtins.eval", "STACK_GLOBAL", "INST", "OBJ", "protocol 0"):
         file.write_bytes(UNSAFE[case][0](tmp_path))
         script = f"import pickle; pickle.load(open({str(file)!r}, 'rb'))"
         subprocess.run([sys.executable, "-c", script], check=False, timeout=60, capture_output=True)
