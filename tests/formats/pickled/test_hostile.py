@@ -70,7 +70,7 @@ CALLS: tuple[tuple[Any, ...], ...] = (
 )  # fmt: skip
 """Module, name and arguments of calls that would do harm."""
 UNSAFE: dict[str, tuple[Made, str]] = {
-    **{f"{module}.{attribute}": (_run(module, attribute, *args), f"{module}.{attribute}") for module, attribute, *args in CALLS},
+    **{f"{where}.{what}": (_run(where, what, *args), f"{where}.{what}") for where, what, *args in CALLS},
     "eval of Python 2": (_run("__builtin__", "eval", "$code"), "builtins.eval"),
     "made by NEWOBJ": (_run("subprocess", "Popen", "$command", opcode=b"\x81"), "subprocess.Popen"),
     "a dotted name": (lambda _: b"\x80\x04" + text("os") + text("path.join") + b"\x93.", "os.path.join"),
