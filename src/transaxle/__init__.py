@@ -1,4 +1,4 @@
-"""Portable checkpoints for large PyTorch models: one model, many layouts, exactly.
+"""Portable checkpoints for large PyTorch models: the same model in many layouts, bit for bit.
 
 import transaxle as tx
 
@@ -17,7 +17,7 @@ from transaxle.errors import CODES, Refusal, TransaxleError
 __version__ = "0.2.0"
 
 _LAZY = "transaxle.verbs"
-"""Module of the public names that have no entry in `_ELSEWHERE`; it is imported on first use."""
+"""Module that defines all public names without an entry in `_ELSEWHERE`; imported on first use."""
 _ELSEWHERE = {
     "AccelerateHooks": "live.integrations.hugging_face",
     "Checkpoint": "engine.checkpoint.checkpoint",
@@ -57,7 +57,7 @@ _ELSEWHERE = {
 """Public name -> module that defines it: result types, and functions on live models, which import torch."""
 
 _ROOMS = frozenset({"nn", "parallel", "quant", "refit"})
-"""Subpackages with public names of their own, such as `tx.quant.MXFP8`; they import torch."""
+"""Subpackages that have public names, such as `tx.quant.MXFP8`; importing a subpackage imports torch."""
 
 if TYPE_CHECKING:
     from transaxle import nn, parallel, quant, refit
@@ -105,7 +105,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, for completion and `help`; without torch, only those that work without it."""
+    """Return the public names, for completion and `help`; if torch is missing, only the names that do not need it."""
     hidden = () if _has_torch() else filter(_is_live, __all__)
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))}.difference(hidden))
 

@@ -1,6 +1,6 @@
-"""Command that installs the packages of an extra, by their names.
+"""The pip command that installs the packages of an optional extra of Transaxle, by the packages' names.
 
-`pip install 'transaxle[report]'` would look for this package in an index, and fail if it was installed from a clone.
+`pip install 'transaxle[report]'` would look for Transaxle in a package index, and fail if Transaxle comes from a clone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _EXTRA = re.compile(r"""extra == ['"]([\w-]+)['"]""")
 
 
 def install(extra: str) -> str:
-    """Return the pip command that installs the packages of an extra, from this installation's metadata."""
+    """Return the pip command that installs the packages of an extra, which the metadata of this installation lists."""
     from importlib.metadata import PackageNotFoundError, requires
 
     try:

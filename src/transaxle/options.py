@@ -1,8 +1,8 @@
-"""Table of the verbs' options: name, kind, default, help text and command-line spelling of each.
+"""Table of the options of all public functions: name, kind, default, help text and command-line spelling.
 
-Public functions have these options as keyword arguments, and tests compare their signatures with this table. The
-command line builds its options from it, error hints translate options to Python with it, and it lists the combinations
-that no verb accepts. This module imports nothing of the package, so every module may import it.
+Public functions ("verbs") take these options as keyword arguments; tests compare signatures with this table. The
+command line and error hints take their spellings from the table. The module also lists combinations of options
+that no verb accepts. It imports nothing of the package, so every module may import it.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ Kind = Literal[
     "axes", "choice", "config", "count", "flag", "float_type", "memory", "on", "overwrite", "path", "patterns", "size",
     "switch", "text",
 ]  # fmt: skip
-"""Kind of an option's value, read by `arguments`. A switch is True, False or None, a flag True or False."""
+"""Kind of an option's value, for `transaxle.arguments`. A switch is True, False or None; a flag is True or False."""
 SHARD_SIZE = 5_000_000_000
-"""Default for the bytes of tensors per file."""
+"""Default maximum of the bytes of tensors in one written file."""
 _MAX_COUNT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of the verbs."""
+    """A keyword argument of the public functions (`convert`, `load`, …) and its command-line flag."""
 
     name: str
     """Name of the keyword argument in Python."""
     kind: Kind
-    """Kind of its value."""
+    """Kind of the option's value."""
     help: str
-    """Help text of the command line."""
+    """Help text that the command line shows for the option."""
     default: Any = None
-    """Default value."""
+    """Default value of the option."""
     flags: tuple[str, ...] = ()
     """Spellings on the command line; messages use the first one. If empty, the only spelling is `--` and the name."""
     metavar: str = ""
     """Placeholder for the value in the help text."""
     example: str = ""
-    """A valid value, for error messages."""
+    """A valid value of the option, shown in error messages."""
     choices: tuple[str, ...] = ()
-    """Values that the command line accepts; empty: any."""
+    """Values that the command line accepts; empty: any value."""
     maximum: int = _MAX_COUNT
-    """Largest accepted value of a count."""
+    """Largest accepted value, for an option of kind count."""
     required: bool = False
-    """Whether the option must be given."""
+    """Whether the user must give the option."""
     common: bool = False
-    """Whether `--help` of a command with many options shows this one; `--help-all` shows all."""
+    """Whether `--help` shows this option for a command with many options; `--help-all` shows all options."""
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -126,19 +126,19 @@ SECTIONS: Mapping[str, tuple[Option, ...]] = {
         Option("write", "path", "Write the plan into a file, for `work`.", metavar="PLAN", common=True),
     ),
 }  # fmt: skip
-"""Section title of the help text -> its options."""
+"""Section title in the help text -> options of the section."""
 OPTIONS: Mapping[str, Option] = {option.name: option for section in SECTIONS.values() for option in section}
 
 READING = ("format", "family", "dialect", "config", "axes", "rules", "weights", "optimizer", "average")
 """Options that say how a checkpoint is recognised and read."""
 OPENING = (*READING, "decode", "dtype", "merge", "only", "skip")
-"""Options of `open`: those of reading, and those that change numbers on reading."""
+"""Options of `open`: the `READING` options, and options that change or select what is read."""
 OF_FIRST = frozenset({"dialect", "format", "only", "skip", "dtype", "merge"})
-"""Options that apply only to the first of two checkpoints: names, files, casts and adapters."""
+"""When two checkpoints are compared: options that apply only to the first."""
 OF_ONE = frozenset({"decode", "weights", "average"})
-"""Options that may apply to only one of two checkpoints: the other may have nothing to decode or to choose."""
+"""When two checkpoints are compared: options that one of them may lack a use for (nothing to decode or choose)."""
 SHAPING = ("shard_size", "allow_lossy", "strict")
-"""Options of the target that are plain data."""
+"""Options of a conversion's target whose values are plain data."""
 _DEGREES = ("tp", "pp", "ep", "make_vocab_size_divisible_by")
 _WRITING = (*OPENING, *SHAPING, "encode", *_DEGREES, "jobs", "memory", "on", "items")
 VERBS: Mapping[str, tuple[str, ...]] = {
@@ -150,7 +150,7 @@ VERBS: Mapping[str, tuple[str, ...]] = {
     "diff": ("numeric", "report", "jobs", "memory", *OPENING),
     "report": ("overwrite", "values", *OPENING),
 }
-"""Verb -> its options, in the order of its signature."""
+"""Public function -> its options, in the order of its signature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,19 +158,19 @@ class Exclusion:
     """A combination of options that no verb accepts."""
 
     names: tuple[str, ...]
-    """Options of which at most one may be given; or, if `needs` is not empty, options that need one of those."""
+    """Options that exclude each other; or, if `needs` is not empty, options that require an option of `needs`."""
     needs: tuple[str, ...] = ()
-    """Options of which one must be given together with `names`; empty: `names` exclude each other."""
+    """Options of which one must be given with any of `names`; empty: the options in `names` exclude each other."""
     why: str = ""
     """Reason, appended to the error message."""
 
     def sentence(self, verb: str, given_names: Collection[str], spell: Callable[[str], str]) -> str:
-        """Return the error message for a set of given options; empty if the combination is allowed.
+        """Return the error message for the given options; empty if this exclusion allows them.
 
         Args:
-            verb: the verb, which may have only some of these options.
+            verb: name of the public function, which may have only some of the options in `names`.
             given_names: names of the given options.
-            spell: returns the spelling of an option in the message.
+            spell: function that returns an option's spelling for the message.
         """
         chosen = [spell(name) for name in self.names if name in given_names]
         if not self.needs:
@@ -188,16 +188,16 @@ EXCLUSIONS = (
     Exclusion(("only", "skip"), needs=("decode", "encode", "dtype")),
     Exclusion(("items",), needs=("write", "on"), why=": nothing else is divided"),
 )
-"""All combinations that are refused for every checkpoint."""
+"""All combinations of options that are refused whatever the checkpoint."""
 
 
 def combination_error(verb: str, given_names: Collection[str], spell: Callable[[str], str] = str) -> str:
-    """Return the error message for a combination of options; empty if it is allowed.
+    """Return the error message for a combination of options; empty if the combination is allowed.
 
     Args:
         verb: one of `VERBS`.
         given_names: names of the given options.
-        spell: returns the spelling of an option: its name in Python, `command_spelling` on the command line.
+        spell: function that returns an option's spelling: its name (in Python) or `command_spelling` (command line).
     """
     return next(filter(None, (each.sentence(verb, given_names, spell) for each in EXCLUSIONS)), "")
 
@@ -208,7 +208,7 @@ def command_spelling(name: str) -> str:
 
 
 def select(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return the options among `names` that are in `options`."""
+    """Return the entries of `options` whose names are among `names`."""
     return {name: options[name] for name in names if name in options}
 
 

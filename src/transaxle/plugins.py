@@ -1,7 +1,7 @@
 """Plugins: entry points of installed packages that extend Transaxle.
 
-A search for plugins reads the metadata of every installed distribution. Such a search happens at most once per process,
-and only if nothing that ships with Transaxle fits.
+A search for plugins reads the metadata of all installed distributions. It happens at most once per process,
+and only if no format or table that ships with Transaxle fits.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Plugin:
     name: str
     """Name of the entry point in its group."""
     package: str
-    """Distribution that has the entry point, with its version."""
+    """Name and version of the distribution that declares the entry point."""
     _load: Callable[[], Any] = field(repr=False)
 
     def load(self) -> Any:
         """Import the object that the entry point names.
 
         Raises:
-            Refused: UNSUPPORTED if it cannot be imported.
+            Refused: UNSUPPORTED if the object cannot be imported.
         """
         try:
             with aside():
@@ -43,25 +43,25 @@ class Plugin:
             raise self.refusal("UNSUPPORTED", f"it cannot be imported: {error!r}") from error
 
     def refusal(self, code: Code, message: str) -> TransaxleError:
-        """Build the refusal of this plugin; the message names its package and entry point."""
+        """Build the error that refuses this plugin; its message names the plugin's package and entry point."""
         place = f"{self.package}, entry point {self.name} of {self.group}"
         hint = f"Repair or remove the package {self.package.partition(' ')[0]}."
         return refuse(code, f"{place}: {message}", hint=hint)
 
 
 def is_users(error: BaseException) -> bool:
-    """Tell whether an error in a plugin comes from the user or the machine (Ctrl-C, no memory), not from the plugin."""
+    """Tell whether an error raised in a plugin is due to the user or machine (Ctrl-C, no memory), not the plugin."""
     return isinstance(error, KeyboardInterrupt | GeneratorExit | MemoryError)
 
 
 def aside() -> AbstractContextManager[object]:
-    """Redirect a plugin's output to standard error: standard output has only the result, which a program may read."""
+    """Redirect a plugin's output to standard error: a program may read the result from standard output."""
     return redirect_stdout(sys.stderr)
 
 
 @cache
 def plugins(group: str) -> tuple[Plugin, ...]:
-    """Return the entry points of a group, by name.
+    """Return the entry points of a group, sorted by name.
 
     Raises:
         Refused: NAME_COLLISION where two packages have entry points of the same name.

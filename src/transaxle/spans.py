@@ -1,6 +1,6 @@
-"""Trace of the program: spans of time per thread, in the format that Chrome, Perfetto and Speedscope display.
+"""Time trace of the program: when each stage ran on each thread, in the format of Chrome, Perfetto and Speedscope.
 
-Without a trace a `span` costs one comparison. With a trace it costs about a microsecond, so spans enclose stages and
+If no trace is recorded, a `span` costs one comparison; otherwise about a microsecond, so spans enclose stages and
 blocks of bytes, never single values.
 """
 
@@ -29,7 +29,7 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, size: int | None) -> Iterator[None]:
-        """Record how long the block takes, whether or not it succeeds."""
+        """Record how long the `with` block takes, even if it raises an error."""
         begin = time.perf_counter_ns()
         try:
             yield
@@ -37,9 +37,9 @@ class Trace:
             self.add(name, begin, time.perf_counter_ns(), size)
 
     def add(self, name: str, begin: int, end: int, size: int | None = None) -> None:
-        """Record a span of this thread, in ns of `time.perf_counter_ns`."""
+        """Record a span of time of this thread; `begin` and `end` are values of `time.perf_counter_ns`."""
         thread = threading.get_native_id()
-        # list.append is safe from several threads; setting a name twice does no harm
+        # list.append is safe from several threads; setting a thread's name twice does no harm
         self._names.setdefault(thread, threading.current_thread().name)
         self._spans.append((name, thread, begin, end, size))
 
@@ -69,22 +69,22 @@ class _Program:
     """Recording state of this process."""
 
     trace: Trace | None = None
-    """The trace that is being recorded; None: no recording."""
+    """The trace that is being recorded; None if none is."""
     began = time.perf_counter_ns()
-    """Start of the program in ns of `time.perf_counter_ns`; the trace's times are relative to it."""
+    """Value of `time.perf_counter_ns` when the program started; times in a trace are relative to this start."""
 
 
 def start_clock() -> None:
-    """Set the zero of a trace's times to now; called when the program begins."""
+    """Make now the time zero of traces; called when the program begins."""
     _Program.began = time.perf_counter_ns()
 
 
 def span(name: str, size: int | None = None) -> AbstractContextManager[None]:
-    """Record the time of a block, if a trace is being recorded.
+    """Record how long a `with` block takes, if a trace is being recorded.
 
     Args:
         name: name of the span in the trace.
-        size: number of bytes that the block moves; None: not shown.
+        size: number of bytes that the `with` block moves; None: the trace shows no size.
     """
     return _NOTHING if _Program.trace is None else _Program.trace.span(name, size)
 
@@ -95,7 +95,7 @@ def is_recording() -> bool:
 
 
 def stage(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Decorate a function so that each call is recorded as a span."""
+    """Return a decorator that records each call of a function as a span of time."""
 
     def of(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         @wraps(function)
@@ -110,7 +110,7 @@ def stage(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parame
 
 @contextmanager
 def record_trace() -> Iterator[Trace]:
-    """Record a trace during the block; the time from `start_clock` to its begin is recorded as `import`."""
+    """Record a trace during the `with` block; the time from `start_clock` to the block is recorded as `import`."""
     trace = _Program.trace = Trace()
     trace.add("import", _Program.began, time.perf_counter_ns())
     try:

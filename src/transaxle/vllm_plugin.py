@@ -1,6 +1,6 @@
-"""Entry point `vllm.general_plugins`, which vLLM calls in each of its processes; it imports nothing of this package.
+"""Entry point `vllm.general_plugins`, which vLLM calls in each of its processes; imports no other module of Transaxle.
 
-The weight transfer engine is imported only if a config names the backend `transaxle`.
+The weight transfer engine is imported only if vLLM's config names the backend `transaxle`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MODULE, _CLASS = "transaxle.refit.vllm_engine", "VllmEngine"
 def register() -> None:
     """Register the weight transfer backend `transaxle` with vLLM; repeated calls do nothing.
 
-    A vLLM without weight transfer starts normally; a warning in its log says why the backend is missing.
+    A vLLM version without weight transfer starts normally; a warning in its log says why the backend is missing.
     """
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

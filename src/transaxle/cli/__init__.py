@@ -1,4 +1,4 @@
-"""The command line. Each command parses options, calls a verb and prints the result."""
+"""The command line. Each command parses options, calls a public function and prints the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transaxle.spans import start_clock
 NAME = "transaxle"
 """Name of the program."""
 _NEW_OBJECTS = 1_000_000
-"""Threshold of the garbage collector: imports and plans create many objects, but hardly any garbage."""
+"""New objects after which the garbage collector runs: imports and plans create many objects, but little garbage."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,15 +22,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the program's name; None: `sys.argv`.
 
     Returns:
-        The exit code: 0 done, 1 different, 2 usage, 3 refused, 4 I/O, 70 a bug, 130 interrupted, 143 and 129
-        stopped by SIGTERM and SIGHUP.
+        The exit code: 0 done, 1 different, 2 wrong usage, 3 refused, 4 I/O error, 70 a bug, 130 Ctrl-C, 143 or 129
+        stopped by SIGTERM or SIGHUP.
     """
     start_clock()
     if arguments is None:
-        # OpenBLAS starts a thread per core when numpy is imported, a quarter of the import time. No command multiplies
+        # OpenBLAS starts a thread per core when numpy is imported: a quarter of the import time. No command multiplies
         # matrices with OpenBLAS.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        # Buffers have the size of the largest possible block, but few blocks are so large: with huge pages one byte
+        # A buffer has the size of the largest possible block, but most blocks are smaller: with huge pages one byte
         # would take 2 MB.
         os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
     thresholds = gc.get_threshold()

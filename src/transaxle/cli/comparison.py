@@ -1,4 +1,4 @@
-"""`transaxle verify` checks a checkpoint against its manifest or compares two; `diff` shows where two differ."""
+"""`transaxle verify` checks a checkpoint against its manifest or compares two checkpoints; `diff` shows differences."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from transaxle.formats.registry import join_names
 @with_profile
 @with_screen
 def verify_command(screen: Screen, a: str, b: str | None, options: dict[str, Any]) -> int:
-    """Verify a checkpoint, or compare two."""
+    """Verify a checkpoint, or compare two checkpoints."""
     result = verbs.verify(a, b, watch=screen, **options)
     if screen.as_json:
         screen.document(result.as_json())
@@ -51,7 +51,7 @@ def verify_command(screen: Screen, a: str, b: str | None, options: dict[str, Any
 
 
 def print_verification(screen: Screen, result: Verification) -> None:
-    """Print the result of checking a checkpoint against its manifest or digests."""
+    """Print the result of a check of a checkpoint against its manifest or other stored hashes."""
     amount = f"{plural(result.tensors, 'tensor')}, {parameters(result.parameters)}, {size(result.bytes_read)} read"
     if result.problems:
         screen.line(("not intact", "red"), f": {amount}")
@@ -68,7 +68,7 @@ def print_verification(screen: Screen, result: Verification) -> None:
 
 
 def _describe_unchecked(result: Verification) -> str:
-    """Describe which bytes of a checkpoint without hashes remain unchecked."""
+    """Describe which bytes of a checkpoint could not be checked because it has no hashes of them."""
     if not result.unproved:
         return "checksums of the format cover all tensors; nothing covers headers and the files beside them"
     if result.unproved == result.bytes_read:
@@ -98,7 +98,7 @@ def print_comparison(screen: Screen, compared: Comparison) -> None:
 
 
 def print_across(screen: Screen, comparison: Comparison) -> None:
-    """Print how many tensors were compared by value, because the two checkpoints store them in different encodings."""
+    """Print how many tensors were compared by value because the two checkpoints encode the tensors differently."""
     for formats, count in comparison.across.items():
         screen.line(f"  {plural(count, 'tensor')} compared by value, stored as {formats}")
 
@@ -107,7 +107,7 @@ _ROWS = 20
 _NO_TABLE = "(in no table)"
 _ONE_SIDED = frozenset({"only_first", "only_second"})
 _UNCOMPARED = _ONE_SIDED | {"encoding"}
-"""Kinds of difference that have no comparison of values."""
+"""Kinds of difference for which values of the two tensors are not compared."""
 
 
 @click.command(
@@ -159,7 +159,7 @@ def diff_command(screen: Screen, a: str, b: str, stat: bool, options: dict[str, 
 
 
 def _print_names(screen: Screen, comparison: Comparison) -> None:
-    """Print the names of differing tensors; similar names share one row."""
+    """Print the names of differing tensors; names that differ only in numbers share one row."""
     by_name = {difference.name: difference for difference in comparison.differences}
     names = sorted(by_name, key=natural)
     folded = fold(names, [_describe(by_name[name], comparison) for name in names])
@@ -175,7 +175,7 @@ def _print_names(screen: Screen, comparison: Comparison) -> None:
 
 
 def _describe(difference: Difference, comparison: Comparison) -> str:
-    """Describe how a tensor differs; equal texts are folded into one row."""
+    """Describe how a tensor differs; tensors with equal descriptions share one printed row."""
     match difference.kind:
         case "only_first":
             return f"only in {comparison.first}"
@@ -189,7 +189,7 @@ def _describe(difference: Difference, comparison: Comparison) -> str:
 
 
 def _distances(group: Iterable[Difference]) -> str:
-    """Describe the measured distances of a group of tensors; empty if none was measured."""
+    """Describe how far the values of a group of tensors differ; empty if no distance was measured."""
     measured = [
         (d.elements, d.max_abs, d.rms or 0.0, d.relative or 0.0)
         for d in group
@@ -203,12 +203,12 @@ def _distances(group: Iterable[Difference]) -> str:
 
 
 def _print_stat(screen: Screen, comparison: Comparison, logical_names: Mapping[str, str]) -> None:
-    """Print one row per logical tensor.
+    """Print one row of statistics per logical tensor.
 
     Args:
         screen: where to print.
-        comparison: the differences.
-        logical_names: tensor name in the second checkpoint -> its logical tensors.
+        comparison: the comparison of the two checkpoints.
+        logical_names: tensor name in the second checkpoint -> names of the logical tensors in it.
     """
     groups: dict[str, list[Difference]] = defaultdict(list)
     uncompared: dict[str, int] = defaultdict(int)

@@ -1,4 +1,4 @@
-"""`transaxle demo`: conversions there and back, on a model so small that every number can be inspected."""
+"""`transaxle demo`: converts a model to other layouts and back; it is so small that every number can be inspected."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _SIZES = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
 }
-"""Small sizes; those of axes that could be confused differ."""
+"""Config of the small model; sizes of axes that could be confused differ."""
 _SOURCE = "hub"
 _CONVERSIONS = (("torchtitan", "dcp:torchtitan"), ("automodel", "safetensors:automodel"), ("back", "hf"))
-"""(folder, value of `--to`) of each conversion; each converts the result of the one before."""
+"""(folder, value of `--to`) of each conversion; each conversion converts the result of the previous one."""
 _EXPERT, _ROW, _COLUMN = 3, 5, 7
 _PLACES = (
     (_SOURCE, f"model.layers.0.mlp.experts.{_EXPERT}.gate_proj.weight", (_ROW, _COLUMN)),
@@ -54,7 +54,7 @@ _STEP_TEXTS = {
     "automodel": "gate and up become one tensor, end to end in its last dim, and each expert's matrix is transposed.",
     "back": "The same two tables, read the other way.",
 }
-"""Explanation of each conversion for newcomers."""
+"""Explanation of each conversion, printed for newcomers."""
 
 JsonFacts = dict[str, Any]
 
@@ -180,7 +180,7 @@ def _make(folder: Path) -> tuple[Any, Any, Any]:
     random = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**_SIZES), dtype=torch.bfloat16).eval()
     with torch.no_grad():
-        for weight in model.parameters():  # norms too: equal numbers would look right even if they were moved wrongly
+        for weight in model.parameters():  # norms too: if all numbers were equal, a wrong move would go unnoticed
             weight.normal_(0, 0.5, generator=random)
         tokens = torch.randint(_SIZES["vocab_size"], (1, _TOKENS), generator=random)
         logits = model(tokens).logits
@@ -216,7 +216,7 @@ def _is_shown(name: str) -> bool:
 
 
 def _axis_moves(source: Path, target: Path, to: str) -> list[JsonFacts]:
-    """Return the axis moves of a conversion, rule by rule; rules that only rename are omitted."""
+    """Return how a conversion moves axes, for each table line; lines that only rename tensors are omitted."""
     plan = tx.plan(source, target, to=to)
     moved = []
     for route in plan.routes:
@@ -238,7 +238,7 @@ def _print_moved(screen: Screen, moved: Sequence[JsonFacts]) -> None:
 
 
 def _follow(screen: Screen, folder: Path) -> list[JsonFacts]:
-    """Read the same number from the checkpoint of each dialect."""
+    """Print the same number as read from the checkpoint in each dialect."""
     readings: list[JsonFacts] = []
     for name, tensor, place in _PLACES:
         with tx.open(folder / name) as checkpoint:
@@ -255,7 +255,7 @@ def _follow(screen: Screen, folder: Path) -> list[JsonFacts]:
 
 
 def _same_tensors(screen: Screen, folder: Path) -> bool:
-    """Compare the first and the last checkpoint, read with the safetensors library rather than our own reader."""
+    """Compare the first and the last checkpoint, read with the safetensors library, not Transaxle's own reader."""
     first, last = ({k: v for f in _files(folder / name) for k, v in _load(f).items()} for name in (_SOURCE, "back"))
     same = sum(name in last and first[name] == last[name] for name in first)
     equal = same == len(first) == len(last)

@@ -1,7 +1,7 @@
-"""`transaxle derive` derives a table from a converter; `transaxle check-rules` checks a table.
+"""`transaxle derive` derives a table of tensor names from a converter; `transaxle check-rules` checks a table.
 
 A table is derived by tracing where a converter moves each of a checkpoint's numbered elements. A check lists mistakes
-in a table, and which names of a checkpoint it reads.
+in a table, and which tensor names of a checkpoint the table knows.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def derive_command(
     number: bool,
     overwrite: Overwrite,
 ) -> int:
-    """Derive a table."""
+    """Derive a family's table of tensor names."""
     screen.consequence = "nothing was written"
     if number:
         if output or family or overwrite:
@@ -121,8 +121,8 @@ def model_of(source: str) -> tuple[str, dict[str, Any] | None]:
     """Return the model type that SOURCE means, and its config if SOURCE is a file or folder.
 
     Raises:
-        Refused: CORRUPT for a config without a model type.
-        StorageError: IO for a path without a config.
+        Refused: CORRUPT for a config file without a model type.
+        StorageError: IO for a path without a config file.
     """
     path = Path(source)
     if re.fullmatch(_MODEL_TYPE, source) and not os.path.lexists(path) and path.suffix != ".json":
@@ -169,7 +169,7 @@ def _facts(table: Table, output: str | None) -> dict[str, Any]:
 
 
 def _ships(table: Table) -> str | None:
-    """Return the built-in family for the model of a derived table; None if there is none."""
+    """Return the name of the built-in family that supports the model of a derived table; None if no family does."""
     (family,) = tables.read(table.text)
     families = builtin().of_types(family.model_types)
     return families[0].name if families else None
@@ -217,7 +217,7 @@ _SHOWN = 6
 @click.argument("ckpt", type=click.Path(readable=False), required=False)
 @with_screen
 def check_rules_command(screen: Screen, file: str, ckpt: str | None) -> int:
-    """Check a table."""
+    """Check a table of tensor names."""
     report = rules_facts(file, ckpt)
     if screen.as_json:
         screen.document(report)
@@ -288,5 +288,5 @@ def _print_writing(screen: Screen, label: str, outcome: JsonFacts) -> None:
 
 
 def _one_line(refusal: JsonFacts) -> str:
-    """Write the refusal of a tensor's shape on one line: name, rule and both shapes."""
+    """Return the refusal of a tensor's shape as one line: tensor name, table line, expected and actual shape."""
     return f"{refusal['tensor']}: {': '.join(refusal['message'].splitlines())}"

@@ -17,7 +17,7 @@ _WIDTH = 100
 
 
 def _parse_codes(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> tuple[Code, ...]:
-    """Parse codes, in upper or lower case; the error for an unknown one suggests a code."""
+    """Parse refusal codes in upper or lower case; the error for an unknown code suggests a known one."""
     codes: list[Code] = []
     for typed in values:
         spelling = typed.upper().replace("-", "_")
@@ -43,7 +43,7 @@ def _parse_codes(_ctx: click.Context, _param: click.Parameter, values: tuple[str
 )
 @with_screen
 def explain_command(screen: Screen, codes: tuple[Code, ...]) -> int:
-    """Explain codes, or list them."""
+    """Explain the given refusal codes, or list all codes if none is given."""
     if screen.as_json:
         screen.document({code: _as_json(code) for code in codes or CODES})
     elif codes:

@@ -1,4 +1,4 @@
-"""`transaxle work` carries out a stored plan in parts; `transaxle clean` removes the leftovers of killed runs."""
+"""`transaxle work` carries out parts of a stored plan; `transaxle clean` removes files left by killed runs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _numbers(_ctx: click.Context, _param: click.Parameter, typed: str | None) ->
 @click.option("--commit", is_flag=True, help="Complete the target, when all items are done.")
 @with_screen
 def work_command(screen: Screen, plan: str, begin: bool, items: tuple[int, ...] | None, commit: bool) -> int:
-    """Carry out a part of a plan, or all of it."""
+    """Carry out a stored plan, or a part of it."""
     if begin + commit + (items is not None) > 1:
         raise click.UsageError("--begin, --items and --commit are three steps; give one of them")
     work = read_plan(plan)
@@ -147,7 +147,7 @@ def _do_items(screen: Screen, work: WorkPlan, numbers: tuple[int, ...]) -> int:
 @click.option("--yes", is_flag=True, help="Remove without asking.")
 @with_screen
 def clean_command(screen: Screen, path: str, yes: bool) -> int:
-    """Remove leftovers of killed runs."""
+    """Remove files that killed runs left behind."""
     screen.consequence = "nothing was removed"
     listed = leftovers(path)
     todo = [leftover for leftover in listed if leftover.outcome == "found"]

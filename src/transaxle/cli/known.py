@@ -1,6 +1,7 @@
 """`transaxle families` lists the families that have tables; `transaxle dialects` lists the dialects of these tables.
 
-Tables are built in, or come from plugins. For one family, `dialects` also explains its axes.
+A table (of the tensor names of a model family) is built in, or comes from a plugin. For one family, `dialects` also
+explains the axes of its tensors.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ def headline(checkpoint: Checkpoint, view: Checkpoint) -> str:
     """Describe a checkpoint: format, family, dialect, and amount of data.
 
     Args:
-        checkpoint: the checkpoint as stored.
-        view: the checkpoint in the dialect to show.
+        checkpoint: the checkpoint with its stored tensor names.
+        view: the same checkpoint in the dialect to show.
     """
     amounts = totals(view)
     descriptions = [checkpoint.family, view.dialect] if checkpoint.family else [UNKNOWN]
@@ -41,16 +41,16 @@ def headline(checkpoint: Checkpoint, view: Checkpoint) -> str:
 
 
 def fold_rows(view: Checkpoint, *, all_names: bool = False) -> list[FoldedRow]:
-    """Return rows of a checkpoint's tensors, in the order of its dialect's table.
+    """Return the rows to print for a checkpoint's tensors, in the order of the table of tensor names.
 
-    Tensors whose names differ only in numbers share a row, if dtype and shape are equal.
+    Tensors whose names differ only in numbers share a row if their dtypes and shapes are equal.
 
     Args:
-        view: the checkpoint, in the dialect to show.
-        all_names: return one row per name instead.
+        view: the checkpoint in the dialect to show.
+        all_names: return one row per tensor name, without shared rows.
 
     Returns:
-        Rows whose keys are `(dtype, shape)`.
+        Rows, each with the key `(dtype, shape)`.
     """
     if all_names:
         return [FoldedRow(name, (name,), (view[name].dtype, view[name].shape)) for name in view.in_order()]
@@ -58,7 +58,7 @@ def fold_rows(view: Checkpoint, *, all_names: bool = False) -> list[FoldedRow]:
 
 
 def cells(row: FoldedRow) -> list[str]:
-    """Return the cells to print for a row: name, count, dtype, shape."""
+    """Return a row as printed cells: tensor name, number of tensors, dtype, shape."""
     dtype, shape = _key(row)
     return [row.name, row.times, dtype, str(list(shape))]
 

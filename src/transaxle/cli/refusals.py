@@ -1,4 +1,4 @@
-"""Prints why a command ended: all refusals, most important first, or the signal that stopped it."""
+"""Prints why a command ended: its refusals, most important first, or the signal that stopped the command."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from transaxle.errors import Refusal, StorageError, TransaxleError, UsageError
 MOST = 5
 """Number of refusals that are shown without `--all`."""
 _PLACES = 3
-"""Number of rows of tensors that are shown for one refusal."""
+"""Number of rows of tensor names that are shown for one refusal."""
 INTERRUPTED = 130
-"""Exit code that a shell reports for a program ended by Ctrl-C."""
+"""Exit code of a program ended by Ctrl-C, as a shell reports it."""
 
 
 def print_error(screen: Screen, error: TransaxleError) -> int:
@@ -32,7 +32,7 @@ def print_error(screen: Screen, error: TransaxleError) -> int:
 
 
 def print_interruption(screen: Screen, code: int, reason: str) -> int:
-    """Print that the user or a signal stopped the command, and the consequence.
+    """Print that the user or a signal stopped the command, and in what state that leaves the files.
 
     Args:
         screen: where to print.
@@ -51,7 +51,7 @@ def print_interruption(screen: Screen, code: int, reason: str) -> int:
 
 
 def print_refusals(screen: Screen, head: str, refusals: Sequence[Refusal], put: Callable[..., None]) -> None:
-    """Print refusals: the first few, or all of them with `--all`.
+    """Print the first few refusals, or every refusal with `--all`.
 
     Args:
         screen: where to print; its options say how many refusals are printed.
@@ -74,7 +74,7 @@ def print_refusals(screen: Screen, head: str, refusals: Sequence[Refusal], put: 
 
 
 def _group_refusals(refusals: Sequence[Refusal]) -> list[list[Refusal]]:
-    """Group refusals that differ only in the tensor, in the order of their first."""
+    """Group refusals that differ only in the tensor; groups are in the order of their first refusals."""
     groups: dict[object, list[Refusal]] = {}
     for refusal in refusals:
         key = refusal.code, refusal.where.file, refusal.message, refusal.hint
@@ -83,7 +83,7 @@ def _group_refusals(refusals: Sequence[Refusal]) -> list[list[Refusal]]:
 
 
 def _lines(group: Sequence[Refusal], *, all_rows: bool) -> list[tuple[Text, ...]]:
-    """Return the lines for a group of refusals: code and place, message, hint."""
+    """Return the printed lines for a group of refusals: code and tensor names, message, hint."""
     from transaxle.engine.wording import fold  # imported here, so that --help does not import the engine
 
     model = group[0]
@@ -114,12 +114,12 @@ def _outcome(error: TransaxleError) -> str:
 
 
 def error_document(error: TransaxleError) -> dict[str, Any]:
-    """Return the JSON document of an error."""
+    """Return the JSON document that describes an error."""
     return error_of(error.exit_code, error.refusals[0].shown().message, *error.refusals)
 
 
 def error_of(exit_code: int, message: str, *refusals: Refusal) -> dict[str, Any]:
-    """Return the JSON document of any failure."""
+    """Return the JSON document of a failed command: exit code, message and refusals."""
     listed = [refusal.as_json() for refusal in refusals]
     return {"error": {"exit_code": exit_code, "message": message, "refusals": listed}}
 
@@ -128,7 +128,7 @@ class Stopped(KeyboardInterrupt):
     """Exception for a signal that asks the process to end.
 
     Args:
-        number: number of the signal.
+        number: signal number, such as 15 for SIGTERM.
     """
 
     def __init__(self, number: int) -> None:

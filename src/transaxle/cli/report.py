@@ -67,7 +67,7 @@ def report_command(
 
 
 def _default_file(src: str) -> str:
-    """Return the default file of a report: in the current folder, with the name of SRC."""
+    """Return the default path of a report: a file in the current folder, named after the checkpoint SRC."""
     name = (
         src.rstrip("/").rpartition("/")[2] if "://" in src else Path(os.path.realpath(src)).name
     )  # works also if symbolic links form a loop

@@ -1,6 +1,6 @@
 """Bug reports, and completion in bash.
 
-A bug report is a file with the traceback and the versions of packages. Bash splits words at colons, so that click's own
+A bug report is a file with the traceback and the versions of packages. Bash splits words at colons; therefore click's
 completion fails for `dcp:torchtitan`; `Bash` completes the whole word.
 """
 
@@ -22,9 +22,9 @@ from transaxle.cli import NAME
 from transaxle.errors import without_secrets
 
 _PACKAGES = ("numpy", "ml_dtypes", "torch", "transformers")
-"""Packages whose versions a bug report has."""
+"""Packages whose versions a bug report lists."""
 _LABELS = ("issues", "bug tracker", "tracker", "repository", "source")
-"""Labels of a project URL for bug reports in the package metadata, best first."""
+"""Labels that the package metadata may give to the URL for bug reports, most preferred first."""
 
 
 def write_report(error: BaseException, arguments: Sequence[str]) -> str:
@@ -52,7 +52,7 @@ def write_report(error: BaseException, arguments: Sequence[str]) -> str:
 
 
 def _place() -> str:
-    """Return the place for bug reports, from the metadata of the installed package."""
+    """Return where to send bug reports: a URL from the metadata of the installed package."""
     try:
         lines = metadata.metadata(NAME).get_all("Project-URL") or []
     except metadata.PackageNotFoundError:
@@ -63,7 +63,7 @@ def _place() -> str:
 
 
 def _version(name: str) -> str:
-    """Return the version of a package, without importing it."""
+    """Return the installed version of a package, without importing the package."""
     if name in sys.modules and isinstance(getattr(sys.modules[name], "__version__", None), str):
         return str(sys.modules[name].__version__)
     try:
@@ -104,14 +104,14 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 
 
 class Bash(BashComplete):
-    """Completion in bash that reads the typed line, and offers the part of a word after its first colon."""
+    """Completion in bash: reads the whole typed line, and offers only the part of a word after its first colon."""
 
     source_template = _SOURCE
 
     def get_completion_args(self) -> tuple[list[str], str]:
         """Return (words before the cursor's word, the incomplete word at the cursor)."""
         line = os.environ.get("COMP_LINE")
-        if line is None:  # the shell still has the completion script of an earlier version
+        if line is None:  # the shell still uses the completion script of an earlier Transaxle version
             return super().get_completion_args()
         words = split_arg_string(line)
         if not words or line[-1].isspace():

@@ -1,4 +1,4 @@
-"""Option `--derive` of `plan` and `convert`, which derives a missing table on the fly."""
+"""Option `--derive` of `plan` and `convert`: derives the table of tensor names of a model that has none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNKNOWN: Code = "UNKNOWN_FAMILY"
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Discard output of other packages during the block, so that only the table or JSON document is printed."""
+    """Discard output of other packages inside the `with` block, so that only the table or JSON document is printed."""
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         yield
 
@@ -35,13 +35,13 @@ def derive_rules(screen: Screen, src: str, opening: Mapping[str, Any], check: Ca
     """Return the path of a table derived for the model, or the user's `--rules` if a table knows the model already.
 
     Args:
-        screen: where to print a note.
+        screen: where to print a note that a table was derived.
         src: path of the checkpoint.
-        opening: options of `open_checkpoint`.
-        check: refuses a conversion that would fail anyway, before a table is derived.
+        opening: keyword arguments of `open_checkpoint`.
+        check: called before a table is derived; raises an error if the conversion would fail anyway.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY if the model type is unknown.
+        UsageError: UNKNOWN_FAMILY if the checkpoint does not say which model type it has.
         TransaxleError: any error of `open_checkpoint`, `check` and `from_transformers`.
     """
     with open_checkpoint(src, **opening) as source:
@@ -80,11 +80,11 @@ def derive_rules(screen: Screen, src: str, opening: Mapping[str, Any], check: Ca
 
 
 def check_dialect(to: str) -> None:
-    """Refuse a target whose dialect a derived table cannot have.
+    """Refuse a conversion target (dialect or format) that a derived table cannot have.
 
     Raises:
         UsageError: AMBIGUOUS for an unknown dialect.
-        Refused: UNSUPPORTED for a format that cannot be written.
+        Refused: UNSUPPORTED for a file format that Transaxle cannot write.
     """
     from transaxle.derivation.table import Labels
     from transaxle.engine.plan.conversion import parse_to
@@ -106,7 +106,7 @@ def check_target(dst: str, *, overwrite: Overwrite, resume: bool) -> None:
 
 
 def _no_type(error: TransaxleError, *, has_config: bool) -> TransaxleError:
-    """Return the refusal of a model whose model type is unknown."""
+    """Return the error for a checkpoint that does not say which model type it has."""
     why = "its config.json has no model_type" if has_config else "it has no config.json"
     first = error.refusals[0]
     return refuse(

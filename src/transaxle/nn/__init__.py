@@ -1,4 +1,4 @@
-"""Grouped linear layers and mixtures of experts: N experts in one product, stored as one tensor or as N."""
+"""Grouped linear layers and mixtures of experts: N experts in one product, with weights in one tensor or N tensors."""
 
 from transaxle.nn.checkpoint_layouts import accept_layouts, experts_as, load_state_dict, optimizer_state_as
 from transaxle.nn.grouped_linear import GroupedLinear

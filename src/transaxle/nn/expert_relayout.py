@@ -1,10 +1,10 @@
-"""Rename and restack experts in state dicts: N tensors and one stack are two dialects of one table.
+"""Rename and restack experts in state dicts: N tensors and one stack are two layouts of the same parameter.
 
-One implementation serves the module, containers of modules, and optimizer state; `transaxle.load` and the DCP planners
-use the same (`transaxle.axes.translation.grouped`) for files. This module carries out translations of `transaxle.axes`
+One implementation serves the layer, models with such layers, and optimizer state; `transaxle.load` and the DCP planners
+use it too (`transaxle.axes.translation.grouped`), for files. This module carries out translations of `transaxle.axes`
 on the torch tensors of a state dict.
 
-Quantized parameters are several plain entries, each of which is stacked or split separately: no value is computed.
+A quantized parameter is stored as several plain entries, and each entry is stacked or split: no value is computed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from transaxle.torch_tensors import assemble_boxes, flat, raw_local, same_bytes
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """A whole tensor as one chunk."""
+    """A whole tensor, described as one chunk."""
 
     start: tuple[int, ...]
-    """First index along each dim."""
+    """First index of the chunk along each dim."""
     shape: tuple[int, ...]
     """Elements along each dim."""
     strides: tuple[int, ...] | None = None
-    """Strides in elements; None: row-major."""
+    """Strides of the tensor in elements; None: row-major."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Entry:
 
     @cached_property
     def extents(self) -> tuple[_Whole, ...]:
-        """The tensor as one chunk."""
+        """The tensor, described as one chunk."""
         return (_Whole((0,) * len(self.shape), self.shape),)
 
 
@@ -61,16 +61,16 @@ def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
 def move(
     translation: Translation, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, Target] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Carry out a translation; return its tensors. Rearranged tensors have their own memory; unchanged tensors share
-    that of their sources.
+    """Carry out a translation of tensor names and layouts; return the target tensors. Rearranged tensors have new
+    memory; unchanged tensors share memory with their sources.
 
     Args:
         translation: the translation.
-        tensors: the translation's sources, by name.
-        targets: the targets to make; None: all.
+        tensors: source tensor name -> tensor.
+        targets: the target tensors to make, by name; None: all targets of the translation.
 
     Raises:
-        Refused: the refusals of the translation; UNEQUAL_COPIES for copies that must be equal and are not; UNSUPPORTED
+        Refused: any refusal of the translation; UNEQUAL_COPIES for copies that must be equal and are not; UNSUPPORTED
             for a rearrangement of DTensors other than stacking and unstacking.
     """
     if translation.refusals:
@@ -112,7 +112,7 @@ def _build_target(target: Target, copier: Copier, tensors: Mapping[str, torch.Te
 
 
 def _is_whole(target: Target, copier: Copier) -> bool:
-    """Tell whether a target equals its one source, element by element."""
+    """Tell whether a target has a single source, with the same elements in the same order."""
     copies = list(copier.copies(target))
     loops = copies[0].move.loops if len(copies) == 1 else ()
     run = not loops or (len(loops) == 1 and loops[0][1:] == (1, 1))
@@ -120,7 +120,7 @@ def _is_whole(target: Target, copier: Copier) -> bool:
 
 
 def _stack_dtensors(target: Target, origins: list[str], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Stack DTensors, or take one out of a stack: torch keeps their placements correct in both."""
+    """Stack DTensors, or take one DTensor out of a stack; torch computes the placements of the result."""
     first = tensors[origins[0]]
     if len(target.parts) == 1 and len(origins) > 1 and target.shape == (len(origins), *first.shape):
         return torch.stack([tensors[name] for name in origins])
@@ -135,7 +135,7 @@ def _stack_dtensors(target: Target, origins: list[str], tensors: Mapping[str, to
 
 
 def add_prefix(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors with a prefix before their names; for optimizer states, before the names of their parameters."""
+    """Return tensors with a prefix before their names; in optimizer state, before the parameter name in each name."""
     prefixed = {}
     for name, tensor in tensors.items():
         parameter, slot = split_slot(name)
@@ -156,30 +156,30 @@ class Layer:
     shapes: Mapping[str, tuple[int, ...]]
     """Stem (`weight`, `bias`) -> shape of one expert's parameter."""
     single: Mapping[str, bool]
-    """Stem -> whether all experts are one tensor."""
+    """Stem -> whether one tensor holds all experts."""
     further_buffers: Mapping[str, Mapping[str, tuple[int, ...]]]
-    """Stem -> suffix of each further buffer of a quantized parameter -> shape of one expert's buffer."""
+    """Stem -> suffix of each additional buffer of a quantized parameter -> shape of one expert's buffer."""
     local_experts: range
-    """Experts of this rank. With one parameter per expert, the layer has no others."""
+    """Numbers of this rank's experts. If each expert has its own parameter, the layer has only these parameters."""
 
 
 EXTRA_STATE = "_extra_state"
-"""Name of TransformerEngine's extra state of a module, which is not needed here."""
+"""State-dict name of TransformerEngine's extra state of a module, which is ignored."""
 
 
 def remap(state: Mapping[str, Any], prefix: str, layer: Layer) -> dict[str, Any]:
     """Return a state dict whose entries have the names and the form (one stack, or N) of a layer's parameters.
 
     Args:
-        state: any state dict; it is not changed.
+        state: a state dict; it is not changed.
         prefix: prefix of the layer's names.
         layer: names and shapes that the layer needs.
 
     Returns:
-        A new dict. Rearranged tensors have their own memory; the others are the same objects.
+        A new dict. Rearranged tensors have new memory; unchanged tensors are the same objects.
 
     Raises:
-        Refused: see `transaxle.axes.translation.grouped.Arrangement`; UNEQUAL_COPIES for two forms of one parameter
+        Refused: errors of `transaxle.axes.translation.grouped.Arrangement`; UNEQUAL_COPIES for two forms of a parameter
             that differ.
     """
     entries = {name: value for name, value in state.items() if name != f"{prefix}{EXTRA_STATE}"}
@@ -196,7 +196,7 @@ def remap(state: Mapping[str, Any], prefix: str, layer: Layer) -> dict[str, Any]
 
 
 def stems(shapes: Mapping[str, Shape], prefix: str, layer: Layer) -> tuple[Regrouping, ...]:
-    """Return the layer's parameters that a state dict has in another form than the layer, or in both forms.
+    """Return the layer's parameters that a state dict has in another form (stack or N tensors), or in both forms.
 
     Args:
         shapes: shapes of the tensors in the state dict.
@@ -204,7 +204,7 @@ def stems(shapes: Mapping[str, Shape], prefix: str, layer: Layer) -> tuple[Regro
         layer: names and shapes that the layer needs.
 
     Raises:
-        Refused: see `transaxle.axes.translation.grouped.Arrangement`.
+        Refused: errors of `transaxle.axes.translation.grouped.Arrangement`.
     """
     return arrange(_groups(prefix, layer), shapes).check()
 
@@ -225,13 +225,13 @@ def _unwrap(state: dict[str, Any], prefix: str, layer: Layer) -> None:
 
 
 def _is_own(name: str, prefix: str, layer: Layer) -> bool:
-    """Tell whether a name belongs to a parameter of the layer, in either form."""
+    """Tell whether a name belongs to a parameter of the layer, as one stack or as N tensors."""
     stem = stack_name(name)
     return stem.startswith(prefix) and stem.removeprefix(prefix) in layer.shapes
 
 
 def _elsewhere(name: str, prefix: str, layer: Layer) -> bool:
-    """Tell whether a name is that of an expert on another rank."""
+    """Tell whether a name belongs to an expert that is on another rank."""
     split = split_number(name)
     if split is None or not split.before.startswith(prefix):
         return False
@@ -266,9 +266,9 @@ def refuse_codes(state: Mapping[str, Any], prefix: str, parameters: Mapping[str,
 
 
 def apart(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return copies of the tensors that share memory with another one, or with themselves (`expand`).
+    """Return copies of the tensors that share memory with another tensor, or have overlapping elements (`expand`).
 
-    If torch assigned shared memory to experts (`assign=True`), they would change together.
+    If torch assigned shared memory to several experts (`assign=True`), an update of one would change all.
     """
     spans: list[tuple[int, int, str]] = []
     copied: list[str] = []

@@ -1,11 +1,11 @@
 """Grouped tensors: the matrices of N experts as one tensor of three dims, in one buffer.
 
-The tensor itself is plain, a `QuantizedTensor`, or a DTensor of either, and is sharded, pickled, stacked and moved by
-those classes. `GroupedTensor` shows it as N members.
+The tensor is plain, a `QuantizedTensor`, or a DTensor of one of these, and is sharded, pickled, stacked and moved by
+these classes. `GroupedTensor` shows it as N members (matrices).
 
 `Splits` says how the rows of an input are divided among experts, without copying numbers from a device to the host.
-Numbers on the host (a list, a CPU tensor) are checked. Numbers on a device are not checked, because the host would have
-to wait: negative ones count as zero, and rows past the end of the input are ignored, so that no offset is out of range.
+Row counts on the host (a list, a CPU tensor) are checked. Row counts on a device are not, because the host would have
+to wait: negative counts are taken as zero, and rows past the end of the input are ignored, so every offset is valid.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GroupedTensor:
 
     @classmethod
     def stack(cls, members: Sequence[torch.Tensor]) -> GroupedTensor:
-        """Copy matrices into one buffer; quantized ones keep their codes and scales."""
+        """Copy matrices into one buffer; quantized matrices keep their codes and scales."""
         return cls(torch.stack(list(members)))
 
     @property
@@ -70,7 +70,7 @@ class GroupedTensor:
 
     @property
     def quantizer(self) -> Quantizer | None:
-        """The quantizer that made the codes; None for plain members."""
+        """The quantizer that made the members' codes; None for plain members."""
         return self.data.quantizer if isinstance(self.data, QuantizedTensor) else None
 
     @property
@@ -87,7 +87,7 @@ def stack_values(parameters: Sequence[torch.Tensor], dims: int, dtype: torch.dty
     """Return the values of parameters as one plain tensor, without a copy if they are adjacent in memory.
 
     Args:
-        parameters: one with a dim of experts, or one per expert.
+        parameters: one parameter whose first dim counts experts, or one parameter per expert.
         dims: number of dims of the result.
         dtype: dtype of the values.
     """
@@ -95,7 +95,7 @@ def stack_values(parameters: Sequence[torch.Tensor], dims: int, dtype: torch.dty
     if first.dim() == dims:
         return values(first.detach(), dtype)
     if isinstance(first, QuantizedTensor):
-        codes = torch.stack([parameter.detach() for parameter in parameters])  # so that one launch dequantizes all
+        codes = torch.stack([parameter.detach() for parameter in parameters])  # one launch dequantizes all
         if isinstance(codes, QuantizedTensor):
             return codes.dequantize(dtype)
     if isinstance(first, QuantizedTensor) or not adjacent(parameters):
@@ -104,19 +104,19 @@ def stack_values(parameters: Sequence[torch.Tensor], dims: int, dtype: torch.dty
 
 
 def values(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a tensor, plain or quantized."""
+    """Return the values of a plain or quantized tensor as a plain tensor."""
     return x.dequantize(dtype) if isinstance(x, QuantizedTensor) else x.to(dtype)
 
 
 def adjacent(parameters: Sequence[torch.Tensor]) -> bool:
-    """Tell whether plain tensors of one shape follow each other in one buffer, like members of a grouped tensor."""
+    """Tell whether plain tensors of one shape follow each other in one buffer, as members of a grouped tensor do."""
     first = parameters[0]
     if torch.compiler.is_compiling() or type(first.data) is not torch.Tensor:
         return False  # addresses are unknown while a program is traced
     start, step, storage = first.data_ptr(), first.numel() * first.element_size(), first.untyped_storage()
     size = step * len(parameters)
     if not step or start + size > storage.data_ptr() + storage.nbytes():
-        return False  # the tensors do not fit into this storage, though they may be adjacent by chance
+        return False  # the tensors do not fit into the first one's storage: adjacent only by chance
     places = [parameter.data_ptr() for parameter in parameters]
     return places == list(range(start, start + size, step)) and all(
         parameter.is_contiguous() for parameter in parameters
@@ -132,11 +132,11 @@ class Splits:
     """The rows of each expert: consecutive, starting with the first row of the input."""
 
     offsets: torch.Tensor
-    """Row at which each expert ends; int32 [experts], on the device of the input."""
+    """Row after the last row of each expert; int32 [experts], on the device of the input."""
     rows: int
     """Number of rows of the input."""
     counts: tuple[int, ...] | None
-    """Number of rows of each expert; None if only the device knows."""
+    """Number of rows of each expert; None if the numbers are only on the device."""
 
     @property
     def complete(self) -> bool:
@@ -144,7 +144,7 @@ class Splits:
         return self.counts is not None and sum(self.counts) == self.rows
 
     def experts(self) -> torch.Tensor:
-        """Return each row's expert, int64 [rows]; for rows after the last expert's, the number of experts."""
+        """Return the expert index of each row, int64 [rows]; rows without an expert get the number of experts."""
         rows = torch.arange(self.rows, dtype=torch.int32, device=self.offsets.device)
         return torch.searchsorted(self.offsets, rows, right=True)
 
@@ -160,7 +160,7 @@ class Splits:
 
 
 def on_host(m_splits: Sequence[int] | torch.Tensor) -> bool:
-    """Tell whether the host may read the numbers: a list, or a CPU tensor outside of tracing.
+    """Tell whether the host may read row counts: from a list, or from a CPU tensor outside of tracing.
 
     Tensors of other classes (fake, traced) may have no values.
     """
@@ -171,7 +171,7 @@ def on_host(m_splits: Sequence[int] | torch.Tensor) -> bool:
 
 
 def splits(m_splits: Sequence[int] | torch.Tensor, experts: int, rows: int, device: torch.device) -> Splits:
-    """Compute the offsets from the number of rows of each expert.
+    """Compute the offsets of the experts' rows from the number of rows of each expert.
 
     Args:
         m_splits: rows of each expert; a list or an int32 or int64 tensor on any device.
@@ -180,7 +180,7 @@ def splits(m_splits: Sequence[int] | torch.Tensor, experts: int, rows: int, devi
         device: device of the input.
 
     Raises:
-        Refused: SHAPE_MISMATCH, DTYPE_MISMATCH for anything else; SHAPE_MISMATCH for numbers on the host that are
+        Refused: SHAPE_MISMATCH or DTYPE_MISMATCH for another shape or dtype; SHAPE_MISMATCH for host numbers that are
             negative or sum to more than the rows; UNSUPPORTED for numbers on the host during capture of a CUDA graph.
     """
     if isinstance(m_splits, torch.Tensor):
@@ -201,10 +201,10 @@ def splits(m_splits: Sequence[int] | torch.Tensor, experts: int, rows: int, devi
 
 
 def _copy_to_device(ends: list[int], device: torch.device) -> torch.Tensor:
-    """Copy offsets from the host to the device as int32, without waiting for the copy.
+    """Copy offsets from the host to the device as int32; return before the copy is done.
 
     Raises:
-        Refused: UNSUPPORTED during capture of a CUDA graph, which would always use these numbers.
+        Refused: UNSUPPORTED during capture of a CUDA graph: each replay of the graph would use the same numbers.
     """
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(ends, dtype=torch.int32, device=device)
@@ -217,7 +217,7 @@ def _copy_to_device(ends: list[int], device: torch.device) -> torch.Tensor:
 
 
 def _numbers(m_splits: Sequence[Any]) -> tuple[int, ...]:
-    """Return the numbers as integers; fractions are not rounded, and booleans are refused.
+    """Return row counts as Python integers; fractions and booleans are refused.
 
     Raises:
         Refused: DTYPE_MISMATCH.
@@ -248,10 +248,10 @@ def _check(counts: tuple[int, ...], experts: int, rows: int) -> None:
 
 @torch.compiler.disable(reason="one product per expert needs m_splits on the host")  # type: ignore[untyped-decorator]
 def read_back(m_splits: torch.Tensor, rows: int) -> tuple[int, ...]:
-    """Copy the numbers from the device to the host, which waits for it, and clip them as the device would.
+    """Copy row counts from the device to the host, which waits for the device; clip them as the device would.
 
     Raises:
-        Refused: UNSUPPORTED while a CUDA graph is captured, when the host cannot wait for the device.
+        Refused: UNSUPPORTED during capture of a CUDA graph, because the host cannot wait for the device then.
     """
     if m_splits.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise refuse(

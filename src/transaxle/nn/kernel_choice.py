@@ -1,16 +1,16 @@
-"""Chooses how a grouped linear layer multiplies: one grouped product, of values or of float8 codes, or one per expert.
+"""Chooses how a grouped linear layer multiplies: in one grouped product (of values or float8 codes), or one per expert.
 
-The whole decision is made in this module, and it can be printed with its reasons.
+The whole choice is made in this module, and can be printed with its reasons.
 
 **Grouped products of float8 codes** use `torch.nn.functional.scaled_grouped_mm`. Weights are multiplied as they are
 stored:
 
-- E4M3 codes with one scale per expert, which all rows of the expert share: the same codes serve both directions. Rows
+- E4M3 codes with one scale per expert: the same codes serve forward and backward. Rows
   of inputs and of gradients are quantized here, each by its own amax (current scaling; torch supports no other).
-- MXFP8 codes. Each 32 elements along the summed dim share a scale, so each direction has its own codes: rowwise ones
-  give the output, columnwise ones the gradient of the input. Inputs and gradients are quantized to MXFP8 here.
+- MXFP8 codes. Each 32 elements along the summed dim share a scale, so each direction has its own codes: rowwise codes
+  give the output, columnwise codes the gradient of the input. Inputs and gradients are quantized to MXFP8 here.
 
-Sums are float32, the result is bfloat16. The kernels accept any number of rows: if scales must be padded to blocks,
+Sums are float32, the result is bfloat16. The kernels accept any number of rows; if scales must be padded to blocks,
 they are padded for each group, on the device.
 """
 
@@ -33,18 +33,18 @@ from transaxle.quant.quantizers import COLUMN_DATA, COLUMN_SCALE, DATA, SCALE
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of codes for which there are grouped products."""
+    """A kind of float8 codes for which torch has grouped products."""
 
     description: str
     """Description of the codes and their scales."""
     step: int
-    """Features must be multiples of this."""
+    """The numbers of input and output features must be multiples of this number."""
     capabilities: tuple[tuple[int, int], ...]
     """Compute capabilities of the devices for which torch has a kernel."""
     builds: tuple[str, ...] = ()
-    """Words of `torch.__config__.show()`: torch has the kernel if one of them occurs; empty if every build has it."""
+    """Words in `torch.__config__.show()`, any of which shows that torch has the kernel; empty if every build has it."""
     chosen: bool = False
-    """Whether codes are multiplied wherever possible; otherwise only if the user forces it."""
+    """Whether codes are multiplied by default wherever possible; if False, only if the user forces it."""
 
 
 ROWS = Kind("E4M3 codes with one scale for each expert", 16, ((9, 0),))
@@ -52,7 +52,7 @@ BLOCKS = Kind("MXFP8 codes (E4M3)", MXFP8.tile[1], ((10, 0),), ("USE_MSLK", "USE
 
 
 def kind_of(quantizer: Quantizer | None) -> Kind | None:
-    """Return the kind of codes that a quantizer makes; None if there is no grouped product of them."""
+    """Return the kind of codes that a quantizer makes; None if torch has no grouped product of such codes."""
     if quantizer is None:
         return None
     encoding = quantizer.encoding
@@ -61,7 +61,7 @@ def kind_of(quantizer: Quantizer | None) -> Kind | None:
 
 
 def stack_codes(parameters: Sequence[torch.Tensor]) -> QuantizedTensor:
-    """Return weights as one stack of codes, [experts, out, in]; an existing stack is not copied.
+    """Return the experts' weights as one stack of codes, [experts, out, in]; an existing stack is not copied.
 
     Raises:
         Refused: UNSUPPORTED for experts that are not all quantized in the same way.
@@ -101,7 +101,7 @@ def multiply_transposed(grad: torch.Tensor, weight: QuantizedTensor, offsets: to
 def _multiply_codes(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, kind: Kind | None, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """Return rows [rows, k] times the transposes of codes [experts, n, k]."""
+    """Return rows [rows, k] times the transposed codes [experts, n, k] of their experts."""
     codes = codes.contiguous()  # contiguous along the summed dim, as the kernels require
     recipe, order = functional.ScalingType.RowWise, None
     rows: torch.Tensor | None
@@ -137,11 +137,11 @@ WAYS: tuple[Way, ...] = (GROUPED, PER_EXPERT, SCALED)
 ON_CPU = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of grouped products on a CPU."""
 ON_CUDA = (torch.bfloat16,)
-"""Dtypes of grouped products on CUDA that need no copy of the offsets on the host."""
+"""Dtypes for which a grouped product on CUDA needs no copy of the offsets on the host."""
 CAPABLE = (9, 10)
-"""Major compute capabilities of these CUDA devices; on others torch copies the offsets to the host."""
+"""Major compute capabilities with such grouped products; on other CUDA devices torch copies the offsets to the host."""
 MOST = 1023
-"""Largest number of experts on a CUDA device: torch prepares a grouped product in one block of threads."""
+"""Largest number of experts on a CUDA device: torch sets up a grouped product in one thread block."""
 SCALES = ("cuda",)
 """Device types with grouped products of float8 codes."""
 _BACK = "the gradient of the input multiplies values, since the weights have no columnwise codes"
@@ -150,7 +150,7 @@ _ASKED = "values are multiplied; force_path('scaled') would multiply codes and r
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The way a layer multiplies, with the reasons against the other ways."""
+    """The way in which a layer multiplies, with the reasons against other ways."""
 
     way: Way
     """`grouped`, `per_expert` or `scaled`."""
@@ -159,7 +159,7 @@ class Path:
     forced: bool = False
     """Whether the user forced this way."""
     values: tuple[str, ...] = ()
-    """Reasons why values are multiplied although weights are codes, in all products or in one of them."""
+    """Reasons why dequantized values are multiplied although weights are codes, in some or all products."""
 
     def __str__(self) -> str:
         chosen_by = "forced" if self.forced else "chosen"
@@ -181,11 +181,11 @@ def path(
     """Choose how a layer multiplies.
 
     Args:
-        dtype: dtype of the multiplied values.
+        dtype: dtype of the values to multiply.
         device: device of the input.
         features: number of output and of input features.
-        capability: compute capability of the device; None: ask torch.
-        forced: the way that the user forces; None: choose. MXFP8 codes are multiplied wherever possible, float8 codes
+        capability: compute capability of the device; None: query it from torch.
+        forced: the way that the user forces; None: choose. MXFP8 codes are multiplied wherever possible; float8 codes
             with one scale only with `scaled`; both round inputs and gradients.
         quantizer: quantizer of the weights; None for plain weights.
         columnwise: whether the weights have columnwise codes.
@@ -246,7 +246,7 @@ def _scaled_obstacles(
     kind: Kind | None,
     quantizer: Quantizer | None,
 ) -> Iterator[str]:
-    """Yield the reasons against a product of codes that do not apply to every grouped product."""
+    """Yield the reasons against a grouped product of codes, beyond those against any grouped product."""
     if kind is None:
         kind_of_weights = "plain" if quantizer is None else str(quantizer)
         yield f"weights are {kind_of_weights}, and no device multiplies these in groups of codes"

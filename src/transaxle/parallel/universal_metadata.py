@@ -1,10 +1,10 @@
-"""DeepSpeed's universal-checkpoint metadata of a cut model: a record on each parameter, a collection on the model.
+"""DeepSpeed's universal-checkpoint metadata of a cut model: a record for each parameter, a collection for the model.
 
-DeepSpeed's engine writes the collection into model and optimizer files, and restores universal checkpoints by the
+DeepSpeed's engine writes the collection into model and optimizer files, and restores universal checkpoints with the
 records; see the reference, page Universal-checkpoint metadata.
 
-The metadata has both forms that DeepSpeed 0.19.8 writes: lists of patterns for earlier readers, and the affine map.
-Unlike in DeepSpeed, nothing is inferred from names: the caller lists the parameters that are padded vocabularies.
+The metadata has both forms that DeepSpeed 0.19.8 writes: the affine map, and lists of patterns for older readers.
+Unlike in DeepSpeed, nothing is inferred from names: the caller lists the parameters with padded vocabularies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Vocabulary:
 
     names: Collection[str]
     rows: int
-    """Number of words; rows after them are padding."""
+    """Number of words; any further rows of the parameters are padding."""
 
 
 def collected(
@@ -49,8 +49,8 @@ def collected(
         vocabulary: the model's vocabulary, if it has one.
 
     Raises:
-        Refused: SHAPE_MISMATCH for records of another degree, and for a vocabulary whose parameters do not have that
-            many rows.
+        Refused: SHAPE_MISMATCH if a record is for another number of ranks than `ranks`, or if a parameter of the
+            vocabulary has fewer rows than the vocabulary has words.
     """
     faults = Faults()
     replicated, row = [], []
@@ -129,11 +129,11 @@ _PARSED = "ds_autotp_parsed"
 
 
 def record_of(cut: Cut, shares: Shares | None, ranks: int) -> Record:
-    """Return the record of a parameter.
+    """Return the universal-checkpoint record of a parameter.
 
     Args:
         cut: how the parameter is cut.
-        shares: how its axis is divided; None for a parameter that every rank has whole.
+        shares: how the cut axis is divided among ranks; None if every rank has the whole parameter.
         ranks: tensor-parallel degree.
     """
     weight, bias = cut.weight, len(cut.weight.shape) == 1
@@ -157,15 +157,15 @@ def record_of(cut: Cut, shares: Shares | None, ranks: int) -> Record:
 
 
 def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
-    """Return the metadata of a cut model, and attach it and the records where DeepSpeed looks for them.
+    """Return the metadata of a cut model; also attach this metadata and the records where DeepSpeed looks for them.
 
-    Call it again after sharding the model or giving it storage, which create new parameters; the result is the same.
+    Call it again after sharding the model or giving it storage: both create new parameters, without attached records.
 
     Args:
         model: a model cut by `tensor_parallel`.
 
     Raises:
-        Refused: UNSUPPORTED for a model that is not cut.
+        Refused: UNSUPPORTED for a model that `tensor_parallel` has not cut.
     """
     parameters = list(cut_parameters(model))
     if not parameters:

@@ -1,7 +1,7 @@
 """Frames: the memory behind quantized tensors, which views of them share.
 
-A quantized matrix is codes and scales. FSDP2 cuts matrices between any two rows, and some scales cover tiles of several
-rows, so there are two kinds of buffers. *Cut* buffers have one row for each row of the matrix and are cut with it.
+A quantized matrix is codes and scales. FSDP2 cuts matrices between any two rows, but some scales cover tiles of several
+rows, so there are two kinds of buffers. *Cut* buffers have one row for each row of the matrix and are cut like it.
 *Shared* buffers belong to the whole matrix; every shard has all of them. A frame has buffers of both kinds, and knows
 at which row of the whole matrix it starts. Frames are mutable: a copy into a view must update the scales of the tensor
 that is viewed.
@@ -55,7 +55,7 @@ class Frame:
     quantizer: Quantizer
     """The quantizer that made the codes."""
     columns: int
-    """Elements in a row; in a stack, elements in a matrix."""
+    """Number of elements in a row; in a stack, in a matrix."""
     whole: int
     """Number of rows of the whole matrix, of which this frame may have only some; in a stack, number of matrices."""
     cut: dict[str, torch.Tensor]
@@ -63,26 +63,26 @@ class Frame:
     shared: dict[str, torch.Tensor]
     """Buffers of the whole matrix, by name."""
     start: int = 0
-    """Index in the whole matrix of this frame's first row."""
+    """Index of this frame's first row in the whole matrix."""
     blank: bool = field(default=False, kw_only=True)
-    """Whether nothing has been written yet. A blank frame takes its position in the whole from the first copy into it.
+    """Whether no values have been written yet. The first copy into a blank frame sets its position in the whole matrix.
     """
     used: int | None = field(default=None, kw_only=True)
-    """Rows that belong to the matrix; rows after them are padding. None if there is no padding."""
+    """Number of rows that belong to the matrix; further rows are padding. None if there is no padding."""
     matrix: tuple[int, int] | None = field(default=None, kw_only=True)
     """Rows and columns of each matrix of a stack; None for a single matrix, whose rows are cut."""
     band: Band | None = field(default=None, kw_only=True)
-    """The range of columns (in a stack, of rows or columns) that this frame has, if not all of them."""
+    """The range of columns (in a stack, of rows or columns) that this frame has; None if it has all."""
     of: Frame | None = field(default=None, kw_only=True)
     """The stack's frame, if this frame is a view of one matrix of the stack."""
     share: Share | None = field(default=None, kw_only=True)
-    """Which part of a whole this frame is, if tensor parallelism has cut the whole. Everywhere else in this class,
-    "whole matrix" then means that part.
+    """The tensor-parallel part of a matrix to which this frame belongs; None without tensor parallelism. Everywhere
+    else in this class, "whole matrix" then means that part.
     """
     identity: tuple[str, int] = field(default=("", 0), kw_only=True)
-    """Name of the weight and number of its first expert, from which the keys of stochastic rounding follow."""
+    """(name of the weight, number of its first expert), from which the keys of stochastic rounding are computed."""
     echoes: tuple[torch.Tensor, ...] = field(default=(), kw_only=True)
-    """Buffers from which this frame's rounding state was copied; their counters are incremented together."""
+    """Buffers from which this frame's rounding state was copied; their counters are incremented with its own."""
 
     @property
     def encoding(self) -> Encoding:
@@ -91,7 +91,7 @@ class Frame:
 
     @property
     def rows(self) -> int:
-        """Rows in this frame, padding included."""
+        """Number of rows in this frame, including padding."""
         return self.cut[DATA].shape[0]
 
     @property
@@ -106,21 +106,21 @@ class Frame:
 
     @property
     def columnwise(self) -> bool:
-        """Whether there are codes whose tiles run down the columns."""
+        """Whether the frame has columnwise codes, whose tiles run down the columns."""
         return COLUMN_DATA in self.cut
 
     @property
     def tall(self) -> bool:
-        """Whether some scales cover several rows, so that the position of these rows in the whole matrix matters."""
+        """Whether some scales cover several rows, so that the frame's position in the whole matrix matters."""
         return self.matrix is None and tall(self.encoding, columnwise=self.columnwise)
 
     def buffers(self, skip: int, rows: int) -> dict[str, torch.Tensor]:
-        """Return the buffers of a range of rows by name: cut ones as views, shared ones whole."""
+        """Return name -> buffer for a range of rows: cut buffers as views of these rows, shared buffers whole."""
         by_name = {name: buffer[skip : skip + rows] for name, buffer in self.cut.items()} | self.shared
         return {name: by_name[name] for name in (*COMPONENTS, *STATE) if name in by_name}
 
     def map_rows(self, skip: int, rows: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Frame:
-        """Return a frame of a range of rows, with `change` (a copy, a move) applied to each buffer."""
+        """Return a new frame of a range of rows, with `change` (such as a copy) applied to each buffer."""
         return replace(
             self,
             cut={name: change(buffer[skip : skip + rows]) for name, buffer in self.cut.items()},
@@ -132,7 +132,7 @@ class Frame:
         )
 
     def common(self, skip: int, rows: int, band: Band | None) -> dict[str, torch.Tensor]:
-        """Return the buffers of a range of rows that also apply to other rows, or to other bands."""
+        """Return the buffers of a range of rows that other rows or bands share."""
         whole = () if band is None else [name for name in self.cut if not band.step(self.quantizer, name)]
         return {**self.shared, **{name: self.cut[name][skip : skip + rows] for name in whole}}
 
@@ -158,7 +158,7 @@ class Frame:
         )
 
     def drop(self, name: str) -> None:
-        """Remove an outdated buffer, from this frame and from the stack of which it is a view."""
+        """Remove an outdated buffer from this frame, and from the stack's frame if this frame is a view of a stack."""
         self.cut.pop(name, None)
         self.shared.pop(name, None)
         if self.of is not None:
@@ -167,8 +167,8 @@ class Frame:
     def operands(self, skip: int, rows: int, *, columnwise: bool = False) -> tuple[Components, Encoding]:
         """Return the buffers of a range of rows, and the encoding with which to dequantize them.
 
-        Rows that start inside a tile, or have padding after them, get one scale per row, and an encoding with one-row
-        tiles.
+        If the range starts inside a tile, or has padding after it, the result has one scale per row, and an encoding
+        with one-row tiles.
         """
         codes, scale_name = (COLUMN_DATA, COLUMN_SCALE) if columnwise else (DATA, SCALE)
         encoding = columnwise_of(self.encoding) if columnwise else self.encoding
@@ -189,8 +189,8 @@ class Frame:
 def blank(
     quantizer: Quantizer, shape: tuple[int, ...], device: torch.device, *, columnwise: bool | None = None
 ) -> Frame:
-    """Make a frame of zeros: a matrix, or with three dims a stack. Rows of 4-bit codes are rounded up to an even
-    length.
+    """Make a frame of zeros for a matrix, or for a stack if the shape has three dims. Rows of 4-bit codes are rounded
+    up to an even length.
     """
     *leading, columns = shape
     even = columns + columns % (8 // quantizer.encoding.code_bits)
@@ -213,7 +213,7 @@ def make_frame(
     whole: int | None = None,
     blank: bool = False,
 ) -> Frame:
-    """Make a frame around the buffers of a matrix [M, K], of a stack [E, M, K], or of their rows from `start` on."""
+    """Make a frame from existing buffers of a matrix [M, K] or stack [E, M, K], or of its rows from `start` on."""
     cut = {name: buffer for name, buffer in buffers.items() if is_cut(quantizer.encoding, name, len(shape))}
     return Frame(
         quantizer,
@@ -237,8 +237,8 @@ def key_of(seed: int, name: str, number: int) -> int:
 
     Args:
         seed: seed of the recipe.
-        name: name of the weight; for an expert, the part of the name that all experts share.
-        number: number of the expert; 0 for any other weight.
+        name: name of the weight; for an expert, the name without the expert's number.
+        number: number of the expert; 0 for a weight that is no expert.
     """
     text = f"{seed}/{number}/{name}".encode()
     return int.from_bytes(blake2b(text, digest_size=_KEY_BYTES).digest(), "little", signed=True)
@@ -250,7 +250,7 @@ def state_of(frame: Frame) -> torch.Tensor | None:
 
 
 def begin_rounding(frame: Frame) -> None:
-    """Give a frame a new rounding state: keys from its identity, counters at 0."""
+    """Give a frame a new rounding state, with keys computed from the frame's identity, and counters at 0."""
     seed = frame.quantizer.rounding_seed
     if seed is None:
         return
@@ -282,8 +282,8 @@ def reset_calls(state: torch.Tensor) -> None:
 
 
 def count_rounding(frame: Frame) -> torch.Tensor:
-    """Return a copy of the rounding state, then increment its counter, in the frame and in the buffers that it was
-    copied from.
+    """Return a copy of the rounding state, then increment the counter of the original, in the frame and in the buffers
+    from which the frame's state was copied.
     """
     state = state_of(frame)
     assert state is not None

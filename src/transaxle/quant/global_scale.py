@@ -1,9 +1,9 @@
-"""Quantize a rank's rows with exactly the codes of the whole matrix: amaxes are reduced over all ranks.
+"""Quantize a rank's rows with exactly the codes of the whole matrix: each amax is reduced over all ranks.
 
-Where a tile spans several ranks, the amaxes of all tiles are reduced over them, as integers, which preserves NaN. A
+If tiles span several ranks, the amaxes of all tiles are reduced over these ranks as integers, to preserve NaN. A
 rank may then have only some rows of a tile. In place of the missing rows it inserts one row that contains the tile's
-amax, quantizes, and drops the row again. So only the kernels contain the rule for codes, and the bits are those of the
-matrix quantized in one piece.
+amax, quantizes, and drops the row again. So the rounding rule exists only in the kernels, and the codes equal those of
+the matrix quantized in one piece.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from transaxle.quant.tp_share import Share
 
 @dataclass(frozen=True, slots=True)
 class RowPlacement:
-    """Position of some rows in a matrix, and the ranks that have the rest of it."""
+    """Position of this rank's rows in a matrix, and the ranks that have the other rows."""
 
     start: int
-    """Index of the first of these rows."""
+    """Index in the matrix of this rank's first row."""
     whole: int
-    """Number of rows of the matrix."""
+    """Number of rows of the whole matrix."""
     group: dist.ProcessGroup | None = None
-    """Ranks that have the matrix's rows; None if all rows are here."""
+    """Ranks that have the matrix's rows; None if this rank has all rows."""
     sharing_groups: tuple[dist.ProcessGroup, ...] = ()
-    """Groups of ranks with other shares or bands of the whole matrix, all of which have the same scale, amax and
-    history.
+    """Groups of ranks with the other shares or bands of the whole matrix; all of these ranks have the same scale, amax
+    and history.
     """
 
 
@@ -48,15 +48,15 @@ def locate(
     *,
     banded: bool = False,
 ) -> RowPlacement:
-    """Return the position of rows in the whole matrix; missing numbers are computed from the row counts of all ranks.
+    """Return the position of rows in the whole matrix; if `start` or `whole` is None, sum the row counts of the ranks.
 
     Args:
-        x: the rows.
+        x: this rank's rows.
         group: ranks that have the other rows; with `banded`, ranks that have the other bands of these rows.
-        start: index of the first row.
+        start: index in the whole matrix of the first row.
         whole: number of rows of the matrix.
-        share: the tensor-parallel share that this matrix is.
-        banded: whether these rows are bands, cut along their columns.
+        share: the tensor-parallel share to which the rows belong; None without tensor parallelism.
+        banded: whether each rank has only a band (a range of columns) of the rows.
 
     Raises:
         Refused: `SHAPE_MISMATCH` for rows outside the matrix.
@@ -87,8 +87,8 @@ def quantize_to_frame(
         quantizer: the quantizer.
         x: [M, K] or [E, M, K].
         at: position of the rows in the whole matrix.
-        old: the matrix's previous frame; with delayed scaling its history determines the scale.
-        amax: amax of the whole matrix; None: compute and reduce it.
+        old: previous frame of the matrix; with delayed scaling the amax history in it determines the scale.
+        amax: amax of the whole matrix; None: compute the amax and reduce it over the ranks.
     """
     if x.device.type == "meta":
         empty = blank(quantizer, (at.whole, *x.shape[1:]), x.device)
@@ -110,7 +110,7 @@ def quantize_to_frame(
 
 
 def _quantize_stack(quantizer: Quantizer, x: torch.Tensor, at: RowPlacement) -> Frame:
-    """Quantize each matrix of a stack separately; in one launch if the stack has the same tiles as one tall matrix."""
+    """Quantize each matrix of a stack; all in one launch if the tiles are those of the matrices joined along rows."""
     count, rows, columns = x.shape
     grain = _grain(quantizer)[0]
     separate = quantizer.encoding.has_global or bool(quantizer.state_sizes) or not grain or rows % grain
@@ -137,7 +137,7 @@ def _quantize_stack(quantizer: Quantizer, x: torch.Tensor, at: RowPlacement) -> 
 
 
 def stack_buffers(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack the buffers of several matrices; eight-bit ones as bytes, since torch cannot stack every float8 dtype."""
+    """Stack buffers of several matrices; eight-bit dtypes as bytes, since torch cannot stack every float8 dtype."""
     kind = buffers[0].dtype
     if kind.itemsize > 1:
         return torch.stack(list(buffers))
@@ -149,7 +149,7 @@ def _frame_at(quantizer: Quantizer, x: torch.Tensor, at: RowPlacement, buffers: 
 
 
 def _reduce_max(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Reduce amaxes over ranks, element by element: as integers they keep their order, and NaN is the largest."""
+    """Reduce amaxes over ranks by element, as integers: the order is that of the floats, and NaN is the largest."""
     if group is not None:
         dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
     return amax
@@ -173,7 +173,7 @@ def _quantize_per_tensor(
         history, scaled_for = torch.zeros(quantizer.state_sizes[HISTORY], device=x.device), amax.clone()
     else:
         history = old.shared[HISTORY]
-        # 0 if all values so far were zero.
+        # The largest amax is 0 if all values so far were zero.
         scaled_for = torch.where(old.shared[SCALED_FOR] > 0, old.shared[SCALED_FOR], amax)
     buffers = kernels.quantize(x, quantizer.encoding, amax=scaled_for).present()
     history = torch.cat([amax, history[:-1]])
@@ -183,7 +183,7 @@ def _quantize_per_tensor(
 
 
 def _quantize_shared_tiles(quantizer: Quantizer, x: torch.Tensor, at: RowPlacement, amax: torch.Tensor | None) -> Frame:
-    """Quantize rows whose tiles may span several ranks."""
+    """Quantize this rank's rows; their tiles may include rows on other ranks."""
     encoding, columns = quantizer.encoding, x.shape[1]
     buffers: dict[str, torch.Tensor] = {} if amax is None else {AMAX: amax}
     grain = _grain(quantizer)
@@ -205,14 +205,14 @@ def _quantize_shared_tiles(quantizer: Quantizer, x: torch.Tensor, at: RowPlaceme
 
 
 def _grain(quantizer: Quantizer) -> tuple[int, int]:
-    """Return the rows and columns that share an amax; with codes for both directions, those of both together."""
+    """Return the rows and columns that share an amax; for codes in both directions, the union of both tiles."""
     turned = columnwise_of(quantizer.encoding) if quantizer.columnwise and quantizer.over is None else None
     return quantizer.grain if turned is None else (turned.tile[0], turned.tile[1])
 
 
 def _tile_amax(x: torch.Tensor, grain: tuple[int, int], at: RowPlacement) -> torch.Tensor:
-    """Return the amax of each tile of the whole matrix, 0 for tiles without rows on this rank: [tiles down, tiles
-    across].
+    """Return the amax of each tile of the whole matrix as [tiles down, tiles across]; 0 for tiles without rows on
+    this rank.
     """
     (rows, columns), (high, wide) = x.shape, grain
     across, first = -(-columns // wide), at.start // high
@@ -229,7 +229,7 @@ def _tile_amax(x: torch.Tensor, grain: tuple[int, int], at: RowPlacement) -> tor
 def _complete_tiles(
     x: torch.Tensor, grain: tuple[int, int], tiles: torch.Tensor, at: RowPlacement
 ) -> tuple[torch.Tensor, int]:
-    """Complete the rows to whole tiles; return them and the number of rows inserted at the top."""
+    """Insert rows that complete the tiles at both ends; return all rows, and the number inserted at the top."""
     high, wide = grain
     rows, columns = x.shape
     end = at.start + rows

@@ -19,12 +19,12 @@ from transaxle.quant.tp_share import Share
 
 
 def is_whole(tensor: QuantizedTensor) -> bool:
-    """Whether a tensor has the shape of its frame, so that it is not a view of another shape."""
+    """Tell whether a tensor has the shape of its frame, rather than being a view with a different shape."""
     return tuple(tensor.shape) == (tensor.height, *tensor.frame.row)
 
 
 def refusal(operation: str, tensor: QuantizedTensor, reason: str) -> TransaxleError:
-    """Return the refusal of an operation whose result has no codes and scales."""
+    """Return the error that refuses an operation, because its result could not be stored as codes and scales."""
     return refuse(
         "BLOCK_MISALIGNED",
         f"{operation} of {tuple(tensor.shape)} in {tensor.quantizer}: {reason}",
@@ -33,8 +33,8 @@ def refusal(operation: str, tensor: QuantizedTensor, reason: str) -> TransaxleEr
 
 
 def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Concatenate along a dim, keeping codes if tiles stay whole. With plain tensors among them, concatenate the
-    values.
+    """Concatenate tensors along a dim, keeping codes if tiles stay whole. If some tensors are plain, concatenate
+    the values of all.
     """
     parts = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
     if len(parts) < len(tensors):
@@ -57,10 +57,10 @@ def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 
 def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Stack matrices of one quantizer along dim 0, keeping codes; in any other case stack the values.
+    """Stack tensors: along dim 0 and for matrices of one quantizer the codes, otherwise the dequantized values.
 
     Raises:
-        Refused: `BLOCK_MISALIGNED` for rows of matrices that are not whole tiles.
+        Refused: `BLOCK_MISALIGNED` if an input is a range of rows that cuts a tile.
     """
     parts = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
     first = parts[0]
@@ -81,7 +81,7 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 
 def standalone_buffers(part: QuantizedTensor) -> dict[str, torch.Tensor]:
-    """Return the buffers of a range of rows as those of a separate matrix."""
+    """Return the buffers of a range of rows in the form that they have in a separate matrix."""
     frame, buffers = part.frame, part.frame.buffers(part.skip, part.height)
     first = frame.start + part.skip
     last = first + part.height
@@ -136,7 +136,7 @@ def _cat_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
 
 
 def _step(frame: Frame, *, columnwise: bool) -> int:
-    """Return the rows of a tile: of columnwise or of rowwise codes."""
+    """Return the number of rows in a tile of the columnwise codes or of the rowwise codes."""
     encoding = columnwise_of(frame.encoding) if columnwise else frame.encoding
     assert encoding is not None
     return encoding.tile[0]
@@ -202,10 +202,10 @@ def cut_share(tensor: QuantizedTensor, share: Share) -> QuantizedTensor:
 
 
 def check_common(target: QuantizedTensor, source: QuantizedTensor) -> None:
-    """Refuse a copy into a part of a matrix that would change a scale, amax or history shared with other ranks.
+    """Refuse a copy into one rank's part of a matrix if it would change a scale, amax or history that all ranks share.
 
     Raises:
-        Refused: `UNEQUAL_COPIES`: the other ranks would keep the old one.
+        Refused: `UNEQUAL_COPIES` because other ranks would keep the old scale, amax or history.
     """
     frame, share = target.frame, target.frame.share
     if target.is_meta or source.is_meta:

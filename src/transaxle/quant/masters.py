@@ -1,7 +1,7 @@
-"""Master weights: high-precision values that an optimizer updates while the model has only codes.
+"""Master weights: high-precision values that an optimizer updates, while the model has only quantized codes.
 
-torch and `transaxle.save` see an ordinary optimizer of the model's parameters, with a `master` beside the moments in
-its state. So all code that looks up optimizer state by parameter finds the masters too.
+torch and `transaxle.save` see an ordinary optimizer of the model's parameters, with an entry `master` in addition to
+the moments in its state. So all code that looks up optimizer state by parameter finds the masters too.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from transaxle.quant.tensor import QuantizedTensor
 from transaxle.torch_tensors import place_like, raw_local, read_dtype
 
 MASTER = "master"
-"""Name of the state entry that a quantized parameter has in addition to those of its optimizer."""
+"""Name of the optimizer-state entry with a quantized parameter's master weights."""
 _PARAMS = "params"
 _GROUPS = "param_groups"
 _STATE = "state"
 _RATE = "lr"
 Parameters = Iterable[torch.Tensor] | Iterable[Mapping[str, Any]]
-"""Parameters, or groups of them, as torch's optimizers take them."""
+"""Parameters or parameter groups, as torch's optimizers accept them."""
 
 
 class MasterWeights(Optimizer):
     """A torch optimizer that updates high-precision masters of the quantized parameters, and other parameters directly.
 
-    Create it after `fully_shard`, and after loading the model, unless both are loaded together (`transaxle.load(model,
-    src, optimizer=masters)`). Each step ends by quantizing the masters into the parameters. Amaxes are reduced over the
-    ranks that share a matrix, so that the codes do not depend on how it is cut.
+    Create it after `fully_shard`. Also load the model first, unless model and optimizer are loaded together
+    (`transaxle.load(model, src, optimizer=masters)`). Each step ends by quantizing the masters into the parameters.
+    Amaxes are reduced over the ranks that share a matrix, so the codes do not depend on how the matrix is cut.
 
     Args:
-        parameters: parameters of the model, or groups of them as torch's optimizers take them.
-        optimizer: makes the inner optimizer, given the parameters or groups with masters in place of quantized ones:
-            `functools.partial(torch.optim.AdamW, lr=1e-3)`.
+        parameters: parameters or parameter groups of the model, as torch's optimizers accept them.
+        optimizer: function that makes the inner optimizer of the parameters or groups, in which masters replace
+            quantized parameters; for example `functools.partial(torch.optim.AdamW, lr=1e-3)`.
         dtype: dtype of the masters.
     """
 
@@ -66,13 +66,13 @@ class MasterWeights(Optimizer):
         )
 
     def _masters_of(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors that the inner optimizer updates: masters of quantized parameters, other parameters
-        themselves.
+        """Return the tensors that the inner optimizer updates: the master of each quantized parameter, and all other
+        parameters.
         """
         return [_master(each, self._dtype) if _local_rows(each) is not None else each for each in parameters]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch's optimizer."""
+        """Add a parameter group, as torch's optimizers do."""
         super().add_param_group(param_group)
         if len(self.param_groups) > len(self.optimizer.param_groups):
             added = self.param_groups[-1]
@@ -95,7 +95,7 @@ class MasterWeights(Optimizer):
 
     @property
     def states(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """State of every parameter that has any, including masters, which `state` does not contain."""
+        """Parameter -> its optimizer state, including its master, which `state` does not contain."""
         masters = {parameter: {MASTER: master} for parameter, master in self._pairs()}
         return {
             parameter: {**self.state.get(parameter, {}), **masters.get(parameter, {})}
@@ -105,8 +105,8 @@ class MasterWeights(Optimizer):
 
     @contextmanager
     def _lend(self) -> Iterator[Optimizer]:
-        """Give the inner optimizer the settings and state, keyed by the tensors that it updates, and take them back
-        afterwards.
+        """Give the inner optimizer the settings and state for a `with` block, keyed by the tensors that it updates,
+        then take them back.
         """
         inner = self.optimizer
         for outer_group, inner_group, updated in zip(self.param_groups, inner.param_groups, self._updated, strict=True):
@@ -129,7 +129,7 @@ class MasterWeights(Optimizer):
         """Update the masters with the parameters' gradients, and quantize them into the parameters.
 
         A parameter without a gradient, such as a frozen one, keeps its codes: quantizing its values again could change
-        them. So does a group with learning rate 0, because torch runs such a step only to create missing state.
+        them. A group with learning rate 0 keeps its codes too: torch runs such a step only to create missing state.
 
         Args:
             closure: recomputes the loss and the gradients, and returns the loss.
@@ -153,7 +153,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def requantize(self) -> None:
-        """Quantize the masters into the parameters."""
+        """Quantize the masters into the parameters, whose codes and scales change."""
         _requantize(self._pairs())
 
     @torch.no_grad()
@@ -161,8 +161,8 @@ class MasterWeights(Optimizer):
         """Reset the masters after new codes were written into the parameters.
 
         Args:
-            values: parameter -> this rank's part of the values from which its codes were made, or None to use the
-                dequantized codes; masters of other parameters stay. Without `values` all masters restart from codes.
+            values: parameter -> this rank's part of the values from which its codes were made, or None to use its
+                dequantized codes; masters of parameters without an entry stay. None: all masters restart from codes.
         """
         for number, group in enumerate(self.param_groups):
             for place, parameter in enumerate(group[_PARAMS]):
@@ -182,7 +182,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a result of `state_dict`. The parameters' codes do not change; they are loaded with the model.
+        """Load a result of `state_dict`. The parameters' codes do not change: codes are loaded with the model.
 
         Raises:
             Refused: MISSING_TENSOR, UNEXPECTED_TENSOR, SHAPE_MISMATCH if the masters belong to other parameters.
@@ -210,7 +210,7 @@ class MasterWeights(Optimizer):
         return {**super().__getstate__(), **attributes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore state by parameter, which may include masters."""
+        """Restore the pickled state of each parameter, which may include a master."""
         super().__setstate__(state)
         for number, group in enumerate(self.param_groups):
             for place, parameter in enumerate(group[_PARAMS]):
@@ -248,8 +248,8 @@ def _master(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _moves(group: Mapping[str, Any]) -> bool:
-    """Whether a step with this group can change anything; True if the learning rate is on the GPU, since reading it
-    would wait.
+    """Tell whether a step can change parameters of the group: its learning rate is not 0, or is on the GPU, where
+    reading it would wait.
     """
     rate = group.get(_RATE, 1.0)
     return bool(rate != 0) if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu" else True
@@ -260,13 +260,13 @@ def _requantize(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         inner = _local_rows(parameter)
         if inner is not None:
             values = raw_local(master)
-            # Round to the weights' dtype first, as if they had been stored so: codes then determine the weights
+            # Round the values to the weights' dtype first, as if stored in it: codes then determine the weights
             # completely.
             inner.quantize_(values.to(inner.dtype), group=group_of(parameter))
 
 
 def _faults(key: Any, values: torch.Tensor | None, master: torch.Tensor | None) -> list[Refusal]:
-    """Return the refusals of values for a master."""
+    """Return the refusals of values that do not fit a parameter's master."""
     where = Where(tensor=f"{key}.{MASTER}")
     if master is None:
         return (

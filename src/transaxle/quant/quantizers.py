@@ -1,10 +1,10 @@
-"""Quantizers: how a matrix becomes codes and scales, one class for each kind of scaling.
+"""Quantizers: classes that say how a matrix becomes codes and scales, one class for each kind of scaling.
 
-A quantizer names an encoding of `transaxle.encodings` and settles what the encoding leaves open: how many elements
-share an amax, whether there are codes for both directions, whether scales follow from this tensor or from earlier ones.
-A quantizer has no tensors; the arithmetic is that of the encodings.
+A quantizer names an encoding of `transaxle.encodings` and adds what the encoding does not say: how many elements
+share an amax, whether there are codes for both directions, whether scales follow from current or earlier values.
+A quantizer has no tensors; the encoding does the arithmetic.
 
-This module also lists the buffers of a quantized matrix: names, dtypes, shapes, and which of them are cut with rows.
+This module also lists the buffers of a quantized matrix: names, dtypes, shapes, and which buffers are cut with rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAKER: list[Callable[..., QuantizedTensor]] = []
 
 
 def makes_tensors(maker: Callable[..., QuantizedTensor]) -> Callable[..., QuantizedTensor]:
-    """Decorator: register the function that `Quantizer.quantize` calls."""
+    """Decorator that registers a function as the one that `Quantizer.quantize` calls."""
     _MAKER[:] = [maker]
     return maker
 
@@ -42,43 +42,43 @@ Float8Code = Literal["F8_E4M3", "F8_E5M2"]
 
 
 class Quantizer(ABC):
-    """How a matrix is quantized: an encoding, and how its scales are computed. Equal quantizers make equal codes."""
+    """Says how a matrix is quantized: its encoding and how scales are computed. Equal quantizers make equal codes."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def encoding(self) -> Encoding:
-        """The encoding of the codes and scales."""
+        """The encoding (dtypes and arithmetic) of the codes and scales."""
 
     @property
     def over(self) -> tuple[int, int] | None:
-        """Rows and columns that share an amax, if they are more than one tile; None otherwise."""
+        """Numbers of rows and columns that share an amax, if larger than a tile; None if each tile has its own amax."""
         return None
 
     @property
     def columnwise(self) -> bool:
-        """Whether codes are made for both directions."""
+        """Whether codes are made both along rows and along columns."""
         return False
 
     @property
     def state_sizes(self) -> Mapping[str, int]:
-        """Name -> length of each float32 buffer with state for scaling the next values; empty without state."""
+        """Name -> length of each float32 buffer with state for scaling the next values; empty if there is no state."""
         return {}
 
     @property
     def multiplies_codes(self) -> bool:
-        """Whether inputs and gradients are quantized like the weights wherever they are multiplied with them."""
+        """Whether inputs and gradients are quantized too, like the weights, in every product of a layer."""
         return False
 
     @property
     def rounding_seed(self) -> int | None:
-        """Seed of the random numbers with which gradients are rounded; None if they are not rounded at random."""
+        """Seed of the random numbers with which gradients are rounded; None if gradients are not rounded at random."""
         return None
 
     @property
     def grain(self) -> tuple[int, int]:
-        """Rows and columns that share an amax; 0 stands for all of them."""
+        """Numbers of rows and columns that share an amax; 0 means all rows or all columns."""
         rows, columns = self.encoding.tile if self.over is None else self.over
         return rows, columns
 
@@ -94,8 +94,8 @@ class Quantizer(ABC):
 
         Args:
             x: [M, K] of bfloat16, float16 or float32.
-            group: the ranks that have the rows of one matrix, in order. Amaxes are reduced over them, so that codes and
-                scales are those of the matrix quantized in one piece, bit for bit. Each rank calls this.
+            group: the ranks that have the rows of one matrix, in order. Amaxes are reduced over these ranks, so that
+                codes and scales equal, bit for bit, those of the matrix quantized in one piece. Every rank calls this.
             start: row of the whole matrix at which `x` starts; None: computed from the row counts of all ranks.
             whole: number of rows of the whole matrix; None: computed from the row counts of all ranks.
 
@@ -107,7 +107,7 @@ class Quantizer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Float8CurrentScaling(Quantizer):
-    """One float32 scale for the tensor, from its own amax."""
+    """One float32 scale for the tensor, computed from the tensor's current amax."""
 
     code: Float8Code = "F8_E4M3"
     """Dtype of the codes."""
@@ -116,16 +116,16 @@ class Float8CurrentScaling(Quantizer):
 
     @property
     def encoding(self) -> Encoding:
-        """The encoding of the codes and scales."""
+        """The encoding (dtypes and arithmetic) of the codes and scales."""
         return replace(encodings.FLOAT8, code=self.code, power_of_two=self.power_of_two)
 
 
 @dataclass(frozen=True, slots=True)
 class DelayedScaling(Quantizer):
-    """One float32 scale for the tensor, from the largest amax of the last times it was quantized.
+    """One float32 scale for the tensor, computed from the largest amax of its latest quantizations.
 
-    The first values are scaled by their own amax. Later ones are scaled by the largest amax in the history; then their
-    own amax enters the history, and the oldest leaves it. If the largest is zero, infinite or NaN, the scale stays.
+    The first values are scaled by their own amax. Later values are scaled by the largest amax in the history; then
+    their own amax replaces the oldest in the history. If the largest is zero, infinite or NaN, the scale stays.
     """
 
     code: Float8Code = "F8_E4M3"
@@ -135,12 +135,12 @@ class DelayedScaling(Quantizer):
 
     @property
     def encoding(self) -> Encoding:
-        """The encoding of the codes and scales."""
+        """The encoding (dtypes and arithmetic) of the codes and scales."""
         return replace(encodings.FLOAT8, code=self.code)
 
     @property
     def state_sizes(self) -> Mapping[str, int]:
-        """Lengths of the amax history, and of the amax from which the next scale is computed."""
+        """Lengths of two buffers: the amax history, and the amax from which the next scale is computed."""
         return {"amax_history": self.length, "scaled_for": 1}
 
 
@@ -157,7 +157,7 @@ class Float8Block(Quantizer):
 
     @property
     def encoding(self) -> Encoding:
-        """The encoding of the codes and scales."""
+        """The encoding (dtypes and arithmetic) of the codes and scales."""
         return replace(encodings.FLOAT8_BLOCK, tile=self.block, code=self.code, power_of_two=self.power_of_two)
 
 
@@ -168,11 +168,11 @@ class MXFP8(Quantizer):
     code: Float8Code = "F8_E4M3"
     """Dtype of the codes."""
     columnwise: bool = False
-    """Whether to make codes for both directions."""
+    """Whether to make codes along columns in addition to those along rows."""
 
     @property
     def encoding(self) -> Encoding:
-        """The encoding of the codes and scales."""
+        """The encoding (dtypes and arithmetic) of the codes and scales."""
         return replace(encodings.MXFP8, code=self.code)
 
 
@@ -188,16 +188,16 @@ class NVFP4(Quantizer):
     scale_max: int = 448
     """Largest value of a block scale; 256 in the `4 over 6` variant."""
     columnwise: bool = False
-    """Whether to make codes for both directions."""
+    """Whether to make codes along columns in addition to those along rows."""
 
     @property
     def encoding(self) -> Encoding:
-        """The encoding of the codes and scales."""
+        """The encoding (dtypes and arithmetic) of the codes and scales."""
         return replace(encodings.NVFP4, scale_max=self.scale_max)
 
     @property
     def over(self) -> tuple[int, int] | None:
-        """Rows and columns that share an amax, if they are more than one tile; None otherwise."""
+        """Numbers of rows and columns that share an amax, if larger than a tile; None if each tile has its own amax."""
         return (16, 16) if self.square else None
 
 
@@ -205,45 +205,45 @@ class NVFP4(Quantizer):
 class NVFP4BlockScaling(Quantizer):
     """NVFP4 training: weights, inputs and gradients have 4-bit codes in all three products of a linear layer.
 
-    The options have the names and defaults of TransformerEngine's recipe. Weights are rounded to nearest, with scales
-    of 16 x 16 elements; inputs too, with scales of 16 elements along the summed dim. Both operands of the weight
-    gradient go through a random Hadamard transform first. Each element of a gradient has its own random numbers: they
-    follow from the seed, the weight's name, the number of gradients that the weight has had, and the element's row and
-    column.
+    The options have the names and defaults of TransformerEngine's recipe. Weights and inputs are rounded to nearest:
+    weights with a scale per 16 x 16 elements, inputs with a scale per 16 elements along the summed dim. Both operands
+    of the weight gradient go through a random Hadamard transform first. The random number of a gradient's element is
+    computed from the seed, the weight's name, the number of gradients that the weight has had, and the element's row
+    and column.
     """
 
     disable_rht: bool = False
     """Whether to leave out the random Hadamard transform."""
     disable_stochastic_rounding: bool = False
-    """Whether to round gradients to nearest."""
+    """Whether to round gradients to nearest, not stochastically."""
     disable_2d_quantization: bool = False
-    """Whether the scales of weights cover 16 elements, separately along rows and along columns."""
+    """Whether each scale of a weight covers 16 elements of a row or column, not 16 x 16 elements."""
     seed: int = 0
-    """Seed of the random numbers."""
+    """Seed of the random numbers for stochastic rounding."""
 
     @property
     def encoding(self) -> Encoding:
-        """The encoding of the codes and scales."""
+        """The encoding (dtypes and arithmetic) of the codes and scales."""
         return encodings.NVFP4
 
     @property
     def over(self) -> tuple[int, int] | None:
-        """Rows and columns that share an amax, if they are more than one tile; None otherwise."""
+        """Numbers of rows and columns that share an amax, if larger than a tile; None if each tile has its own amax."""
         return None if self.disable_2d_quantization else (16, 16)
 
     @property
     def columnwise(self) -> bool:
-        """Whether codes are made for both directions."""
+        """Whether codes are made both along rows and along columns."""
         return self.disable_2d_quantization
 
     @property
     def multiplies_codes(self) -> bool:
-        """Whether inputs and gradients are quantized like the weights wherever they are multiplied with them."""
+        """Whether inputs and gradients are quantized too, like the weights, in every product of a layer."""
         return True
 
     @property
     def rounding_seed(self) -> int | None:
-        """Seed of the random numbers with which gradients are rounded; None if they are not rounded at random."""
+        """Seed of the random numbers with which gradients are rounded; None if gradients are not rounded at random."""
         return None if self.disable_stochastic_rounding else self.seed
 
 
@@ -253,7 +253,7 @@ QUANTIZERS: Mapping[str, type[Quantizer]] = MappingProxyType(
         for kind in (Float8CurrentScaling, DelayedScaling, Float8Block, MXFP8, NVFP4, NVFP4BlockScaling)
     }
 )
-"""Quantizer classes by name; a pickled tensor stores this name."""
+"""Class name -> quantizer class; a pickled tensor stores the class name."""
 
 
 DATA = "data"
@@ -261,29 +261,29 @@ SCALE = "scale_inv"
 AMAX = "amax"
 COLUMN_DATA, COLUMN_SCALE, HISTORY, SCALED_FOR, ROUNDING = ASIDE
 ORIGIN = "high_precision_init"
-"""Buffer of the values from which the first codes were made, kept for master weights on request."""
+"""Name of the buffer with the values from which the first codes were made, kept for master weights on request."""
 COMPONENTS = (DATA, SCALE, AMAX, COLUMN_DATA, COLUMN_SCALE)
-"""Names of the buffers that determine the values, in their order."""
+"""Names of the buffers that determine a tensor's values, in the order of the encoding."""
 STATE = (HISTORY, SCALED_FOR, ROUNDING)
 """Names of the buffers that determine how the next values are scaled (delayed scaling) or rounded (NVFP4 training)."""
 
 
 def is_cut(encoding: Encoding, name: str, dims: int = 2) -> bool:
-    """Whether a buffer has one row for each row of the matrix. In a stack (3 dims) every buffer has one entry per
-    matrix.
+    """Tell whether a buffer has one row for each row of the matrix. True for a stack (3 dims): every buffer has one
+    entry per matrix.
     """
     return dims > 2 or name in (DATA, COLUMN_DATA) or (name == SCALE and encoding.tile[0] == 1)
 
 
 def tall(encoding: Encoding, *, columnwise: bool) -> bool:
-    """Whether some scales belong to tiles of several rows, which a cut between two rows can divide."""
+    """Tell whether some tiles have several rows, so that a cut between two rows can divide a tile."""
     return encoding.tile[0] > 1 or columnwise
 
 
 def buffers_of(
     quantizer: Quantizer, shape: tuple[int, ...], *, columnwise: bool | None = None
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape of each buffer of a matrix or a stack, including state."""
+    """Return buffer name -> (dtype, shape) for a matrix or a stack, including buffers of state."""
     has_columnwise = quantizer.columnwise if columnwise is None else columnwise
     rows, columns = shape[-2:]
     buffers = layout(

@@ -1,12 +1,12 @@
 """Shares and bands: the part of a quantized matrix that a rank has.
 
 A **share** is a part that tensor parallelism has cut along rows or columns. Cuts lie between tiles, so each share can
-be quantized like a separate matrix. The exceptions are buffers of which the whole matrix has only one: a scale, an
-amax, a history. Such buffers are computed over all ranks and are equal on each. All other buffers are parts of the
+be quantized like a separate matrix. The exceptions are buffers that exist once for the whole matrix: a scale, an
+amax, a history. These buffers are computed over all ranks and are equal on each. All other buffers are parts of the
 whole matrix's buffers. FSDP2 may cut a share again, between any two rows.
 
 A **band** is a range of columns of a matrix, or of rows or columns of every matrix of a stack. FSDP2 makes bands if the
-user lets it cut another dim than the first (`Shard(1)`). Cuts lie between tiles, so each band is quantized like a
+user lets it cut a dim after the first (`Shard(1)`). Cuts lie between tiles, so each band is quantized like a
 separate matrix, except for the scale, amax or history of the whole matrix, of which every rank has a copy.
 """
 
@@ -32,7 +32,7 @@ _HINT = (
     "loading)."
 )
 _MATRIX = 2
-"""Number of dims of a matrix; dims before them count matrices."""
+"""Number of dims of a matrix; a tensor with a further first dim is a stack of matrices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,13 +40,13 @@ class Share:
     """A rank's tensor-parallel part of a matrix, or of every matrix of a stack."""
 
     group: dist.ProcessGroup
-    """The ranks that have the parts."""
+    """The ranks that have the parts of the whole matrix or stack."""
     shape: tuple[int, ...]
     """Shape of the whole matrix or stack."""
     dim: int
-    """The dim that is cut."""
+    """The dim that tensor parallelism cuts."""
     positions: Intervals
-    """Positions of that dim that this rank has, in local order."""
+    """The indices along `dim` that this rank has, in the order in which it stores them."""
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -57,36 +57,36 @@ class Share:
 
     @property
     def common(self) -> dist.ProcessGroup | None:
-        """The ranks that share a scale, an amax or a history; None if a stack is cut between its matrices."""
+        """The ranks that share a scale, an amax or a history; None if a stack is cut between matrices."""
         return None if self.dim - len(self.shape) < -_MATRIX else self.group
 
     @property
     def member(self) -> Share | None:
-        """The share of one matrix of the stack; None if its matrices are whole."""
+        """The share of one matrix of the stack; None if the matrices of the stack are not cut."""
         return replace(self, shape=self.shape[1:], dim=self.dim - 1) if self.dim else None
 
     def place_in(self, mesh: DeviceMesh) -> int:
-        """Return the mesh dim whose ranks are those of the group."""
+        """Return the dim of the mesh along which the ranks are those of `group`."""
         ranks = dist.get_process_group_ranks(self.group)
         return next(n for n in range(mesh.ndim) if dist.get_process_group_ranks(mesh.get_group(n)) == ranks)
 
     def step(self, quantizer: Quantizer, name: str) -> int:
-        """Return how many elements of the cut dim one entry of a buffer covers; 0 if the buffer is not cut."""
+        """Return how many elements along the cut dim one entry of a buffer covers; 0 if the buffer is not cut."""
         return step_of(quantizer, name, self.dim - len(self.shape))
 
     def whole_of(self, quantizer: Quantizer, name: str) -> tuple[int, ...]:
-        """Return the shape of a buffer of the whole matrix."""
+        """Return the shape that a buffer has in the whole, uncut matrix."""
         if name == ORIGIN:
             return self.shape
         return buffers_of(quantizer, self.shape, columnwise=name in (COLUMN_DATA, COLUMN_SCALE) or None)[name][1]
 
     def holds(self, quantizer: Quantizer, name: str) -> tuple[Intervals, ...]:
-        """Return, for each dim of a whole buffer, the positions that this rank has."""
+        """Return, for each dim of a buffer of the whole matrix, the indices that this rank has."""
         step, shape = self.step(quantizer, name), self.whole_of(quantizer, name)
         return tuple(self._spans(step) if step and dim == self.dim else whole(n) for dim, n in enumerate(shape))
 
     def part(self, quantizer: Quantizer, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's part of a whole buffer."""
+        """Copy this rank's part out of a buffer of the whole matrix."""
         step = self.step(quantizer, name)
         if not step:
             return buffer.clone()
@@ -104,7 +104,7 @@ def _encoding(quantizer: Quantizer, name: str) -> Encoding:
 
 
 def step_of(quantizer: Quantizer, name: str, axis: int) -> int:
-    """Return how many elements along an axis one entry of a buffer covers; 0 if it covers all of them.
+    """Return how many elements along an axis one entry of a buffer covers; 0 if an entry covers the whole axis.
 
     Args:
         quantizer: quantizer of the matrix, or of the stack.
@@ -124,7 +124,7 @@ def step_of(quantizer: Quantizer, name: str, axis: int) -> int:
 def tile_of(quantizer: Quantizer, shape: Sequence[int], dim: int, *, columnwise: bool) -> int:
     """Return how many adjacent elements along a dim must stay together because they share a scale; at least 1.
 
-    A scale of the whole matrix does not count: every rank has it.
+    A scale of the whole matrix is ignored: every rank has a copy.
     """
     axis = dim - len(shape)
     if axis < -_MATRIX:
@@ -146,10 +146,10 @@ def tile_refusal(
 
     Args:
         quantizer: quantizer of the matrix.
-        shape: shape of the whole.
-        dim: the dim that is cut.
-        positions: for each rank, the positions that it has.
-        columnwise: whether columnwise codes count too, even if the quantizer makes none.
+        shape: shape of the whole matrix or stack.
+        dim: the dim along which the matrix is cut.
+        positions: for each rank, the indices along `dim` that it has.
+        columnwise: whether to consider tiles of columnwise codes too, even if the quantizer makes no such codes.
     """
     tile = tile_of(quantizer, shape, dim, columnwise=columnwise or quantizer.columnwise)
     for rank, intervals in enumerate(positions):
@@ -171,15 +171,15 @@ class Band:
     """Position of a band in a matrix, or in every matrix of a stack."""
 
     dim: int
-    """The dim that is cut."""
+    """The dim that FSDP2 cuts."""
     dims: int
     """Number of dims: 2 for a matrix, 3 for a stack."""
     start: int
-    """First position of the band along the dim."""
+    """First index of the band along the cut dim."""
     size: int
-    """Number of positions of the band."""
+    """Number of indices along the cut dim that the band has."""
     whole: int
-    """Number of positions of the whole dim."""
+    """Size of the cut dim in the whole matrix or stack."""
 
     @property
     def member(self) -> Band:
@@ -187,11 +187,11 @@ class Band:
         return replace(self, dim=self.dim - 1, dims=self.dims - 1)
 
     def step(self, quantizer: Quantizer, name: str) -> int:
-        """Return how many positions of the cut dim one entry of a buffer covers; 0 if every band has all entries."""
+        """Return how many indices along the cut dim a buffer entry covers; 0 if every band has the whole buffer."""
         return step_of(quantizer, name, self.dim - self.dims)
 
     def part(self, quantizer: Quantizer, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the band's part of a buffer of the frame that it was cut from, as a view."""
+        """Return a view of the band's part of a buffer, which belongs to the frame from which the band was cut."""
         step = self.step(quantizer, name)
         if not step:
             return buffer

@@ -1,6 +1,6 @@
-"""LoRA adapters of a trainer: an engine receives the base weights with the adapters merged in, or one adapter alone.
+"""LoRA adapters of a trainer: an engine receives base weights with adapters merged in, or one adapter alone.
 
-peft itself computes the merged weights. Afterwards the trainer's weights are restored bit by bit.
+peft itself computes the merged weights. After each merge the trainer's weights are restored bit by bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def read_adapter(adapter: object) -> str | None:
     """Read the option `adapter`: `merged`, `alone` or None.
 
     Raises:
-        ValueError: any other value.
+        ValueError: for a value other than `merged`, `alone` and None.
     """
     if adapter is not None and adapter not in _MODES:
         raise ValueError(f"adapter must be one of {', '.join(_MODES)}, or None; got {adapter!r}")
@@ -35,16 +35,16 @@ def read_adapter(adapter: object) -> str | None:
 
 
 def source_leaves(state: State, adapter: str | None, *, values: bool) -> Leaves:
-    """Return this rank's source tensors as they are sent, with adapters merged or alone.
+    """Return this rank's source tensors as they are sent: with the adapter merged in, or only the adapter.
 
     Args:
-        state: model or state dict, including the sharded state dict of a Megatron model, or a model under ZeRO-3 if
+        state: model, state dict, or the sharded state dict of a Megatron model; also a model under ZeRO-3, if
             `adapter` is None.
         adapter: how the adapter of a peft model is sent, see `read_adapter`.
-        values: compute merged values; if False, tensors have the final shapes, dtypes and ties, but not the values.
+        values: compute merged values; if False, returned tensors have final shapes, dtypes and ties, but not values.
 
     Raises:
-        Refused: see `leaves`; UNSUPPORTED or AMBIGUOUS where the adapter cannot be sent this way.
+        Refused: errors of `leaves`; UNSUPPORTED or AMBIGUOUS if the adapter cannot be sent in the way `adapter` says.
     """
     state_leaves = leaves(state, sharded=True, ranges=adapter is None)
     model = peft_model_of(state) if isinstance(state, nn.Module) else None
@@ -64,17 +64,17 @@ def source_leaves(state: State, adapter: str | None, *, values: bool) -> Leaves:
 
 
 def target_leaves(state: State, adapter: str | None) -> Leaves:
-    """Return this rank's target tensors: all of them, or only the active adapter of a peft model that receives one."""
+    """Return this rank's target tensors: all tensors, or only the active adapter if the engine receives an adapter."""
     state_leaves = leaves(state)
     model = peft_model_of(state) if adapter == ALONE and isinstance(state, nn.Module) else None
     return state_leaves if model is None else leaves_of_checkpoint(model, state_leaves, (), adapter=True)
 
 
 def _active_copies(model: Any, base: Leaves) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for modules that peft trains as whole copies (`modules_to_save`): the active copy.
+    """Yield (name, tensor) of the active copy of each module that peft trains as a whole copy (`modules_to_save`).
 
     Raises:
-        Refused: AMBIGUOUS unless exactly one copy is active.
+        Refused: AMBIGUOUS unless exactly one copy of each module is active.
     """
     for name, copies in base.copies.items():
         active = [copy for copy in copies if is_active(model, copy)]
@@ -105,7 +105,7 @@ class _Names:
         self.tied = {key: names for key, names in self.tied.items() if len(names) > 1}
 
     def of(self, base: nn.Module) -> dict[str, list[str]]:
-        """Return, for each parameter of a module that adapters change, its names in the model without peft."""
+        """Return the names that each parameter of a module under adapters has in the model without peft."""
         base_parameters = {}
         for parameter_name, parameter in base.named_parameters(recurse=False):
             paths = (own_name(f"{path}.{parameter_name}") for path in self._paths[id(base)])
@@ -119,15 +119,16 @@ class _Names:
 def _merge_adapters(model: nn.Module, names: _Names, *, values: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for base weights with the active adapter merged in.
 
-    Each name of a tied weight gets the result of its own adapters; the tie is kept where all results are equal.
+    A tied weight may have adapters under several of its names. Each name gets its own merged values; the tie is kept if
+    the values of all names are equal.
 
     Args:
         model: the peft model.
-        names: names of its base weights.
-        values: merge every weight; if False, only tied ones, because their values decide which ties are kept.
+        names: names of the base weights in the model without peft.
+        values: merge every weight; if False, only tied weights, because merged values decide which ties are kept.
     """
     by_base: dict[int, list[Any]] = {}
-    for module in tuners(model):  # several tuners may wrap one module, each for another of its parameters
+    for module in tuners(model):  # several tuners may wrap one module, each for a different parameter of it
         by_base.setdefault(id(module.get_base_layer()), []).append(module)
     tied_results: dict[int, dict[str, torch.Tensor]] = {}
     for changing in by_base.values():
@@ -157,7 +158,7 @@ def _merge_adapters(model: nn.Module, names: _Names, *, values: bool) -> Iterato
 
 @contextmanager
 def _merge_temporarily(changing: Sequence[Any]) -> Iterator[None]:
-    """Merge adapters into their module inside the block, then restore the module's parameters bit by bit."""
+    """Merge adapters into their module for the `with` block, then restore the module's parameters bit by bit."""
     saved = {name: local_of(parameter).clone() for name, parameter in _parameters(changing[0]).items()}
     started = list[Any]()
     try:
@@ -174,7 +175,7 @@ def _merge_temporarily(changing: Sequence[Any]) -> Iterator[None]:
 
 
 def _parameters(module: Any) -> dict[str, torch.Tensor]:
-    """Return the current parameters of an adapter's base layer; merging may replace them by new objects."""
+    """Return the current parameters of an adapter's base layer; merging may replace the parameters by new objects."""
     return dict(module.get_base_layer().named_parameters(recurse=False))
 
 

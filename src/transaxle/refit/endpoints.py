@@ -1,8 +1,8 @@
-"""Endpoints: this rank's source and target tensors, looked up anew at each push.
+"""Endpoints: this rank's source and target tensors, looked up again at each push (sending of weights).
 
-The tensors' memory may have moved since the last push, but their form must not have changed. A push sends the source's
-current values. The target receives them either in staging memory, from which all are copied at once, or directly in its
-tensors.
+Tensors may have moved in memory since the last push, but must have the same dtype, shape, placement and ties. A push
+sends the source's current values. The target rank receives the values either in staging memory, from which all are
+copied to the target tensors at the end, or directly in the target tensors.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Form:
     shape: tuple[int, ...]
     """Global shape of a DTensor; otherwise the shape on this rank."""
     placement: object
-    """Mesh and placements of a DTensor, and which part of the whole tensor this rank has."""
+    """Mesh and placements if the tensor is a DTensor, and which part of the whole tensor this rank has."""
     tied_to: str
     """Name of the first tensor in the same memory; the tensor's own name if it is not tied."""
 
 
 def forms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Form]:
-    """Return the form of each of this rank's tensors, by name."""
+    """Return tensor name -> `Form` (dtype, shape, placement, ties) of each of this rank's tensors."""
     first: dict[object, str] = {}
     return {name: _form(tensor, first.setdefault(view_of(tensor), name)) for name, tensor in tensors.items()}
 
@@ -61,20 +61,20 @@ def _form(tensor: torch.Tensor, tied_to: str) -> Form:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's local tensor, as `local_of` does, but ten times faster for DTensors."""
+    """Return the local part of a tensor, as `local_of` does, but ten times faster for DTensors."""
     return raw_local(tensor).detach() if isinstance(tensor, DTensor) else local_of(tensor)
 
 
 def check_forms(side: str, tensors: Mapping[str, torch.Tensor], planned: Mapping[str, Form]) -> None:
-    """Refuse tensors whose form has changed since the refit was made.
+    """Refuse tensors whose dtype, shape, placement or ties have changed since the refit was made.
 
     Args:
         side: "source" or "target", for error messages.
         tensors: this rank's tensors at this push.
-        planned: form of each tensor when the refit was made, by name.
+        planned: tensor name -> form of the tensor when the refit was made.
 
     Raises:
-        Refused: MISSING_TENSOR, UNEXPECTED_TENSOR, SHAPE_MISMATCH.
+        Refused: MISSING_TENSOR, UNEXPECTED_TENSOR, or SHAPE_MISMATCH for any change of form.
     """
     problems = [
         Refusal("MISSING_TENSOR", f"the {side} no longer has it", Where(None, name), _ANEW)
@@ -117,7 +117,7 @@ class SourceReader:
         self._last: tuple[str, torch.Tensor] = "", torch.empty(0)
 
     def copy(self, transfer: Transfer, buffer: torch.Tensor) -> None:
-        """Copy values of one source part into a buffer, with a cast where one is due.
+        """Copy values of one source part into a buffer, cast to the dtype that is sent.
 
         Args:
             transfer: the copy, from a part of the source into the buffer.
@@ -133,14 +133,14 @@ class SourceReader:
         )
 
     def _flat(self, name: str) -> torch.Tensor:
-        """Return the values of a part as one flat tensor; the last one is cached, as it may be a copy."""
+        """Return the values of a part as a flat tensor; the last result is cached, because it may be a copy."""
         if self._last[0] != name:
             self._last = name, with_plain_bytes(_local(self._locals[name]).contiguous()).view(-1)
         return self._last[1]
 
 
 class Overlaps:
-    """Caches which tensors may share elements, until any tensor moves: the search over all tensors is slow."""
+    """Remembers which tensors may share elements, because a search is slow; searches again if any tensor has moved."""
 
     def __init__(self) -> None:
         self._places: list[tuple[str, int]] = []
@@ -159,10 +159,10 @@ class TargetMemory:
 
     Args:
         tensors: this rank's target tensors, by part name.
-        names: part name of each item, indexed by key; names of other ranks' parts are not in `tensors`.
-        padded: keys of items whose values do not fill the whole part; the rest is set to zero.
-        in_place: receive values directly in the target tensors where that is possible.
-        shared: names of tensors that may share elements; these are staged and checked before anything is written.
+        names: part name of each item, indexed by the item's key; parts of other ranks are not in `tensors`.
+        padded: keys of items whose values do not fill their part; the rest of such a part is set to zero.
+        in_place: receive values directly in the target tensors if possible, without staging memory.
+        shared: names of tensors that may share elements; their values are staged and checked before any is written.
     """
 
     def __init__(
@@ -205,19 +205,19 @@ class TargetMemory:
         return self._staged[self._names[key]]
 
     def lay(self, key: int, transfer: Transfer, parcel: torch.Tensor) -> None:
-        """Copy values out of a received parcel into the memory of an item."""
+        """Copy values from a received parcel (one message) into the memory of an item."""
         memory = self.of(key)
         copy_box(as_box_copy(transfer, memory.dtype.itemsize), parcel.view(memory.dtype), memory)
 
     def hand_over(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the received values into these tensors now; they are internal, so no reader sees them early."""
+        """Copy received values into `tensors` before the push ends: no user reads these internal tensors."""
         for name, tensor in tensors.items():
             memory = self._staged.pop(name, None)
             if memory is not None and memory.data_ptr() != tensor.data_ptr():
                 with_plain_bytes(tensor).copy_(memory.view(tensor.shape))
 
     def check_shared(self) -> None:
-        """Check that tensors which share memory received equal values for the elements they share.
+        """Check that tensors which share memory received equal values for their common elements.
 
         Raises:
             Refused: UNEQUAL_COPIES.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transaxle.engine.plan.planned import Plan
 
 VerbResult: TypeAlias = "Plan | Report | Comparison | Sharding"
-"""Results of other functions that a report can show."""
+"""Results of other public functions (`plan`, `convert`, …) that `report` can show."""
 
 
 @suggests
@@ -63,10 +63,10 @@ def report(
     """Write a report: one HTML file that opens in a browser and needs nothing else.
 
     For a checkpoint it shows where the bytes are, the layout in the notation, dtypes, files, ties and unusual things;
-    for a plan which tensors become which, how axes move, names that are left out, and refusals. Only headers are read,
+    for a plan which tensors become which, how axes move, tensor names left out, and refusals. Only headers are read,
     unless `values` is given. For a finished conversion it shows written files, names left out, and changed values; for
     a comparison where in the model values differ, and by how much; for a live model's sharding which rank has which
-    part. Needs Jinja2: `pip install jinja2`.
+    part of each tensor. Needs Jinja2: `pip install jinja2`.
 
     Args:
         src: path, or an opened checkpoint, which is shown under its stored names; or a result of `plan`, `convert`,
@@ -83,10 +83,10 @@ def report(
 
     Raises:
         TypeError: an argument of a wrong type, or a comparison without measured values.
-        UsageError: EXISTS.
+        UsageError: EXISTS, if `dst` exists and may not be replaced.
         Refused: UNSUPPORTED without Jinja2, and for a URL as `dst`; or refusals of `open`: a report is then written
             too, which lists every reason.
-        StorageError: IO, NO_SPACE.
+        StorageError: IO or NO_SPACE, if the file cannot be written.
     """
     check_flags(overwrite=overwrite)
     options = read_options("report", locals())
@@ -104,10 +104,10 @@ class ConversionPage:
         path: path of the file to write.
 
     Attributes:
-        times: records when each file is written.
+        times: records when each file of the conversion is written.
 
     Raises:
-        TransaxleError: EXISTS for an existing file; UNSUPPORTED for a URL, and without Jinja2; IO.
+        TransaxleError: EXISTS for an existing file; UNSUPPORTED for a URL, or without Jinja2; IO for an unusable path.
     """
 
     def __init__(self, path: str) -> None:
@@ -119,12 +119,12 @@ class ConversionPage:
         self._path = path
 
     def write_refused(self, plan: Plan) -> None:
-        """Write the page of a plan if it has refusals."""
+        """Write the page of a plan that has refusals; do nothing for a plan without refusals."""
         if plan.refusals:
             self.write(plan)
 
     def write(self, plan: Plan, report: Report | None = None) -> None:
-        """Write the page of a plan or, with a report, of the finished conversion."""
+        """Write the page of a plan or, if a conversion report is given, of the finished conversion."""
         from transaxle.reports.conversion_page import Finished, conversion_page
 
         finished = None if report is None else Finished(report, self.times.files)
@@ -140,10 +140,10 @@ def write_report(
     values: bool,
     progress: Progress,
 ) -> tuple[Path, TransaxleError | None]:
-    """Write a report as `report` does; return (path, refusal of the checkpoint that the page describes, or None).
+    """Write a page as `report` does; return its path, and the refusal if the page describes why `src` cannot be read.
 
     Raises:
-        TransaxleError: as `report`, if no page can be written.
+        TransaxleError: errors of `report`, if no page can be written.
     """
     path = read_path("dst", dst)
     check_jinja()
@@ -162,7 +162,7 @@ def write_report(
 def _checkpoint_html(
     src: CheckpointLike, reading: Mapping[str, Any], progress: Progress | None
 ) -> tuple[bytes, TransaxleError | None]:
-    """Return (page of a checkpoint, None) or (page of its refusal, refusal); `progress` enables value statistics."""
+    """Return (page of a checkpoint, None), or (page of a refusal, refusal); `progress` enables value statistics."""
     from transaxle.reports.checkpoint_page import checkpoint_page
 
     try:
@@ -176,7 +176,7 @@ def _checkpoint_html(
 
 
 def _is_verb_result(src: CheckpointLike | VerbResult) -> TypeGuard[VerbResult]:
-    """Tell whether `src` is the result of another verb; modules of plans and conversions are imported only then."""
+    """Tell whether `src` is a result of `plan`, `convert`, `diff` or `sharding`, importing modules only when needed."""
     if isinstance(src, str | os.PathLike | Checkpoint):
         return False
     from transaxle.engine.carry import Report
@@ -188,7 +188,7 @@ def _is_verb_result(src: CheckpointLike | VerbResult) -> TypeGuard[VerbResult]:
 
 
 def _result_html_page(src: VerbResult, reading: Mapping[str, Any]) -> Page:
-    """Return the page of another verb's result."""
+    """Return the page of a result of `plan`, `convert`, `diff` or `sharding`."""
     from transaxle.engine.carry import Report
     from transaxle.engine.checkpoint_facts import Sharding
     from transaxle.engine.plan.planned import Plan
