@@ -1,1 +1,1 @@
-"""Live models: load into, save from and move values between sharded models."""
+"""Live models: loading and saving sharded models, and copying values between two sharded models."""

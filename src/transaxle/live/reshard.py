@@ -1,9 +1,9 @@
 """Resharding: copy values between two sharded models, and describe the sharding of one.
 
 **Resharding** copies tensors of one mesh and dialect into those of another, over the process group, without a disk. The
-ranks first match both sides by name and gather every problem; a copy begins only if there is none.
+ranks first match source and target tensors by name and gather every problem; a copy begins only if there is no problem.
 
-**Sharding**: the ranks of a live model tell each other which parts they have, without reading a value.
+**Sharding**: the ranks of a live model tell each other which shards they have, and read no values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _CAST = "Resharding never changes dtypes. Give both sides the same, for example {name: tensor.to(torch.bfloat16)}."
 _SHOWN = 3
-"""Maximum number of names of each side that an error lists."""
+"""Maximum number of source names, and of target names, that an error lists."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Match:
     """The tensors that all ranks have agreed to copy."""
 
     stored: Mapping[str, StoredTensor]
-    """The source's tensors, by the target's names."""
+    """The source's tensors, by the target's tensor names."""
     missing: tuple[str, ...]
     """Names that only the target has."""
     unexpected: tuple[str, ...]
@@ -66,16 +66,16 @@ def match_sides(
     hint: str = _CAST,
     once: bool = True,
 ) -> Match:
-    """Match both sides, and gather every problem; collective.
+    """Match source and target tensors by name, and gather every problem; collective.
 
     Args:
-        sides: source and target.
+        sides: source and target of the copy.
         own_target: this rank's tensors of the target.
         tensors: returns the source's tensors by the target's names.
-        strict: refuse names that only one side has.
-        find_others: returns further refusals.
-        hint: hint for tensors whose dtypes differ.
-        once: the copy happens only now, so tensors with equal values count as tied.
+        strict: refuse tensor names that only the source or only the target has.
+        find_others: returns further refusals, which are raised together with those found here.
+        hint: hint in a refusal of tensors whose dtypes differ.
+        once: the tensors are copied only once, so tensors with equal present values count as tied.
 
     Raises:
         TransaxleError: on every rank, with every problem of every rank.
@@ -121,12 +121,12 @@ class ReshardReport:
     seconds: float
     """Wall time in seconds."""
     missing: tuple[str, ...] = ()
-    """Names that only the target has (`strict=False`); their values are unchanged."""
+    """Names of tensors that only the target has (`strict=False`); the values of these tensors are unchanged."""
     unexpected: tuple[str, ...] = ()
-    """Names that only the source has (`strict=False`), in the target's spelling."""
+    """Names of tensors that only the source has (`strict=False`), as the target's dialect spells them."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as plain JSON data."""
+        """Return the report as dicts, lists, strings and numbers, ready for `json.dumps`."""
         return asdict(self)
 
 
@@ -149,20 +149,21 @@ def reshard(
         src_state: model or state dict to read, such as a trainer's; a rank without any of its tensors passes `{}`.
         dst_state: model or state dict to write, such as an inference engine's; a rank without any of its tensors passes
             `{}`.
-        group: the ranks of both sides, a process group or a mesh of one dim; None: all.
+        group: all ranks that have source or target tensors, as a process group or a mesh of one dim; None: all ranks.
         config: the model's config, a path, a mapping or an object with `to_dict()`; None:
             `src_state.config`, if a rank has one.
-        strict: refuse names that only one side has; otherwise the report lists them. A tied name (an embedding and its
-            head) may be missing on either side, after a proof that the two are the same.
-        family: model family, such as `qwen3_moe`; None: recognised.
-        dialect: dialect of the target's names, such as `hf`; None: recognised.
-        axes: sizes of axes that override everything: `{"g": 8}`, "g=8" or ["g=8"].
+        strict: refuse tensor names that only one of the two states has; if false, the report lists such names. A tied
+            name (an embedding and its head) may be missing from either state, once both names are proved to be one
+            tensor.
+        family: model family, such as `qwen3_moe`; None: recognised by the tensor names.
+        dialect: dialect of the target's tensor names, such as `hf`; None: recognised by the names.
+        axes: sizes of axes, which override sizes from configs and shapes: `{"g": 8}`, "g=8" or ["g=8"].
         rules: path of a rules file with families and dialects of your own.
 
     Raises:
         TypeError: an argument of a wrong type.
         TransaxleError: on every rank, before anything is written; also if the two sides have no name in common. Only
-            values for tensors that overlap in part, and cannot hold them all, are refused afterwards.
+            unequal values for target tensors that share part of their memory are refused later, during the copy.
     """
     begin = time.monotonic()
     world = World(group)
@@ -204,13 +205,13 @@ def reshard(
 
 
 def _view_source(memory: Container, target: Census, options: Settings, dialect: str | None) -> View:
-    """Return the source, in the memory of all ranks, in the target's dialect."""
+    """Return a view of the source tensors, which are in the memory of all ranks, in the target's dialect."""
     shapes = {name: tensor.shape for name, tensor in target.items()}
     return view(Checkpoint(memory, replace(options, partial=True), None, None), shapes, options.family, dialect)
 
 
 def _items(target: Census, stored: Mapping[str, StoredTensor], replicas: Replicas) -> tuple[list[Item], list[str]]:
-    """Return an item for each part of a target tensor that ranks have, and by item key the tensor's name."""
+    """Return an item for each shard of a target tensor, and a list of tensor names that item keys index."""
     items, names = list[Item](), list[str]()
     for name, tensor in target.items():
         if name not in stored:
@@ -235,8 +236,9 @@ def sharding(state: State, *, group: Ranks | None = None) -> Sharding:
         The parts of every tensor by rank; the totals are in its `rank_bytes`, `imbalance` and `spare_bytes`.
 
     Raises:
-        Refused: on every rank: SHAPE_MISMATCH, DTYPE_MISMATCH where ranks differ; UNSUPPORTED for unknown placements
-            and for Megatron's sharded state dicts; INCOMPLETE where a rank of a tensor's mesh has no such tensor.
+        Refused: raised on every rank. SHAPE_MISMATCH or DTYPE_MISMATCH, if ranks differ in a tensor's shape or dtype;
+            UNSUPPORTED for unknown placements and for Megatron's sharded state dicts; INCOMPLETE where a rank of a
+            tensor's mesh has no such tensor.
     """
     world = World(group)
     with world.together():
@@ -259,7 +261,7 @@ def sharding(state: State, *, group: Ranks | None = None) -> Sharding:
 
 
 def _coordinates(tensors: Iterable[torch.Tensor]) -> dict[str, set[int]]:
-    """Return this rank's coordinates along each named mesh dim; several coordinates where meshes disagree."""
+    """Return this rank's coordinates along each named mesh dim; several if the meshes of two tensors disagree."""
     coordinates: dict[str, set[int]] = {}
     meshes = {id(mesh): mesh for tensor in tensors if (mesh := getattr(tensor, "device_mesh", None)) is not None}
     for mesh in meshes.values():
@@ -270,7 +272,7 @@ def _coordinates(tensors: Iterable[torch.Tensor]) -> dict[str, set[int]]:
 
 
 def _without_ambiguous(coordinates_by_rank: Mapping[int, Mapping[str, Collection[int]]]) -> dict[int, dict[str, int]]:
-    """Drop dims whose coordinate differs between meshes on any rank."""
+    """Drop mesh dims along which some rank has different coordinates in two meshes."""
     ambiguous = {name for places in coordinates_by_rank.values() for name, each in places.items() if len(each) > 1}
     unambiguous = {
         rank: {name: place for name, (place, *_) in places.items() if name not in ambiguous}

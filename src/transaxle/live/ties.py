@@ -1,7 +1,8 @@
-"""Ties: one tensor under several names, such as an embedding whose weight the head shares.
+"""Tied tensors: one tensor under several names, such as an embedding whose weight the output head shares.
 
-One side may tie two tensors and show one name or both, while the other side does not tie them. A tensor that is left
-out because of a tie is proved equal, on every rank, to one that is copied; names and configs prove nothing.
+The source of a copy may tie two tensors that the target does not tie, or the reverse; tied tensors show one name or
+both. A tensor is left out of a copy only if every rank proves it equal to a copied tensor; tensor names and configs are
+no proof.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from transaxle.torch_tensors import local_of, same_bytes
 Pair = tuple[str, str]
 """Names of two tensors of a source."""
 _FEW = 4
-"""Maximum number of unmatched tensors whose values are compared; if there are more, only ties in memory count."""
+"""If more tensors than this are unmatched, no values are compared, and only tensors in the same memory count as
+tied."""
 _UNTIED = "The model ties these tensors, but the source has two that differ: build the model with an untied head."
 
 
@@ -31,26 +33,26 @@ class Sides:
     """Source and target of a copy between live states."""
 
     own_source: Mapping[str, torch.Tensor]
-    """This rank's tensors of the source, by the source's names."""
+    """This rank's source tensors, by the source's tensor names."""
     own_target: Mapping[str, torch.Tensor]
-    """This rank's tensors of the target, by the target's names."""
+    """This rank's target tensors, by the target's tensor names."""
     source: Census
-    """All ranks' tensors and parts of the source."""
+    """All ranks' source tensors, and which rank has which part of them."""
     target: Census
-    """All ranks' tensors and parts of the target."""
+    """All ranks' target tensors, and which rank has which part of them."""
     world: World
-    """The ranks of both sides together."""
+    """All ranks that have source tensors, target tensors or both."""
 
 
 def spare_names(
     sides: Sides, stored: Mapping[str, StoredTensor], unexpected: Sequence[str], *, once: bool = True
 ) -> set[str]:
-    """Return the source's names that the target can do without, because another name has the same values; collective.
+    """Return source names that the target does not need, because another source name has the same values; collective.
 
     Args:
         sides: source and target.
         stored: the source's tensors by the target's names; the same on all ranks.
-        unexpected: names that only the source has.
+        unexpected: tensor names that only the source has.
         once: tensors with equal present values count as tied; if False, only tensors in the same memory do.
     """
     pairs: dict[str, list[Pair]] = {}
@@ -63,7 +65,7 @@ def spare_names(
 
 
 def names_filled_by_ties(sides: Sides, stored: Collection[str]) -> set[str]:
-    """Return the target's names that are tied, on every rank, to a name that is filled; collective."""
+    """Return the target names that are tied, on every rank, to a tensor that the copy fills; collective."""
     tied_by_rank = dict(
         zip(sides.world.ranks, sides.world.gather(set(find_ties(sides.own_target, stored))), strict=True)
     )
@@ -95,7 +97,7 @@ def find_unequal_ties(sides: Sides, stored: Mapping[str, StoredTensor], *, once:
 
 
 def _alike(first: StoredTensor, second: StoredTensor, source: Census) -> bool:
-    """Tell whether each is a single tensor of the source, both with the same dtype, shape and parts."""
+    """Tell whether two stored tensors are each one tensor of the source, with equal dtypes, shapes and shards."""
     if len(first.origins) != 1 or len(second.origins) != 1:
         return False
     if first.shape != second.shape or first.dtype != second.dtype:
@@ -105,7 +107,7 @@ def _alike(first: StoredTensor, second: StoredTensor, source: Census) -> bool:
 
 
 def _equal_pairs(sides: Sides, pairs: Iterable[Pair], *, values: bool) -> set[Pair]:
-    """Return the pairs that are the same tensor on every rank that has them; collective."""
+    """Return the pairs of names that are one tensor on every rank that has both; collective."""
     own_tensors = sides.own_source
     equal_here = {
         (a, b): _same(own_tensors[a], own_tensors[b], values=values)
@@ -118,7 +120,7 @@ def _equal_pairs(sides: Sides, pairs: Iterable[Pair], *, values: bool) -> set[Pa
 
 
 def _same(first: torch.Tensor, second: torch.Tensor, *, values: bool) -> bool:
-    """Tell whether two tensors are the same memory or, if `values`, have the same bits."""
+    """Tell whether two tensors share the same memory or, if `values` is true, have the same bits."""
     a, b = local_of(first), local_of(second)
     if a.is_meta or b.is_meta:
         return a is b

@@ -1,8 +1,8 @@
-"""A conversion by the ranks of a torchrun job: each rank takes the next work item until none remains.
+"""A conversion by all ranks of a torchrun job, each of which takes one work item after another until none remains.
 
-Every rank runs the same command. The first rank plans, creates the files and commits. A counter in the job's store
-assigns the items, so a faster rank does more of them. Finished items are recorded in the store too, from which the
-first rank reports progress.
+Every rank runs the same command. The first rank plans, creates the files and commits. A counter in the job's key-value
+store assigns the work items, so that a faster rank does more items. Finished items are also recorded in the store,
+where the first rank reads them to report progress.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ wire.tellable(
     Report, MeasuredTensor, RecodedTensor, Error, Verification
 )  # the first rank sends its report to the others
 _PATIENCE = timedelta(days=1)
-"""Timeout of a rank that waits for the others; the loss of a rank ends the wait at once."""
+"""Timeout of a rank that waits for other ranks; if a rank is lost, the wait ends at once."""
 
 
 @contextmanager
 def _job() -> Iterator[World]:
-    """Yield the ranks of this job; initialises the process group if needed.
+    """Yield the world of this job's ranks; initialise the process group if the program has not.
 
     Raises:
-        UsageError: AMBIGUOUS where torchrun has not started this process.
+        UsageError: AMBIGUOUS, if torchrun has not started this process.
     """
     met = dist.is_initialized()
     if not met and not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
@@ -80,8 +80,8 @@ def _meet() -> None:
     """Initialise the process group of the job.
 
     Raises:
-        UsageError: AMBIGUOUS where the environment lacks the rank or the number of ranks.
-        StorageError: IO where the ranks cannot connect.
+        UsageError: AMBIGUOUS, if the environment variables lack the rank or the number of ranks.
+        StorageError: IO, if the ranks cannot connect to each other.
     """
     rank, world = (read_number_of_job(name) for name in ("RANK", "WORLD_SIZE"))
     read_number_of_job("MASTER_PORT")
@@ -95,13 +95,13 @@ def _meet() -> None:
 
 
 class _Lead:
-    """The first rank's part of a conversion, for which the other ranks wait.
+    """What only the first rank does in a conversion: it plans, creates the files and commits, while other ranks wait.
 
     Args:
-        order: the conversion.
+        order: source, target and options of the conversion.
         look: called with the plan before anything is written.
         resume: continue an interrupted run.
-        how: further arguments for `prepare_work`.
+        how: further keyword arguments for `prepare_work`.
     """
 
     def __init__(
@@ -119,7 +119,8 @@ class _Lead:
         self._finished: _FinishedItems | None = None
 
     def begin(self, stack: ExitStack) -> tuple[bytes, list[int]]:
-        """Plan, and create the files; return the encoded work plan and the numbers of the items to do."""
+        """Plan the conversion and create its files; return the encoded work plan and the numbers of the work items to
+        do."""
         prepared = stack.enter_context(self._order.prepare())
         self._look(prepared)
         cleared, work = prepare_work(self._order, prepared, resume=self._resume, **self._how)
@@ -135,7 +136,7 @@ class _Lead:
         return self._work.text, [item.number for item in items_to_do(self._work, cleared, self._results)]
 
     def watch(self, finished: _FinishedItems, numbers: Sequence[int], progress: Progress, watch: Watch) -> None:
-        """Report finished items to the callers of `progress` and `watch`."""
+        """Call `progress` and `watch` for finished work items until all are done."""
         work, prepared = self._require_begun()
         sizes = sizes_of(prepared, all_tensors_done(self._results.values()))
         items = [work.items[index] for index in numbers]
@@ -143,7 +144,7 @@ class _Lead:
         self._finished = finished
 
     def lend_source(self) -> AbstractContextManager[None]:
-        """Let this process do items with the source that is already open here."""
+        """Let this process carry out its work items with the already opened source, instead of opening it again."""
         return lend_source(*self._require_begun())
 
     def _require_begun(self) -> tuple[WorkPlan, Prepared]:
@@ -152,7 +153,7 @@ class _Lead:
         return self._work, self._prepared
 
     def end(self, texts: list[bytes]) -> Report:
-        """Commit the results of all ranks."""
+        """Commit the conversion with the encoded results of all ranks."""
         if self._report is not None:
             return self._report
         work, prepared = self._require_begun()
@@ -181,16 +182,16 @@ def convert_together(
     """Convert a checkpoint with all ranks of a job; collective.
 
     Args:
-        order: the conversion, the same on all ranks.
+        order: source, target and options of the conversion, equal on all ranks.
         resume: continue an interrupted run.
-        progress: called on the first rank with the bytes of each finished item.
+        progress: called on the first rank with the size in bytes of each finished work item.
         watch: called on the first rank with the worker of each finished item and the remaining work.
-        look: called on the first rank with the plan before anything is written; all ranks raise its error.
+        look: called on the first rank with the plan before anything is written; if it raises an error, all ranks do.
         **how: `items`, `overwrite`, `sync`, `jobs` and `memory` as for `prepare_work`.
 
     Raises:
-        UsageError: AMBIGUOUS where there is no job.
-        TransaxleError: on every rank; the target is then unchanged.
+        UsageError: AMBIGUOUS, if torchrun has not started this process.
+        TransaxleError: the conversion failed on some rank; all ranks raise it, and the target is unchanged.
     """
     start = time.monotonic()
     with _job() as world, ExitStack() as stack:
@@ -211,7 +212,7 @@ def convert_together(
 def _do(
     text: bytes, numbers: Sequence[int], counter: str, lead: _Lead | None, progress: Progress, watch: Watch
 ) -> list[bytes]:
-    """Do items until none remains, and return their encoded results."""
+    """Carry out work items until none remains, and return their encoded results."""
     store = dist.distributed_c10d._get_default_store()
     results: list[bytes] = []
     finished = _FinishedItems(f"{counter}/done")
@@ -231,7 +232,7 @@ def _do(
 
 
 class _FinishedItems:
-    """Finished items of all ranks, in the job's store.
+    """The finished work items of all ranks, recorded in the job's key-value store.
 
     Args:
         key: prefix of the keys in the store.
@@ -241,11 +242,11 @@ class _FinishedItems:
         self._store = dist.distributed_c10d._get_default_store()
         self._key = key
         self.watcher: Watcher | None = None
-        """Receives each result; None on ranks other than the first."""
+        """Receives the result of each finished item; None on all ranks but the first."""
         self._count_read = 0
 
     def add(self, text: bytes) -> None:
-        """Record an item that this rank has finished; the first rank also reads new records."""
+        """Record a work item that this rank has finished; the first rank also reads the records of other ranks."""
         result = parse_result(text)
         if result is None:
             return

@@ -1,7 +1,7 @@
-"""The checkpoints of a run's steps under one folder or URL; old ones are deleted when newer ones are complete.
+"""The checkpoints of a run's steps under one folder or URL; old checkpoints are deleted once newer ones are complete.
 
-Frameworks rotate checkpoints in their own folders; this module rotates those in other places. The module deletes a
-checkpoint only once a newer one is complete, and only if every file in it was written by Transaxle.
+Training frameworks delete old checkpoints in their own folders; this module deletes old ones under any other folder or
+URL. It deletes a checkpoint only once a newer one is complete, and only if Transaxle wrote every file in it.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ from transaxle.torch_tensors import Ranks
 FOLDER = "transaxle"
 """Name of the checkpoint's folder inside the trainer's folder."""
 TICKET = "transaxle_save"
-"""Name of a random text that the framework's folder and the checkpoint under a URL share if they come from one save."""
+"""Name of a random ID, stored in the framework's folder and in the checkpoint under the URL; equal IDs mean one
+save."""
 _NUMBERED = re.compile(r"(.*?)([0-9]+)")
-"""Name of a step's checkpoint: a common prefix, and the step's number."""
+"""Name of a step's checkpoint, such as `step-100`: a prefix that all steps share, and the step's number."""
 _LONGEST = 1 << 30
 _GIVEN = f"{EXTRA}/"
-"""Prefix of the names of states given in `extra`."""
+"""Prefix, in a checkpoint, of the names of states that the user passed in `extra=`."""
 
 
 def read_place(url: PathLike | None, keep: int | None) -> tuple[str | None, int | None]:
     """Validate the folder or URL for step checkpoints, and the number of them to keep.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        ValueError: `keep` is zero or less.
-        Refused: UNSUPPORTED for `keep` without `url`.
+        TypeError: `url` or `keep` has a wrong type.
+        ValueError: `keep` is less than 1.
+        Refused: UNSUPPORTED, if `keep` is given without `url`.
     """
     count = None if keep is None else read_count("keep", keep)
     if url is None and count is not None:
@@ -62,8 +63,8 @@ class StepCheckpoints:
     Args:
         url: the folder or URL.
         keep: number of checkpoints to keep; None: all.
-        group: the ranks that save together; None: all.
-        background: write while training continues.
+        group: the ranks that save together; None: all ranks.
+        background: whether to write the files while training continues.
     """
 
     def __init__(self, url: str, keep: int | None, group: Ranks | None, *, background: bool) -> None:
@@ -74,10 +75,10 @@ class StepCheckpoints:
         self._job: SaveJob | None = None
         self._last = ""
         self.best: str | None = None
-        """Name of the checkpoint that is kept regardless of its age."""
+        """Name of the best checkpoint, which is never deleted for its age."""
 
     def place(self, name: str) -> str:
-        """Return the path or URL of a checkpoint."""
+        """Return the path or URL of the checkpoint with this name."""
         return f"{self._url}/{name}"
 
     def shares(self, checkpoints: StepCheckpoints | None) -> bool:
@@ -252,10 +253,10 @@ def _members(url: str) -> Mapping[str, str]:
 
 
 def _check_ours(folder: LocalFolder | RemoteFolder, shown: str) -> None:
-    """Refuse to delete a folder with files that belong to no checkpoint of Transaxle's.
+    """Refuse to delete a folder that contains a file which Transaxle has not written as part of a checkpoint.
 
     Raises:
-        UsageError: EXISTS.
+        UsageError: EXISTS, if the folder contains such a file.
     """
     foreign = foreign_files(folder) if MANIFEST in folder.top() else [f"no {MANIFEST} there: the folder"]
     if foreign:

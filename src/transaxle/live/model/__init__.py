@@ -1,1 +1,1 @@
-"""Tensors, config, adapters and quantized weights of a live model."""
+"""A live model's tensors, config, adapters and quantized weights."""

@@ -1,8 +1,9 @@
-"""Adapters: a PEFT model wraps a base model, and puts segments of its own into the names of the base's weights.
+"""Adapters: a PEFT model wraps a base model, and inserts name segments such as `base_layer` into the base's tensor
+names.
 
 A checkpoint of the base is loaded into the base's weights, and the adapters stay unchanged. An adapter's files are
-loaded into the active adapter; PEFT itself gives the names of its tensors in files. A state dict of the whole PEFT
-model is loaded under its own names, like that of any model.
+loaded into the active adapter; PEFT's own functions give the names of an adapter's tensors in files. A checkpoint of
+the whole PEFT model is loaded under the PEFT model's own names, as for any other model.
 """
 
 from __future__ import annotations
@@ -24,23 +25,24 @@ from transaxle.torch_tensors import unwrap
 _PEFT, _MODEL, _TUNER, _WRAPPER = "peft", "PeftModel", "BaseTunerLayer", "AuxiliaryTrainingWrapper"
 _BASE, _COPIES = "base_layer", "modules_to_save"
 _INSIDE, _WHOLE = "base_model.model.", "base_model."
-"""Prefix of the base's names: inside a tuner, and, for prompt-learning adapters, without one."""
+"""Prefix of the base model's tensor names: in a model with a tuner (LoRA, …), and in one for prompt learning, without a
+tuner."""
 _UNMERGE = "Call unmerge_adapter() first."
 
 
 def peft_model_of(state: object) -> Any:
-    """Return the PEFT model in a state; None where there is none."""
+    """Return the PEFT model that the user passed as the state; None if the state is no PEFT model."""
     model = unwrap(state) if isinstance(state, nn.Module) else state
     return model if _is(model, _MODEL) else None
 
 
 def tuners(model: nn.Module) -> list[Any]:
-    """Return the modules of a PEFT model that an adapter changes."""
+    """Return the modules of a PEFT model that an adapter has replaced or wrapped."""
     return [module for module in model.modules() if _is(module, _TUNER)]
 
 
 def is_active(model: nn.Module, copy: torch.Tensor) -> bool:
-    """Tell whether a copy of a base weight belongs to the active adapter."""
+    """Tell whether a trained copy of a base weight belongs to the active adapter."""
     wrappers: list[Any] = [module for module in model.modules() if _is(module, _WRAPPER)]
     copies = [getattr(wrapper, _COPIES, {}) for wrapper in wrappers]
     active = (
@@ -53,7 +55,8 @@ def is_active(model: nn.Module, copy: torch.Tensor) -> bool:
 
 
 def leaves_of_checkpoint(model: nn.Module, state_leaves: Leaves, names: Collection[str], *, adapter: bool) -> Leaves:
-    """Return the part of a PEFT model that a checkpoint is for, under the checkpoint's names.
+    """Return those tensors of a PEFT model that a checkpoint fills (base or adapter), under the checkpoint's tensor
+    names.
 
     Args:
         model: the PEFT model, see `peft_model_of`.
@@ -104,17 +107,17 @@ def _restrict(
 
 
 def base_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
-    """Return name in the PEFT model -> name in the plain base model; trained copies of base weights have no such name.
+    """Return name in the PEFT model -> name in the plain base model, without trained copies of base weights.
 
     Args:
         model: the PEFT model, see `peft_model_of`.
-        names: names in the PEFT model.
+        names: tensor names in the PEFT model.
     """
     return {name: base for name, (base, copy) in _base_places(model, names).items() if not copy}
 
 
 def _base_places(model: nn.Module, names: Collection[str]) -> dict[str, tuple[str, bool]]:
-    """Return, for each name that belongs to the base, the base's own name and whether it is a trained copy."""
+    """Return, per name of a base weight, its name in the plain base model, and whether it is a trained copy."""
     kinds = {own_name(path): kind for path, kind in _kinds(model)}
     prefix = _WHOLE if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False) else _INSIDE
     base_names = {}
@@ -133,8 +136,7 @@ def _kinds(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _place(name: str, kinds: Mapping[str, str]) -> tuple[str, bool] | None:
-    """Strip an adapter's segments from a name; also return whether it is a trained copy; None for an adapter's own
-    tensor.
+    """Return a name without an adapter's segments, and whether it is a trained copy; None for an adapter's own tensor.
     """
     parts, base_parts, copy, position = name.split("."), list[str](), False, 0
     while position < len(parts):
@@ -154,8 +156,8 @@ def _place(name: str, kinds: Mapping[str, str]) -> tuple[str, bool] | None:
 def _in_files(model: Any, names: Collection[str]) -> tuple[dict[str, torch.Tensor], list[Refusal]]:
     """Return the tensors of the active adapter by their names in PEFT's files.
 
-    Files may also have weights of the base (changed embeddings and heads, or a resized vocabulary), which PEFT loads
-    over those of the model; these are included.
+    Adapter files may also have base weights (changed embeddings and heads, or a resized vocabulary), which PEFT loads
+    over the model's; the result includes these base weights.
     """
     active = model.active_adapter
     problems: list[Refusal] = []

@@ -1,1 +1,1 @@
-"""Exchange of bytes between ranks: collectives, shared memory, rendezvous."""
+"""Exchange of bytes between ranks through collectives and shared memory, and the store where ranks meet."""

@@ -1,8 +1,8 @@
 """Shared memory that several processes of one machine map, without a file name, so nothing remains after they end.
 
-Ranks of one machine exchange bytes through it; a network would need four more copies. Each rank has a region that the
-other ranks read, with two halves: while one round is read, the next one is written. Ranks that cannot map each other's
-regions (on other machines, in other containers) use the network.
+Ranks of one machine exchange bytes through shared memory; over the network, the bytes would be copied four more times.
+Each rank has a region with two halves: while other ranks read one half, the rank writes the next round into the other
+half. Ranks that cannot map each other's regions (on other machines, in other containers) use the network.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from transaxle.torch_tensors import Bytes
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 _NAME = re.compile(r"/memfd:transaxle-[0-9a-f]{32} \(deleted\)")
-"""Link text of a region's descriptor in `/proc`."""
+"""What the link of a region's file descriptor in `/proc/PID/fd` shows."""
 _ALIGNED = 64
-"""Tensors and parcels begin at multiples of this, so that strided copies move whole words."""
+"""Byte alignment: tensors and parcels begin at multiples of it, so that strided copies move whole words."""
 
 
 def align(size: int) -> int:
-    """Round a size up to the offset at which the next tensor or parcel may begin."""
+    """Round a size in bytes up to a multiple of the alignment, where the next tensor or parcel may begin."""
     return -(-size // _ALIGNED) * _ALIGNED
 
 
@@ -40,9 +40,9 @@ class Address:
     pid: int
     """Process id of the region's creator."""
     fd: int
-    """File descriptor in that process."""
+    """The region's file descriptor in the creator's process."""
     name: str
-    """Link text of the descriptor, unique across machines."""
+    """What the descriptor's link in `/proc` shows; it is unique across machines."""
 
 
 wire.tellable(Address)
@@ -68,7 +68,7 @@ class Region:
             self.close()
             raise
         self.bytes: Bytes = np.frombuffer(mapped, np.uint8)[:size]
-        """The mapped memory; it stays mapped while any array refers to it."""
+        """The region's bytes; the memory stays mapped while any array refers to it."""
 
     def _create(self) -> int:
         if hasattr(os, "memfd_create"):
@@ -80,11 +80,11 @@ class Region:
 
     @property
     def address(self) -> Address:
-        """Address for other processes."""
+        """Address by which other processes can map this region."""
         return Address(os.getpid(), self.fd, f"/memfd:{self._name} (deleted)")
 
     def close(self) -> None:
-        """Close the descriptor; existing mappings stay, but no other process can map the region any more."""
+        """Close the file descriptor; existing mappings stay, but no further process can map the region."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -97,10 +97,11 @@ class Region:
 
 
 def map_region(address: Address) -> Bytes | None:
-    """Map another process's region for reading; None if it is not visible from this process.
+    """Map another process's region for reading; return None if this process cannot see that region.
 
     The name is compared before anything is opened, because in another container the process id may belong to another
-    process. The name must be that of a region, so a false address cannot make this process read other files.
+    process. An address whose name is not a region's name is refused, so a false address cannot make this process read
+    other files.
     """
     if not _NAME.fullmatch(address.name):
         return None
@@ -123,7 +124,7 @@ _GRAIN = 1 << 20
 
 
 class ShmTransport:
-    """The ranks' regions of shared memory, as far as this rank can map them.
+    """The shared memory regions of this rank and of the ranks whose regions it can map.
 
     Args:
         world: the ranks.
@@ -143,14 +144,15 @@ class ShmTransport:
         return 0 if self._region is None else self._region.size
 
     def prepare(self, need: int) -> None:
-        """Provide `need` bytes per rank and round; collective over the world, with the same `need` on all ranks."""
+        """Make room for `need` bytes per rank and round; collective over the world, with the same `need` on all
+        ranks."""
         # All ranks ask for the same size, so either all of them skip the collective calls below or none does.
         if need <= self._half:
             return
         self._half = -(-max(need, _GRAIN) // _GRAIN) * _GRAIN
         self.close()
         try:
-            # Failure is no error: the bytes of a rank without a region go over the network.
+            # A failure here is not raised: the bytes of a rank without a region go over the network.
             self._region = Region(2 * self._half)
         except (OSError, ValueError):
             self._region = None
@@ -180,19 +182,19 @@ class ShmTransport:
         return any(self._readers.values())
 
     def buffer(self, start: int, size: int) -> Bytes:
-        """Return memory in this rank's region for the present round."""
+        """Return `size` writable bytes of this rank's region, in the half of the present round."""
         if self._region is None:
             raise ValueError("this rank has no shared memory")
         begin = self._turn * self._half + start
         return self._region.bytes[begin : begin + size]
 
     def bytes_from(self, sender: int, start: int, size: int) -> Bytes:
-        """Return bytes that another rank has written; valid until the end of the next round."""
+        """Return bytes that another rank has written in this round; they are valid until the next round ends."""
         begin = self._turn * self._half + start
         return self._mapped[sender][begin : begin + size]
 
     def flip(self) -> None:
-        """End a round: the next one uses the other half."""
+        """End a round; the next round uses the other half of each region."""
         # Other ranks may still be reading this half.
         self._turn = 1 - self._turn
 

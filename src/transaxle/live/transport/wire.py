@@ -1,7 +1,8 @@
-"""Encoding of the messages between ranks: plain data and records of registered classes. Nothing is unpickled.
+"""Encoding of messages between ranks. They carry plain data and records of registered classes; nothing is unpickled.
 
-The encoding is msgpack. A Python type that msgpack lacks is an array that begins with the number of its kind. All other
-bytes are refused; a class is looked up in the register, and never imported.
+The encoding is msgpack. A value of a type that msgpack lacks (a tuple, a dtype, …) becomes an array that begins with
+the number of its kind. Bytes of any other form are refused; a class is only looked up among the registered classes,
+never imported.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from transaxle.errors import CODES, OF_SYSTEM, Refusal, TransaxleError, Where, g
 
 
 class _Kind(IntEnum):
-    """Kind of value that a msgpack array stands for."""
+    """Python type of the value that a msgpack array stands for."""
 
     LIST = 0
     TUPLE = 1
@@ -43,16 +44,16 @@ _PLAIN = frozenset({type(None), bool, float, str, bytes})
 _LOSSLESS = "surrogatepass"
 _SHORT = range(-(1 << 63), 1 << 64)
 _BUFFERS = "biufc"
-"""Kinds of numpy dtypes whose values are only numbers."""
+"""Codes (`dtype.kind`) of numpy's bool and number dtypes."""
 _BUFFER = re.compile(rf"[<>|][{_BUFFERS}][1-9]\d?")
-"""Name of a numpy dtype of these kinds; numpy interprets other strings by rules of its own."""
+"""Accepted names of numpy dtypes, such as `<f4`; numpy would also interpret many other strings."""
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if type(each) is torch.dtype}
-"""torch's dtypes by name; looking up other attributes could make torch import modules."""
+"""torch's dtypes by name; `getattr(torch, name)` with a received name could make torch import modules."""
 _SYSTEM = {each.__name__: each for each in OF_SYSTEM}
-"""Built-in exceptions for errors of the operating system, by the names that an encoded refusal has (`system`)."""
+"""Built-in exceptions such as FileNotFoundError, by the name in an encoded refusal's `system`."""
 _KINDS: Mapping[type, _Kind] = {list: _Kind.LIST, set: _Kind.SET, frozenset: _Kind.FROZENSET}
 RECORDS: dict[str, type] = {}
-"""Registered classes, by their full names."""
+"""Classes whose objects may be sent, by their full names."""
 
 
 def tellable(*classes: type) -> None:
@@ -84,7 +85,7 @@ def encode(value: object, otherwise: Callable[[object], object] | None = None) -
 
 
 def _pack(value: Any, otherwise: Callable[[object], object] | None) -> Any:
-    """Convert a value to msgpack's types."""
+    """Convert a Python value to types that msgpack has."""
     kind = type(value)
     if kind is str and not value.isascii() and any("\ud800" <= each <= "\udfff" for each in value):
         return [_Kind.TEXT, value.encode(errors=_LOSSLESS)]
@@ -98,7 +99,7 @@ def _pack(value: Any, otherwise: Callable[[object], object] | None) -> Any:
         return [_Kind.DTYPE, str(value).removeprefix("torch.")]
     if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in _BUFFERS:
         return [_Kind.ARRAY, value.dtype.str, *value.shape, np.ascontiguousarray(value).tobytes()]
-    if kind is Refusal:  # without `detail`, the function for a report's figure, which cannot be sent
+    if kind is Refusal:  # without `detail`: a function cannot be sent
         system = None if value.system is None else value.system.__name__
         texts = (value.code, value.message, value.where, value.hint, system)
         return [_Kind.REFUSAL, *(_pack(each, None) for each in texts)]
@@ -114,7 +115,7 @@ def _pack(value: Any, otherwise: Callable[[object], object] | None) -> Any:
 
 
 def _parts(value: Any) -> tuple[_Kind, Any] | None:
-    """Return the kind and the items of a container; None for other values."""
+    """Return the kind and the items of a container such as a tuple or set; None for a value that is no container."""
     if isinstance(value, Mapping):
         return _Kind.DICT, chain.from_iterable(value.items())
     if type(value) in (tuple, torch.Size):
@@ -136,7 +137,7 @@ def decode(octets: bytes | memoryview) -> Any:
     """Decode the bytes that another rank has encoded.
 
     Raises:
-        Refused: CORRUPT for bytes that `encode` cannot have written.
+        Refused: CORRUPT, if `encode` cannot have written the bytes.
     """
     try:
         return _unpack(msgspec.msgpack.decode(octets))
@@ -148,7 +149,7 @@ def decode(octets: bytes | memoryview) -> Any:
 
 
 def _unpack(value: Any) -> Any:
-    """Convert msgpack's types back to the original value."""
+    """Convert a value of msgpack's types back to the Python value that was encoded."""
     if type(value) is not list:
         if type(value) not in _PLAIN and type(value) is not int:
             raise TypeError(f"a bare {type(value).__name__}")
@@ -213,7 +214,7 @@ def _record(items: list[Any]) -> Any:
     fields = dict(zip(_fields(kind), values, strict=True))
     if issubclass(kind, msgspec.Struct):
         return kind(**fields)
-    record = object.__new__(kind)  # `__init__` is skipped: its checks have run on the sending rank
+    record = object.__new__(kind)  # `__init__` is skipped: the sending rank has already run its checks
     for field, value in fields.items():
         object.__setattr__(record, field, value)
     return record

@@ -1,10 +1,11 @@
-"""The ranks that act together: they gather values from each other, and stop together when one of them refuses.
+"""The world: the ranks that work together, gather values from each other, and all stop when one rank refuses.
 
 Every phase of a load or a save ends in `agree`: if one rank has failed, no rank continues, and all raise the same
 error. Without an initialised process group the world is this process alone.
 
-Ranks have their numbers in the job, as in meshes. A process group may join ranks of several jobs, each with its own
-default group; then ranks have their numbers in the joint group, and `numbers` maps the job's ranks to these.
+A rank's number is its global rank in the job, as in device meshes. A process group may join ranks of several jobs, each
+job with a default group of its own; then a rank's number is its rank in the joint group, and `numbers` maps the job's
+global ranks to numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from transaxle.torch_tensors import Ranks, read_group
 
 Item = TypeVar("Item")
 _PAGE, _SIZE = 4096, 8
-"""Bytes per rank of the first gather, and bytes at its beginning for the length of the item."""
+"""Bytes that each rank sends in the first gather, and how many bytes at their beginning state the item's length."""
 _LOST = "a rank died or did not answer in time"
 """Prefix of messages about a lost rank."""
 _JOB = "transaxle/job"
@@ -35,15 +36,15 @@ _JOB = "transaxle/job"
 
 @contextmanager
 def collective() -> Iterator[None]:
-    """Run one collective operation of torch, and raise a refusal if a rank is lost.
+    """Run a block with one collective operation of torch, and raise a refusal if a rank is lost.
 
     Raises:
-        StorageError: IO where a rank is lost, or does not answer within the group's timeout.
+        StorageError: IO, if a rank is lost or does not answer within the group's timeout.
     """
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        # In a group of several jobs torch fails to look up the rank to blame, and raises a ValueError instead.
+        # When a rank of a group of several jobs is lost, torch fails to look up its number, and raises a ValueError.
         lost = error.__context__ if isinstance(error, ValueError) else error
         if not isinstance(lost, RuntimeError):
             raise
@@ -57,11 +58,11 @@ class World:
         group: the ranks that act together, a process group or a mesh of one dim; None: all ranks.
 
     Raises:
-        TypeError: `group` is neither.
+        TypeError: `group` is neither a process group nor a mesh of one dim.
     """
 
     numbers: Mapping[int, int] | None = None
-    """Rank in this job -> number in a group that joins several jobs; None for a group within one job."""
+    """Global rank in this job -> rank in a group that joins several jobs; None for a group within one job."""
 
     def __init__(self, group: Ranks | None = None) -> None:
         self.group = group = read_group("group", group)
@@ -82,7 +83,7 @@ class World:
             self.ranks = global_ranks
 
     def _learn_numbers(self, group: dist.ProcessGroup) -> None:
-        """Find out whether a group joins several jobs, whose numbers torch mistakes for global ranks."""
+        """Set `numbers` if the group joins several jobs; torch mistakes ranks in such a group for global ranks."""
         members = self.gather((_own_job(), self.rank))
         job, _ = members[group.rank()]
         if all(each == job for each, _ in members):
@@ -93,13 +94,13 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """Device on which the group's backend needs its buffers."""
+        """Device on which the group's backend (NCCL, gloo) needs the tensors of a collective."""
         if self.size > 1 and on_accelerator(self.group):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
     def gather(self, item: Item, otherwise: Callable[[object], object] | None = None) -> list[Item]:
-        """Return every rank's item, in the order of `ranks`; a small item costs one collective.
+        """Return every rank's item, in the order of `ranks`; a small item needs only one collective.
 
         Args:
             item: a value that `wire` can encode.
@@ -107,17 +108,18 @@ class World:
 
         Raises:
             TypeError: the item contains an object that cannot be encoded.
-            Refused: CORRUPT where a rank sends bytes that cannot be decoded.
+            Refused: CORRUPT, if a rank sends bytes that cannot be decoded.
         """
         if self.size == 1:
             return [item]
         return [wire.decode(octets) for octets in self._gather(wire.encode(item, otherwise))]
 
     def _gather(self, item: bytes) -> list[memoryview]:
-        """Return every rank's bytes."""
+        """Return the bytes that every rank passed, in the order of `ranks`."""
         # `frombuffer` needs writable memory, hence the bytearray.
         octets = torch.frombuffer(bytearray(item), dtype=torch.uint8).to(self.device)
-        # Sizes are unknown so far, so a first page of fixed size has each item's length and its beginning.
+        # No rank knows the other ranks' sizes yet, so each first sends a page of fixed size: the item's length and its
+        # beginning.
         page = torch.zeros(_PAGE, dtype=torch.uint8, device=self.device)
         page[:_SIZE].view(torch.int64)[0] = len(octets)
         page[_SIZE : _SIZE + len(octets)] = octets[: _PAGE - _SIZE]
@@ -130,9 +132,9 @@ class World:
         return [whole.numpy().data for whole in wholes]
 
     def _gather_rests(self, octets: torch.Tensor, wholes: list[torch.Tensor]) -> None:
-        """Gather the bytes beyond the first page in rounds, so that peak memory is at most that of all items."""
+        """Gather the bytes beyond the first page in rounds, so that no more memory is needed than for all items."""
         longest = max(map(len, wholes))
-        # All ranks see the same sizes, so all join equally many collectives.
+        # All ranks know the same sizes, so all take part in the same number of collectives.
         share = max(_PAGE, -(-sum(map(len, wholes)) // self.size))
         for start in range(_PAGE - _SIZE, longest, share):
             part = torch.zeros(min(share, longest - start), dtype=torch.uint8, device=self.device)
@@ -145,7 +147,7 @@ class World:
     def gather_once(self, item: bytes) -> list[bytes]:
         """Return every rank's bytes, in the order of `ranks`; ranks with equal bytes share one object.
 
-        Ranks with equal bytes each send a share, so equal bytes are sent and stored only once.
+        Ranks with equal bytes each send a share of the bytes, so equal bytes are sent and stored only once.
         """
         key = xxhash.xxh3_128_digest(item)
         keys = self.gather(key)
@@ -164,16 +166,17 @@ class World:
         return of_all_ranks
 
     def wait(self) -> None:
-        """Wait until every rank has called this."""
+        """Wait until every rank has called this method."""
         if self.size > 1:
             with collective():
                 dist.barrier(self.group)
 
     def pool(self, make: Callable[[], Item]) -> list[Item]:
-        """Call a function on all ranks, and return every result in the order of `ranks`; if one refuses, all do.
+        """Call `make` on all ranks, and return every rank's result in the order of `ranks`; if one rank refuses, all
+        do.
 
         Raises:
-            TransaxleError: as `together`.
+            TransaxleError: the call failed on a rank; see `together`.
         """
         items: list[Item] = []
         refusal: TransaxleError | None = None
@@ -201,7 +204,7 @@ class World:
             arguments: this rank's arguments by name.
 
         Raises:
-            UsageError: AMBIGUOUS, on every rank.
+            UsageError: AMBIGUOUS, on every rank, if the arguments of two ranks differ.
         """
         first, *other_ranks = self.gather(arguments, repr)
         for rank, other_arguments in zip(self.ranks[1:], other_ranks, strict=True):
@@ -216,7 +219,7 @@ class World:
         """Raise the refusals of all ranks on every rank.
 
         Raises:
-            TransaxleError: the refusals of all ranks, each once.
+            TransaxleError: some rank passed an error; the error has the refusals of all ranks, each once.
         """
         failures = torch.tensor(int(error is not None), dtype=torch.int32, device=self.device)
         if self.size > 1:
@@ -229,11 +232,11 @@ class World:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block on all ranks; if one refuses, all do.
+        """Run a block on all ranks; if one rank refuses, all ranks do.
 
         Raises:
-            TransaxleError: as `agree`. An error of another kind is raised on this rank only; other ranks raise a
-                StorageError that names this rank.
+            TransaxleError: the refusals of all ranks, as in `agree`. An error of another type is raised on this rank
+                only; other ranks raise a StorageError that names this rank.
         """
         refusal: TransaxleError | None = None
         try:
@@ -267,7 +270,7 @@ def _own_job() -> str:
 
 
 def on_accelerator(group: dist.ProcessGroup | None) -> bool:
-    """Tell whether a group's backends can only move accelerator memory."""
+    """Tell whether a group's backends can only send tensors in accelerator memory, as NCCL does."""
     if group is None or _ranks_of(group) is not None:
         return dist.get_backend(group) == dist.Backend.NCCL
     return all(device.type != "cpu" for device in group._device_types)
@@ -300,7 +303,7 @@ class Clock:
 
 
 def comparable(value: object) -> bytes:
-    """Serialise a value such that equal values give equal bytes, to compare or hash it."""
+    """Serialise a value to compare or hash it: equal values give equal bytes."""
     return json.dumps(value, sort_keys=True, default=repr).encode()
 
 
