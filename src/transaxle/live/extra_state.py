@@ -1,5 +1,5 @@
-"""State of a training run that is not tensors: random states, the position in the data, schedulers, modules' extra
-state.
+"""State of a training run that is not tensors: random states, the position in the data, schedulers, extra state of
+modules.
 
 Extra state is plain data (numbers, strings, bytes, None, lists, tuples, dicts, sets, tensors and arrays), stored as
 JSON in one file of the checkpoint: no pickle, so reading it runs no code. A state that is equal on all ranks is stored
@@ -58,7 +58,7 @@ class Random:
 
     Args:
         strict: refuse a checkpoint that has no state for this rank, because a different number of ranks wrote it;
-            False: leave the generators unchanged, and report it.
+            False: leave the generators unchanged, and say so in the load's report.
     """
 
     def __init__(self, *, strict: bool = True) -> None:
@@ -73,7 +73,7 @@ class Random:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the states of all generators; those of GPUs only if the number of GPUs is the same."""
+        """Set the states of all generators; GPU generators only if the number of GPUs is the same as at the save."""
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
@@ -83,19 +83,21 @@ class Random:
 
 
 def state_of(stateful: Any) -> Any:
-    """Return the state of a `Stateful`; any other object must be plain data, and is returned itself."""
+    """Return the state of a `Stateful` object; an object that is not `Stateful` must be plain data, and is returned
+    itself.
+    """
     return stateful.state_dict() if isinstance(stateful, Stateful) else stateful
 
 
 def encode_states(states: Mapping[str, Any], world: World) -> bytes | None:
-    """Encode the states of all ranks as the contents of `FILE`; None where no rank has any; collective.
+    """Encode the states of all ranks as the contents of `FILE`; None if no rank has a state; collective.
 
     Args:
         states: this rank's states by name.
         world: the ranks.
 
     Raises:
-        Refused: UNSUPPORTED, on every rank, for each value that is not plain data, with its path.
+        Refused: UNSUPPORTED, on every rank, if a value is not plain data; each refusal has the value's path.
     """
     with world.together():
         problems: list[Refusal] = []
@@ -121,11 +123,11 @@ class SavedStates:
     """The states in an extra state file that one rank loads.
 
     Args:
-        text: contents of the file; None where the checkpoint has none.
+        text: contents of the extra state file; None if the checkpoint has no such file.
         world: the ranks that load.
 
     Raises:
-        Refused: CORRUPT if the file is not valid.
+        Refused: CORRUPT, if the extra state file is not valid.
     """
 
     def __init__(self, text: bytes | None, world: World) -> None:
@@ -144,7 +146,7 @@ class SavedStates:
             raise refuse("CORRUPT", f"not a valid {FILE}: {error!r}", file=FILE) from error
 
     def refusal_for(self, name: str) -> Refusal | None:
-        """Return the refusal of a name for which this rank has no state; None if it has one."""
+        """Return a refusal if the file has no state of this name for this rank; otherwise None."""
         if name in self.states:
             return None
         if name in self._non_tensors:
@@ -162,21 +164,21 @@ class SavedStates:
 class ExtraLoad:
     """The part of a load that is not tensors: entries of a state dict, extra states of modules, objects in `extra=`.
 
-    Created while planning, before any tensor is written.
+    The object is created while the load is planned, before any tensor is written.
 
     Args:
         state: the model or state dict.
         non_tensors: entries of the model or state dict that are not tensors, by name.
         extra: objects to restore, by name.
         checkpoint: the source.
-        stored: the source's tensors by the model's names.
+        stored: the source's tensors by the model's tensor names.
         world: the ranks.
 
     Attributes:
-        missing: names that the source lacks.
-        problems: refusals, except for missing states.
+        missing: names of extra states that the source lacks.
+        problems: all refusals except those for missing states.
         scalars: values for the non-tensor entries of a state dict, set by `read`.
-        extra: states by name, for names whose object has no `load_state_dict`; set by `install`.
+        extra: states by name, for objects without `load_state_dict`; set by `install`.
 
     Raises:
         TransaxleError: the extra state file cannot be read.
@@ -229,7 +231,9 @@ class ExtraLoad:
             self.problems += [Refusal("UNSUPPORTED", message, Where(None, name), hint)] if unreadable else []
 
     def _refusal_with_names(self, key: str, training_names: Collection[str]) -> Refusal | None:
-        """Return the refusal of a name for which this rank has no state; its hint lists the names in the source."""
+        """Return a refusal if the source has no state of this name for this rank; its hint lists the names in the
+        source.
+        """
         refusal = self._extras.refusal_for(key)
         if refusal is None or not training_names:
             return refusal
@@ -243,10 +247,10 @@ class ExtraLoad:
         }
 
     def read(self) -> None:
-        """Read all states; nothing in the model or the objects changes yet.
+        """Read all states from the source; the model and the objects are not changed yet.
 
         Raises:
-            TransaxleError: a state cannot be read.
+            TransaxleError: a state in the source cannot be read.
         """
         for name in self._stored:
             value = self._read(name)
@@ -259,7 +263,7 @@ class ExtraLoad:
                 self.scalars[name] = self._extras.states[key]
 
     def _read(self, name: str) -> torch.Tensor:
-        """Read a stored tensor whole, as a CPU tensor."""
+        """Read a whole stored tensor into a CPU tensor."""
         tensor = self._all[name]
         octets = bytearray(tensor.tobytes())
         dtype = torch_dtype(tensor.dtype, tensor=name)
@@ -267,7 +271,7 @@ class ExtraLoad:
         return value.reshape(tensor.shape)
 
     def install(self) -> None:
-        """Pass each state to the module or object that it belongs to."""
+        """Restore each state into the module or object to which the state belongs."""
         if isinstance(self._state, nn.Module):
             for name, value in self.scalars.items():
                 set_extra_state(self._state, name, value)
@@ -286,8 +290,8 @@ class ExtraLoad:
 
 
 def _add_empty_dicts(state: Any, own_state: Any) -> Any:
-    """Add the empty dicts of an object's own state to a loaded state: torch omits them in DCP folders, and its own load
-    keeps those of the object.
+    """Add the empty dicts of an object's present state to a loaded state: torch omits empty dicts in DCP folders, and
+    torch's load keeps the object's.
     """
     if isinstance(own_state, list) and isinstance(state, list | dict):
         items = dict(enumerate(state)) if isinstance(state, list) else state
@@ -300,14 +304,14 @@ def _add_empty_dicts(state: Any, own_state: Any) -> Any:
 
 
 def _is_empty(value: Any) -> bool:
-    """Tell whether a value is an empty dict, or a dict or list of such values at any depth."""
+    """Tell whether a value is an empty dict, or a dict or list of only empty dicts, at any depth."""
     if isinstance(value, Mapping):
         return all(map(_is_empty, value.values()))
     return isinstance(value, list) and bool(value) and all(map(_is_empty, value))
 
 
 def _tag(value: Any, path: str, problems: list[Refusal], depth: int) -> Any:
-    """Convert plain data to JSON; a type that JSON lacks becomes a dict with one key, the name of the type."""
+    """Convert plain data to JSON; a value of a type that JSON lacks becomes a dict with one key, the type's name."""
 
     def inner(items: Any) -> list[Any]:
         return [_tag(item, f"{path}[{number}]", problems, depth + 1) for number, item in enumerate(items)]
@@ -335,7 +339,7 @@ def _tag(value: Any, path: str, problems: list[Refusal], depth: int) -> Any:
 
 
 def _octets(value: Any, path: str, problems: list[Refusal]) -> Any:
-    """Convert a value with a byte buffer to JSON; anything else is a problem."""
+    """Convert bytes, a tensor or an array to JSON; append a refusal to `problems` for any other value."""
     if isinstance(value, bytes | bytearray):
         return {_BYTES: _text(bytes(value))}
     if isinstance(value, io.BytesIO):

@@ -1,12 +1,13 @@
-"""Census: every tensor that any rank has, with the part that each rank has of it.
+"""The census of a live model: every tensor that any rank has, and which rank has which part of it.
 
 The ranks exchange names, dtypes, shapes and placements once; afterwards each rank computes alone which rank has which
 part. No tensor value is read.
 
-`Runs` presents a rank's part to torch's own distributed checkpoint: one chunk for every contiguous run.
+`Runs` presents a rank's part of a tensor to `torch.distributed.checkpoint` as one chunk for every contiguous run.
 
-torch describes a rank's part by one offset and one shape. A part of several runs (`_StridedShard`, packed projections
-under tensor parallelism) is not one box: torch silently loads wrong rows into it, and refuses to save it.
+That module describes a rank's part by one offset and one shape. A part of several runs (`_StridedShard`, packed
+projections under tensor parallelism) is not one such box: torch silently loads wrong rows into the part, and refuses to
+save it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from transaxle.torch_tensors import (
 
 @dataclass(frozen=True, slots=True)
 class GlobalTensor:
-    """One tensor, with the parts that all ranks have of it."""
+    """One tensor of the model, and which rank has which part of it."""
 
     name: str
     """Name of the tensor in the state dict."""
@@ -54,19 +55,19 @@ class GlobalTensor:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     positions: Mapping[int, Positions]
-    """Rank -> intervals per dim that the rank has; a rank without any of the tensor is absent."""
+    """Rank -> intervals of indices, per dim, that the rank has; a rank that has no part of the tensor is absent."""
     loose: bool = False
     """Whether the tensor is on no single mesh, so that nothing guarantees equal values on ranks with the same part."""
     apart: bool = False
-    """Whether a rank stores one separate tensor for every combination of its intervals."""
+    """Whether a rank with several intervals stores its part as several tensors, one per combination of intervals."""
     padded: bool = False
     """Whether the tensor may end in padding rows that a checkpoint lacks."""
     spare: frozenset[int] = frozenset()
-    """Ranks that declare their part a copy of another rank's."""
+    """Ranks that declare their part a copy of another rank's part."""
 
     @property
     def boxes(self) -> dict[Positions, tuple[int, ...]]:
-        """The distinct parts, each with the ranks that have it."""
+        """Distinct part of the tensor -> ranks that have this part."""
         ranks_by_part: dict[Positions, tuple[int, ...]] = {}
         for rank, intervals in sorted(self.positions.items()):
             ranks_by_part[intervals] = (*ranks_by_part.get(intervals, ()), rank)
@@ -80,15 +81,15 @@ class GlobalTensor:
         return cells
 
     def part_name(self, intervals: Positions) -> str:
-        """Return the name of the local tensor for one of `boxes`; see `local_parts`."""
+        """Return the name of the local tensor for a part from `boxes`; see `local_parts`."""
         return cell_name(self.name, intervals) if self.apart else self.name
 
     def within(self, intervals: Positions, shape: tuple[int, ...]) -> Positions:
-        """Clip one of `boxes` to a tensor of the same name and the given shape."""
+        """Clip a part from `boxes` to the given shape, such as the source tensor's, which may have fewer rows."""
         return inside(intervals, shape) if self.padded else intervals
 
     def accepts(self, shape: tuple[int, ...], rows: object = None) -> bool:
-        """Tell whether values of a shape fill the tensor.
+        """Tell whether values of the given shape can fill the tensor.
 
         Args:
             shape: shape of the values.
@@ -103,7 +104,7 @@ class GlobalTensor:
 
 wire.tellable(Placement, PerComponent, Replicated, Shard, StridedShard, Widths)
 Census = Mapping[str, GlobalTensor]
-"""Every tensor that any rank has, by name, in the order in which the ranks list them."""
+"""Tensor name -> tensor, for every tensor that any rank has, in the order in which the ranks list them."""
 _Description = tuple[str, str, tuple[int, ...], int]
 _NONE: frozenset[int] = frozenset()
 _SHOWN = 8
@@ -114,15 +115,16 @@ _WIDER = "Call this on all ranks of the mesh, with a group that contains them (g
 
 
 def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
-    """Exchange descriptions of all ranks' tensors; collective.
+    """Build the census of all ranks' tensors, which exchange descriptions of their tensors; collective.
 
     Args:
         tensors: this rank's tensors by name.
         world: the ranks.
 
     Raises:
-        Refused: on every rank: SHAPE_MISMATCH, DTYPE_MISMATCH where ranks differ; UNSUPPORTED placements, and meshes
-            with ranks that are not of this world; INCOMPLETE where a rank of a tensor's mesh has no such tensor.
+        Refused: raised on every rank. SHAPE_MISMATCH or DTYPE_MISMATCH, if ranks differ in a tensor's shape or dtype;
+            UNSUPPORTED for unknown placements, and for meshes with ranks outside of `world`; INCOMPLETE where a rank of
+            a tensor's mesh has no such tensor.
     """
 
     def describe_own() -> tuple[bytes, tuple[Placement, ...]]:
@@ -169,7 +171,7 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
 def _gather_descriptions(
     describe_own: Callable[[], tuple[bytes, tuple[Placement, ...]]], world: World
 ) -> Iterator[tuple[int, list[_Description], tuple[Placement, ...]]]:
-    """Yield each rank with its tensors and placements; equal lists of several ranks are decoded once."""
+    """Yield each rank with its list of tensors and its placements; ranks with equal lists share one decoded list."""
     encoded_lists: list[bytes] = []
 
     def placements() -> tuple[Placement, ...]:
@@ -187,19 +189,21 @@ def _gather_descriptions(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _History:
-    """The ranks' descriptions of one tensor so far, as a linked list; tensors described alike share it."""
+    """The descriptions of one tensor by the ranks so far, as a linked list; tensors with equal descriptions share one
+    list.
+    """
 
     previous: _History | None
-    """The history without the last rank; None at the first one."""
+    """The history before the last rank was added; None for the history of one rank."""
     rank: int
     """The rank whose description was added last."""
     positions: Mapping[int, Positions]
-    """Rank -> intervals, for all ranks of the mesh that this rank described."""
+    """Rank -> intervals, for all ranks of the mesh in `rank`'s description."""
     differs: bool
-    """Whether some rank's description differs from the first one."""
+    """Whether the description by some rank differs from the first rank's description."""
 
     def descriptions(self) -> list[tuple[int, Mapping[int, Positions]]]:
-        """Return (rank, positions) for each description, the first one first."""
+        """Return (rank, positions) for each description, from the first to the last."""
         descriptions = []
         history: _History | None = self
         while history is not None:
@@ -209,7 +213,7 @@ class _History:
 
 
 class _Histories:
-    """Creates each distinct history once, and shares it among all tensors that have it."""
+    """Creates each distinct history once, so that all tensors with the same history share one object."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int, int], _History] = {}
@@ -217,7 +221,7 @@ class _Histories:
         self._whole: dict[int, bool] = {}
 
     def extend(self, previous: _History | None, rank: int, positions: Mapping[int, Positions]) -> _History:
-        """Return a history extended by one rank."""
+        """Return a history that is extended by one rank's description."""
         key = id(previous), rank, id(positions)
         if key not in self._known:
             differs = previous is not None and (
@@ -227,7 +231,7 @@ class _Histories:
         return self._known[key]
 
     def is_whole(self, history: _History) -> bool:
-        """Tell whether exactly the ranks of one mesh have described the tensor."""
+        """Tell whether the ranks that have described the tensor are exactly the ranks of one mesh."""
         if id(history) not in self._whole:
             descriptions = history.descriptions()
             meshes = {tuple(positions) for _, positions in descriptions}
@@ -249,10 +253,10 @@ class _DescribedTensor:
     Args:
         dtype: safetensors code.
         shape: shape of the whole tensor.
-        positions: rank -> intervals, for all ranks of the mesh that the first rank described.
+        positions: rank -> intervals, for all ranks of the mesh in the first rank's description.
         rank: the first rank that has the tensor.
-        placement: the placement on that rank.
-        histories: the histories of all tensors.
+        placement: the tensor's placement in the first rank's description.
+        histories: creates and shares the histories of all tensors.
     """
 
     def __init__(
@@ -280,7 +284,9 @@ class _DescribedTensor:
         self._history = self._histories.extend(self._history, rank, positions)
 
     def find_gaps(self, name: str, world: World) -> Iterator[Refusal]:
-        """Yield a refusal for each mesh with a rank that lacks the tensor or is outside the process group."""
+        """Yield a refusal for each of the tensor's meshes with a rank that lacks the tensor or is outside the process
+        group.
+        """
         if self._histories.is_whole(self._history):
             return
         descriptions = self._history.descriptions()
@@ -297,7 +303,9 @@ class _DescribedTensor:
                 yield Refusal("INCOMPLETE", message, Where(None, name), _EVERYWHERE)
 
     def as_global(self, name: str) -> GlobalTensor:
-        """Return the tensor; where ranks describe different meshes, each rank's own intervals count."""
+        """Return the described tensor; if ranks describe different meshes, take for each rank the intervals that it
+        described itself.
+        """
         loose = self._history.differs
         positions = self._histories.own_positions(self._history) if loose else self._history.positions
         return GlobalTensor(
@@ -306,17 +314,17 @@ class _DescribedTensor:
 
 
 def _name_ranks(ranks: Iterable[int]) -> str:
-    """Return the ranks as text, cut short after `_SHOWN`."""
+    """Return rank numbers as text, shortened if there are more than `_SHOWN`."""
     numbers = [str(rank) for rank in ranks]
     return ", ".join(numbers[:_SHOWN]) + (f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else "")
 
 
 def own_census(tensors: Mapping[str, torch.Tensor], rank: int) -> Census:
-    """Describe this rank's tensors without asking other ranks; the mesh of a DTensor determines the parts of its other
-    ranks.
+    """Describe this rank's tensors without asking other ranks; a DTensor's mesh and placements determine which parts
+    other ranks have.
 
     Raises:
-        Refused: UNSUPPORTED placements.
+        Refused: UNSUPPORTED, if a tensor has an unknown placement.
     """
     global_tensors = {}
     for name, tensor in tensors.items():
@@ -328,19 +336,20 @@ def own_census(tensors: Mapping[str, torch.Tensor], rank: int) -> Census:
 
 _ops: Any = torch.ops.aten
 _NEW = frozenset({_ops.new_empty.default})
-"""Operations that code calls to copy a tensor as an empty one, whose attributes it then replaces."""
+"""Operations by which code such as `copy.copy` makes an empty tensor, to replace its attributes afterwards."""
 _ON_LOCAL = frozenset({
     _ops.detach.default, _ops.alias.default, _ops.clone.default, _ops._to_copy.default, _ops.copy_.default,
     _ops.zeros_like.default, _ops.empty_like.default,
 })  # fmt: skip
-"""Operations that act on a rank's part as they act on the whole tensor."""
+"""Operations that may be applied to a rank's part alone, since they act elementwise."""
 
 
 class Runs(torch.Tensor):
-    """Stands in for a DTensor in `torch.distributed.checkpoint`, which saves, stages and loads it run by run.
+    """Takes a DTensor's place in a state dict for `torch.distributed.checkpoint`, which then saves, stages and loads it
+    run by run.
 
-    The wrapper shares the storage of the original tensor, so loading into it fills the original. No other operation
-    works on it.
+    The wrapper shares the storage of the original tensor, so loading into it fills the original. It supports no other
+    operations.
     """
 
     _local: torch.Tensor
@@ -348,7 +357,9 @@ class Runs(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: torch.Size, local: torch.Tensor, intervals: Positions) -> Runs:
-        """Wrap a local tensor; `intervals` lists the intervals of each dim that it has, in its own order."""
+        """Wrap a local tensor; `intervals` lists, for each dim, the intervals of the whole tensor that it has, in its
+        own order.
+        """
         wrapper: Runs = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         wrapper._local = local
         wrapper._intervals = intervals
@@ -356,7 +367,7 @@ class Runs(torch.Tensor):
         return wrapper
 
     def to_local(self) -> torch.Tensor:
-        """Return this rank's part, sharing storage."""
+        """Return this rank's part as a plain tensor that shares the storage."""
         return self._local
 
     @classmethod
@@ -366,7 +377,7 @@ class Runs(torch.Tensor):
         """Run the operations that a checkpoint needs; refuse all others.
 
         Raises:
-            Refused: UNSUPPORTED.
+            Refused: UNSUPPORTED, for any other operation.
         """
         options = dict(kwargs or {})
         first = args[0]
@@ -395,10 +406,10 @@ class Runs(torch.Tensor):
         return [chunk for chunk, _ in self._runs()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the run that begins at an index, as a view.
+        """Return the run that begins at the given index, as a view.
 
         Raises:
-            ValueError: this rank has no run there.
+            ValueError: this rank has no run that begins at the index.
         """
         for chunk, place in self._runs():
             if chunk.offsets == index.offset:
@@ -434,7 +445,7 @@ def runs(tensor: torch.Tensor, name: str = "") -> Runs:
         name: name of the tensor in refusals.
 
     Raises:
-        Refused: UNSUPPORTED for `Partial`.
+        Refused: UNSUPPORTED, if a placement is `Partial`.
     """
     rank = World().rank
     shape = whole_shape(tensor)
@@ -446,11 +457,11 @@ def as_runs(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict that `dcp.save`, `dcp.async_save` and `dcp.load` handle correctly; it shares all storage.
 
     Args:
-        state: the state dict for torch, nested or flat.
+        state: state dict, nested or flat, that is to be saved or loaded with torch.
 
     Returns:
         The same state dict, with a replacement for every DTensor with a `_StridedShard` placement and for every part of
-        a tensor; a rank outside of a mesh has no entry for them.
+        a tensor; a rank outside of such a tensor's mesh has no entry for it.
     """
     return {str(key): _as_runs(value, str(key)) for key, value in state.items()}
 

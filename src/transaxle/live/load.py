@@ -1,8 +1,9 @@
-"""Loading: each rank reads only the bytes of its own shards, from any format and dialect, into the tensors' storage.
+"""Loading: each rank reads only the bytes of its own shards, from any format and dialect, into the memory of the
+model's tensors.
 
-All ranks plan and agree before the first byte is written. A part that several ranks have is read by one of them and
-sent to the others. Changes other than bytes (codes, optimizer settings, extra state) are made once all bytes have
-arrived.
+All ranks plan and agree before the first byte is written. A part of a tensor that several ranks need is read by one
+rank, which sends it to the other ranks. Quantized codes, optimizer settings and extra state are put in place once all
+bytes have arrived.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ from transaxle.quant.entries import put_values, reset_scaling_state
 from transaxle.torch_tensors import Device, Positions, Ranks, ShardGrid, local_of, local_parts, local_shape, read_device
 
 _WASTE, _GAP, _FEW = 1.4, 64, 256
-"""Maximum bytes to read per byte needed; gap in bytes between two runs that is always read along; number of runs up to
-which no gap is read."""
+"""Maximum bytes to read per needed byte; gap in bytes between two byte runs that is always read along with them; number
+of runs up to which gaps are never read."""
 _TIED = "the model has one tensor for it and {first}"
 _UNTIED = "Build the model without the tie."
 
@@ -84,29 +85,32 @@ def load(
     """Load a checkpoint into a model or state dict; collective over the group.
 
     Args:
-        state: a model under any parallelism, or a state dict whose leaves are tensors, DTensors or numpy arrays; of a
-            Megatron model its `sharded_state_dict()`.
-        src: path of a checkpoint of any format and dialect, or an opened one.
+        state: a model under any parallelism, or a state dict whose leaves are tensors, DTensors or numpy arrays; for a
+            Megatron model, its `sharded_state_dict()`.
+        src: path of a checkpoint of any format and dialect, or an opened checkpoint.
         optimizer: the model's optimizer, whose state and settings are loaded too; it need not have made a step yet.
-            Also a list or dict of several, or a wrapper or container (ZeRO, accelerate, torchtitan).
-        extra: other objects to restore, by name: objects with `load_state_dict` receive their states, and the report
-            returns the states of the other names. A state that differs between ranks needs the same number of ranks as
-            at the save.
-        strict: refuse names that only one side has, and a source without state for `optimizer`; otherwise the report
-            lists them.
-        device: device for plain meta tensors; None: the current GPU, or the CPU if there is none.
-        group: the ranks that load together, a process group or a mesh of one dim; None: all.
-        family: the model's family, such as `qwen3_moe`; None: recognised.
-        dialect: dialect of the model's names, such as `hf`; None: recognised.
+            A list or dict of optimizers, or a wrapper or container of them (ZeRO, accelerate, torchtitan), is accepted
+            too.
+        extra: other objects to restore, by name: an object with `load_state_dict` receives its state; the report
+            returns the states of all other objects. A state that differs between ranks needs the same number of ranks
+            as at the save.
+        strict: refuse tensor names that only the model or only the source has, and a source without state for
+            `optimizer`; if false, the report lists them.
+        device: device for plain tensors that are on `meta`; None: the current GPU, or the CPU if there is no GPU.
+        group: the ranks that load together, a process group or a mesh of one dim; None: all ranks.
+        family: the model's family, such as `qwen3_moe`; None: recognised by the tensor names.
+        dialect: dialect of the model's tensor names, such as `hf`; None: recognised by the names.
         config: the model's config for a source without one: a path, a mapping or an object with `to_dict()`. For an
             opened source, give `config`, `axes` and `rules` to `open` instead.
-        axes: axis -> size, which overrides everything, such as `{"g": 8}`.
-        rules: path of a table of your own, with families and dialects.
-        decode: `bf16`, `fp16` or `fp32`: parameters of this type take encoded tensors, decoded; None: refuse them.
-        dtype: `bf16`, `fp16` or `fp32`: parameters of this type take plain floating-point tensors of other types, cast
-            as `.to` does; None: refuse them.
-        broadcast_replicated: if several ranks have the same part, let one rank read it and send it to the others.
-        jobs: reading threads per rank; None: as many as the processors allow, at most 8.
+        axes: axis -> size, such as `{"g": 8}`, which overrides sizes from configs and shapes.
+        rules: path of a rules file with families and dialects of your own.
+        decode: `bf16`, `fp16` or `fp32`: parameters of this dtype may be loaded from encoded (quantized) tensors, which
+            are decoded; None: refuse such tensors.
+        dtype: `bf16`, `fp16` or `fp32`: parameters of this dtype may be loaded from floating-point tensors of other
+            dtypes, cast as `.to` does; None: refuse such tensors.
+        broadcast_replicated: if several ranks need the same part of a tensor, one rank reads it and sends it to the
+            others.
+        jobs: number of reading threads per rank; None: as many as the processors allow, at most 8.
 
     Raises:
         TypeError: an argument of a wrong type.
@@ -157,14 +161,15 @@ def load(
 
 @dataclass(frozen=True)
 class PlannedReads:
-    """Parts that this rank reads for itself or that ranks read for one another."""
+    """The parts of tensors that this rank reads for itself, or that one rank reads for several ranks."""
 
     items: list[Item]
-    """Parts for this rank, and parts that several ranks have; the latter are equal on every rank."""
+    """Parts that only this rank needs, and parts that several ranks need; the list of the latter is equal on every
+    rank."""
     names: list[str]
     """For each item, the name of its local tensor."""
     elsewhere: Mapping[int, int]
-    """Rank -> bytes that only that rank needs, for ranks other than this one."""
+    """For every rank but this one: rank -> bytes that only that rank needs."""
 
 
 @dataclass
@@ -172,29 +177,31 @@ class _SameParts:
     """Tensors of one dtype and shape of which all ranks have the same parts."""
 
     parts: list[tuple[Positions, Positions, int, tuple[int, ...]]]
-    """Parts that this rank or several ranks read: the part, its portion that the source has, bytes, and ranks."""
+    """For each part that this rank or several ranks need: the part, its portion that the source has, bytes, and
+    ranks."""
     elsewhere: Mapping[int, int]
-    """Rank -> bytes of one tensor that only that rank needs."""
+    """Rank -> bytes, per tensor of this kind, that only that rank needs."""
     count: int = 0
-    """Number of tensors of this kind."""
+    """Number of tensors with this dtype, shape and parts."""
 
 
 def plan_reads(targets: Census, stored: Mapping[str, StoredTensor], rank: int, *, once: bool) -> PlannedReads:
-    """Plan the reads of one rank; parts that another rank reads for itself alone are only counted.
+    """Plan the reads of one rank; a part that only another rank needs is just counted in `elsewhere`.
 
     Args:
         targets: the tensors to load, with all ranks' parts.
         stored: the source's tensors by the same names.
         rank: this rank.
-        once: let one rank read a part that several need: the one with the fewest bytes to read so far.
+        once: let one rank read a part that several ranks need: the rank with the fewest bytes to read so far.
 
-    Post-condition: the parts that a rank receives are exactly its shards.
+    Post-condition: the parts that a rank reads or receives are exactly its shards.
     """
     items, names = list[Item](), list[str]()
     kinds: dict[tuple[int, bool, bool, tuple[int, ...], str], _SameParts] = {}
     for name, tensor in targets.items():
         source = stored[name]
-        # Tensors on one mesh share their `positions` object, so the few distinct kinds are worked out once each.
+        # Tensors on one mesh share a `positions` object, so the parts are computed once for each of the few distinct
+        # kinds.
         key = id(tensor.positions), tensor.apart, tensor.padded, source.shape, source.dtype
         kind = kinds.get(key)
         if kind is None:
@@ -211,7 +218,7 @@ def plan_reads(targets: Census, stored: Mapping[str, StoredTensor], rank: int, *
 
 
 def _parts(tensor: GlobalTensor, source: StoredTensor, rank: int, *, once: bool) -> _SameParts:
-    """Return the parts of a tensor that this rank or several ranks read."""
+    """Return the parts of a tensor that this rank or several ranks need."""
     parts, elsewhere = list[tuple[Positions, Positions, int, tuple[int, ...]]](), Counter[int]()
     for intervals, ranks in tensor.boxes.items():
         needed = tensor.within(intervals, source.shape)
@@ -225,20 +232,19 @@ def _parts(tensor: GlobalTensor, source: StoredTensor, rank: int, *, once: bool)
 
 
 class Filling:
-    """A model while it is loaded: this rank's buffers for the bytes, and the steps that complete its modules and
-    optimizers.
+    """A model while it is loaded: buffers for this rank's bytes, and the steps that complete modules and optimizers.
 
     Args:
         plan: the plan of the load.
-        device: device for plain meta tensors; None: the current GPU, or the CPU where there is none.
+        device: device for plain tensors that are on `meta`; None: the current GPU, or the CPU if there is no GPU.
 
     Attributes:
-        leaves: the model's tensors, all with memory.
+        leaves: the model's tensors; none is left on the meta device.
         destinations: for each tensor or part (`local_parts`) that is read, the destination of its bytes.
         names: for each key of `destinations`, the name of the tensor.
 
     Raises:
-        Refused: UNSUPPORTED, MISSING_TENSOR for modules that cannot load their own state dict.
+        Refused: UNSUPPORTED or MISSING_TENSOR, if a module cannot load its own state dict.
     """
 
     def __init__(self, plan: LoadPlan, device: torch.device | None) -> None:
@@ -261,7 +267,9 @@ class Filling:
         self.names = {part: name for name, part, _ in parts}
 
     def _take_memory(self) -> None:
-        """Collect the tensors of a model that was just given memory; try its modules that were on the meta device."""
+        """Collect the tensors of a model that just left the meta device, and test that its modules can load a state
+        dict.
+        """
         plan = self._plan
         self.leaves = leaves_for(plan.state, plan.checkpoint)
         problems, omitted = find_unloadable(
@@ -272,13 +280,14 @@ class Filling:
         plan.optimizers.follow(self.leaves, plan.stored)
 
     def finish(self) -> int:
-        """Complete modules and optimizers once all bytes have arrived: codes, derived entries, settings, extra state.
+        """Complete modules and optimizers once all bytes have arrived: set codes, derived entries, settings and extra
+        state.
 
         Returns:
             bytes written into this rank's tensors.
 
         Raises:
-            Refused: UNSUPPORTED where a module does not store the loaded values.
+            Refused: UNSUPPORTED, if a module does not keep the loaded values.
         """
         plan, leaves = self._plan, self.leaves
         written = sum(
@@ -310,7 +319,7 @@ def _default_device() -> torch.device:
 
 
 def _movement(reads: PlannedReads, storage: Storage, filling: Filling, jobs: int | None, world: World) -> Movement:
-    """Return the movement of bytes from the source into this rank's tensors."""
+    """Return the `Movement` that carries bytes from the source into this rank's tensors."""
     limit = msgspec.structs.replace(limits(jobs), waste=_WASTE, gap=_GAP, few=_FEW)
     exchange = RankExchange(world) if world.size > 1 else None
     return Movement(
@@ -328,7 +337,7 @@ def _report(
     bytes_received: int,
     bytes_written: int,
 ) -> LoadReport:
-    """Describe the load; collective."""
+    """Return the load's report for this rank; collective."""
     return LoadReport(
         path=plan.checkpoint.path,
         format=plan.checkpoint.format,
@@ -354,7 +363,7 @@ def _report(
 
 
 def _list_conversions(planned: Mapping[str, Conversion], filling: Filling, world: World) -> tuple[Conversion, ...]:
-    """Return the conversions, marked inexact where any rank rounded a value; collective."""
+    """Return the dtype conversions; one is marked inexact if any rank has rounded a value; collective."""
     if not planned:
         return ()
     inexact_names = {filling.names[part] for part, destination in filling.destinations.items() if not destination.exact}
@@ -366,7 +375,7 @@ def _list_conversions(planned: Mapping[str, Conversion], filling: Filling, world
 
 
 def _check_copies(plan: LoadPlan, world: World, jobs: int | None) -> None:
-    """Compare stored copies, and stored tensors that are one tensor in the model; each pair is compared by one rank."""
+    """Compare stored copies, and stored tensors that are one tensor in the model; one rank compares each pair."""
     problems: list[Refusal] = []
     checkpoint = plan.view.checkpoint
     checks: list[PlannedCheck] = []
@@ -374,7 +383,7 @@ def _check_copies(plan: LoadPlan, world: World, jobs: int | None) -> None:
         first_target, second_target = plan.targets[first], plan.targets[second]
         if (first_target.shape, first_target.positions) == (second_target.shape, second_target.positions):
             checks += _plan_tie_check(first, second, plan.stored, problems)
-        # Otherwise only some ranks have both in the same memory; `find_overlapping` treats them as overlapping.
+        # If only some ranks have both tensors in the same memory, `find_overlapping` treats the tensors as overlapping.
     for first, second in sorted(plan.same_state):
         checks += _plan_tie_check(first, second, plan.stored, problems)
     if checkpoint.checks or checkpoint.container.twins:
@@ -390,7 +399,9 @@ def _check_copies(plan: LoadPlan, world: World, jobs: int | None) -> None:
 def _plan_tie_check(
     first: str, second: str, stored: Mapping[str, StoredTensor], problems: list[Refusal]
 ) -> Iterator[PlannedCheck]:
-    """Yield the comparison of two stored tensors that are one tensor in the model; none if they are the same bytes."""
+    """Yield the comparison of two stored tensors that are one tensor in the model, unless both are the same stored
+    bytes.
+    """
     first_stored, second_stored = stored[first], stored[second]
     why = _TIED.format(first=first)
     if (first_stored.dtype, first_stored.shape) != (second_stored.dtype, second_stored.shape):

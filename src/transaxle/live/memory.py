@@ -1,13 +1,16 @@
-"""Live tensors as a container: the ranks' shards are the chunks of its tensors, and their memory stands for its files.
+"""Live tensors as a container: the ranks' shards are the chunks of the container's tensors, and the ranks' memory takes
+the place of files.
 
-The catalog is equal on all ranks, so all ranks make equal plans; each rank can read only its own chunks. The catalog
-names one rank for each chunk; a receiver that has the same part reads its own copy (`Replicas`).
+The container's catalog is equal on all ranks, so all ranks make equal plans; each rank can read only its own chunks.
+The catalog names one rank for each chunk; a rank that needs a chunk and has a replica of it reads its own replica
+(`Replicas`).
 
-**Value checks**: copies that must be equal, and tensors that must be zero.
+**Value checks** compare copies that must be equal, and prove that tensors are zero where they must be.
 
-A DTensor guarantees that its replicas are equal. Nothing guarantees this for plain tensors on several ranks (norms next
-to tensor-parallel weights, a model under DDP, counters), nor for a tensor whose ranks are on different meshes. Only one
-copy of these is saved, so all copies are compared first. Tensors that the target dialect has no place for must be zero.
+A DTensor guarantees that its replicas are equal. Nothing guarantees equal copies of plain tensors on several ranks
+(norms next to tensor-parallel weights, a model under DDP, counters), nor of a tensor whose ranks are on different
+meshes. Only one copy of such a tensor is saved, so all copies are compared first. Tensors that the target dialect has
+no name for must be zero.
 """
 
 from __future__ import annotations
@@ -49,13 +52,13 @@ FORMAT = "live"
 CONFIG = "config.json"
 _SEPARATOR = "/"
 _APART = 4
-"""A range is copied alone if the tensor is at least this many times longer."""
+"""A requested range is copied to the CPU alone if the whole tensor is at least this many times longer."""
 _KEPT = 1 << 30
-"""Maximum bytes of copied tensors that stay cached."""
+"""Maximum bytes of CPU copies of tensors that stay cached."""
 
 
 def file_of(rank: int, name: str) -> str:
-    """Return the name of the file that stands for a rank's part of a tensor."""
+    """Return the name of the virtual file that stands for a rank's part of a tensor."""
     return f"{rank}{_SEPARATOR}{name}"
 
 
@@ -65,21 +68,21 @@ def rank_of(file: str) -> int:
 
 
 def tensor_of(file: str) -> str:
-    """Return the tensor whose local part a file stands for."""
+    """Return the name of the tensor whose local part a virtual file stands for."""
     return file.partition(_SEPARATOR)[2]
 
 
 class Memory(Storage):
-    """This rank's tensors as files of row-major bytes; see `Storage`.
+    """Storage whose files are this rank's tensors, as row-major bytes; see `Storage`.
 
-    Contiguous CPU tensors are read without a copy. Other tensors are copied to the CPU when they are read: only the
-        requested range if it is a small part of a contiguous tensor, otherwise the whole tensor, which stays cached up
-        to a limit.
+    Contiguous CPU tensors are read without a copy. GPU and strided tensors are copied to the CPU when they are read:
+    only the requested range if it is a small part of a contiguous tensor, otherwise the whole tensor; copies of whole
+    tensors stay cached up to a limit.
 
     Args:
         tensors: this rank's tensors by name.
         rank: this rank.
-        files: other files of the checkpoint, with their contents.
+        files: name -> contents of the checkpoint's files that are not tensors.
     """
 
     single = None
@@ -101,7 +104,7 @@ class Memory(Storage):
         return len(self._files[name]) if name in self._files else self._local(name).nbytes
 
     def version(self, name: str) -> str:
-        """Return the name of the file, since a change of memory cannot be detected."""
+        """Return the file's name as its version, since a change of memory cannot be detected."""
         return name
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
@@ -119,8 +122,8 @@ class Memory(Storage):
             local = self._local(name)
             if local.device.type == "cpu" and local.is_contiguous():
                 lent = self._lent[name] = as_bytes(local)
-            # A small range is copied alone. For a larger one the whole tensor is copied and cached, because its other
-            # ranges are usually read next.
+            # A small range is copied alone. For a larger one the whole tensor is copied and cached, because the
+            # tensor's other ranges are usually read next.
             elif local.is_contiguous() and _APART * size <= local.nbytes:
                 return as_bytes(copy_to_cpu(byte_view(local)[offset : offset + size]))
             else:
@@ -143,20 +146,20 @@ class Memory(Storage):
         """Return this rank's part of a tensor; a 0-d tensor of another rank is read from this rank's equal copy."""
         rank, _, tensor = name.partition(_SEPARATOR)
         own_tensor = self._tensors.get(tensor)
-        # Numbers (a step) are read while planning, on every rank, though the catalog names one owner. Such numbers are
-        # equal on all ranks, so the own copy serves.
+        # 0-d tensors (such as a step) are read by every rank while planning, though the catalog names one rank as
+        # owner. They are equal on all ranks, so each rank reads its own copy.
         if int(rank) != self._rank and (own_tensor is None or own_tensor.dim()):
             raise refuse("IO", f"rank {self._rank} cannot read it: it is in the memory of rank {rank}", tensor=tensor)
         return with_own_bytes(local_of(self._tensors[tensor]))
 
     def _copy_to_cpu(self, name: str, local: torch.Tensor) -> Bytes:
-        """Copy a tensor to the CPU, and cache the most recently used copies."""
+        """Copy a tensor to the CPU, and keep the copy in a cache of the most recently used copies."""
         # Remove and append, so that the first entry is the least recently used one.
         copied = self._cached.pop(name, None)
         if copied is None:
             copied = as_bytes(copy_to_cpu(local))
         self._cached[name] = copied
-        # The copy just made stays even if it alone exceeds the limit: it is about to be used.
+        # The new copy stays cached even if it alone exceeds the limit, since it is about to be used.
         while len(self._cached) > 1 and sum(map(len, self._cached.values())) > _KEPT:
             self._cached.popitem(last=False)
         return copied
@@ -185,13 +188,13 @@ def container(
         tensors: this rank's local tensors, by the names of the parts (`local_parts`).
         rank: this rank.
         config: the model's config, which becomes the checkpoint's config.json.
-        groups: parameter groups of the optimizer, with names of parameters.
-        files: other files for the checkpoint.
+        groups: the optimizer's parameter groups, which list parameters by name.
+        files: name -> contents of further files for the checkpoint.
 
     Post-condition: one replica of each part is read, from the rank with the fewest bytes to read so far.
 
     Raises:
-        Refused: INCOMPLETE where some part of a tensor is on no rank.
+        Refused: INCOMPLETE, if some part of a tensor is on no rank.
     """
     load = Load()
     entries = {name: _entry(tensor, load) for name, tensor in global_tensors.items()}
@@ -211,17 +214,17 @@ def own_entry(tensor: GlobalTensor, rank: int) -> Entry:
 def _entry(tensor: GlobalTensor, load: Load) -> Entry:
     extents: list[Extent] = []
     covered: set[tuple[tuple[int, int], ...]] = set()
-    # Parts of different ranks may share chunks (ranks with one key and value head in common): list a chunk once.
+    # Ranks may share some chunks of their parts (such as one key and value head): list each chunk once.
     for intervals, ranks in tensor.boxes.items():
-        # Of the replicas, take that of the rank with the fewest bytes so far, ties broken by the rank number, so that
-        # all ranks agree. A replica that is declared a copy is taken only if all are.
+        # Of the replicas, take the one on the rank with the fewest bytes so far, or on the lowest of several such
+        # ranks, so that all ranks agree. Take a replica that its rank declares a copy only if there is no other.
         sources = [rank for rank in ranks if rank not in tensor.spare] or ranks
         owner = load.add(load.least(sources), nbytes(tensor.dtype, local_shape(intervals)))
         for spans, extent in _extents(tensor, intervals, file_of(owner, tensor.part_name(intervals))):
             if spans not in covered:
                 covered.add(spans)
                 extents.append(extent)
-    # No chunk is listed twice, so their sizes add up to the whole if there is no hole.
+    # No chunk is listed twice, so if none is missing, the chunks' sizes add up to the tensor's size.
     size = sum(_count(extent.shape) for extent in extents)
     if size != _count(tensor.shape):
         message = f"all ranks together hold only {size} of its {_count(tensor.shape)} elements"
@@ -230,7 +233,9 @@ def _entry(tensor: GlobalTensor, load: Load) -> Entry:
 
 
 def _extents(tensor: GlobalTensor, part: Positions, file: str) -> list[tuple[tuple[tuple[int, int], ...], Extent]]:
-    """Return the chunks of a rank's part: one per combination of its intervals, or the boxes of a flat range."""
+    """Return the chunks of a rank's part: one chunk per combination of its intervals, or the boxes that make up a flat
+    range.
+    """
     item = nbytes(tensor.dtype, (1,)) if tensor.shape else 1
     if len(part) < len(tensor.shape):
         return list(_extents_of_range(tensor.shape, part, file, item))
@@ -274,8 +279,8 @@ def _count(shape: tuple[int, ...]) -> int:
 class Replicas:
     """Ranks with equal parts of tensors, known from the tensors' meshes.
 
-    Tensors on no single mesh are left out: their replicas may differ, and all receivers should get the values of one
-        rank.
+    Tensors that are on no single mesh are left out: their replicas may differ, so all ranks should receive one rank's
+    values.
 
     Args:
         global_tensors: all ranks' tensors and parts.
@@ -291,9 +296,9 @@ class Replicas:
                     self._holders |= {file_of(rank, part): alike for rank in alike}
 
     def near(self, item: Item) -> list[Item]:
-        """Split an item: one for each receiver that has some of the bytes itself, and one for all other receivers.
+        """Split an item into one for each receiver that has some of the bytes itself, and one for all other receivers.
 
-        The items keep the key; no receiver is in two of them.
+        The new items have the same key; no receiver is in two of them.
         """
         shared = {each.file for each in item.transfers} & self._holders.keys()
         own_files = {
@@ -334,7 +339,7 @@ def compare_copies(global_tensors: Census, tensors: Mapping[str, torch.Tensor], 
         world: the ranks.
 
     Raises:
-        Refused: UNEQUAL_COPIES for each tensor whose copies differ, on every rank.
+        Refused: UNEQUAL_COPIES, on every rank, if copies of a tensor differ; one refusal per tensor.
     """
     if not any(tensor.loose for tensor in global_tensors.values()):
         return
@@ -360,7 +365,7 @@ def compare_copies(global_tensors: Census, tensors: Mapping[str, torch.Tensor], 
 
 
 def _loose_parts(tensor: GlobalTensor, rank: int) -> Iterator[tuple[str, _Peers]]:
-    """Yield (part name, ranks with that part) for this rank's parts that must equal those of other ranks."""
+    """Yield (part name, ranks with that part) for this rank's parts of a tensor that must equal other ranks' parts."""
     if tensor.loose and rank in tensor.positions:
         for intervals, peers in tensor.boxes.items():
             if rank in peers and len(peers) > 1:
@@ -371,8 +376,8 @@ def _unequal(tensor: GlobalTensor, digests: Mapping[int, Mapping[str, bytes]]) -
     """Return a refusal for each part of a tensor whose copies differ.
 
     Args:
-        tensor: the tensor, with all ranks' parts.
-        digests: for each rank, the hashes of its parts by name.
+        tensor: the tensor, including which rank has which part.
+        digests: rank -> part name -> hash of the part.
     """
     problems = []
     for intervals, peers in tensor.boxes.items() if tensor.loose else ():
@@ -395,11 +400,11 @@ def check_zero(checks: Iterable[Check | PlannedCheck], tensors: Mapping[str, tor
     """Refuse nonzero values in this rank's parts of tensors that must be zero.
 
     Args:
-        checks: all checks of a view; only those for zeros matter here.
+        checks: all checks of a view; only checks for zeros are made here.
         tensors: this rank's tensors by name.
 
     Raises:
-        Refused: UNEXPECTED_TENSOR.
+        Refused: UNEXPECTED_TENSOR, if a value that must be zero is not.
     """
     refusals = {check.refusal.where.tensor or "": check.refusal for check in checks if check.zero}
     problems = [refusals[name] for name in refusals.keys() & tensors.keys() if local_of(tensors[name]).count_nonzero()]

@@ -1,8 +1,8 @@
-"""Optimizers: unwraps the argument `optimizer=` down to the torch optimizers that have state.
+"""Unwraps the argument `optimizer=` down to the torch optimizers that have state.
 
-Containers (torchtitan), wrappers (accelerate, ZeRO), lists and dicts have parameters like any optimizer, but their
-state is in the optimizers inside. So this module searches objects for the optimizers inside. An object that keeps other
-values, which neither a save nor a load would see, is refused.
+Containers (torchtitan), wrappers (accelerate, ZeRO), lists and dicts have parameters like any optimizer, but only the
+optimizers inside them have state. So this module searches such objects for optimizers. A wrapper with state of its own,
+which neither a save nor a load would see, is refused.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from transaxle.formats.training_state import GROUPS, PARAMS, settings_of
 from transaxle.quant.masters import MasterWeights
 
 AnyOptimizer = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
-"""An optimizer, a wrapper or container of optimizers, or several of these; no parameter is in two."""
+"""An optimizer, a wrapper or container of optimizers, or a list or dict of these; no parameter is in two optimizers."""
 _STATE, _DEFAULTS, _STEP = "state", "defaults", "step"
 _GIVE = "Give the torch optimizers inside it as a list, and put its other state into extra=."
 CARRY = 'Use extra={"optimizer": optimizer} to keep its state_dict() as it is, for the same ranks and shards.'
 """Hint for optimizer state that cannot be saved per parameter."""
 _DEEPEST = 4
-"""Levels of nested lists and dicts in an attribute that are searched."""
+"""Depth to which nested lists and dicts in an optimizer's attributes are searched for tensors."""
 _TITAN = ("torchtitan.components.optimizer.optimizer", "OptimizersContainer")
-"""torchtitan's container of optimizers. Its `state_dict` is never called, since it takes a step to create missing
-state; the container has no state besides that of its optimizers.
+"""torchtitan's container of optimizers. Its `state_dict` is never called, since that method takes an optimizer step to
+create missing state; the container has no state besides its optimizers' state.
 """
 _ZERO = ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
 _SCRATCH = frozenset({"_dummy_overflow_buf", "name2qmap", "grad_scale", "found_inf"})
@@ -38,15 +38,17 @@ _SCRATCH = frozenset({"_dummy_overflow_buf", "name2qmap", "grad_scale", "found_i
 
 @dataclass(frozen=True)
 class Optimizers:
-    """The torch optimizers inside the argument `optimizer=`, with their wrappers."""
+    """The torch optimizers found inside the argument `optimizer=`, and the wrappers around them."""
 
     members: tuple[Optimizer, ...]
-    """Torch optimizers with state; each parameter is in exactly one."""
+    """Torch optimizers with state; each parameter is in exactly one of these optimizers."""
     covers: tuple[Any, ...] = ()
-    """Wrappers with parameter groups of their own for the same parameters, the outermost first."""
+    """Wrappers that have their own parameter groups for the parameters of `members`, outermost wrapper first."""
 
     def parameters(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield (number of the group, number in the group, parameter), also for parameters that other ranks update."""
+        """Yield (number of the group, number within the group, parameter), including parameters that other ranks
+        update.
+        """
         visited: set[int] = set()
         for number, group in enumerate(self.every_group()):
             for place, parameter in enumerate(group[PARAMS]):
@@ -55,7 +57,7 @@ class Optimizers:
                     yield number, place, parameter
 
     def owners(self) -> dict[int, Optimizer]:
-        """Return identity of a parameter -> the optimizer with its state on this rank."""
+        """Return `id(parameter)` -> the optimizer that has the parameter's state on this rank."""
         return {
             id(each): optimizer
             for optimizer in self.members
@@ -64,14 +66,14 @@ class Optimizers:
         }
 
     def every_group(self) -> list[dict[str, Any]]:
-        """Return all parameter groups, those of wrappers too: settings are restored into each of them."""
+        """Return the parameter groups of optimizers and wrappers; a load restores settings into every group."""
         return [group for optimizer in (*self.members, *self.covers) for group in optimizer.param_groups]
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the groups of this rank's parameters, with the settings that the next step will use.
+        """Return the parameter groups of this rank's parameters, with the settings that the next step will use.
 
         Raises:
-            Refused: UNSUPPORTED where a wrapper's settings differ from those of the wrapped optimizer.
+            Refused: UNSUPPORTED, if a wrapper's settings differ from the wrapped optimizer's settings.
         """
         outer_groups = {
             id(p): group
@@ -106,14 +108,14 @@ class Optimizers:
 
 
 def unwrap_optimizers(optimizer: Any) -> Optimizers:
-    """Unwrap optimizers.
+    """Find the torch optimizers inside the argument `optimizer=`.
 
     Args:
-        optimizer: see `AnyOptimizer`; also an object that is no torch optimizer, but contains some.
+        optimizer: see `AnyOptimizer`; also an object that is no torch optimizer, but contains torch optimizers.
 
     Raises:
-        Refused: UNSUPPORTED for an object that is no optimizer or keeps other state; NAME_COLLISION for a parameter in
-            two optimizers.
+        Refused: UNSUPPORTED, if an object is no optimizer, or a wrapper has state of its own; NAME_COLLISION, if a
+            parameter is in two optimizers.
     """
     walk = _Walk()
     walk.into(optimizer)
@@ -133,7 +135,7 @@ def unwrap_optimizers(optimizer: Any) -> Optimizers:
 
 
 def inner_optimizers(optimizer: Any) -> tuple[Optimizer, ...]:
-    """Return the torch optimizers in an object, without checking where their state is."""
+    """Return the torch optimizers inside an object, without checking that wrappers have no state of their own."""
     walk = _Walk()
     walk.into(optimizer)
     return tuple(walk.members)
@@ -149,7 +151,7 @@ class _Walk:
         self._seen: set[int] = set()
 
     def into(self, candidate: Any) -> None:
-        """Add the torch optimizers in one object."""
+        """Add the torch optimizers inside one object."""
         if not _is_optimizer(candidate):
             elements = candidate.values() if isinstance(candidate, Mapping) else candidate
             if isinstance(elements, Iterable) and not isinstance(elements, str | torch.Tensor | nn.Module):
@@ -201,7 +203,7 @@ class _Walk:
             self._check(wrapper, members, _GIVE)
 
     def _check(self, candidate: Any, members: Sequence[Optimizer], hint: str) -> None:
-        """Refuse an object that keeps values beside the states of the members, which are the object itself or inside
+        """Refuse an object that has values besides the state of `members`: the object itself, or the optimizers inside
         it.
         """
         other_state = [*_stray(candidate, members), *_elsewhere(candidate), *_extra_entries(candidate, members)]
@@ -229,7 +231,7 @@ def _is_optimizer(candidate: Any) -> bool:
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
-    """Return an object's attributes, slots included."""
+    """Return an object's attributes, including those in `__slots__`."""
     slots = [name for kind in type(owner).__mro__ for name in _names(kind.__dict__.get("__slots__", ()))]
     slot_values = {name: getattr(owner, name) for name in slots if name != "__dict__" and hasattr(owner, name)}
     return slot_values | getattr(owner, "__dict__", {})
@@ -240,7 +242,7 @@ def _names(slots: str | Iterable[str]) -> Iterable[str]:
 
 
 def _inside(owner: Any) -> Iterator[Any]:
-    """Yield the optimizers in an object's attributes, each once."""
+    """Yield the optimizers in an object's attributes, each optimizer once."""
     visited: set[int] = set()
     for value in _attributes(owner).values():
         if isinstance(value, Mapping):
@@ -258,7 +260,9 @@ def _inside(owner: Any) -> Iterator[Any]:
 
 
 def _acts(candidate: Any) -> bool:
-    """Tell whether an object inside a wrapper steps and has parameter groups; schedules and modules do not."""
+    """Tell whether an object inside a wrapper acts as an optimizer: it has `step` and parameter groups, unlike an LR
+    scheduler.
+    """
     if isinstance(candidate, type | nn.Module | torch.Tensor) or not callable(getattr(type(candidate), _STEP, None)):
         return False
     return hasattr(candidate, GROUPS)
@@ -279,7 +283,7 @@ def _pairs(wrapper: Any, inner: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _stray(owner: Any, members: Sequence[Optimizer]) -> Iterator[str]:
-    """Describe state that belongs to no parameter, or to no parameter of the inner optimizers."""
+    """Yield descriptions of state that belongs to no parameter, or to a parameter that no inner optimizer has."""
     member_of = {id(parameter): each for each in members for parameter in _parameters(each)}
     states = _attributes(owner).get(_STATE)
     for key, state in states.items() if isinstance(states, Mapping) else ():
@@ -294,7 +298,7 @@ def _stray(owner: Any, members: Sequence[Optimizer]) -> Iterator[str]:
 
 
 def _elsewhere(owner: Any) -> Iterator[str]:
-    """Describe attributes with tensors that look like state of the parameters."""
+    """Yield descriptions of attributes whose tensors look like state of parameters."""
     parameters = _parameters(owner)
     identities = {id(parameter) for parameter in parameters}
     shapes = {tuple(parameter.shape) for parameter in parameters} | {()}
@@ -309,7 +313,7 @@ def _elsewhere(owner: Any) -> Iterator[str]:
 
 
 def _like(value: Any, identities: set[int], shapes: set[tuple[int, ...]], depth: int) -> bool:
-    """Tell whether a value contains tensors that may be state."""
+    """Tell whether an attribute's value contains tensors that may be optimizer state."""
     if isinstance(value, torch.Tensor):
         return id(value) not in identities and tuple(value.shape) in shapes
     if depth == 0 or isinstance(value, Optimizer):
@@ -324,7 +328,9 @@ def _like(value: Any, identities: set[int], shapes: set[tuple[int, ...]], depth:
 
 
 def _extra_entries(owner: Any, members: Sequence[Optimizer]) -> Iterator[str]:
-    """Describe entries of an object's `state_dict()` other than states and groups; torch's optimizers have none."""
+    """Yield descriptions of `state_dict()` entries besides states and groups; torch's own optimizers have no further
+    entries.
+    """
     kind = type(owner)
     if _is_of(owner, _TITAN):
         return

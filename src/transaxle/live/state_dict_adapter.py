@@ -1,8 +1,8 @@
-"""Re-express a live state dict in another dialect, with placements worked out so that no bytes need to be sent.
+"""Re-express a live state dict in another dialect, with placements chosen so that no rank needs another rank's bytes.
 
 For each tensor of the target dialect, a search finds a placement under which every rank can make its part from its own
-tensors. The search tries placements, and the box copies that would fill the tensor decide whether one works, so it
-needs no rules per framework.
+tensors. The search tries one placement after another, and plans the copies that would fill the tensor to see whether a
+placement works; so it needs no rules per framework.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from transaxle.torch_tensors import (
 )
 
 ABSENT: Code = "INCOMPLETE"
-"""Code of the refusal that a part needs bytes which are not on this rank."""
+"""Code of the refusal of a tensor part whose bytes are not all on this rank."""
 Coordinate = tuple[int, ...]
-"""Coordinate of a rank in a mesh."""
+"""Coordinate of a rank in a device mesh."""
 Choice = TorchPlacement | int
-"""Placement of a tensor along one mesh dim; an integer: only the ranks at this coordinate have it."""
+"""Placement of a tensor along one mesh dim; an integer means that only ranks at this coordinate have the tensor."""
 
 
 def is_present(choices: tuple[Choice, ...], coordinate: Coordinate) -> bool:
@@ -63,11 +63,11 @@ def is_present(choices: tuple[Choice, ...], coordinate: Coordinate) -> bool:
 
 
 class PlacementSearch:
-    """Finds placements for the tensors of one view.
+    """Finds placements for the tensors of a state that is viewed in the target dialect.
 
     Args:
         view: the state in the target dialect.
-        global_tensors: all ranks' tensors and parts, as far as this rank knows them.
+        global_tensors: all ranks' tensors, and which rank has which part, as far as this rank knows.
     """
 
     def __init__(self, view: Checkpoint, global_tensors: Census) -> None:
@@ -75,7 +75,8 @@ class PlacementSearch:
         self._global_tensors = global_tensors
         self._sources: dict[int, Source] = {}
         self._known_choices: dict[tuple[object, ...], tuple[Choice, ...]] = {}
-        """Choices that worked for a tensor with the same rule, shape and placements, such as that of another layer."""
+        """Rule, shape and placements of a tensor -> choices that worked; the same choices are tried first for other
+        layers' tensors."""
 
     def find(
         self,
@@ -84,13 +85,13 @@ class PlacementSearch:
         coordinates: Mapping[int, Coordinate],
         placements: tuple[tuple[TorchPlacement, ...], ...],
     ) -> tuple[Choice, ...] | None:
-        """Return the placement of a tensor along each mesh dim; None where every placement would need communication.
+        """Return the placement of a tensor along each mesh dim; None if every placement would need communication.
 
         Args:
             name: name of the tensor.
-            mesh: the mesh of its sources.
+            mesh: the mesh of the tensor's source tensors.
             coordinates: each rank's coordinate in the mesh.
-            placements: the placements of its sources.
+            placements: the placements of the tensor's source tensors.
         """
         stored = self._view[name]
         owners = [coordinates[rank_of(transfer.file)] for transfer in stored.transfers()]
@@ -119,7 +120,9 @@ class PlacementSearch:
         return Placement(tuple(mesh.mesh.shape), ranks, cuts).positions(shape)
 
     def transfers(self, name: str, intervals: Positions, rank: int) -> list[Transfer] | None:
-        """Return the transfers that make a part from one rank's memory; None where that rank lacks some bytes."""
+        """Return the transfers that build a part of a tensor from one rank's memory; None if the rank lacks some
+        bytes.
+        """
         source = self._sources.get(rank)
         if source is None:
             entries = {n: own_entry(t, rank) for n, t in self._global_tensors.items() if rank in t.positions}
@@ -138,7 +141,7 @@ class PlacementSearch:
     def _works(
         self, name: str, mesh: DeviceMesh, coordinates: Mapping[int, Coordinate], choices: tuple[Choice, ...]
     ) -> bool:
-        """Tell whether every rank has all bytes that its part needs."""
+        """Tell whether every rank has, in its memory, all bytes of its part of the tensor."""
         intervals_by_rank = self.intervals_by_rank(self._view[name].shape, mesh, choices, name)
         return all(
             self.transfers(name, intervals_by_rank[rank], rank) is not None
@@ -148,12 +151,13 @@ class PlacementSearch:
 
 
 def _candidates(dims: int, mesh: DeviceMesh, only: tuple[int | None, ...]) -> Iterator[tuple[Choice, ...]]:
-    """Yield possible placements of a tensor, the most replicated ones first.
+    """Yield possible placements of a tensor, starting with the most replicated placement.
 
     Args:
         dims: number of dims of the tensor.
         mesh: mesh of the tensor.
-        only: for each mesh dim, the one coordinate whose ranks have sources of the tensor; None: several coordinates.
+        only: for each mesh dim, the only coordinate at which ranks have source tensors; None if there are several such
+            coordinates.
     """
     sizes = tuple(mesh.mesh.shape)
     factors = sorted({size for size in (*sizes, prod(sizes)) if size > 1})
@@ -177,30 +181,33 @@ def state_dict_as(
     """Return a model's or state dict's tensors in another dialect, without a disk or messages between ranks.
 
     Args:
-        state: a model, or a state dict whose leaves are tensors or DTensors; it may lack names that other ranks have.
+        state: a model, or a state dict whose leaves are tensors or DTensors; a rank's state dict may lack names that
+            other ranks have.
         dialect: the target dialect, such as `hf`.
-        family: model family; None: recognised.
-        source: dialect of the present names; None: recognised.
-        config: the model's config, a path, a mapping or an object with `to_dict()`; None: that of the
-            model, where it has one.
+        family: model family; None: recognised by the tensor names.
+        source: dialect of the state's present tensor names; None: recognised by the names.
+        config: the model's config, a path, a mapping or an object with `to_dict()`; None: the config of the model, if
+            it has one.
 
     This function sends no messages, so it cannot notice that another rank of a tensor's mesh omits the tensor, or
-    refuses its values, such as those of a bias that the dialect has no place for. `save`, `load` and `reshard` check
-    that, and refuse such a tensor.
+    refuses its values (such as a nonzero bias that the dialect has no name for). `save`, `load` and `reshard` do check
+    this, and refuse such a tensor.
 
-    Ranks may get different names: if a cut goes through a tensor with gate and up, one half of the mesh gets gate and
-    the other half up, and no rank knows both. For the way back, use `loadable_as`, which remembers this.
+    Ranks may get different names: if a fused tensor of gate and up is sharded between the two, half of the ranks get
+    `gate` and the other half `up`, and no rank knows both names. To copy values back into the state, use `loadable_as`,
+    which remembers how the tensors were split.
 
     Returns:
-        Names of which this rank has any part -> tensor or DTensor. A DTensor is on the mesh of its sources, or on the
-        part of the mesh whose ranks have the name, with global shape and stride. Tensors that need no rearrangement
-        share storage.
+        Name -> tensor or DTensor, for tensors of which this rank has a part. A DTensor is on the mesh of its source
+        tensors, or on the submesh of the ranks that have its name, with global shape and stride. Tensors that need no
+        rearrangement share storage.
 
     Raises:
         TypeError: an argument of a wrong type.
-        Refused: UNSUPPORTED, MISSING_TENSOR if a rank would need data of another rank; every refusal of the
-            translation.
-        UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
+        Refused: UNSUPPORTED or MISSING_TENSOR, if a rank would need data of another rank; any refusal of the
+            translation between dialects.
+        UsageError: UNKNOWN_FAMILY or AMBIGUOUS, if the names' dialect cannot be recognised; UNKNOWN_AXIS, if an axis
+            has no size.
     """
     adapter = _adapter(state, dialect, family, source, config)
     adapter.check_zero()
@@ -221,10 +228,11 @@ def loadable_as(
         dcp.load(state, checkpoint_id="in-hf")
         give_back()
 
-    The arguments are those of `state_dict_as`, whose result is the first part.
+    The arguments are the same as for `state_dict_as`, whose result is the first of the two returned values.
 
     Raises:
-        Refused: as `state_dict_as`; INCOMPLETE for a tensor of the state that the returned tensors do not cover.
+        Refused: the refusals of `state_dict_as`; INCOMPLETE, if the returned tensors do not cover all bytes of the
+            state.
     """
     return _to_be_filled(_adapter(state, dialect, family, source, config))
 
@@ -254,7 +262,7 @@ def _adapter(state: State, dialect: str, family: str | None, source: str | None,
 
 
 def _translate(state_view: Checkpoint, dialect: str) -> Checkpoint:
-    """Return a state in another dialect; if the state lacks tensors, the hint names the call for the way back.
+    """Return a state in another dialect; if the state lacks tensors, the refusal's hint names `loadable_as`.
 
     Raises:
         TransaxleError: the dialect cannot express the state.
@@ -283,11 +291,11 @@ def _make_adapter(
 
 
 class _Adapter:
-    """Makes the tensors of one view from this rank's tensors.
+    """Makes the tensors of the target dialect from this rank's tensors.
 
     Args:
         view: the state in the target dialect.
-        search: finds the placements of its tensors.
+        search: finds the placements of the target dialect's tensors.
         state_leaves: this rank's tensors of the state.
         rank: this rank.
     """
@@ -298,14 +306,15 @@ class _Adapter:
         self._leaves = state_leaves
         self._rank = rank
         self._transfers: dict[str, list[Transfer]] = {}
-        """Transfers that made this rank's part of each tensor."""
+        """Tensor name -> transfers that made this rank's part of the tensor."""
         self._followers: dict[str, str] = {}
-        """Numbers (steps) without a place in the other dialect -> the number that represents them there."""
+        """Name of a 0-d tensor (a step) that the target dialect drops -> name of the 0-d tensor that represents it
+        there."""
         self._shared: frozenset[str] = frozenset()
-        """Tensors of the state that are a source of several tensors."""
+        """Names of the state's tensors from which several tensors of the target dialect are made."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor of which this rank has any part.
+        """Return all tensors of the target dialect of which this rank has a part.
 
         Raises:
             Refused: UNSUPPORTED, INCOMPLETE.
@@ -314,15 +323,15 @@ class _Adapter:
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def check_zero(self) -> None:
-        """Refuse nonzero values of this rank that have no place in the dialect.
+        """Refuse nonzero values of this rank's tensors for which the target dialect has no name.
 
         Raises:
-            Refused: UNEXPECTED_TENSOR.
+            Refused: UNEXPECTED_TENSOR, if there is such a value.
         """
         check_zero(self._view.checks, self._leaves.tensors)
 
     def check_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse tensors of the state with bytes that are in none of the new tensors.
+        """Refuse tensors of the state if some of their bytes are in none of the new tensors.
 
         Raises:
             Refused: INCOMPLETE.
@@ -355,15 +364,17 @@ class _Adapter:
             raise gathered([*refusals, *problems, *refuse_omitted(omitted)])
 
     def apart(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors, cloned where they share bytes with others, because they may get different values."""
+        """Return the tensors, with a clone of each tensor that shares bytes with another, because the two may get
+        different values.
+        """
         return {name: tensor.clone() if self._is_shared(name) else tensor for name, tensor in tensors.items()}
 
     def give_back(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy values of the new tensors back into the tensors of the state.
 
         Raises:
-            Refused: UNEQUAL_COPIES where several different values would become one; UNEXPECTED_TENSOR for nonzero
-                values of a tensor that the state lacks.
+            Refused: UNEQUAL_COPIES, if several different values would become one value; UNEXPECTED_TENSOR, if a tensor
+                that the state lacks has nonzero values.
         """
         own_tensors = self._leaves.tensors
         message = "it is not all zero, and the state has no such tensor"
@@ -394,19 +405,19 @@ class _Adapter:
         return any(tensor_of(transfer.file) in self._shared for transfer in self._transfers[name])
 
     def _copy_back(self, name: str, tensor: torch.Tensor, sources: Mapping[str, torch.Tensor]) -> None:
-        """Copy a new tensor's values into the flat source tensors."""
+        """Copy a new tensor's values back into the source tensors, which are passed as flat views."""
         values = flat(tensor)
         for transfer in self._transfers[name]:
             copy_box_back(as_box_copy(transfer, values.element_size()), sources[tensor_of(transfer.file)], values)
 
     def _check_alike(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse several values that would become one (a step) but differ.
+        """Refuse values that differ although the state has one value for all of them, such as a step.
 
-        All values are written into copies of the sources; a value that does not read back was overwritten by another
-        one.
+        All values are written into copies of the sources; a value that reads back differently was overwritten by a
+        second value.
 
         Raises:
-            Refused: UNEQUAL_COPIES.
+            Refused: UNEQUAL_COPIES, if there are such values.
         """
         shared = [name for name in tensors if self._is_shared(name)]
         needed = {tensor_of(transfer.file) for name in shared for transfer in self._transfers[name]}
@@ -428,13 +439,15 @@ class _Adapter:
             raise gathered(problems)
 
     def _numbers(self) -> dict[str, str]:
-        """Map numbers (steps) that share one entry in the other dialect to the number that represents them there."""
+        """Map names of 0-d tensors (steps) that share one entry in the target dialect to the one that represents them
+        there.
+        """
         checks = [check for check in self._view.checks if not check.zero]
         pairs = [[side.parts[0].origins[0].name for side in (c.first, c.second)] for c in checks]
         return {second: first for first, second in pairs if self._leaves.tensors[second].numel() == 1}
 
     def _make(self, name: str) -> torch.Tensor | None:
-        """Make one tensor; None where this rank has no part of it.
+        """Make one tensor of the target dialect; return None if this rank has no part of it.
 
         Raises:
             Refused: UNSUPPORTED, INCOMPLETE.
@@ -466,10 +479,10 @@ class _Adapter:
         return _to_dtensor(self._local(name, intervals), mesh, choices, stored.shape, name)
 
     def _local(self, name: str, intervals: Positions) -> torch.Tensor:
-        """Make this rank's part of a tensor; a part that is one run of one source shares its storage.
+        """Make this rank's part of a tensor; a part that is one run of one source tensor shares that tensor's storage.
 
         Raises:
-            Refused: INCOMPLETE where this rank has only some of the sources, such as its share of the experts.
+            Refused: INCOMPLETE, if this rank has only some of the source tensors, such as its share of the experts.
         """
         stored = self._view[name]
         transfers = self._search.transfers(name, intervals, self._rank)

@@ -120,7 +120,8 @@ class _Lead:
 
     def begin(self, stack: ExitStack) -> tuple[bytes, list[int]]:
         """Plan the conversion and create its files; return the encoded work plan and the numbers of the work items to
-        do."""
+        do.
+        """
         prepared = stack.enter_context(self._order.prepare())
         self._look(prepared)
         cleared, work = prepare_work(self._order, prepared, resume=self._resume, **self._how)

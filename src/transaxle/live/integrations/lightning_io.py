@@ -1,12 +1,12 @@
-"""A `CheckpointIO` for Lightning, whose trainer calls it to write, read and delete checkpoints; it is not imported
+"""A `CheckpointIO`, which Lightning's trainer calls to write, read and delete checkpoints. Lightning is not imported
 here.
 
-Lightning collects a dict on its first rank. The dict's weights and optimizer state are saved under the names of
-parameters, and all other entries as plain data, so nothing is pickled, and any number of ranks can resume.
+Lightning collects a checkpoint dict on its first rank. The dict's weights and optimizer state are saved under parameter
+names, and all other entries as plain data, so nothing is pickled, and any number of ranks can resume.
 
-**Lightning's strategies**: most call a `CheckpointIO` on the first rank only, so the other ranks would not learn of its
-failure. Strategies that shard call it only to delete. So when a run begins, methods of its strategy are replaced, and
-every rank takes part in saves and loads.
+**Lightning's strategies**: most call a `CheckpointIO` on the first rank only, so other ranks would not learn of a
+failure there. Strategies that shard the module call it only to delete checkpoints. So when a run begins, methods of its
+strategy are replaced, and every rank takes part in saves and loads.
 """
 
 from __future__ import annotations
@@ -45,34 +45,37 @@ _SAVE, _LOAD = "save_checkpoint", "load_checkpoint"
 _PACKAGES = ("pytorch_lightning.strategies", "lightning.pytorch.strategies")
 _BASE, _SHARDED = "Strategy", "ModelParallelStrategy"
 _PARTS = "_save_distributed_checkpoint"
-"""Attribute of the sharded strategy: whether each rank saves its own parts, or one rank saves whole tensors."""
+"""Attribute of `ModelParallelStrategy`: true if each rank saves its own parts, false if one rank saves whole
+tensors."""
 _INNER = "checkpoint_io"
 _AVERAGING = "WeightAveraging"
 _SPAWNING = "_MultiProcessingLauncher"
-"""Class that starts the ranks of `ddp_spawn`, `ddp_fork` and `ddp_notebook`."""
+"""Lightning's class that starts the rank processes of `ddp_spawn`, `ddp_fork` and `ddp_notebook`."""
 
 
 class Checkpoints(Protocol):
-    """The interface of `LightningCheckpoints` for strategies."""
+    """The methods of `LightningCheckpoints` that Lightning's strategies call."""
 
     is_sharded: bool
-    """Whether every rank saves its own parts; otherwise the first rank saves all tensors."""
+    """Whether every rank saves its own parts; if false, the first rank saves all tensors."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: object = None) -> None:
-        """Save Lightning's dict."""
+        """Save Lightning's checkpoint dict."""
 
     def load_checkpoint(self, path: Any) -> dict[str, Any]:
-        """Return Lightning's dict."""
+        """Return Lightning's checkpoint dict."""
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Delete a checkpoint."""
+        """Delete the checkpoint at a path."""
 
     def teardown(self) -> None:
         """Wait for the last save."""
 
 
 def follow(module: nn.Module, kind: type[Checkpoints]) -> None:
-    """Call `take_part` whenever a run of a `LightningModule` begins whose `CheckpointIO` is of type `kind`."""
+    """Arrange that `take_part` is called whenever a run of a `LightningModule` begins, if its `CheckpointIO` is of type
+    `kind`.
+    """
     configure = getattr(module, _CONFIGURE, None)
     if configure is not None and _CONFIGURE not in vars(module):
         setattr(module, _CONFIGURE, partial(_begin, module, configure, kind))
@@ -93,7 +96,7 @@ def take_part(trainer: Any, checkpoints: Checkpoints) -> None:
     """Let every rank take part in saves and loads of a trainer's strategy, and raise any rank's error.
 
     Raises:
-        Refused: UNSUPPORTED for a strategy with a save method of its own, or one that spawns its ranks.
+        Refused: UNSUPPORTED, if the strategy has a save method of its own, or spawns its ranks.
     """
     strategy = trainer.strategy
     checkpoints.is_sharded = _is_sharded(strategy)
@@ -137,12 +140,12 @@ class _Ranks:
 
 
 def _is_sharded(strategy: Any) -> bool:
-    """Tell whether a strategy shards the module on all ranks, by FSDP2 and tensor parallelism."""
+    """Tell whether a strategy shards the module over all ranks, with FSDP2 or tensor parallelism."""
     return any(isinstance(strategy, getattr(sys.modules[name], _SHARDED)) for name in _PACKAGES if name in sys.modules)
 
 
 def _check_sharded(trainer: Any) -> None:
-    """Refuse options that cannot be saved with a sharded module.
+    """Refuse trainer options that do not work with saves of a sharded module.
 
     Raises:
         Refused: UNSUPPORTED.
@@ -177,35 +180,36 @@ def _check_whole(strategy: Any) -> None:
 _INTERFACES = ("lightning_fabric.plugins.io.checkpoint_io", "lightning.fabric.plugins.io.checkpoint_io")
 """Modules with Lightning's class `CheckpointIO`, in its two packages."""
 _WEIGHTS, _OPTIMIZERS, _GROUPS, _STATE = "state_dict", "optimizer_states", "param_groups", "state"
-"""Keys of Lightning's dict, and of an optimizer's state dict."""
+"""Keys of Lightning's checkpoint dict (two), and of an optimizer's state dict (two)."""
 _TRAINED = "current_model_state"
-"""Key under which `WeightAveraging` stores the trained weights, while the averages have their names."""
+"""Key under which `WeightAveraging` stores the trained weights, since it stores the averages under the usual key."""
 _BEFORE = f"{_TRAINED}."
 _FITTING = "fit"
 _REST = "lightning"
-"""Name of the dict's other entries in a checkpoint's extra state."""
+"""Name, in a checkpoint's extra state, of the dict entries that are neither weights nor optimizer state."""
 
 
 class LightningCheckpoints:
     """A `CheckpointIO` for Lightning's `Trainer`: `Trainer(plugins=[tx.LightningCheckpoints(module)])`.
 
-    Each checkpoint is a folder, or lies under a URL. `fit(ckpt_path=…)` resumes from it on any number of ranks, and
-    `ModelCheckpoint` rotates it; a checkpoint that Transaxle wrote is deleted once a newer one is complete. For
-    one device, DDP, and `ModelParallelStrategy`, under which each rank saves and loads its own parts; a strategy that
-    saves in a way of its own is refused when a run begins. With Lightning's `WeightAveraging` (but not where ranks
-    shard) it has the averages under the module's names, and the trained weights under `current_model_state.…`.
+    Each checkpoint is a folder, local or under a URL. `fit(ckpt_path=…)` resumes from it on any number of ranks, and
+    `ModelCheckpoint` rotates the folders; an old checkpoint that Transaxle wrote is deleted once a newer one is
+    complete. The supported strategies are one device, DDP, and `ModelParallelStrategy`, under which each rank saves and
+    loads its own parts; a strategy with a save method of its own is refused when a run begins. With Lightning's
+    `WeightAveraging` (but not where ranks shard) a checkpoint has the averages under the module's names, and the
+    trained weights under `current_model_state.…`.
 
     Args:
         module: the `LightningModule` that is trained.
         to: format of the checkpoints under the module's own names, `safetensors:identity` or `dcp:identity`;
-            `transaxle convert` makes any other layout of them.
-        background: write while training goes on, as `async_save` does.
+            `transaxle convert` converts them to any other format or dialect.
+        background: whether to write the files while training continues, as `async_save` does.
 
-    The other arguments are those of `save`.
+    All other arguments are the same as for `save`.
 
     Raises:
         TypeError: an argument of a wrong type.
-        TransaxleError: an unknown format.
+        TransaxleError: `to` is an unknown format.
     """
 
     is_sharded = False
@@ -241,13 +245,13 @@ class LightningCheckpoints:
         self._background = background
         self._job: SaveJob | None = None
         self._alone: dist.ProcessGroup | None = None
-        for name in _INTERFACES:  # a program with a LightningModule has imported at least one of them
+        for name in _INTERFACES:  # a program with a LightningModule has imported at least one of these modules
             if name in sys.modules:
                 sys.modules[name].CheckpointIO.register(type(self))
         follow(self._module, type(self))
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: PathLike, storage_options: object = None) -> None:
-        """Save Lightning's dict, on its first rank; with a sharded module, on every rank.
+        """Save Lightning's checkpoint dict; called on the first rank, or on every rank if the module is sharded.
 
         Args:
             checkpoint: Lightning's dict.
@@ -255,7 +259,7 @@ class LightningCheckpoints:
             storage_options: refused, because storage clients are configured by their environment.
 
         Raises:
-            TransaxleError: the target is then unchanged.
+            TransaxleError: the save has failed; the target is unchanged.
         """
         if storage_options is not None:
             hint = "Configure the storage service's own client: environment variables, a profile or a login."
@@ -265,7 +269,7 @@ class LightningCheckpoints:
             prefix, state = self._state(checkpoint)
             optimizers = list(self._trainer.optimizers) if _OPTIMIZERS in checkpoint else []
             other_entries = self._other_entries(checkpoint, optimizers, prefix)
-        if world.size > 1:  # each rank has its own entries, and as in Lightning the first rank's are saved
+        if world.size > 1:  # each rank has entries of its own; as in Lightning, those of the first rank are saved
             other_entries = self._first(other_entries, world)
         place = read_path("path", path).rstrip("/") + "/"  # a folder, even if Lightning's name for it ends in .ckpt
         if not is_url(as_local_path(place)):
@@ -282,10 +286,10 @@ class LightningCheckpoints:
     def _other_entries(
         self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], prefix: str
     ) -> dict[str, Any]:
-        """Return the entries of Lightning's dict without tensors.
+        """Return the entries of Lightning's checkpoint dict without weights and optimizer state.
 
         Raises:
-            Refused: UNSUPPORTED for an optimizer with a parameter that the module does not have.
+            Refused: UNSUPPORTED, if an optimizer has a parameter that the module does not have.
         """
         entries = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, _OPTIMIZERS)}
         if prefix:
@@ -309,7 +313,7 @@ class LightningCheckpoints:
         """Return the first rank's plain data on every rank.
 
         Raises:
-            Refused: UNSUPPORTED for values that are no plain data.
+            Refused: UNSUPPORTED, if a value is not plain data.
         """
 
         def text() -> bytes | None:
@@ -322,7 +326,7 @@ class LightningCheckpoints:
         """Return the prefix of the trained weights' names, and the state to save.
 
         Raises:
-            Refused: UNSUPPORTED for weights that are neither the module's, nor averages of `WeightAveraging`.
+            Refused: UNSUPPORTED, if the weights are neither the module's weights, nor averages of `WeightAveraging`.
         """
         shown = self._own_weights()
         weights, trained = checkpoint[_WEIGHTS], checkpoint.get(_TRAINED)
@@ -351,15 +355,15 @@ class LightningCheckpoints:
         map_location: object = None,  # noqa: ARG002 - Lightning gives it
         weights_only: bool | None = None,  # noqa: ARG002 - Lightning gives it
     ) -> dict[str, Any]:
-        """Return the dict that Lightning had collected; called on every rank.
+        """Return the checkpoint dict that Lightning had collected for the save; called on every rank.
 
         Args:
             path: folder or URL.
-            map_location: not needed: tensors are in CPU memory, and Lightning copies them.
-            weights_only: not needed: reading runs no code.
+            map_location: ignored; tensors are loaded into CPU memory, from where Lightning copies them.
+            weights_only: ignored; reading a checkpoint never runs code.
 
         Raises:
-            TransaxleError: the checkpoint is incomplete, or another program wrote it.
+            TransaxleError: the checkpoint is incomplete, or was not written by Transaxle.
         """
         self._wait()
         place, receiver = read_path("path", path), _EntryReceiver()
@@ -404,8 +408,8 @@ class LightningCheckpoints:
         """Delete a checkpoint that a newer one replaces, once the newer one is complete.
 
         Raises:
-            TransaxleError: the newer checkpoint's save has failed; EXISTS if the folder has files that belong to no
-                checkpoint of Transaxle's. Nothing is deleted then.
+            TransaxleError: the newer checkpoint's save has failed; EXISTS, if the folder has a file that belongs to no
+                checkpoint of Transaxle. Then nothing is deleted.
         """
         self._wait()
         remove(as_local_path(read_path("path", path)))
@@ -431,7 +435,9 @@ class LightningCheckpoints:
             self._job.result()
 
     def _own_group(self) -> dist.ProcessGroup | None:
-        """Return a group of only this rank, on which Lightning saves alone; None without a process group."""
+        """Return a process group of only this rank, for saves that Lightning makes on one rank; None if there is no
+        process group.
+        """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
         if self._alone is None:
@@ -440,7 +446,9 @@ class LightningCheckpoints:
 
 
 def _unlike(weights: Mapping[str, Any], shown: Mapping[str, Any]) -> str | None:
-    """Return the first tensor with other values than the module's; "" if the names differ; None if all are equal."""
+    """Return the name of the first tensor whose values differ from the module's; "" if the names differ; None if all
+    are equal.
+    """
     if weights.keys() != shown.keys():
         return ""
     tensors = ((name, tensor) for name, tensor in shown.items() if isinstance(tensor, torch.Tensor))
@@ -452,7 +460,7 @@ def _are_tensors(state: Mapping[str, Any]) -> bool:
 
 
 def _empty(tensor: torch.Tensor, name: str, checkpoint: Checkpoint) -> torch.Tensor:
-    """Return memory for a module's tensor, in the stored dtype, since Lightning may cast the module later."""
+    """Return an empty tensor in the stored dtype for one of the module's, since Lightning may cast the module later."""
     dtype = torch_dtype(checkpoint[name].dtype) if name in checkpoint else tensor.dtype
     return torch.empty_like(tensor, dtype=dtype, device="cpu")
 
@@ -464,13 +472,13 @@ def _extra_states(place: str) -> dict[str, Any]:
 
 
 def _rename(shown: Mapping[str, Any], weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return weights under the names of the module's state dict, in its order."""
+    """Return weights under the names of the module's state dict, in the state dict's order."""
     stored_names = {name: prefix + own_name(name) for name in shown}
     return {name: weights[stored_name] for name, stored_name in stored_names.items() if stored_name in weights}
 
 
 def _same(value: Any, tensor: torch.Tensor) -> bool:
-    """Tell whether a value is a tensor of the module, or an equal copy."""
+    """Tell whether a value is the given tensor of the module, or an equal copy of it."""
     if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
         return False
     own_local, other_local = local_of(tensor.detach()), local_of(value.detach())
@@ -478,7 +486,7 @@ def _same(value: Any, tensor: torch.Tensor) -> bool:
 
 
 class _EntryReceiver:
-    """Receives the checkpoint's entries other than tensors."""
+    """Receives the checkpoint's non-tensor entries during a load, as an object in `extra=`."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Any] = {}
@@ -493,10 +501,10 @@ class _EntryReceiver:
 
 
 def _outline(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """Return an optimizer's state dict without its tensors, which are saved under the names of the parameters.
+    """Return an optimizer's state dict without its tensors, which are saved separately under parameter names.
 
     Args:
-        state: the state dict.
+        state: the optimizer's state dict.
         names: names of all parameters, in the order of the groups.
     """
     numbers = [number for group in state[_GROUPS] for number in group["params"]]

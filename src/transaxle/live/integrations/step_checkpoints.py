@@ -82,23 +82,25 @@ class StepCheckpoints:
         return f"{self._url}/{name}"
 
     def shares(self, checkpoints: StepCheckpoints | None) -> bool:
-        """Tell whether two objects save to the same folder or URL."""
+        """Tell whether these and the given checkpoints are saved under the same folder or URL."""
         return checkpoints is not None and checkpoints._url == self._url
 
     def save(self, model: nn.Module, name: str, best: str | None = None, **options: Any) -> None:
-        """Save a step, once the previous one is complete.
+        """Save the checkpoint of a step, once the previous save is complete.
 
         Args:
             model: the model to save.
             name: name of the step's checkpoint.
-            best: name of the best checkpoint, to keep once this one is complete; None: unchanged.
-            **options: keyword arguments of `save`.
+            best: name of the best checkpoint so far, which will be kept once this save is complete; None: unchanged.
+            **options: further keyword arguments for `transaxle.save`.
 
         Raises:
             TransaxleError: the previous save or this one has failed.
         """
         self.wait()
-        self.best = best or self.best  # only now: the former best one may be deleted once this save is complete
+        self.best = (
+            best or self.best
+        )  # only after the former save: the former best checkpoint may be deleted once this save is complete
         if not is_url(self._url):
             Path(self._url).mkdir(parents=True, exist_ok=True)
         options |= {"overwrite": True, "group": self._group}
@@ -114,7 +116,7 @@ class StepCheckpoints:
         """Wait for the last save, and delete the checkpoints that it replaces.
 
         Raises:
-            TransaxleError: the save has failed; nothing is deleted then.
+            TransaxleError: the save has failed; then no checkpoint is deleted.
         """
         job, self._job = self._job, None
         if job is not None:
@@ -122,7 +124,7 @@ class StepCheckpoints:
             self._tidy()
 
     def steps(self, common: str) -> dict[int, str]:
-        """Return step number -> name of each complete checkpoint.
+        """Return step number -> checkpoint name, for the complete checkpoints under the folder or URL.
 
         Args:
             common: prefix of the names before the number; other names are skipped.
@@ -134,7 +136,7 @@ class StepCheckpoints:
         return {int(match[2]): name for match, name in matches if match[1] == common and is_complete(self.place(name))}
 
     def _tidy(self) -> None:
-        """On one rank, delete all but the newest few checkpoints up to the one just saved; keep later ones and other
+        """On one rank, delete old checkpoints: keep the newest few up to the one just saved, later steps, and foreign
         files.
 
         A run that went back to an earlier step keeps its later checkpoints until it replaces them. Leftovers of killed
@@ -157,7 +159,7 @@ class StepCheckpoints:
             warnings.warn(f"older checkpoints under {self._url} were not deleted: {error}", stacklevel=2)
 
     def _sweep(self, common: str) -> None:
-        """Delete leftovers of killed runs beside steps with a common prefix."""
+        """Delete the files that killed runs left next to the checkpoints whose names have a common prefix."""
         for leftover in leftovers(self._url):
             target = Path(leftover.target)
             step = _NUMBERED.fullmatch(target.name) if target.parent == Path(self._url).resolve() else None
@@ -166,7 +168,7 @@ class StepCheckpoints:
 
 
 def check_loadable(model: nn.Module) -> None:
-    """Refuse a model that can perhaps be saved but not loaded, before the first step of its training.
+    """Refuse, before the first training step, a model whose checkpoints could be saved but not loaded.
 
     Raises:
         Refused: UNSUPPORTED.
@@ -176,7 +178,7 @@ def check_loadable(model: nn.Module) -> None:
 
 
 def is_complete(place: str) -> bool:
-    """Tell whether a folder or URL has a complete checkpoint of Transaxle's.
+    """Tell whether a folder or URL contains a complete checkpoint that Transaxle wrote.
 
     Raises:
         StorageError: IO.
@@ -185,7 +187,7 @@ def is_complete(place: str) -> bool:
 
 
 def read_stored(place: str, name: str) -> bytes | None:
-    """Return the contents of a file in a checkpoint; None if it does not exist.
+    """Return the contents of a file in a checkpoint; None if the file does not exist.
 
     Raises:
         StorageError: IO.
@@ -196,11 +198,11 @@ def read_stored(place: str, name: str) -> bytes | None:
 
 
 def text_beside(place: str, name: str) -> str | None:
-    """Return a text in the extra state of a complete checkpoint; None if there is none.
+    """Return a string in the extra state of a complete checkpoint; None if there is no such string.
 
     Args:
         place: path or URL of the checkpoint.
-        name: name of the text in `extra`.
+        name: name under which the string was saved in `extra=`.
 
     Raises:
         Refused: CORRUPT.
@@ -211,7 +213,7 @@ def text_beside(place: str, name: str) -> str | None:
 
 
 def states_beside(place: str, world: World) -> dict[str, Any]:
-    """Return this rank's extra state in a complete checkpoint, by the names in `extra`.
+    """Return this rank's extra states in a complete checkpoint, by their names in `extra=`.
 
     Raises:
         Refused: CORRUPT.
@@ -226,7 +228,7 @@ def remove(place: str) -> None:
     """Delete a checkpoint if it exists.
 
     Raises:
-        UsageError: EXISTS if the folder has files that belong to no checkpoint of Transaxle's; nothing is deleted.
+        UsageError: EXISTS, if the folder has a file that belongs to no checkpoint of Transaxle; nothing is deleted.
         StorageError: IO.
     """
     if not is_url(place):
@@ -241,12 +243,12 @@ def remove(place: str) -> None:
     names = {file.removeprefix(f"{service.path}/"): file for file in files}
     for name in sorted(
         names, key=turn, reverse=True
-    ):  # delete the manifest first, so that no reader takes the remainder for a checkpoint
+    ):  # delete the manifest first, so that no reader takes the remaining files for a complete checkpoint
         service.delete(names[name], name)
 
 
 def _members(url: str) -> Mapping[str, str]:
-    """Return the names directly under a folder or URL."""
+    """Return name -> path or URL of the files and folders directly under a folder or URL."""
     if not is_url(url):
         return LocalFolder(Path(url)).top() if Path(url).is_dir() else {}
     return RemoteFolder(Service(url)).top()

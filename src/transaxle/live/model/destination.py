@@ -1,11 +1,12 @@
 """Destinations of loaded bytes: a local tensor's own storage where possible, otherwise a staging buffer.
 
-A contiguous CPU tensor of the stored dtype is filled in place. For any other tensor (on a GPU, strided, of another
-dtype) the bytes go into a buffer, pinned for GPUs, and torch copies them once all have arrived. This module also finds
-tensors that share memory, because the source must have equal values for them.
+A contiguous CPU tensor of the stored dtype is filled in place. For a tensor on a GPU, strided, or of another dtype, the
+bytes go into a buffer (pinned memory for GPUs), and torch copies them into the tensor once all bytes have arrived. This
+module also finds tensors that share memory, because the source must have equal values for them.
 
 `decode=` and `dtype=` allow dtype changes, and the report tells whether any value was rounded. An fp8 tensor without
-scales has codes but no values, so it is never converted. The reports of loads and saves are here too.
+scales has codes but no values, so it is never converted. The report classes of `load` and `save` are also in this
+module.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ if TYPE_CHECKING:
 
 
 NamePair = tuple[str, str]
-"""Names of two tensors of a model."""
+"""A pair of tensor names of a model."""
 _OVERLAP = "it shares elements with another tensor, or with itself, for which the source has other values"
 _OWN_MEMORY = "Give each tensor memory of its own."
 _DECODED_AS: Mapping[str, str] = {"bf16": "bf16", "fp16": "fp32", "fp32": "fp32"}
-"""`decode=` option -> dtype in which encoded values are computed."""
+"""Value of `decode=` -> dtype in which decoded values are computed."""
 _CODES = "F8"
-"""Prefix of the safetensors codes of dtypes that need scales."""
+"""Prefix of the safetensors codes of float8 dtypes, whose values need scales."""
 
 
 class LocalSink(Sink):
     """Sink that writes loaded bytes into this rank's local tensors.
 
     Args:
-        destinations: destinations of this rank's tensors, by name.
-        names: name of each item's tensor, by item key.
+        destinations: tensor name -> destination of its bytes, for this rank's tensors.
+        names: tensor names; an item's key is the index of its tensor's name.
     """
 
     ordered = False
@@ -60,22 +61,22 @@ class LocalSink(Sink):
         return self._landings[self._names[key]].part(start, stop)
 
     def mark_filled(self, key: int, start: int, stop: int) -> None:
-        """Report that bytes `[start, stop)` of an item are in place."""
+        """Mark bytes `[start, stop)` of an item as written."""
         self._landings[self._names[key]].add_written(stop - start)
 
     def take(self, key: int, start: int, data: memoryview) -> None:
-        """Copy bytes from another rank into the tensor."""
+        """Copy bytes of an item, received from another rank, into its tensor."""
         self.buffer(key, start, start + len(data)).data[:] = data
         self.mark_filled(key, start, start + len(data))
 
 
 class TensorDestination:
-    """Destination of one local tensor's bytes; several threads fill it.
+    """Destination of one local tensor's bytes, which several threads may write.
 
     Args:
-        tensor: the tensor or DTensor, of which only this rank's part is written.
+        tensor: the tensor or DTensor to fill; of a DTensor, only this rank's part is written.
         dtype: safetensors code of the stored bytes.
-        apart: keep the loaded values too, since another tensor in the same memory may overwrite them.
+        apart: keep a second copy of the loaded values, since another tensor in the same memory may overwrite the first.
     """
 
     def __init__(self, tensor: torch.Tensor, dtype: str, *, apart: bool = False) -> None:
@@ -96,7 +97,7 @@ class TensorDestination:
         self._memory: Bytes | None = as_bytes(self._local) if self._direct else None
         self._lock = threading.Lock()
         self.exact = True
-        """False once a value was rounded to the tensor's dtype."""
+        """Whether every value is equal to the stored value; False once a value was rounded to the tensor's dtype."""
 
     def part(self, start: int, stop: int) -> Bytes:
         """Return the memory for bytes `[start, stop)` of the row-major local tensor."""
@@ -108,7 +109,7 @@ class TensorDestination:
             return self._memory[start:stop]
 
     def add_written(self, count: int) -> None:
-        """Report that `count` more bytes are in place; after the last ones, a staged tensor is written."""
+        """Count `count` more bytes as written; after the last bytes, copy a staging buffer into its tensor."""
         with self._lock:
             self._bytes_left -= count
             finished = self._bytes_left == 0 and self._staging is not None
@@ -128,20 +129,21 @@ class TensorDestination:
 
     @property
     def bytes_left(self) -> int:
-        """Bytes of the source that have not arrived yet."""
+        """Number of the tensor's stored bytes that have not arrived yet."""
         return self._bytes_left
 
     @property
     def bytes_written(self) -> int:
-        """Bytes of the tensor that are in place."""
+        """Number of bytes written into the tensor so far."""
         return (self.size - self._bytes_left) * self._local.element_size() // self._dtype.itemsize
 
 
 def check_filled(destinations: Mapping[str, TensorDestination]) -> None:
-    """Prove that every byte of every tensor was written and not overwritten.
+    """Check that every byte of every tensor was written, and not overwritten through another tensor.
 
     Raises:
-        Refused: INCOMPLETE; UNEQUAL_COPIES for tensors that share memory but have different values in the source.
+        Refused: INCOMPLETE, if bytes are missing; UNEQUAL_COPIES, if tensors that share memory have different values in
+            the source.
     """
     short = [
         Refusal(
@@ -163,11 +165,11 @@ def unlike_overlap(name: str) -> Refusal:
 
 
 def same_memory(tensors: Mapping[str, torch.Tensor], present: Collection[str]) -> Iterator[NamePair]:
-    """Yield pairs of names whose tensors are one object, or whose local parts are the same view of one memory.
+    """Yield pairs of names whose tensors are one object, or whose local parts view the same memory in the same way.
 
     Args:
         tensors: this rank's tensors by name.
-        present: names to consider.
+        present: names of the tensors to compare.
     """
     first: dict[object, str] = {}
     for name, tensor in tensors.items():
@@ -176,7 +178,7 @@ def same_memory(tensors: Mapping[str, torch.Tensor], present: Collection[str]) -
 
 
 def view_of(tensor: torch.Tensor) -> object:
-    """Return a key that is equal for tensors with the same elements in the same order."""
+    """Return a key that is equal for tensors whose elements are the same memory in the same order."""
     if isinstance(tensor, ShardGrid) or tensor.is_meta:
         return id(tensor)
     local = raw_local(tensor)
@@ -190,11 +192,11 @@ def view_of(tensor: torch.Tensor) -> object:
 def find_overlapping(tensors: Mapping[str, torch.Tensor]) -> set[str]:
     """Return the names of local tensors that may share elements with another tensor, or within themselves.
 
-    Tensors that are the same view of one memory do not count, see `same_memory`; interleaved views, such as columns of
-    one matrix, count as overlapping.
+    Two tensors that view the same memory in the same way do not count, see `same_memory`; interleaved views, such as
+    columns of one matrix, count as overlapping.
 
     Args:
-        tensors: this rank's tensors by name, none on the meta device.
+        tensors: this rank's tensors by name; none may be on the meta device.
     """
     spans: dict[tuple[torch.device, int], list[tuple[int, int, object, str]]] = {}
     names = set[str]()
@@ -212,7 +214,7 @@ def find_overlapping(tensors: Mapping[str, torch.Tensor]) -> set[str]:
 
 
 def _find_crossing(spans: list[tuple[int, int, object, str]]) -> Iterator[str]:
-    """Yield the names of spans that overlap another span which is not the same view."""
+    """Yield the names of tensors whose memory span overlaps the span of a different view."""
     run: list[tuple[int, int, object, str]] = []
     end = 0
     for span in chain(sorted(spans, key=lambda spans_of_run: spans_of_run[:2]), [(0, 0, None, "")]):
@@ -225,7 +227,7 @@ def _find_crossing(spans: list[tuple[int, int, object, str]]) -> Iterator[str]:
 
 
 def _folds(local: torch.Tensor) -> bool:
-    """Tell whether several indices may refer to one element."""
+    """Tell whether several indices of a tensor may refer to one element in memory."""
     reach = 0
     dims = zip(local.shape, local.stride(), strict=True)
     for step, count in sorted((step, count) for count, step in dims if count > 1):
@@ -246,13 +248,15 @@ class Conversion:
     to: str
     """Safetensors code of the dtype in the model."""
     exact: bool | None
-    """Whether every value equals the stored one; None for an encoded tensor, since a load does not measure the rounding
-    of codes times scales.
+    """Whether every value equals the stored value; None for an encoded tensor, since a load does not measure how codes
+    times scales are rounded.
     """
 
 
 def may_become(stored: str, target: str, allowed: str | None) -> bool:
-    """Tell whether a dtype may change; `allowed` is `dtype=`, or `decode=` for an encoded tensor."""
+    """Tell whether a load may change a stored dtype to the model's; `allowed` is `dtype=`, or `decode=` for an encoded
+    tensor.
+    """
     return allowed is not None and stored in PLAIN and CASTS[allowed] == target
 
 
@@ -260,7 +264,7 @@ def check_dtype(dtype: str) -> None:
     """Refuse an unknown `dtype=`.
 
     Raises:
-        Refused: UNSUPPORTED.
+        Refused: UNSUPPORTED, if `dtype` is not one of the allowed values.
     """
     if dtype not in CASTS:
         choices = ", ".join(f'dtype="{one}"' for one in CASTS)
@@ -273,7 +277,9 @@ def is_plain(stored: str) -> bool:
 
 
 def decode_hint(stored: str, target: str, decode: str | None = None) -> str:
-    """Return the hint for two dtypes that differ, although `decode` was given."""
+    """Return the hint for a stored dtype that differs from the model's, with the options that would allow the
+    change.
+    """
     option = next((key for key, code in CASTS.items() if code == target), None)
     if stored in PLAIN and target.startswith(_CODES):
         return "To quantize, use transaxle convert --encode, or a parameter of tx.quant."
@@ -291,11 +297,11 @@ def decode_tensors(checkpoint: Checkpoint, decode: str | None, keep: Iterable[st
 
     Args:
         checkpoint: the checkpoint under its stored names.
-        decode: as `load` takes it.
-        keep: names of encoded tensors, as catalogs have them, that stay encoded.
+        decode: the argument `decode=` of `load`.
+        keep: names of encoded tensors that stay encoded, as the catalog spells the names.
 
     Raises:
-        Refused: UNSUPPORTED for an unknown `decode=`, and refusals about encoded buffers.
+        Refused: UNSUPPORTED, if `decode` is unknown; further codes, if codes or scales cannot be read.
     """
     if decode is None:
         return checkpoint
@@ -303,12 +309,12 @@ def decode_tensors(checkpoint: Checkpoint, decode: str | None, keep: Iterable[st
         choices = ", ".join(f'decode="{one}"' for one in CASTS)
         raise refuse("UNSUPPORTED", f"parameters cannot be decoded to decode={decode!r}", hint=f"Give {choices}.")
     if not checkpoint.catalog.encoded and not checkpoint.catalog.refusals:
-        return checkpoint  # a plain source needs no decoding; other dtypes need `dtype`
+        return checkpoint  # a source without encoded tensors needs no decoding; changes of plain dtypes need `dtype`
     return checkpoint.decode(_DECODED_AS[decode], skip=[escape(name) for name in keep])
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
-    """Convert values; also return whether all values, NaN included, are unchanged."""
+    """Convert values to a dtype; also return whether all values, NaN included, are unchanged."""
     converted = values.to(dtype)
     back = converted.to(values.dtype)
     same = (back == values) | (values != values)
@@ -320,51 +326,53 @@ class LoadReport:
     """The result of `load` on this rank."""
 
     path: str
-    """The source as typed."""
+    """Path or URL of the source, as the caller gave it."""
     format: str
     """Container format of the source."""
     dialect: str
-    """Dialect of the model's names."""
+    """Dialect of the model's tensor names."""
     tensors: int
-    """Number of tensors of which this rank has any part."""
+    """Number of tensors of which this rank has at least a part."""
     states: int
-    """Number of these that are optimizer state."""
+    """Number of this rank's tensors that are optimizer state."""
     bytes_needed: int
-    """Bytes of this rank's shards, as stored."""
+    """Size of this rank's shards in bytes, in the stored dtypes."""
     bytes_read: int
     """Bytes that this rank read from the source's tensor files."""
     bytes_received: int
-    """Bytes that other ranks read and sent to this rank."""
+    """Bytes that this rank received from other ranks, which had read them."""
     bytes_written: int
-    """Bytes written into this rank's tensors: the size of the tensors without padding rows."""
+    """Bytes written into this rank's tensors, which is their size without padding rows."""
     converted: tuple[Conversion, ...]
     """Tensors that were decoded or cast (`decode`, `dtype`), and whether any value was rounded."""
     missing: tuple[str, ...]
-    """Names of the model that the source lacks (`strict=False`), and `optimizer` if the source has no optimizer state;
-    their values are unchanged.
+    """Names of the model's tensors that the source lacks (`strict=False`), and `optimizer` if the source has no
+    optimizer state; the values of such tensors and states are unchanged.
     """
     unexpected: tuple[str, ...]
-    """Names of the source that the model lacks (`strict=False`)."""
+    """Names of the source's tensors that the model lacks (`strict=False`)."""
     untouched: tuple[str, ...] = ()
-    """In a model with adapters, names of the adapters or of the base, whichever the source does not have. In a sharded
-    state dict of Megatron, keys of entries that are not tensors, such as extra states.
+    """In a model with adapters, tensor names of the adapters if the source is a base checkpoint, or of the base if the
+    source is an adapter. In a sharded state dict of Megatron, keys of entries that are not tensors, such as extra
+    states.
     """
     padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Tensors of Megatron with padding rows -> number of rows in the source and in the model, where these differ. The
-    model's rows that the source lacks are now zero.
+    """Name of a Megatron tensor with padding rows -> its number of rows in the source and in the model, if these
+    numbers differ. The model's rows that the source lacks are now zero.
     """
     zeros: tuple[str, ...] = ()
-    """Names of the model that the source has no tensor for, and that are now zeros, which is equivalent."""
+    """Names of the model's tensors that the source lacks because they are zero there; they are now filled with
+    zeros."""
     scalars: Mapping[str, Any] = field(default_factory=dict)
     """Entries of a state dict that are not tensors, with the source's values."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """States named in `extra=` without an object that restores them."""
+    """States of the names in `extra=` whose object has no `load_state_dict`, to be restored by the caller."""
     untrained: tuple[str, ...] = ()
-    """Parameters that require gradients but are in no given optimizer."""
+    """Names of parameters that require gradients but are in none of the given optimizers."""
     seconds: float = 0.0
     """Wall time on this rank in seconds."""
     stages: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by stage: `plan`, `read`, `exchange`, …"""
+    """Stage of the load (`plan`, `read`, `exchange`, …) -> seconds spent in it."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain JSON data."""
@@ -393,33 +401,33 @@ class SaveReport:
     """The result of `save`."""
 
     path: str
-    """The target as typed."""
+    """Path or URL of the target, as the caller gave it."""
     format: str
     """Container format of the target."""
     dialect: str
-    """Dialect of the target."""
+    """Dialect of the saved checkpoint's tensor names."""
     tensors: int
     """Number of tensors written by all ranks together."""
     bytes_written: int
-    """Bytes of all files."""
+    """Size of all files together in bytes."""
     bytes_own: int
-    """Bytes that this rank wrote."""
+    """Bytes that this rank wrote into files."""
     bytes_received: int
-    """Bytes that other ranks sent to this rank, so that it could write longer runs."""
+    """Bytes that other ranks sent to this rank, so that this rank could write longer runs of contiguous bytes."""
     kept: tuple[str, ...]
-    """Tensors without a line in the target dialect, saved under their own names."""
+    """Names of tensors for which the target dialect has no line, so they are saved under their own names."""
     ignored: tuple[str, ...]
-    """Names of entries that were not saved."""
+    """Names of entries of the state that were not saved."""
     notes: tuple[str, ...] = ()
-    """Notes for the next user of the checkpoint, such as that a hub folder has no config."""
+    """Notes for users of the checkpoint, for example that a hub folder has no config."""
     untrained: tuple[str, ...] = ()
-    """This rank's parameters that require gradients but are in no given optimizer."""
+    """Names of this rank's parameters that require gradients but are in none of the given optimizers."""
     verification: Verification | None = None
-    """Result of reading the checkpoint back; None unless `verify` was given."""
+    """Result of reading the saved checkpoint back; None unless `verify` was given."""
     seconds: float = 0.0
     """Wall time on this rank in seconds."""
     stages: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by stage: `plan`, `check`, `write`, `hash`, `commit`, `verify`."""
+    """Stage of the save (`plan`, `check`, `write`, `hash`, `commit`, `verify`) -> seconds spent in it."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain JSON data."""

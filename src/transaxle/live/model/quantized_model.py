@@ -2,13 +2,14 @@
 
 **Loading**: a quantized parameter is filled with the source's codes, or quantized from the source's values.
 
-If the source has codes and scales of the same dtype and shape, they are copied. If the source has plain or decoded
-values, these are read into separate memory as for a plain parameter, and quantized once, with amaxes reduced over the
-ranks that share the weight. Codes of another encoding are decoded to values only with `decode=`.
+If the source has codes and scales of the parameter's dtypes and shapes, they are copied. If the source has plain or
+decoded values, the values are read into separate memory as for a plain parameter, and quantized once, with amaxes
+reduced over the ranks that share the weight. Codes of a different encoding are decoded to values only if `decode=` is
+given.
 
 **Saving for a hub**: in training, a weight has codes, scales and state for the next step. Hub readers need codes and
-scales in a convention of theirs, declared in the config, and nothing else, because engines refuse unknown names. So a
-save renames the entries before it plans, converts the scales of whole matrices
+scales in a convention that they know and the config declares, and no further tensors, because inference engines refuse
+unknown names. So a save renames the entries before it plans, converts the scales of whole matrices
 (`transaxle.encodings.conventions.convention`), and leaves the training state out. Codes and block scales never change;
 if a value would change, nothing is saved.
 """
@@ -54,15 +55,15 @@ from transaxle.quant.tensor import QuantizedTensor
 from transaxle.torch_tensors import code_of, local_of, mark, part_of, place_like, torch_dtype
 
 _PLAIN = "BF16"
-"""Dtype of decoded values for codes in a state dict, which do not tell it."""
+"""Assumed dtype of decoded values for codes in a state dict, which has no record of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _EncodedWeight:
-    """A quantized weight, as ranks describe it to each other for a save."""
+    """A quantized weight, as the ranks describe it to each other before a save."""
 
     tensor: EncodedTensor
-    """Names of its codes and scales."""
+    """Names of the weight's codes and scales."""
     dtype: str
     """Safetensors code of its decoded values."""
 
@@ -72,16 +73,16 @@ wire.tellable(_EncodedWeight, EncodedTensor, Encoding, Role)
 
 @dataclass(frozen=True, slots=True)
 class HubTensors:
-    """Tensors and config of a model in a hub's convention."""
+    """Tensors and config of a model in a quantization convention that hub readers know."""
 
     tensors: Mapping[str, torch.Tensor]
-    """This rank's tensors by name."""
+    """Name -> tensor, for this rank."""
     global_tensors: Census
-    """All ranks' tensors and parts."""
+    """All ranks' tensors, and which rank has which part."""
     config: Mapping[str, Any] | None
-    """The model's config; a quantization section of another convention is removed."""
+    """The model's config, without a quantization section that belongs to a different convention."""
     left_out: tuple[str, ...] = ()
-    """Names of buffers that are left out."""
+    """Names of buffers that are not saved, since hub readers do not know them."""
 
 
 def to_hub_convention(
@@ -91,17 +92,18 @@ def to_hub_convention(
     config: Mapping[str, Any] | None,
     world: World,
 ) -> HubTensors:
-    """Convert the quantized weights of all ranks to a hub's convention; collective if there are any.
+    """Convert the quantized weights of all ranks to a hub convention; collective if any rank has quantized weights.
 
     Args:
         tensors: this rank's tensors by name, with codes and scales as entries of their own.
-        global_tensors: all ranks' tensors and parts.
-        weights: this rank's quantized parameters; empty for a state dict, whose entries tell the encoding.
-        config: the model's config; if it declares a quantization, entries that are no parameters follow it.
+        global_tensors: all ranks' tensors, and which rank has which part.
+        weights: this rank's quantized parameters; empty for a state dict, whose entry names show the encoding.
+        config: the model's config; if it declares a quantization, entries that are no parameters are converted as it
+            declares.
         world: the ranks.
 
     Raises:
-        TransaxleError: UNSUPPORTED, on every rank, for weights that no hub convention can express.
+        TransaxleError: UNSUPPORTED, on every rank, if no hub convention can express the weights.
     """
     encoded = group(global_tensors).encoded
     trained = {name: _EncodedWeight(tensor, _PLAIN) for name, tensor in encoded.items() if tensor.convention in TRAINED}
@@ -138,7 +140,7 @@ def to_hub_convention(
 def as_trained(checkpoint: Checkpoint) -> Checkpoint:
     """Rename a hub checkpoint's entries to the names used in training, if only the names differ.
 
-    For float8 only the names differ. For nvfp4 the amax cannot be computed from the hub's global scale.
+    This holds for float8. It does not for nvfp4, whose amax cannot be computed from the hub's global scale.
 
     Args:
         checkpoint: the checkpoint under its stored names.
@@ -165,7 +167,7 @@ class _HubEntries:
         self._to = to
 
     def add(self, weight: _EncodedWeight) -> None:
-        """Rename and convert the buffers of one weight."""
+        """Rename and convert the codes and scales of one weight."""
         if (refusal := refusal_for_hub(weight.tensor)) is not None:
             self.problems.append(refusal)
             return
@@ -203,7 +205,7 @@ def _octets(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _map_local(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Apply an elementwise function to this rank's part of a tensor; the placement stays."""
+    """Apply an elementwise function to this rank's part of a tensor, and keep its placement."""
     return mark(place_like(tensor, change(local_of(tensor))), part_of(tensor))
 
 
@@ -213,23 +215,23 @@ _WHOLE_WEIGHT = "Copy the tensor into the source, or leave out all tensors of th
 
 @dataclass(frozen=True, slots=True)
 class _TypedWeight:
-    """A quantized parameter, as ranks describe it to each other for a load."""
+    """A quantized parameter, as the ranks describe it to each other before a load."""
 
     encoding: Encoding
-    """Encoding of its codes."""
+    """Encoding of the parameter's codes."""
     quantizer: str
-    """The quantizer in words, for messages."""
+    """Description of the parameter's quantizer, for messages."""
     dtype: str
     """Safetensors code of its decoded values."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor in values."""
+    """Shape of the whole decoded tensor."""
     entries: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Full name of codes and scales -> safetensors code and whole shape."""
+    """Full name of codes or scales -> their safetensors code and whole shape."""
     state: tuple[str, ...]
-    """Full names of its other buffers, such as a scaling history."""
+    """Full names of the parameter's further buffers, such as a scaling history."""
 
     def fits(self, stored: Mapping[str, StoredTensor]) -> bool:
-        """Tell whether a source has its codes and scales with the same dtypes and shapes."""
+        """Tell whether a source has the parameter's codes and scales, with the same dtypes and shapes."""
         pairs = ((stored.get(name), expected) for name, expected in self.entries.items())
         return all(
             stored_tensor is not None and (stored_tensor.dtype, stored_tensor.shape) == expected
@@ -242,20 +244,21 @@ wire.tellable(_TypedWeight, Encoding)
 
 @dataclass(frozen=True, slots=True)
 class FillModes:
-    """How a source fills each quantized parameter; the same on all ranks."""
+    """How a source fills each quantized parameter (copied codes, or values to quantize); equal on all ranks."""
 
     anew: Mapping[str, str]
-    """Parameters to quantize -> safetensors code of the source's values."""
+    """Name of a parameter to be quantized -> safetensors code of the source's values."""
     begins: tuple[str, ...]
-    """Parameters whose codes the source has, but no scaling history, which starts anew."""
+    """Names of parameters whose codes the source has, but not the scaling history, which starts anew."""
     gone: frozenset[str]
-    """Names of entries that are not read, and source names of refused weights that need no further message."""
+    """Names of entries that are not read, and source names that `match_tensors` should not report, as their weight is
+    refused."""
     problems: list[Refusal]
     """A refusal for each parameter that the source cannot fill."""
 
 
 class Weights:
-    """The quantized parameters of all ranks; collective to create.
+    """The quantized parameters of all ranks; creating the object is collective.
 
     Args:
         parameters: this rank's quantized parameters by name.
@@ -270,24 +273,24 @@ class Weights:
 
     @property
     def beside(self) -> frozenset[str]:
-        """Names of entries other than the codes; they say nothing about the dialect."""
+        """Names of scales and further buffers, which do not show the dialect."""
         return frozenset(
             name for weight, typed in self._all.items() for name in (*typed.entries, *typed.state) if name != weight
         )
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all entries of the weights."""
+        """Names of all codes, scales and further buffers of the quantized parameters."""
         return frozenset(name for weight in self._all.values() for name in (*weight.entries, *weight.state))
 
     @property
     def _numbers(self) -> dict[str, tuple[int, ...]]:
-        """Full name -> shape, for the scales of whole matrices."""
+        """Full name -> shape, for scales with one number per matrix."""
         whole = ((weight, typed) for weight, typed in self._all.items() if typed.encoding.name == FLOAT8.name)
         return {name: shape for weight, typed in whole for name, (_, shape) in typed.entries.items() if name != weight}
 
     def value_type(self, name: str) -> str | None:
-        """Return the safetensors code of a parameter's values; None if it is no quantized parameter."""
+        """Return the safetensors code of a parameter's decoded values; None if the parameter is not quantized."""
         weight = self._all.get(name)
         return None if weight is None else weight.dtype
 
@@ -306,11 +309,11 @@ class Weights:
 
         Args:
             checkpoint: the source under its stored names.
-            names: the model's tensors.
-            family: the family that the user gave.
-            dialect: the dialect of the model's names that the user gave.
-            decode: `decode=` as the user gave it.
-            partial: leave out tensors of which the source has only a part.
+            names: the model's tensors by name.
+            family: the family, if the user gave one.
+            dialect: dialect of the model's names, if the user gave it.
+            decode: the argument `decode=` of `load`.
+            partial: leave out tensors of which the source has only some pieces.
             trained: see `view`.
 
         Raises:
@@ -329,12 +332,12 @@ class Weights:
             try:
                 raw = read(checkpoint)
             except TransaxleError:
-                pass  # the dialect cannot express the codes at all
+                pass  # the dialect cannot express the codes
             else:
                 stored = raw.tensors()
                 unproven = {
                     raw.model_name(check.first.name) for check in raw.checkpoint.checks
-                }  # tensors that are stored twice, perhaps with unequal values
+                }  # names that the source stores twice, perhaps with unequal values
                 fits = [
                     name
                     for name, typed in self._all.items()
@@ -351,7 +354,7 @@ class Weights:
 
         Args:
             source_view: the source in the model's dialect.
-            stored: the source's tensors by the model's names.
+            stored: the source's tensors by the model's tensor names.
         """
         encoded = source_view.checkpoint.stored.catalog.encoded
         anew: dict[str, str] = {}
@@ -362,7 +365,9 @@ class Weights:
             source = stored.get(name)
             if weight.fits(stored):
                 stored_state = {full for suffix in STATE_SUFFIXES if (full := name + suffix) in stored}
-                gone |= stored_state.difference(weight.state)  # this weight's recipe does not use that state
+                gone |= stored_state.difference(
+                    weight.state
+                )  # this weight's quantization recipe does not use such state
                 if weight.state and not stored_state:
                     begins.append(name)
                     gone.update(weight.state)
@@ -370,7 +375,7 @@ class Weights:
             if source is not None and is_plain(source.dtype):
                 if source.shape == weight.shape:
                     anew[name] = source.dtype
-                    # Scaling state that belongs to the source's codes.
+                    # The source's scaling state belongs to its codes, not to the new ones.
                     gone.update(name + suffix for suffix in STATE_SUFFIXES)
                 else:
                     message = f"its shape is {list(weight.shape)} in the model, but {list(source.shape)} in the source"
@@ -381,7 +386,7 @@ class Weights:
                 stored_encoding = next((encoded[origin] for origin in origins if origin in encoded), None)
                 lacking = [full for full in weight.entries if full not in stored]
                 if stored_encoding is None and (not lacking or len(lacking) == len(weight.entries)):
-                    continue  # `match_tensors` reports each of its entries
+                    continue  # `match_tensors` reports each missing entry of the weight
                 if stored_encoding is None:
                     problems += [Refusal("MISSING_TENSOR", _HALF, Where(None, full), _WHOLE_WEIGHT) for full in lacking]
                 else:

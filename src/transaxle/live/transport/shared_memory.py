@@ -145,7 +145,8 @@ class ShmTransport:
 
     def prepare(self, need: int) -> None:
         """Make room for `need` bytes per rank and round; collective over the world, with the same `need` on all
-        ranks."""
+        ranks.
+        """
         # All ranks ask for the same size, so either all of them skip the collective calls below or none does.
         if need <= self._half:
             return
