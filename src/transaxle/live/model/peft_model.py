@@ -136,7 +136,7 @@ def _kinds(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _place(name: str, kinds: Mapping[str, str]) -> tuple[str, bool] | None:
-    """Return a name without an adapter's segments, and whether it is a trained copy; None for an adapter's own tensor."""
+    """Return a name without adapter segments, and whether it is a trained copy; None for an adapter's own tensor."""
     parts, base_parts, copy, position = name.split("."), list[str](), False, 0
     while position < len(parts):
         kind, part = kinds.get(".".join(parts[:position])), parts[position]
