@@ -1,3 +1,3 @@
-"""Containers on disk: how each is recognised, catalogued, read and written. Names in their files never lead out of the
-checkpoint's folder.
+"""Checkpoint formats: how a container on disk is recognised, catalogued, read and written. A file name inside a
+checkpoint can never lead outside of the checkpoint's folder.
 """

@@ -25,24 +25,24 @@ from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap, Qu
 from transaxle.formats.training_state import GROUPS, OPTIMIZER, PARAMS, KeyPath, Leaf, ParamGroup
 
 _MAX_ITEMS = 2_000_000
-"""Maximum number of leaves and containers."""
+"""Maximum number of leaves and containers in one state dict."""
 _MAX_PATH_LENGTHS = 12_000_000
-"""Maximum of the summed path lengths."""
+"""Maximum total length of all key paths."""
 _DEEPEST = 100
 _LONGEST = 4096
 _ALONE = "tensor"
-"""Name of a tensor that was saved without a dict."""
+"""Name given to a tensor that was saved without a dict around it."""
 _CONTAINERS = (dict, OrderedMap, list, tuple)
 
 
 class Odd(str):
-    """Stand-in, in a path, for a key that is neither a string nor an integer."""
+    """Stand-in in a key path for a key that is neither a string nor an integer."""
 
     __slots__ = ()
 
 
 def is_tensor(value: object) -> bool:
-    """Tell whether a value is a tensor, even of a kind that cannot be read."""
+    """Tell whether a value is a tensor, including kinds that cannot be read."""
     if type(value) is TensorRef or type(value) is Quantized:
         return True
     if type(value) is not Object:
@@ -69,7 +69,7 @@ def flatten(value: object, file: str) -> list[Leaf]:
 
 
 class _Walk:
-    """One walk over a value, with its remaining limits and the lists that it has examined."""
+    """One walk over a nested value, with the limits that remain and the lists already examined."""
 
     def __init__(self, file: str) -> None:
         self._file = file
@@ -121,7 +121,7 @@ class _Walk:
         return key
 
     def _is_leaf(self, value: Any) -> bool:
-        """Tell whether a container is one leaf; a shared list is examined only once."""
+        """Return whether a container counts as one leaf; a shared list is examined only once."""
         if isinstance(value, dict):
             return False
         is_plain = self._plain.get(id(value))
@@ -164,12 +164,12 @@ class Nesting(msgspec.Struct, frozen=True):
     """Key paths of the tensors in a nested state dict, except those of an optimizer."""
 
     root: str | None = None
-    """Top-level key of the model's dict; None: the model's tensors are at the top level."""
+    """Top-level key of the model's dict; None: the model's tensors are themselves at the top level."""
     paths: Mapping[str, KeyPath] = msgspec.field(default_factory=dict)
-    """Name -> key path of each tensor outside the model's dict."""
+    """Maps the name of each tensor outside the model's dict to its key path."""
 
     def path(self, name: str) -> KeyPath:
-        """Return the key path of a tensor."""
+        """Return the key path of a tensor in the nested dict."""
         optimizer = optimizer_path(name)
         if optimizer is not None:
             return optimizer
@@ -190,7 +190,7 @@ def group_path(number: int, setting: str) -> KeyPath:
 
 
 def as_numbered(parameter: str) -> str | int:
-    """Return the number of a parameter named `#<number>`; other names are returned as they are."""
+    """Return the number `n` of a parameter named `#n`; any other name is returned unchanged."""
     number = _NUMBER.fullmatch(parameter)
     return int(number[1]) if number else parameter
 
@@ -206,12 +206,13 @@ def nest_state(
     """Nest tensors and optimizer settings into one state dict.
 
     Args:
-        values: tensor name -> value.
-        nesting: key paths of the tensors that are not the optimizer's.
+        values: mapping from tensor name to value.
+        nesting: key paths of the model's and other tensors that are not optimizer state.
         groups: parameter groups of the optimizer.
 
     Raises:
-        Refused: NAME_COLLISION if the key path of a tensor is, or continues, that of another tensor.
+        Refused: NAME_COLLISION if two tensors have one key path, or one tensor's path begins with that of another
+            tensor.
     """
     top: dict[Any, Any] = {}
     containers: dict[KeyPath, dict[Any, Any]] = {(): top}

@@ -1,8 +1,8 @@
 """Checks the catalogs and drafts that plugin formats return.
 
-All later code relies on catalogs: shapes are integers, bytes are inside their files, and chunks tile their tensor. The
-built-in formats check this while they parse. A plugin's code is not tested here, and its files are untrusted, so each
-of its catalogs is checked once.
+All later code relies on catalogs being right: shapes are integers, bytes are inside their files, and chunks tile their
+tensor. The built-in formats check this while they parse. The code of a plugin is not tested by this project, and its
+files are untrusted, so each of its catalogs is checked once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transaxle.formats.registry import MANIFEST, STATE_FOLDER, Format
 from transaxle.formats.storage.storage import split_name
 
 _MAX_DIMS = 64
-"""Maximum number of dims in numpy."""
+"""Maximum number of dims that numpy supports."""
 _MAX_BITS = (2**63 - 1) * 8
 _WIDEST = max(ITEM_BITS.values())
 
@@ -29,16 +29,16 @@ class _Range(NamedTuple):
     start: int
     stop: int
     tensor: str | None
-    """Name of the tensor; None for a fragment."""
+    """Name of the tensor; None if the range belongs to a fragment."""
 
 
 class _Checks:
-    """Checks on the result of one plugin format; collects the problems.
+    """Checks the result of one plugin format and collects the problems.
 
     Args:
-        kind: the format; each problem mentions its package.
-        files: size of each file.
-        hint: hint of each problem; empty: a default hint for files that were read.
+        kind: the plugin format; each problem mentions its package.
+        files: maps each file to its size in bytes.
+        hint: the hint of each problem; empty: a default hint about files that were read.
     """
 
     def __init__(self, kind: Format, files: Mapping[str, int], hint: str = "") -> None:
@@ -48,16 +48,16 @@ class _Checks:
         self._hint = hint or f"The file is damaged, or {kind.package} has a bug: its reader must refuse such a file."
 
     def add(self, code: Code, problem: str, file: str | None, tensor: str | None = None) -> None:
-        """Add a problem; `problem` describes the wrong value that the package gave."""
+        """Add a problem; `problem` describes the wrong value that the plugin returned."""
         self.faults.add(code, self._who + problem, file, tensor, self._hint)
 
     def entry(self, name: Any, entry: Any, file: str | None) -> bool:
-        """Check one tensor and the places of its bytes.
+        """Check one catalog entry: a tensor and the places of its bytes.
 
         Args:
-            name: its key in the catalog.
+            name: the tensor's key in the catalog.
             entry: the tensor's entry in the catalog.
-            file: file to name in a problem if the entry's extents have none.
+            file: file to name in a problem if the entry has no extent with a file.
         """
         if not _is_a(entry, Entry) or entry.name != name or not _is_text(name):
             self.add("CORRUPT", f"{entry!r} for the tensor {name!r}; expected an Entry of that name", file)
@@ -131,13 +131,13 @@ def check_container(kind: Format, container: Any, member: str) -> None:
     """Refuse a container of a plugin format with wrong types, or with places outside of its files.
 
     Args:
-        kind: the format.
-        container: the return value of its reader.
-        member: the file that was read.
+        kind: the plugin format.
+        container: the value that the format's reader returned.
+        member: the file or sub-folder that was read.
 
     Raises:
-        Refused: CORRUPT, with file, tensor and package.
-        StorageError: IO.
+        Refused: CORRUPT, naming the file, tensor and package.
+        StorageError: IO, if a file cannot be read.
     """
     if not _is_a(container, Container):
         checks = _Checks(kind, {})
@@ -180,12 +180,12 @@ def check_draft(kind: Format, draft: Any, specs: Sequence[Spec]) -> None:
     """Refuse a draft of a plugin format that does not give each tensor, and each byte of its files, exactly one place.
 
     Args:
-        kind: the format.
-        draft: the return value of its draft function.
+        kind: the plugin format.
+        draft: the value that the format's draft function returned.
         specs: the tensors to be written.
 
     Raises:
-        Refused: CORRUPT, OVERLAP or UNSUPPORTED, with file, tensor and package.
+        Refused: CORRUPT, OVERLAP or UNSUPPORTED, naming the file, tensor and package.
     """
     hint = f"This is a bug of {kind.package}. Nothing was written."
     if not _is_a(draft, Draft) or not _is_a(draft.files, Mapping) or not _is_a(draft.entries, Mapping):
@@ -219,7 +219,7 @@ def check_draft(kind: Format, draft: Any, specs: Sequence[Spec]) -> None:
 
 
 def _check_file(checks: _Checks, kind: Format, file: Any, size: Any) -> None:
-    """Check a file's name and size; later conversions recognise the file by its name, to replace it."""
+    """Check a file's name and size; a later conversion that replaces the file recognises it by its name."""
     if not _is_text(file) or type(size) is not int or size < 0:
         checks.add(
             "CORRUPT", f"the size {size!r} for the file {file!r}; expected a name and an integer from 0 on", None
@@ -240,7 +240,7 @@ def _check_file(checks: _Checks, kind: Format, file: Any, size: Any) -> None:
 
 
 def _add_tensor_ranges(checks: _Checks, entry: Entry, ranges: Mapping[str, list[_Range]]) -> None:
-    """Record a tensor's byte ranges; its chunks must be runs of its row-major bytes, in order, to be written."""
+    """Record a tensor's byte ranges; to be written, its chunks must be consecutive runs of its row-major bytes."""
     for before, extent in _nonempty_chunks(entry):
         if _first_element(entry.shape, extent) != before or not _is_run(entry.shape, extent):
             problem = (
@@ -270,7 +270,7 @@ def _first_element(shape: tuple[int, ...], extent: Extent) -> int:
 
 
 def _is_run(shape: tuple[int, ...], extent: Extent) -> bool:
-    """Tell whether a chunk is contiguous in the row-major tensor: single indices, one slice, then whole dims."""
+    """Tell whether a chunk is contiguous in the row-major tensor: first dims of size 1, then one slice, then whole dims."""
     sizes = list(zip(extent.shape, shape, strict=True))
     while sizes and sizes[0][0] == 1:
         sizes.pop(0)
@@ -329,10 +329,10 @@ def _are_counts(values: Any) -> bool:
 
 
 def _is_a(value: Any, kind: type) -> bool:
-    """Like `isinstance`, but for a value whose declared type must not convince the type checker."""
+    """Work like `isinstance`, but without narrowing a declared type for the type checker."""
     return isinstance(value, kind)
 
 
 def _is_text(name: Any) -> bool:
-    """Tell whether a value is a string that can be encoded; half a surrogate pair, which JSON can contain, cannot."""
+    """Tell whether a value is a string that can be encoded in UTF-8; a lone surrogate, as JSON can contain, cannot."""
     return type(name) is str and not any("\ud800" <= character <= "\udfff" for character in name)

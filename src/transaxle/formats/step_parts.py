@@ -1,11 +1,12 @@
-"""Step folders of parts: some trainers save the weights and the optimizer's state of a step as two checkpoints.
+"""Step folders with parts: some trainers save the weights and the optimizer's state of a step as two checkpoints.
 
     checkpoint-3/pytorch_model_fsdp_0/   optimizer_0/     accelerate, transformers' Trainer under FSDP: DCP folders
     checkpoint-3/model.safetensors       optimizer.bin    accelerate and Trainer, with unsharded files
     checkpoint-3/model.safetensors       optimizer.pt     Trainer on one process: parameters have numbers only
     epoch_0_step_3/model/                optim/           NeMo Automodel, with the model's config in model/.hf_metadata
 
-The step folder opens as one checkpoint; file names are relative to the step folder. Each part also opens by itself.
+The step folder opens as one checkpoint; file names are relative to the step folder. Each of the two parts also opens by
+itself.
 """
 
 from __future__ import annotations
@@ -27,24 +28,23 @@ from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, OPTIMIZER, TRA
 
 _WEIGHTS = re.compile(r"pytorch_model_fsdp_\d+")
 _MODEL = "model"
-"""Name of a folder that contains weights if a folder of optimizer state is next to it."""
+"""Name of a folder that contains weights, if a folder of optimizer state is next to it."""
 _STATES = re.compile(r"optim|optimizer_\d+")
 _STATE_FILES = re.compile(r"optimizer(?:_\d+)?\.(?:pt|bin)")
 _SCHEDULES = re.compile(r"scheduler\.(?:pt|bin)")
 _SCHEDULER = "scheduler"
-"""Name of the training item for a learning-rate schedule, see `TrainingItem`."""
+"""Name of the training item that contains a learning-rate schedule, see `TrainingItem`."""
 _SETTINGS = "settings"
 _MODEL_METADATA = ".hf_metadata"
-"""Folder with the model's config and tokenizer, in checkpoints of Automodel."""
+"""Folder with the model's config and tokenizer, in checkpoints of NeMo Automodel."""
 NUMBERED = f"{OPTIMIZER}#"
-"""Prefix of the names of optimizer state whose parameters have numbers only."""
+"""Prefix of names of optimizer state whose parameters are known only by number."""
 _LEAVE_OUT = "To do without the optimizer's state: --no-optimizer (optimizer=False)."
 
 Naming = Callable[[Container, Container], Mapping[str, str]]
-"""`naming(weights, state)`: return `#0` -> name for an optimizer's numbered parameters; raise
-`Refused` if the names cannot be proved."""
+"""`naming(weights, state)`: map an optimizer's numbered parameters (`#0`) to names, or raise `Refused` if uncertain."""
 OpenPart = Callable[[str], Container]
-"""`open_part(member)`: open a file or a sub-folder of the step folder."""
+"""`open_part(member)` opens a file or a sub-folder of the step folder."""
 
 
 def weights_folders(folder: Folder) -> list[str]:
@@ -77,18 +77,18 @@ def with_parts(
     *,
     without_state: bool,
 ) -> Container:
-    """Combine the weights of a step folder with the optimizer's state and the schedules in it, if any.
+    """Combine the weights of a step folder with the optimizer's state and the schedules that the folder has.
 
     State that cannot be read, or cannot be matched with the weights, becomes `unread`. State of numbered parameters is
     left behind unless `naming` is given.
 
     Args:
         weights: the checkpoint of the weights.
-        folder: the step folder.
-        part: the sub-folder of the weights; None: the step folder itself.
-        open_part: opens the other parts.
-        naming: names numbered parameters; None: the state was not requested.
-        without_state: do not read the optimizer's state.
+        folder: storage of the step folder.
+        part: the sub-folder with the weights; None: they are in the step folder itself.
+        open_part: function that opens the other files and sub-folders of the step folder.
+        naming: function that names numbered parameters; None: the optimizer's state was not requested.
+        without_state: skip the optimizer's state.
     """
     complete = without_state or any(name.startswith(OPTIMIZER) for name in weights.entries)
     members = [] if complete else _state_members(folder)
@@ -116,7 +116,7 @@ def with_parts(
             states.append(state)
             inner += [state] if member in folder.folders else []
     for file in schedules:
-        with suppress(Refused):  # a schedule that cannot be read is ignored, and listed as ignored
+        with suppress(Refused):  # a schedule that cannot be read is skipped, and reported among the ignored files
             states.append(_schedule(folder.storage, weights.path, file))
     joined = _merge(folder.storage, weights, states)
     metadata = {
@@ -139,8 +139,8 @@ def _schedule(storage: Storage, path: str, file: str) -> Container:
     """Open the state of a learning-rate schedule as a container without tensors, with one training item.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED.
-        StorageError: IO.
+        Refused: UNSAFE_PICKLE, CORRUPT or UNSUPPORTED, if the schedule's pickle cannot be read.
+        StorageError: IO, if the file cannot be read.
     """
     item = TrainingItem((_SCHEDULER,), None, read_saved(storage, file).value, _SETTINGS)
     metadata = {TRAINING: [_SCHEDULER], LEFT_BEHIND: {_SCHEDULER: _SETTINGS}}
@@ -148,7 +148,7 @@ def _schedule(storage: Storage, path: str, file: str) -> Container:
 
 
 def _with_names(state: Container, names: Mapping[str, str]) -> Container:
-    """Rename the numbered parameters of an optimizer's state; `names`: `#0` -> name."""
+    """Rename the numbered parameters of an optimizer's state; `names` maps `#0` and so on to names."""
 
     def new_name(name: str) -> str:
         parameter, _, state_name = name.removeprefix(OPTIMIZER).partition("/")
@@ -163,7 +163,7 @@ def _merge(storage: Storage, weights: Container, states: Sequence[Container]) ->
     """Merge containers into one, whose file names are relative to the step folder.
 
     Raises:
-        Refused: NAME_COLLISION for a tensor that is in two of them.
+        Refused: NAME_COLLISION for a tensor that two of the containers have.
     """
     faults = Faults()
     numbers = NumbersInMemory(storage)
@@ -210,12 +210,12 @@ def _metadata(parts: Iterable[Container]) -> dict[str, Any]:
 
 
 def move_out(container: Container, storage: Storage, numbers: NumbersInMemory) -> Container:
-    """Return the container of a sub-folder as a container of the outer folder, with file names relative to that.
+    """Return a sub-folder's container as one of the step folder, with file names relative to the step folder.
 
     Args:
-        container: the container.
-        storage: storage of the outer folder, on which the container's own storage is layered.
-        numbers: storage of the result; receives the container's in-memory numbers.
+        container: the sub-folder's container.
+        storage: storage of the step folder, on which the container's own storage is layered.
+        numbers: storage of the result, which receives the container's in-memory numbers.
     """
     inline = layer(container.storage, NumbersInMemory)
     start = numbers.add_all(inline) if inline is not None else 0
@@ -248,7 +248,7 @@ def move_out(container: Container, storage: Storage, numbers: NumbersInMemory) -
 
 
 def _is_plain(storage: Storage, below: Storage) -> bool:
-    """Tell whether a storage only renames files of `below` or adds numbers, so that it can be rebuilt."""
+    """Return whether a storage only renames files of `below` or adds numbers, so that it can be rebuilt."""
     while storage is not below:
         if not isinstance(storage, Renaming | NumbersInMemory):
             return False
@@ -257,7 +257,7 @@ def _is_plain(storage: Storage, below: Storage) -> bool:
 
 
 def _named_below(storage: Storage, below: Storage, name: str) -> str:
-    """Translate a file's name in `storage` to its name in `below`, a lower layer."""
+    """Translate the name of a file in `storage` to its name in the lower layer `below`."""
     at: Any = storage
     while at is not below:
         name = at.name_below(name) if isinstance(at, Renaming) else name
@@ -266,13 +266,14 @@ def _named_below(storage: Storage, below: Storage, name: str) -> str:
 
 
 def _with_sidecars(container: Container, storage: Storage, inner: Sequence[Container], *, apart: bool) -> Container:
-    """Return a container with its sidecar files: those of the step folder, and those of the parts' sub-folders.
+    """Return a container with its sidecar files: those in the step folder and those in its sub-folders.
 
     Args:
         container: the checkpoint of the step folder; unless `apart`, it already has the sidecars of its weights.
         storage: files of the step folder.
-        inner: containers of sub-folders; their model files are carried, their other files are listed as ignored.
-        apart: whether the weights are also in a sub-folder.
+        inner: containers of sub-folders; their model files (config, tokenizer) are copied along, and all other files
+            are listed as ignored.
+        apart: whether the weights are in a sub-folder as well.
     """
     inner_files = [
         _named_below(each.storage, storage, name) for each in inner for name in (*each.carried, *each.ignored)
@@ -296,12 +297,12 @@ def _travels(name: str) -> bool:
 
 
 def in_part(part: str, path: str, opening: Callable[[], Container]) -> Container:
-    """Open a sub-folder; refusals name files by their paths in the step folder.
+    """Open a sub-folder; a refusal names files by their paths in the step folder.
 
     Args:
         part: name of the sub-folder.
         path: path of the step folder, as the user typed it.
-        opening: opens the sub-folder.
+        opening: function that opens the sub-folder.
     """
     try:
         return opening()

@@ -1,1 +1,1 @@
-"""Carries plans out: bytes from one endpoint (files, the memory of ranks) to another."""
+"""Executes plans by moving bytes from a source (files, the memory of ranks) to a sink."""

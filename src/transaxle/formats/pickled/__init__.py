@@ -1,1 +1,1 @@
-"""Pickles, read and written as data: no global in them is ever imported or called."""
+"""Reads and writes pickles as data: no class or function that a pickle names is ever imported or called."""

@@ -1,7 +1,7 @@
-"""The table of globals (classes and functions) that a pickle may name; entries only describe calls, and run nothing.
+"""The table of globals (classes and functions) that a pickle may name; an entry only describes a call and runs nothing.
 
-One table serves all formats: as no entry has effects, a name for one format is harmless in the others. A pickle that
-names a global outside the table is refused, however harmless that global may be.
+One table serves all formats: as no entry runs anything, a name that one format needs does no harm in another format. A
+pickle that names a global outside the table is refused, however harmless that global may be.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ class GlobalRule(msgspec.Struct, frozen=True, eq=False):
     """How an allowed global, or a call of it, is represented."""
 
     value: Any = NOTHING
-    """Value that replaces the global itself; NOTHING: a `Global`."""
+    """Python value that represents the global itself; NOTHING: a `Global` represents it."""
     build: Build | None = None
-    """Function that builds the result of a call; None: an `Object` that describes the call."""
+    """Function that builds the result of a call; None: the result is an `Object` that describes the call."""
 
 
 Names = Mapping[tuple[str, str], GlobalRule]
-"""(module, qualified name) -> rule."""
+"""Mapping from (module, qualified name) to the rule of that global."""
 
 INERT = GlobalRule()
-"""Rule of a class or function of which only a description is kept."""
+"""Rule for a class or function whose calls are only described, not rebuilt."""
 MEMBER = GlobalRule()
-"""Rule of `getattr`: the attribute must be a method that is in the table under its qualified name."""
+"""Rule for a call of `getattr`: the attribute must be a method that the table contains under its qualified name."""
 
 DTYPES = (
     "float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32", "int64", "int32", "int16",
@@ -40,7 +40,7 @@ DTYPES = (
     "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16",
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
 )  # fmt: skip
-"""Names of torch's dtypes, as of torch 2.13 and earlier releases."""
+"""The names of all dtypes of torch 2.13 and earlier."""
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "ComplexDoubleStorage": "complex128", "ComplexFloatStorage": "complex64", "LongStorage": "int64",
@@ -48,7 +48,7 @@ STORAGES = {
     "BoolStorage": "bool", "QInt8Storage": "qint8", "QUInt8Storage": "quint8", "QInt32Storage": "qint32",
     "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4",
 }  # fmt: skip
-"""torch's storage class -> dtype of its elements."""
+"""Maps the name of each torch storage class to the dtype of its elements."""
 
 _PYTHON = {
     "_io": ("BytesIO",),
@@ -165,4 +165,4 @@ ALLOWED: Names = {
     **dict(_values()),
     **_builders(),
 }
-"""All globals that a pickle may name."""
+"""The table of all globals that a pickle may name."""

@@ -1,7 +1,7 @@
-"""Builders of the results of well-known calls in a pickle; each checks the arguments and returns plain data.
+"""Builders of the results of well-known calls in pickles; each builder checks the arguments and returns plain data.
 
-No builder calls the function that the pickle names. A pickle that passes arguments which the function never has is
-refused.
+No builder calls the function that the pickle names. A pickle is refused if it passes arguments that the real function
+never gets.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Tensor = TensorRef | Object | Quantized
 
 
 class Caller(Protocol):
-    """The interface of the interpreter for builders."""
+    """The part of the pickle interpreter that builders use."""
 
     def call(self, function: object, args: object) -> Any:
-        """Return the result or description of a call of another global."""
+        """Return the result, or the description, of a call of the given global."""
 
     def charge(self, amount: int) -> None:
-        """Subtract the bytes of a copy from the memory budget."""
+        """Subtract the bytes of a copied value from the memory budget."""
 
 
 Build = Callable[[Global, Args, Caller], Any]
-"""`build(function, arguments, caller)`: return the result of the call."""
+"""Builder: `build(function, arguments, caller)` returns the result of the call."""
 
 MAX_DIMS = 64
 _MAX_COUNT = 2**63 - 1
@@ -49,7 +49,7 @@ _PLAIN_TENSORS = frozenset(
 
 
 def check_length(function: Global, args: Args, *lengths: int) -> None:
-    """Refuse a call whose number of arguments is not one of `lengths`."""
+    """Refuse a call unless its number of arguments is in `lengths`."""
     if len(args) not in lengths:
         raise malformed(f"{function} takes {' or '.join(map(str, lengths))} arguments, not {len(args)}")
 
@@ -114,7 +114,7 @@ def complex_number(function: Global, args: Args, _: Caller) -> complex:
 
 
 def describe_reconstructor(function: Global, args: Args, _: Caller) -> Object:
-    """Describe `copyreg._reconstructor(cls, base, state)`, which creates objects in protocols 0 and 1."""
+    """Describe a call `copyreg._reconstructor(cls, base, state)`, which creates objects in pickle protocols 0, 1."""
     check_length(function, args, 3)
     if type(args[0]) is not Global:
         raise malformed(f"{function} needs a class")
@@ -131,7 +131,7 @@ _ORDERS = frozenset({"<", ">", "|", "="})
 
 
 def numpy_scalar(function: Global, args: Args, _: Caller) -> Scalar | Object:
-    """Build the number of `scalar(dtype, octets)`; for a dtype without a code, describe the call."""
+    """Build the number of `scalar(dtype, octets)`; if the dtype has no safetensors code, describe the call."""
     dtype, data = args if len(args) == 2 else (None, None)
     if type(dtype) is not Object or type(data) is not bytes or not dtype.args or type(dtype.state) is not tuple:
         return Object(function, args)
@@ -188,7 +188,7 @@ def _view(function: Global, args: Args, dtype: object, metadata: object) -> Tens
 
 
 def tensor(function: Global, args: Args, _: Caller) -> TensorRef:
-    """Describe `_rebuild_tensor(storage, offset, size, stride)`."""
+    """Return the tensor that `_rebuild_tensor(storage, offset, size, stride)` creates, as a description."""
     check_length(function, args, 4)
     return _view(function, args, None, None)
 
@@ -208,25 +208,25 @@ def tensor_v3(function: Global, args: Args, _: Caller) -> TensorRef:
 
 
 def parameter(function: Global, args: Args, _: Caller) -> Tensor:
-    """Return the data of `_rebuild_parameter(data, requires_grad, hooks[, state])`."""
+    """Return the tensor inside `_rebuild_parameter(data, requires_grad, hooks[, state])`."""
     check_length(function, args, 3, 4)
     return tensor_of(function, args[0])
 
 
 def parameter_class(function: Global, args: Args, _: Caller) -> Tensor:
-    """Return the data of `Parameter(data, requires_grad)`."""
+    """Return the tensor inside `Parameter(data, requires_grad)`."""
     return tensor_of(function, args[0]) if args else Object(function, new=True)
 
 
 def tensor_of(function: Global, value: object) -> Tensor:
-    """Return a tensor of any kind; refuse other values."""
+    """Return the argument if it is a tensor of any kind; refuse other values."""
     if not isinstance(value, TensorRef | Object | Quantized):
         raise malformed(f"{function} needs a tensor, not a {type(value).__name__}")
     return value
 
 
 def of_type(function: Global, args: Args, caller: Caller) -> Tensor:
-    """Build the tensor of `_rebuild_from_type_v2(function, type, args, state)`, or describe one of a subclass."""
+    """Build the tensor of `_rebuild_from_type_v2(function, type, args, state)`; describe the call for a subclass."""
     check_length(function, args, 4)
     rebuild, kind, inner, state = args
     if type(kind) is not Global or type(rebuild) is not Global:
@@ -238,7 +238,7 @@ def of_type(function: Global, args: Args, caller: Caller) -> Tensor:
 
 
 def from_cpu(function: Global, args: Args, _: Caller) -> Tensor:
-    """Return the data of `_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)`."""
+    """Return the tensor `data` of `_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)`."""
     check_length(function, args, 4)
     tensor = tensor_of(function, args[0])
     if type(args[1]) is not DType:

@@ -1,9 +1,9 @@
 """The values that the interpreter builds from a pickle: plain data, and descriptions of everything else.
 
-Numbers, strings, bytes, lists, tuples and dicts are themselves. A class or function that a pickle names is a `Global`,
-and the result of calling it is an `Object`, which has the name, the arguments and the state. Objects that a
-pickle shares are shared here too, and may contain themselves, so code that walks them must limit its number of steps.
-The exceptions for faults of a pickle are here too.
+Numbers, strings, bytes, lists, tuples and dicts represent themselves. A class or function that a pickle names is a
+`Global`, and the result of calling it is an `Object`, which has the name, the arguments and the state. Objects that a
+pickle shares are shared here as well, and may contain themselves, so code that walks them must limit its number of
+steps. The exceptions for malformed or unreadable pickles are defined here as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CODES: Mapping[str, str] = {
     "complex64": "C64", "float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0",
     "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float4_e2m1fn_x2": "F4",
 }  # fmt: skip
-"""torch's dtype name -> safetensors code; other dtypes have torch's name in capitals as code."""
+"""torch's dtype name -> safetensors code; for a dtype not listed, the code is torch's name in capitals."""
 
 
 class Global(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class Global(msgspec.Struct, frozen=True):
 
     module: str
     name: str
-    """Qualified name in the module; a bound class method is `Class.method`."""
+    """Qualified name of the global in its module; for a bound class method `Class.method`."""
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -42,7 +42,7 @@ class DType(msgspec.Struct, frozen=True):
 
     @property
     def code(self) -> str:
-        """Safetensors code; without one, torch's name in capitals."""
+        """Safetensors code of the dtype; if it has none, torch's name in capitals."""
         return CODES.get(self.name, self.name.upper())
 
 
@@ -66,14 +66,14 @@ NOTHING = Nothing()
 
 
 class OrderedMap(dict[Any, Any]):
-    """A dict that a pickle creates by calling `OrderedDict` or a similar class; it may have attributes."""
+    """A dict created in the pickle by calling `OrderedDict` or a similar class; it may have attributes."""
 
     __slots__ = ("state",)
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.state: object = NOTHING
-        """Attributes of the dict, such as `_metadata` of a torch state dict; NOTHING without any."""
+        """Attributes of the dict, such as `_metadata` of a torch state dict; NOTHING if it has none."""
 
 
 class Object(msgspec.Struct, eq=False):
@@ -86,40 +86,40 @@ class Object(msgspec.Struct, eq=False):
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Keyword arguments of the call."""
     state: object = NOTHING
-    """State set by the opcode BUILD: for most classes, a dict of attributes."""
+    """State that the pickle sets by the opcode BUILD: for most classes, a dict of attributes."""
     items: list[Any] = msgspec.field(default_factory=list)
-    """Items appended or added to the object."""
+    """Items that the pickle appends or adds to the object."""
     pairs: dict[Any, Any] = msgspec.field(default_factory=dict)
-    """Items set in the object by key."""
+    """Key-value pairs that the pickle sets in the object."""
     new: bool = False
-    """Whether the object is created by the class's `__new__` instead of a call."""
+    """Whether the class's `__new__` creates the object, instead of a call of the class."""
 
 
 class Persistent(msgspec.Struct, eq=False):
-    """A persistent id, which refers to an object outside the pickle, not resolved."""
+    """A persistent id that was not resolved; it refers to an object outside the pickle."""
 
     pid: object
 
 
 class Key(msgspec.Struct, eq=False):
-    """A dict key that is not a plain scalar, such as a tuple; its value is never hashed."""
+    """A dict key that is not a plain scalar, such as a tuple; it is never hashed by its value."""
 
     value: object
 
 
 class TensorRef(msgspec.Struct, eq=False):
-    """A strided view of a storage. Offset, shape and strides are in torch's elements."""
+    """A tensor: a strided view of a storage. Offset, shape and strides are counted in elements as torch counts them."""
 
     storage: object
-    """The storage: the value to which its persistent id was resolved."""
+    """The value to which the storage's persistent id was resolved."""
     dtype: DType | None
-    """Dtype of the elements; None: the storage's dtype."""
+    """Dtype of the elements; None: as the dtype of the storage."""
     offset: int
-    """Index in the storage of the view's first element."""
+    """Index of the view's first element in the storage."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     flags: tuple[str, ...] = ()
-    """Lazy operations on the stored values that torch has not applied: `conj`, `neg`."""
+    """Lazy operations (`conj`, `neg`) that torch has not yet applied to the stored values."""
 
 
 class Quantized(msgspec.Struct, eq=False):
@@ -128,7 +128,7 @@ class Quantized(msgspec.Struct, eq=False):
     kind: str
     """Name of the tensor's class, such as `MXFP8Tensor`."""
     dtype: DType
-    """The tensor's dtype in torch, which is not the dtype of its codes."""
+    """The dtype that the tensor has for torch, unlike the dtype of its codes."""
     number: int
     """TransformerEngine's number for the dtype of the tensor's codes."""
     numbering: str
@@ -136,22 +136,22 @@ class Quantized(msgspec.Struct, eq=False):
     shape: tuple[int, ...] | None
     """Shape in elements; None in pickles that do not record it."""
     buffers: Mapping[str, TensorRef]
-    """The buffers that are not None, by argument name."""
+    """Maps argument names to the buffers that are not None."""
     settings: Mapping[str, int]
-    """The flags of the tensor, by argument name."""
+    """Maps argument names to the tensor's flags."""
 
 
 class Scalar(msgspec.Struct, frozen=True):
     """A number with a dtype, such as a numpy scalar."""
 
     code: str
-    """Safetensors code."""
+    """Safetensors code of the number's dtype."""
     data: bytes
     """Bytes of the number, little-endian."""
 
 
 class PickleFault(Exception):
-    """A pickle is malformed, or cannot be read by this package."""
+    """Raised if a pickle is malformed, or cannot be read by this package."""
 
     def __init__(self, message: str, code: Code = "CORRUPT") -> None:
         super().__init__(message)
@@ -160,11 +160,11 @@ class PickleFault(Exception):
 
 
 class PickleEnds(PickleFault):
-    """The bytes end before the pickle does."""
+    """Raised if the bytes end before the end of the pickle."""
 
 
 def malformed(message: str) -> PickleFault:
-    """Return the fault of a malformed pickle, with the code CORRUPT."""
+    """Return a `PickleFault` with the code CORRUPT, for a malformed pickle."""
     return PickleFault(message)
 
 
@@ -176,10 +176,11 @@ _SMALL = 2**64
 
 
 def put(target: dict[Any, Any], flat: Sequence[Any]) -> None:
-    """Add key, value, key, value, … to a dict with untrusted keys.
+    """Add keys and values, given alternately, to a dict; the keys are untrusted.
 
-    Hashing nested tuples takes time that doubles with each level, and integers can be chosen so that all hashes are
-    equal. So only plain scalars are hashed; any other key becomes a `Key`, which is equal only to itself.
+    Hashing untrusted keys is dangerous: nested tuples take time that doubles with each level, and integers can be
+    chosen so that all hashes are equal. So only plain scalars are hashed; any other key becomes a `Key`, which is equal
+    only to itself.
 
     Raises:
         PickleFault: CORRUPT for a key without a value, an unhashable key, or a repeated key.
@@ -188,7 +189,7 @@ def put(target: dict[Any, Any], flat: Sequence[Any]) -> None:
         raise malformed("a key without a value")
     expected = len(target) + len(flat) // 2
     keys, values = flat[::2], flat[1::2]
-    if _PLAIN.issuperset(map(type, keys)):  # the usual case
+    if _PLAIN.issuperset(map(type, keys)):  # the common case: only plain scalars
         target.update(zip(keys, values, strict=True))
     else:
         for key, value in zip(keys, values, strict=True):

@@ -1,12 +1,14 @@
-"""Reads the pickles of TransformerEngine's quantized tensors: the names that they use, and the order of arguments.
+"""Reads pickles of TransformerEngine's quantized tensors: the table of the names that they contain, and of the order of
+arguments in each release.
 
 A tensor of TransformerEngine's classes is pickled as a call that recreates the tensor. Since release 2.16 (pull request
 2974) the pickle calls a function of the module; before, it called the class method `_make_in_reduce_ex`, which a pickle
-gets by `getattr`. Both have the buffers and a few settings as positional arguments, and releases added some at the end.
-Here such a call gives a `Quantized`: nothing is called, and no other attribute of these classes is allowed.
+gets by `getattr`. Both kinds of call have the buffers and a few settings as positional arguments, and later releases
+added arguments at the end. This module turns such a call into a `Quantized`: nothing is called, and no other attribute
+of these classes is allowed.
 
-The orders of arguments and the numbers below are from the public sources of 1.2 to 2.18 and of August 2026; see
-docs/reference/transformer-engine.md.
+The orders of arguments and the dtype numbers below come from the public sources of 1.2 to 2.18 and of August 2026; see
+docs/reference/transformer-engine.md.sformer-engine.md.
 """
 
 from __future__ import annotations
@@ -40,18 +42,18 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         *(SWIZZLED, ROW_SCALED, FOUR_OVER_SIX, E4M3_MAX),
     ),
 }  # fmt: skip
-"""Class -> its arguments in order, in the newest release; older releases have only the first ones."""
+"""Maps each class to its arguments, in order, of the newest release; older releases have only the first of them."""
 
 OLD, NEW, UNKNOWN = "old", "new", ""
 CODES: Mapping[str, Mapping[int, str]] = {
     OLD: {6: "F8_E4M3", 7: "F8_E5M2"},
     NEW: {7: "F8_E4M3", 8: "F8_E5M2", 10: "F4"},
 }
-"""Numbering (before release 2.4, or since) -> `DType` number -> safetensors code, for dtypes of codes."""
+"""For each numbering (before release 2.4, or since): `DType` number -> safetensors code, for dtypes of codes."""
 COMPACT = 1
-"""Number in `Float8BlockScaleTensorFormat` for scales in the order of the codes; 0 is `GEMM_READY`."""
+"""Value in `Float8BlockScaleTensorFormat` for scales in the same order as the codes; the value 0 is `GEMM_READY`."""
 _MAX_DTYPE = 10
-"""Highest number of a `DType`."""
+"""Highest number of a member of the enum `DType`."""
 
 _PACKAGE = "transformer_engine.pytorch"
 _MODULES = {
@@ -62,12 +64,12 @@ _QUANTIZERS = {
     "Float8Quantizer": FLOAT8, "Float8CurrentScalingQuantizer": FLOAT8, "MXFP8Quantizer": MXFP8,
     "Float8BlockQuantizer": BLOCKWISE, "NVFP4Quantizer": NVFP4,
 }  # fmt: skip
-"""Class of a quantizer -> class of tensors in whose module it is defined."""
+"""Maps each quantizer class to the tensor class that is defined in the same module."""
 _NATIVE, _OLDEST_NATIVE = "transformer_engine_torch", "transformer_engine_extensions"
-"""Name of the compiled module, and its name until release 1.7."""
+"""Name of TransformerEngine's compiled module, and its former name (until release 1.7)."""
 _ENUM = "DType"
 _DTYPES = {(_OLDEST_NATIVE, _ENUM): OLD, (_NATIVE, _ENUM): UNKNOWN, (f"{_PACKAGE}.constants", _ENUM): NEW}
-"""`(module, name)` of the dtype enum -> numbering of its members."""
+"""Maps `(module, name)` of the dtype enum to the numbering of its members."""
 _FORMATS = frozenset({(_NATIVE, "Float8BlockScaleTensorFormat")})
 
 
@@ -75,9 +77,9 @@ class _TensorMaker(msgspec.Struct, frozen=True):
     """A function or method that creates tensors of one class."""
 
     kind: str
-    """Name of the class."""
+    """Name of the tensor class."""
     lengths: Mapping[int, str]
-    """Number of arguments -> numbering of dtypes in the releases with this number."""
+    """Maps a number of arguments to the dtype numbering of the releases that pass so many."""
 
 
 def _module(kind: str) -> str:
@@ -95,7 +97,7 @@ _TENSOR_MAKERS: Mapping[tuple[str, str], _TensorMaker] = {
     (_module(BLOCKWISE), "_make_float8_blockwise_tensor_in_reduce_ex"): _TensorMaker(BLOCKWISE, {10: NEW}),
     (_module(NVFP4), "_make_nvfp4_tensor_in_reduce_ex"): _TensorMaker(NVFP4, {11: NEW, 14: NEW}),
 }
-"""`(module, qualified name)` of a function or method -> the tensors that it creates."""
+"""Maps `(module, qualified name)` of a function or method to the kind of tensor that it creates."""
 _KNOWN_QUANTIZERS = frozenset((_module(kind), name) for name, kind in _QUANTIZERS.items())
 _IDENTITY = f"{_PACKAGE}.tensor.identity_tensor"
 
@@ -109,13 +111,13 @@ INERT: Mapping[str, frozenset[str]] = {
     f"{_PACKAGE}.constants": frozenset({_ENUM}),
     _IDENTITY: frozenset({"IdentityQuantizer"}),
 }
-"""Module -> classes of which only a description is kept."""
+"""Maps a module to its classes whose calls are only described."""
 
 
 TENSORS = frozenset((module, FLOAT8) for module in INERT if FLOAT8 in INERT[module]) | {
     (_module(kind), kind) for kind in _MODULES
 }
-"""Classes of tensors; tensors that are created in other ways than above cannot be read."""
+"""TransformerEngine's tensor classes; a tensor created by a call that is not listed here cannot be read."""
 
 
 def quantized_tensor(function: Global, args: Args, _: Caller) -> Quantized:
@@ -147,7 +149,7 @@ _SETTINGS = (IS_2D, FORMAT, SWIZZLED, ROW_SCALED, FOUR_OVER_SIX, E4M3_MAX)
 
 
 def identity(function: Global, args: Args, _: Caller) -> TensorRef:
-    """Return the first argument of a call with `(values, quantizer, dtype, shape)`: the tensor is not quantized."""
+    """Return the first argument of a call with `(values, quantizer, dtype, shape)`: this tensor is not quantized."""
     check_length(function, args, 4)
     tensor = tensor_of(function, args[0])
     if type(tensor) is not TensorRef or counts(function, "sizes", args[3]) != tensor.shape:
@@ -159,11 +161,11 @@ BUILDS = {
     **dict.fromkeys(_TENSOR_MAKERS, quantized_tensor),
     (_IDENTITY, "_make_identity_tensor_in_reduce_ex"): identity,
 }
-"""`(module, name)` of a function or method -> builder of its result."""
+"""Maps `(module, name)` of a function or method to the builder of its result."""
 
 
 def _type_of_codes(function: Global, type_object: object) -> tuple[int, str]:
-    """Return the number of the dtype of the codes, and its numbering as far as known.
+    """Return the number of the codes' dtype, and the numbering that it belongs to, as far as known.
 
     Until release 2.15 the number is the state of a pybind11 enum; since then it is an argument of the call.
     """
@@ -177,7 +179,7 @@ def _type_of_codes(function: Global, type_object: object) -> tuple[int, str]:
 
 
 def _number(function: Global, member: Any) -> tuple[int, bool]:
-    """Return the number of an enum member, and whether it was created by value."""
+    """Return the number of an enum member, and whether the pickle creates the member by its value."""
     by_value = len(member.args) == 1 and member.state is NOTHING
     number = member.args[0] if by_value else member.state
     if type(number) is not int or number < 0 or (member.args and not by_value):

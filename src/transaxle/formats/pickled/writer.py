@@ -1,7 +1,7 @@
-"""Writes pickles of plain data and descriptors, in protocol 2; the named globals are not imported.
+"""Writes pickles of plain data and descriptors, in protocol 2; the globals that a pickle names are not imported.
 
-Only opcodes that `torch.load(weights_only=True)` accepts are used. Inverse: `interpreter.read_pickle`; equal values
-give equal bytes.
+Only opcodes that `torch.load(weights_only=True)` accepts are used. `interpreter.read_pickle` reads the result back;
+equal values give equal bytes.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _STORAGES = {dtype: Global("torch", name) for name, dtype in STORAGES.items()}
 
 
 class Streamed(NamedTuple):
-    """A list or dict whose parts are created while they are written, so that not all of them exist at once."""
+    """A list or dict whose elements are created only while they are written, so that they never exist all at once."""
 
     parts: Iterable[Any]
-    """Elements of a list, or `(key, value)` pairs of a dict."""
+    """Elements of the list, or `(key, value)` pairs of the dict."""
     is_dict: bool = False
 
 
@@ -48,11 +48,11 @@ def write_pickle(value: object) -> bytes:
     """Return the pickle of a value.
 
     Args:
-        value: plain values and descriptors, nested at most a hundred deep. Shared parts are written as often
-            as they occur.
+        value: plain values and descriptors, nested at most a hundred levels deep. A part that is shared is written
+            again at each place.
 
     Raises:
-        ValueError: for a value that cannot be in such a pickle, or is nested too deeply.
+        ValueError: for a value that such a pickle cannot contain, or that is nested too deeply.
     """
     assembler = _Assembler()
     assembler.put(value, 0)
@@ -69,16 +69,15 @@ def is_writable(value: object) -> bool:
 
 
 class _Assembler:
-    """The opcodes so far, and the memo of strings and globals."""
+    """The opcodes written so far, and the memo of strings and globals."""
 
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
         self._memo: dict[str | Global, bytes] = {}
-        """String or global -> opcodes that refer to it."""
+        """Maps a string or global to the opcodes that refer to it."""
         self._calls_with_counts: dict[tuple[Global, tuple[int, ...]], bytes] = {}
         self._records: dict[tuple[Any, ...], tuple[bytes, list[bytes]]] = {}
-        """`(class, *fields)` -> opcodes of an object's beginning, and of each field's name, after its first
-        occurrence."""
+        """Maps `(class, *fields)` to the opcodes for repeated objects: the beginning, and each field's name."""
 
     def put(self, value: Any, depth: int) -> None:
         if depth > _DEEPEST:
@@ -89,7 +88,7 @@ class _Assembler:
         write(self, value, depth + 1)
 
     def refer(self, value: str | Global) -> bool:
-        """Refer to a string or global that was written before; return False if it was not."""
+        """Write a reference to a string or global that was written before; return False if it was not."""
         reference = self._memo.get(value)
         if reference is None:
             return False
@@ -108,7 +107,7 @@ class _Assembler:
         self.out += b"\x81" if new else b"R"
 
     def call_with_counts(self, function: Global, counts: tuple[int, ...], depth: int) -> None:
-        """Call a function with a tuple of integers; the opcodes of an equal earlier call are reused."""
+        """Write a call of a function with a tuple of integers; the opcodes of an equal earlier call are reused."""
         opcodes = self._calls_with_counts.get((function, counts))
         if opcodes is None:
             is_new = function not in self._memo
@@ -120,7 +119,7 @@ class _Assembler:
             self.out += opcodes
 
     def record(self, cls: Global, fields: dict[Any, Any], depth: int) -> None:
-        """Write an object with these fields; the opcodes around the values are assembled only once per class."""
+        """Write an object with the given fields; the opcodes around the values are assembled only once per class."""
         form = (cls, *fields)
         template = self._records.get(form)
         if template is None or depth >= _DEEPEST:
@@ -137,7 +136,7 @@ class _Assembler:
         self.out += b"ub"
 
     def items(self, items: Iterable[Any], opcode: bytes, depth: int) -> None:
-        """Write items in batches, each between a mark and `opcode`."""
+        """Write the items of a list or dict in batches, each between a MARK and `opcode`."""
         room = 0
         for item in items:
             if not room:

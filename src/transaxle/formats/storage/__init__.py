@@ -1,1 +1,1 @@
-"""Bytes by offset: local files, object stores, web servers."""
+"""Reads and writes byte ranges of files: on local disks, in object stores, on web servers."""

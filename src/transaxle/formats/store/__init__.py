@@ -1,1 +1,1 @@
-"""Where the bytes of checkpoints are: folders, services and hubs; read in ranges, written whole, and committed."""
+"""The storage of checkpoints (folders, object stores, hubs): ranged reads, and atomic writes of whole checkpoints."""

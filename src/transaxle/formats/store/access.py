@@ -1,9 +1,9 @@
 """File permissions of a new checkpoint: one that replaces a private checkpoint stays private.
 
-New files get the usual permissions, by the process's umask and the defaults of their folder. A file or folder that
-replaces another one gets the replaced one's access: its mode, its access control lists (POSIX ACLs) and, where the
-system permits it, its owner and group. Until then only its owner can open it, so at no moment can more people read it
-than could read the replaced one.
+New files get the usual permissions: those that the process's umask and the folder's defaults give. A file or folder
+that replaces an existing one gets its predecessor's access: mode, access control lists (POSIX ACLs) and, where the
+system permits it, owner and group. Until then only the owner can open the new file, so at no moment can more people
+read it than could read its predecessor.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import BinaryIO
 import msgspec
 
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
-"""Modes of a folder and a file that will replace another one, until they get its access."""
+"""Modes of a new folder and a new file that will replace existing ones, until they get the access of those."""
 _LISTS = ("system.posix_acl_access", "system.posix_acl_default")
-"""Extended attributes with Linux's access control lists; the second one, of folders, is the default for new files."""
+"""Linux's extended attributes for access control lists; a folder's second list is the default for new files in it."""
 _NO_LIST = frozenset({ENODATA, ENOTSUP, ENOSYS})
 
 
@@ -37,14 +37,14 @@ class Access(msgspec.Struct, frozen=True):
     group: int
     """Group id."""
     lists: tuple[bytes | None, ...]
-    """Access control lists, in the order of `_LISTS`; None for a missing one."""
+    """POSIX access control lists, in the order of `_LISTS`; None for a list that the file does not have."""
 
 
 def access_of(path: Path) -> Access:
-    """Return the access to a file or folder; for a link, to its target.
+    """Return the access to a file or folder; for a symbolic link, the access to its target.
 
     Raises:
-        OSError: if it does not exist.
+        OSError: if the path does not exist.
     """
     status = path.stat()
     mask = 0o7777 if stat.S_ISDIR(status.st_mode) else 0o777
@@ -52,10 +52,11 @@ def access_of(path: Path) -> Access:
 
 
 def set_access(path: Path, access: Access) -> None:
-    """Set the access to a file or folder; if its group cannot be set, the group gets only the rights of all users.
+    """Set the access to a file or folder; if its group cannot be set, the group's members get only the rights of all
+    other users.
 
     Raises:
-        OSError: if the system refuses it.
+        OSError: if the system refuses the change.
     """
     status = path.stat()
     mode, lists = access.mode, access.lists
@@ -74,14 +75,15 @@ def set_access(path: Path, access: Access) -> None:
 
 @contextmanager
 def open_draft(draft: Path, replaced: Path) -> Iterator[BinaryIO]:
-    """Create and open a draft that will be renamed to another file; at the end it gets the access of that file, if any.
+    """Create and open a draft, a temporary file that will be renamed to its final path; on exit it gets the access of
+    the file that it replaces, if any.
 
     Args:
-        draft: path of the draft; a leftover of a killed run is removed first.
-        replaced: path of the file that the draft will replace.
+        draft: path of the draft; a file left there by a killed run is removed first.
+        replaced: final path, at which the draft will replace an existing file.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the draft cannot be written.
     """
     draft.unlink(missing_ok=True)
     access = access_of(replaced) if replaced.exists() else None
@@ -93,7 +95,7 @@ def open_draft(draft: Path, replaced: Path) -> Iterator[BinaryIO]:
 
 
 def is_empty(replaced: Path) -> bool:
-    """Tell whether the path to be replaced is an empty folder."""
+    """Return whether the path that will be replaced is an empty folder."""
     try:
         return replaced.is_dir() and next(replaced.iterdir(), None) is None
     except OSError:
@@ -101,15 +103,14 @@ def is_empty(replaced: Path) -> bool:
 
 
 def copy_access(work: Path, replaced: Path) -> None:
-    """Give each file and folder of finished work the access of its namesake, the replaced one at the same relative
-    path.
+    """Give each new file and folder the access of its predecessor: the replaced one at the same relative path.
 
-    A file without a namesake gets the access that all replaced files have in common, so that a new name never makes
-    private data readable; folders likewise. If the replaced folder has no files, the new files keep the access that
-    they were created with.
+    A new file without a predecessor gets only the rights that all replaced files have in common, so that private data
+    never becomes readable; new folders likewise. If the replaced folder has no files, the new files keep the access
+    that they were created with.
 
     Args:
-        work: the finished file or folder.
+        work: the new file or folder, finished.
         replaced: the file or folder that `work` replaces.
 
     Raises:
@@ -126,23 +127,23 @@ def copy_access(work: Path, replaced: Path) -> None:
 
 
 def _accesses(folder: Path) -> tuple[dict[str, Access], dict[str, Access]]:
-    """Return relative path -> access for the files below a folder, and likewise for the folders."""
+    """Return two mappings from relative path to access: for the files below a folder, and for its sub-folders."""
     files: dict[str, Access] = {}
     folders = {".": access_of(folder)}
     for path in _below(folder):
-        with suppress(FileNotFoundError):  # a dangling link
+        with suppress(FileNotFoundError):  # a symbolic link without a target
             (folders if path.is_dir() else files)[str(path.relative_to(folder))] = access_of(path)
     return files, folders
 
 
 def _common(accesses: Collection[Access]) -> Access:
-    """Return the access common to several ones: only rights that all of them grant."""
+    """Return the access that grants only the rights common to all given ones."""
     first = next(iter(accesses))
     if all(access == first for access in accesses):
         return first
     mode = reduce(and_, (access.mode for access in accesses))
     if any(access.group != first.group or any(access.lists) for access in accesses):
-        mode &= ~0o070  # the group bits mean different groups, or are the mask of a list
+        mode &= ~0o070  # these bits cannot be combined: groups differ, or the bits are the mask of a list
     return Access(mode, first.owner, first.group, (None,) * len(_LISTS))
 
 
@@ -157,7 +158,7 @@ def _raise(error: OSError) -> None:
 
 
 def _set_owner(path: Path, access: Access) -> bool:
-    """Set a file's owner and group, or only its group; tell whether that succeeded for the group."""
+    """Set a file's owner and group, or only its group; return whether the group was set."""
     for owner in (access.owner, -1):
         with suppress(OSError):
             os.chown(path, owner, access.group)
@@ -168,7 +169,7 @@ def _set_owner(path: Path, access: Access) -> bool:
 def _list_of(path: Path, name: str) -> bytes | None:
     try:
         return os.getxattr(path, name)
-    except AttributeError:  # the system has no extended attributes
+    except AttributeError:  # the file system has no extended attributes
         return None
     except OSError as error:
         if error.errno in _NO_LIST:

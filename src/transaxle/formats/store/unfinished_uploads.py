@@ -1,11 +1,12 @@
-"""Records of uploads in progress on a service, next to their target, and the leftovers of killed uploads.
+"""Records of uploads in progress, stored next to their target on a service, and the leftovers of killed uploads.
 
-A service has no hidden folder that becomes the target. But each worker that may write the target can write next to it:
-records of the upload and of finished work are small objects there, so that machines need no common file system.
-Their folder has the name of a local hidden folder.
+On a service there is no hidden folder that could be renamed to the target. But a worker that may write the target may
+also write next to
+it: records of the upload and of finished work are small objects there, so that machines need no common file system. The
+folder of these objects has the name that a hidden folder on a local disk would have.
 
-A service does not know whether the process that began an upload is still alive. So `clean` shows the age of an upload,
-and a run whose uploads were removed fails with an error that says so.
+A service does not know whether the process that began an upload is still alive. So the command `clean` shows the age of
+an upload, and a run whose uploads were removed fails with an error that says so.
 """
 
 from __future__ import annotations
@@ -30,40 +31,40 @@ _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 
 
 class UploadRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of uploads in progress, which any process can continue."""
+    """Record of a target's uploads, from which any process can continue them."""
 
     form: int = _FORM
-    """Version of this record's fields."""
+    """Version of the record's fields."""
     token: str
     """Random token of the upload; results with another token are ignored."""
     task: str
     """The conversion, as text; see `journal.Task`."""
     division: str
-    """Hash of the assignment of files to work items."""
+    """Hash of the division of the target's files into work items."""
     uploads: dict[str, str]
-    """File -> id of its multipart upload."""
+    """Maps each file to the id of its multipart upload."""
     places: dict[str, str]
-    """File -> the client's path of the file."""
+    """Maps each file to its path as the client spells it."""
     items: int = 0
     """Number of work items."""
     continued: bool = False
-    """Whether a run has resumed the upload, so that there may be parts without a result."""
+    """Whether a run has resumed the upload; then there may be stored parts without a result."""
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of a commit in progress: the files that it makes visible."""
+    """Record of a commit in progress: the files that the commit makes visible."""
 
     token: str
-    """Token of the upload that it completes."""
+    """Token of the upload that the commit completes."""
     tags: dict[str, str]
-    """File -> its future ETag, in order of completion; empty if the ETag cannot be computed."""
+    """Maps each file to the ETag that it will have, in order of completion; empty if the ETag cannot be computed."""
 
 
 class HiddenObjects:
     """The small objects next to a target that record an upload.
 
     Args:
-        service: its path is the target.
+        service: storage service whose path is the target.
         calls: multipart calls of the service.
     """
 
@@ -71,13 +72,13 @@ class HiddenObjects:
         self._service = service
         self._calls = calls
         self.path = hidden_path(service.path)
-        """The client's path of the hidden folder."""
+        """Path of the hidden folder, as the client spells it."""
 
     def upload_record(self) -> UploadRecord | None:
-        """Read the record of the upload; None if there is none.
+        """Read the record of the upload; return None if there is none.
 
         Raises:
-            Refused: CORRUPT if it cannot be parsed.
+            Refused: CORRUPT if the record cannot be parsed.
         """
         return self._read(_BEGUN, UploadRecord)
 
@@ -85,16 +86,16 @@ class HiddenObjects:
         """Write the record of the upload.
 
         Args:
-            record: the record.
-            new: only if there is no record yet.
+            record: the record to write.
+            new: fail if there is a record already.
 
         Raises:
-            UsageError: EXISTS, with `new`.
+            UsageError: EXISTS, if `new` is set and there is a record already.
         """
         self._put(_BEGUN, msgspec.json.encode(record), new=new)
 
     def commit_record(self) -> CommitRecord | None:
-        """Read the record of the commit; None if no commit has begun."""
+        """Read the record of the commit; return None if no commit has begun."""
         return self._read(_COMMIT, CommitRecord)
 
     def begin_commit(self, commit: CommitRecord) -> None:
@@ -102,7 +103,7 @@ class HiddenObjects:
         self._put(_COMMIT, msgspec.json.encode(commit))
 
     def result(self, number: int) -> bytes | None:
-        """Read the result of a work item; None if there is none."""
+        """Read the result of a work item; return None if it has none."""
         return self._calls.get(f"{self.path}/{_ITEMS}/{number}", self._service.shown)
 
     def put_result(self, number: int, text: bytes) -> None:
@@ -119,13 +120,12 @@ class HiddenObjects:
         return sorted(int(part[1]) for part in parts if len(part) == 2 and part[0] == _ITEMS and part[1].isdigit())
 
     def delete(self, names: Sequence[str] | None = None, *, finished: bool = False) -> None:
-        """Delete objects of the hidden folder.
+        """Delete objects in the hidden folder.
 
         Args:
-            names: names of the objects; None: all.
-            finished: whether the target is complete. Then the record of the upload is deleted first, so that no run
-            resumes
-                it; otherwise last, so that the deletion can be repeated.
+            names: names of the objects to delete; None: all objects.
+            finished: whether the target is complete. If it is complete, the record of the upload is deleted first, so
+                that no run resumes it; otherwise last, so that the deletion can be repeated.
         """
         all_names = self.names() if names is None else names
         last = (_BEGUN, _COMMIT) if finished else (_COMMIT, _BEGUN)
@@ -151,10 +151,10 @@ class HiddenObjects:
 
 
 def hidden_path(path: str) -> str:
-    """Return the client's path of the hidden folder next to a target.
+    """Return the path of the hidden folder next to a target, as the client spells it.
 
     Args:
-        path: the client's path of the target.
+        path: path of the target, as the client spells it.
     """
     above, _, name = path.rpartition("/")
     return f"{above}/.{name}.{_ENDING}"
@@ -169,25 +169,25 @@ class Orphan(msgspec.Struct, frozen=True):
     """A leftover of a killed run on a service."""
 
     url: str
-    """URL of a hidden folder, or of a file with `?uploadId=…`."""
+    """URL of the leftover: a hidden folder, or a file with `?uploadId=…`."""
     target: str
     """URL of the target that the leftover belongs to."""
     what: str
-    """Description of the leftover."""
+    """Description of the leftover for users."""
     nbytes: int
-    """Total size of objects and parts in bytes."""
+    """Total size of its objects and parts in bytes."""
 
 
 def orphans(url: str, *, uploads: bool = True) -> Iterator[Orphan]:
-    """Yield the leftovers next to a URL, below it, and directly inside it.
+    """Yield the leftovers of killed runs next to a URL, below it, and directly inside it.
 
     Args:
         url: a target, which need not exist, a folder of targets, a bucket, or a hidden folder.
-        uploads: also list uploads without a record, which may be forbidden.
+        uploads: also list uploads without a record; the service may forbid this.
 
     Raises:
         Refused: UNSUPPORTED for services other than S3.
-        StorageError: IO.
+        StorageError: IO, if the service fails or refuses.
     """
     service = Service(url)
     calls = multipart(service)
@@ -218,7 +218,7 @@ def orphans(url: str, *, uploads: bool = True) -> Iterator[Orphan]:
 
 
 def _targets(service: Service, path: str) -> Iterator[str]:
-    """Yield the client's paths of targets that may have a hidden folder."""
+    """Yield the paths of targets that may have a hidden folder, as the client spells them."""
     above, _, name = path.rpartition("/")
     if above and (match := _HIDDEN.fullmatch(name)):
         yield f"{above}/{match[1]}"
@@ -237,12 +237,12 @@ def target_url(url: str) -> str:
 
 
 def _url(url: str, path: str) -> str:
-    """Return the URL for a client's path; a `?` in it belongs to the name and does not begin a query."""
+    """Return the URL for a path of the client; a `?` in the path belongs to the name and does not begin a query."""
     return f"{scheme(url)}://{path}"
 
 
 def _sizes(calls: S3Multipart, uploads: list[tuple[str, str]]) -> int:
-    """Return the total bytes of the parts of uploads, given as `(path, upload id)`."""
+    """Return the total bytes of the stored parts of uploads, given as `(path, upload id)`."""
 
     def size(which: tuple[str, str]) -> int:
         parts = calls.list_parts(*which, which[0]) or {}
@@ -253,17 +253,17 @@ def _sizes(calls: S3Multipart, uploads: list[tuple[str, str]]) -> int:
 
 
 def remove(url: str) -> None:
-    """Remove an orphan.
+    """Remove a leftover of a killed run.
 
 
-    Files that a killed commit made visible are deleted too, if nothing else is there: they are no checkpoint without
-    the last file.
+    This also deletes files that a killed commit made visible, if the target has nothing else: without the last file
+    they are no checkpoint.
 
     Args:
-        url: URL of the orphan.
+        url: URL of the leftover.
 
     Raises:
-        StorageError: IO.
+        StorageError: IO, if the service fails or refuses.
     """
     at, _, upload = url.partition(_UPLOAD)
     service = Service(at)
@@ -289,16 +289,17 @@ def remove(url: str) -> None:
 
 
 def remove_unanswered_uploads(service: Service, own_uploads: Sequence[OpenUpload]) -> None:
-    """Remove uploads whose begin requests got no response, so that this run requested another upload of the same file.
+    """Remove uploads whose first request got no response, after which this run began a second upload of the same file.
 
-    Such an upload has no parts. Another run's upload may have none yet either, but it began later, or has a record.
+    An upload without a response has no parts. An upload of another run may have no parts yet either, but it began
+    later, or has a record.
 
     Args:
-        service: its path is the target.
-        own_uploads: this run's uploads, which are over.
+        service: storage service whose path is the target.
+        own_uploads: the uploads of this run, which have ended.
 
     Raises:
-        StorageError: IO.
+        StorageError: IO, if the service fails or refuses.
     """
     calls = multipart(service)
     since = {each.path: each.since for each in own_uploads}

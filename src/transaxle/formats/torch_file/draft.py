@@ -1,8 +1,8 @@
 """Lays out torch files: `pytorch_model.bin`, or shards with an index.
 
-Each file holds one flat dict from names to tensors, each tensor dense in a storage of its own:
-`torch.load(weights_only=True)` loads it, mapped or not, and `load_state_dict` accepts it. In a folder, names of
-optimizer state stay flat as well (`optim/<parameter>/<state>`); a single file is nested, see
+Each file contains one flat dict from names to tensors, each with a dense storage of its own;
+`torch.load(weights_only=True)` loads it, also with `mmap=True`, and `load_state_dict` accepts it. In a folder,
+optimizer state has flat names too (`optim/<parameter>/<state>`); in a single file it is nested, see
 `flattened_state.nesting`.
 """
 
@@ -40,16 +40,16 @@ from transaxle.formats.training_state import KEPT, ParamGroup
 
 _STEM, _ENDING = "pytorch_model", ".bin"
 _FOLDER = "archive"
-"""Name of the archive's folder, as torch writes it to a buffer."""
+"""Name of the folder inside the zip archive, as torch writes it to a buffer."""
 _NOTES = ((".format_version", b"1"), (".storage_alignment", str(ALIGNMENT).encode()), (BYTE_ORDER, LITTLE))
 _VERSION = b"3\n"
 _ID, _ID_DIGITS = ".data/serialization_id", 40
 _DEVICE = "cpu"
 _MAX_DIMS = 64
 _TYPED = frozenset(STORAGES.values())
-"""Dtypes with a storage class of their own; other dtypes have untyped storages."""
+"""Dtypes that have a torch storage class; tensors of other dtypes get untyped storages."""
 _BY_CODE = {DType(name).code: DType(name) for name in DTYPES if not name.startswith(("qint", "quint"))}
-"""Dtypes that can be written, by code; torch's quantized dtypes would lack their scales."""
+"""Dtypes that can be written, by safetensors code; torch's quantized dtypes cannot, as their scales would be lost."""
 
 
 def draft(
@@ -62,15 +62,15 @@ def draft(
     stem: str = _STEM,
     nesting: Nesting | None = None,
 ) -> Draft:
-    """Lay out torch files.
+    """Lay out torch files: decide where each tensor's bytes go.
 
     Args:
-        tensors: the tensors to write, in this order.
+        tensors: the tensors to write, in the order of the file.
         metadata: ignored, as a torch file has no place for it.
-        shard_size: bytes of tensors in one file; a larger tensor gets a file of its own. Without a shard size, or if
-            everything fits, there is one file `pytorch_model.bin` and no index.
+        shard_size: maximum bytes of tensors in one file; a larger tensor gets a file of its own. Without a shard size,
+            or if everything fits, there is one file `pytorch_model.bin` and no index.
         groups: parameter groups of the optimizer; stored in the first file as a list of dicts under a separate key.
-        sealed: reserve a record for digests; requires a single file.
+        sealed: reserve a record for digests in the file; only possible for a single file.
         stem: beginning of the file names.
         nesting: nesting of the dict in a single file; None: a flat dict.
 
@@ -104,7 +104,7 @@ def draft(
 
 
 def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
-    """Return the size of a tensor in bytes; add a fault for each reason that it cannot be stored."""
+    """Return the size of a tensor in bytes; for each reason that it cannot be stored, add a problem."""
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     if spec.name in names_so_far:
         faults.add("NAME_COLLISION", "two tensors have this name", None, shown)
@@ -132,7 +132,7 @@ def _lay_out(
     room: list[int] | None = None,
     nesting: Nesting | None = None,
 ) -> tuple[list[Entry], list[Fragment], int]:
-    """Lay out one file: return its entries, its bytes outside the storages, and its size.
+    """Lay out one torch file; return its catalog entries, its bytes outside the storages, and its size.
 
     The offset of the space for digests is appended to `room`, unless that is None.
     """
@@ -160,7 +160,7 @@ def _group_to_save(group: ParamGroup, storages: list[int | bytes]) -> dict[str, 
 
 
 def settings_to_save(setting: Any, storages: list[int | bytes]) -> object:
-    """Return a setting as torch saves it; numbers with a dtype become tensors, with bytes appended to `storages`."""
+    """Return an optimizer setting as torch saves it; a number with a dtype becomes a tensor, appended to `storages`."""
     if isinstance(setting, np.generic):
         storages.append(setting.tobytes())
         return reference(code_of(setting.dtype), (), len(storages) - 1)
@@ -174,16 +174,15 @@ def settings_to_save(setting: Any, storages: list[int | bytes]) -> object:
 
 
 def lay_out_value(file: str, value: object, storages: Sequence[int | bytes], digests: int | None = None) -> ZipLayout:
-    """Lay out a torch file with any value.
+    """Lay out a torch file that contains any value.
 
     Args:
         file: name of the file, for error messages.
-        value: plain values and descriptors; its tensors come from `reference`, with numbers of storages.
-        storages: for each storage its size in bytes, or its bytes if they are known.
-        digests: bytes to reserve for digests; None: no record for them.
+        value: plain values and descriptors; its tensors are made by `reference`, and refer to storages by number.
+        storages: for each storage, its size in bytes, or its bytes if these are known already.
+        digests: number of bytes to reserve for digests; None: the file gets no record for them.
 
-    Returns:
-        the layout; its `offsets` are those of the storages.
+    Returns: the layout of the file; its `offsets` are the offsets of the storages.
 
     Raises:
         Refused: UNSUPPORTED if the pickle would be too long to be read back.
@@ -217,12 +216,12 @@ def _too_many(file: str, size: int) -> TransaxleError:
 
 
 def reference(code: str, shape: Sequence[int], key: int) -> TensorRef:
-    """Return a tensor's description in a pickle: a dense view of a whole storage.
+    """Return a tensor's description for a pickle: a dense view of a whole storage.
 
     Args:
-        code: code of its dtype, which torch must have.
-        shape: its shape in elements.
-        key: number of the storage.
+        code: safetensors code of the tensor's dtype, which torch must support.
+        shape: the tensor's shape in elements.
+        key: number of the storage in the file.
     """
     dtype = _BY_CODE[code]
     typed = dtype.name in _TYPED
@@ -234,7 +233,7 @@ def reference(code: str, shape: Sequence[int], key: int) -> TensorRef:
 
 
 def _dense(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a row-major tensor, in torch's elements."""
+    """Return the strides of a row-major tensor, in elements."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):

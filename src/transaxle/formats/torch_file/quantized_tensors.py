@@ -1,9 +1,9 @@
 """Reads TransformerEngine's quantized tensors as plain tensors: views of their codes and scales, without padding.
 
-In memory, scales are padded for the kernels that read them, and codes may exist twice: rowwise, and columnwise for the
-backward pass, in some cases transposed. In a catalog there is no padding: codes have the tensor's rows and columns, and
-each tile has one scale. All of these are views of the same bytes, so nothing is copied or computed. Tensors that no
-view can express are refused: scales in the order of a kernel, and packed codes that are transposed.
+In memory, scales are padded for the kernels, and codes may exist twice: rowwise, and columnwise for the backward pass,
+in some cases transposed. In a catalog nothing is padded: codes have the tensor's rows and columns, and each tile has
+one scale. The tensors in the catalog are views of the stored bytes, so nothing is copied or computed. Tensors are
+refused if no view can express them: those with scales in a kernel's order, and those with packed transposed codes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from transaxle.formats.pickled.descriptors import Quantized, TensorRef
 from transaxle.formats.torch_file.saved import ViewFault
 
 NOTE = "transformer_engine"
-"""Metadata key: name of each quantized tensor -> its description, see `StoringKind.describe`."""
+"""Metadata key: maps each quantized tensor to its description, see `StoringKind.describe`."""
 CODES, SCALE, AMAX = "", "_scale_inv", "_amax"
-"""Suffixes of the buffers' names, after the tensor's name."""
+"""Suffixes that follow the tensor's name in the names of its buffers."""
 TAKEN = "another item has this name, which a buffer of a quantized tensor needs"
 HALVED = "_256"
-"""Suffix for scales that were computed for a maximum of 256 instead of 448, as they decode to other values."""
+"""Suffix for scales that were computed for a maximum of 256 instead of 448, so that they decode to different values."""
 
 PACKED = "U8"
 """Safetensors code under which packed 4-bit codes are stored, two per byte."""
@@ -46,25 +46,26 @@ class StoringKind:
     encoding: str
     """Name of the encoding: `float8`, `float8_block`, `mxfp8` or `nvfp4`."""
     tile: tuple[int, int]
-    """Rows and columns of a tile that shares a scale; 0 for the whole dim."""
+    """Rows and columns of a tile whose elements share one scale; 0 stands for the whole dim."""
     scale: str
     """Safetensors code of the scales' dtype."""
     number: int
     """TransformerEngine's number for the dtype of the codes."""
     numbering: str
-    """Numbering in which `number` is valid; see `codes`."""
+    """Dtype numbering that `number` belongs to; see `codes`."""
     scale_max: int = _FULL
-    """Maximum for which the block scales of nvfp4 were computed."""
+    """Maximum code value for which the block scales of nvfp4 were computed."""
 
     def codes(self, *, old: bool) -> str:
         """Return the safetensors code of the codes' dtype.
 
-        Releases before 2.4 used other numbers, and 7 is in both numberings. If a pickle does not tell which numbering
-        it uses, the number itself may: 6 and 8 are each in one numbering only. A 7 is read in the newer numbering
-        unless the checkpoint has a 6 elsewhere. (Before 2.4 a 7 meant e5m2, which no recipe used for weights.)
+        Releases before 2.4 numbered dtypes differently, and 7 is a number in both numberings. If a pickle does not
+        record its numbering, the number itself may show it: 6 is only in the old numbering, 8 only in the new one. A 7
+        is read in the new numbering unless a 6 occurs elsewhere in the checkpoint. (Before 2.4 a 7 meant e5m2, which no
+        recipe used for weights.)
 
         Args:
-            old: whether another tensor of the checkpoint shows that it was written before 2.4.
+            old: whether another tensor shows that the checkpoint was written before release 2.4.
 
         Raises:
             ViewFault: UNSUPPORTED for a dtype that codes cannot have.
@@ -83,12 +84,12 @@ class StoringKind:
 
     @property
     def packed(self) -> bool:
-        """Whether each byte has two codes."""
+        """Whether each byte contains two codes."""
         return self.encoding == _NVFP4
 
     @property
     def is_old(self) -> bool:
-        """Whether the tensor was surely written before release 2.4."""
+        """Whether the tensor was certainly written before release 2.4."""
         return self.numbering == te.OLD or (self.numbering == te.UNKNOWN and self.number == _ONLY_OLD)
 
     def describe(self, *, old: bool) -> dict[str, Any]:
@@ -111,9 +112,9 @@ class QuantizedPart:
     """One buffer of a quantized tensor."""
 
     view: TensorRef
-    """The buffer as a view of its storage."""
+    """The buffer, as a view of its storage."""
     dtype: str | None
-    """Safetensors code of the buffer's dtype; None for the codes, see `StoringKind.stored_code`."""
+    """Safetensors code of the buffer's dtype; None for codes, see `StoringKind.stored_code`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +125,9 @@ class PlainLayout:
     shape: Shape
     """Shape of the tensor in elements."""
     parts: Mapping[str, QuantizedPart]
-    """Suffix of the name -> buffer."""
+    """Maps the suffix of each buffer's name to the buffer."""
     left: Mapping[str, str]
-    """Suffix of the name -> description, for buffers that are not read."""
+    """Maps the suffix of each buffer that is not read to a description of it."""
 
 
 def layout(tensor: Quantized) -> PlainLayout:
@@ -160,7 +161,7 @@ _DEQUANTIZE = "Dequantize it with TransformerEngine, and save the result."
 
 
 class _Buffers:
-    """The buffers of one quantized tensor, with checks."""
+    """The buffers of one quantized tensor, and checks of them."""
 
     def __init__(self, tensor: Quantized) -> None:
         self.tensor = tensor
@@ -169,10 +170,10 @@ class _Buffers:
         return name in self.tensor.buffers
 
     def take(self, name: str, dtype: str = _BYTE) -> TensorRef:
-        """Return a buffer.
+        """Return the buffer with the given name.
 
         Raises:
-            ViewFault: MISSING_TENSOR, DTYPE_MISMATCH.
+            ViewFault: MISSING_TENSOR if there is no such buffer, DTYPE_MISMATCH if it has the wrong dtype.
         """
         buffer = self.tensor.buffers.get(name)
         if buffer is None:
@@ -184,7 +185,7 @@ class _Buffers:
         return buffer
 
     def number(self, name: str) -> TensorRef:
-        """Return a buffer that has exactly one number."""
+        """Return the buffer with the given name, which must contain exactly one number."""
         buffer = self.take(name, _SINGLE)
         if prod(buffer.shape) != 1:
             raise ViewFault("SHAPE_MISMATCH", f"its {name} must be one number; found {list(buffer.shape)}")
@@ -195,12 +196,12 @@ class _Buffers:
 
         Args:
             name: name of the buffer.
-            grid: rows and columns without padding.
-            pad: rows and columns may be padded to multiples of these.
-            dtype: torch's name of the dtype.
+            grid: number of rows and columns without padding.
+            pad: rows and columns may be padded to multiples of these two numbers.
+            dtype: torch's name of the scales' dtype.
 
         Raises:
-            ViewFault: SHAPE_MISMATCH, and as `take`.
+            ViewFault: SHAPE_MISMATCH for a wrong shape; MISSING_TENSOR, DTYPE_MISMATCH as in `take`.
         """
         buffer = self.take(name, dtype)
         padded = tuple(-(-size // step) * step for size, step in zip(grid, pad, strict=True))
@@ -213,7 +214,7 @@ class _Buffers:
         return replace(buffer, shape=grid)
 
     def kind(self, encoding: str, tile: tuple[int, int], scale: str, scale_max: int = _FULL) -> StoringKind:
-        """Return how this tensor's buffers encode values."""
+        """Return how the codes and scales of this tensor encode its values."""
         return StoringKind(encoding, tile, scale, self.tensor.number, self.tensor.numbering, scale_max)
 
     def describe_columnwise(self, name: str = te.COLUMNS) -> dict[str, str]:
@@ -257,7 +258,8 @@ def _blockwise(buffers: _Buffers) -> PlainLayout:
     tile = (1 if by_rows and not is_2d else _BLOCK, _BLOCK if by_rows or is_2d else 1)
     rows, columns = _matrix(codes.shape, tile)
     grid = (-(-rows // tile[0]), -(-columns // tile[1]))
-    # Scales of square tiles are transposed with their codes; those of rows always, except in the compact format.
+    # Scales of square tiles are transposed together with their codes; scales of row tiles are always transposed, except
+    # in the compact format.
     transposed = not by_rows if is_2d else by_rows and not compact
     name = te.ROW_SCALES if by_rows else te.COLUMN_SCALES
     pad = (1, 1) if compact else (1, 4)
@@ -302,26 +304,26 @@ _LAYOUTS = {te.FLOAT8: _float8, te.MXFP8: _mxfp8, te.BLOCKWISE: _blockwise, te.N
 
 
 def _first_dim_last(view: TensorRef) -> TensorRef:
-    """Return a view with its first dim moved to the end, as TransformerEngine transposes."""
+    """Return a view whose last dim is the given view's first, as TransformerEngine transposes."""
     return replace(view, shape=(*view.shape[1:], *view.shape[:1]), strides=(*view.strides[1:], *view.strides[:1]))
 
 
 def _expand(number: TensorRef, stack: Shape) -> TensorRef:
-    """Return a view of one number that repeats it for every matrix of a stack."""
+    """Return a view of one number that repeats the number for every matrix of a stack."""
     return replace(number, shape=stack, strides=(0,) * len(stack)) if stack else number
 
 
 def _matrix(shape: Shape, tile: tuple[int, int], *, whole: bool = False) -> tuple[int, int]:
-    """Return the rows and columns of a tensor as a matrix: all dims but the last are rows.
+    """Return the rows and columns of a tensor seen as a matrix: all dims but the last form the rows.
 
     Args:
         shape: shape of the tensor in elements.
         tile: rows and columns of a tile.
-        whole: whether the tiles must divide the matrix exactly.
+        whole: whether the matrix must consist of whole tiles.
 
     Raises:
-        ViewFault: SHAPE_MISMATCH without dims, or if `whole` is violated; BLOCK_MISALIGNED for tiles that cross the
-            boundary between matrices of a stack.
+        ViewFault: SHAPE_MISMATCH for a tensor without dims or, if `whole`, with incomplete tiles; BLOCK_MISALIGNED for
+            tiles that cross the boundary between matrices of a stack.
     """
     if not shape:
         raise ViewFault("SHAPE_MISMATCH", "its codes have no dims")
@@ -336,7 +338,7 @@ def _matrix(shape: Shape, tile: tuple[int, int], *, whole: bool = False) -> tupl
 
 
 def _with_leading_dims(scales: TensorRef, shape: Shape, tile: tuple[int, int]) -> TensorRef:
-    """Return a matrix of scales with the leading dims of the codes."""
+    """Return a matrix of scales reshaped to the leading dims of the codes."""
     if len(shape) == 1:
         return replace(scales, shape=scales.shape[1:], strides=scales.strides[1:])
     outer = (*shape[:-2], -(-shape[-2] // tile[0]))

@@ -31,7 +31,7 @@ from transaxle.formats.training_state import (
 )
 
 TIES = "ties"
-"""Metadata key: name -> name of an earlier tensor that is the same view of the same storage."""
+"""Metadata key for tied tensors: name -> name of an earlier tensor that is the same view of the same storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +39,31 @@ class TorchContents:
     """The contents of one torch file."""
 
     entries: Mapping[str, Entry]
-    """Tensors and numbers by name, in saved order."""
+    """Tensors and single numbers by name, in the order in which they were saved."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Metadata: root, ties, descriptions of quantized tensors, and items left behind."""
+    """Metadata: the root key, ties, descriptions of quantized tensors, and the items that are not read."""
     checksums: tuple[Checksum, ...] = ()
-    """Checksums of the archive's records."""
+    """CRC-32 sums of the records in the file's zip archive."""
     training: tuple[TrainingItem, ...] = ()
-    """Training state other than model and optimizer."""
+    """Training state other than model and optimizer, such as schedules and step numbers."""
     seal: Seal | None = None
-    """Places of digests of the file's bytes; None without any."""
+    """Location of the digests of the file's bytes; None if the file has no digests."""
     paths: Mapping[str, KeyPath] = field(default_factory=dict)
-    """Key paths of tensors; see `State.paths`."""
+    """Key paths of tensors in the saved dict; see `State.paths`."""
 
 
 def open_torch(storage: Storage, path: str, member: str) -> Container:
-    """Open one torch file, or all shards of an index, and also the optimizer's state in its sub-folder.
+    """Open one torch file, or all shards of an index, with the optimizer's state in the index's sub-folder.
 
     Args:
-        storage: storage of the files.
+        storage: storage of the files to read.
         path: the path as the user typed it.
         member: name of a file, `*.pt`, `*.pth` or `*.bin`, or of an index, `*.bin.index.json`.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, NAME_COLLISION, PATH_ESCAPE, UNSUPPORTED, for all problems of all
-            files together.
-        StorageError: IO.
+        Refused: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, NAME_COLLISION, PATH_ESCAPE, UNSUPPORTED; one refusal lists all
+            problems of all files.
+        StorageError: IO, if a file cannot be read.
     """
     inline = NumbersInMemory(storage)
     read = read_files(storage, member, lambda file: read_part(inline, file))
@@ -89,11 +89,11 @@ def open_torch(storage: Storage, path: str, member: str) -> Container:
 
 
 def read_part(inline: NumbersInMemory, file: str) -> TorchContents:
-    """Read the catalog of one torch file.
+    """Read the catalog of one torch file, which may be a shard.
 
     Raises:
-        Refused: as `open_torch`.
-        StorageError: IO.
+        Refused: with the same codes as `open_torch`.
+        StorageError: IO, if the file cannot be read.
     """
     saved = read_saved(inline, file)
     leaves = flatten(saved.value, file)
@@ -125,15 +125,15 @@ def read_part(inline: NumbersInMemory, file: str) -> TorchContents:
 
 
 class _TensorCollector:
-    """Collects the tensors of one file, with their places.
+    """Collects the tensors of one torch file, with the places of their bytes.
 
     Attributes:
-        entries: tensors by name, in order.
+        entries: catalog entries of tensors by name, in order.
         ties: name -> name of the tensor that is the same view of the same storage.
-        quantized_notes: descriptions of quantized tensors, for the metadata.
-        left_behind: name -> description of buffers that are not read.
-        repeated: bytes that expanded views repeat.
-        faults: the problems so far.
+        quantized_notes: descriptions of the quantized tensors, for the metadata.
+        left_behind: maps the name of each buffer that is not read to a description of it.
+        repeated: number of bytes that expanded views (stride 0) would add by repeating their elements.
+        faults: the problems found so far.
     """
 
     def __init__(self, file: str) -> None:
@@ -147,7 +147,7 @@ class _TensorCollector:
         self._first: dict[tuple[object, ...], str] = {}
 
     def layouts(self, leaves: Mapping[str, Leaf]) -> dict[str, PlainLayout]:
-        """Return name -> layout of the quantized tensors; add their problems to `faults`."""
+        """Return the layouts of the quantized tensors by name; add their problems to `faults`."""
         layouts = {}
         for name, leaf in leaves.items():
             if isinstance(leaf.value, Quantized):
@@ -158,12 +158,12 @@ class _TensorCollector:
         return layouts
 
     def add_tensor(self, name: str, tensor: TensorRef | Object, dtype: str | None = None) -> None:
-        """Add a tensor with its place.
+        """Add a tensor, with the place of its bytes.
 
         Args:
             name: name of the tensor.
             tensor: description of the tensor in the pickle.
-            dtype: safetensors code of its numbers, if the pickle has them as bytes.
+            dtype: safetensors code of the values, if the pickle stores them as bytes.
         """
         try:
             entry, repeated_here = place(name, tensor, self._file)
@@ -195,7 +195,7 @@ class _TensorCollector:
 
 
 def _single(inline: NumbersInMemory, file: str, value: TensorRef | Object) -> object:
-    """Read a tensor without dims as a number; see `training_state.arrange`."""
+    """Read a tensor without dims as a plain number; see `training_state.arrange`."""
     try:
         entry, _ = place("", value, file)
     except ViewFault:
@@ -211,7 +211,7 @@ def _number(name: str, value: Scalar | float | bool, inline: NumbersInMemory) ->
 
 
 def _merge_metadata(parts: Mapping[str, TorchContents]) -> dict[str, Any]:
-    """Merge the metadata of all files: dicts and groups are merged; other values come from the first file."""
+    """Merge the metadata of all files: dicts and parameter groups are united; other values come from the first file."""
     merged: dict[str, Any] = {}
     for contents in parts.values():
         for key, value in contents.metadata.items():
