@@ -270,7 +270,7 @@ def _first_element(shape: tuple[int, ...], extent: Extent) -> int:
 
 
 def _is_run(shape: tuple[int, ...], extent: Extent) -> bool:
-    """Tell whether a chunk is contiguous in the row-major tensor: first dims of size 1, then one slice, then whole dims."""
+    """Tell whether a chunk is contiguous in the row-major tensor: single indices, one slice, then only whole dims."""
     sizes = list(zip(extent.shape, shape, strict=True))
     while sizes and sizes[0][0] == 1:
         sizes.pop(0)
