@@ -1,7 +1,8 @@
-"""Shards: tensors in several files, with Hugging Face's `*.index.json`, which maps tensors to files.
+"""Shards: the tensors of a checkpoint in several files, with Hugging Face's `*.index.json` that lists each tensor's
+file.
 
-transformers trusts an index. Here the shards decide which tensors exist, and an index that contradicts them is refused,
-whatever the format of the shards.
+The library transformers trusts an index. Here the shards decide which tensors exist: an index that contradicts the
+shards is refused, whatever their format.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from transaxle.formats.storage.storage import (
 from transaxle.formats.training_state import OPTIMIZER
 
 MAX_FILES = 10_000
-"""Maximum number of shards: names number them with five digits, and a terabyte in files of 5 GB has only 200."""
+"""Maximum number of shards: file names have five digits for it, and a terabyte in files of 5 GB has only 200."""
 _MIN_FILES = 100
-"""Least number of files with the shard size that `refuse_many` suggests; it is less than ten times this."""
+"""Minimum number of files for the shard size that `refuse_many` suggests; the maximum is ten times as large."""
 WEIGHT_MAP = "weight_map"
-"""Key of an index: tensor name -> name of its shard."""
+"""Key of the map in an index: tensor name -> name of the shard that contains it."""
 INDEX_METADATA = "metadata"
 TOTAL_SIZE = "total_size"
-"""Key of an index's metadata: total bytes of all tensors."""
+"""Metadata key in an index for the total bytes of all tensors."""
 DERIVED = frozenset({TOTAL_SIZE, "total_parameters"})
-"""Keys of an index's metadata that follow from the shards."""
+"""Metadata keys in an index whose values follow from the shards."""
 
 _NUMBERED = re.compile(r"(.*)-\d{1,9}(-of-\d{1,9}\.\w+)")
-"""Pattern of a shard's name; its groups are equal for all shards of a set."""
+"""Pattern of a shard's name; the text of its groups is the same for all shards of one set."""
 _MAX_INDEX = 200_000_000
 _NULL = msgspec.Raw(b"null")
 _EMPTY = msgspec.Raw(b"{}")
@@ -53,17 +54,17 @@ _weight_map: msgspec.json.Decoder[dict[str, str]] = msgspec.json.Decoder(dict[st
 
 
 class HoldsEntries(Protocol):
-    """The parsed contents of one file of tensors."""
+    """Protocol of a parsed file of tensors."""
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """The file's tensors by name."""
+        """The tensors of the file, by name."""
 
 
 Sized = tuple[Spec, int]
-"""`(tensor, size in bytes)`."""
+"""A tensor, with its size in bytes."""
 FileLayout = Callable[[str, list[Sized]], tuple[list[Entry], list[Fragment], int]]
-"""`layout(file, tensors)`: return the file's entries, its bytes outside the tensors, and its size."""
+"""`layout(file, tensors)` returns the file's catalog entries, its bytes outside the tensors, and its size."""
 FileContent = TypeVar("FileContent", bound=HoldsEntries)
 
 
@@ -71,13 +72,13 @@ class ReadFiles(msgspec.Struct, Generic[FileContent], frozen=True):
     """All files of a checkpoint, parsed."""
 
     parts: Mapping[str, FileContent]
-    """File name -> parsed contents."""
+    """Maps each file name to the file's parsed contents."""
     entries: Mapping[str, Entry]
-    """All tensors by name."""
+    """All tensors of the checkpoint, by name."""
     index_texts: Mapping[str, str]
-    """String values of the index's metadata, without derived ones."""
+    """String values in the index's metadata, except those that follow from the shards."""
     sizes: Mapping[str, int]
-    """Size in bytes of each file, including indexes."""
+    """Size in bytes of each file, index files included."""
 
 
 def encode_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
@@ -85,18 +86,18 @@ def encode_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
     if not weight_map:
         index = {INDEX_METADATA: {TOTAL_SIZE: total_size}, WEIGHT_MAP: {}}
         return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-    # Formatted by hand: there may be a hundred thousand tensors, and `json` is five times as slow with indentation.
+    # Formatted by hand: there may be a hundred thousand tensors, and with indentation `json` takes five times as long.
     lines = [f"    {_quoted(name)}: {_quoted(weight_map[name])}" for name in sorted(weight_map)]
     head = f'{{\n  "{INDEX_METADATA}": {{\n    "{TOTAL_SIZE}": {total_size}\n  }},\n  "{WEIGHT_MAP}": {{\n'
     return (head + ",\n".join(lines) + "\n  }\n}\n").encode()
 
 
 def read_index(storage: Storage, index: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the weight map of an index, and the strings of its metadata that do not follow from the tensors.
+    """Return the weight map of an index, and the strings of its metadata except those that follow from the shards.
 
     Raises:
-        Refused: CORRUPT, NAME_COLLISION.
-        StorageError: IO.
+        Refused: CORRUPT for an invalid index, NAME_COLLISION if it lists a tensor twice, UNSUPPORTED for too many keys.
+        StorageError: IO, if the index cannot be read.
     """
     size = storage.size(index)
     if size > _MAX_INDEX:
@@ -123,16 +124,16 @@ def read_index(storage: Storage, index: str) -> tuple[dict[str, str], dict[str, 
 
 
 def read_files(storage: Storage, member: str, read: Callable[[str], FileContent]) -> ReadFiles[FileContent]:
-    """Read a file, or all shards of an index, and also the optimizer's state in its sub-folder.
+    """Read a file, or all shards of an index, and also the optimizer's state in the sub-folder for it.
 
     Args:
         storage: storage of the files.
         member: name of the file or index.
-        read: reads one file.
+        read: function that reads one file.
 
     Raises:
-        Refused: for all problems of the indexes and files together.
-        StorageError: IO.
+        Refused: the codes of `read` and of an invalid index; one refusal lists all problems together.
+        StorageError: IO, if a file cannot be read.
     """
     faults = Faults()
     parts, entries, index_texts = _read_set(storage, member, read, faults)
@@ -140,7 +141,7 @@ def read_files(storage: Storage, member: str, read: Callable[[str], FileContent]
     state_member = _state_of(storage, member)
     if state_member is not None:
         state_contents, state, _ = _read_set(storage, state_member, read, faults)
-        # any other tensor shows that another program wrote the folder
+        # a tensor of any other kind shows that another program wrote the folder
         if all(name.startswith(OPTIMIZER) for name in state):
             parts |= state_contents
             names += [*state_contents, state_member]
@@ -168,7 +169,7 @@ def _state_of(storage: Storage, member: str) -> str | None:
 def _read_set(
     storage: Storage, member: str, read: Callable[[str], FileContent], faults: Faults
 ) -> tuple[dict[str, FileContent], dict[str, Entry], dict[str, str]]:
-    """Read a file, or all shards of an index; return contents, tensors, and the strings of the index's metadata."""
+    """Read a file, or all shards of an index; return contents, tensors, and the string values of the index's metadata."""
     if not member.endswith(INDEX):
         content = read(member)
         return {member: content}, dict(content.entries), {}
@@ -183,9 +184,11 @@ def _read_set(
 
 
 def _check_index(storage: Storage, index: str, weight_map: Mapping[str, str], faults: Faults) -> None:
-    """Refuse an empty index, and one next to an unsharded file of the same name: programs differ in which they read.
+    """Refuse an index without tensors, or an index next to an unsharded file of the same name, as programs differ in
+    the choice.
 
-    transformers reads the file and ignores the shards. If the user gave one of the two, that one is read.
+    In that case transformers reads the unsharded file and ignores the shards. If the user named one of the two files,
+    that file is read.
     """
     if not weight_map:
         faults.add("CORRUPT", f"its {WEIGHT_MAP} is empty: it lists no tensor", index)
@@ -195,7 +198,9 @@ def _check_index(storage: Storage, index: str, weight_map: Mapping[str, str], fa
     whole_file = index.removeprefix(folder).removesuffix(INDEX)
     files_here = storage.listing(folder.rstrip("/")).everything()
     numbered = [match.groups() for shard in index_shards if (match := _NUMBERED.fullmatch(shard))]
-    sets = set(numbered if len(numbered) == len(index_shards) else ())  # sets with other names are refused elsewhere
+    sets = set(
+        numbered if len(numbered) == len(index_shards) else ()
+    )  # foreign names are refused elsewhere
     for shard in files_here:
         match = _NUMBERED.fullmatch(shard)
         if match and match.groups() in sets and shard not in index_shards:
@@ -217,10 +222,10 @@ def read_shards(
 
     Args:
         storage: storage of the shards.
-        index: name of the index.
-        weight_map: tensor -> shard.
-        read: reads one shard.
-        faults: receives the problems of shards; the result lacks these shards.
+        index: name of the index file.
+        weight_map: maps each tensor to its shard.
+        read: function that reads one shard.
+        faults: list that receives the problems of shards; a shard with problems is missing in the result.
 
     Raises:
         StorageError: IO, if the folder cannot be listed.
@@ -250,7 +255,7 @@ def read_shards(
 def check_agreement(
     index: str, weight_map: Mapping[str, str], shards: Mapping[str, Mapping[str, Entry]], faults: Faults
 ) -> dict[str, Entry]:
-    """Return the tensors of all shards; add a fault for each contradiction between shards and index."""
+    """Return the tensors of all shards; add a problem for each contradiction between shards and index."""
     begin = _folder_of(index)
     entries: dict[str, Entry] = {}
     holders: dict[str, str] = {}
@@ -278,7 +283,7 @@ def check_agreement(
 
 
 def _folder_of(index: str) -> str:
-    """Return the folder of an index with a trailing `/`; empty for the top folder."""
+    """Return the folder of an index, ending in `/`; empty for the top folder."""
     return index[: index.rfind("/") + 1]
 
 
@@ -287,16 +292,16 @@ def lay_out_shards(
 ) -> Draft:
     """Lay out one file, or shards with an index; optimizer state gets its own files in a sub-folder.
 
-    So frameworks that load the model do not see tensors that they do not know.
+    Because of the sub-folder, frameworks that load the model do not meet tensors that they do not know.
 
     Args:
         form: name of the format.
         stem: beginning of the file names, such as `model`.
         ending: ending of the file names, such as `.safetensors`.
-        sized: the tensors; shards are filled in this order.
-        shard_size: bytes of tensors in one file; a larger tensor gets a file of its own. None: one file with
-            everything.
-        lay_out_file: lays out one file; called first for the optimizer's state, then for the model.
+        sized: the tensors with their sizes; shards are filled in this order.
+        shard_size: maximum bytes of tensors in one file; a larger tensor gets a file of its own. With None, there is
+            one file for all tensors.
+        lay_out_file: function that lays out one file; called first for the optimizer's state, then for the model.
     """
     any_state = has_state(spec.name for spec, _ in sized)
     state = [item for item in sized if item[0].name.startswith(OPTIMIZER)] if any_state else []
@@ -339,23 +344,23 @@ def _lay_out(
 
 
 def has_state(names: Iterable[str]) -> bool:
-    """Tell whether any name is that of optimizer state. For speed, the joined names are searched first: there may be
-    very many.
+    """Return whether any of the names belongs to optimizer state. For speed, one search runs over all names joined
+    together first.
     """
     all_names = list(names)
     return OPTIMIZER in "".join(all_names) and any(name.startswith(OPTIMIZER) for name in all_names)
 
 
 def refuse_many(files: int, size: int, shard_size: int) -> None:
-    """Refuse a shard size that gives too many files: folders become slow, and hubs refuse them.
+    """Refuse a shard size that gives too many files, which make folders slow and which hubs refuse.
 
     Args:
-        files: number of files that there would be.
+        files: number of files that the shard size would give.
         size: total bytes of all tensors.
-        shard_size: the size in bytes that the user gave.
+        shard_size: the maximum size of a shard in bytes, as the user gave it.
 
     Raises:
-        UsageError: AMBIGUOUS.
+        UsageError: AMBIGUOUS, if there would be too many files.
     """
     if files <= MAX_FILES:
         return
@@ -370,7 +375,7 @@ def refuse_many(files: int, size: int, shard_size: int) -> None:
 
 
 def split(sized: Sequence[Sized], shard_size: int | None) -> list[list[Sized]]:
-    """Fill shards in order, as huggingface_hub does; without tensors there is one empty shard."""
+    """Distribute tensors over shards in order, as huggingface_hub does; without tensors there is one empty shard."""
     if shard_size is None or sum(size for _, size in sized) <= shard_size:
         return [list(sized)]
     shards: list[list[Sized]] = []
@@ -389,5 +394,5 @@ def split(sized: Sequence[Sized], shard_size: int | None) -> list[list[Sized]]:
 
 
 def shard_name(stem: str, ending: str, number: int, count: int) -> str:
-    """Return the name of a shard; `number` counts from 1. A single file has no number."""
+    """Return the name of a shard; `number` counts from 1. The name of a single file has no number."""
     return f"{stem}{ending}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}{ending}"

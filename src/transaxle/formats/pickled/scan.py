@@ -1,9 +1,10 @@
 """Reads a pickle of very many similar records as arrays: the result is a graph of nodes, without Python objects.
 
-The interpreter takes half a microsecond per opcode, and the metadata of a large checkpoint has millions. `scan.c` runs
-the opcodes on numbers, in a limited amount of memory. `scan.c` supports only the opcodes of checkpoint metadata; for
-other opcodes, for any fault, and without the compiled library there is no graph, and the interpreter reads the pickle.
-Calls, classes and names are checked by the interpreter's rules before the graph is returned.
+The interpreter takes half a microsecond per opcode, and the metadata of a large checkpoint has millions of opcodes.
+`scan.c` runs the opcodes on numbers, in a limited amount of memory. `scan.c` supports only the opcodes of checkpoint
+metadata; for other opcodes, for any fault, and without the compiled library there is no graph, and the interpreter
+reads the pickle. Before the graph is returned, its calls, classes and names are checked by the same rules as in the
+interpreter.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ LIBRARY = Path(__file__).with_name("libscan.so")
 _CONSTANT, _TEXT, _INTEGER, _FLOAT, _TUPLE, _LIST, _DICT, _GLOBAL, _CALL, _OBJECT = range(10)
 _CONSTANTS = None, False, True
 NONE = 0
-"""Number of the node of None."""
+"""Node number that stands for None."""
 _SMALL, _NO_STATE = 1 << 31, (1 << 31) - 1
 _FLOAT_FORM = np.dtype(">f8")
 _DEEPEST = 50
 _MAX_CALLS = 4096
-"""Maximum number of globals, and of calls other than `torch.Size`."""
+"""Maximum number of globals in a pickle, and of its calls, not counting `torch.Size`."""
 
 _BLOCK = 1 << 15
-"""Number of tuples that are checked together, so that this takes less memory than the graph."""
+"""Number of tuples that are checked together, so that the check takes less memory than the graph."""
 
 References: TypeAlias = NDArray[np.uint32]
-"""Array of node numbers, or small integers with the highest bit set."""
+"""Array of node numbers, or of small integers, marked by the highest bit."""
 
 
 class Unread(Exception):
-    """The scan or its caller cannot use this pickle, which the interpreter must read instead."""
+    """Raised if neither the scan nor its caller can use a pickle; the interpreter must read it instead."""
 
 
 class _Arrays(ctypes.Structure):
@@ -62,7 +63,7 @@ class _Arrays(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """Return the compiled library; None if it was not built, or was built from another source."""
+    """Return the compiled library; None if it was not built, or does not match its source."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
         library.transaxle_stamp.restype = ctypes.c_uint32
@@ -77,21 +78,21 @@ def _library() -> ctypes.CDLL | None:
 
 
 class Sizes(NamedTuple):
-    """Many tuples of non-negative integers, in two arrays."""
+    """Many tuples of non-negative integers, stored in two arrays."""
 
     dims: References
     """Length of each tuple."""
     counts: NDArray[np.int64]
-    """The integers of all tuples, one after the other."""
+    """The integers of all tuples, in one array."""
 
     def rows(self) -> list[tuple[int, ...]]:
-        """Return the tuples as Python objects."""
+        """Return the tuples as Python tuples."""
         tuples: list[tuple[int, ...]] = [()] * len(self.dims)
         begins = self.dims.cumsum(dtype=np.int64) - self.dims
         for dims in np.flatnonzero(np.bincount(self.dims)).tolist():
             positions = np.flatnonzero(self.dims == dims)
             rows = self.counts[begins[positions][:, None] + np.arange(dims)]
-            are_one = (rows == rows[0]).all()  # shapes of chunks are mostly equal
+            are_one = (rows == rows[0]).all()  # most chunks have equal shapes
             rows_of_length = repeat(tuple(rows[0].tolist())) if are_one else zip(*rows.T.tolist(), strict=True)
             if len(positions) == len(tuples):
                 return list(islice(rows_of_length, len(tuples)))
@@ -105,8 +106,8 @@ def scan_pickle(data: bytes, allowed: Names, memory: int) -> Iterator[Graph]:
     """Scan a pickle; return a context with its graph.
 
     Args:
-        data: bytes that begin with the pickle.
-        allowed: table of the names that it may use.
+        data: bytes that begin with a pickle.
+        allowed: table of the globals that the pickle may name.
         memory: maximum bytes that the scan may allocate.
 
     Raises:
@@ -130,7 +131,7 @@ def _view(place: int | None, count: int, kind: type[np.generic]) -> NDArray[Any]
 
 
 class Graph:
-    """The values of a pickle as nodes. The arrays belong to `scan.c`, and are freed at the end of the context."""
+    """The values of a pickle as numbered nodes. Their arrays belong to `scan.c`, and are freed at the end of the context."""
 
     def __init__(self, data: bytes, arrays: _Arrays, allowed: Names) -> None:
         self.root = arrays.root
@@ -142,11 +143,11 @@ class Graph:
         self._parts = _view(arrays.parts, arrays.part_count, np.uint32)
         self._machine = Machine(b"", 0, Bounds(), allowed, Persistent)
         self._values: dict[int, Any] = {}
-        """Node -> Python value, for globals and results of calls."""
+        """Maps a node to its Python value, for globals and results of calls."""
         self._texts: dict[int, str] = {}
         self._check()
 
-    # The checks that the interpreter makes at each step.
+    # the same checks that the interpreter makes at each step
 
     def _check(self) -> None:
         names = self._nodes(_GLOBAL)
@@ -175,11 +176,11 @@ class Graph:
         return np.flatnonzero(self._tag == tag)
 
     def _distinct(self, nodes: References) -> NDArray[np.intp]:
-        """Return the distinct nodes in ascending order; `np.unique` is ten times slower."""
+        """Return the distinct nodes in ascending order, ten times faster than `np.unique`."""
         return np.flatnonzero(self._mask(nodes))
 
     def _mask(self, nodes: References | list[int]) -> NDArray[np.bool_]:
-        """Return a mask over all nodes of the graph that is true for these nodes."""
+        """Return a boolean mask over all nodes of the graph, true for the given nodes."""
         marks = np.zeros(len(self._tag), bool)
         marks[nodes] = True
         return marks
@@ -222,7 +223,7 @@ class Graph:
         return text
 
     def texts(self, references: References) -> list[str]:
-        """Return the strings of nodes; one object for equal nodes."""
+        """Return the strings of the given nodes; equal nodes get the same Python object."""
         if not self._are(references, _TEXT):
             raise Unread
         nodes = self._distinct(references)
@@ -234,7 +235,7 @@ class Graph:
         return list(map(texts_by_node.__getitem__, references.tolist()))
 
     def integers(self, references: References) -> NDArray[np.int64]:
-        """Return non-negative integers; raise Unread for other values, also booleans."""
+        """Return the non-negative integers of the given nodes; raise Unread for other values, booleans included."""
         values = (references & np.uint32(_SMALL - 1)).astype(np.int64)
         are_large = references < _SMALL
         if are_large.any():
@@ -249,7 +250,7 @@ class Graph:
         return values
 
     def parts(self, nodes: References) -> References:
-        """Return the elements of tuples or lists, or the keys and values of dicts, concatenated."""
+        """Return the elements of tuples or lists, or the keys and values of dicts., concatenated."""
         counts = self._count[nodes]
         ends = counts.cumsum(dtype=np.uint32)
         total = int(ends[-1]) if len(ends) else 0
@@ -275,7 +276,7 @@ class Graph:
         return Sizes(dims, self.integers(self.parts(tuples)))
 
     def lists(self, references: References) -> list[References]:
-        """Return the elements of each list; raise Unread if shared lists have too many in all."""
+        """Return the elements of each list; raise Unread if shared lists have too many elements in total."""
         if not self._are(references, _LIST) or self._count[references].sum(dtype=np.int64) > len(self._parts):
             raise Unread
         first, counts = self._first[references].tolist(), self._count[references].tolist()
@@ -290,7 +291,7 @@ class Graph:
         return pairs[::2], pairs[1::2]
 
     def are_of(self, references: References, classes: Sequence[Global]) -> NDArray[np.bool_]:
-        """Return a mask of the nodes that are objects of one of these classes, created without arguments."""
+        """Return a mask of the nodes that are objects of one of the given classes, created without arguments."""
         names = [name for name, value in self._values.items() if type(value) is Global and value in classes]
         are_objects = references < _SMALL
         nodes = references[are_objects]
@@ -301,7 +302,7 @@ class Graph:
         return are_objects
 
     def fields(self, references: References, classes: Sequence[Global], *names: str) -> list[References]:
-        """Return a column per field of objects of these classes, whose states are dicts; missing fields are None."""
+        """Return one column for each field of objects whose states are dicts; the value of a missing field is None."""
         if not self.are_of(references, classes).all():
             raise Unread
         states = self._count[references]
@@ -320,7 +321,7 @@ class Graph:
         return columns
 
     def values_alike(self, references: References) -> list[Any]:
-        """Return the Python value of each node; equal objects of a class become one Python object."""
+        """Return the Python value of each node; equal objects of one class share a Python object."""
         values_by_content: dict[tuple[Any, ...], Any] = {}
         values = []
         for reference in references.tolist():
@@ -343,9 +344,9 @@ class Graph:
         """Return the Python value of a node; raise Unread for cyclic or deeply nested values.
 
         Args:
-            reference: number of the node, or a small integer.
-            depth: nesting depth of the node.
-            is_fixed: raise Unread for mutable values, which later opcodes could change; for arguments of calls.
+            reference: number of the node, or a small integer with the highest bit set.
+            depth: current nesting depth.
+            is_fixed: raise Unread for mutable values (for arguments of calls, as later opcodes could change the value).
         """
         if reference >= _SMALL:
             return reference - _SMALL

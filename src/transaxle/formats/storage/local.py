@@ -1,12 +1,13 @@
-"""Local storage: `preadv` on regular files inside one folder, and nothing else.
+"""Local storage: reads regular files inside one folder by `preadv`, and refuses everything else.
 
-The folder is untrusted. A name in it can be a link to your keys, a FIFO that never answers or a device that never ends.
-So a name is resolved first and must stay inside the folder (a link of the Hugging Face cache to its `blobs` excepted),
-and its file type is checked before it is opened and again on the open descriptor. Data is not mapped: a mapped file
-that is truncated while in use kills the process, whereas a failed read raises an error.
+The contents of the folder are untrusted. A name in it can be a symbolic link to your keys, a FIFO that never answers,
+or a device without an end. So a name is resolved first and must stay inside the folder (a link of the Hugging Face
+cache to its `blobs` excepted), and its file type is checked before it is opened and again on the open descriptor. Files
+are not memory-mapped: a mapped file that is truncated while in use kills the process, whereas a failed read raises an
+error.
 
-The folder may be replaced while it is read. So the folder is kept open, and each file must be in the opened folder:
-then all data comes from one checkpoint.
+The folder may be replaced while it is read. So the folder is kept open, and each file must be in that opened folder,
+which ensures that all data comes from one checkpoint.
 
 `storage_error` converts each `OSError` to a `StorageError`.
 """
@@ -30,7 +31,7 @@ from transaxle.formats.storage.copier import Steps, read_strided, runs_in
 from transaxle.formats.storage.storage import ByteCount, Handles, Listing, Storage, split_name
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-"""Flags for opening files; non-blocking, so that a FIFO or device that replaced a file opens at once and is refused."""
+"""Flags for opening files; non-blocking, so that opening a FIFO or device returns at once, to be refused."""
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -43,27 +44,27 @@ _BLOCK = 1 << 20
 
 _ALMOST_URL = re.compile(r"(hf|s3|gs|gcs|az|abfs):/?([^/].*)")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""Pattern for a hub's repository name, `OWNER/NAME`."""
+"""Pattern for the name of a repository on a hub, `OWNER/NAME`."""
 _FOLDER_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _REPLACED = "the checkpoint was replaced while it was open"
 _CHANGED = "the file was changed while the checkpoint was open"
 _AGAIN = "Open it again to read the new one."
 
 FileStamp = tuple[int, int, int, int, int]
-"""`(device, inode, size, mtime, ctime)` of a file; a changed file differs in one of them. The ctime is set by
-the system and cannot be set back.
+"""`(device, inode, size, mtime, ctime)` of a file; if the file changes, so does one of these. The system sets the
+ctime, and no program can set it back.
 """
 
 
 class LocalStorage(Storage):
     """The files of a local folder, or a single local file (see `Storage`).
 
-    A link in the path that the user typed is followed. A link inside the folder is followed only to a
+    A symbolic link in the path that the user typed is followed. A link inside the folder is followed only to a
     place inside the folder, or in a Hugging Face cache from `snapshots/<revision>/` to `blobs/<hash>`.
 
     Raises:
         Refused: UNSUPPORTED if the path is a FIFO, a socket or a device.
-        StorageError: IO if it is missing or unreadable; the hint suggests a similar path.
+        StorageError: IO if the path is missing or unreadable; the hint suggests a similar path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -88,7 +89,7 @@ class LocalStorage(Storage):
 
     @property
     def batches_steps(self) -> bool:
-        """Always true; see `Storage.batches_steps`."""
+        """Always true for local files; see `Storage.batches_steps`."""
         return True
 
     @property
@@ -103,11 +104,11 @@ class LocalStorage(Storage):
 
     @property
     def single(self) -> str | None:
-        """Name of the single file that was given; None for a folder."""
+        """Name of the file if a single file was given; None for a folder."""
         return self._single
 
     def listing(self, folder: str = "") -> Listing:
-        """List a folder of the checkpoint; see `Storage.listing`."""
+        """List the contents of one folder of the checkpoint; see `Storage.listing`."""
         names: list[str] = []
         folders: list[str] = []
         special: dict[str, Refusal] = {}
@@ -147,9 +148,11 @@ class LocalStorage(Storage):
             return self._stamps[name][2]
 
     def version(self, name: str) -> str:
-        """Return a string that changes when the file does; see `Storage.version`."""
+        """Return a string that changes whenever the file does; see `Storage.version`."""
         with self._handles.use(name):
-            return "-".join(map(str, self._stamps[name][1:]))  # the device number differs between machines
+            return "-".join(
+                map(str, self._stamps[name][1:])
+            )  # without the device number, which differs between machines
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """Fill a writable contiguous view with the bytes that start at `offset`; see `Storage.read_into`."""
@@ -159,7 +162,7 @@ class LocalStorage(Storage):
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """Add a read to `steps`; see `Storage.add_read`."""
+        """Add a read of a file to the list `steps`; see `Storage.add_read`."""
         size = width * runs_in(view, width, loops) if loops else view.nbytes
         if size:
             self._bytes_read.add(size)
@@ -167,23 +170,24 @@ class LocalStorage(Storage):
             steps.read(fd, offset, view, partial(self._fill, name, offset, view, width, loops), width, loops)
 
     def _fill(self, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()) -> None:
-        """Read with Python's own calls, without counting the bytes."""
+        """Read with Python's own system calls, without counting the bytes."""
         with view.cast("B") as octets, self._handles.use(name) as fd:
             read_strided(partial(_read, fd, name), offset, octets, width, loops)
 
     def recheck(self) -> None:
-        """Check that no file that was read has changed since; see `Storage.recheck`."""
+        """Check that no file has changed since it was read; see `Storage.recheck`."""
         for name in tuple(self._stamps):
             self._handles.drop(name)
             with self._handles.use(name):
                 pass
 
     def refuse_rewritten(self) -> None:
-        """Refuse files that were written to since they were first opened, but not replaced ones: the old file was read.
+        """Refuse files that were written to since they were first opened, but accept replaced files, as the old file
+        stays readable.
 
         Raises:
-            Refused: CORRUPT.
-            StorageError: IO.
+            Refused: CORRUPT, for each file that was written to.
+            StorageError: IO, if a file's status cannot be read.
         """
         for name, (_, _, *expected, _) in tuple(self._stamps.items()):
             with self._handles.use(name) as fd:
@@ -192,12 +196,12 @@ class LocalStorage(Storage):
                 raise refuse("CORRUPT", _CHANGED, file=name, hint=_AGAIN)
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all open files."""
         self._handles.close()
         self._close_folder()
 
     def _replaced_error(self, name: str) -> TransaxleError | None:
-        """Return the error for a folder that was replaced since it was opened; None if it is still the same."""
+        """Return the error for a folder that was replaced since it was opened; None if the folder is still the same."""
         if not self._close_folder.alive:
             return None
         opened = os.fstat(self._folder)
@@ -208,7 +212,7 @@ class LocalStorage(Storage):
         return refuse("CORRUPT", _REPLACED, file=name or self._path, hint=_AGAIN)
 
     def _resolve(self, name: str) -> str:
-        """Return the real path of a name, after checking that it is inside the checkpoint."""
+        """Return the real path of a file name, after checking that the path is inside the checkpoint."""
         target = os.path.join(self._root, *split_name(name))  # noqa: PTH118
         try:
             real = os.path.realpath(target, strict=True)
@@ -237,7 +241,7 @@ class LocalStorage(Storage):
         return fd
 
     def _check(self, name: str, current: os.stat_result) -> None:
-        """Refuse a file that is not in the opened folder, or differs from the file first opened under this name."""
+        """Refuse a file that is not in the opened folder, or is not the file that was first opened under this name."""
         try:
             expected = os.stat(name, dir_fd=self._folder)
         except OSError:
@@ -250,15 +254,15 @@ class LocalStorage(Storage):
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """Read a small file that the user named, such as a table or a config; a link to it is followed.
+    """Read a small file that the user named, such as a table or a config; a symbolic link is followed.
 
     Args:
-        path: where it is.
+        path: path of the file.
         max_bytes: maximum size of the file in bytes.
 
     Raises:
-        Refused: UNSUPPORTED if it is a folder, a FIFO, a socket or a device; CORRUPT if it is larger.
-        StorageError: IO if it is missing or unreadable.
+        Refused: UNSUPPORTED if the path is a folder, a FIFO, a socket or a device; CORRUPT if the file is too large.
+        StorageError: IO if the file is missing or unreadable.
     """
     shown = os.fspath(path)
     kind = _kind_of(shown)
@@ -267,7 +271,7 @@ def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     fd, _ = _open_regular(os.path.realpath(shown), shown)
     with os.fdopen(fd, "rb", buffering=0) as file:
         data = bytearray()
-        while len(data) <= max_bytes:  # the size is not reliable: it is 0 for files in /proc
+        while len(data) <= max_bytes:  # do not rely on the size: it is 0 for files in /proc
             try:
                 chunk = file.read(min(_BLOCK, max_bytes + 1 - len(data)))
             except OSError as error:
@@ -279,14 +283,13 @@ def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 
 def _open_regular(real: str, name: str) -> tuple[int, os.stat_result]:
-    """Open a regular file; its file type is checked before and after opening, in case it is replaced in between.
+    """Open a regular file; its file type is checked before and after opening, as it may be replaced in between.
 
     Args:
-        real: path of the file, without links.
+        real: path of the file, without symbolic links.
         name: name of the file, for error messages.
 
-    Returns:
-        The descriptor, which the caller closes, and its status.
+    Returns: The file's descriptor, which the caller closes, and its status.
     """
     try:
         kind = stat.S_IFMT(os.lstat(real).st_mode)
@@ -324,7 +327,7 @@ def _read(fd: int, name: str, offset: int, octets: memoryview) -> None:
 
 
 def _kind_of(path: str) -> int:
-    """Return the file type at a typed path; a missing path is an IO error with a suggestion."""
+    """Return the file type at a path that the user typed; a missing path is an IO error with a suggestion."""
     if not path:
         raise refuse("IO", "'' is not a path", file=path)
     try:
@@ -394,12 +397,12 @@ _HINTS = {
 
 
 def storage_error(error: OSError, doing: str, file: str) -> TransaxleError:
-    """Return the StorageError for a failed system call: NO_SPACE for a full disk or quota, otherwise IO.
+    """Return the StorageError for a failed system call: with code NO_SPACE for a full disk or quota, otherwise IO.
 
     Args:
-        error: the exception.
-        doing: the action in words, such as `writing 4096 bytes at offset 0`.
-        file: the file concerned.
+        error: the exception of the system call.
+        doing: the failed action in words, such as `writing 4096 bytes at offset 0`.
+        file: path of the file that the call concerned.
     """
     if isinstance(error, TransaxleError):  # the error is already one of this package's
         return error

@@ -1,13 +1,13 @@
-"""Multipart uploads on S3 as single calls: several processes can send parts of a file, and one completes it.
+"""Multipart uploads on S3: several processes can send parts of one file, and one process completes it.
 
-The streams of the client (s3fs) belong to one process. Here an upload is an id that any process can use. The requests
-are made by the same client, with its credentials and endpoints. The client retries temporary failures (errors of
-the server, broken connections, truncated responses) with growing pauses; each of our attempts has a
-time limit that grows with its bytes, since the client waits forever for a server that accepts no more of them.
-
-If nothing may be replaced, requests are conditional on a missing file (`If-None-Match`), so
-that of two runs with one target the second is refused. A refusal may also answer the retry of a request whose first
-response was lost. Then the file is our own if its upload is over, or if it has the mark of this request.
+An upload stream of the client library (s3fs) belongs to one process. In this module an upload is an id that any process
+can use. The requests go through the same client, with its credentials and endpoints. The client retries temporary
+failures (errors of the server, broken connections, truncated responses) with growing pauses; each attempt of this
+module has a time limit that grows with its bytes, since the client waits forever for a server that accepts no more of
+them.If no existing file may be replaced, requests are made conditional on the file's absence (`If-None-Match`), so that
+of two runs with one target the second is refused. Such a request may also be refused when it is repeated because its
+first response was lost. In that case the file counts as this run's own if its upload is over, or if it has this
+request's random mark.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.store.service import NO_CREDENTIALS, S3, Service
 
 PATIENCE = 120.0
-"""Time limit of one attempt at a request in seconds, without the time for its bytes."""
+"""Time limit in seconds of one attempt at a request, not counting the transfer of its bytes."""
 SLOWEST = 1 << 20
 """Bytes per second below which a connection counts as stalled."""
 COMPLETION = 600.0
@@ -36,10 +36,10 @@ _MAX_CHECKS = 6
 """Number of checks after which the file of a vanished upload counts as missing."""
 _CONFLICT, _TAKEN, _SERVER_ERROR, _UNKNOWN = 409, 412, 500, 501
 _UNKNOWN_CODES = frozenset({"NotImplemented", "InvalidArgument", "InvalidRequest"})
-"""Error codes of services that do not support conditional requests."""
+"""Error codes of services that do not support conditional requests (`If-None-Match`)."""
 _CONDITION = {"IfNoneMatch": "*"}
 _MARK = "transaxle-mark"
-"""Metadata key of a random mark on files stored by a conditional request, to distinguish them from others' files."""
+"""Metadata key of a random mark on files stored by a conditional request, to tell them from files of other runs."""
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _TYPE = "application/octet-stream"
 _COMPLETING = "completing the upload"
@@ -55,7 +55,7 @@ class StoredPart(msgspec.Struct, frozen=True):
     """Size of the part in bytes."""
 
     def is_of(self, data: Buffer) -> bool:
-        """Tell whether the part surely has these bytes; False if its ETag is not their MD5 sum."""
+        """Tell whether the stored part certainly has the given bytes; False if its ETag is not their MD5 sum."""
         return self.size == len(data) and self.etag == _md5(data)
 
 
@@ -63,7 +63,7 @@ class OpenUpload(msgspec.Struct, frozen=True):
     """A multipart upload that was neither completed nor aborted."""
 
     path: str
-    """The client's path of the file."""
+    """Path of the file, as the client spells it."""
     upload: str
     """Id of the upload."""
     since: str
@@ -75,10 +75,10 @@ Buffer = bytes | bytearray
 
 
 def multipart(service: Service) -> S3Multipart:
-    """Return the multipart calls of a service.
+    """Return the object with the multipart calls of a service.
 
     Raises:
-        Refused: UNSUPPORTED for a service whose uploads belong to one process.
+        Refused: UNSUPPORTED for a service on which an upload belongs to one process.
     """
     if service.scheme not in S3:
         message = f"several workers cannot write to a service like {service.scheme}://, only to s3://"
@@ -88,16 +88,14 @@ def multipart(service: Service) -> S3Multipart:
 
 
 def expected_tag(tags: Sequence[str]) -> str | None:
-    """Return the ETag of a file by the ETags of its parts; None if these are not MD5 sums, as with some encryption
-    keys.
-    """
+    """Compute a file's ETag from the ETags of its parts; None if those are not MD5 sums, as with some encryption keys."""
     if not all(_MD5.fullmatch(tag) for tag in tags):
         return None
     return f"{_md5(b''.join(map(bytes.fromhex, tags)))}-{len(tags)}"
 
 
 def _md5(data: Buffer) -> str:
-    import hashlib  # imported late: only services need OpenSSL
+    import hashlib  # imported late: only remote services need OpenSSL
 
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
@@ -105,10 +103,11 @@ def _md5(data: Buffer) -> str:
 class S3Multipart:
     """Multipart calls of S3 and compatible services.
 
-    All calls take the client's path of a file, and the file's name for error messages. All raise StorageError: IO.
+    Each call takes a file's path as the client spells it, and the file's name for error messages. Each call raises
+    StorageError: IO, if the service fails or refuses.
 
     Args:
-        service: the service.
+        service: the storage service that the calls go to.
     """
 
     def __init__(self, service: Service) -> None:
@@ -116,7 +115,7 @@ class S3Multipart:
         self._knows_conditions = True
 
     def begin_upload(self, path: str, file: str) -> str:
-        """Begin the upload of a file, and return the upload's id."""
+        """Begin the upload of a file, and return the id of the upload."""
         doing = "beginning the upload"
         with self._service.as_storage_error(doing, file):
             answer = self._call("create_multipart_upload", doing, file, {**self._of(path), "ContentType": _TYPE})
@@ -149,24 +148,24 @@ class S3Multipart:
             marker = {"PartNumberMarker": answer["NextPartNumberMarker"]}
 
     def complete(self, path: str, upload: str, tags: Sequence[str], file: str, *, new: bool = False) -> str:
-        """Complete an upload, so that its file appears; the service refuses parts with other ETags.
+        """Complete an upload, so that its file appears; the service refuses parts whose ETags differ.
 
-        A lost or late response, or a server error, does not tell whether it worked: the service may have completed the
-        upload, or still be doing so, and refuse meanwhile. So after each attempt this checks the file's ETag, and
-        retries until the limit `COMPLETION`, or until the service does not answer even the check.
+        A lost or late response, or a server error, does not show whether the request succeeded: the service may have
+        completed the upload, or still be doing so, and refuse meanwhile.hile. So after each attempt this checks the
+        file's ETag, and retries until the limit `COMPLETION`, or until the service does not answer even the check.
 
         Args:
-            path: the client's path of the file.
-            upload: id of the upload.
-            tags: ETags of the parts, in order.
+            path: path of the file, as the client spells it.
+            upload: id of the upload to complete.
+            tags: ETags of the parts, in the order of the file.
             file: name of the file, for error messages.
-            new: fail if the file exists; on services without conditional requests this is checked before.
+            new: fail if the file exists; on services without conditional requests its absence is checked beforehand.
 
         Returns:
             The file's ETag, if it follows from the ETags of the parts; otherwise an empty string.
 
         Raises:
-            UsageError: EXISTS, with `new`.
+            UsageError: EXISTS, if `new` is set and the file exists.
         """
         parts = [{"PartNumber": number, "ETag": f'"{tag}"'} for number, tag in enumerate(tags, 1)]
         options = {**self._of(path), "UploadId": upload, "MultipartUpload": {"Parts": parts}}
@@ -183,7 +182,7 @@ class S3Multipart:
                 if _is_made_of(tags, current, before) and (is_over or not new):
                     return _confirm_tag(expected_tag(tags), current)
                 missed += isinstance(failure, FileNotFoundError) or is_over
-            except TransaxleError:  # raised after the client's own attempts have all failed
+            except TransaxleError:  # this exception comes only after all of the client's own attempts
                 is_lost = True
             if isinstance(failure, TransaxleError):
                 raise failure
@@ -205,7 +204,7 @@ class S3Multipart:
             return {}
 
     def _new(self, path: str, file: str) -> Callable[[str, dict[str, Any], float], Any]:
-        """Return a version of `_ask` for requests that create a file, which fails if the file exists."""
+        """Return a version of `_ask` for a request that creates a file and must fail if the file exists."""
 
         def ask(method: str, options: dict[str, Any], limit: float) -> Any:
             if self._knows_conditions:
@@ -233,7 +232,7 @@ class S3Multipart:
             return
 
     def list_uploads(self, path: str, file: str) -> Iterator[OpenUpload]:
-        """Yield the open uploads of a file, or of the files in a folder."""
+        """Yield the open uploads of one file, or of the files in one folder."""
         bucket, _, key = path.partition("/")
         marker: dict[str, Any] = {}
         while True:
@@ -250,7 +249,7 @@ class S3Multipart:
             marker = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
 
     def put(self, path: str, data: bytes, file: str, *, new: bool = False) -> str:
-        """Store a small file by one request; `new`, result and errors as for `complete`."""
+        """Store a small file by one request; `new`, the result and the errors are as in `complete`."""
         options = {**self._of(path), "Body": data, "ContentType": _TYPE}
         mark = {_MARK: os.urandom(8).hex()} if new else {}
         ask = self._new(path, file) if new else self._ask
@@ -314,43 +313,45 @@ class S3Multipart:
 
 
 def abort_empty(calls: S3Multipart, upload: OpenUpload, file: str) -> None:
-    """Abort an upload, unless it has parts or no longer exists.
+    """Abort an upload, unless it has stored parts or no longer exists.
 
     Raises:
-        StorageError: IO.
+        StorageError: IO, if the service fails or refuses.
     """
     if calls.list_parts(upload.path, upload.upload, file) == {}:
         calls.abort(upload.path, upload.upload, file)
 
 
 def _tag(answer: dict[str, Any]) -> str:
-    """Return the ETag in a response; empty if there is none."""
+    """Return the ETag in a response; empty if the response has none."""
     return str(answer.get("ETag", "")).removeprefix("W/").strip('"')
 
 
 def _confirm_tag(tag: str | None, answer: dict[str, Any]) -> str:
-    """Return the expected ETag if the response has it; otherwise an empty string."""
+    """Return the expected ETag if the response contains it; otherwise an empty string."""
     return tag if tag and tag == _tag(answer) else ""
 
 
 def _is_made_of(tags: Sequence[str], current: dict[str, Any], before: str) -> bool:
-    """Tell whether a file is the result of an upload.
+    """Return whether a file is the result of a given upload.
 
     Args:
         tags: ETags of the upload's parts.
-        current: the service's metadata of the file.
+        current: the file's current metadata on the service.
         before: the file's ETag before the upload was completed, needed if its new ETag cannot be computed.
     """
     is_own_key = current.get("SSECustomerAlgorithm") or str(current.get("ServerSideEncryption", "")).startswith(
         "aws:kms"
     )
-    expected = None if is_own_key else expected_tag(tags)  # with customer keys, ETags only look like MD5 sums
+    expected = (
+        None if is_own_key else expected_tag(tags)
+    )  # such ETags only look like MD5 sums
     tag = _tag(current)
     return tag == expected if expected else tag != before and tag.endswith(f"-{len(tags)}")
 
 
 def _answer(error: BaseException) -> tuple[int, str]:
-    """Return the status and error code of the response behind a client's exception; 0 if there was no response."""
+    """Return the response status and error code behind a client's exception; the status is 0 without a response."""
     answer = getattr(error.__cause__ or error, "response", None)
     if not isinstance(answer, dict):
         return 0, ""
@@ -359,7 +360,7 @@ def _answer(error: BaseException) -> tuple[int, str]:
 
 
 def _is_open(error: Exception) -> bool:
-    """Tell whether a failed request may still have an effect: it had no response, or no final one."""
+    """Tell whether a failed request may still have an effect: it had no response, or only a provisional response."""
     status, _ = _answer(error)
     if not status:
         return not isinstance(error, PermissionError) and type(error).__name__ not in NO_CREDENTIALS

@@ -1,14 +1,15 @@
-"""Remote storage: reads checkpoints from a service by range requests, with the guarantees of a local folder where
+"""Remote storage: reads checkpoints from a service by range requests, with the guarantees of local files where
 possible.
 
-A service has no open files: the object under a name may be another one at the next request. So each object is
+A service has no open files: the next request for a name may reach a new object. So each object is
 identified by its tag (its ETag, or the service's equivalent) from the first request on, and the tag is compared after
-each range that was read: bytes of another object are refused, never mixed in. Names in listings are checked like all
-others. For an immutable version, such as a commit on a hub, nothing is compared.
+each range is read: bytes of a replaced object are refused, never mixed in. Names of files in listings are checked like
+names from any other source. For an immutable version, such as a commit on a hub, no tags are compared.
 
-A request costs as much time as about a megabyte. Readers request headers, then adjacent blocks of tensors. So a request
-that continues an earlier one reads twice as much as that one, up to a limit; a request at another place reads
-little more than was requested. Data is cached until the memory is needed.
+One request takes as long as the transfer of about a megabyte. Readers of formats request headers first, then adjacent
+blocks of tensors. So a request that continues an earlier one reads twice as much as the earlier one, up to a limit; a
+request at another place reads little more than was requested. Data stays in the cache until the memory is needed for
+newer data.
 """
 
 from __future__ import annotations
@@ -28,35 +29,35 @@ from transaxle.formats.storage.storage import ByteCount, Listing, Storage, is_pl
 from transaxle.formats.store.service import FILE, RANGES, WEB, Info, Readable, Service
 
 MEMORY = 64 << 20
-"""Default maximum of cached bytes."""
+"""Default limit of cached data in bytes."""
 LEAST = 128 << 10
 """Smallest request in bytes, unless the file is smaller; also the largest gap that is read instead of skipped."""
 _SHARE = 8
-"""The largest request is `1 / _SHARE` of the cache memory."""
+"""The largest request is the cache's memory divided by this number."""
 
 Fetch = Callable[[str, int, int], bytes]
-"""`fetch(file, start, stop)`: return exactly these bytes, or raise."""
+"""`fetch(file, start, stop)` returns exactly the bytes `[start, stop)` of a file, or raises."""
 
 
 class _Request(msgspec.Struct, eq=False):
     """A requested range of a file, with its data."""
 
     file: str
-    """Name of the file."""
+    """Name of the requested file."""
     start: int
-    """Offset of the first byte."""
+    """Offset of the first requested byte."""
     stop: int
-    """One past the last byte."""
+    """Offset after the last requested byte."""
     data: Future[bytes] = msgspec.field(default_factory=Future)
-    """The bytes, once they have arrived."""
+    """The bytes, once the response has arrived."""
 
 
 class NearReads:
-    """Serves many reads by few requests, with a cache and read-ahead.
+    """Serves many reads by few requests: it caches data, and reads ahead.
 
     Args:
-        fetch: makes one request; called from several threads.
-        memory: maximum of cached bytes; in addition, each thread has the bytes of its current request.
+        fetch: function that makes one request; it is called from several threads.
+        memory: maximum of cached bytes; the bytes of each thread's current request are not counted.
     """
 
     def __init__(self, fetch: Fetch, memory: int = MEMORY) -> None:
@@ -72,7 +73,7 @@ class NearReads:
         """Fill a contiguous view with the bytes that start at `offset`; the file has `size` bytes, enough for the view.
 
         Raises:
-            TransaxleError: from `fetch`.
+            TransaxleError: if `fetch` raises it.
         """
         filled, size_wanted = 0, view.nbytes
         while filled < size_wanted:
@@ -91,7 +92,7 @@ class NearReads:
                 self._drop(window)
 
     def _window(self, file: str, size: int, at: int, needed: int) -> tuple[_Request, bool]:
-        """Return `(request, is new)` for the request that covers a byte; the caller must fill a new one."""
+        """Return `(request, is new)` for the request that covers a byte; the caller must fill a new request."""
         with self._lock:
             requests_of_file = self._windows.setdefault(file, {})
             previous: _Request | None = None
@@ -101,13 +102,13 @@ class NearReads:
                     self._recent.move_to_end(window)
                     return window, False
                 if window.start > at:
-                    stop = min(stop, window.start)  # do not request cached bytes again
+                    stop = min(stop, window.start)  # do not request bytes that are cached already
                 elif at - window.stop <= LEAST and (previous is None or window.stop > previous.stop):
                     previous = window
             read_length = LEAST
             if previous is not None:
                 read_length = 2 * (previous.stop - previous.start)
-                # the earlier request was read to its end, so it is dropped first
+                # drop the earlier request first, as it was read to its end
                 self._recent.move_to_end(previous, last=False)
             stop = min(stop, at + min(max(needed, read_length), self._largest))
             if not self._make_room(stop - at):
@@ -123,7 +124,7 @@ class NearReads:
         except BaseException as error:
             with self._lock:
                 self._drop(window)
-            window.data.set_exception(error)  # other threads may wait for this data
+            window.data.set_exception(error)  # even if this thread fails, other threads may wait for this data
             raise
 
     def _make_room(self, size: int) -> bool:
@@ -142,33 +143,33 @@ class NearReads:
 
 
 _TAGS = ("ETag", "etag", "generation", "blob_id", "oid", "sha256", "Content-MD5", "Digest")
-"""Keys under which services report the tag of an object's content; the first one present is used."""
+"""Keys under which services report the tag of an object's content; the first key present is used."""
 _TIMES = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "created")
-"""Keys under which services report an object's time of change."""
+"""Keys under which services report when an object was last changed."""
 
 
 class ObjectStamp(msgspec.Struct, frozen=True):
-    """Identity of one version of an object."""
+    """Identity of one version of an object, to notice that it was replaced."""
 
     size: int
-    """Size in bytes."""
+    """Size of the object in bytes."""
     tag: str
-    """Tag of the content, or time of change; empty if the service reports neither."""
+    """Tag of the content, or time of the last change; empty if the service reports neither."""
 
 
 class RemoteStorage(Storage):
     """The files under a URL, or a single remote file (see `Storage`).
 
-    Listings are cached: the files of a checkpoint are those at the time of opening.
+    Listings are cached, so the files of a checkpoint stay those that it had when it was opened.
 
     Args:
         url: URL of a folder or file; a trailing `/` means a folder.
         memory: maximum of cached bytes.
-        service: the service of the URL; None: the service of fsspec.
+        service: client of the service behind the URL; None: the fsspec client for the scheme.
 
     Raises:
-        Refused: UNSUPPORTED if no installed package knows the scheme.
-        StorageError: IO if it is missing or unreadable; the hint suggests a similar name.
+        Refused: UNSUPPORTED if no installed package supports the scheme of the URL.
+        StorageError: IO if the URL is missing or unreadable; the hint suggests a similar name.
     """
 
     def __init__(self, url: str, memory: int = MEMORY, service: Readable | None = None) -> None:
@@ -196,18 +197,18 @@ class RemoteStorage(Storage):
 
     @property
     def path(self) -> str:
-        """The URL as the user typed it, without password and query string; for a hub with the resolved commit."""
+        """The URL as the user typed it, without password and query string; for a hub, with the resolved commit."""
         return self._path
 
     @property
     def single(self) -> str | None:
-        """Name of the single file that was given; None for a folder."""
+        """Name of the file if a single file was given; None for a folder."""
         return self._single
 
     def listing(self, folder: str = "") -> Listing:
-        """List a folder of the checkpoint; see `Storage.listing`.
+        """List the contents of one folder of the checkpoint; see `Storage.listing`.
 
-        If the service refuses to list the folder of a single file, the listing has only that file.
+        For a single file whose folder the service refuses to list, the result is only that file.
         """
         if folder not in self._listings:
             try:
@@ -244,12 +245,12 @@ class RemoteStorage(Storage):
             self._ahead.read_into(name, size, offset, octets)
 
     def recheck(self) -> None:
-        """Check that no file that was read has changed since; see `Storage.recheck`."""
+        """Check that no file has changed since it was read; see `Storage.recheck`."""
         for name in tuple(self._stamps):
             self._check(name)
 
     def close(self) -> None:
-        """Drop the cached data."""
+        """Drop all cached data."""
         self._closed = True
         self._ahead.clear()
 
@@ -260,7 +261,7 @@ class RemoteStorage(Storage):
         self._stamps[self._single] = _stamp(info)
 
     def _place(self, name: str) -> str:
-        """Return the client's name for a file or folder of the checkpoint."""
+        """Return the name that the client uses for a file or folder of the checkpoint."""
         parts = split_name(name)
         path = "/".join((self._root, *(map(quote, parts) if self._web else parts)))
         return f"{path}?{self._query}" if self._query and name == self._single else path
@@ -273,7 +274,7 @@ class RemoteStorage(Storage):
         for member in self._service.members(place, folder or self._path):
             path = str(member["name"]).partition("?")[0] if self._web else str(member["name"])
             if path.rstrip("/") == place:
-                continue  # some services list an object for the folder itself
+                continue  # some services list the folder itself as an object
             is_file = member.get("type") == FILE and not (self._web and path.endswith("/"))
             name = path.removeprefix(start).removesuffix("" if is_file else "/")
             name = unquote(name) if self._web else name
@@ -298,7 +299,7 @@ class RemoteStorage(Storage):
         return self._stamps[name]
 
     def _look(self, name: str) -> ObjectStamp:
-        """Request the current version of the object under a name."""
+        """Request the current stamp (size and tag) of the object under a name."""
         info = self._service.info(self._place(name), name)
         if info is None:
             raise refuse("IO", "no such file", file=name, system=FileNotFoundError)
@@ -307,7 +308,7 @@ class RemoteStorage(Storage):
         return _stamp(info)
 
     def _check(self, name: str) -> None:
-        """Refuse an object that is not the version first seen under its name."""
+        """Refuse an object that is not the version first seen under the same name."""
         if not self._service.pinned and self._look(name) != self._stamp(name):
             raise refuse("CORRUPT", "the file was changed while the checkpoint was open", file=name)
 
@@ -316,7 +317,7 @@ class RemoteStorage(Storage):
         try:
             data = self._service.fetch(self._place(name), start, stop, name)
         except TransaxleError:
-            self._check(name)  # if the object has changed, this error says so instead
+            self._check(name)  # raises a clearer error if the object has changed
             raise
         self._check(name)
         if len(data) != stop - start:
@@ -325,7 +326,7 @@ class RemoteStorage(Storage):
         return data
 
     def _similar(self) -> str:
-        """Return a hint with the name most similar to a missing one; empty if none is similar."""
+        """Return a hint with the existing name most similar to a missing one; empty if none is similar."""
         above, _, missing = self._root.rpartition("/")
         try:
             neighbours = [

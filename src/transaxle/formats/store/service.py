@@ -1,14 +1,14 @@
-"""Remote services that store files under URLs: the calls to their fsspec clients, with errors converted to ours.
+"""Remote services that store files under URLs: calls of their fsspec clients, with errors of this package.
 
-Clients raise the exceptions of their libraries, with addresses and keys in the messages. Errors that leave this module
-are ours, one line long. fsspec and the client are imported when the first URL is opened.
+The clients raise their own libraries' exceptions, whose messages contain addresses and keys. Errors that leave this
+module are this package's own, one line long. fsspec and the client are imported when the first URL is opened.
 
-A URL may contain a password, or in its query string a signature that gives everybody access. Errors, reports
-and logs are read by others, so each URL and each message of a service is stripped of secrets before it is shown.
+A URL may contain a password, or in its query string a signature that gives everybody access. Other people read errors,
+reports and logs, so each URL and each message of a service is stripped of secrets before it is shown.
 
-Servers may send more than was requested: a whole file instead of a range, another range, or bytes without end. fsspec's
-HTTP client reads each response to its end; the session that it gets here stops after the requested bytes.
-Its S3 client accepts any bytes; `s3_range` also checks the response's `Content-Range`.
+Servers may send more than was requested: a whole file instead of a range, a wrong range, or endless bytes. fsspec's
+HTTP client reads each response to its end; the session that it gets here stops after the requested bytes.ested bytes.
+fsspec's S3 client accepts any bytes; `s3_range` also checks the response's `Content-Range`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from urllib.parse import unquote, urlsplit
 from transaxle.errors import HIDDEN, TransaxleError, refuse, without_secrets
 
 HUB = "hf"
-"""Scheme of the repositories of a Hugging Face hub."""
+"""URL scheme of repositories on a Hugging Face hub."""
 _LOCAL = "file"
 _LOCAL_HOSTS = ("", "localhost")
 _SECRET = re.compile(r"(?i)\b([\w-]*(?:secret|token|signature|password|credential|access[_-]?key)[\w-]*\s*[=:])\s*\S+")
 _KEY_ID = re.compile(r"\b(?:(?:AKIA|ASIA)[A-Z0-9]{8,}|hf_[A-Za-z0-9]{8,})\b")
 _LONGEST = 300
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "az": "abfs"}
-"""Alternative scheme -> usual scheme of the same service."""
+"""Maps an alternative URL scheme to the usual scheme of the same service."""
 
 
 def scheme(url: str) -> str:
-    """Return the scheme of a URL, the part before `://`."""
+    """Return the scheme of a URL: the part before `://`."""
     return url.partition("://")[0]
 
 
 def local_path(url: str) -> str | None:
-    """Return the local path of a `file://` URL; None for another scheme or another host."""
+    """Return the local path of a `file://` URL; None for a URL with a different scheme or a host."""
     if scheme(url).lower() != _LOCAL:
         return None
     parts = urlsplit(url)
@@ -62,7 +62,7 @@ def harmless(message: str) -> str:
 
 
 WEB = frozenset({"http", "https"})
-"""Schemes of web servers."""
+"""URL schemes of web servers."""
 _LONGEST_PAGE = 16 << 20
 """Maximum bytes of a response to a request without a range, such as a listing of a folder."""
 _RANGE = re.compile(r"bytes=([0-9]+)-([0-9]+)")
@@ -71,22 +71,22 @@ _SHOWN = 60
 
 
 class TooMuchError(OSError):
-    """The server sends more bytes than were requested."""
+    """Raised if a server sends more bytes than were requested."""
 
 
 class OtherRangeError(OSError):
-    """The server sends another range than the requested one."""
+    """Raised if a server sends a range different from the requested one."""
 
 
 def check_range(requested: str, received: str) -> None:
-    """Check that a response's range is the requested one; a response without `Content-Range` is accepted.
+    """Check that a response has the requested range; a response without `Content-Range` is accepted.
 
     Args:
         requested: `Range` header of the request; may be empty.
         received: `Content-Range` header of the response; may be empty.
 
     Raises:
-        OtherRangeError: if the ranges differ.
+        OtherRangeError: if the two ranges differ.
     """
     requested_range, received_range = _RANGE.fullmatch(requested), _SENT.match(received)
     if (
@@ -107,7 +107,7 @@ def _max_bytes(headers: Any) -> int:
 
 
 async def session(**options: Any) -> Any:
-    """Return an aiohttp session for fsspec's client that limits the size of responses; `options` are the client's."""
+    """Return an aiohttp session that limits the size of responses, for fsspec's client, which passes `options`."""
     from aiohttp import ClientResponse, ClientSession
 
     class Response(ClientResponse):
@@ -130,10 +130,10 @@ def s3_range(client: Any, path: str, start: int, stop: int) -> bytes:
     """Read a range of an S3 object, possibly shortened by the service; raise the client's exceptions.
 
     Args:
-        client: the s3fs client.
-        path: the client's path of the object.
+        client: the s3fs client of the service.
+        path: path of the object, as the client spells it.
         start: offset of the first byte.
-        stop: one past the last byte.
+        stop: offset after the last byte.
     """
     from fsspec.asyn import sync
     from s3fs.core import _error_wrapper, version_id_kw
@@ -156,32 +156,32 @@ _CLIENTS = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp",
     "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "sftp": "paramiko", "oci": "ocifs",
 }  # fmt: skip
-"""Scheme -> Python package that fsspec needs for it."""
+"""Maps a URL scheme to the Python package that fsspec needs for it."""
 S3 = frozenset({"s3", "s3a"})
-"""Schemes of S3-compatible services, whose uploads several processes can share."""
+"""URL schemes of S3-compatible services, on which several processes can share an upload."""
 NO_CREDENTIALS = frozenset({
     "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError",
     "UnauthorizedSSOTokenError", "ProfileNotFound", "DefaultCredentialsError", "RefreshError",
     "LocalTokenNotFoundError",
 })  # fmt: skip
-"""Names of clients' exceptions for missing or invalid credentials."""
+"""Names of the exceptions that clients raise for missing or invalid credentials."""
 _HOW_TO_LOG_IN = "Give the credentials in the way the service's client expects: environment, profile or login."
 
 Info = dict[str, Any]
-"""A service's information on a file or folder: `name`, `size`, `type`, and tags of its own."""
+"""A service's information on a file or folder: `name`, `size`, `type`, and keys that differ between services."""
 RANGES = "The server must support range requests."
-"""Hint for servers that ignore range requests."""
+"""Hint for the user if a server ignores requests for a range."""
 FILE = "file"
-"""Value of `type` for a file."""
+"""The value that the key `type` has for a file."""
 
 
 class Stream(Protocol):
-    """A file that is being written, and stays invisible until it is committed."""
+    """A file that is being written; it stays invisible until it is committed."""
 
     closed: bool
 
     def write(self, data: memoryview, /) -> int:
-        """Append bytes."""
+        """Append bytes to the file."""
 
     def close(self) -> None:
         """Send the remaining bytes; the file stays invisible."""
@@ -190,7 +190,7 @@ class Stream(Protocol):
         """Make the complete file visible."""
 
     def discard(self) -> None:
-        """Abandon the file."""
+        """Abandon the unfinished file."""
 
 
 class Readable(Protocol):
@@ -198,50 +198,50 @@ class Readable(Protocol):
 
     @property
     def scheme(self) -> str:
-        """Scheme of the URL, before `://`."""
+        """URL scheme of the service, without `://`."""
 
     @property
     def shown(self) -> str:
-        """The URL without secrets; for a pinned version the URL of that version."""
+        """The URL without secrets; for a pinned version, the URL that names the version."""
 
     @property
     def path(self) -> str:
-        """The service's path of the URL."""
+        """The path in the URL, as the service's client spells it."""
 
     @property
     def pinned(self) -> bool:
-        """Whether files cannot change, so that they need not be checked again."""
+        """Whether the files can never change, so that they need no later checks."""
 
     def info(self, path: str, file: str) -> Info | None:
-        """Return the current information on a file or folder; None if it does not exist."""
+        """Return the current information on a file or folder; None if the path does not exist."""
 
     def members(self, path: str, file: str) -> list[Info]:
-        """Return the direct contents of a folder; empty if it does not exist."""
+        """Return the direct contents of a folder; empty if the folder does not exist."""
 
     def fetch(self, path: str, start: int, stop: int, file: str) -> bytes:
-        """Return a range of a file's bytes, possibly shortened by the service."""
+        """Return the requested range of a file's bytes, which the service may shorten."""
 
 
 class Service:
-    """The service behind one URL.
+    """The storage service behind one URL.
 
     Args:
-        url: any URL that fsspec knows.
-        writing: open for writing; new files stay invisible until they are committed.
+        url: any URL that fsspec supports.
+        writing: open the service for writing; new files stay invisible until they are committed.
 
     Raises:
-        Refused: UNSUPPORTED for an unknown scheme, or if its package is missing.
-        StorageError: IO.
+        Refused: UNSUPPORTED for an unknown URL scheme, or if the package for the scheme is missing.
+        StorageError: IO, if the service fails or refuses.
     """
 
     pinned = False
-    """Files may change between requests."""
+    """False, since files may change between requests."""
 
     def __init__(self, url: str, *, writing: bool = False) -> None:
         self.scheme = scheme(url)
-        """Scheme of the URL, before `://`."""
+        """URL scheme of the service, without `://`."""
         self.shown = without_secrets(url)
-        """The URL without secrets."""
+        """The URL without passwords and signatures."""
         with self._convert_errors("opening it", self.shown):
             from fsspec.core import url_to_fs
 
@@ -257,23 +257,23 @@ class Service:
             except ValueError as error:
                 raise refuse("UNSUPPORTED", harmless(str(error)), file=self.shown) from None
             self.client: Any = client_and_path[0]
-            """The fsspec file system for the scheme."""
+            """The fsspec file system for the URL scheme."""
             self.path = str(client_and_path[1]).rstrip("/")
-            """The client's path of the URL, without a trailing `/`."""
+            """The path in the URL as the client spells it, without a trailing `/`."""
             if writing:
                 self.client.start_transaction()
             else:
                 self.client.invalidate_cache()
 
     def info(self, path: str, file: str) -> Info | None:
-        """Return the current information on a file or folder; None if it does not exist.
+        """Return the current information on a file or folder; None if the path does not exist.
 
         Args:
-            path: the client's path.
-            file: name for error messages.
+            path: path of the file or folder, as the client spells it.
+            file: name of the file or folder for error messages.
 
         Raises:
-            StorageError: IO.
+            StorageError: IO, if the service fails or refuses.
         """
         with self._convert_errors("reading its status", file):
             self.client.invalidate_cache()
@@ -283,10 +283,10 @@ class Service:
                 return None
 
     def members(self, path: str, file: str) -> list[Info]:
-        """Return the direct contents of a folder; empty if it does not exist.
+        """Return the direct contents of a folder; empty if the folder does not exist.
 
         Raises:
-            StorageError: IO.
+            StorageError: IO, if the service fails or refuses.
         """
         with self._convert_errors("opening it" if self.scheme in WEB else "listing the folder", file):
             self.client.invalidate_cache()
@@ -296,20 +296,20 @@ class Service:
                 return []
 
     def below(self, path: str, file: str) -> list[str]:
-        """Return the client's paths of all files below a folder.
+        """Return the paths of all files below a folder, as the client spells them.
 
         Raises:
-            StorageError: IO.
+            StorageError: IO, if the service fails or refuses.
         """
         with self._convert_errors("listing the folder", file):
             self.client.invalidate_cache()
             return sorted(self.client.find(path))
 
     def fetch(self, path: str, start: int, stop: int, file: str) -> bytes:
-        """Return a range of a file's bytes, possibly shortened by the service.
+        """Return the requested range of a file's bytes, which the service may shorten.
 
         Raises:
-            StorageError: IO.
+            StorageError: IO, if the service fails or refuses.
         """
         with self._convert_errors(f"reading {stop - start} bytes at offset {start}", file):
             if self.scheme in S3 and start < stop:
@@ -317,11 +317,11 @@ class Service:
             return bytes(self.client.cat_file(path, start=start, end=stop))
 
     def create(self, path: str, part: int, file: str) -> Stream:
-        """Start a file that is sent in parts of `part` bytes.
+        """Begin to write a file that is sent in parts of `part` bytes.
 
         Raises:
-            Refused: UNSUPPORTED if files cannot be written, or would be visible before they are complete.
-            StorageError: IO.
+            Refused: UNSUPPORTED if the service cannot write files, or would show them before they are complete.
+            StorageError: IO, if the service fails or refuses.
         """
         from fsspec.spec import AbstractBufferedFile
 
@@ -345,7 +345,7 @@ class Service:
         """Delete a file; a missing file is not an error.
 
         Raises:
-            StorageError: IO.
+            StorageError: IO, if the service fails or refuses.
         """
         with self._convert_errors("deleting it", file):
             self.client.invalidate_cache()
@@ -356,7 +356,7 @@ class Service:
 
     @contextmanager
     def as_storage_error(self, doing: str, file: str, *, missing: bool = False) -> Iterator[None]:
-        """Convert the client's exceptions to StorageError; `missing`: keep FileNotFoundError."""
+        """Convert the client's exceptions to StorageError; with `missing`, a FileNotFoundError stays as it is."""
         with self._convert_errors(doing, file, missing=missing):
             yield
 
@@ -369,12 +369,12 @@ class Service:
         except Exception as error:  # noqa: BLE001 - what clients raise has no common base
             if missing and isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(file) from None
-            # Without its cause: the client's message may contain a signed URL or a key.
+            # Raised without its cause: the client's message may contain a signed URL or a key.
             raise _storage_error(error, doing, file) from None
 
 
 def _system(error: Exception) -> type[OSError] | None:
-    """Return the OSError class that corresponds to a client's exception; None if there is none."""
+    """Return the OSError class that corresponds to a client's exception; None if none does."""
     return next((kind for kind in (FileNotFoundError, PermissionError) if isinstance(error, kind)), None)
 
 
