@@ -1,10 +1,10 @@
-"""Checks the checksums in files while the bytes are read.
+"""Checks the checksums that a container stores, while its bytes are read.
 
-A zip archive contains the CRC-32 of each record. Parts of a range that are read anyway are summed as they are read, in
-any order; only the rest of the range is read for the checksum alone.
+A zip archive contains the CRC-32 of each record. Each part that is read is added to the checksum of its range (its
+record), in any order; only the rest of the range is read for the checksum alone.sum alone.
 
 `copier.c` computes a CRC-32 in a third of zlib's time where the processor multiplies without carries, which is every
-x86-64 of the last ten years; elsewhere zlib computes the same number.
+x86-64 of the last ten years; on older processors zlib computes the same number.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from transaxle.formats.storage.storage import Overlay, Storage
 
 _BLOCK = 1 << 20
 _MAX_PARTS = 4096
-"""Maximum number of summed parts of a range; further parts are dropped, and read again at the end."""
+"""Maximum number of parts of a range with known checksums; further parts are dropped, and read again at the end."""
 _POLYNOMIAL, _ONES = 0xEDB88320, 0xFFFFFFFF
 _HINT = "Copy or download the file again; `transaxle verify` finds everything that is damaged."
 
 SummedRange = tuple[int, int, int]
-"""`(first byte in the file, one past the last byte, CRC-32 of the bytes)`."""
+"""A part with its checksum: `(first byte in the file, offset after the last byte, CRC-32 of the bytes)`."""
 
 
 class Tally(msgspec.Struct):
-    """Progress of the checksum of one range."""
+    """Progress of the checksum of one byte range of a file."""
 
     parts: list[SummedRange] = msgspec.field(default_factory=list)
-    """Summed parts, in order and without overlaps; adjacent parts are merged."""
+    """Parts with known checksums, in order and without overlaps; adjacent parts are merged."""
     read: int = 0
-    """Number of bytes read of the range; bytes read twice count twice."""
+    """Number of bytes of the range that were read; a byte that was read twice counts twice."""
     shared: int = 0
-    """Number of bytes read as short runs whose share of the checksum is known."""
+    """Number of bytes that were read as short runs, and whose share of the checksum is known."""
     share: int = 0
-    """XOR of these runs' shares of the checksum (see `copier.c`); bytes read twice cancel out."""
+    """XOR of the short runs' shares of the checksum (see `copier.c`); bytes that were read twice cancel out."""
     cover: int = 0
-    """Value that `share` would have if each byte were 255; it shows which bytes `share` includes."""
+    """Value that `share` would have if each byte were 255; by this value one sees which bytes `share` includes."""
 
     def add(self, summed: SummedRange) -> None:
-        """Add a summed part; drop it if it overlaps another part, or exceeds the cap."""
+        """Add a part with its checksum, unless it overlaps an earlier part or there are too many parts."""
         at = bisect_left(self.parts, summed)
         previous = self.parts[at - 1] if at else None
         following = self.parts[at] if at < len(self.parts) else None
@@ -69,7 +69,7 @@ class Tally(msgspec.Struct):
             self.parts[first:last] = [summed]
 
     def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the byte ranges in `[start, stop)` that are not summed yet."""
+        """Return the byte ranges in `[start, stop)` whose checksums are not known yet."""
         gaps = []
         at = max(bisect_right(self.parts, (start, start, 0)) - 1, 0)
         for first, last, _ in self.parts[at:]:
@@ -82,12 +82,13 @@ class Tally(msgspec.Struct):
 
 
 class Witness(Overlay):
-    """A storage that checks the checksums of byte ranges while they are read. Safe to share between threads.
+    """A storage that checks the stored checksums of byte ranges while these ranges are read. Several threads can share
+    it.
 
     Args:
         below: the storage of the files.
-        checksums: checksums of ranges of the files; no two ranges overlap.
-        entries: the tensors, to name the tensor in a damaged range.
+        checksums: stored checksums of byte ranges of the files; no two ranges overlap.
+        entries: the tensors of the checkpoint, by which an error names the tensor in a damaged range.
     """
 
     def __init__(self, below: Storage, checksums: Sequence[Checksum], entries: Mapping[str, Entry]) -> None:
@@ -105,7 +106,7 @@ class Witness(Overlay):
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """See `Storage`; ranges with a checksum are read by separate steps, so that each part can be summed."""
+        """Add a read as in `Storage`; ranges with a checksum are read by separate steps, so that each gets its sum."""
         if loops:
             self._add_strided_read(steps, name, offset, view, width, loops)
             return
@@ -130,7 +131,7 @@ class Witness(Overlay):
     def _add_strided_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
     ) -> None:
-        """Add a strided read; if all of its runs are in one range, add their share of the checksum."""
+        """Add a strided read; if all of its runs are in one range with a checksum, add their share of the checksum."""
         self.below.add_read(steps, name, offset, view, width, loops)
         total, end = _extent(offset, width, loops)
         touched = [*self._ranges_in(name, offset, end)]
@@ -144,11 +145,11 @@ class Witness(Overlay):
                 steps.then(partial(self._count_shared, checksum, total, end, result, cover))
 
     def recheck(self) -> None:
-        """Check that no file has changed, and read the rest of each partly read range, to check its checksum.
+        """Check that no file has changed, then finish reading each partly read range, and check its checksum.
 
         Raises:
             Refused: CORRUPT, for each range whose bytes do not match its checksum.
-            StorageError: IO.
+            StorageError: IO, if a file cannot be read.
         """
         super().recheck()
         self.check_rest(self.open())
@@ -161,18 +162,19 @@ class Witness(Overlay):
                 self._tally(checksum)
 
     def open(self) -> list[Checksum]:
-        """Return the ranges that were partly read and are not checked yet."""
+        """Return the ranges that were partly read and whose checksums are not checked yet."""
         with self._lock:
             return list(self._tallies)
 
     def take_tallies(self) -> dict[Checksum, Tally]:
-        """Return the partly read ranges with their progress, to combine them with other ranks', and forget them.
+        """Return the partly read ranges with their progress, to combine it with that of other ranks, and forget the
+        progress here.
 
-        A range that was mostly read is first read to its end, and checked.
+        A range of which at least half was read is first read to its end, and checked.
 
         Raises:
             Refused: CORRUPT, for each range whose bytes do not match its checksum.
-            StorageError: IO.
+            StorageError: IO, if a file cannot be read.
         """
         self.check_rest([each for each in self.open() if 2 * self.tally(each).read >= each.size])
         self.refuse_wrong()
@@ -181,11 +183,11 @@ class Witness(Overlay):
         return tallies
 
     def tally(self, checksum: Checksum) -> Tally:
-        """Return the progress of a range that is not checked yet; an empty tally if nothing was read."""
+        """Return the progress of a range whose checksum is not checked yet; an empty tally if nothing was read."""
         return self._tallies.get(checksum, Tally())
 
     def count(self, checksum: Checksum, parts: Sequence[SummedRange]) -> None:
-        """Add summed parts of a range, and check it once they cover it."""
+        """Add parts with their checksums to a range, and check the range once the parts cover it."""
         with self._lock:
             tally = self._tally(checksum)
             if tally is None:
@@ -198,11 +200,11 @@ class Witness(Overlay):
                 del self._tallies[checksum]
 
     def combine_tallies(self, checksum: Checksum, tallies: Sequence[Tally]) -> None:
-        """Combine the progress of several ranks in a range, and check the range once it is covered.
+        """Combine the progress of several ranks in one range, and check the range if all its bytes were read.
 
         Args:
-            checksum: the range.
-            tallies: the progress of all ranks, including this one.
+            checksum: the range, with its stored checksum.
+            tallies: the progress of each rank, including this rank.
         """
         self.count(checksum, [part for tally in tallies for part in tally.parts])
         share, cover = (reduce(xor, each) for each in zip(*((each.share, each.cover) for each in tallies), strict=True))
@@ -210,10 +212,10 @@ class Witness(Overlay):
             self._check_share(checksum, sum(tally.shared for tally in tallies), share, cover)
 
     def check_rest(self, checksums: Collection[Checksum]) -> None:
-        """Read the unread parts of ranges, and check the ranges.
+        """Read the bytes of ranges that nobody has read, and check the ranges' checksums.
 
         Raises:
-            TransaxleError: for a failed read.
+            TransaxleError: if a read fails.
         """
         buffer = bytearray(min(_BLOCK, max((checksum.size for checksum in checksums), default=0)))
         with Steps() as steps:
@@ -224,17 +226,17 @@ class Witness(Overlay):
                     self.count(checksum, [(first, last, self._crc_of(checksum.file, first, last, buffer, steps))])
 
     def is_right(self, checksum: Checksum) -> bool | None:
-        """Tell whether a range matches its checksum; None if it is not checked yet."""
+        """Tell whether a range matches its checksum; None if the range is not checked yet."""
         return self._results.get(checksum) if checksum.size else checksum.crc32 == 0
 
     def refuse_wrong(self, places: Iterable[tuple[str, int, int]] | None = None) -> None:
         """Refuse checked ranges that do not match their checksum.
 
         Args:
-            places: `(file, first byte, number of bytes)` to which the refusal is limited; None: all ranges.
+            places: `(file, first byte, number of bytes)` of the only ranges to refuse; None: all ranges.
 
         Raises:
-            Refused: CORRUPT, for each of these ranges.
+            Refused: CORRUPT, for each range that is refused.
         """
         with self._lock:
             wrong = {checksum: None for checksum, right in self._results.items() if not right}
@@ -250,7 +252,7 @@ class Witness(Overlay):
         return Refusal("CORRUPT", message, Where(checksum.file, self._tensor_in(checksum)), _HINT)
 
     def _count_read(self, checksum: Checksum, start: int, stop: int) -> list[tuple[int, int]]:
-        """Count bytes of a range as read, and return the parts of them that are not summed yet."""
+        """Count bytes of a range as read, and return those parts of them whose checksums are not known yet."""
         with self._lock:
             tally = self._tally(checksum)
             if tally is None:
@@ -259,24 +261,24 @@ class Witness(Overlay):
             return tally.gaps(start, stop)
 
     def _check_whole(self, checksum: Checksum, crc: c_uint32) -> None:
-        """Check a range that was read and summed as a whole."""
+        """Check a range that was read as a whole and whose checksum is computed."""
         with self._lock:
             self._results.setdefault(checksum, crc.value == checksum.crc32)
             self._tallies.pop(checksum, None)
 
     def _count_one(self, checksum: Checksum, first: int, last: int, crc: c_uint32) -> None:
-        """Count a part of a range that was read and summed."""
+        """Count a part of a range that was read and whose checksum is computed."""
         self.count(checksum, [(first, last, crc.value)])
 
     def _count_runs(self, checksum: Checksum, total: int) -> None:
-        """Count the bytes of runs that were read but not summed."""
+        """Count the bytes of runs that were read, but whose checksum was not computed."""
         with self._lock:
             tally = self._tally(checksum)
             if tally is not None:
                 tally.read += total
 
     def _count_shared(self, checksum: Checksum, total: int, end: int, result: array[int], cover: int) -> None:
-        """Count runs whose share of the checksum was computed; `result`: returned by `Steps.add_crc_share`."""
+        """Count runs whose share of the checksum was computed; `result` comes from `Steps.add_crc_share`."""
         self._count_runs(checksum, total)
         with self._lock:
             tally = self._tally(checksum)
@@ -289,10 +291,11 @@ class Witness(Overlay):
             self._check_share(checksum, tally.shared, tally.share, tally.cover)
 
     def _check_share(self, checksum: Checksum, shared: int, share: int, cover: int) -> None:
-        """Check a range by the shares of its runs, if these include each of its bytes exactly once.
+        """Check a range by the shares of its runs, if the shares include each byte of the range exactly once.
 
-        Otherwise (a byte was read twice, and another never) the range stays unchecked, and is read again later. `share`
-        alone cannot show this: zeros contribute nothing to it, and bytes read twice cancel out.
+        Otherwise (a byte was read twice, and another byte never) the range stays unchecked, and is read again later.
+        `share` alone cannot show whether bytes are missing: zeros contribute nothing to it, and bytes read twice cancel
+        out.
         """
         if shared != checksum.size or checksum in self._results or cover != _cover(checksum.size, ()):
             return
@@ -324,7 +327,7 @@ class Witness(Overlay):
             at += 1
 
     def _tally(self, checksum: Checksum) -> Tally | None:
-        """Return the progress of a range; None if it is already checked."""
+        """Return the progress of a range; None if the range is already checked."""
         return None if checksum in self._results else self._tallies.setdefault(checksum, Tally())
 
     def _tensor_in(self, checksum: Checksum) -> str | None:
@@ -336,7 +339,7 @@ class Witness(Overlay):
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, str]]]:
-        """File -> sorted `(offset, name)` of its tensors."""
+        """Maps each file to its tensors, as a sorted list of `(offset, name)`."""
         places_by_file: dict[str, list[tuple[int, str]]] = {}
         for name, entry in self._entries.items():
             for extent in entry.extents:
@@ -345,7 +348,7 @@ class Witness(Overlay):
 
 
 def _extent(offset: int, width: int, loops: Sequence[Loop]) -> tuple[int, int]:
-    """Return the total bytes of strided runs, and the offset in the file at which the last run ends."""
+    """Return the total bytes of strided runs, and the file offset at which the last run ends."""
     total = width * prod(count for count, _, _ in loops)
     return total, offset + width + sum((count - 1) * step for count, step, _ in loops)
 
@@ -361,9 +364,9 @@ def _cover(width: int, loops: tuple[tuple[int, int], ...]) -> int:
 
 
 def _geometric_sum(share: int, power: int, count: int) -> int:
-    """Return the sum of `share * power**i` for i in `range(count)`, as polynomials."""
+    """Return the polynomial `share` times the sum of `power**i` for i in `range(count)`."""
     total = 0
-    upto = 1 << 31  # `power` to the number of terms so far; here the polynomial 1
+    upto = 1 << 31  # `power` to the number of terms summed so far: at first none, so the polynomial 1
     for bit in f"{count:b}":
         total ^= _times(upto, total)
         upto = _times(upto, upto)
@@ -379,17 +382,17 @@ def with_checks(container: Container) -> Container:
 
 
 def merge_parts(first: SummedRange, second: SummedRange) -> SummedRange:
-    """Merge two adjacent summed parts.
+    """Merge two adjacent parts and their checksums.
 
-    The CRC-32 of A followed by B is the CRC of A, shifted by the length of B, xor the CRC of B. CRCs are polynomials
-    modulo a fixed one, and a shift by a byte multiplies by x**8 (zlib's `crc32_combine`, which Python lacks).
+    The CRC-32 of A followed by B is the CRC of A, shifted by the length of B, XOR the CRC of B. CRCs are polynomials
+    modulo a fixed polynomial, and a shift by a byte multiplies by x**8 (zlib's `crc32_combine`, which Python lacks).
     """
     return first[0], second[1], _times(crc_shift(second[1] - second[0]), first[2]) ^ second[2]
 
 
 @lru_cache(1024)
 def crc_shift(size: int) -> int:
-    """Return x**(8 * size) modulo the CRC polynomial; the highest bit is the lowest power."""
+    """Return x**(8 * size) modulo the CRC polynomial; the highest bit is the coefficient of the lowest power."""
     power, square = 1 << 31, 1 << 23
     while size:
         if size & 1:
@@ -401,7 +404,7 @@ def crc_shift(size: int) -> int:
 
 def _times(first: int, second: int) -> int:
     """Return the product of two polynomials modulo the CRC polynomial."""
-    # Carry-less multiplication: bits are coefficients, the lowest power in the highest bit.
+    # Carry-less multiplication: bits are coefficients, and the highest bit belongs to the lowest power.
     product = 0
     for bit in range(31, -1, -1):
         if first >> bit & 1:
@@ -411,15 +414,15 @@ def _times(first: int, second: int) -> int:
 
 
 _MIN_BYTES = 1 << 12
-"""Smallest number of bytes for which the compiled function is called."""
+"""Minimum number of bytes for which the compiled function is called."""
 _CRC = ctypes.c_uint32
 
 
 def crc32(data: memoryview, crc: int = 0) -> int:
-    """Return the CRC-32 of `data`, continued from `crc`.
+    """Return the CRC-32 of `data`, continuing the checksum `crc`.
 
     Args:
-        data: the bytes, contiguous.
+        data: the bytes to add, contiguous in memory.
         crc: CRC-32 of the preceding bytes.
     """
     compiled = load_crc32() if data.nbytes >= _MIN_BYTES else None
@@ -432,5 +435,5 @@ def crc32(data: memoryview, crc: int = 0) -> int:
 
 @cache
 def load_crc32() -> Callable[..., int] | None:
-    """Return the compiled CRC-32 function; None if it was not built, or was built from another source."""
+    """Return the compiled CRC-32 function; None if it was not built, or does not match its source."""
     return compiled_function("transaxle_crc32", (ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_CRC)), ctypes.c_int64)

@@ -1,7 +1,8 @@
-"""Detects the format of a path: tries the clues of all formats in a fixed order, and uses the first match.
+"""Detects the format of a path: tries the clues of all formats in a fixed order, and uses the first format that
+matches.
 
-A folder may contain a checkpoint twice, in two formats or two precisions. So the order of the clues is fixed, files
-that were not chosen are listed as ignored, and the user is asked if one clue has two matches; nothing is guessed.
+One folder may contain a checkpoint twice, in two formats or two precisions. So the order of the clues is fixed, files
+that were not chosen are listed as ignored, and the user must choose if one clue has two matches; nothing is guessed.
 
 """
 
@@ -61,25 +62,25 @@ _OF_RANKS = (
 )
 _MAX_SUBFOLDERS = 50
 _SNAPSHOTS = "snapshots"
-"""Folder in huggingface_hub's cache that has a sub-folder for each revision."""
+"""Folder in huggingface_hub's cache that contains one sub-folder per revision."""
 _ORIGIN = "Give the checkpoint that it was made from, or save its tensors as safetensors."
 _WRITTEN_AS = re.compile(rb'\{\s*"transaxle":\s*\d+,\s*"format":\s*"([A-Za-z0-9_.+-]{1,100})"')
-"""Start of our manifests; the rest, which may be long, is not read."""
+"""Pattern for the start of Transaxle's manifests; the rest of a manifest, which may be long, is not read."""
 _LONGEST_BEGINNING = 512
 _PART_NAMES = re.compile(
     r"\.hf_metadata|model|optim|pytorch_model_fsdp_\d+|optimizer_\d+|(?:optimizer(?:_\d+)?|scheduler)\.(?:pt|bin)"
 )
-"""Names of files and folders that occur in step folders of parts, see `step_parts`."""
+"""Names of files and folders that occur in step folders with parts, see `step_parts`."""
 _WEIGHTS = "weights"
-"""Option of readers of formats that may store the weights twice."""
+"""Name of a reader's option, for formats that may store the weights twice."""
 
 
 class _Match(NamedTuple):
-    """A candidate: a member of a folder that may be a checkpoint."""
+    """A candidate: a file or sub-folder of a folder that may be a checkpoint."""
 
     kind: Format
     clue: Clue | None
-    """The clue that matched; None if the user named the format of a file."""
+    """The clue that matched; None if the user named the format of a single file."""
     member: str
 
 
@@ -97,20 +98,20 @@ def open_container(
     """Open the checkpoint that a path denotes: a folder, an index or a tensor file.
 
     Args:
-        path: folder or file.
+        path: path of the folder or file.
         format: name of the only format to try; None: all formats.
-        weights: which weights to read, if the format stores them twice; None: the copies of the optimizer.
-        cutter: tells how ranks sharded parameters, if the checkpoint does not.
-        optimizer: whether to read the optimizer's state; None: if its parameter names are in the checkpoint.
-        average: average replicas that differ; only formats with a file per rank have replicas.
+        weights: which weights to read, if the format stores them twice; None: the optimizer's (master) copies.
+        cutter: tells how ranks sharded parameters, if the checkpoint does not record it.
+        optimizer: whether to read the optimizer's state; None: only if the checkpoint has its parameter names.
+        average: average replicas that differ; only formats with one file per rank have replicas.
         lenient: ignore `weights` and `average` for formats to which they do not apply, instead of refusing.
-        naming: names the parameters of an optimizer whose state has only their numbers.
+        naming: function that names an optimizer's parameters, if its state has only their numbers.
 
     Raises:
         UsageError: AMBIGUOUS if the first matching clue has two candidates, or if there is no such format.
-        Refused: UNSUPPORTED if there is no checkpoint; INCOMPLETE for one shard of several; other codes of the format's
-            reader refuses.
-        StorageError: IO.
+        Refused: UNSUPPORTED if there is no checkpoint; INCOMPLETE for one shard of several; the codes of the format's
+            reader if it refuses the files.
+        StorageError: IO, if a file cannot be read.
     """
     kind = None if format is None else find(format)
     if format is not None and kind is None:
@@ -143,16 +144,16 @@ def _inapplicable(weights: Weights | None, *, average: bool) -> tuple[tuple[str,
 
 
 class _Choices(NamedTuple):
-    """The user's choices for opening a place."""
+    """The user's choices for opening a path."""
 
     kind: Format | None = None
     """The only format to try; None: all formats."""
     options: Mapping[str, Any] = {}
-    """Options of the readers, by name."""
+    """Options for the readers, by name."""
     inapplicable: Sequence[tuple[str, str]] = ()
-    """`(message, hint)` to refuse a format that stores each weight once; see `_inapplicable`."""
+    """`(message, hint)` for the refusal if the format stores each weight once; see `_inapplicable`."""
     naming: Naming | None = None
-    """Names the numbered parameters of an optimizer; None: leave them behind."""
+    """Function that names an optimizer's numbered parameters; None: their state is not read."""
 
 
 def _open(storage: Storage, path: str, choices: _Choices) -> Container:
@@ -172,12 +173,12 @@ def _open(storage: Storage, path: str, choices: _Choices) -> Container:
 
 
 def _may_have_parts(folder: Folder) -> bool:
-    """Tell whether a folder may be a step folder of parts, see `step_parts`."""
+    """Tell whether a folder may be a step folder with parts, see `step_parts`."""
     return any(map(_PART_NAMES.fullmatch, (*folder.names, *folder.folders)))
 
 
 def _open_parts(folder: Folder, path: str, matches: Sequence[_Match], choices: _Choices) -> Container:
-    """Open a folder whose names are those of a step folder of parts, see `step_parts`, even if it has no parts."""
+    """Open a folder that looks like a step folder with parts (see `step_parts`), even if it has no parts."""
     from transaxle.formats.step_parts import in_part, weights_folders, with_model_files, with_parts
 
     folder = replace(folder, storage=with_model_files(folder))
@@ -200,7 +201,7 @@ def _open_parts(folder: Folder, path: str, matches: Sequence[_Match], choices: _
 
 
 def _open_match(folder: Folder, path: str, matches: Sequence[_Match], choices: _Choices) -> Container:
-    """Open the checkpoint that the clues matched."""
+    """Open the checkpoint for which the clues matched."""
     storage = folder.storage
     if len(matches) > 1:
         raise _refuse_several(path, matches)
@@ -237,12 +238,12 @@ def _folder(storage: Storage, inside: str = "") -> Folder:
     if storage.single:
         return Folder(storage, "", (storage.single,), ())
     listing = storage.listing(inside)
-    # Members that must not be read are candidates too: opening one explains why, unlike a plain "nothing here".
+    # Candidates include files that must not be read: opening one explains why, unlike a plain "nothing here".
     return Folder(storage, f"{inside}/" if inside else "", listing.everything(), listing.folders)
 
 
 def _first_matches(folder: Folder, only: Format | None) -> list[_Match]:
-    """Return the matches of the first clue that has any; clues with the same place are tried together."""
+    """Return the matches of the first clue that has any; clues of equal rank are tried together.together."""
     if only is not None:
         return _matches_of([only], folder)
     writer = _written_format(folder)
@@ -253,7 +254,8 @@ def _first_matches(folder: Folder, only: Format | None) -> list[_Match]:
 def _written_format(folder: Folder) -> Format | None:
     """Return the plugin format that a folder's manifest names; None for a built-in format or without a manifest.
 
-    A plugin's files may have names like those of a built-in format, whose clue would otherwise match first.
+    A plugin's files may have names like those of a built-in format, and the clue of the built-in format would then
+    match first.
 
     Raises:
         Refused: UNSUPPORTED if no installed package provides the format.
@@ -264,7 +266,7 @@ def _written_format(folder: Folder) -> Format | None:
     try:
         beginning = folder.storage.read(file, 0, min(folder.storage.size(file), _LONGEST_BEGINNING))
     except TransaxleError:
-        return None  # a manifest that cannot be read is no manifest
+        return None  # a manifest that cannot be read counts as missing
     match = _WRITTEN_AS.match(beginning)
     name = match[1].decode() if match else SAFETENSORS.name
     if name in builtin():
@@ -297,24 +299,24 @@ def _by_place(formats: Iterable[Format]) -> Iterator[list[tuple[Format, Clue]]]:
 
 
 def _shard(member: str) -> re.Match[str] | None:
-    """Match the name of a shard, with groups for its number and the count; None for other names."""
+    """Match the name of a shard, with groups for its number and the count; None for a name that is not a shard's."""
     return _SHARD.fullmatch(member.removesuffix(next((end for end in one_file_ends() if member.endswith(end)), "")))
 
 
 def _rank(file: str) -> tuple[str, int] | None:
-    """Split the name of a rank's file into the name without the rank, and the rank; None for other names."""
+    """Split the name of a rank's file into the name without the rank, and the rank; None if there is no rank in it."""
     match = _RANK.fullmatch(file)
     return None if match is None else (f"{match[1]}{match[3]}", int(match[2]))
 
 
 def part_of_ranks(storage: Storage) -> Refusal | None:
-    """Return a refusal if a single file is, by its name, the file of one rank of several, and so not a whole model."""
+    """Return a refusal if a single file is, by its name, the file of one rank of several, so not a whole model."""
     rank = _rank(storage.single) if storage.single else None
     if rank is None:
         return None
     neighbours: list[str] = []
     if not is_url(storage.path):
-        with suppress(OSError):  # without a listing, the name alone decides
+        with suppress(OSError):  # if the folder cannot be listed, the name alone decides
             neighbours = os.listdir(os.path.dirname(storage.path) or ".")  # noqa: PTH120, PTH208 - as typed
     sibling_files = {
         other[1]: name for name in sorted(neighbours) if (other := _rank(name)) is not None and other[0] == rank[0]
@@ -349,7 +351,7 @@ def _refuse_several(path: str, matches: Sequence[_Match]) -> TransaxleError:
 
 
 def _refuse_nothing(folder: Folder, only: Format | None) -> TransaxleError:
-    """Return the refusal of a place without a checkpoint; it lists the contents, and sub-folders that have one."""
+    """Return the refusal of a path without a checkpoint; it lists the contents, and sub-folders with a checkpoint."""
     storage = folder.storage
     summary = f"no {only.name} checkpoint" if only else "no checkpoint"
     if storage.single:
@@ -366,7 +368,7 @@ def _refuse_nothing(folder: Folder, only: Format | None) -> TransaxleError:
     names = [*folder.names, *(f"{name}/" for name in folder.folders)]
     path = storage.path.rstrip("/")
     subfolders = [name for name in folder.folders if name not in (STATE_FOLDER, _SNAPSHOTS)]
-    if _SNAPSHOTS in folder.folders:  # in a hub's cache, other folders contain files under hashes instead of names
+    if _SNAPSHOTS in folder.folders:  # other folders of a hub's cache contain files named by hashes
         subfolders = [f"{_SNAPSHOTS}/{name}" for name in storage.listing(_SNAPSHOTS).folders]
     deeper = [f"{path}/{name}" for name in subfolders[:_MAX_SUBFOLDERS] if _has_checkpoint(storage, name, only)]
     hint = ""
@@ -389,7 +391,7 @@ def _refuse_file(path: str, summary: str, only: Format | None) -> TransaxleError
         return refuse("UNSUPPORTED", f"{summary}: files that end in {end} are not read", file=path, hint=_ORIGIN)
     elif not is_url(path) and _is_checkpoint(around := os.path.dirname(path) or "."):  # noqa: PTH120 - as typed
         hint = f"Give the folder: {around}"
-    else:  # safetensors files may have any name; files of other formats keep their endings
+    else:  # safetensors files may have any name; in the remaining formats, files keep their endings
         hint = f"If it is a safetensors file all the same, say so: --format {SAFETENSORS.name}."
     return refuse("UNSUPPORTED", f"{summary}: the file's name does not tell a known format", file=path, hint=hint)
 
@@ -411,7 +413,7 @@ def _weights_folders(folder: Folder) -> list[str]:
 
 
 def _has_checkpoint(storage: Storage, inside: str, only: Format | None) -> bool:
-    """Tell whether a sub-folder looks like a checkpoint; False if it cannot be read."""
+    """Tell whether a sub-folder looks like a checkpoint; False if the sub-folder cannot be read."""
     try:
         folder = _folder(storage, inside)
         return SCRATCH not in folder.folders and bool(_first_matches(folder, only) or _weights_folders(folder))

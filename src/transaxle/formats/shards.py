@@ -169,7 +169,7 @@ def _state_of(storage: Storage, member: str) -> str | None:
 def _read_set(
     storage: Storage, member: str, read: Callable[[str], FileContent], faults: Faults
 ) -> tuple[dict[str, FileContent], dict[str, Entry], dict[str, str]]:
-    """Read a file, or all shards of an index; return contents, tensors, and the string values of the index's metadata."""
+    """Read a file, or all shards of an index; return contents, tensors, and the strings in the index's metadata."""
     if not member.endswith(INDEX):
         content = read(member)
         return {member: content}, dict(content.entries), {}
@@ -198,9 +198,7 @@ def _check_index(storage: Storage, index: str, weight_map: Mapping[str, str], fa
     whole_file = index.removeprefix(folder).removesuffix(INDEX)
     files_here = storage.listing(folder.rstrip("/")).everything()
     numbered = [match.groups() for shard in index_shards if (match := _NUMBERED.fullmatch(shard))]
-    sets = set(
-        numbered if len(numbered) == len(index_shards) else ()
-    )  # foreign names are refused elsewhere
+    sets = set(numbered if len(numbered) == len(index_shards) else ())  # foreign names are refused elsewhere
     for shard in files_here:
         match = _NUMBERED.fullmatch(shard)
         if match and match.groups() in sets and shard not in index_shards:

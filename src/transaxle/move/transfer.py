@@ -1,13 +1,13 @@
 """Transfers (strided copies in bytes), and the interfaces of the sources, sinks and exchanges that they use.
 
-A transfer copies bytes from a file to a tensor, and has no axes. `clip` cuts it by a byte range of the target, so that
-a tensor of any size is produced block by block in fixed memory. `add_transfers` adds the reads and copies that fill a
-buffer to a list of steps. Runs near one another in a file are read in one span into a scratch buffer, and scattered
-from there; distant runs are read directly into place.
+A transfer copies bytes from a file to a tensor, and knows nothing of axes. `clip` cuts a transfer by a byte range of
+the target, so that a tensor of any size is produced block by block in fixed memory. `add_transfers` appends to a list
+of steps the reads and copies that fill a buffer. Runs near one another in a file are read in one span into a scratch
+buffer, and copied to their places from there; distant runs are read directly into place.
 
-The files of a storage and the memory of ranks have one interface (`Readable`). Between ranks an `Exchange` moves
-parcels of bytes, in rounds of bounded memory. All ranks know each parcel's sender, receivers and size, so parcels have
-no headers.
+The files of a storage and the memory of ranks are read through one interface (`Readable`). Between ranks an `Exchange`
+moves parcels of bytes, in rounds of bounded memory. All ranks know each parcel's sender, receivers and size, so parcels
+have no headers.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A strided copy from a file into a tensor, in bytes."""
 
     file: str
-    """Name of the source file in its container."""
+    """Name of the source file, in its container."""
     source: int
-    """Byte offset of the first element in the file."""
+    """Byte offset in the file of the first element to copy."""
     target: int
-    """Byte offset of the first element in the target tensor or chunk."""
+    """Byte offset in the target tensor or chunk of the first element to copy."""
     width: int
-    """Bytes of one contiguous run; `loops` repeat it."""
+    """Bytes of one contiguous run; `loops` repeat the run."""
     loops: tuple[Loop, ...] = ()
     """`(count, source stride, target stride)` in bytes, in target order, outermost first."""
 
     @property
     def size(self) -> int:
-        """Number of bytes copied."""
+        """Number of bytes that the transfer copies."""
         count = self.width
         for loop in self.loops:
             count *= loop[0]
@@ -49,7 +49,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def target_end(self) -> int:
-        """One past the last byte written."""
+        """Offset after the last byte written in the target."""
         end = self.target + self.width
         for count, _, step in self.loops:
             end += (count - 1) * step
@@ -57,7 +57,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def source_span(self) -> int:
-        """Bytes from the first to the last byte read, gaps included."""
+        """Number of bytes from the first to the last byte read, gaps included."""
         span = self.width
         for count, step, _ in self.loops:
             span += (count - 1) * step
@@ -65,7 +65,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def is_dense(self) -> bool:
-        """Whether the runs are contiguous in the file, in the order of the target."""
+        """Whether the runs follow one another in the file without gaps, in the order of the target."""
         span = self.width
         for count, step, _ in reversed(self.loops):
             if step != span:
@@ -83,11 +83,11 @@ def lower(file: str, base: int, itemsize: int, source: int, target: int, loops: 
     """Turn a box copy in elements into a transfer in bytes.
 
     Args:
-        file: the file that contains the source chunk.
-        base: byte offset of the chunk in the file.
+        file: name of the file that contains the source chunk.
+        base: byte offset in the file at which the chunk begins.
         itemsize: bytes per element.
-        source: index of the first element in the chunk.
-        target: index of the first element in the target.
+        source: index in the chunk of the first element to copy.
+        target: index in the target tensor of the first element to copy.
         loops: coalesced `(count, source stride, target stride)` in elements.
     """
     scaled = [(count, step * itemsize, into * itemsize) for count, step, into in loops]
@@ -98,16 +98,16 @@ def lower(file: str, base: int, itemsize: int, source: int, target: int, loops: 
 
 
 def as_box_copy(transfer: Transfer, itemsize: int) -> BoxCopy:
-    """Return a transfer between tensors of one dtype as a box copy in elements: the inverse of `lower`."""
+    """Return a transfer between tensors of one dtype as a box copy in elements; this inverts `lower`."""
     loops = [(count, source // itemsize, target // itemsize) for count, source, target in transfer.loops]
     run = (transfer.width // itemsize, 1, 1)
     return BoxCopy(transfer.source // itemsize, transfer.target // itemsize, (*loops, run))
 
 
 def clip(transfer: Transfer, start: int, stop: int) -> Iterator[Transfer]:
-    """Cut a transfer by the byte range `[start, stop)` of the target.
+    """Return the parts of a transfer whose target bytes are in `[start, stop)`.
 
-    Post-condition: the results are disjoint, and copy exactly the bytes with a target in the range.
+    Post-condition: the returned transfers are disjoint, and copy exactly the bytes whose target is in the range.
     """
     if start <= transfer.target and transfer.target_end <= stop:
         yield transfer
@@ -137,11 +137,10 @@ def clip_blocks(transfers: Sequence[Transfer], ends: Iterable[int]) -> Iterator[
     """Clip transfers to consecutive blocks of the target.
 
     Args:
-        transfers: sorted by their first target byte.
+        transfers: the transfers, sorted by their first target byte.
         ends: end offset of each block in the target, in bytes; the first block starts at 0.
 
-    Yields:
-        `(start, stop, transfers clipped to that range)`.
+    Yields: `(start, stop, transfers clipped to that range)`, one for each block.
     """
     running: list[Transfer] = []
     next_transfer = start = 0
@@ -155,13 +154,13 @@ def clip_blocks(transfers: Sequence[Transfer], ends: Iterable[int]) -> Iterator[
 
 
 _SIDE_BY_SIDE = 1 << 20
-"""Bytes of the scratch buffer that several transfers share, at most: few enough to stay in the cache."""
+"""Maximum bytes of the scratch buffer for several transfers together: few enough to stay in the processor's cache."""
 
 
 class Readable(Protocol):
-    """A source of transfers, such as the files of a storage (`formats.Storage`).
+    """A source that transfers read from, such as the files of a storage (`formats.Storage`).
 
-    A source that also has `lend` (see `Memory`) is copied from, not read.
+    A source that has a method `lend` as well (see `Memory`) is copied from, not read.
     """
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
@@ -170,17 +169,17 @@ class Readable(Protocol):
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """Add a read to `steps`: a file's bytes from `offset` on, or strided runs of them, into `view`."""
+        """Add to `steps` a read into `view`: a file's bytes from `offset` on, or strided runs of bytes."""
 
 
 class Memory(Readable, Protocol):
-    """The memory of several ranks as one storage; each file is a part of a tensor, on one rank."""
+    """The memory of several ranks as one storage; a file stands for one rank's part of a tensor."""
 
     def lend(self, name: str, offset: int, size: int) -> Bytes:
-        """Return bytes of a file of this rank without a copy. Read them once only: they may change at any time."""
+        """Return bytes of this rank's memory without a copy. Read them only once, as they may change at any time."""
 
     def owner(self, name: str) -> int:
-        """Return the rank that has a file; no other rank can read it."""
+        """Return the rank whose memory has a file; no other rank can read it."""
 
 
 class Writable(Protocol):
@@ -191,59 +190,59 @@ class Writable(Protocol):
 
 
 class StepWritable(Writable, Protocol):
-    """Local files, to which a list of steps can write."""
+    """Local files, for which writes can be added to a list of steps."""
 
     def add_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
-        """Add a write to `steps`; otherwise as `pwrite`."""
+        """Add to `steps` a write of `view` to a file at `offset`, as `pwrite` does it."""
 
 
 class Sink(ABC):
     """Receives the bytes of items: it either exposes memory to fill (`buffer`), or accepts bytes (`take`)."""
 
     ordered = True
-    """Whether the bytes of an item, and of items in one queue, must arrive in order, from one thread."""
+    """Whether one thread must deliver the bytes of an item, and of items in one queue, in order."""
 
     span: int | None = None
-    """Span size in bytes; an item's spans may arrive in any order, from several threads. None: one span per item."""
+    """Size in bytes of an item's spans, which may arrive in any order from several threads; None: one span per item."""
 
     batches_steps = False
-    """Whether many steps can be carried out in one call; true of sinks that do not wait for another machine."""
+    """Whether many steps can be carried out in one call; true of sinks on this machine."""
 
     def buffer(self, _key: int, _start: int, _stop: int) -> Bytes | None:
-        """Return the memory for an item's bytes `[start, stop)`; None: pass these bytes to `take`."""
+        """Return the memory for an item's bytes `[start, stop)`; None: the bytes must be passed to `take`."""
         return None
 
     def mark_filled(self, _key: int, _start: int, _stop: int) -> None:  # noqa: B027 - a sink may have nothing to note
-        """Accept that the memory for an item's bytes `[start, stop)` is now filled."""
+        """Called when the memory for an item's bytes `[start, stop)` is filled."""
 
     @abstractmethod
     def take(self, key: int, start: int, data: memoryview) -> None:
-        """Consume an item's bytes that begin at `start`; do not modify `data` or keep a reference to it."""
+        """Consume an item's bytes that begin at `start`; the sink must not modify `data` or keep a reference to it."""
 
     def add_take(self, steps: Steps, key: int, start: int, data: memoryview) -> None:
-        """Add a call of `take` to `steps`; it consumes the content that `data` then has."""
+        """Add a call of `take` to `steps`; the call uses the content that `data` has when the step runs."""
         steps.call(partial(self.take, key, start, data), WRITING)
 
     def end(self, _key: int) -> None:  # noqa: B027 - as above
-        """Accept that an item is complete; called once for each item, also for an empty one."""
+        """Called once when an item is complete, also for an empty item."""
 
 
 Fill = Callable[[int, Bytes], None]
-"""`fill(number of the parcel, buffer)`: write the parcel's bytes into the buffer."""
+"""`fill(number of the parcel, buffer)` writes the parcel's bytes into the buffer."""
 Take = Callable[[int, Bytes], None]
-"""`take(number of the parcel, buffer)`: consume the parcel's bytes; the buffer stays valid until the next round."""
+"""`take(number of the parcel, buffer)` consumes the parcel's bytes; the buffer stays valid until the next round."""
 Arguments = ParamSpec("Arguments")
 
 
 class Parcel(msgspec.Struct, frozen=True):
-    """Bytes that one rank sends to others."""
+    """A block of bytes that one rank sends to one or more ranks."""
 
     sender: int
-    """Global rank of the sender."""
+    """Global rank of the sending process."""
     receivers: tuple[int, ...]
-    """Global ranks of the receivers; may include the sender."""
+    """Global ranks of the receiving processes; they may include the sender."""
     size: int
-    """Size in bytes."""
+    """Size of the parcel in bytes."""
 
 
 class Exchange(Protocol):
@@ -255,22 +254,21 @@ class Exchange(Protocol):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Global ranks of all processes, in the same order on each of them."""
+        """Global ranks of all processes, in an order that is the same on each rank."""
 
     def round(self, parcels: Sequence[Parcel], fill: Fill, take: Take) -> int:
-        """Send parcels, all at once; collective over the ranks, which must pass equal parcels.
+        """Send parcels, all at once; a collective operation, to which all ranks must pass equal parcels.
 
         Args:
-            parcels: the parcels of this round; one that a rank sends to itself is not copied through the network.
+            parcels: the parcels of this round; a parcel that a rank sends to itself is not copied through the network.
             fill: called on the sender, once per parcel; it must not raise (see `DeferredErrors`).
             take: called on each receiver, once per parcel; it must not raise.
 
-        Returns:
-            bytes that this rank received from others.
+        Returns: number of bytes that this rank received from other ranks.
         """
 
     def close(self) -> None:
-        """Free the buffers of the rounds."""
+        """Free the buffers used for the rounds."""
 
 
 class NoExchange:
@@ -280,17 +278,18 @@ class NoExchange:
     ranks = (0,)
 
     def round(self, _parcels: Sequence[Parcel], _fill: Fill, _take: Take) -> int:
-        """See `Exchange`."""
+        """Pass each parcel to this process itself; see `Exchange.round`."""
         return 0
 
     def close(self) -> None:
-        """See `Exchange`."""
+        """Free the buffers; see `Exchange.close`."""
 
 
 class DeferredErrors:
-    """Wraps callbacks so that they never raise: it stores the first error, skips later calls, and raises in `check`.
+    """Wraps callbacks so that they never raise: the first error is stored, later calls are skipped, and `check` raises
+    the error.
 
-    No rank may leave a collective operation early, or the others would wait for it forever.
+    No rank may leave a collective operation early, or the remaining ranks would wait for it forever.
     """
 
     def __init__(self) -> None:
@@ -316,15 +315,15 @@ class DeferredErrors:
 
 
 class Scratch:
-    """A reused buffer for strided reads; one per worker.
+    """A reused buffer for strided reads; each worker has one.
 
-    The gaps between the runs of a transfer are read too, where one large read is faster than many small ones.
+    Gaps between the runs of a transfer are read too, if one large read is faster than many small reads.
 
     Args:
-        size: bytes of the buffer.
-        waste: largest ratio of bytes read to bytes needed, for a read with its gaps.
-        gap: largest gap, in bytes, that is read whatever the ratio.
-        few: up to this number of runs, each run is read by itself.
+        size: size of the buffer in bytes.
+        waste: largest accepted ratio of bytes read (with gaps) to bytes needed.
+        gap: size in bytes of the largest gap that is read at any ratio.
+        few: maximum number of runs that are read one by one.
     """
 
     def __init__(self, size: int, waste: float = 4.0, gap: int = 1 << 14, few: int = 0) -> None:
@@ -335,11 +334,11 @@ class Scratch:
         self.few = few
 
     def reads_span(self, transfer: Transfer) -> bool:
-        """Tell whether to read a transfer's whole span at once: it fits into the buffer, and wastes little."""
+        """Tell whether to read a transfer's whole span at once, since it fits into the buffer and wastes little."""
         span = transfer.source_span
         if span > len(self.array):
             return False
-        # A loop with source step 0 reads the same bytes again, so it needs no further bytes.
+        # A loop with source stride 0 reads the same bytes again, so the loop needs no further bytes.
         runs = prod(count for count, step, _ in transfer.loops if step)
         needed = transfer.width * runs
         if runs <= self.few and span > needed:
@@ -347,13 +346,13 @@ class Scratch:
         return span <= needed * self.waste or _widest_gap(transfer) <= self.gap
 
     def reads_runs(self, transfer: Transfer) -> bool:
-        """Tell whether to read each run directly into place: the runs are far apart, and none is read twice."""
-        # The innermost loop in the source decides: if even two neighbouring runs are too far apart to read together,
-        # none are near.
+        """Tell whether to read each run directly into place, since the runs are far apart and none is read twice."""
+        # The innermost loop in the source decides: if neighbouring runs are too far apart to be read together, so are
+        # all other runs.
         times, step, into = min(transfer.loops, key=lambda loop: loop[1])
         if not step:
             return False
-        # Number of neighbouring runs that fit into the scratch together, gaps included.
+        # Number of neighbouring runs that fit into the scratch buffer together, gaps included.
         near = min(times, (len(self.array) - transfer.width) // step + 1)
         return near < 2 or not self.reads_span(Transfer(transfer.file, 0, 0, transfer.width, ((near, step, into),)))
 
@@ -361,7 +360,8 @@ class Scratch:
 def _widest_gap(transfer: Transfer) -> int:
     """Return the size in bytes of the widest gap between two runs of a transfer."""
     gap, span = 0, transfer.width
-    # From the innermost loop outwards, `span` is the extent of all loops so far, and the next step beyond it is a gap.
+    # From the innermost loop outwards, `span` is the extent of all loops so far, and the next stride leaves a gap after
+    # it.
     for count, step, _ in sorted(transfer.loops, key=lambda loop: loop[1]):
         gap = max(gap, step - span)
         span += (count - 1) * step
@@ -372,14 +372,14 @@ def produce(reader: Readable, parts: Collection[Transfer], start: int, out: Byte
     """Fill a buffer with a byte range of a target; bytes that no transfer fills are padding, and become zero.
 
     Args:
-        reader: the source files.
-        parts: the transfers of this byte range; they are inside it, and disjoint.
-        start: offset in the target of the first byte of `out`.
-        out: the buffer.
-        scratch: memory for strided reads.
+        reader: the source of the transfers.
+        parts: the transfers into this byte range; they are inside the range, and disjoint.
+        start: offset in the target at which `out` begins.
+        out: the buffer to fill.
+        scratch: buffer for strided reads.
 
     Raises:
-        TransaxleError: for a failed read.
+        TransaxleError: if a read fails.
     """
     with Steps() as steps:
         add_transfers(steps, reader, parts, start, out, scratch)
@@ -389,11 +389,12 @@ def produce(reader: Readable, parts: Collection[Transfer], start: int, out: Byte
 def add_transfers(
     steps: Steps, reader: Readable, parts: Collection[Transfer], start: int, out: Bytes, scratch: Scratch
 ) -> None:
-    """Add the steps that fill a buffer with a byte range of a target; otherwise as `produce`."""
-    # Parts never overlap, so their sizes show whether there is padding. Zeroing only then saves a pass over the buffer.
+    """Add the steps that fill a buffer with a byte range of a target; the arguments are those of `produce`."""
+    # Transfers never overlap, so the sum of their sizes shows whether there is padding. Zeros are written only if there
+    # is padding, which saves a pass over the buffer.
     if sum(part.size for part in parts) != len(out):
         steps.call(partial(out.fill, 0))
-    # Transfers that need one read each are read together: directly into place, or side by side into the scratch.
+    # Transfers of a single read each are read together, directly into place or side by side into the scratch buffer.
     spans: list[tuple[Bytes, Transfer]] = []
     used = 0
     for part in parts:
@@ -416,25 +417,25 @@ def add_transfers(
 
 
 def _scatter_spans(steps: Steps, spans: list[tuple[Bytes, Transfer]], out: Bytes, start: int) -> None:
-    """Add steps that copy spans from the scratch to their places in the target, and clear the list of spans."""
+    """Add steps that copy spans from the scratch buffer to their places in the target, and clear the list of spans."""
     for span_bytes, part in spans:
         steps.scatter(span_bytes, out, part.target - start, part.width, part.loops)
     spans.clear()
 
 
 def add_transfer(steps: Steps, reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: Scratch) -> None:
-    """Add the steps of one transfer into a buffer.
+    """Add the steps of one transfer, which fills part of a buffer.
 
     Args:
-        steps: the list of steps.
-        reader: the source files.
-        transfer: its target must be inside the buffer.
-        out: the buffer.
-        start: offset in the target of the first byte of `out`.
-        scratch: memory for strided reads; a transfer that does not fit is done in parts.
+        steps: the list to which the steps are added.
+        reader: the source of the transfer.
+        transfer: the transfer; its target must be inside the buffer.
+        out: the buffer to fill.
+        start: offset in the target at which `out` begins.
+        scratch: buffer for strided reads; a transfer that does not fit into it is split.
     """
     file, at, width, loops = transfer.file, transfer.target - start, transfer.width, transfer.loops
-    # Lent memory needs no read: the runs are copied directly from it.
+    # Lent memory needs no read: the runs are copied directly from the memory.
     lend = getattr(reader, "lend", None)
     if lend is not None:
         steps.call(lambda: scatter(lend(file, transfer.source, transfer.source_span), out, at, width, loops), READING)
@@ -451,8 +452,8 @@ def add_transfer(steps: Steps, reader: Readable, transfer: Transfer, out: Bytes,
         end = transfer.target_end - start
         reader.add_read(steps, file, transfer.source, out.data[at:end], width, loops)
         return
-    # The whole transfer does not fit into the scratch. Split the loop with the widest source step, and read as many of
-    # its rounds at once as fit.
+    # The whole transfer does not fit into the scratch buffer. Split the loop with the widest source step, and read as
+    # many rounds of the loop at once as fit.
     widest = max(range(len(loops)), key=lambda i: loops[i][1])
     count, step, into = loops[widest]
     before, after = loops[:widest], loops[widest + 1 :]
@@ -467,8 +468,8 @@ def add_transfer(steps: Steps, reader: Readable, transfer: Transfer, out: Bytes,
     if at_once > 1 and scratch.reads_span(rounds(0, at_once)):
         for first in range(0, count, at_once):
             add_transfer(steps, reader, rounds(first, min(at_once, count - first)), out, start, scratch)
-    # The rounds are too far apart to be read together. Each is read by itself, but several are put side by side in the
-    # scratch, so that one step copies them all into place.
+    # The rounds of the loop are too far apart to be read together. Each round is read by itself, but several rounds are
+    # put side by side in the scratch buffer, so that one step copies them into place.
     elif first_round.loops and scratch.reads_span(first_round):
         for first in range(0, count, buffer // span):
             count_taken = min(buffer // span, count - first)

@@ -131,7 +131,7 @@ def _view(place: int | None, count: int, kind: type[np.generic]) -> NDArray[Any]
 
 
 class Graph:
-    """The values of a pickle as numbered nodes. Their arrays belong to `scan.c`, and are freed at the end of the context."""
+    """The values of a pickle as numbered nodes. Their arrays belong to `scan.c`, which frees them after the context."""
 
     def __init__(self, data: bytes, arrays: _Arrays, allowed: Names) -> None:
         self.root = arrays.root

@@ -150,9 +150,7 @@ class LocalStorage(Storage):
     def version(self, name: str) -> str:
         """Return a string that changes whenever the file does; see `Storage.version`."""
         with self._handles.use(name):
-            return "-".join(
-                map(str, self._stamps[name][1:])
-            )  # without the device number, which differs between machines
+            return "-".join(map(str, self._stamps[name][1:]))  # without the device number, which depends on the machine
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """Fill a writable contiguous view with the bytes that start at `offset`; see `Storage.read_into`."""

@@ -169,7 +169,7 @@ def _set_owner(path: Path, access: Access) -> bool:
 def _list_of(path: Path, name: str) -> bytes | None:
     try:
         return os.getxattr(path, name)
-    except AttributeError:  # the file system has no extended attributes
+    except AttributeError:  # this operating system has no extended attributes
         return None
     except OSError as error:
         if error.errno in _NO_LIST:

@@ -1,11 +1,11 @@
-"""Hidden folders next to a target: claims on work in progress, and removal of the leftovers of killed runs.
+"""Hidden folders next to a target: locks on unfinished work, and removal of what killed runs leave behind.
 
 A run locks its hidden folder (`Claim`); the lock is released when the process ends.
 
-A target can have two hidden neighbours, `.<name>.transaxle-partial` and `.<name>.transaxle-old`. The first is work in
-progress, or a replaced checkpoint. The second is a checkpoint that was moved aside; if the target is
-missing, it is the only copy, and is put back. A folder is never removed while a process has its lock, nor if its
-contents are not a checkpoint's: the user must remove these.
+A target can have two hidden folders next to it, `.<name>.transaxle-partial` and `.<name>.transaxle-old`. The folder
+`-partial` contains unfinished work, or a replaced checkpoint. The folder `-old` is a checkpoint that was moved aside;
+if the target is missing, it is the only copy, and is put back. A folder is never removed while a process has its lock,
+nor if it contains anything but a checkpoint: such folders the user must remove.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from transaxle.formats.store.service import S3, local_path, scheme
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BUSY = "another run is writing this target"
 _PATIENCE = 30.0
-"""Seconds to wait until the last workers of a run have released its shared claim."""
+"""Seconds to wait until the last workers of a run have released their shared lock."""
 _PAUSE = 0.05
 
 
@@ -51,7 +51,7 @@ class Claim:
     """The exclusive right of this process to change a hidden folder, as a lock on the folder.
 
     Args:
-        path: the hidden folder.
+        path: path of the hidden folder.
         typed: the target as the user typed it, for error messages.
         mode: permission bits of the folder if it is created; the umask applies.
     """
@@ -65,18 +65,18 @@ class Claim:
 
     @property
     def is_taken(self) -> bool:
-        """Whether this process has the lock."""
+        """Whether this process has the lock on the folder."""
         return self._fd is not None
 
     def take(self, *, unlocked: bool = False) -> bool:
-        """Create the folder if necessary, and lock it; return whether it was created.
+        """Create the folder if necessary, and lock it; return whether the folder was created.
 
         Args:
             unlocked: accept an existing folder even if the file system has no locks.
 
         Raises:
-            UsageError: EXISTS if another run has the lock, or may be using the folder.
-            StorageError: IO.
+            UsageError: EXISTS if another run has the lock, or may be using the folder without a lock.
+            StorageError: IO, if the folder cannot be created or locked.
         """
         try:
             while True:
@@ -97,23 +97,23 @@ class Claim:
             raise storage_error(error, "making the folder for the unfinished work", str(self._path)) from error
 
     def look(self, *, unlocked: bool = False) -> None:
-        """Raise what `take` would raise, without changing anything.
+        """Raise the error that `take` would raise, without changing anything.
 
-        Raises as `take`, and OSError.
+        Raises the errors of `take`, and OSError.
         """
         with suppress(FileNotFoundError), open_folder(self._path) as fd:
             self._is_mine(fd, created=False, unlocked=unlocked)
 
     def share(self) -> None:
-        """Turn the exclusive lock into a shared one, which this run's other processes can join (`lock_shared`)."""
+        """Turn the exclusive lock into a shared one, which the run's worker processes can share (`lock_shared`)."""
         if self._fd is not None and lock_shared(self._fd) is False:
             raise busy(self._typed)
 
     def take_back(self) -> None:
-        """Wait until all other processes have left the claim, and make the lock exclusive again.
+        """Wait until all worker processes have released the shared lock, and make it exclusive again.
 
         Raises:
-            UsageError: EXISTS if one does not leave in time.
+            UsageError: EXISTS if a worker does not release the lock in time.
         """
         end = time.monotonic() + _PATIENCE
         while self._fd is not None and lock(self._fd) is False:
@@ -123,21 +123,21 @@ class Claim:
             time.sleep(_PAUSE)
 
     def release(self) -> None:
-        """Release the lock."""
+        """Release the lock on the folder."""
         if self._fd is not None:
-            if self._pid == os.getpid():  # forked processes share the lock
+            if self._pid == os.getpid():  # after a fork, parent and child share one lock
                 with suppress(OSError):
                     fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = None
 
     def _is_mine(self, fd: int, created: bool, *, unlocked: bool) -> bool:
-        """Lock an open folder; False if its name now leads to another folder."""
+        """Lock an open folder; return False if the path now leads to a different folder."""
         locked = lock(fd)
         if locked is False:
             raise busy(self._typed)
         if locked is None and not created and not unlocked:
-            # No locks on this file system: only the run that created the folder, or one that resumes, may use it.
+            # This file system has no locks: only the run that created the folder, or a run that resumes it, may use it.
             hint = f"If no run is writing this target, remove {self._path} or use --resume."
             raise refuse("EXISTS", f"{_BUSY}, or has died while doing so", file=self._typed, hint=hint)
         opened_folder = os.fstat(fd)
@@ -151,7 +151,7 @@ class Claim:
 
 
 def busy(file: str) -> TransaxleError:
-    """Return the error for a target whose claim another run has."""
+    """Return the error for a target whose hidden folder is locked by another run."""
     return refuse("EXISTS", _BUSY, file=file, hint="Wait for that run, or end it.")
 
 
@@ -161,7 +161,7 @@ def lock(fd: int) -> bool | None:
 
 
 def lock_shared(fd: int) -> bool | None:
-    """Lock an open folder shared; return False if another process has it exclusively, None without lock support."""
+    """Take a shared lock on an open folder; return False if another process has it alone, None without lock support."""
     return _try_lock(fd, fcntl.LOCK_SH)
 
 
@@ -177,10 +177,10 @@ def _try_lock(fd: int, kind: int) -> bool | None:
 
 @contextmanager
 def open_folder(folder: Path) -> Iterator[int]:
-    """Return a context with the descriptor of a folder that is not a link.
+    """Return a context with the descriptor of a folder, which must not be a symbolic link.
 
     Raises:
-        OSError: if it is missing, a file or a link.
+        OSError: if the folder is missing, a file or a symbolic link.
     """
     fd = os.open(folder, FOLDER)
     try:
@@ -190,7 +190,7 @@ def open_folder(folder: Path) -> Iterator[int]:
 
 
 def _mkdir(path: Path, mode: int) -> bool:
-    """Create a folder; return False if it exists already."""
+    """Create a folder; return False if the folder exists already."""
     try:
         path.mkdir(mode)
     except FileExistsError:
@@ -199,7 +199,7 @@ def _mkdir(path: Path, mode: int) -> bool:
 
 
 _HASHED = re.compile(r"[0-9a-f]{64}")
-"""Pattern of the hash that replaces a target's name if that is too long for our suffix."""
+"""Pattern of the hash that replaces a target's name if the name is too long for the hidden folder's suffix."""
 _IN_USE = "a live process is using it. Wait for that process, or end it."
 _SHOWN = 3
 
@@ -210,17 +210,17 @@ class Leftover(msgspec.Struct, frozen=True):
     """A leftover of a killed run: a hidden folder with unfinished work or a replaced checkpoint, or an open upload."""
 
     path: str
-    """Path or URL of the leftover; the URL of an upload ends in `?uploadId=…`."""
+    """Path or URL of the leftover; for an open upload the URL ends in `?uploadId=…`."""
     target: str
     """Path or URL of the target that the leftover belongs to."""
     what: str
-    """Description, which says whether the work can be resumed."""
+    """Description of the leftover, which says whether its work can be resumed."""
     nbytes: int
     """Total size of the leftover's files in bytes."""
     outcome: Outcome = "found"
-    """Result of cleaning: `removed`, `put back` or `kept`; `found` before."""
+    """Result of cleaning: `removed`, `put back` or `kept`; before cleaning it is `found`."""
     why: str = ""
-    """Reason why the leftover was kept; empty for other outcomes."""
+    """Reason why the leftover was kept; empty if it was not."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the leftover as plain JSON data."""
@@ -228,14 +228,14 @@ class Leftover(msgspec.Struct, frozen=True):
 
 
 def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
-    """Return the leftovers of killed runs next to a target, and directly inside it if it is a folder.
+    """Return the leftovers of killed runs next to a target, and, for a folder, directly inside it.
 
     Args:
         path: a target, which need not exist, a folder of targets, or a leftover; on S3 a URL, also of a bucket.
 
     Raises:
-        Refused: UNSUPPORTED for a URL of a service other than S3, which has no leftovers.
-        StorageError: IO.
+        Refused: UNSUPPORTED for a URL of a service other than S3; no other service can have leftovers.
+        StorageError: IO, if a folder or service cannot be read.
     """
     typed = os.fspath(path)
     if is_url(typed):
@@ -266,7 +266,7 @@ def _orphans_at(target: str, *, uploads: bool = True) -> tuple[Leftover, ...]:
 
 
 def _candidates(typed: str) -> Iterator[tuple[Path, Path]]:
-    """Yield `(hidden folder, its target)` at, next to, and inside a path."""
+    """Yield `(hidden folder, its target)` for hidden folders at a path, next to it, and inside it."""
     place = Path(os.path.realpath(typed))
     own_match = OURS.fullmatch(place.name)
     if own_match and _is_folder(place):
@@ -289,14 +289,14 @@ def _is_folder(path: Path) -> bool:
 
 
 def leftover_at(path: Path, target: Path) -> Leftover:
-    """Return the leftover for a hidden folder.
+    """Describe the leftover in a hidden folder.
 
     Args:
-        path: the hidden folder.
+        path: path of the hidden folder.
         target: the target that the hidden folder belongs to.
 
     Raises:
-        OSError: if it cannot be read.
+        OSError: if the hidden folder cannot be read.
     """
     target_exists = os.path.lexists(target)
     scratch = path / SCRATCH
@@ -318,10 +318,10 @@ def leftover_at(path: Path, target: Path) -> Leftover:
 
 
 def describe_progress(scratch: Path) -> str:
-    """Describe how much of unfinished work is done, and could be resumed; empty if nothing is.
+    """Describe how much of the unfinished work is done and could be resumed; empty if none is done.
 
     Raises:
-        OSError: if it cannot be read.
+        OSError: if the hidden folder cannot be read.
     """
     if tensor_count := _count_written(scratch / JOURNAL):
         return f"{tensor_count:,} tensors are written"
@@ -330,11 +330,11 @@ def describe_progress(scratch: Path) -> str:
 
 
 def _count_written(journal: Path) -> int:
-    """Return the number of tensors in a journal."""
+    """Return the number of tensors that a journal records as written."""
     if not journal.is_file():
         return 0
     with journal.open("rb") as lines:
-        return max(0, sum(bool(line.strip()) for line in lines) - 1)  # the first line is the task
+        return max(0, sum(bool(line.strip()) for line in lines) - 1)  # the first line of a journal is the task
 
 
 def _count_done(items: Path) -> int:
@@ -353,10 +353,10 @@ def _size(path: Path) -> int:
 
 
 def clean_target(target: str) -> tuple[str, ...]:
-    """Remove the leftovers of a complete target; return a note on each leftover and its outcome.
+    """Remove the leftovers of a complete target; return one note on each leftover, with its outcome.
 
     Raises:
-        StorageError: IO.
+        StorageError: IO, if a leftover cannot be removed.
     """
     notes = []
     if is_url(target) and local_path(target) is None:
@@ -374,13 +374,13 @@ def clean_target(target: str) -> tuple[str, ...]:
 
 
 def clean(leftover: Leftover) -> Leftover:
-    """Remove a leftover, or put it back if it is the only checkpoint left.
+    """Remove a leftover; if it is the only copy of a checkpoint, move it back to its target instead.
 
     Returns:
         The leftover with its new outcome.
 
     Raises:
-        StorageError: IO.
+        StorageError: IO, if the leftover cannot be removed or moved.
     """
     if is_url(leftover.path):
         from transaxle.formats.store.unfinished_uploads import remove
@@ -404,7 +404,7 @@ def clean(leftover: Leftover) -> Leftover:
 
 
 def discard(target: Path) -> None:
-    """Delete a checkpoint: it disappears atomically, before its files are deleted.
+    """Delete a checkpoint: first the folder disappears atomically, then its files are deleted.
 
     Files that a killed deletion leaves behind count as unfinished work.
 
@@ -412,8 +412,8 @@ def discard(target: Path) -> None:
         target: folder of the checkpoint.
 
     Raises:
-        UsageError: EXISTS if a run is writing this target.
-        StorageError: IO.
+        UsageError: EXISTS if a run is writing to the folder.
+        StorageError: IO, if the checkpoint cannot be deleted.
     """
     hidden = neighbour(target, PARTIAL)
     claim = Claim(hidden, str(target))
@@ -429,7 +429,7 @@ def discard(target: Path) -> None:
 
 
 def _clean_locked(leftover: Leftover, path: Path, target: Path) -> Leftover:
-    """Remove or put back a leftover whose target is locked by this process."""
+    """Remove a leftover or move it back, while this process has the lock of its target."""
     if path.name.endswith(OLD):
         if _HASHED.fullmatch(target.name):
             return replace(
@@ -443,7 +443,7 @@ def _clean_locked(leftover: Leftover, path: Path, target: Path) -> Leftover:
             return replace(leftover, outcome="put back")
     foreign = [] if (path / SCRATCH).is_dir() else foreign_files(LocalFolder(path))
     if is_one_file(target.name):
-        foreign = [name for name in foreign if not is_one_file(name)]  # a single file may have any name
+        foreign = [name for name in foreign if not is_one_file(name)]  # a checkpoint file may have any name
     if foreign:
         more = f" and {len(foreign) - _SHOWN:,} more" if len(foreign) > _SHOWN else ""
         why = (
@@ -458,4 +458,4 @@ def _clean_locked(leftover: Leftover, path: Path, target: Path) -> Leftover:
 def _is_locked(path: Path) -> bool:
     """Tell whether a process has the lock of a folder."""
     with open_folder(path) as fd:
-        return lock(fd) is False  # `lock` returns None without lock support: then only the claim on the target counts
+        return lock(fd) is False  # `lock` returns None without lock support: then only the lock of the target counts

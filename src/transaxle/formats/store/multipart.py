@@ -88,7 +88,7 @@ def multipart(service: Service) -> S3Multipart:
 
 
 def expected_tag(tags: Sequence[str]) -> str | None:
-    """Compute a file's ETag from the ETags of its parts; None if those are not MD5 sums, as with some encryption keys."""
+    """Compute a file's ETag from its parts' ETags; None if these are not MD5 sums, as with some encryption keys."""
     if not all(_MD5.fullmatch(tag) for tag in tags):
         return None
     return f"{_md5(b''.join(map(bytes.fromhex, tags)))}-{len(tags)}"
@@ -343,9 +343,7 @@ def _is_made_of(tags: Sequence[str], current: dict[str, Any], before: str) -> bo
     is_own_key = current.get("SSECustomerAlgorithm") or str(current.get("ServerSideEncryption", "")).startswith(
         "aws:kms"
     )
-    expected = (
-        None if is_own_key else expected_tag(tags)
-    )  # such ETags only look like MD5 sums
+    expected = None if is_own_key else expected_tag(tags)  # such ETags only look like MD5 sums
     tag = _tag(current)
     return tag == expected if expected else tag != before and tag.endswith(f"-{len(tags)}")
 

@@ -1,15 +1,14 @@
 """The zip archive of a torch file: a strict reader, and a writer with torch's layout.
 
-A zip archive has all metadata twice, in its central directory and before each record, and readers differ in which they
-use:
-one file may have two contents. Here both must agree, the records must fill the file from its first byte to the
-directory, no record may be compressed, and all names must be distinct. The archive is a `FileWindow`: usually a whole
-file, sometimes a range of a file with many archives.
+A zip archive has all metadata twice, in its central directory and before each record, and readers differ in which copy
+they use, so two readers may see different contents. Here the two copies must agree, the records must fill the file from
+its first byte to the directory, no record may be compressed, and no name may occur twice. The archive is a
+`FileWindow`: usually a whole file, sometimes a range of a file that contains many archives.
 
 A new archive is laid out before the bytes of its storages are known. The archive's bytes equal those of torch's own
 writer for the same records, including padding, so code that relies on the layout (mapping, computing offsets) works on
-these files too. One difference: a storage's checksum is 0, as it would have to be written before the bytes that it
-covers. torch also writes 0 if checksums are disabled, and its reader never checks them.
+these files too. The only difference is a storage's checksum, which is 0 here, as it would have to be written before the
+bytes that it covers.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from transaxle.formats.storage.storage import Storage, split_name
 
 
 class FileWindow(msgspec.Struct, frozen=True):
-    """A range of a file."""
+    """A byte range of a file, read by offsets within the range."""
 
     storage: Storage
     file: str
@@ -37,7 +36,7 @@ class FileWindow(msgspec.Struct, frozen=True):
     """Size of the range in bytes."""
 
     def read(self, offset: int, size: int) -> bytes:
-        """Read bytes of the range; refuse an offset or size outside of it as CORRUPT."""
+        """Read bytes of the range; refuse an offset or size outside of the range as CORRUPT."""
         if offset < 0 or size < 0 or offset + size > self.size:
             raise self.corrupt(f"bytes {offset} to {offset + size} lie outside its {self.size} bytes")
         return self.storage.read(self.file, self.start + offset, size)
@@ -47,7 +46,7 @@ class FileWindow(msgspec.Struct, frozen=True):
         return refuse("CORRUPT", message, file=self.file)
 
     def unsupported(self, message: str, hint: str = "") -> TransaxleError:
-        """Return the error for a kind of file that is not supported."""
+        """Return the error for a file of an unsupported kind."""
         return refuse("UNSUPPORTED", message, file=self.file, hint=hint)
 
 
@@ -56,7 +55,7 @@ def window(storage: Storage, file: str, start: int = 0, size: int | None = None)
 
     Raises:
         Refused: CORRUPT if the range is not inside the file.
-        StorageError: IO.
+        StorageError: IO, if the file's size cannot be read.
     """
     file_size = storage.size(file)
     size = file_size - start if size is None else size
@@ -74,7 +73,7 @@ END64_FORM = struct.Struct("<4sQHHIIQQQQ")
 LOCATOR_FORM = struct.Struct("<4sIQI")
 HAS_DESCRIPTOR, UTF8 = 1 << 3, 1 << 11
 ZIP64 = 1
-"""Id of the extra field for numbers that do not fit into 32 bits."""
+"""Id of the zip extra field for numbers that do not fit into 32 bits."""
 MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
 
 _KNOWN_FLAGS = HAS_DESCRIPTOR | UTF8 | 0b110
@@ -82,20 +81,20 @@ _ENCRYPTED = 1
 _DESCRIPTORS = {16: struct.Struct("<4sIII"), 24: struct.Struct("<4sIQQ")}
 _MAX_DIRECTORY = 1 << 28
 _AHEAD = 512
-"""Bytes read at once for a local header; its padding has at most 64."""
+"""Number of bytes read at once for a local header, whose padding has at most 64 bytes."""
 
 
 class ZipRecord(msgspec.Struct, frozen=True):
-    """A record (one file) of the archive."""
+    """A record: one file inside the zip archive."""
 
     name: str
-    """Name of the record in the archive's only folder."""
+    """Name of the record, without the archive's only folder."""
     offset: int
-    """Offset of the record's first byte in the window."""
+    """Offset of the record's first byte in the `FileWindow`."""
     size: int
     """Size of the record in bytes."""
     crc32: int
-    """CRC-32 of the record; 0 if the writer computed none."""
+    """CRC-32 of the record; 0 if the writer of the file computed none."""
 
 
 class Archive(msgspec.Struct, frozen=True):
@@ -103,13 +102,13 @@ class Archive(msgspec.Struct, frozen=True):
 
     window: FileWindow
     records: Mapping[str, ZipRecord]
-    """Records by name, in file order."""
+    """The archive's records by name, in file order."""
 
     def read(self, name: str) -> bytes:
         """Read a small record, and check its checksum.
 
         Raises:
-            Refused: CORRUPT.
+            Refused: CORRUPT, if the record does not match its checksum.
         """
         record = self.records[name]
         data = self.window.read(record.offset, record.size)
@@ -118,7 +117,7 @@ class Archive(msgspec.Struct, frozen=True):
         return data
 
     def checksums(self) -> tuple[Checksum, ...]:
-        """Return the checksums of all records that have one."""
+        """Return the checksums of all records, without records that have none."""
         file, start = self.window.file, self.window.start
         return tuple(
             Checksum(file, start + record.offset, record.size, record.crc32, f"record {record.name}")
@@ -132,7 +131,7 @@ class _DirectoryEntry(NamedTuple):
 
     path: bytes
     fixed: bytes
-    """Version, flags, method and time, which must be equal in the local header."""
+    """Version, flags, method and time, which must equal those in the local header."""
     flags: int
     crc32: int
     size: int
@@ -144,8 +143,9 @@ def read_archive(window: FileWindow) -> Archive:
     """Read the directory of an archive, and check that each record's local header agrees with it.
 
     Raises:
-        Refused: CORRUPT; PATH_ESCAPE for a name that leads outside; UNSUPPORTED for compressed or encrypted records.
-        StorageError: IO.
+        Refused: CORRUPT for a malformed archive; PATH_ESCAPE for a name that leads outside; UNSUPPORTED for compressed
+            or encrypted records.or encrypted records.
+        StorageError: IO, if the file cannot be read.
     """
     begin, size, count = _directory(window)
     listed = sorted(_entries(window, begin, size, count), key=lambda entry: entry.header)
@@ -159,7 +159,7 @@ def read_archive(window: FileWindow) -> Archive:
         name = "/".join(parts[1:])
         if parts[0] != folder or not name:
             raise window.corrupt(f"record {'/'.join(parts)!r} is outside the archive's folder {folder!r}")
-        # torch reads with miniz, which ignores case in names.
+        # torch reads zip archives with miniz, which ignores case in names
         if name.lower() in folded:
             raise window.corrupt(f"record {name}: the archive has this name twice")
         folded.add(name.lower())
@@ -179,7 +179,7 @@ def read_archive(window: FileWindow) -> Archive:
 
 
 def _directory(window: FileWindow) -> tuple[int, int, int]:
-    """Return `(offset, size, number of entries)` of the central directory."""
+    """Return `(offset, size, number of entries)` of the archive's central directory."""
     end = window.size - END_FORM.size
     if end < 0:
         raise window.corrupt(f"the file is truncated: a zip archive has more than {window.size} bytes")
@@ -204,7 +204,7 @@ def _directory(window: FileWindow) -> tuple[int, int, int]:
 
 
 def _directory64(window: FileWindow, locator: int) -> tuple[int, tuple[int, int, int]]:
-    """Return the offset of the zip64 end record, and its `(entries, size, offset)` of the directory."""
+    """Return the offset of the zip64 end record, and the directory's `(entries, size, offset)` that it states."""
     _, disk, at, disks = LOCATOR_FORM.unpack(window.read(locator, LOCATOR_FORM.size))
     if disk or disks != 1 or at != locator - END64_FORM.size:
         raise window.corrupt("the zip64 locator points to the wrong place")
@@ -255,7 +255,7 @@ def _check_method(window: FileWindow, path: bytes, flags: int, method: int) -> N
 
 
 def _wide(window: FileWindow, path: bytes, extra: bytes) -> list[int]:
-    """Return the 64-bit numbers in a record's extra fields."""
+    """Return the 64-bit numbers in a record's zip64 extra field."""
     numbers: list[int] | None = None
     for kind, data in _fields(window, path, extra):
         if kind == ZIP64:
@@ -276,7 +276,7 @@ def _fields(window: FileWindow, path: bytes, extra: bytes) -> Iterator[tuple[int
 
 
 def _widened(window: FileWindow, path: bytes, field: int, wide: list[int]) -> int:
-    """Return a 32-bit field, or the 64-bit number that replaces it."""
+    """Return a 32-bit field, or the 64-bit number that replaces it if the field is full."""
     if field != MAX32:
         return field
     if not wide:
@@ -285,7 +285,7 @@ def _widened(window: FileWindow, path: bytes, field: int, wide: list[int]) -> in
 
 
 def _parts(window: FileWindow, path: bytes) -> tuple[str, ...]:
-    """Split the path of a record into its parts."""
+    """Split the path of a record in the archive into its components."""
     try:
         return split_name(path.decode())
     except UnicodeDecodeError:
@@ -332,44 +332,44 @@ def _check_descriptor(window: FileWindow, name: str, entry: _DirectoryEntry, at:
 
 
 ALIGNMENT = 64
-"""Each record's bytes begin at a multiple of this."""
+"""The bytes of each record begin at a multiple of this number."""
 _FILLER, _FILLER_HEAD = 0x4246, struct.Struct("<HH")
 _MADE_BY, _NEEDED = 0x031E, 0x002D
-"""Versions in the zip64 end record, as miniz writes them."""
+"""Version numbers in the zip64 end record, as miniz writes them."""
 
 
 class ZipItem(msgspec.Struct, frozen=True):
     """A record to be written."""
 
     name: str
-    """Name of the record in the archive's folder."""
+    """Name of the record, without the archive's folder."""
     size: int
     """Size of the record in bytes."""
     data: bytes | None = None
     """Bytes of the record; None for a storage, whose bytes come later."""
     room: bool = False
-    """Whether the record reserves space for digests, which are written last; such a record has no checksum."""
+    """Whether the record reserves space for digests, which are written last; a record with digests has no checksum."""
 
 
 class ZipLayout(msgspec.Struct, frozen=True):
     """The layout of a new archive."""
 
     offsets: tuple[int, ...]
-    """Offset of each record's bytes."""
+    """Offset of each record's bytes in the file."""
     fragments: tuple[tuple[int, bytes], ...]
-    """`(offset, bytes)` of everything outside the storages."""
+    """`(offset, bytes)` of all parts of the file outside the storages."""
     size: int
     """Size of the archive in bytes."""
     room: int | None = None
-    """Offset of the space reserved for digests; None without one."""
+    """Offset of the space reserved for digests; None if the archive has no such space."""
 
 
 def lay_out(folder: str, items: Iterable[ZipItem]) -> ZipLayout:
-    """Lay out an archive.
+    """Lay out an archive: compute the offsets of its records and all bytes around them.
 
     Args:
         folder: name of the archive's only folder.
-        items: the records, in order.
+        items: the records to write, in order.
     """
     known_pieces: list[tuple[int, bytes]] = []
     pending, begin = bytearray(), 0
@@ -397,12 +397,12 @@ def lay_out(folder: str, items: Iterable[ZipItem]) -> ZipLayout:
 
 
 def _fixed(size: int) -> bytes:
-    """Return version, flags, method and time; empty records have no data descriptor, as in torch."""
+    """Return the fields version, flags, method and time; as in torch, an empty record has no data descriptor."""
     return struct.pack("<HHHI", 0, UTF8 | (HAS_DESCRIPTOR if size else 0), 0, 0)
 
 
 def _wide_field(*numbers: int) -> bytes:
-    """Return the zip64 extra field with these numbers; empty without numbers."""
+    """Return the zip64 extra field that contains the given numbers; empty without numbers."""
     data = struct.pack(f"<{len(numbers)}Q", *numbers)
     return struct.pack("<HH", ZIP64, len(data)) + data if numbers else b""
 
@@ -432,7 +432,7 @@ def _central(path: bytes, size: int, crc32: int, at: int) -> bytes:
 
 
 def _end(at: int, size: int, count: int) -> bytes:
-    """Return the end records after the directory; like torch, always with the zip64 form."""
+    """Return the end records, which follow the directory; as in torch, they always include the zip64 records."""
     length = END64_FORM.size - 12
     wide = END64_FORM.pack(END64, length, _MADE_BY, _NEEDED, 0, 0, count, count, size, at)
     wide += LOCATOR_FORM.pack(LOCATOR, 0, at + size, 1)
