@@ -1,19 +1,21 @@
 """The catalog of a container: its tensors and the places of their bytes, known before any data is read.
 
-Readers, drafts and plans share it. A container that exists (`Container`) and one that is not written yet (`Draft`) have
-the same form: entries, each with extents (chunks of its bytes in files). So a plan is a list of copies between two
+Readers, drafts and plans all use catalogs. An existing container (`Container`) and one not yet written (`Draft`) are
+described
+alike: by entries, each with extents (chunks of its bytes in files). A plan is therefore a list of copies between two
 catalogs.
 
-A `Seal` locates the digests that a file keeps of its own bytes, if the file is a whole checkpoint without a manifest:
-one digest for each tensor, and one for all other bytes. Digests are known only after the bytes are written, so space of
-a fixed width is reserved for them and filled in last. Other programs see the digests as ordinary metadata.
+A `Seal` locates the digests (hashes of its bytes) that a file contains itself, if the file is a whole checkpoint
+without a manifest: one digest for each tensor, and one for all other bytes.e the tensors. Digests are known only after
+the bytes are written, so space of a fixed width is reserved for the digests and filled in last. Other programs see the
+digests as ordinary metadata.
 
-A number that a container stores in its metadata, as a pickle does, becomes a tensor without dims. The bytes of such a
-number are in a pseudo-file in memory, `NUMBERS`, whose name no real file can have.
+A plain number in a container's metadata, such as a number in a pickle, becomes a tensor without dims. The bytes of such
+a number are in a pseudo-file in memory, `NUMBERS`, a name that no real file can have.
 
 Dtypes are named by their safetensors code. A dtype without such a code has torch's name in capitals (`COMPLEX32`);
-formats that cannot store it refuse it. Shapes of F4 and F6 count *elements*, although their bytes are packed along the
-last dim.
+formats that cannot store the dtype refuse it. Shapes of F4 and F6 count *elements*, although their bytes are packed
+along the last dim.
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ BITS: dict[str, int] = {
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-"""Bits per element by safetensors code, in the order of the safetensors library, by which its writer sorts."""
+"""Bits per element by safetensors code, in the order by which the safetensors library sorts tensors."""
 
 ITEM_BITS: dict[str, int] = BITS | {
     "COMPLEX32": 32, "COMPLEX128": 128, "QINT8": 8, "QUINT8": 8, "QINT32": 32, "QUINT4X2": 8, "QUINT2X4": 8,
     "BITS8": 8, "BITS16": 16, "BITS1X8": 8, "BITS2X4": 8, "BITS4X2": 8,
     **{f"{sign}INT{bits}": 8 for sign in ("", "U") for bits in range(1, 8)},
 }  # fmt: skip
-"""Bits per element of every dtype that may be stored; torch's packed dtypes have 8."""
+"""Bits per element of every dtype that may be stored; torch's packed dtypes count as 8 bits."""
 
 Shape = tuple[int, ...]
 
@@ -77,7 +79,7 @@ def _numpy() -> Mapping[str, np.dtype]:
 
 
 def numpy_dtype(code: str) -> np.dtype:
-    """Return the numpy dtype of a code; U8 for packed dtypes (F4, F6) and for plain bits."""
+    """Return the numpy dtype of a code; U8 for packed dtypes (F4, F6) and for plain bytes."""
     return _numpy().get(code, np.dtype("u1"))
 
 
@@ -93,13 +95,13 @@ def is_scalar(value: object) -> bool:
 
 
 def scalar(data: bytes, code: str) -> np.generic:
-    """Return the numpy scalar of the bytes `data`, of the dtype with this code."""
+    """Return the bytes `data` as a numpy scalar of the dtype with this safetensors code."""
     value: np.generic = np.frombuffer(data, numpy_dtype(code))[0]
     return value
 
 
 def code_of(dtype: np.dtype) -> str:
-    """Return the code of a numpy dtype.
+    """Return the safetensors code of a numpy dtype.
 
     Raises:
         KeyError: for a dtype without a code.
@@ -116,7 +118,7 @@ def number_value(data: bytes, code: str) -> float:
 
 
 PACKED = {"F4": 2}
-"""Code -> number of elements that torch counts as one along the last dim."""
+"""Maps a dtype code to the number of elements that torch counts as one along the last dim."""
 
 
 def elements_shape(counts: Shape, code: str) -> Shape:
@@ -129,7 +131,7 @@ def packed_width(code: str, width: int) -> int:
     """Return the number of bytes of `width` consecutive elements in a row.
 
     Raises:
-        Refused: SHAPE_MISMATCH where packed elements do not fill whole bytes.
+        Refused: SHAPE_MISMATCH if packed elements do not fill whole bytes.
     """
     bits = ITEM_BITS[code] * width
     if bits % 8:
@@ -139,7 +141,7 @@ def packed_width(code: str, width: int) -> int:
 
 @lru_cache(maxsize=4096)
 def nbytes(code: str, shape: tuple[int, ...]) -> int:
-    """Return the size in bytes of a dense tensor; see `packed_width`. Cached, as models have few distinct shapes."""
+    """Return the size in bytes of a dense tensor; see `packed_width`. Cached, as a model has few distinct shapes."""
     count = 1
     for size in shape:
         count *= size
@@ -150,11 +152,11 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
     """A rectangular chunk of a stored tensor, and the place of its bytes in a file."""
 
     start: tuple[int, ...]
-    """First index of the chunk in each dim of the stored tensor."""
+    """Index of the chunk's first element in the stored tensor, one number for each dim."""
     shape: tuple[int, ...]
     """Size of the chunk in each dim, in elements."""
     file: str
-    """Name of the file inside the container."""
+    """Name of the file that contains the chunk, relative to the container."""
     offset: int
     """Byte offset of the chunk's first element in the file."""
     strides: tuple[int, ...] | None = None
@@ -166,35 +168,35 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
     name: str
     dtype: str
-    """Dtype code: a key of `ITEM_BITS`, in most cases a safetensors code."""
+    """Code of the dtype: a key of `ITEM_BITS`, in most cases a safetensors code."""
     shape: tuple[int, ...]
-    """Shape in elements, also for packed dtypes."""
+    """Shape of the tensor in elements, also for packed dtypes."""
     extents: tuple[Extent, ...]
-    """Chunks that tile the tensor without holes or overlaps."""
+    """Chunks that tile the tensor without gaps or overlaps."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the dense tensor in bytes."""
+        """Size of the tensor in bytes when stored densely."""
         return nbytes(self.dtype, self.shape)
 
 
 class Checksum(msgspec.Struct, frozen=True, gc=False):
-    """A checksum that a file has for a range of its bytes; it is checked when the range has been read."""
+    """A checksum that a file has for a range of its bytes; the checksum is checked when the range has been read."""
 
     file: str
-    """Name of the file inside the container."""
+    """Name of the file that contains the range, relative to the container."""
     offset: int
-    """Offset of the first byte of the range in the file."""
+    """Offset in the file of the range's first byte."""
     size: int
     """Size of the range in bytes."""
     crc32: int
-    """CRC-32 of the range."""
+    """CRC-32 of the bytes in the range."""
     what: str
-    """Description of the range, for error messages."""
+    """Description of the range for error messages, such as a record's name."""
 
     @property
     def end(self) -> int:
-        """One past the last byte."""
+        """Offset in the file after the range's last byte."""
         return self.offset + self.size
 
 
@@ -202,80 +204,82 @@ class Twin(msgspec.Struct, frozen=True):
     """Two stored tensors that must be equal, such as a replica on another rank, or a step number in several files."""
 
     first: Entry
-    """The tensor that conversions read."""
+    """The tensor that conversions read; the second tensor is only compared."""
     second: Entry
-    """The copy, of the same dtype and shape."""
+    """The copy that is compared, of the same dtype and shape as the first tensor."""
     why: str
-    """Reason why the two must be equal, for error messages."""
+    """Reason for which the two tensors must be equal, for error messages."""
     replica: bool = False
-    """Whether ranks update their copies independently, so that the values may have drifted apart."""
+    """Whether the two are copies that ranks update independently, so that the values may have drifted apart."""
     rounded: bool = False
-    """Whether the copy has lower precision; it must then equal the rounded first tensor bit by bit."""
+    """Whether the copy has lower precision; it must then equal, bit by bit, the first tensor after rounding."""
     dates: bool = False
-    """Whether equality proves that files come from one save; then the two are compared even if the tensor is not
-    read."""
+    """Whether equality proves that two files come from one save; such tensors are compared even if nothing else reads
+    them."""
 
 
 class Recoding(msgspec.Struct, frozen=True):
     """Conversions of tensor values while a container is read: decoding, casts, and a merged adapter."""
 
     computed: Mapping[str, ComputedTensor] = msgspec.field(default_factory=dict)
-    """Name of a virtual file -> the computation that produces its values."""
+    """Maps the name of a virtual file to the computation that produces its values."""
     dtype: str | None = None
     """Safetensors code of the dtype that plain tensors are cast to; None: no cast."""
     stayed: tuple[str, ...] = ()
-    """Names of the plain tensors that keep their dtype while others are cast."""
+    """Names of the plain tensors that keep their dtype while all other plain tensors are cast."""
     adapter: Container | None = None
-    """The adapter that is merged into the weights."""
+    """The LoRA adapter that is merged into the weights."""
     notes: tuple[str, ...] = ()
-    """Sentences about the recoding, which plans show."""
+    """Sentences about the recoding, which are shown with a plan."""
     compact: Mapping[str, Entry] = msgspec.field(default_factory=dict)
-    """Name of scales stored in a kernel's order -> entry of the same scales in row-major order, as tables need them."""
+    """Maps scales that are stored in a kernel's order to the entry of the same scales in row-major order."""
     compact_notes: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Name of a tensor of `compact` -> the metadata that describes it in row-major order."""
+    """Maps each tensor in `compact` to the metadata that describes it in row-major order."""
 
 
 class Container(msgspec.Struct, frozen=True):
     """An opened checkpoint: its catalog, and the storage of its files."""
 
     format: str
-    """Name of the format, such as `safetensors`."""
+    """Name of the checkpoint's format, such as `safetensors`."""
     path: str
-    """The path as the user typed it."""
+    """Path of the checkpoint as the user typed it."""
     storage: Storage
     """Storage that reads byte ranges of `files`."""
     entries: Mapping[str, Entry]
     """Stored tensors by name, in file order."""
     files: Mapping[str, int]
-    """Size in bytes of each file that contains tensors or describes them."""
+    """Size in bytes of each file that contains tensors or their description."""
     metadata: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Metadata of the container, as its format stores it."""
+    """Metadata of the container, in the structure that its format has."""
     carried: tuple[str, ...] = ()
-    """Other files of the folder that conversions copy with the model (config, tokenizer)."""
+    """Further files of the folder that conversions copy with the model (config, tokenizer)."""
     ignored: tuple[str, ...] = ()
-    """Names that conversions leave alone: other tensor files, hidden files, sub-folders, links and special files; see
-    `registry`.
+    """Names that conversions neither read nor copy: unrelated tensor files, hidden files, sub-folders, links and
+    special files; see `registry`.
     """
     checksums: tuple[Checksum, ...] = ()
-    """Checksums in the files of the format; `verify` checks them."""
+    """Checksums that the checkpoint's files contain, as their format provides; `verify` checks them."""
     twins: tuple[Twin, ...] = ()
-    """Copies that each conversion compares before it writes."""
+    """Pairs of tensors that must be equal; each conversion compares them before it writes."""
     left: Mapping[str, Entry] = msgspec.field(default_factory=dict)
-    """Tensors that are in the files, but were not selected."""
+    """Tensors that the files contain, but that were not selected."""
     training: tuple[TrainingItem, ...] = ()
     """Training state other than model and optimizer, such as schedules; see `TrainingItem`."""
     seals: tuple[Seal, ...] = ()
-    """Places of digests that files keep of their own bytes; `verify` checks them."""
+    """Locations of the digests that files contain of their own bytes; `verify` checks them."""
     config: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Facts about the model from the container's own files, with the keys of a config.json; used without one."""
+    """Facts about the model from the container's own files, with the keys of a config.json; used if there is no
+    config.json."""
     unread: tuple[Refusal, ...] = ()
-    """Refusals of optimizer state that cannot be read; they are raised if the optimizer is requested."""
+    """Refusals of optimizer state that cannot be read; the refusals are raised if the optimizer is requested."""
     uncompared: tuple[Twin, ...] = ()
-    """Copies of tensors that were not selected; only `verify` compares them."""
+    """Pairs of equal tensors that were not selected; only `verify` compares them."""
     paths: Mapping[str, tuple[str | int, ...]] = msgspec.field(default_factory=dict)
-    """Tensor -> key path in the state dict, for tensors outside the model's and the optimizer's dicts; see `State`."""
+    """Maps a tensor to its key path in the state dict, for tensors outside the model's and the optimizer's dicts; see
+    `State`."""
     recoding: Recoding = Recoding()
-    """Computed tensors: which ones, and from which stored tensors."""
+    """The tensors that are computed, and the stored tensors from which they are computed."""
 
     def with_computed(
         self, computed: Mapping[str, ComputedTensor], entries: Mapping[str, Entry], **changes: Any
@@ -283,9 +287,9 @@ class Container(msgspec.Struct, frozen=True):
         """Return the container with further computed tensors.
 
         Args:
-            computed: name of a virtual file, unique in the container -> the computation of its values.
+            computed: maps a virtual file's name, unique in the container, to the computation of its values.
             entries: all tensors of the new container, including the computed ones.
-            **changes: changed fields of `Recoding` and `Container`.
+            **changes: new values of fields of `Recoding` and `Container`.
         """
         recoding = {name: changes.pop(name) for name in Recoding.__struct_fields__ if name in changes}
         adapter: Container | None = recoding.get("adapter")
@@ -295,16 +299,16 @@ class Container(msgspec.Struct, frozen=True):
 
     @property
     def beside(self) -> frozenset[str]:
-        """Names of the tensors that belong to `training`."""
+        """Names of the tensors that belong to the items of `training`."""
         return frozenset([item.name for item in self.training if item.name is not None])
 
     @property
     def nbytes(self) -> int:
-        """Size of all tensors in bytes."""
+        """Total size of all tensors in bytes."""
         return sum(entry.nbytes for entry in self.entries.values())
 
     def without(self, names: Collection[str]) -> Container:
-        """Return the container without some tensors: they move to `left`, and their twins to `uncompared`.
+        """Return the container without some tensors: these move to `left`, and their twins to `uncompared`.
 
         Twins that prove that all files come from one save (`dates`) are still compared.
         """
@@ -327,7 +331,7 @@ class Container(msgspec.Struct, frozen=True):
 
 
 class Spec(msgspec.Struct, frozen=True, gc=False):
-    """Name, dtype and shape of a tensor that a draft is to place."""
+    """A tensor to be written: its name, dtype and shape."""
 
     name: str
     dtype: str
@@ -335,7 +339,7 @@ class Spec(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fragment(msgspec.Struct, frozen=True):
-    """Bytes of a draft that do not depend on tensor values, such as a header or an index."""
+    """Bytes of a new file that do not depend on tensor values, such as a header or an index."""
 
     file: str
     offset: int
@@ -347,28 +351,29 @@ class Draft(msgspec.Struct, frozen=True):
 
     format: str
     entries: Mapping[str, Entry]
-    """Tensors by name, in the order in which they are written."""
+    """Tensors to write by name, in the order in which they are written."""
     files: Mapping[str, int]
     """Final size of each file, in bytes."""
     fragments: tuple[Fragment, ...]
-    """All bytes of the files outside the tensors."""
+    """All bytes of the files that are outside the tensors."""
     seal: Seal | None = None
-    """Space for digests in a single-file checkpoint; its fragment is written last. None: no digests."""
+    """Space for digests in a single-file checkpoint; the fragment with the digests is written last. None: the
+    checkpoint gets no digests."""
     copies: Mapping[str, tuple[Extent, ...]] = msgspec.field(default_factory=dict)
-    """Tensor name -> further places of its bytes, for chunks that several ranks store."""
+    """Maps a tensor to further places of its bytes, for chunks that several ranks store."""
     notes: tuple[str, ...] = ()
-    """Sentences for the user: settings that a reader of the files needs, and assumptions where the source says
-    nothing."""
+    """Sentences for the user: settings that programs need to read the files, and assumptions where the source gives no
+    information."""
 
     def early_fragments(self) -> tuple[Fragment, ...]:
         """Return the fragments that can be written before any tensor: all but the one with space for digests."""
         return tuple(fragment for fragment in self.fragments if not self._contains_digests(fragment))
 
     def late_fragments(self, hashes: Mapping[str, str]) -> Iterator[Fragment]:
-        """Yield the fragment that contains the digests, with the digests filled in.
+        """Yield the fragment that contains the digests, with all digests filled in.
 
         Args:
-            hashes: tensor name -> hash of its bytes.
+            hashes: maps each tensor to the hash of its bytes.
         """
         if self.seal is None:
             return
@@ -387,7 +392,7 @@ class Draft(msgspec.Struct, frozen=True):
 
     @property
     def has_leading_digests(self) -> bool:
-        """Whether the digests precede the tensors, so that a stream needs them before it starts."""
+        """Whether the digests precede the tensors in the file, so that a stream needs the digests before it starts."""
         return self.seal is not None and any(
             not fragment.offset and self._contains_digests(fragment) for fragment in self.fragments
         )
@@ -397,27 +402,27 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 DIGITS = 32
-"""Number of characters of a digest, an xxh3-128 hash in hex."""
+"""Number of hex characters of a digest, which is an xxh3-128 hash."""
 _BLANK = b"0" * DIGITS
 _BLOCK = 1 << 20
 
 
 class Seal(msgspec.Struct, frozen=True):
-    """Places of the digests in a file, as byte offsets."""
+    """Locations of the digests in a file, as byte offsets."""
 
     file: str
-    """Name of the file inside the container."""
+    """Name of the file with the digests, relative to the container."""
     head: int
-    """Offset of the digest of all bytes outside the tensors; it is computed with zeros in its own place."""
+    """Offset of the digest of all bytes outside the tensors; this digest is computed with zeros in its own place."""
     places: Mapping[int, int]
-    """Offset of a tensor -> offset of its digest; empty tensors have none."""
+    """Maps the offset of each tensor that is not empty to the offset of its digest."""
 
 
 def make_seal(file: str, head: int, begin: int, offsets: Iterable[int]) -> Seal:
     """Return the seal of a file whose tensor digests are contiguous.
 
     Args:
-        file: name of the file.
+        file: name of the file with the digests.
         head: offset of the digest of all bytes outside the tensors.
         begin: offset of the first tensor's digest.
         offsets: offsets of the tensors that are not empty, in the order of their digests.
@@ -426,7 +431,7 @@ def make_seal(file: str, head: int, begin: int, offsets: Iterable[int]) -> Seal:
 
 
 def read_digest(storage: Storage, seal: Seal, place: int) -> str:
-    """Read the digest at an offset of the file."""
+    """Read the digest that is stored at an offset of the file."""
     return storage.read(seal.file, place, DIGITS).decode("latin-1")
 
 
@@ -434,9 +439,9 @@ def digest_outside(storage: Storage, seal: Seal, tensors: Iterable[tuple[int, in
     """Compute the digest of all bytes of a file outside its tensors.
 
     Args:
-        storage: the files.
-        seal: the seal of the file.
-        tensors: `(first byte, one past the last byte)` of each tensor.
+        storage: storage of the file.
+        seal: locations of the file's digests.
+        tensors: `(first byte, offset after the last byte)` of each tensor.
     """
     return _digest(_bytes_outside(storage, seal.file, tensors), seal.head)
 
@@ -451,7 +456,7 @@ def _bytes_outside(storage: Storage, file: str, tensors: Iterable[tuple[int, int
 
 
 def _digest(parts: Iterable[tuple[int, bytes]], head: int) -> str:
-    """Return the digest of `(offset, bytes)` parts, with zeros in the place `head` of the digest itself."""
+    """Return the digest of `(offset, bytes)` parts, with zeros at `head`, the place of the digest itself."""
     state = xxhash.xxh3_128()
     for offset, data in parts:
         first, last = max(head, offset), min(head + DIGITS, offset + len(data))
@@ -466,8 +471,8 @@ def fill_digests(parts: Iterable[tuple[int, bytes]], seal: Seal, hashes: Mapping
 
     Args:
         parts: `(offset, bytes)` of all bytes outside the tensors, in file order.
-        seal: the places of the digests.
-        hashes: offset of a tensor -> its digest.
+        seal: locations of the file's digests.
+        hashes: maps the offset of each tensor to its digest.
     """
     pieces = []
     for offset, data in parts:
@@ -484,7 +489,7 @@ def fill_digests(parts: Iterable[tuple[int, bytes]], seal: Seal, hashes: Mapping
 
 
 NUMBERS = "//numbers"
-"""Name of the pseudo-file; as a path it would have an empty part."""
+"""Name of the pseudo-file; as a path it would have an empty component."""
 Number = int | float | bool
 _I64, _U64 = range(-(2**63), 2**63), range(2**64)
 
@@ -492,8 +497,7 @@ _I64, _U64 = range(-(2**63), 2**63), range(2**64)
 def number(value: Number) -> tuple[str, bytes] | None:
     """Return the safetensors code and the bytes of a Python number: BOOL, I64 (U64 above its range) or F64.
 
-    Returns:
-        None for an integer that is too large for either.
+    Returns: None for an integer that is too large for I64 and U64.
     """
     if isinstance(value, bool):
         return "BOOL", bytes([value])
@@ -505,7 +509,7 @@ def number(value: Number) -> tuple[str, bytes] | None:
 
 
 class NumbersInMemory(Overlay):
-    """A storage with one additional file in memory, `NUMBERS`.
+    """A storage with `NUMBERS`, an additional file in memory, beside its real files.
 
     Args:
         below: the storage of the real files.
@@ -516,35 +520,35 @@ class NumbersInMemory(Overlay):
         self._numbers = bytearray()
 
     def moved_onto(self, below: Storage) -> NumbersInMemory:
-        """Return an overlay of another storage that shares these numbers."""
+        """Return an overlay of a different storage that shares these numbers."""
         moved = NumbersInMemory(below)
         moved._numbers = self._numbers
         return moved
 
     def add(self, data: bytes) -> Extent:
-        """Append the bytes of one number, and return their extent."""
+        """Append the bytes of one number to `NUMBERS`, and return their extent."""
         extent = Extent((), (), NUMBERS, len(self._numbers))
         self._numbers += data
         return extent
 
     def add_all(self, other: NumbersInMemory) -> int:
-        """Append the numbers of another overlay, and return the offset of the first one."""
+        """Append the numbers of a second overlay, and return the new offset of the first of these."""
         start = len(self._numbers)
         self._numbers += other._numbers
         return start
 
     def size(self, name: str) -> int:
-        """See `Storage`."""
+        """Return the size of a file, also of `NUMBERS`; see `Storage.size`."""
         return len(self._numbers) if name == NUMBERS else super().size(name)
 
     def version(self, name: str) -> str:
-        """See `Storage`; numbers have no version of their own, as they come from a real file."""
+        """Return a file's version (see `Storage.version`); `NUMBERS` has none, as its numbers come from a real file."""
         return "" if name == NUMBERS else super().version(name)
 
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """See `Storage`."""
+        """Add a read of a file, also of `NUMBERS`; see `Storage.add_read`."""
         if name == NUMBERS:
             steps.call(partial(read_strided, self._copy, offset, view, width, loops), READING, view.nbytes)
         else:

@@ -1,8 +1,9 @@
 """Hashes items while they are written, and records finished tensors in a journal, so that a conversion can resume.
 
-The journal has one line for each finished tensor, with a checksum; an incomplete last line is ignored. A journal
-belongs to one plan and one state of the source; any other conversion refuses it and leaves it in place. A resumed run
-reads the recorded tensors back and compares their hashes, so that it gives the same bytes as an uninterrupted run.
+After each finished tensor the journal gets one line, with a checksum; an incomplete last line is ignored. A journal
+belongs to one plan and one state of the source; any other conversion refuses the journal and leaves it in place. A
+resumed run reads the recorded tensors back and compares their hashes, so that the result has the same bytes as an
+uninterrupted run.
 
 Where several workers share one plan, each work item has a result file beside the journal, written once the item's
 bytes are durable.
@@ -45,14 +46,15 @@ from transaxle.move.transfer import (
 from transaxle.move.workers import Progress, no_progress
 
 _BLOCK = 1 << 20
-"""Bytes hashed at once: few enough to stay in the processor's cache."""
+"""Number of bytes hashed at once: few enough to stay in the processor's cache."""
 _BATCH = 1 << 24
-"""Approximate bytes read in one call."""
+"""Approximate number of bytes read by one call."""
 SPAN = 1 << 28
-"""Bytes of a span. Larger items are hashed span by span, so that several workers can share one."""
+"""Number of bytes of a span: a part of an item that is hashed by itself. An item above this size is hashed span by
+span, so that several workers can share it."""
 
 WHOLE = sys.maxsize
-"""A span size above that of any item; files are hashed as one span."""
+"""A span size above the size of any item, for hashes of whole files."""
 
 
 def span_ends(size: int) -> list[int]:
@@ -61,15 +63,16 @@ def span_ends(size: int) -> list[int]:
 
 
 def join_hashes(hashes: Sequence[str]) -> str:
-    """Return the hash of an item: that of its only span, or the hash of the joined hex hashes of its spans."""
+    """Return the hash of an item: the hash of its only span, or the hash of the joined hex hashes of its spans."""
     return hashes[0] if len(hashes) == 1 else digest("".join(hashes).encode())
 
 
 class ItemHash:
-    """The hash of an item. The item's spans may come in any order, but the bytes of each span in ascending order.
+    """Computes the hash of an item. The item's spans may come in any order, but the bytes of a span must come in
+    ascending order.
 
     Args:
-        span_size: bytes of a span; None: `SPAN`.
+        span_size: number of bytes of a span; None: `SPAN`.
     """
 
     def __init__(self, span_size: int | None = None) -> None:
@@ -87,12 +90,12 @@ class ItemHash:
             steps.hash(running, part)
 
     def hexdigest(self) -> str:
-        """Return the hash of all bytes so far, in hex."""
+        """Return the hash of all bytes given so far, in hex."""
         hashes = [self._spans[number].hexdigest() for number in sorted(self._spans)]
         return join_hashes(hashes or [digest(b"")])
 
     def _parts(self, start: int, data: memoryview) -> Iterator[tuple[Running, memoryview]]:
-        """Cut bytes at span boundaries, and yield each part with the running hash of its span."""
+        """Cut bytes at the boundaries of spans, and yield each part with the running hash of its span."""
         while len(data):
             number, inside = divmod(start, self._size)
             part = data[: self._size - inside]
@@ -104,16 +107,16 @@ class ItemHash:
 
 
 class HashingFiles(Sink):
-    """A sink that writes items to their places in files, and hashes them at the same time.
+    """A sink that writes items to their places in files, and hashes the items at the same time.
 
     Args:
-        files: the files to write; None: items are only hashed.
-        places: for each item, by key, its places in the files, as the transfers that would read them back (see
+        files: the files to write to; None: items are only hashed.
+        places: for each item, by key, its places in the files, as the transfers that would read the item back (see
             `PlannedTensor.everywhere`).
-        hashed: keys of the items to hash; this sink must receive all of their bytes.
-        progress: called with the number of bytes just written.
-        finish: called with the key and the hash of each complete item.
-        span_size: bytes of the spans in which items are hashed; None: `SPAN`.
+        hashed: keys of the items to hash; this sink must receive all bytes of each of these.
+        progress: function that is called with the number of bytes just written.
+        finish: function that is called with the key and the hash of each complete item.
+        span_size: number of bytes of a span; None: `SPAN`.
     """
 
     def __init__(
@@ -126,7 +129,7 @@ class HashingFiles(Sink):
         span_size: int | None = None,
     ) -> None:
         self.digests: dict[int, str] = {}
-        """Item key -> hash of the complete item; empty where `finish` receives the hashes."""
+        """Item key -> hash of the complete item; empty if `finish` receives the hashes."""
         self.span = span_size or SPAN
         self.batches_steps = files is None or hasattr(files, "add_write")
         self._finish = finish or self.digests.__setitem__
@@ -155,12 +158,12 @@ class HashingFiles(Sink):
         steps.then(partial(self._progress, len(data)))
 
     def _write(self, key: int, start: int, data: memoryview) -> None:
-        """Write bytes of an item without a list of steps: for scattered places and remote files."""
+        """Write bytes of an item directly, without a list of steps; for scattered places and remote files."""
         for file, offset, part in self.locate(key, start, data):
             cast("Writable", self._files).pwrite(file, offset, part)
 
     def locate(self, key: int, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
-        """Yield `(file, offset, bytes in the file)` for an item's bytes that begin at `start`."""
+        """Yield `(file, offset, bytes in the file)` for each contiguous part of an item's bytes from `start` on."""
         return self._places_of(key).locate(start, data)
 
     def end(self, key: int) -> None:
@@ -186,19 +189,19 @@ class Places:
     """The places of an item's bytes in files; a tensor of all experts may have one place for each expert.
 
     Args:
-        places: the transfers that would read the item from the files, in any order.
+        places: the transfers that would read the item from its files, in any order.
     """
 
     def __init__(self, places: Sequence[Transfer]) -> None:
         self._places = sorted(places, key=lambda place: place.target)
         self._starts = [place.target for place in self._places]
         self.are_plain = not any(place.loops for place in places)
-        """Whether each place is one contiguous range of a file."""
-        # Running maxima of ends, since places may overlap: replicated bytes have several places.
+        """Whether each place of the item is one contiguous range of a file."""
+        # Running maxima of the places' ends, since places may overlap: replicated bytes have several places.
         self._ends = list(accumulate((place.target_end for place in self._places), max))
 
     def locate(self, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
-        """Yield `(file, offset, bytes in the file)` for the bytes that begin at `start`."""
+        """Yield `(file, offset, bytes in the file)` for each contiguous part of the item's bytes from `start` on."""
         stop = start + len(data)
         for place in self._places[bisect_right(self._ends, start) : bisect_left(self._starts, stop)]:
             if not place.loops:
@@ -211,7 +214,7 @@ class Places:
 
 
 def _gather_runs(part: Transfer, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
-    """Yield `(file, offset, bytes)` of a transfer: once if its runs are contiguous in the file, else per run."""
+    """Yield `(file, offset, bytes)` of a transfer's runs; runs that are contiguous in the file count as one."""
     if part.source_span == part.size:
         item_bytes: Bytes = np.frombuffer(data, np.uint8)[part.target - start : part.target_end - start]
         file_bytes: Bytes = np.empty(part.size, np.uint8)
@@ -236,7 +239,7 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def digest_in(storage: Readable, places: Sequence[Transfer], span_size: int | None = None) -> str:
-    """Read an item from its places in files, and return its hash; `span_size` is in bytes, None for `SPAN`."""
+    """Read an item from its places in files, and return its hash; `span_size` is in bytes, None means `SPAN`."""
     item_hash = ItemHash(span_size)
     block: Bytes = np.empty(_BLOCK, np.uint8)
     scratch = Scratch(2 * _BLOCK)
@@ -252,38 +255,38 @@ def digest_in(storage: Readable, places: Sequence[Transfer], span_size: int | No
 
 
 _HEAD = b"transaxle journal 3 "
-"""Start of a journal's first line; its task follows as JSON."""
+"""Start of a journal's first line; the task follows as JSON."""
 _NONE = "-"
 
 
 class FinishedTensor(msgspec.Struct, frozen=True, gc=False):
-    """The journal's record of a tensor whose bytes are written."""
+    """A line of the journal: the record of a tensor whose bytes are written."""
 
     hash: str
     """xxh3-128 hash of the tensor's bytes, in hex."""
     error: Error | None = None
-    """Error of the encoded values; None for a tensor that is not encoded."""
+    """Error that encoding caused in the tensor's values; None for a tensor that is not encoded."""
 
 
 class Task(msgspec.Struct, frozen=True):
-    """The conversion that a journal belongs to."""
+    """The conversion that a journal belongs to, as its first line records it."""
 
     to: str
-    """Container format and dialect of the target."""
+    """Container format and dialect of the target, such as `safetensors:hf`."""
     source: str
-    """Path of the source, as typed; for messages only, never compared."""
+    """Path of the source as the user typed it; for messages only, never compared."""
     state: str
     """Hash of the state (sizes, times …) of the source's files, and of the files of a merged adapter."""
     plan: str
-    """Hash of the plan."""
+    """Hash of the conversion's plan."""
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """The fields that must be equal for a run to be resumed."""
+        """The fields in which two tasks must agree, so that a run can be resumed."""
         return self.to, self.state, self.plan
 
     def describe_difference(self, earlier: Task) -> str:
-        """Describe, for an error message, how an earlier task differs from this one."""
+        """Describe, for an error message, how an earlier task differs from this task."""
         if earlier.to != self.to:
             return f"it writes {earlier.to}, but this conversion writes {self.to}"
         if earlier.plan == self.plan:
@@ -294,36 +297,36 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class ItemResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a finished work item; a worker writes it once the item's bytes are durable."""
+    """Result of a finished work item; its worker writes the result once the item's bytes are durable."""
 
     task: Task
-    """Conversion that the work item belongs to."""
+    """The conversion that the work item belongs to."""
     number: int
     """Number of the work item in the plan."""
     tensors: dict[str, tuple[str, str]]
-    """Tensor name -> its hash, and the error of its encoded values in the journal's notation."""
+    """Maps each tensor to its hash, and to the error of its encoded values in the journal's notation."""
     checks: tuple[int, ...] = ()
-    """Numbers of the plan's checks whose copies were equal."""
+    """Numbers of the plan's checks (of equal copies) that this item made successfully."""
     measured: dict[str, tuple[str, int]] = {}
-    """Name of a decoded or cast tensor -> error of its values, and the number of values that became infinite."""
+    """Decoded or cast tensor -> error of its values, and the number of values that became infinite."""
     summed: tuple[tuple[str, int, tuple[SummedRange, ...]], ...] = ()
-    """Byte ranges with a checksum that this item read in part: `(file, first byte, CRC-32 of each part)`."""
+    """Byte ranges with a checksum that the work item read in part: `(file, first byte, CRC-32 of each part)`."""
     proved: tuple[str, ...] = ()
-    """Source tensors whose hashes equal the recorded ones."""
+    """Source tensors whose hashes were computed and equal the recorded hashes."""
     begun: str = ""
-    """Token of the upload that the item belongs to, on an object store; otherwise empty."""
+    """On an object store, token of the upload that the work item belongs to; otherwise empty."""
     sent: dict[str, tuple[str, ...]] = {}
-    """File -> ETags of its uploaded parts, in order, on an object store."""
+    """On an object store, maps each file to the ETags of its uploaded parts, in order."""
     worker: str = ""
-    """Host name and process id of the worker."""
+    """Host name and process id of the worker that wrote the result."""
     nbytes: int = 0
-    """Number of bytes written."""
+    """Number of bytes that the worker wrote."""
     seconds: float = 0.0
-    """Wall time in seconds."""
+    """Wall time of the work in seconds."""
 
     @property
     def finished(self) -> dict[str, FinishedTensor]:
-        """Tensor name -> its journal record."""
+        """Maps each tensor of the work item to its journal record."""
         return {
             name: FinishedTensor(tensor_hash, _parse_error(error))
             for name, (tensor_hash, error) in self.tensors.items()
@@ -331,7 +334,7 @@ class ItemResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def errors(self) -> dict[str, tuple[Error, int]]:
-        """Tensor name -> error of its values, and the number of infinite ones, for decoded or cast tensors."""
+        """Decoded or cast tensor -> error of its values, and the number of values that became infinite."""
         return {name: (_parse_error(text) or Error(), infinite) for name, (text, infinite) in self.measured.items()}
 
     @property
@@ -342,7 +345,7 @@ class ItemResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def item_file(number: int) -> str:
-    """Return the path of a work item's result file, relative to the journal's folder."""
+    """Return the path of the result file of a work item, relative to the journal's folder."""
     return f"{ITEMS}/{number}"
 
 
@@ -356,10 +359,11 @@ def parse_result(text: bytes) -> ItemResult | None:
 
 
 def read_results(folder: Path, numbers: Iterable[int] | None = None) -> dict[int, ItemResult]:
-    """Read the results of the work items `numbers` (None: of all), and return them by number, without damaged ones.
+    """Read the results of the work items `numbers` (None: of all), and return them by number; damaged results are left
+    out.
 
     Raises:
-        StorageError: IO.
+        StorageError: IO, if a result file cannot be read.
     """
     results = {}
     try:
@@ -379,23 +383,23 @@ def read_results(folder: Path, numbers: Iterable[int] | None = None) -> dict[int
 
 
 def read_task(folder: Path) -> Task | None:
-    """Return the task of the journal in a folder, even if no tensor is finished; None without a valid journal.
+    """Return the task of the journal in a folder, even if no tensor is finished; None if there is no valid journal.
 
     Raises:
-        StorageError: IO.
+        StorageError: IO, if the journal cannot be read.
     """
     lines = _read_lines(folder / JOURNAL)
     return _task(lines[0]) if lines else None
 
 
 def unfinished_task(folder: Path) -> Task | None:
-    """Return the task whose unfinished work in a folder has finished tensors; None if there are none.
+    """Return the task of a folder's unfinished work if any of its tensors is finished, otherwise None.
 
     Raises:
-        StorageError: IO.
+        StorageError: IO, if the journal cannot be read.
     """
     lines = _read_lines(folder / JOURNAL)
-    # Without a finished tensor there is nothing to lose, so any other task may replace the journal.
+    # Without a finished tensor there is nothing to lose, so a different task may replace the journal.
     if len(lines) > 1 and any(map(_parse_line, lines[1:])):
         return _task(lines[0])
     return next((result.task for result in read_results(folder).values()), None)
@@ -409,7 +413,7 @@ def _read_lines(journal: Path) -> list[bytes]:
 
 
 def _task(line: bytes) -> Task | None:
-    """Parse the first line of a journal; return None if it is damaged."""
+    """Parse the first line of a journal; return None if the line is damaged."""
     if not line.startswith(_HEAD):
         return None
     try:
@@ -419,7 +423,7 @@ def _task(line: bytes) -> Task | None:
 
 
 def _parse_line(line: bytes) -> tuple[str, FinishedTensor] | None:
-    """Parse the line of a finished tensor; return None if it is damaged."""
+    """Parse the line of a finished tensor; return None if the line is damaged."""
     checksum, _, payload = line.partition(b" ")
     # A line torn by a crash or a full disk fails here, and its tensor is written again.
     if digest(payload).encode() != checksum:
@@ -429,16 +433,16 @@ def _parse_line(line: bytes) -> tuple[str, FinishedTensor] | None:
 
 
 def refuse_other_task(folder: Path, task: Task, file: str) -> None:
-    """Refuse to resume or to discard the unfinished work of another task.
+    """Refuse to resume, or to discard, unfinished work of a different task.
 
     Args:
-        folder: the folder of its journal.
+        folder: the folder that contains the journal.
         task: the task of this run.
-        file: the target, for the error message.
+        file: path of the target, for the error message.
 
     Raises:
-        UsageError: EXISTS.
-        StorageError: IO.
+        UsageError: EXISTS, if the journal's task differs.
+        StorageError: IO, if the journal cannot be read.
     """
     unfinished = unfinished_task(folder)
     if unfinished is None or unfinished.key == task.key:
@@ -455,14 +459,14 @@ def refuse_other_task(folder: Path, task: Task, file: str) -> None:
 
 
 def error_text(error: Error | None) -> str:
-    """Return the journal's notation of a value error."""
+    """Return a value error (of an encoded tensor) in the journal's notation."""
     if error is None:
         return _NONE
     return f"{error.max!r},{error.square_sum!r},{error.count},{error.unequal}"
 
 
 def _parse_error(text: str) -> Error | None:
-    """Inverse of `error_text`."""
+    """Parse the text that `error_text` returns."""
     if text == _NONE:
         return None
     largest, squares, count, unequal = text.split(",")
@@ -473,11 +477,11 @@ class Journal:
     """The journal of one conversion: a file that records each finished tensor.
 
     Args:
-        folder: a folder that survives until the target is committed.
-        task: the conversion; a journal of another task is replaced, see `refuse_other_task`.
+        folder: folder of the journal, which survives until the target is committed.
+        task: the conversion; if the journal has a different task, it is replaced, see `refuse_other_task`.
 
     Raises:
-        StorageError: IO, NO_SPACE.
+        StorageError: IO if the journal cannot be read or written, NO_SPACE on a full disk.
     """
 
     def __init__(self, folder: Path, task: Task) -> None:
@@ -487,7 +491,7 @@ class Journal:
         self._continued = False
         with self._naming_errors("reading"):
             self.finished = self._read()
-            """Tensor name -> record of an earlier run of the same plan."""
+            """Maps each tensor that an earlier run of the same plan finished to its record."""
         with self._naming_errors("beginning"):
             self._file: IO[bytes] = self._open()
 
@@ -507,7 +511,8 @@ class Journal:
     def _open(self) -> IO[bytes]:
         if self._continued:
             return self._path.open("ab", buffering=0)
-        # Unbuffered: the operating system has each line before the next tensor begins, so a killed process loses none.
+        # Unbuffered: the operating system has each line before the next tensor begins, so a killed process loses no
+        # line.
         file = self._path.open("wb", buffering=0)
         try:
             file.write(_HEAD + msgspec.json.encode(self._task) + b"\n")
@@ -524,10 +529,11 @@ class Journal:
             raise storage_error(error, f"{action} the journal", os.fspath(self._path)) from error
 
     def add(self, name: str, tensor: FinishedTensor) -> None:
-        """Record a tensor whose bytes are written. A name with a line break is not recorded; its tensor is redone.
+        """Record a tensor whose bytes are written. A tensor whose name has a line break is not recorded; a resumed run
+        writes it again.
 
         Raises:
-            StorageError: IO, NO_SPACE.
+            StorageError: IO if the journal cannot be written, NO_SPACE on a full disk.
         """
         if "\n" in name:
             return
@@ -535,8 +541,8 @@ class Journal:
         with self._lock, self._naming_errors("writing"):
             self._file.write(
                 b"\n" + digest(payload).encode() + b" " + payload
-            )  # the line break comes first, to end an incomplete line before it
+            )  # the line break comes first, to end an earlier line that is incomplete
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the journal's file."""
         self._file.close()

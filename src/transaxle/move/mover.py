@@ -1,11 +1,11 @@
-"""Moves items (byte arrays) from a source to a sink: between files, between ranks, or from one to the other.
+"""Moves items (byte arrays) from a source to a sink: between files, between ranks, or from files to ranks and back.
 
-A conversion moves files to files, a load moves files into the memory of ranks, a save moves this memory into files,
-and a reshard moves memory to memory. Items that one rank can both read and consume are moved by its own threads. All
-other items are cut into item ranges, and these go through an exchange between the ranks, in batches of bounded memory.
-Each range has source ranks, which read it, and target ranks, which receive it. All ranks compute the same ranges, so
-they agree on senders and receivers without communication. Where several ranks have parts of one range (a weight
-sharded by columns), the target ranks assemble it.
+A conversion moves files to files, a load moves files into the memory of ranks, a save moves the memory of ranks into
+files, and a reshard moves memory to memory. Items whose bytes one rank can both read and consume are moved by that
+rank's own threads. All other items are cut into item ranges, and the ranges go through an exchange between the ranks,
+in batches of bounded memory. Each range has source ranks, which read parts of the range, and target ranks, which
+receive it. All ranks compute the same ranges, so the ranks agree on senders and receivers without communication. Where
+several ranks have parts of one range (a weight sharded by columns), the target ranks assemble the range.
 """
 
 from __future__ import annotations
@@ -47,24 +47,25 @@ from transaxle.move.workers import (
 from transaxle.spans import span
 
 _OPEN = 64 << 20
-"""Bytes of the item ranges that a target rank assembles at once, at most."""
+"""Maximum bytes of the item ranges that a target rank assembles at once."""
 _ROUND = 32 << 20
-"""Bytes that a rank sends, and that it receives, in one batch, at most; a larger item range has its own batch."""
+"""Maximum bytes that a rank sends, and that it receives, in one batch; a larger item range has its own batch."""
 _Slice = tuple[Item, int, int]
-"""Byte range of an item: `(item, start, stop)`."""
+"""A byte range of an item: `(item, start, stop)`."""
 
 
 class Movement:
     """Moves items from a source to a sink, once.
 
     Args:
-        items: the items to move. All ranks pass equal items in the same order, but a rank may omit items that another
-            rank both reads and consumes.
-        source: the files or memory to read from. Items without `source_ranks` need the memory of ranks.
-        sink: receives the bytes that this rank needs.
-        limit: number of workers and size of their buffers.
+        items: the items to move. All ranks pass the same items in the same order, but a rank may omit an item that a
+            different rank both reads and consumes.
+        source: the files or memory to read from. Items without `source_ranks` need a source that is the memory of
+            ranks.
+        sink: receives the items' bytes that this rank needs.
+        limit: the number of workers and the size of their buffers.
         exchange: moves bytes between the ranks; None for a single process.
-        omitted_bytes: rank -> bytes of its items that this rank omitted.
+        omitted_bytes: maps each rank to the bytes of its own items that this rank omitted.
     """
 
     def __init__(
@@ -85,30 +86,29 @@ class Movement:
         self._local_queues, self._exchanged = divide_by_rank(items, self._owner)
         self._omitted_bytes = omitted_bytes or {}
         self._batches_steps = can_batch(source) and (sink.batches_steps or not sink.ordered)
-        """Whether many steps are carried out in one call, which pays for local files."""
+        """Whether many steps are carried out in one call, which is faster for local files."""
         self._lock = Lock()
         self._missing_bytes: dict[int, int] = {}
-        """Item key -> bytes not yet delivered, for items that several workers share."""
+        """Item key -> number of bytes not yet delivered, for items that several workers share."""
 
     def run(self) -> int:
-        """Move all items; collective over the ranks.
+        """Move all items; a collective operation of all ranks.
 
-        Returns:
-            bytes received from other ranks.
+        Returns: number of bytes that this rank received from other ranks.
 
         Raises:
-            Exception: the first error of this rank's source or sink, after all exchanges are over.
+            Exception: the first error of this rank's source or sink, raised only after all exchanges.
         """
         if not self._exchanged:
             self.move_local()
             return 0
-        # An error here must not end the collective calls, or the other ranks would wait forever.
+        # This rank must still take part in the collective calls after an error, or the other ranks would wait forever.
         deferred = DeferredErrors()
         deferred(self.move_local)()
         return self._exchange_ranges(deferred)
 
     def move_local(self) -> None:
-        """Move the items that this rank both reads and consumes, by several threads."""
+        """Move the items that this rank can both read and consume, with several threads."""
         with span("move"):
             run_workers(self._group_slices(), self._limit.jobs, self._worker, self._do)
 
@@ -116,13 +116,13 @@ class Movement:
         return Worker(self._source, self._limit, stop, new_steps(together=self._batches_steps))
 
     def move_exchanged(self) -> int:
-        """Move the items that need an exchange between ranks; collective. Otherwise as `run`."""
+        """Move the items that need an exchange between ranks; collective, with the result and the errors of `run`."""
         return self._exchange_ranges(DeferredErrors()) if self._exchanged else 0
 
     def _group_slices(self) -> Iterator[list[_Slice]]:
-        """Yield groups of slices; one worker moves a whole group."""
+        """Yield groups of item slices; one worker moves a whole group."""
         # An ordered sink (a file that is hashed while it is written) takes whole queues, or spans of an item, from
-        # beginning to end; other sinks take ranges in any order.
+        # beginning to end; any other sink takes ranges in any order.
         queues = self._local_queues.get(self._exchange.rank, ())
         if not self._sink.ordered:
             slices = (
@@ -142,7 +142,7 @@ class Movement:
         yield from self._group(largest_first(sizes) if self._batches_steps else sizes)
 
     def _group(self, sizes: Iterable[tuple[_Slice, int]]) -> Iterator[list[_Slice]]:
-        """Group slices, given with their sizes, for one worker each."""
+        """Divide slices, given with their sizes, into groups for one worker each."""
         total = sum(item.size for queue in self._local_queues.get(self._exchange.rank, ()) for item in queue)
         return group_tasks(sizes, batched=self._batches_steps, fair=total // self._limit.jobs)
 
@@ -162,7 +162,7 @@ class Movement:
             steps.run()
 
     def _move(self, worker: Worker, item: Item, start: int, stop: int) -> None:
-        # A sink with memory of its own is filled in place, which saves a copy.
+        # A sink that exposes memory is filled in place, which saves a copy.
         buffer = None if self._sink.ordered else self._sink.buffer(item.key, start, stop)
         if buffer is not None:
             worker.add_transfer(item.parts(start, stop), start, buffer)
@@ -181,7 +181,7 @@ class Movement:
         worker.steps.run_if_full()
 
     def _count_delivered(self, item: Item, size: int) -> None:
-        """Count delivered bytes of an item, and end the item with its last byte."""
+        """Count delivered bytes of an item, and mark the item as complete after its last byte."""
         with self._lock:
             missing = self._missing_bytes[item.key] = self._missing_bytes.get(item.key, item.size) - size
             if not missing:
@@ -190,7 +190,7 @@ class Movement:
             self._sink.end(item.key)
 
     def _exchange_ranges(self, deferred: DeferredErrors) -> int:
-        # Ranks with much local work get fewer of the ranges that any rank could take.
+        # A rank with much local work gets fewer of the ranges that any rank could take.
         sizes = {
             rank: sum(item.size for queue in queues for item in queue) for rank, queues in self._local_queues.items()
         }
@@ -204,7 +204,7 @@ class Movement:
 
 
 class _RangeExchange:
-    """Exchanges item ranges: sends the parts that this rank reads, assembles ranges that it needs, for the sink."""
+    """Exchanges item ranges: sends the parts that this rank reads, and assembles the ranges that its sink needs."""
 
     def __init__(self, source: Readable, sink: Sink, limit: Limits, exchange: Exchange) -> None:
 
@@ -216,7 +216,7 @@ class _RangeExchange:
 
     def round(self, batch: Sequence[ItemRange], deferred: DeferredErrors) -> int:
         """Exchange the ranges of one batch, pass them to the sink, and return the bytes received."""
-        # All ranks compute the same list in the same order, so a parcel is identified by its number.
+        # All ranks compute the same list of parcels in the same order, so the number of a parcel identifies it.
         parcels = [
             (item_range, rank)
             for item_range in batch
@@ -227,8 +227,8 @@ class _RangeExchange:
 
         def fill_parcel(number: int, buffer: Bytes) -> None:
             item_range, rank = parcels[number]
-            # Each of several source ranks sends only its copies, packed without gaps; a single one sends the finished
-            # range.
+            # If a range has several source ranks, each sends only its own copies, packed without gaps; a single source
+            # rank sends the finished range.
             if item_range.only_source is None:
                 self._worker.fill([packing for packing, _ in pack_copies(item_range.parts(rank))], 0, buffer)
             else:
@@ -250,9 +250,9 @@ class _RangeExchange:
         return received
 
     def _deliver(self, item_range: ItemRange, packs: Mapping[int, Bytes | None]) -> None:
-        """Pass a range to the sink: as received, as read by this rank, or assembled from several ranks' packs."""
+        """Pass a range to the sink: received whole, read by this rank, or assembled from the packs of several ranks."""
         key, sink = item_range.item.key, self._sink
-        # None if the range must be assembled from several packs, or if this rank reads it for itself alone.
+        # None if the range must be assembled from several packs, or if this rank reads the range for itself alone.
         whole = None if item_range.only_source is None else packs[item_range.only_source]
         if whole is not None:
             sink.take(key, item_range.start, whole.data)
@@ -276,7 +276,7 @@ class _RangeExchange:
             sink.mark_filled(key, item_range.start, item_range.stop)
 
     def _place_copies(self, item_range: ItemRange, rank: int, pack: Bytes | None, out: Bytes) -> None:
-        """Copy a source rank's pack to its places in `out`; None: copy from this rank's own source."""
+        """Copy a source rank's pack to its places in `out`; if the pack is None, copy from this rank's own source."""
         if pack is None:
             with self._worker.steps as steps:
                 for part in item_range.parts(rank):
@@ -289,9 +289,9 @@ class _RangeExchange:
 
 
 def _parcel(item_range: ItemRange, source_rank: int) -> Parcel:
-    """Return the parcel that a source rank sends: the finished range where it has all of it, else its copies packed."""
-    # A finished range goes to every target rank, also to the sender itself. A pack does not: the sender fills in its
-    # own copies directly.
+    """Return a source rank's parcel: the finished range if the rank has all of it, else a pack of its copies."""
+    # A finished range goes to every target rank, including the sender itself. A pack does not go to its sender, which
+    # fills in its own copies directly.
     target_ranks = (
         item_range.target_ranks
         if item_range.only_source is not None
@@ -301,10 +301,10 @@ def _parcel(item_range: ItemRange, source_rank: int) -> Parcel:
 
 
 def divide_by_rank(items: Iterable[Item], owner: Owner) -> tuple[dict[int, list[list[Item]]], list[Item]]:
-    """Divide items into those that a rank can move alone and those that need an exchange.
+    """Divide items into those that one rank can move alone and those that need an exchange.
 
-    Returns:
-        rank -> its queues of items, and the items for the exchange. A queue is never divided.
+    Returns: a mapping from rank to its queues of items, and the list of items for the exchange. A queue is never
+        divided between the two.
     """
     queues: dict[Hashable, list[Item]] = {}
     for item in items:
@@ -312,7 +312,8 @@ def divide_by_rank(items: Iterable[Item], owner: Owner) -> tuple[dict[int, list[
     local_queues: dict[int, list[list[Item]]] = {}
     exchanged: list[Item] = []
     for queue in queues.values():
-        # A single writer writes a queue in order. If any of its items needs an exchange, all of them use it.
+        # A single writer writes a queue in order. If any item of a queue needs an exchange, the whole queue uses the
+        # exchange.
         ranks = {item.only_rank(owner) for item in queue}
         rank = ranks.pop() if len(ranks) == 1 else None
         if rank is None:
@@ -328,61 +329,62 @@ class ItemRange(msgspec.Struct, frozen=True, eq=False):
     item: Item
     """The item that the range belongs to."""
     start: int
-    """Offset of the first byte in the item."""
+    """Offset in the item of the range's first byte."""
     stop: int
-    """One past the last byte."""
+    """Offset in the item after the range's last byte."""
     source_ranks: tuple[int, ...]
-    """Ranks that read parts of the range."""
+    """Ranks that read parts of the range from the source."""
     target_ranks: tuple[int, ...]
-    """Ranks that receive the range."""
+    """Ranks that receive the range for their sinks."""
     copies: Mapping[int, list[Transfer]] | None
-    """Source rank -> its transfers into the range; None: a single source rank reads all of it."""
+    """Maps each source rank to its transfers into the range; None: a single source rank reads all of it."""
 
     @property
     def size(self) -> int:
-        """Length in bytes."""
+        """Length of the range in bytes."""
         return self.stop - self.start
 
     def parts(self, source_rank: int) -> list[Transfer]:
-        """Return a source rank's transfers into the range."""
+        """Return the transfers by which a source rank fills its parts of the range."""
         return self.item.parts(self.start, self.stop) if self.copies is None else self.copies[source_rank]
 
     def sent_bytes(self, source_rank: int) -> int:
-        """Return the number of bytes that a source rank sends to each target rank."""
+        """Return the number of bytes that a source rank sends to each target rank for this range."""
         return self.size if self.only_source is not None else sum(part.size for part in self.parts(source_rank))
 
     @property
     def only_source(self) -> int | None:
-        """The single source rank of the range; None where it has several, or none."""
+        """The single source rank of the range; None if the range has several source ranks or none."""
         return self.source_ranks[0] if len(self.source_ranks) == 1 else None
 
     @property
     def has_padding(self) -> bool:
-        """Whether the range has bytes that no transfer fills; they are zero."""
+        """Whether the range has padding: zero bytes that no transfer fills."""
         return sum(part.size for rank in self.source_ranks for part in self.parts(rank)) != self.size
 
 
 class _Lane:
-    """The item ranges of all items with the same target ranks, one at a time.
+    """The item ranges of all items with the same target ranks; it produces one range at a time.
 
     Args:
-        items: the items, in order.
-        busy: bytes assigned to each rank so far; updated here.
-        owner: returns the rank that has a file.
+        items: the items of the lane, in order.
+        busy: number of bytes assigned to each rank so far; the lane adds to it.
+        owner: function that returns the rank whose memory has a file.
     """
 
     def __init__(self, items: Iterable[Item], busy: Load, owner: Owner) -> None:
-        # A generator: a range is cut when it becomes the head, so `busy` includes all earlier choices of every lane.
+        # A generator: a range is cut only when it becomes the lane's head, so `busy` includes all earlier choices of
+        # every lane.
         self._cut_item = (item_range for item in items for item_range in _cut_item(item, busy, owner))
         self.head: ItemRange | None = next(self._cut_item, None)
 
     def step(self) -> None:
-        """Advance to the next range."""
+        """Advance to the next range of the lane."""
         self.head = next(self._cut_item, None)
 
 
 def _cut_item(item: Item, busy: Load, owner: Owner) -> Iterator[ItemRange]:
-    """Cut an item into ranges, and choose their source and target ranks: the least busy of several candidates."""
+    """Cut an item into ranges, and choose source and target ranks for each, the least busy ones if possible."""
     if item.source_ranks:
         for start, stop in pairwise(item.cuts):
             yield ItemRange(
@@ -393,16 +395,17 @@ def _cut_item(item: Item, busy: Load, owner: Owner) -> Iterator[ItemRange]:
         copies: dict[int, list[Transfer]] = {}
         for part in parts:
             copies.setdefault(owner(part.file), []).append(part)
-        # Without target ranks, the range goes to a rank that has a part of it; a range of padding alone, to any rank.
+        # Without target ranks, the range goes to a rank that has a part of the range; a range of padding alone, to any
+        # rank.
         target_ranks = item.target_ranks or (busy.add(busy.least(copies or busy), stop - start),)
         yield ItemRange(item, start, stop, tuple(copies), target_ranks, copies)
 
 
 class _BatchLimits:
-    """Bounds of one batch: how much a rank may assemble, send and receive.
+    """Bounds of one batch: how many bytes a rank may assemble, send and receive.
 
     Args:
-        max_bytes: bytes that a rank may send, and may receive.
+        max_bytes: maximum bytes that a rank sends, and that it receives, in one batch.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -411,7 +414,7 @@ class _BatchLimits:
         self._moved: dict[tuple[int, bool], int] = {}
 
     def take(self, item_range: ItemRange) -> bool:
-        """Add a range to the batch; return False if a limit is exceeded. The first range is always accepted."""
+        """Add a range to the batch, or return False if it would exceed a limit; the first range is always accepted."""
         open_bytes = {
             target_rank: self._open.get(target_rank, 0) + item_range.size for target_rank in item_range.target_ranks
         }
@@ -419,13 +422,13 @@ class _BatchLimits:
         for rank in item_range.source_ranks:
             size = item_range.sent_bytes(rank)
             for target_rank in item_range.target_ranks:
-                # A source rank that is also a target keeps its part; only bytes sent between ranks count.
+                # A source rank that is also a target keeps its part, so only bytes sent to other ranks count.
                 if target_rank != rank:
                     for key in ((rank, True), (target_rank, False)):
                         moved_bytes[key] = moved_bytes.get(key, self._moved.get(key, 0)) + size
-        # Limits hold for each rank separately, since memory and links are per rank.
+        # The limits hold for each rank separately, since each rank has its own memory and network link.
         full = max(open_bytes.values(), default=0) > _OPEN or max(moved_bytes.values(), default=0) > self._max_bytes
-        # An empty batch accepts a range of any size, or a range above the limits could never move.
+        # An empty batch accepts a range of any size, as a range above the limits could otherwise never move.
         if full and self._open:
             return False
         self._open |= open_bytes
@@ -436,12 +439,12 @@ class _BatchLimits:
 def batches(
     items: Iterable[Item], busy: Mapping[int, int], owner: Owner, max_bytes: int | None = None
 ) -> Iterator[list[ItemRange]]:
-    """Cut items into ranges, and collect these in batches that keep all ranks busy.
+    """Cut items into ranges, and collect the ranges in batches that keep all ranks busy.
 
     Args:
         items: the items to exchange.
-        busy: bytes that each rank moves in addition.
-        owner: returns the rank that has a file.
+        busy: number of bytes that each rank moves in addition to these items.
+        owner: function that returns the rank whose memory has a file.
         max_bytes: bytes that a rank sends, and that it receives, in one batch, `_ROUND` by default; a larger range has
             its own batch.
 
@@ -453,7 +456,7 @@ def batches(
     counts = Load(busy)
     lanes = [_Lane(group, counts, owner) for group in groups.values()]
     while any(lane.head is not None for lane in lanes):
-        # One range of each lane in turn, until none fits, so that all target ranks have work in every batch.
+        # Take one range of each lane in turn until none fits, so that all target ranks have work in every batch.
         bounds, batch = _BatchLimits(max_bytes or _ROUND), list[ItemRange]()
         moving = True
         while moving:
@@ -467,7 +470,8 @@ def batches(
 
 
 def pack_copies(parts: Iterable[Transfer]) -> Iterator[tuple[Transfer, Transfer]]:
-    """Split each transfer in two, by way of a pack in which all transfers follow one another without gaps.
+    """Split each transfer in two: one into a pack, in which all transfers follow one another without gaps, and one out
+    of it.
 
     Yields:
         `(transfer from the source into the pack, transfer from the pack to the target)`.
@@ -475,7 +479,7 @@ def pack_copies(parts: Iterable[Transfer]) -> Iterator[tuple[Transfer, Transfer]
     at = 0
     for part in parts:
         counts = [count for count, _, _ in part.loops]
-        # The pack keeps the order of the loops with all gaps closed, so both sides can derive it from the transfer
+        # The pack keeps the order of the loops without any gaps, so sender and receiver can derive it from the transfer
         # alone.
         dense = [step * part.width for step in row_major(counts)]
         packing = zip(counts, (source for _, source, _ in part.loops), dense, strict=True)

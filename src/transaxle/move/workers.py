@@ -1,10 +1,10 @@
-"""Produces tensors from transfers: items, the worker threads that fill their blocks, and the limits on memory.
+"""Produces tensors by transfers: defines items, the worker threads that produce them block by block, and memory limits.
 
-An item is one target tensor, or one rank's part of it. Where several ranks or threads could move it, the least busy
-one does.
+An item is one target tensor, or one rank's part of it. If several ranks or threads could move an item, the least busy
+one moves it.
 
 Each worker reuses one block and one scratch buffer, because the first touch of new memory costs more than the copy
-itself. One worker produces a tensor in order, so it can hash the tensor at the same time.
+itself. One worker produces a tensor from its first byte to its last, so it can hash the tensor at the same time.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ from transaxle.formats.storage.copier import Bytes, Steps, load_steps
 from transaxle.move.transfer import Readable, Scratch, Transfer, add_transfers, clip, clip_blocks
 
 BLOCK = 1 << 20
-"""Bytes of a block whose source is one contiguous range of a file."""
+"""Bytes of a worker's block if the source of the tensor is one contiguous range of a file."""
 _STRIDED_BLOCK = 4 << 20
 _SMALLEST = 1 << 16
 _GRAIN = 1 << 12
-"""Block sizes are multiples of this many bytes, and so of every dtype's item size."""
+"""The size of a block is a multiple of this number of bytes, and so of every dtype's item size."""
 _BATCH = 16 << 20
-"""Approximate bytes read and written by one batch of steps."""
+"""Approximate number of bytes that one batch of steps reads and writes."""
 _SMALL_GROUP, _LARGE_GROUP = 1 << 20, 8 << 20
-"""Smallest and largest size in bytes of a group of tasks, which one worker takes at once."""
+"""Smallest and largest size in bytes of a group of tasks; one worker takes a group at once."""
 _GROUPS_PER_WORKER = 8
-"""Number of groups per worker, where that makes groups neither too small nor too large."""
+"""Number of groups per worker, unless groups would be too small or too large."""
 _BLOCKS_PER_WORKER = 3
-"""Size of a worker's buffers, in blocks: the block itself, and a scratch buffer of two blocks."""
+"""Size of a worker's buffers in blocks: the block itself, and a scratch buffer as large as two blocks."""
 MIN_MEMORY = 2 * _BLOCKS_PER_WORKER * _SMALLEST
-"""Smallest number of bytes of buffers that one worker can use."""
+"""Minimum bytes of buffer memory that one worker can use."""
 _DEFAULT_JOBS = 8
 _DEFAULT_MEMORY = 64 << 20
 
 RANGE_BYTES = 8 << 20
-"""Maximum size in bytes of an item range."""
+"""Default maximum size in bytes of an item range."""
 _LONG_COPY = 1 << 20
-"""Contiguous copies of at least this many bytes get item ranges of their own, so that they need not be sent."""
+"""Contiguous copies of at least this many bytes get item ranges of their own, so that these ranges need not be sent."""
 Owner = Callable[[str], int]
-"""`owner(file)`: return the rank that has a file."""
+"""`owner(file)` returns the rank whose memory has a file."""
 
 Member = TypeVar("Member", bound=Hashable)
 Task = TypeVar("Task")
 Buffers = TypeVar("Buffers")
 Progress = Callable[[int], None]
-"""`progress(bytes)`: called with the number of bytes just moved, from several threads."""
+"""`progress(bytes)` is called with the number of bytes just moved, from several threads."""
 
 
 def no_progress(_: int) -> None:
-    """Ignore progress."""
+    """Ignore the number of bytes moved; the default of `Progress`."""
 
 
 def is_long(transfer: Transfer) -> bool:
-    """Tell whether a transfer is one long contiguous range: the rank that reads it then writes it, too."""
+    """Tell whether a transfer is one long contiguous range, which the rank that reads it also writes."""
     return transfer.width >= _LONG_COPY and not transfer.loops
 
 
@@ -76,22 +76,25 @@ def is_whole(parts: Sequence[Transfer], size: int) -> bool:
 
 
 class Item(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """The bytes of one target tensor, or of one rank's part of it, with their sources and target ranks."""
+    """The bytes of one target tensor, or of one rank's part of it, with their transfers and ranks."""
 
     key: int
-    """Key of the item in the sink."""
+    """Key of the item, by which the sink identifies it."""
     size: int
-    """Size in bytes."""
+    """Size of the item in bytes."""
     lazy_transfers: Sequence[Transfer] | Callable[[], Sequence[Transfer]]
-    """Transfers that produce the item, sorted by target offset; or a function that computes them when needed."""
+    """Transfers that produce the item, sorted by target offset, or a function that computes these transfers when
+    needed."""
     target_ranks: tuple[int, ...] = ()
-    """Ranks that need the item; empty: each range goes to any one rank."""
+    """Ranks that need the item; empty: each range of the item goes to any one rank."""
     source_ranks: tuple[int, ...] = ()
     """Ranks that can read the whole source; empty: each transfer is read by the rank that has its file."""
     queue: Hashable = None
-    """Key of a queue; items with equal keys are moved one after another. None: a queue of its own."""
+    """Key of the item's queue; the items of a queue are moved one after another. None: the item is in a queue of its
+    own."""
     blocks: Callable[[Worker], Iterator[memoryview]] | None = None
-    """Function that yields the item's bytes in order, block by block, for values that are computed; None: copies."""
+    """For computed values, a function that yields the item's bytes in order, block by block; None: the bytes are
+    copied."""
     max_range: int | None = None
     """Maximum bytes of an item range; None: `RANGE_BYTES`."""
 
@@ -104,13 +107,14 @@ class Item(msgspec.Struct, frozen=True, eq=False, dict=True):
     def cuts(self) -> list[int]:
         """Byte offsets at which item ranges begin, and the end of the item."""
         offsets = {0, self.size}
-        # With `source_ranks` one rank reads the whole range, wherever transfers begin. Without them, a long copy gets
-        # ranges of its own, so that its bytes never share a range with those of another rank.
+        # If the item has `source_ranks`, one rank reads the whole range, wherever transfers begin. If it has none, a
+        # long copy gets ranges of its own, so that its bytes never share a range with bytes of a different rank.
         for transfer in () if self.source_ranks else self.transfers:
             if is_long(transfer):
                 offsets |= {transfer.target, transfer.target_end}
         edges = sorted(offsets)
-        # An edge always begins a range, however near the last one: long copies must not be mixed with their neighbours.
+        # An edge of a long copy always begins a range, even right after an earlier edge: long copies must not be mixed
+        # with their neighbours.
         return [at for a, b in pairwise(edges) for at in range(a, b, self.max_range or RANGE_BYTES)] + [self.size]
 
     def parts(self, start: int, stop: int) -> list[Transfer]:
@@ -118,7 +122,7 @@ class Item(msgspec.Struct, frozen=True, eq=False, dict=True):
         return [part for transfer in self.transfers for part in clip(transfer, start, stop)]
 
     def only_rank(self, owner: Owner) -> int | None:
-        """Return the rank that can both read and consume the whole item; None where an exchange is needed."""
+        """Return the rank that can both read and consume the whole item; None if the item needs an exchange."""
         if len(self.target_ranks) != 1:
             return None
         (target_rank,) = self.target_ranks
@@ -128,13 +132,13 @@ class Item(msgspec.Struct, frozen=True, eq=False, dict=True):
 
 
 class DisjointSets(Generic[Member]):
-    """Disjoint sets of hashable members, with union and find."""
+    """Disjoint sets of hashable members, with the operations union and find."""
 
     def __init__(self) -> None:
         self._above: dict[Member, Member] = {}
 
     def first(self, member: Member) -> Member:
-        """Return the member that represents the set of `member`; a new member is a set of its own."""
+        """Return the member that represents the set of `member`; an unknown member becomes a set of its own."""
         self._above.setdefault(member, member)
         while self._above[member] != member:
             self._above[member] = self._above[self._above[member]]
@@ -142,15 +146,15 @@ class DisjointSets(Generic[Member]):
         return member
 
     def join(self, member: Member, other_member: Member) -> None:
-        """Merge the sets of two members."""
+        """Merge the two sets that contain two members."""
         self._above[self.first(member)] = self.first(other_member)
 
 
 class Load(dict[int, int]):
-    """Rank -> bytes assigned to it so far.
+    """Maps each rank to the bytes assigned to it so far.
 
-    The least loaded rank gets the next item. The lower rank breaks ties, so that all ranks choose the same one without
-    communication.
+    The least loaded rank gets the next item. Of equally loaded ranks the lowest gets it, so that all ranks choose the
+    same one without communication..
     """
 
     @classmethod
@@ -159,40 +163,40 @@ class Load(dict[int, int]):
         return cls(dict.fromkeys(ranks, 0))
 
     def least(self, ranks: Iterable[int] | None = None) -> int:
-        """Return the least loaded of `ranks`; None: of all ranks."""
+        """Return the least loaded of `ranks`; None means all ranks."""
         return min(self if ranks is None else ranks, key=lambda rank: (self.get(rank, 0), rank))
 
     def add(self, rank: int, size: int) -> int:
-        """Assign `size` more bytes to a rank, and return the rank."""
+        """Assign `size` more bytes to a rank, and return that rank."""
         self[rank] = self.get(rank, 0) + size
         return rank
 
 
 class StoppedError(Exception):
-    """Stops a worker after another one failed; `run_workers` catches it."""
+    """Stops a worker after a different worker failed; `run_workers` catches it."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Number of workers, and the size of their buffers."""
+    """Limits of a movement: the number of workers, and the size of their buffers."""
 
     jobs: int
     """Number of worker threads."""
     memory: int
-    """Bytes of all buffers together."""
+    """Total bytes of the buffers of all workers."""
     min_block: int = 0
     """Smallest block in bytes that a worker can use, even if that exceeds `memory`."""
     is_explicit: bool = False
-    """Whether the user gave `memory`; it is then never exceeded."""
+    """Whether the user gave `memory`; a limit that the user gave is never exceeded."""
     waste: float = 4.0
-    """Largest ratio of bytes read to bytes needed, for strided reads with their gaps; see `Scratch`."""
+    """Largest accepted ratio of bytes read (with gaps) to bytes needed, for strided reads; see `Scratch`."""
     gap: int = 1 << 14
-    """Largest gap, in bytes, that strided reads include whatever the ratio."""
+    """Largest gap in bytes that strided reads include at any ratio."""
     few: int = 0
-    """Up to this number of runs, each run is read by itself."""
+    """Maximum number of runs that are read one by one."""
 
     @property
     def strided_block(self) -> int:
-        """Bytes of a block that is filled by strided reads of short runs."""
+        """Size in bytes of a block that is filled by strided reads of short runs."""
         fair = self.memory // self.jobs // _BLOCKS_PER_WORKER
         return max(_SMALLEST, min(_STRIDED_BLOCK, fair)) // _GRAIN * _GRAIN
 
@@ -208,17 +212,17 @@ class Limits(msgspec.Struct, frozen=True):
 
     @property
     def peak(self) -> int:
-        """Bytes that the buffers of all workers use together."""
+        """Total bytes that the buffers of all workers use together."""
         return self.jobs * (self.block + self.scratch)
 
     def with_min_block(self, min_block: int) -> Limits:
-        """Return limits with the same memory for blocks of at least `min_block` bytes, with fewer workers if needed."""
+        """Return limits with the same memory for blocks of at least `min_block` bytes, if needed for fewer workers."""
         jobs = min(self.jobs, max(1, self.memory // (_BLOCKS_PER_WORKER * min_block))) if min_block else self.jobs
         return replace(self, jobs=jobs, min_block=min_block)
 
     @property
     def for_item_ranges(self) -> Limits:
-        """The same limits, with blocks for whole item ranges."""
+        """The same limits, with blocks as large as whole item ranges."""
         return replace(self, min_block=max(self.min_block, RANGE_BYTES))
 
     def min_memory(self, min_block: int) -> int:
@@ -227,21 +231,21 @@ class Limits(msgspec.Struct, frozen=True):
 
     @property
     def half(self) -> Limits:
-        """Limits with half of the memory, for each of two workers in one thread."""
+        """Limits with half of the memory, for threads that each run two workers."""
         return Limits(self.jobs, self.memory // 2)
 
 
 def limits(jobs: int | None = None, memory: Size | None = None) -> Limits:
-    """Choose the number of workers and their buffers.
+    """Choose the number of workers and the size of their buffers.
 
     Args:
-        jobs: worker threads; None: one per core, at most eight.
-        memory: bytes of all buffers together; None: 64 MiB. With too little memory for `jobs` workers there are fewer;
-            one worker needs 384 KiB.
+        jobs: number of worker threads; None: one per core, at most eight.
+        memory: total bytes of all buffers; None: 64 MiB. With too little memory for `jobs` workers, fewer are
+            started; one worker needs 384 KiB.
 
     Raises:
         TypeError: for a value that is not a number.
-        ValueError: for memory below 384 KiB, or less than one worker.
+        ValueError: for less memory than 384 KiB, or fewer workers than one.
     """
     workers = min(_DEFAULT_JOBS, os.cpu_count() or 1) if jobs is None else read_count("jobs", jobs)
     total = _DEFAULT_MEMORY if memory is None else read_size("memory", memory)
@@ -254,10 +258,10 @@ class Worker:
     """The buffers and the list of steps of one worker thread.
 
     Args:
-        reader: the source files; safe to share between threads.
-        limit: size of the buffers.
-        stop: an event that tells all workers to stop.
-        steps: the list of steps; None: a new list, carried out block by block.
+        reader: the source of the transfers, which several threads may share.
+        limit: the limits that give the size of the buffers.
+        stop: event by which all workers are told to stop.
+        steps: the list of steps; None: a new list that runs block by block.
     """
 
     def __init__(
@@ -270,28 +274,28 @@ class Worker:
         self.steps = steps or Steps()
         self._reader = reader
         self._stop = stop
-        # Untouched pages take no memory, and few blocks are as large as the limit.
+        # Memory pages that are never touched cost nothing, and few blocks become as large as the limit.
         self._memory = memoryview(mmap(-1, limit.block, MAP_PRIVATE))
         self._limit = limit
         self._lend: Callable[[str, int, int], Bytes] | None = getattr(reader, "lend", None)
 
     @cached_property
     def _block(self) -> Bytes:
-        """The block as an array; contiguous ranges of files do without numpy."""
+        """The block as a numpy array; contiguous ranges of files do without numpy."""
         return np.frombuffer(self._memory, np.uint8)
 
     @cached_property
     def scratch(self) -> Scratch:
-        """Buffer for strided reads; created on first use, as lent memory needs none."""
+        """Buffer for strided reads; created on first use, as memory lent by a source needs no such buffer."""
         return Scratch(self._limit.scratch, self._limit.waste, self._limit.gap, self._limit.few)
 
     @property
     def capacity(self) -> int:
-        """Size of the block in bytes."""
+        """Size of the worker's block in bytes."""
         return len(self._memory)
 
     def check_stop(self) -> None:
-        """Raise StoppedError if the workers were told to stop."""
+        """Raise StoppedError if the workers have been told to stop."""
         if self._stop.is_set():
             raise StoppedError
 
@@ -316,14 +320,13 @@ class Worker:
     def add_item(self, item: Item, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
         """Add the steps that produce a byte range of an item, block by block.
 
-        Lent memory is copied into the block, and read only once: another thread may write to it, and the bytes written
-        to a file must be the bytes that were hashed.
+        Memory lent by the source is copied into the block, and read only once: other threads may write to it, and the
+        bytes written to a file must be those that were hashed.
 
-        Yields:
-            `(offset in the item, the block)`; steps that the caller adds next find the bytes in the block.
+        Yields: `(offset in the item, the block)`; steps that the caller then adds find the bytes in the block.
         """
         transfers = _transfers_between(item, start, stop)
-        if self._lend is not None:  # cut at the item's ranges, and these into blocks that stay in the cache
+        if self._lend is not None:  # cut at the item's ranges, and cut the ranges into blocks that stay in the cache
             ends = [end for cut in pairwise(item.cuts) for end in _chunk_ends(*cut, BLOCK)]
         else:
             ends = block_ends(transfers, stop - start, self.capacity)
@@ -331,13 +334,13 @@ class Worker:
             yield start + at, block
 
     def add_blocks(self, transfers: Sequence[Transfer], ends: Iterable[int]) -> Iterator[tuple[int, memoryview]]:
-        """Add the steps that produce a tensor in blocks with these end offsets; otherwise as `add_item`."""
+        """Add the steps that produce a tensor in blocks with these end offsets; `add_item` documents the rest."""
         for low, high, parts in clip_blocks(transfers, ends):
             self.check_stop()
             out = self._memory[: high - low]
             if self._lend is not None or any(part.loops for part in parts):
                 add_transfers(self.steps, self._reader, parts, low, self._block[: high - low], self.scratch)
-            else:  # contiguous ranges are copied without numpy
+            else:  # this copies contiguous ranges without numpy
                 if sum(part.width for part in parts) != high - low:
                     self.steps.call(partial(_clear, out))
                 for part in parts:
@@ -355,14 +358,14 @@ class Worker:
         dtype: str = "U8",
         arithmetic: AffineSteps | None = None,
     ) -> Iterator[memoryview]:
-        """Produce a tensor block by block, in order; a block is valid until the next iteration.
+        """Produce a tensor block by block, in order; each block is valid until the next iteration.
 
         Args:
             transfers: transfers that produce the tensor, sorted by target offset.
             size: size of the tensor in bytes.
-            length: maximum bytes of a block; None: chosen by the transfers.
+            length: maximum bytes of a block; None: the transfers determine it.
             dtype: dtype of the tensor, needed for `arithmetic`.
-            arithmetic: operations on every value; None: a plain copy.
+            arithmetic: operations to apply to every value; None: a plain copy.
         """
         return self.blocks_until(
             transfers, block_ends(transfers, size, self.capacity, length), dtype=dtype, arithmetic=arithmetic
@@ -376,7 +379,7 @@ class Worker:
         dtype: str = "U8",
         arithmetic: AffineSteps | None = None,
     ) -> Iterator[memoryview]:
-        """Produce a tensor in blocks with these end offsets; otherwise as `blocks`."""
+        """Produce a tensor in blocks with these end offsets; the arguments are those of `blocks`."""
         with self.steps as steps:
             for _, block in self.add_blocks(transfers, ends):
                 steps.run()
@@ -412,19 +415,19 @@ def block_ends(transfers: Sequence[Transfer], size: int, capacity: int, length: 
         transfers: transfers that produce the tensor, sorted by target offset.
         size: size of the tensor in bytes.
         capacity: size of a worker's block in bytes.
-        length: bytes of every block but the last; None: chosen by the transfers.
+        length: bytes of every block but the last; None: the transfers determine it.
     """
     if length is not None:
         return _chunk_ends(0, size, min(length, capacity))
-    # Long runs, and short ones that are contiguous in the file, are read directly into the block; a small block stays
-    # in the cache. Other runs need a larger block, so that a strided read covers more of them.
+    # Long runs, and short runs that are contiguous in the file, are read directly into the block; a small block stays
+    # in the cache. All other runs need a larger block, so that one strided read covers more runs.
     plain = all(transfer.width >= _SMALLEST or transfer.is_dense for transfer in transfers)
     cached_bytes = min(BLOCK, capacity)
     max_bytes = cached_bytes if plain else capacity
     ends: list[int] = []
     block_start = clean_end = 0
-    # A transfer that fits (an expert's matrix) is not cut: it then takes one read and one write, and is read once also
-    # if it is transposed. A block has as many of them as stay in the cache.
+    # A transfer that fits (an expert's matrix) is not cut, so that it takes one read and one write, even if it is
+    # transposed. A block contains as many such transfers as stay in the cache.
     for end in _clean_cuts(transfers, size):
         if end - block_start > cached_bytes:
             if clean_end > block_start:
@@ -442,7 +445,7 @@ def _chunk_ends(begin: int, end: int, length: int) -> list[int]:
 
 
 def _clean_cuts(transfers: Sequence[Transfer], size: int) -> Iterator[int]:
-    """Yield the offsets of a tensor at which no transfer is cut, and the end of the tensor."""
+    """Yield the offsets of a tensor at which no transfer would be cut, and the end of the tensor."""
     reached = 0
     for transfer in transfers:
         if reached and transfer.target >= reached:
@@ -458,23 +461,23 @@ def largest_first(tasks: Iterable[tuple[Task, int]]) -> list[tuple[Task, int]]:
 
 
 def can_batch(*readers: Readable) -> bool:
-    """Tell whether all readers can batch their reads as steps."""
+    """Tell whether every reader can turn its reads into steps that run in batches."""
     return all(getattr(each, "batches_steps", False) for each in readers)
 
 
 def new_steps(*, together: bool) -> Steps:
-    """Return an empty list of steps; `together`: many steps are carried out in one call, if the C copier is there."""
+    """Return an empty list of steps; with `together`, one call runs many steps, if the C copier is available."""
     return Steps(_BATCH if together and load_steps() is not None else 0)
 
 
 def group_tasks(tasks: Iterable[tuple[Task, int]], *, batched: bool, fair: int) -> Iterator[list[Task]]:
-    """Group tasks for one worker each.
+    """Divide tasks into groups for one worker each.
 
     Args:
-        tasks: `(task, bytes)`.
-        batched: whether steps of several tasks are batched, which saves a call for each small task. Otherwise each task
-            is a group, so that many workers wait for remote machines at the same time.
-        fair: bytes of one worker's share of all tasks; groups are so small that each worker gets several.
+        tasks: the tasks with their sizes, `(task, bytes)`.
+        batched: whether one call runs the steps of several tasks, which saves a call for each small task. If not, each
+            task is a group, so that many workers wait for remote machines at the same time.
+        fair: bytes of one worker's share of all tasks; groups are small enough that each worker gets several.
     """
     least = max(_SMALL_GROUP, min(_LARGE_GROUP, fair // _GROUPS_PER_WORKER)) if batched else 0
     group: list[Task] = []
@@ -495,13 +498,13 @@ def run_workers(
     make: Callable[[threading.Event], Buffers],
     work: Callable[[Buffers, Task], None],
 ) -> None:
-    """Process items in several worker threads, in order; the first error stops all workers and is raised.
+    """Process items in several worker threads, in order; the first error stops all workers and is then raised.
 
     Args:
-        items: the tasks.
-        jobs: number of workers.
-        make: creates a worker's buffers; its argument is the event that tells workers to stop.
-        work: processes one task with a worker's buffers.
+        items: the tasks to process.
+        jobs: number of worker threads.
+        make: function that creates a worker's buffers; its argument is the event that tells workers to stop.
+        work: function that processes one task with a worker's buffers.
     """
     queue = iter(items)
     lock = threading.Lock()
@@ -513,7 +516,8 @@ def run_workers(
             buffers = make(stop)
             while not stop.is_set():
                 with lock:
-                    # The iterator is shared and may be a generator, which must not be advanced by two threads at once.
+                    # The iterator is shared and may be a generator, which two threads must not advance at the same
+                    # time.
                     item = next(queue, None)
                 if item is None:
                     return
@@ -522,7 +526,7 @@ def run_workers(
             return
         except BaseException as error:  # noqa: BLE001 - the waiting thread raises it again
             with lock:
-                # Only the first error is raised; later ones are mostly consequences of it.
+                # Only the first error is raised; most later errors are its consequences.
                 errors.append(error)
             stop.set()
 
@@ -548,9 +552,9 @@ def _run_threads(run: Callable[[], None], jobs: int, stop: threading.Event) -> N
         for thread in threads:
             thread.start()
         for _ in threads:
-            finished.acquire()  # not `join`: after Ctrl-C in it, Python 3.11 takes a running thread for ended
+            finished.acquire()  # not `join`: after a Ctrl-C during `join`, Python 3.11 takes a running thread for ended
     finally:
-        # Set the event whatever happened (Ctrl-C too), or the threads would finish all items first.
+        # Set the event in any case (also after Ctrl-C), or the threads would first finish all items.
         stop.set()
         for thread in threads:
             if thread.is_alive():

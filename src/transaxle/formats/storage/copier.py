@@ -1,14 +1,14 @@
-"""The copier: carries out lists of steps, such as reads, copies, hashes and writes, in one call to C.
+"""The copier: carries out lists of steps, such as reads, copies, hashes and writes, in one call of C code.
 
 Each system call releases and takes Python's interpreter lock, and threads that do this for each block wait for one
 another longer than Python computes. So steps are collected first: reads of ranges, and of strided runs of equal length,
 strided copies and transposes, hashes, CRC-32, comparisons and writes. `copier.c` carries out a whole list without the
-lock. A step that fails there (an error, a short read, a full disk) is repeated in Python, which raises the error.
+lock. If a step fails in C (an error, a short read, a full disk), it is repeated in Python, which raises the error.
 Without the compiled library all steps run in Python, with numpy, xxhash and zlib.
 
-A column slice of a matrix is a run of a few kB in each row: together they are one step. Runs of a single element, as
-in a transposed matrix, are read together with the bytes between them, and copied into place tile by tile,
-where numpy would load each cache line many times.
+A column slice of a matrix is a run of a few kB in each row: one step does all rows together. Runs of a single element,
+as in a transposed matrix, are read together with the bytes between them, and copied into place tile by tile, where
+numpy would load each cache line many times over.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ if TYPE_CHECKING:
     from transaxle.formats.storage.storage import Handles
 
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
-"""One-dimensional array of bytes."""
+"""A one-dimensional numpy array of bytes."""
 
 SOURCE = Path(__file__).with_name("copier.c")
 LIBRARY = Path(__file__).with_name("libcopier.so")
 _NUMBERS = 10
-"""Number of integers that encode a step; see `transaxle_steps` in `copier.c`."""
+"""Number of integers that encode one step; see `transaxle_steps` in `copier.c`."""
 _READ, _WRITE, _HASH, _SUM, _TRANSPOSE, _COPY, _COMPARE, _READ_AND_SUM, _READ_RUNS, _CALL = range(10)
 _KINDS = "read", "write", "hash", "sum", "lay", "lay", "compare", "read and sum", "read"
-"""Name of each kind of step, in traces."""
+"""Name of each kind of step, for traces of the run."""
 _SIZES = 4, 4, 3, 2, None, None, 3, 4, 8
-"""Position, by kind, of a step's number of bytes among its integers; None: it has none."""
+"""For each kind of step, the index (among its integers) of the step's number of bytes; None: no integer has it."""
 _Fallback = Callable[[], object]
 
 _ELEMENTS = frozenset({1, 2, 4, 8})
-"""Element sizes in bytes that the C transpose supports."""
+"""Sizes in bytes of the elements that the C transpose supports."""
 _MIN_ROWS = 8
-"""Minimum rows and columns of a C transpose; numpy is as fast with fewer."""
+"""Minimum number of rows, and of columns, for a transpose in C; for fewer, numpy is as fast."""
 _MIN_RUN = 16
-"""Minimum bytes of a run that C copies; numpy is faster with shorter runs."""
+"""Minimum bytes of a run that is copied by C; numpy copies shorter runs faster."""
 
 
 class Steps:
-    """A list of steps of one thread, carried out in order.
+    """A list of steps (reads, copies, hashes, writes …) of one thread, carried out in order.
 
-    Steps refer to memory without copying it, and use its content at the time when they run. Files stay open until the
-    list has run or is cleared, at the latest at the end of the `with` block.
+    A step refers to memory without copying the content, and uses the content at the time when the step runs. Files stay
+    open until the list has run or is cleared, or until the end of the `with` block.
 
     Args:
-        max_bytes: bytes after which `run_if_full` runs the list; 0: at each call.
+        max_bytes: bytes after which `run_if_full` runs the list; 0: it runs the list at each call.
     """
 
     def __init__(self, max_bytes: int = 0) -> None:
@@ -75,9 +75,9 @@ class Steps:
         self._numbers = array("q")
         self._fallbacks: list[_Fallback] = []
         self._callbacks: list[tuple[int, Callable[[], object]]] = []
-        """`(number of steps that must be done, callback)`."""
+        """Callbacks as `(number of steps that must be done first, callback)`."""
         self._alive: list[object] = []
-        """Objects that must stay alive until the steps are done."""
+        """Objects that must stay alive until all pending steps are done."""
         self._files: dict[tuple[int, str], int] = {}
         self._open = ExitStack()
 
@@ -88,7 +88,7 @@ class Steps:
         self.clear()
 
     def open_file(self, name: str, handles: Handles) -> int:
-        """Open a file if necessary, and return its descriptor; it stays open until the list has run."""
+        """Open a file if necessary, and return its descriptor; the file stays open until the list has run."""
         key = id(handles), name
         descriptor = self._files.get(key)
         if descriptor is None:
@@ -100,16 +100,16 @@ class Steps:
     def read(
         self, fd: int, offset: int, view: memoryview, fallback: _Fallback, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """Add a read of an open file, of one range or of strided runs.
+        """Add a read of one range, or of strided runs, of an open file.
 
         Args:
-            fd: descriptor of the file.
-            offset: offset in the file of the first byte.
-            view: target memory: writable, contiguous and not empty. The first run goes to its start, and
-                all runs must fit.
-            fallback: does the read in Python.
-            width: bytes of a run, if there are loops.
-            loops: `(count, step in the file, step in the view)` in bytes, the outermost first.
+            fd: descriptor of the file to read.
+            offset: file offset of the first byte to read.
+            view: target memory: writable, contiguous and not empty. The first run is read into the view's beginning,
+                and all runs must fit.
+            fallback: function that does the read in Python.
+            width: number of bytes of a run, if there are loops.
+            loops: `(count, stride in the file, stride in the view)` in bytes, the outermost loop first.
         """
         if not loops:
             self._add(fallback, _READ, fd, offset, address(view), view.nbytes)
@@ -122,16 +122,15 @@ class Steps:
         self.size += size
 
     def add_crc_share(self, view: memoryview, powers: Sequence[int]) -> array[int] | None:
-        """Let the latest step, a strided read, also compute its runs' share of a CRC-32.
+        """Make the latest step, a strided read, also compute its runs' share of a CRC-32.
 
         Args:
-            view: target memory of that step.
-            powers: x**(8 * step in the file), modulo the polynomial, for each of its loops.
+            view: target memory of the latest step.
+            powers: x**(8 * step in the file), modulo the CRC polynomial, for each of its loops.ead.
 
-        Returns:
-            An array. After the steps have run, its first number is the share of the CRC-32 of all bytes up to the end
-            of the last run (see `copier.c`), and its second number is 1 if that share is known, otherwise 0. None if
-            the latest step is not this read.
+        Returns: An array of the share and a flag. After the steps have run, the array's first number is the share of
+            the CRC-32 of all bytes up to the end of the last run (see `copier.c`), and its second number is 1 if that
+            share is known, otherwise 0. None if the latest step is not this strided read.
         """
         kind, _, _, place, _, depth = self._numbers[-_NUMBERS : 6 - _NUMBERS] or (None,) * 6
         if (kind, place, depth) != (_READ_RUNS, address(view), len(powers)):
@@ -142,12 +141,12 @@ class Steps:
         return result
 
     def write(self, fd: int, offset: int, view: memoryview, fallback: _Fallback) -> None:
-        """Add a write to an open file; the view is contiguous and not empty. Otherwise as `read`."""
+        """Add a write of a contiguous view that is not empty to an open file; the arguments are those of `read`."""
         self._add(fallback, _WRITE, fd, offset, read_address(view), view.nbytes)
         self.size += view.nbytes
 
     def hash(self, running: Running, view: memoryview) -> None:
-        """Add a step that hashes the next bytes; the view is contiguous and not empty."""
+        """Add a step that updates a running hash with the bytes of a contiguous view that is not empty."""
         fallback = partial(running.update, view)
         if isinstance(running, CompiledHash):
             self._add(fallback, _HASH, running.address, read_address(view), view.nbytes)
@@ -155,12 +154,12 @@ class Steps:
             self._add(fallback, _CALL + _HASH, view.nbytes)
 
     def sum(self, view: memoryview, crc: ctypes.c_uint32, crc32: Callable[[memoryview, int], int]) -> None:
-        """Add a step that updates a CRC-32; it is merged with the previous step if that reads the same bytes.
+        """Add a step that updates a CRC-32; the step is merged with the previous step if that reads the same bytes.
 
         Args:
-            view: the bytes: writable, contiguous and not empty.
-            crc: CRC-32 of the preceding bytes; updated when the step runs.
-            crc32: computes the CRC-32 in Python.
+            view: the bytes to add: writable, contiguous and not empty.
+            crc: CRC-32 of the preceding bytes; changed when the step runs.
+            crc32: function that computes the CRC-32 in Python.
         """
 
         def fallback() -> None:
@@ -185,11 +184,11 @@ class Steps:
         """Add a strided copy from one buffer to another.
 
         Args:
-            source: the source; the first run is at its start.
-            out: the target.
-            at: offset of the first run in the target.
-            width: bytes of a run.
-            loops: `(count, step in the source, step in the target)` in bytes, outermost first.
+            source: the buffer to copy from; the first run is at its start.
+            out: the buffer to copy to.
+            at: offset in `out` of the first run.
+            width: number of bytes of a run.
+            loops: `(count, stride in the source, stride in the target)` in bytes, the outermost loop first.
         """
         kind, numbers, around = _encode_scatter(source, out, at, width, loops)
         if around:
@@ -202,9 +201,9 @@ class Steps:
         """Add a comparison of two buffers of equal size.
 
         Args:
-            first: contiguous and not empty.
-            second: contiguous and not empty.
-            differ: called if they are not equal.
+            first: the first buffer, contiguous and not empty.
+            second: the second buffer, contiguous and not empty.
+            differ: function that is called if the buffers are not equal.
         """
 
         def fallback() -> None:
@@ -214,22 +213,22 @@ class Steps:
         self._add(fallback, _COMPARE, read_address(first), read_address(second), first.nbytes)
 
     def call(self, function: _Fallback, kind: int = _COPY, size: int = 0) -> None:
-        """Add a step that is a Python function.
+        """Add a step that calls a Python function.
 
         Args:
-            function: carries out the step.
+            function: the function that carries out the step.
             kind: kind of the step, for traces.
-            size: number of bytes that it reads or writes.
+            size: number of bytes that the step reads or writes.
         """
         self._add(function, _CALL + kind, size)
         self.size += size
 
     def then(self, call: Callable[[], object]) -> None:
-        """Add a callback for after the run; it is called if all steps added so far have succeeded."""
+        """Add a callback, which is called after the run if all steps added so far have succeeded."""
         self._callbacks.append((len(self._fallbacks), call))
 
     def run_if_full(self) -> None:
-        """Run the pending steps if they have enough bytes for one call."""
+        """Run the pending steps if they have at least `max_bytes` bytes in total."""
         if self.size >= self.max_bytes:
             self.run()
 
@@ -237,8 +236,8 @@ class Steps:
         """Run the pending steps, and clear the list.
 
         Raises:
-            TransaxleError: for a failed step. Later steps do not run; callbacks that depend only on earlier steps are
-                called.
+            TransaxleError: if a step fails. After a failed step no later step runs, and only callbacks that depend on
+                earlier steps are called.
         """
         try:
             self._carry_out()
@@ -247,7 +246,7 @@ class Steps:
             self.clear()
 
     def clear(self) -> None:
-        """Drop the pending steps, and close files."""
+        """Drop the pending steps without running them, and close their files."""
         self.size = 0
         self._numbers = array("q")
         for pending in (self._fallbacks, self._callbacks, self._alive, self._files):
@@ -263,7 +262,7 @@ class Steps:
         place, total, finished = self._numbers.buffer_info()[0], len(self._fallbacks), 0
         one_by_one = is_recording()
         while finished < total:
-            stop = finished + 1 if one_by_one else total  # a trace records the time of each step, so steps run singly
+            stop = finished + 1 if one_by_one else total  # with a trace, which times each step, they run singly
             with self._span(finished):
                 done = finished if compiled is None else compiled(place, stop, finished)
                 if done < stop:
@@ -275,7 +274,7 @@ class Steps:
         try:
             self._fallbacks[number]()
         except BaseException:
-            with suppress(TransaxleError):  # only the first error is raised
+            with suppress(TransaxleError):  # if several steps fail, only the first error is raised
                 self._call(number)
             raise
 
@@ -293,12 +292,12 @@ class Steps:
 
 
 READING, WRITING = _READ, _WRITE
-"""Kinds of steps that are Python functions."""
+"""Kinds of steps that call Python functions, in traces."""
 
 
 @cache
 def load_steps() -> Callable[..., int] | None:
-    """Return the compiled function that runs steps; None if it was not built, or was built from another source."""
+    """Return the compiled function that runs steps; None if it was not built, or does not match its source."""
     return compiled_function("transaxle_steps", (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), ctypes.c_int64)
 
 
@@ -306,17 +305,18 @@ class Running(Protocol):
     """A running xxh3-128 hash."""
 
     def update(self, data: memoryview, /) -> None:
-        """Hash the next bytes."""
+        """Update the hash with a buffer of bytes."""
 
     def hexdigest(self) -> str:
-        """Return the hash, in hex."""
+        """Return the hash of all bytes so far, in hex."""
 
 
 _HashState = ctypes.c_uint64 * 51
-"""`hash` of `copier.c`: eight sums, counts of bytes, stripes and buffered bytes, the last stripe, the buffer."""
+"""C struct `hash` of `copier.c`: eight sums, counts of bytes, stripes and buffered bytes, the last stripe, the
+buffer."""
 _TOTAL, _BUFFER = 8, 11 * 8 + 64
 _SHORT = 240
-"""Maximum length in bytes of inputs that XXH3 hashes with another algorithm."""
+"""Maximum number of bytes for which XXH3 uses a separate algorithm."""
 
 
 class CompiledHash:
@@ -326,15 +326,15 @@ class CompiledHash:
         self._update, self._digest = update, digest
         self._state = _HashState()
         self.address = ctypes.addressof(self._state)
-        """Address of the hash state."""
+        """Memory address of the hash state."""
 
     def update(self, data: memoryview) -> None:
-        """Hash the next bytes."""
+        """Update the hash with a buffer of bytes."""
         if data.nbytes:
             self._update(self.address, read_address(data), data.nbytes)
 
     def hexdigest(self) -> str:
-        """Return the hash, in hex."""
+        """Return the hash of all bytes so far, in hex."""
         if self._state[_TOTAL] <= _SHORT:
             return xxhash.xxh3_128_hexdigest(bytes(self._state)[_BUFFER : _BUFFER + self._state[_TOTAL]])
         words = (ctypes.c_uint64 * 2)()
@@ -343,14 +343,14 @@ class CompiledHash:
 
 
 def new_hash() -> Running:
-    """Return a new running hash, compiled if possible."""
+    """Return a new running hash, computed in C if possible."""
     compiled = load_hash()
     return xxhash.xxh3_128() if compiled is None else CompiledHash(*compiled)
 
 
 @cache
 def load_hash() -> tuple[Callable[..., None], Callable[..., None]] | None:
-    """Return the compiled functions `(update, digest)` of XXH3; otherwise as `load_steps`."""
+    """Return the compiled functions `(update, digest)` of XXH3; None as in `load_steps`."""
     update = compiled_function("transaxle_hash", (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), None)
     digest = compiled_function("transaxle_hash_of", (ctypes.c_void_p, ctypes.c_void_p), None)
     return None if update is None or digest is None or sys.byteorder != "little" else (update, digest)
@@ -359,14 +359,14 @@ def load_hash() -> tuple[Callable[..., None], Callable[..., None]] | None:
 def read_strided(
     read_one: Callable[[int, memoryview], object], offset: int, view: memoryview, width: int, loops: Sequence[Loop]
 ) -> None:
-    """Read strided runs one by one in Python; without loops, one range.
+    """Read strided runs one by one in Python; without loops, there is only one range.
 
     Args:
-        read_one: `read_one(offset, view)` reads one range of the file.
-        offset: offset in the file of the first run.
+        read_one: function `read_one(offset, view)` that reads one range of the file.
+        offset: file offset of the first run.
         view: target memory; see `Steps.read`.
-        width: bytes of a run.
-        loops: see `Steps.read`.
+        width: number of bytes of a run.
+        loops: strides of the runs; see `Steps.read`.
     """
     if not loops:
         read_one(offset, view)
@@ -378,7 +378,7 @@ def read_strided(
 
 
 def runs_in(view: memoryview, width: int, loops: Sequence[Loop]) -> int:
-    """Return the number of runs of a strided read (see `Steps.read`); 0 if they are empty.
+    """Return the number of runs of a strided read (see `Steps.read`); 0 if the runs are empty.
 
     Raises:
         ValueError: if the runs do not fit into the view.
@@ -398,12 +398,12 @@ def scatter(source: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop
 
 
 def _scatter_by_numpy(source: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop]) -> None:
-    """Do a strided copy with numpy, in the widest words that fit."""
+    """Do a strided copy with numpy, in the widest words that divide all offsets and strides."""
     if not loops:
         out[at : at + width] = source[:width]
         return
     shape, sources, targets = ([loop[part] for loop in loops] for part in range(3))
-    # Every offset, width and step is a multiple of the word; then numpy moves 8 bytes at a time instead of one.
+    # Every offset, width and stride is a multiple of the word, so numpy can move 8 bytes at a time instead of one.
     word = gcd(8, at, width, *sources, *targets)
     if width > word:
         shape.append(width // word)
@@ -418,7 +418,7 @@ def _scatter_by_numpy(source: Bytes, out: Bytes, at: int, width: int, loops: Seq
 def _encode_scatter(
     buffer: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop]
 ) -> tuple[int, tuple[int, ...], Sequence[Loop]]:
-    """Return `(kind, integers, loops)` of the step for a strided copy; its last integer will point to the loops."""
+    """Return `(kind, integers, loops)` of the step for a strided copy; the last integer becomes the loops' address."""
     by_numpy = _CALL + _COPY, (), ()
     ends = [width + sum((loop[0] - 1) * loop[side] for loop in loops) for side in (1, 2)]
     is_plain = buffer.flags.c_contiguous and out.flags.c_contiguous and buffer.ndim == out.ndim == 1
@@ -442,7 +442,7 @@ def _encode_scatter(
 
 
 def same_bytes(first: bytes | memoryview, second: bytes | memoryview) -> bool:
-    """Tell whether two buffers have equal bytes; `==` is fifty times slower if one is a memoryview."""
+    """Tell whether two buffers have equal bytes; `==` is fifty times slower for memoryviews."""
     return np.array_equal(np.frombuffer(first, np.uint8), np.frombuffer(second, np.uint8))
 
 
@@ -452,7 +452,7 @@ def address(view: memoryview) -> int:
 
 
 def read_address(view: memoryview) -> int:
-    """Return the memory address of a view that may be read-only; nothing may be written there."""
+    """Return the memory address of a view that may be read-only; nothing may be written to this address."""
     if not view.readonly:
         return address(view)
 
@@ -460,7 +460,7 @@ def read_address(view: memoryview) -> int:
 
 
 def _in_line(loops: Iterable[Loop]) -> array[int]:
-    """Return loops as one array of integers, as `copier.c` expects."""
+    """Return loops as one flat array of integers, as `copier.c` expects."""
     return array("q", chain.from_iterable(loops))
 
 
@@ -468,9 +468,9 @@ def compiled_function(name: str, arguments: Sequence[type], result: type | None)
     """Return a function of `copier.c` with its C types; None if the library is missing, not loadable, or out of date.
 
     Args:
-        name: name of the function.
-        arguments: types of its arguments.
-        result: type of its result; None for a void function.
+        name: name of the C function.
+        arguments: C types of the function's arguments.
+        result: C type of the function's result; None for a void function.
     """
     try:
         library = ctypes.CDLL(str(LIBRARY))

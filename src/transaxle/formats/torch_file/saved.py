@@ -1,13 +1,13 @@
 """Reads a torch file, in the zip or the legacy format, as a value with the places of its storages and tensors.
 
-torch.load trusts the pickle: it reads a record with eight bytes per element as four, and for a storage without a record
-it returns uninitialised memory. Here a storage has one dtype, one size, and exactly that many bytes. torch does not
-check views either: a stride of zero makes a terabyte out of four bytes, and a storage of one dtype can be viewed as
-another. Here the bytes of a tensor must be inside its storage.
+torch.load trusts the pickle: it may read a record of 8-byte elements as 4-byte elements, and for a storage without a
+record it returns uninitialised memory. This reader requires that a storage has one dtype, one size, and exactly that
+many bytes. torch does not check views either: a stride of zero makes a terabyte out of four bytes, and a storage of one
+dtype can be viewed as another. This reader refuses a tensor whose bytes are not inside its storage.
 
-Torch files before 1.6 are five pickles in a row, then the storages, each after its number of elements. Nothing states
-the length of the pickles. So they are parsed from the beginning of the file, and if they extend beyond what was read,
-more of the file is read.
+Torch files before 1.6 consist of five pickles in a row, then the storages, each preceded by its number of elements.
+Such a file does not state the length of its pickles. So the pickles are parsed from the beginning of the file, and if
+they extend beyond the bytes read so far, more bytes are read.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from transaxle.formats.storage.storage import Storage, is_plain
 from transaxle.formats.torch_file.archive import LOCAL, Archive, FileWindow, read_archive, window
 
 STORAGE, _MODULE = "storage", "module"
-"""Possible first items of persistent ids."""
+"""Possible first items of a persistent id: a storage, or the source code of a module."""
 _MAX_COUNT = 2**63 - 1
 BYTE = DType("uint8")
 
 
 def item_bytes(dtype: DType) -> int:
-    """Return the bytes of one of torch's elements; two F4 values are one."""
+    """Return the bytes of one element as torch counts elements; two F4 values are one torch element."""
     return max(ITEM_BITS[dtype.code] // 8, 1)
 
 
 class StoredStorage(msgspec.Struct, eq=False):
-    """A storage in a torch file."""
+    """A storage of a torch file: the flat array behind tensors."""
 
     key: str
     """Key of the storage in the file."""
     dtype: DType
-    """Dtype of the elements; `uint8` for untyped storages."""
+    """Dtype of the storage's elements; `uint8` for untyped storages."""
     count: int
-    """Number of elements."""
+    """Number of the storage's elements."""
     offset: int = 0
-    """Offset of the first byte in the file, once it is known."""
+    """File offset of the storage's first byte, once it is known."""
 
     @property
     def nbytes(self) -> int:
@@ -66,10 +66,10 @@ class StoredStorage(msgspec.Struct, eq=False):
 
 
 class Storages:
-    """The storages to which a pickle has referred so far, by key.
+    """The storages that a pickle has referred to so far, by key.
 
     Args:
-        legacy: whether the file has torch's format before 1.6.
+        legacy: whether the file has torch's format from before release 1.6.
     """
 
     def __init__(self, *, legacy: bool) -> None:
@@ -78,10 +78,11 @@ class Storages:
         self._views: dict[str, tuple[StoredStorage, int, StoredStorage]] = {}
 
     def refer(self, pid: object) -> StoredStorage:
-        """Resolve a persistent id, `("storage", type, key, device, elements)`; in legacy files with a view.
+        """Resolve a persistent id, `("storage", type, key, device, elements)`; in legacy files, the id also has a view.
 
         Raises:
-            PickleFault: CORRUPT if it is malformed, or contradicts an earlier id; UNSUPPORTED for saved code.
+            PickleFault: CORRUPT if the id is malformed, or contradicts an earlier id; UNSUPPORTED for the source code
+                of a module.
         """
         if type(pid) is not tuple or len(pid) < 2:
             raise malformed("a persistent id is not a storage")
@@ -102,14 +103,14 @@ class Storages:
 
     @property
     def clash(self) -> str | None:
-        """A key that is used both for a storage and for a view; None if there is none."""
+        """A key used both for a storage and for a view of a storage; None if there is none."""
         return min(self.by_key.keys() & self._views.keys(), default=None)
 
     def set_offsets(self, start: int) -> None:
-        """Make all offsets relative to the beginning of the file, and set those of views.
+        """Make all offsets relative to the beginning of the file, and set the offsets of views.
 
         Args:
-            start: offset in the file to which the storages' offsets are relative.
+            start: file offset from which the storages' offsets are counted so far.
         """
         for stored in self.by_key.values():
             stored.offset += start
@@ -117,7 +118,7 @@ class Storages:
             view.offset = self.by_key[root.key].offset + first * item_bytes(view.dtype)
 
     def _view(self, root: StoredStorage, view_id: object) -> StoredStorage:
-        """Return a view of a storage, which releases before 0.4 saved as `(key, first element, elements)`."""
+        """Return a view of a storage; torch before 0.4 saved it as `(key, first element, number of elements)`."""
         if type(view_id) is not tuple or len(view_id) != 3 or type(view_id[0]) is not str:
             raise malformed(f"the view of storage {root.key!r} is malformed")
         key, first_element, count = view_id
@@ -145,7 +146,7 @@ class Storages:
 
 
 MAGIC = 0x1950A86A20F9469CFC6C
-"""Value of the first pickle of a legacy file."""
+"""Value of the first pickle in a legacy file."""
 _PROTOCOL = 1001
 _LITTLE = "little_endian"
 _COUNT = struct.Struct("<q")
@@ -157,24 +158,23 @@ class Head(NamedTuple):
     """The contents of the five pickles of a legacy file."""
 
     value: Any
-    """The saved object."""
+    """The object that was saved."""
     storages: Storages
-    """The storages to which it refers."""
+    """The storages that the object refers to."""
     keys: Any
-    """Keys of the storages in the order of their bytes; not validated."""
+    """Keys of the storages, in the order of their bytes in the file; not validated."""
     end: int
-    """First byte after the pickles."""
+    """File offset of the first byte after the pickles."""
 
 
 def read_legacy(window: FileWindow) -> tuple[Any, Storages]:
-    """Read a legacy file.
+    """Read a torch file in the legacy format, from before torch 1.6.
 
-    Returns:
-        The saved object, and its storages with their offsets.
+    Returns: The saved object, and its storages with their offsets in the file.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED.
-        StorageError: IO.
+        Refused: UNSAFE_PICKLE, CORRUPT or UNSUPPORTED, if the file's pickles or storages are at fault.
+        StorageError: IO, if the file cannot be read.
     """
     max_bytes = Bounds().size
     size = min(_FIRST_READ, window.size)
@@ -190,7 +190,7 @@ def read_legacy(window: FileWindow) -> tuple[Any, Storages]:
 
 
 def _head(window: FileWindow, data: bytes, *, complete: bool) -> Head:
-    """Parse the pickles; raise PickleEnds if they extend beyond the data."""
+    """Parse the five pickles; raise PickleEnds if they extend beyond the data."""
     at = 0
 
     def following(record: str, persistent: PersistentId = Persistent) -> Any:
@@ -217,7 +217,7 @@ def _head(window: FileWindow, data: bytes, *, complete: bool) -> Head:
 
 
 def _place(window: FileWindow, head: Head) -> None:
-    """Set the offsets of all storages; the file must contain exactly the storages that the pickle refers to."""
+    """Set the offsets of all storages; the file must contain exactly those storages that its pickle refers to."""
     storages, keys = head.storages.by_key, head.keys
     if not isinstance(keys, list) or any(type(key) is not str for key in keys):
         raise window.corrupt("the list of storages is malformed")
@@ -264,30 +264,30 @@ class Saved(msgspec.Struct, frozen=True):
     """The contents of a file that `torch.save` wrote."""
 
     value: Any
-    """The object, as plain values and descriptors; the storage of each tensor is a `StoredStorage`."""
+    """The saved object, as plain values and descriptors; the storage of each of its tensors is a `StoredStorage`."""
     storages: Mapping[str, StoredStorage]
-    """All storages by key; their offsets count from the beginning of the file."""
+    """All storages by key; the offsets of the storages count from the beginning of the file."""
     checksums: tuple[Checksum, ...]
-    """Checksums of the archive's records; a legacy file has none."""
+    """Checksums of the records in the zip archive; empty for a legacy file."""
     seal: Seal | None = None
-    """Places of digests of the file's bytes; None without any."""
+    """Location of the digests of the file's bytes; None if the file has no digests."""
 
 
 def read_saved(
     storage: Storage, file: str, start: int = 0, size: int | None = None, *, allowed: Names = ALLOWED
 ) -> Saved:
-    """Read a torch file, or one in a range of another file; the bytes of storages are not read.
+    """Read a torch file, which may be a range of a larger file; the bytes of its storages are not read.
 
     Args:
         storage: storage of the file.
         file: name of the file.
-        start: offset of the range.
-        size: size of the range in bytes; None: up to the end of the file.
-        allowed: table of the names that its pickle may use.
+        start: offset at which the torch file begins in `file`.
+        size: size of the torch file in bytes; None: it extends to the end of `file`.
+        allowed: table of the globals that the file's pickle may name.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT, PATH_ESCAPE, UNSUPPORTED.
-        StorageError: IO.
+        Refused: UNSAFE_PICKLE, CORRUPT, PATH_ESCAPE or UNSUPPORTED, if the archive or its pickle is at fault.
+        StorageError: IO, if the file cannot be read.
     """
     area = window(storage, file, start, size)
     begin = area.read(0, min(len(_LFS_POINTER), area.size))
@@ -347,12 +347,13 @@ def _read_zip(area: FileWindow, allowed: Names) -> tuple[Any, Storages, tuple[Ch
 
 
 def _seal(area: FileWindow, archive: Archive) -> Seal | None:
-    """Return the places of the digests in a file; None if it has none.
+    """Return the places of the digests in a file; None if the file has none.
 
-    Only files written by Transaxle have them; each of their storages is one tensor, in the order of the records.
+    Only files written by Transaxle have digests; each storage of such a file is one tensor, in the order of the
+    records.
 
     Raises:
-        Refused: CORRUPT if some digests are missing.
+        Refused: CORRUPT if some of the digests are missing.
     """
     record = archive.records.get(SEALED)
     if record is None:
@@ -363,14 +364,14 @@ def _seal(area: FileWindow, archive: Archive) -> Seal | None:
     count = record.size // DIGITS - 1
     if record.size % DIGITS or not 0 <= count <= len(
         tensor_offsets
-    ):  # the last storages may be settings of an optimizer
+    ):  # the last storages may be settings of an optimizer, not tensors
         raise area.corrupt("the record of the digests is incomplete")
     first = area.start + record.offset
     return make_seal(area.file, first, first + DIGITS, (area.start + offset for offset in tensor_offsets[:count]))
 
 
 def _check_notes(area: FileWindow, archive: Archive) -> None:
-    """Check the small records for byte order, versions and alignment."""
+    """Check the archive's small records, which state byte order, versions and alignment."""
     order, version = (_note(area, archive, name) for name in (BYTE_ORDER, VERSION))
     if order == _BIG:
         raise area.unsupported(
@@ -396,10 +397,11 @@ def _note(area: FileWindow, archive: Archive, name: str) -> bytes | None:
 
 
 REPEATED = 1 << 30
-"""Maximum bytes that the views of one file may repeat, since a few bytes can be expanded to terabytes."""
+"""Maximum bytes that expanded views (stride 0) of one file may add, since a few stored bytes can expand to
+terabytes."""
 
 _PACKED = {"F4": 2}
-"""Code of a packed dtype -> elements that torch counts as one."""
+"""Maps the code of a packed dtype to the number of elements that torch counts as one."""
 _KINDS: dict[str, str] = {
     "_rebuild_sparse_tensor": "a sparse tensor",
     "_rebuild_sparse_csr_tensor": "a sparse tensor",
@@ -416,7 +418,7 @@ _HINT = "Save it as plain dense tensors."
 
 
 class ViewFault(Exception):
-    """A tensor cannot be read; the message gives the reason."""
+    """Raised if a tensor cannot be read; the message gives the reason."""
 
     def __init__(self, code: Code, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -426,15 +428,15 @@ class ViewFault(Exception):
 
 
 def place(name: str, tensor: TensorRef | Object | Quantized, file: str) -> tuple[Entry, int]:
-    """Return the entry of a tensor, and the number of bytes that its view repeats.
+    """Return the catalog entry of a tensor, and the number of bytes that its view adds by repetition.
 
     Args:
         name: name of the tensor.
-        tensor: description in the pickle; its storage is a `StoredStorage`.
-        file: name of the file of its storage.
+        tensor: description of the tensor in the pickle; its storage is a `StoredStorage`.
+        file: name of the file that contains the storage.
 
     Raises:
-        ViewFault: CORRUPT if it is not inside its storage; UNSUPPORTED for tensors that are not plain views.
+        ViewFault: CORRUPT if the tensor is not inside its storage; UNSUPPORTED for tensors that are not plain views.
     """
     if isinstance(tensor, Object):
         kind = _KINDS.get(tensor.cls.name, f"a tensor of the class {tensor.cls}")
@@ -465,7 +467,7 @@ def place(name: str, tensor: TensorRef | Object | Quantized, file: str) -> tuple
 
 
 def identity(tensor: TensorRef) -> tuple[object, ...] | None:
-    """Return a key that is equal for equal views of one storage; None for an empty tensor."""
+    """Return a key that is equal for two tensors if both are the same view of one storage; None for an empty tensor."""
     if not isinstance(tensor.storage, StoredStorage) or not prod(tensor.shape):
         return None
     return tensor.storage.key, tensor.dtype, tensor.offset, tensor.shape, tensor.strides
@@ -479,14 +481,14 @@ def _count(tensor: TensorRef) -> int:
 
 
 def _span(tensor: TensorRef) -> int:
-    """Return the number of storage elements from a view's first element to its last."""
+    """Return the number of storage elements from a view's first element to its last, both included."""
     if 0 in tensor.shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
 
 
 def _in_elements(tensor: TensorRef, dtype: DType) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Return shape and strides in elements; None for the strides of a row-major view without gaps."""
+    """Return a tensor's shape and strides in elements; the strides are None of a row-major view without gaps."""
     shape, strides = tensor.shape, tensor.strides
     dense = _is_dense(shape, strides)
     pack = _PACKED.get(dtype.code)
@@ -515,11 +517,11 @@ _CHUNK = 1 << 20
 
 
 def find_copies(storage: Storage, files: Iterable[tuple[str, tuple[Checksum, ...]]]) -> Iterator[tuple[str, str]]:
-    """Yield `(file, earlier file)` for files with equal bytes; only files with equal checksums are compared.
+    """Yield `(file, earlier file)` for each file whose bytes equal those of an earlier file with equal checksums.
 
     Args:
         storage: storage of the files.
-        files: `(file, its checksums)`.
+        files: pairs of a file's name and the checksums of its records.
     """
     alike: dict[tuple[object, ...], str] = {}
     for file, checksums in files:
