@@ -1,1 +1,1 @@
-"""Number formats with several buffers: their definitions, their names on disk, and their arithmetic."""
+"""Number formats that store a tensor in several buffers (codes and scales): definitions, names on disk, arithmetic."""

@@ -1,12 +1,12 @@
 """Encodings: number formats that store a tensor as codes and scales.
 
-An encoding is the one description that readers, the planner, the codecs and the training side share. The value of an
-element is its code times the scale of its tile, times the global factor if there is one. Tiles cover the trailing
-stored dims; every index along the dims before them has separate tiles.
+File readers, the conversion planner, the codecs and the training code all use the same `Encoding` objects. The value of
+an element is its code times the scale of its tile, times the tensor's global factor if there is one. Tiles cover the
+last dims of the stored tensor; in a stack of matrices each matrix has its own tiles.
 
-**Error**: the summed difference between values and the values that they represent.
+**Error**: the summed difference between original values and the values read back after encoding or rounding.
 
-**Plain dtypes**: the floating-point dtypes of values without encoding, by safetensors code.
+**Plain dtypes**: the safetensors codes of the floating-point dtypes of unquantized tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 
 WHOLE = 0
-"""Size of a tile that covers a whole dim, of any length."""
+"""Tile size that means: one tile covers the whole dim, whatever the dim's length."""
 
 
 class Role(StrEnum):
@@ -29,11 +29,13 @@ class Role(StrEnum):
 
     CODES = "codes"
     SCALE = "scale"
-    """One factor per tile."""
+    """One scale factor per tile of codes."""
     GLOBAL = "global"
-    """One number per tensor; the convention defines how it enters the value."""
+    """One scale number per tensor; whether values are multiplied or divided by it depends on the convention."""
     INPUT_SCALE = "input_scale"
-    """One number per tensor for the layer's activations: no part of the weight's value, but it moves with it."""
+    """One number per tensor for quantizing the layer's input activations; it does not affect the weight, but moves with
+    it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +47,30 @@ class Encoding:
     code: str
     """Dtype of the codes: `F8_E4M3`, `F8_E5M2` or `F4` (E2M1, two per byte, the low nibble first)."""
     scale: str
-    """Dtype of the scales, as a safetensors code."""
+    """Dtype of the stored scales, as a safetensors code."""
     tile: tuple[int, ...]
-    """Elements along each trailing dim that share one scale; `WHOLE` for the whole dim."""
+    """Number of elements that share one scale, along each of the last dims; `WHOLE` means the whole dim."""
     has_global: bool = False
-    """Whether there is a second, per-tensor scale."""
+    """Whether the tensor has a global scale in addition to the scales of its tiles."""
     power_of_two: bool = False
-    """Whether scales are written as powers of two (E8M0 scales always are)."""
+    """Whether scales are rounded to powers of two when they are written (E8M0 scales always are)."""
     scale_max: int = 448
-    """Largest value that nvfp4 block scales are computed to reach; 256 in the `4 over 6` variant. No tensor mixes
-    scales of both kinds.
+    """Largest block scale that an nvfp4 tensor is scaled to: 448, or 256 in the `4 over 6` variant of
+    TransformerEngine.
     """
 
     @property
     def code_bits(self) -> int:
-        """Bits per code."""
+        """Number of bits of one code."""
         return 4 if self.code == "F4" else 8
 
     @property
     def code_max(self) -> float:
-        """Largest finite value of a code."""
+        """Largest finite value that a code represents."""
         return {"F8_E4M3": 448.0, "F8_E5M2": 57344.0, "F4": 6.0}[self.code]
 
     def tiles(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tile of a tensor of this shape: the positive number of positions along each of its dims.
+        """Return the tile size along every dim of a tensor with this shape, with `WHOLE` replaced by the dim's length.
 
         Raises:
             ValueError: the tensor has fewer dims than the tile.
@@ -93,50 +95,50 @@ MXFP4 = Encoding("mxfp4", "F4", "F8_E8M0", (1, 32), power_of_two=True)
 NVFP4 = Encoding("nvfp4", "F4", "F8_E4M3", (1, 16), has_global=True)
 
 ENCODINGS: Mapping[str, Encoding] = MappingProxyType({e.name: e for e in (FLOAT8, FLOAT8_BLOCK, MXFP8, MXFP4, NVFP4)})
-"""The encodings by name, as they are written; files may have variants (E5M2 codes, other tiles)."""
+"""The encodings that can be written, by name; files may contain variants of them (E5M2 codes, other tile sizes)."""
 
 
 class EncodedTensor(msgspec.Struct, frozen=True):
-    """A tensor that a checkpoint stores in several buffers."""
+    """A quantized tensor, which a checkpoint stores in several buffers."""
 
     name: str
-    """Name in tables, such as `model.layers.0.mlp.down_proj.weight`."""
+    """Name of the tensor without buffer suffixes, such as `model.layers.0.mlp.down_proj.weight`."""
     encoding: Encoding
     """How the tensor's codes and scales encode its values."""
     shape: tuple[int, ...]
-    """Shape in elements; packed codes count one by one."""
+    """Shape of the tensor in elements; two 4-bit codes in one byte count as two."""
     parts: Mapping[Role, str]
-    """Role -> stored name of the buffer."""
+    """Role of each buffer (codes, scale, …) -> stored name of that buffer."""
     convention: str
-    """Key of `CONVENTIONS`: names and shapes of the tensor's buffers, and the meaning of its global scale."""
+    """Key of `CONVENTIONS`, which defines the names and shapes of the buffers and the meaning of the global scale."""
 
 
 class Error(msgspec.Struct, frozen=True):
-    """Summed differences of two arrays of equal size. The errors of a tensor's parts add up to that of the whole
-    tensor.
+    """Summed differences of two arrays of equal size. Errors of the parts of a tensor can be added.
 
-    Two NaN do not differ. A NaN differs from any number by infinity, and so does an infinity from anything else.
+    Two NaN count as equal. NaN against a number, or an infinity against any other value, counts as an infinite
+    difference.
     """
 
     max: float = 0.0
-    """Largest absolute difference."""
+    """Largest absolute difference of two corresponding elements."""
     square_sum: float = 0.0
-    """Sum of the squared differences. The sum's last digits depend on the order of summation, and so on the
-    implementation.
+    """Sum of the squared differences. The last digits depend on the order of summation, which differs between
+    implementations.
     """
     count: int = 0
-    """Number of values."""
+    """Number of compared elements."""
     unequal: int = 0
-    """Number of values that differ."""
+    """Number of compared elements that differ."""
 
     @property
     def exact(self) -> bool:
-        """Whether no value differs."""
+        """Whether all compared elements are equal."""
         return self.unequal == 0
 
     @property
     def rms(self) -> float:
-        """Root of the mean squared difference; 0 where there are no values."""
+        """Square root of the mean squared difference; 0 where no elements were compared."""
         return math.sqrt(self.square_sum / self.count) if self.count else 0.0
 
     def __add__(self, error: Error) -> Error:
@@ -149,10 +151,10 @@ class Error(msgspec.Struct, frozen=True):
 
 
 Wide = Literal["BF16", "F16", "F32"]
-"""Safetensors code of a dtype that values are encoded from, or decoded or cast to."""
+"""Safetensors code of a dtype that values may have before encoding, or after decoding or casting."""
 WIDE: tuple[str, ...] = ("BF16", "F16", "F32")
-"""All wide dtypes."""
+"""All wide dtypes (see `Wide`), as safetensors codes."""
 PLAIN = frozenset({"F64", *WIDE})
-"""Dtypes whose values can be cast."""
+"""Floating-point dtypes whose values can be cast, as safetensors codes."""
 CASTS: Mapping[str, Wide] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-"""Name of a dtype on the command line -> its safetensors code."""
+"""Name of a dtype on the command line -> safetensors code of that dtype."""

@@ -1,8 +1,8 @@
-"""Recoded tensors: the operations on a stored tensor's values during a conversion, and the error they cause.
+"""Recoded tensors: the operations that change a stored tensor's values during a conversion, and the resulting errors.
 
-The steps of an output tensor, in the order in which they are applied: replicas are averaged, codes are decoded, values
-are cast or merged with an adapter's; elements are copied to their positions; a table's arithmetic is applied; and the
-result is encoded.
+The steps for an output tensor are applied in this order. Replicas are averaged, quantized codes are decoded, and values
+are cast or merged with an adapter's weights. Elements are copied to their positions. The arithmetic from the family's
+table (such as `norm - 1`) is applied. The result is encoded, if that was requested.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ Action = Literal["decoded", "encoded", "averaged", "cast", "merged"]
 STEPS: Mapping[Action, str] = {
     "averaged": "average", "decoded": "decode", "cast": "cast", "merged": "merge", "encoded": "encode",
 }  # fmt: skip
-"""Action -> its step, in the order in which steps are applied."""
+"""Action on a tensor (past participle) -> name of the step that performs it, in the order of the steps."""
 CASTING = frozenset({"cast", "merged"})
-"""Actions that round to a floating-point dtype."""
+"""Actions that round values to a floating-point dtype."""
 MEASURED_BY_READING = frozenset({"decoded", *CASTING})
-"""Actions whose errors are only measured by reading the tensor again."""
+"""Actions whose rounding errors are unknown until the tensor is read a second time."""
 
 
 class RecodedTensor(msgspec.Struct, frozen=True):
     """A tensor whose values are decoded, encoded, averaged, cast or merged with an adapter's."""
 
     name: str
-    """Table name: the target's if the tensor is encoded, the source's otherwise."""
+    """Tensor name as the family's table has it: of the target tensor where the action is `encoded`, else of the source.
+    """
     action: Action
-    """Operation on the tensor."""
-    encoding: str
-    """Encoding before decoding or after encoding; empty for averages; for casts and merges, the dtype before."""
+    """What was done to the tensor's values.""": str
+    """Encoding that was decoded or written; for casts and merges, the dtype before the action; empty for averages."""
     convention: str
-    """Convention of that encoding."""
+    """Naming convention of the encoded buffers, a key of `CONVENTIONS`; empty where nothing is encoded or decoded."""
     dtype: str
-    """Dtype of the plain values, as a safetensors code."""
+    """Dtype of the values outside of the encoding, as a safetensors code."""
     shape: tuple[int, ...]
-    """Shape in elements."""
+    """Shape of the tensor, counted in elements."""
 
 
 class MeasuredTensor(msgspec.Struct, frozen=True):
-    """A recoded tensor with the difference of its values from the source's."""
+    """A recoded tensor, with the measured difference between its new values and its old ones."""
 
     what: RecodedTensor
-    """The recoded tensor."""
+    """Which tensor was recoded, and how."""
     error: Error
-    """Difference of decoded values from code x scale; of encoded values, read back, from the input; of replicas from
-    their mean; of cast values from the originals; of merged values from the exact sums.
+    """Error by action: decoded values against the exact code x scale; encoded values, read back, against the input;
+    replicas against their mean; cast values against the originals; merged values against the exact sums.
     """
     infinite: int = 0
-    """Number of finite values that became infinite."""
+    """Number of values that were finite before the action and are infinite after it."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the record as plain JSON data."""
@@ -68,14 +68,15 @@ class ComputedTensor(Protocol):
 
     @property
     def step(self) -> RecodedTensor:
-        """Operation on the tensor."""
+        """Operation that computes the values from the stored tensor."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the values in bytes."""
+        """Size of the computed values in bytes."""
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill a writable contiguous view with the bytes from `offset` on; thread-safe."""
+        """Fill a writable, contiguous view with the computed bytes that begin at `offset`; thread-safe."""
 
     def measure(self) -> tuple[Error, int]:
-        """Return the difference between the values and the stored ones, and how many finite values became infinite."""
+        """Return the error of the computed values against the stored ones, and how many finite values became infinite.
+        """

@@ -1,1 +1,1 @@
-"""Table lines applied to a concrete model: axes get sizes, tensors get layouts, lines are compared."""
+"""Applies the tables of tensor names to a concrete model: axes get sizes, and stored tensors get layouts."""

@@ -1,1 +1,1 @@
-"""The notation: names, expressions, families, and the tables that contain them."""
+"""The notation of the tables that describe model families: name patterns, layout expressions, families and dialects."""

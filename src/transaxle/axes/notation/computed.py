@@ -1,11 +1,11 @@
-"""Arithmetic between logical values and the values that a framework stores.
+"""Arithmetic that turns a model's logical values into the values that a framework stores, and back.
 
     norm - 1           the stored value is the logical value minus one
     2 * norm + 0.5
     -exp(A_log)        the functions are exp, and log, its inverse
 
-The text is a Python expression over one name. Each step has an inverse, and therefore so has the whole. Values are
-computed in float64 and rounded once.
+The text in the table is a Python expression with one variable. Each step has an inverse, so the whole expression has
+one. Values are computed in float64 and rounded once at the end.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _UNCHANGED: Step = (AFFINE, 1.0, 0.0)
 
 
 def parse(text: str) -> AffineSteps | None:
-    """Return the steps from the logical value to the stored one; None where the text is no such arithmetic."""
+    """Return the steps from the logical value to the stored value; None if the text is not supported."""
     try:
         steps = _steps(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
         return None
     if isinstance(steps, float) or any(kind == AFFINE and not (scale and isfinite(scale) and isfinite(shift))
                                        for kind, scale, shift in steps):  # fmt: skip
-        return None  # a factor of zero has no inverse
+        return None  # a step that multiplies by zero has no inverse
     return steps
 
 
 def _steps(node: ast.expr) -> AffineSteps | float:
-    """Return the steps of an expression over one name, or its value where it contains no name.
+    """Return the steps of an expression with one variable, or the value of an expression without a variable.
 
     Raises:
         ValueError: the expression is not supported.
@@ -89,7 +89,7 @@ def _affine(steps: AffineSteps | float, scale: float, shift: float) -> AffineSte
 
 
 def inverse(steps: AffineSteps) -> AffineSteps:
-    """Return the steps from the stored value back to the logical one."""
+    """Return the inverse steps, which lead from the stored value back to the logical value."""
     return tuple(
         (AFFINE, 1.0 / scale, -shift / scale) if kind == AFFINE else (_INVERSES[kind], 0.0, 0.0)
         for kind, scale, shift in reversed(steps)
@@ -97,7 +97,7 @@ def inverse(steps: AffineSteps) -> AffineSteps:
 
 
 def simplify(steps: Iterable[Step]) -> AffineSteps:
-    """Merge consecutive affine steps, and cancel exp with log."""
+    """Merge consecutive affine steps into one, and remove pairs of exp and log."""
     result: list[Step] = []
     for step in steps:
         before = result[-1] if result else _UNCHANGED
@@ -116,7 +116,7 @@ def apply_steps(values: NDArray[Any], steps: AffineSteps) -> NDArray[Any]:
     """Apply steps to floating-point values; the result has the same dtype.
 
     Raises:
-        ValueError: a finite value has no finite result.
+        ValueError: the result for a finite value is infinite or NaN; the error contains that value.
     """
     functions = {EXP: np.exp, LOG: np.log}
     before = values.astype(np.float64)
@@ -133,10 +133,10 @@ def apply_steps(values: NDArray[Any], steps: AffineSteps) -> NDArray[Any]:
 
 def round_to(values: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Round float64 values once to another floating-point dtype: to nearest, ties to even."""
-    if dtype.kind == "f":  # a floating-point dtype of numpy itself; bfloat16 is not
+    if dtype.kind == "f":  # a floating-point dtype that numpy has itself, unlike bfloat16
         return values.astype(dtype)
-    # bfloat16 is rounded from float32. Where the first rounding is inexact it must not create a tie for the second one,
-    # so the last bit is set (round to odd).
+    # For bfloat16, values are rounded twice: to float32, then to bfloat16. An inexact first rounding sets the last bit
+    # (round to odd), because otherwise it could create a tie that the second rounding resolves wrongly.
     with np.errstate(all="ignore"):
         near = values.astype(np.float32)
     bits = near.view(np.uint32)

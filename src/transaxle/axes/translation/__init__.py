@@ -1,1 +1,1 @@
-"""Translation of the tensors of one dialect into those of another."""
+"""Translates a checkpoint from one dialect (one framework's tensor names and layouts) into another dialect."""

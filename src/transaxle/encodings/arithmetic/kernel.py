@@ -1,7 +1,7 @@
-"""The compiled kernel: `kernel.c`, built when the package is installed, where there is a compiler.
+"""The compiled kernel, for encoding and decoding: `kernel.c` is built at installation if there is a C compiler.
 
-The library is next to this module, and is used only if it was built from the source next to it. Calls release the GIL,
-so threads encode and decode in parallel.
+The library lies beside this module, and is used only if it was built from the `kernel.c` beside it. Calls into the
+library release the GIL, so threads encode and decode in parallel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CODES = {code: number for number, code in enumerate(MINIFLOATS)}
 
 
 class _Grid(ctypes.Structure):
-    """The struct `grid` of kernel.c."""
+    """Counterpart of the C struct `grid` in kernel.c."""
 
     _fields_ = tuple(
         (name, ctypes.c_ssize_t)
@@ -46,7 +46,7 @@ _OPERATIONS: dict[str, tuple[Any, ...]] = {
 
 
 class Kernel:
-    """The compiled operations of `vectorised`. Rows of arrays may have gaps between them, elements of a row may not."""
+    """The functions of `vectorised`, compiled. Arrays may have gaps between rows, but not between elements of a row."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _OPERATIONS.items():
@@ -60,7 +60,7 @@ class Kernel:
     _error: Any
 
     def largest(self, values: NDArray[Any], tiles: Tiling) -> NDArray[np.float32]:
-        """See `vectorised.largest`."""
+        """As `vectorised.largest`: the largest absolute value of each tile."""
         amax_bits = np.zeros(tiles.grid, np.uint32)
         self._largest(*_matrix(values), _grid(tiles), amax_bits.ctypes.data, _TYPES[wide_code(values.dtype)])
         return sizes(amax_bits, values.dtype)
@@ -73,7 +73,7 @@ class Kernel:
         kind: Minifloat,
         out: NDArray[np.uint8],
     ) -> None:
-        """See `vectorised.cast`."""
+        """As `vectorised.cast`: multiply values by their tile's multiplier, and write codes."""
         by = np.ascontiguousarray(multiplier)
         types = _TYPES[wide_code(values.dtype)], _CODES[kind.code]
         self._cast(*_matrix(values), _grid(tiles), by.ctypes.data, *_matrix(out), *types)
@@ -87,7 +87,7 @@ class Kernel:
         out: NDArray[Any],
         wide: str,
     ) -> None:
-        """See `vectorised.value`."""
+        """As `vectorised.value`: multiply codes by their tile's scale, and write values."""
         by = np.ascontiguousarray(scale)
         self._value(*_matrix(codes), _grid(tiles), by.ctypes.data, *_matrix(out), _TYPES[wide], _CODES[kind.code])
 
@@ -99,7 +99,7 @@ class Kernel:
         scale: NDArray[np.float32],
         kind: Minifloat,
     ) -> Error:
-        """See `vectorised.encode_error`."""
+        """As `vectorised.encode_error`: decoded codes against the values that were encoded."""
         types = _TYPES[wide_code(values.dtype)], _CODES[kind.code]
         return self._sum_errors(_matrix(values), codes, tiles, np.ascontiguousarray(scale), None, types)
 
@@ -112,7 +112,7 @@ class Kernel:
         kind: Minifloat,
         wide: str,
     ) -> Error:
-        """See `vectorised.decode_error`."""
+        """As `vectorised.decode_error`: decoded values against the exact products."""
         by, wider = np.ascontiguousarray(scale), np.ascontiguousarray(exact)
         return self._sum_errors((None, 0), codes, tiles, by, wider, (_TYPES[wide], _CODES[kind.code]))
 
@@ -125,7 +125,7 @@ class Kernel:
         exact: NDArray[np.float64] | None,
         types: tuple[int, int],
     ) -> Error:
-        # The kernel writes the largest difference, the sum of squares, and the number of unequal values.
+        # The kernel writes three numbers: the largest difference, the sum of squares, and the number of unequal values.
         sums = np.zeros(3)
         wider = None if exact is None else exact.ctypes.data
         self._error(*values, *_matrix(codes), _grid(tiles), by.ctypes.data, wider, sums.ctypes.data, *types)
@@ -133,7 +133,7 @@ class Kernel:
 
 
 def _matrix(array: NDArray[Any]) -> tuple[int, int]:
-    """Return the address of an array, and the bytes from one row to the next."""
+    """Return the memory address of an array, and the number of bytes from one row to the next."""
     return array.ctypes.data, array.strides[0]
 
 
@@ -143,7 +143,7 @@ def _grid(tiles: Tiling) -> Any:
 
 @cache
 def load() -> Kernel | None:
-    """Load the kernel; None where it was not built, cannot be loaded here, or does not match the source."""
+    """Load the kernel; None if it was not built, cannot be loaded on this machine, or was built from another source."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
         stamp = library.transaxle_stamp

@@ -1,14 +1,14 @@
-"""Minifloats: the floating-point types of at most eight bits for codes and scales.
+"""Minifloats: the floating-point types of at most eight bits that codes and scales are stored in.
 
-Two of them have no infinity and one has no NaN, so the behaviour of a cast at the limits is a choice: here it rounds to
-nearest, ties to even, and larger values become the largest finite value. NaN stays NaN; in E2M1, which has none, it
-becomes the largest value, and the scale of its tile is NaN. Signs are kept, those of zero and NaN included.
+Casts to these types round to nearest, ties to even, and too large values become the largest finite value, because E4M3
+and E2M1 have no infinity. NaN stays NaN; E2M1 has no NaN, so there NaN becomes the largest value, and the scale of its
+tile becomes NaN. Signs are kept, including the signs of zero and NaN.
 
 Sources: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2), OCP Microscaling Formats 1.0, section 5.3 (E2M1) and
 5.4 (E8M0, which has only an exponent: 2**(code - 127), and 255 for NaN).
 
-**Wide dtypes**: the floating-point dtypes of values before encoding and after decoding, and their conversions.
-ml_dtypes converts too, but several times slower. Here a NaN keeps its sign, and loses its payload when it is narrowed.
+**Wide dtypes**: BF16, F16 and F32, the dtypes of values before encoding and after decoding. Their conversions here are
+several times as fast as those of ml_dtypes. A NaN keeps its sign, and loses its payload bits when it is narrowed.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class Minifloat(msgspec.Struct, frozen=True, dict=True):
     code: str
     """Safetensors code of the dtype."""
     bits: int
-    """Total number of bits; types with fewer than eight have one value per byte here, with zeros above."""
+    """Total number of bits; in this module a type of fewer than eight bits has one value per byte, upper bits zero."""
     mantissa: int
     """Number of mantissa bits."""
     bias: int
-    """Exponent bias."""
+    """Exponent bias: the exponent field minus the bias is the power of two."""
     largest: int
     """Code of the largest finite value, without sign."""
     nan: int
     """Code for NaN, without sign."""
     infinite: int | None = None
-    """Code of infinity, without sign; it is read and never written. None where there is none."""
+    """Code of infinity, without sign, which is read but never written; None for a type without infinity."""
 
     @cached_property
     def values(self) -> NDArray[np.float32]:
-        """Value of each code; NaN has the sign of its code and no payload."""
+        """Value of each code, by code; a NaN has the sign of its code and no payload bits."""
         magnitude = np.arange(1 << (self.bits - 1), dtype=np.int64)
         exponent, fraction = magnitude >> self.mantissa, magnitude & ((1 << self.mantissa) - 1)
         significand = np.where(exponent == 0, fraction, fraction + (1 << self.mantissa))
@@ -65,7 +65,7 @@ class Minifloat(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def sign(self) -> int:
-        """The sign bit."""
+        """A code with only the sign bit set."""
         return 1 << (self.bits - 1)
 
     @property
@@ -74,21 +74,21 @@ class Minifloat(msgspec.Struct, frozen=True, dict=True):
         return float(self.values[self.largest])
 
     def rounded(self, values: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Return the code of the nearest value of each element, one per byte.
+        """Return, for each element, the code of the nearest value of this type, one code per byte.
 
-        The function works on the bits of the values. For a normal result, half of the weight of the dropped mantissa
-        bits is added before they are dropped. For a subnormal one the processor rounds, when a power of two is added
-        whose last bit has the weight of the smallest code.
+        The function works on the bits of the values. For a normal result, it adds half of the last kept mantissa bit,
+        and then drops the lower bits. For a subnormal result, it adds a power of two so large that the processor's
+        float32 addition does the rounding.
         """
         raw = values.view(np.uint32)
         magnitude = raw & np.uint32(0x7FFFFFFF)
         shift = _F32_MANTISSA - self.mantissa
         half_less_one = np.uint32((1 << (shift - 1)) - 1)
-        # Adding half of the dropped weight, less one for ties to an even mantissa, and shifting rounds to nearest.
+        # Rounds to nearest by adding just under half of the last kept bit before the shift (ties to an even mantissa).
         normal = ((magnitude + half_less_one + ((magnitude >> shift) & 1)) >> shift) - np.uint32(
             (_F32_BIAS - self.bias) << self.mantissa
         )
-        # A float32 addition of `grain` makes the processor round at the last bit of a subnormal code.
+        # Adding `grain` in float32 makes the processor round at the last bit of a subnormal code.
         grain = np.uint32((_F32_BIAS + _F32_MANTISSA + 1 - self.bias - self.mantissa) << _F32_MANTISSA)
         with np.errstate(invalid="ignore"):
             small = (magnitude.view(np.float32) + grain.view(np.float32)).view(np.uint32) - grain
@@ -103,14 +103,14 @@ E5M2 = Minifloat("F8_E5M2", bits=8, mantissa=2, bias=15, largest=0x7B, nan=0x7F,
 E2M1 = Minifloat("F4", bits=4, mantissa=1, bias=1, largest=7, nan=7)
 
 MINIFLOATS: Mapping[str, Minifloat] = MappingProxyType({kind.code: kind for kind in (E4M3, E5M2, E2M1)})
-"""Types of codes, by safetensors code."""
+"""The minifloat types that codes may have, by safetensors code of the dtype."""
 
 E8M0_NAN = 0xFF
 """The E8M0 code for NaN."""
 
 
 def power_of_two(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return the values of E8M0 codes: 2**-127, a subnormal float32, for 0, and NaN for 255."""
+    """Return the float32 values of E8M0 codes, powers of two: code 0 gives 2**-127 (a subnormal), code 255 gives NaN."""
     raw = codes.astype(np.uint32) << _F32_MANTISSA
     raw[codes == 0] = 1 << (_F32_MANTISSA - 1)
     raw[codes == E8M0_NAN] = F32_NAN
@@ -138,7 +138,7 @@ def wide_code(dtype: np.dtype[Any]) -> str:
     """Return the safetensors code of a numpy dtype.
 
     Raises:
-        Refused: DTYPE_MISMATCH for a dtype that is not wide.
+        Refused: DTYPE_MISMATCH, if the dtype is none of BF16, F16 and F32.
     """
     for code in WIDE:
         if dtype == wide_dtype(code):
@@ -147,7 +147,9 @@ def wide_code(dtype: np.dtype[Any]) -> str:
 
 
 def without_sign(values: NDArray[Any]) -> NDArray[np.uint16] | NDArray[np.uint32]:
-    """Return the bits of absolute values; they have the same order as the values, with every NaN above infinity."""
+    """Return the bits of absolute values as integers, which sort like the absolute values, with every NaN above
+    infinity.
+    """
     if values.dtype.itemsize == 2:
         return values.view(np.uint16) & np.uint16(0x7FFF)
     return values.view(np.uint32) & np.uint32(0x7FFFFFFF)
@@ -162,7 +164,7 @@ def widen(values: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def narrow(values: NDArray[np.float32], code: str) -> NDArray[Any]:
-    """Round float32 values to another dtype: to nearest, ties to even."""
+    """Round float32 values to another wide dtype: to nearest, ties to even."""
     if code == "F32":
         return values
     raw = values.view(np.uint32)

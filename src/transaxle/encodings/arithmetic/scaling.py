@@ -1,12 +1,12 @@
-"""Scaling: the scale of a tile as a function of its largest absolute value, its *amax*.
+"""Scaling: computes the scale of a tile from the tile's largest absolute value (*amax*).
 
-Each rule gives two arrays with one number per tile: the scales as stored, and the multipliers of values before they are
-rounded to codes. A multiplier is not always the inverse of the stored scale, because each rule rounds where
-TransformerEngine (August 2026) rounds; everything is float32 arithmetic, one operation at a time. An amax of NaN means
-that the tile has a NaN.
+Each rule returns two arrays with one number per tile: the stored scales, and the multipliers that are applied to values
+before rounding to codes. A multiplier is not always the exact inverse of the stored scale, because each rule rounds
+where TransformerEngine (August 2026) rounds. All arithmetic is float32, one operation at a time. An amax of NaN means
+that the tile contains a NaN.
 
-**Casting**: plain floating-point values in another floating-point dtype, as torch's `.to` converts them: to the nearest
-value, ties to even; too large values become infinite; NaN stays NaN. float64 goes through float32, as in torch.
+**Casting**: converts unquantized values to another floating-point dtype, as torch's `.to` does. It rounds to nearest,
+ties to even; values that are too large become infinite; NaN stays NaN. As in torch, float64 goes through float32.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ _F32_MAX = np.float32(np.finfo(np.float32).max)
 _ONE = np.float32(1)
 _EXPONENT = np.uint32(0xFF800000)
 _HALVED = 0x400000
-"""Mantissa bits of 2**-127 as a subnormal float32: only the highest is set."""
+"""The bits of 2**-127 as a subnormal float32: only the highest mantissa bit is set."""
 
 
 class TileScales(msgspec.Struct, frozen=True):
-    """Scales of the tiles of a matrix, in the shape of the amaxes."""
+    """Scales of all tiles of a matrix: arrays with one element per tile."""
 
     stored: NDArray[np.float32] | NDArray[np.uint8]
-    """Scales as stored: float32, or the bits of E8M0 and E4M3."""
+    """The scales to store: float32, or the 8 bits of an E8M0 or E4M3 number."""
     multiplier: Reals
-    """Multipliers of values before they are rounded to codes."""
+    """Factors by which values are multiplied before they are rounded to codes."""
 
 
 def scales(encoding: Encoding, amax: Reals, *, widest: float, tensor: float | None = None) -> TileScales:
-    """Return the scales of tiles with these amaxes.
+    """Compute the scales of tiles from their largest absolute values.
 
     Args:
-        encoding: the encoding to write; its `scale` decides the rule.
-        amax: float32, largest absolute value of each tile.
+        encoding: the encoding to write; its scale dtype decides which scaling rule applies.
+        amax: largest absolute value of each tile, as float32.
         widest: largest finite value of the dtype of the input values.
-        tensor: amax of the whole tensor, for encodings with a global scale.
+        tensor: largest absolute value of the whole tensor; required for encodings with a global scale.
 
     Raises:
-        Refused: UNSUPPORTED for scales without a rule.
-        ValueError: the tensor's amax is required and missing.
+        Refused: UNSUPPORTED, if the encoding's scales can only be read.
+        ValueError: the encoding has a global scale, and `tensor` is missing.
     """
     with np.errstate(all="ignore"):
         if encoding.scale == "F32" and not encoding.has_global:
@@ -70,11 +70,11 @@ def scales(encoding: Encoding, amax: Reals, *, widest: float, tensor: float | No
 
 
 def _float(amax: Reals, code_max: float, widest: np.float32, *, clear_mantissa: bool) -> TileScales:
-    """Float scales: the multiplier is `code_max / amax`, the stored scale its inverse.
+    """Compute float32 scales: the multiplier is `code_max / amax`, and the stored scale is its inverse.
 
-    This is TransformerEngine's `common/recipe/recipe_common.cuh`. An amax of 0, infinity or NaN gives 1; a quotient too
-    large for float32 gives the largest value of the input's dtype. With its mantissa cleared, the multiplier is a power
-    of two, and therefore so is its inverse, exactly.
+    The rule is that of TransformerEngine's `common/recipe/recipe_common.cuh`. An amax of 0, infinity or NaN gives the
+    multiplier 1; a quotient too large for float32 gives the largest value of the input's dtype. With its mantissa bits
+    cleared, the multiplier is a power of two, so its inverse is exact.
     """
     multiplier = np.float32(code_max) / amax
     multiplier = np.where(np.isinf(multiplier), widest, multiplier)
@@ -85,11 +85,11 @@ def _float(amax: Reals, code_max: float, widest: np.float32, *, clear_mantissa: 
 
 
 def _exponent(amax: Reals, code_max: float) -> TileScales:
-    """E8M0 scales: the exponent of `amax / code_max`, rounded up, so that nothing saturates.
+    """Compute E8M0 scales: `amax / code_max`, rounded up to a power of two, so that no value saturates.
 
-    This is TransformerEngine's `common/util/ptx_arch_spec.cuh` (`float_to_e8m0`), where the quotient is a product with
-    the float32 nearest to 1 / code_max; torchao's RCEIL is the same. The multiplier is the power of two that undoes the
-    scale, but 1 where the code is 0: the values of such a tile, below 2**-118 in e4m3, become zeros.
+    The rule is that of TransformerEngine's `common/util/ptx_arch_spec.cuh` (`float_to_e8m0`), which multiplies by the
+    float32 nearest to 1 / code_max; torchao's RCEIL is the same. The multiplier is the inverse of the scale. Only for
+    the smallest scale code, 0, it is 1: the values of such a tile (below 2**-118 in e4m3) become zeros.
     """
     quotient = amax * np.float32(1 / code_max)
     raw = quotient.view(np.uint32)
@@ -106,10 +106,10 @@ def _exponent(amax: Reals, code_max: float) -> TileScales:
 
 
 def _two_levels(amax: Reals, tensor: np.float32, code_max: float, scale_max: int) -> TileScales:
-    """E4M3 scales below a global one, which scales the largest of them to `scale_max`.
+    """Compute E4M3 block scales and apply a global factor, by which the largest block scale becomes `scale_max`.
 
-    This is TransformerEngine's `common/cast/nvfp4/core_nvfp4.cuh`. The global factor is `scale_max * code_max /
-    tensor`, at most the largest float32, and 1 if the tensor's amax is 0 or infinite.
+    The rule is that of TransformerEngine's `common/cast/nvfp4/core_nvfp4.cuh`. The global factor is `scale_max *
+    code_max / tensor`, at most the largest float32, and 1 if the tensor's amax is 0 or infinite.
     """
     global_factor = np.fmin(np.float32(scale_max * code_max) / tensor, _F32_MAX)
     if tensor == 0 or global_factor == 0:
@@ -120,11 +120,11 @@ def _two_levels(amax: Reals, tensor: np.float32, code_max: float, scale_max: int
 
 
 def cast(values: NDArray[Any], code: str) -> NDArray[Any]:
-    """Convert values to another dtype.
+    """Convert floating-point values to another floating-point dtype.
 
     Args:
-        values: of a dtype in `PLAIN`, contiguous.
-        code: safetensors code of a dtype in `CASTS`.
+        values: a contiguous array, with a dtype in `PLAIN`.
+        code: safetensors code of the new dtype, one of the values of `CASTS`.
     """
     if values.dtype == np.float64:
         with np.errstate(all="ignore"):
@@ -133,7 +133,7 @@ def cast(values: NDArray[Any], code: str) -> NDArray[Any]:
 
 
 def cast_error(before: NDArray[Any], after: NDArray[Any]) -> tuple[Error, int]:
-    """Return the difference between cast values and the originals, and how many finite values became infinite."""
+    """Return the error of cast values against the originals, and how many finite values became infinite."""
     with np.errstate(all="ignore"):
         before_exact, after_exact = (_exact(values) for values in (before, after))
         same = (before_exact == after_exact) | (np.isnan(before_exact) & np.isnan(after_exact))

@@ -1,9 +1,9 @@
-"""The arithmetic of encodings in numpy, for machines where the compiled kernel was not built.
+"""Encoding and decoding in numpy, for machines where the compiled C kernel was not built.
 
-Rows are processed in groups that fit a cache. Each function computes in numpy what `kernel.c` computes in C, with
-identical bits.
+Rows are processed in groups that fit the processor's cache. Each function computes in numpy what `kernel.c` computes in
+C, with identical bits.
 
-**Tiling**: the position of an encoding's tiles over some rows of a matrix.
+**Tiling**: where the boundaries of tiles lie in a matrix, which may be some rows cut out of a larger matrix.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from transaxle.errors import refuse
 
 
 class Tiling(msgspec.Struct, frozen=True):
-    """A matrix, part of a larger one, with its tiles. Along a dim, position `i` is in tile `(phase + i) // tile`."""
+    """Tiles over a matrix that may be cut out of a larger one. Along a dim, position `i` is in tile `(phase + i) //
+    tile`.
+    """
 
     shape: tuple[int, int]
-    """Rows and columns, in elements."""
+    """Number of rows and columns of the matrix, in elements."""
     tile: tuple[int, int]
-    """Rows and columns of a tile."""
+    """Number of rows and columns of a tile."""
     phase: tuple[int, int] = (0, 0)
-    """Row and column, within its tile, of the matrix's first element."""
+    """Position of the matrix's first element inside the tile that contains it: row and column."""
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Number of tiles that the matrix touches, along each dim."""
+        """Number of tiles, along rows and columns, that have elements in the matrix."""
         rows, columns = (
             -(-(phase + size) // tile) if size else 0
             for size, tile, phase in zip(self.shape, self.tile, self.phase, strict=True)
@@ -41,10 +43,10 @@ class Tiling(msgspec.Struct, frozen=True):
 
 
 def tiling(encoding: Encoding, shape: tuple[int, int], phase: tuple[int, int] = (0, 0)) -> Tiling:
-    """Return the tiles of an encoding over a matrix; a tile of size `WHOLE` covers the whole dim.
+    """Return the tiling of a matrix for an encoding; a tile of size `WHOLE` covers the whole dim.
 
     Raises:
-        Refused: UNSUPPORTED for tiles over more than two dims, or a first element outside its tile.
+        Refused: UNSUPPORTED, if the encoding's tiles have more than two dims, or `phase` lies outside a tile.
     """
     if len(encoding.tile) > 2:
         raise refuse("UNSUPPORTED", f"{encoding.name}: tiles over {len(encoding.tile)} dims")
@@ -63,7 +65,7 @@ _GROUP = 1 << 16
 
 
 def largest(values: NDArray[Any], tiles: Tiling) -> NDArray[np.float32]:
-    """Return the largest absolute value of each tile; NaN where a tile has one. The first row starts a tile."""
+    """Return the largest absolute value of each tile, or NaN for a tile with a NaN. The first row must start a tile."""
     grid = tiles.grid
     amax_bits = np.zeros(grid, np.uint32)
     if values.size:
@@ -77,14 +79,14 @@ def largest(values: NDArray[Any], tiles: Tiling) -> NDArray[np.float32]:
 
 
 def sizes(bits: NDArray[np.uint32], dtype: np.dtype[Any]) -> NDArray[np.float32]:
-    """Return the float32 values of sign-free bits of a wide dtype."""
+    """Return float32 values for the bits of non-negative numbers of a wide dtype (BF16, F16 or F32)."""
     return widen(bits.astype(np.uint16).view(dtype) if dtype.itemsize == 2 else bits.view(dtype))
 
 
 def cast(
     values: NDArray[Any], tiles: Tiling, multiplier: NDArray[np.float32], kind: Minifloat, out: NDArray[np.uint8]
 ) -> None:
-    """Write the codes of values times the multiplier of their tile; each code has the sign of its value."""
+    """Multiply values by their tile's multiplier, and write the resulting codes; each code has the sign of its value."""
     with np.errstate(all="ignore"):
         for rows in _groups(tiles.shape):
             wide = widen(values[rows])
@@ -95,7 +97,7 @@ def cast(
 def value(
     codes: NDArray[np.uint8], tiles: Tiling, scale: NDArray[np.float32], kind: Minifloat, out: NDArray[Any], wide: str
 ) -> None:
-    """Write codes times the scale of their tile: a float32 product, rounded to the wide dtype."""
+    """Multiply codes by their tile's scale in float32, round to the wide dtype, and write the values."""
     for rows in _groups(tiles.shape):
         out[rows] = narrow(_multiply(codes, tiles, scale, kind, rows), wide)
 
@@ -103,7 +105,7 @@ def value(
 def encode_error(
     values: NDArray[Any], codes: NDArray[np.uint8], tiles: Tiling, scale: NDArray[np.float32], kind: Minifloat
 ) -> Error:
-    """Return the difference between the float32 values of codes and the values that were encoded."""
+    """Return the encoding error: decoded codes, in float32, against the values that were encoded."""
     total = Error()
     for rows in _groups(tiles.shape):
         total += _compare(_multiply(codes, tiles, scale, kind, rows), widen(values[rows]))
@@ -118,7 +120,7 @@ def decode_error(
     kind: Minifloat,
     wide: str,
 ) -> Error:
-    """Return the difference between decoded values and the product of code and scale in double precision."""
+    """Return the decoding error: decoded values against the double-precision product of code and scale."""
     total = Error()
     for rows in _groups(tiles.shape):
         decoded = widen(narrow(_multiply(codes, tiles, scale, kind, rows), wide))
@@ -129,7 +131,7 @@ def decode_error(
 
 
 def _groups(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Yield slices of rows with about `_GROUP` elements each."""
+    """Yield slices of consecutive rows, each with about `_GROUP` elements."""
     rows, columns = shape
     step = max(1, _GROUP // max(1, columns))
     for first in range(0, rows if columns else 0, step):
@@ -137,7 +139,7 @@ def _groups(shape: tuple[int, ...]) -> Iterator[slice]:
 
 
 def _spread(numbers: NDArray[Any], tiles: Tiling, rows: slice) -> NDArray[Any]:
-    """Repeat each tile's number over the elements of some rows."""
+    """Repeat a number per tile (such as its scale) for every element of some rows."""
     (row_tile, column_tile), (row_phase, column_phase) = tiles.tile, tiles.phase
     down = (row_phase + np.arange(rows.start, rows.stop)) // row_tile
     along = (column_phase + np.arange(tiles.shape[1])) // column_tile
@@ -146,14 +148,14 @@ def _spread(numbers: NDArray[Any], tiles: Tiling, rows: slice) -> NDArray[Any]:
 
 
 def _unpack(codes: NDArray[np.uint8], kind: Minifloat) -> NDArray[np.uint8]:
-    """Return codes with one code per byte."""
+    """Return the codes one per byte: packed 4-bit codes are split."""
     return np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1) if kind.bits == 4 else codes
 
 
 def _multiply(
     codes: NDArray[np.uint8], tiles: Tiling, scale: NDArray[np.float32], kind: Minifloat, rows: slice
 ) -> NDArray[np.float32]:
-    """Return float32 products of codes and scales; every NaN has the sign of its code and no payload."""
+    """Return float32 products of codes and scales; a NaN gets the sign of its code and no payload bits."""
     one_each = _unpack(codes[rows], kind)
     with np.errstate(all="ignore"):
         product: NDArray[np.float32] = kind.values[one_each] * _spread(scale, tiles, rows)
@@ -165,7 +167,7 @@ def _multiply(
 
 
 def _compare(decoded: NDArray[np.float32], reference: NDArray[Any]) -> Error:
-    """Return the summed differences of two arrays; see `Error` for NaN and infinities."""
+    """Return the summed differences of two arrays; `Error` documents how NaN and infinities count."""
     with np.errstate(all="ignore"):
         distance = np.abs(decoded.astype(np.float64) - reference.astype(np.float64))
         distance[np.isnan(distance)] = np.inf

@@ -1,1 +1,3 @@
-"""How each ecosystem stores an encoding: names of buffers, config entries, scale layouts."""
+"""How each ecosystem (such as torchao or ModelOpt) stores quantized tensors: buffer names, config entries, scale
+layouts.
+"""
