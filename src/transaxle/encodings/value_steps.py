@@ -32,7 +32,8 @@ class RecodedTensor(msgspec.Struct, frozen=True):
     """Tensor name as the family's table has it: of the target tensor where the action is `encoded`, else of the source.
     """
     action: Action
-    """What was done to the tensor's values.""": str
+    """What was done to the tensor's values."""
+    encoding: str
     """Encoding that was decoded or written; for casts and merges, the dtype before the action; empty for averages."""
     convention: str
     """Naming convention of the encoded buffers, a key of `CONVENTIONS`; empty where nothing is encoded or decoded."""
@@ -78,5 +79,4 @@ class ComputedTensor(Protocol):
         """Fill a writable, contiguous view with the computed bytes that begin at `offset`; thread-safe."""
 
     def measure(self) -> tuple[Error, int]:
-        """Return the error of the computed values against the stored ones, and how many finite values became infinite.
-        """
+        """Return the error of the computed values against the stored ones, and how many finite values became infinite."""

@@ -1,6 +1,7 @@
-"""The tensors that a model has in a dialect, derived from its config alone; similar layers are treated as one.
+"""Derives the tensors that a model has in a dialect from its config alone, and treats similar layers as one.
 
-Experts are never enumerated: the axis of experts stays an axis, even where dialects have it in names.
+Experts are never enumerated one by one: they stay one axis, even in dialects whose tensor names contain the expert's
+number.
 """
 
 from __future__ import annotations
@@ -20,66 +21,68 @@ from transaxle.errors import TransaxleError, refuse
 
 Index = tuple[int, ...]
 _MOST_INDICES = 100_000
-"""Cap on the number of layers of one kind: a config may claim any number."""
+"""Limit on the number of layers of one kind, because a config file may claim any number."""
 _ROWS = 128
-"""Megatron's default: a vocabulary is padded to a multiple of this number of rows, times the tensor-parallel ranks."""
+"""Megatron pads the vocabulary to a multiple of this number of rows times the number of tensor-parallel ranks."""
 _AHEAD = "ahead_"
-"""Prefix of the logical tensors of multi-token-prediction layers, which engines keep as separate models."""
+"""Name prefix of the logical tensors in multi-token-prediction layers, which inference engines keep as separate models.
+"""
 _ROUNDS = 12
-"""Cap on the number of rounds in which conditions on other tensors are evaluated."""
+"""Limit on the number of rounds in which conditions that depend on the presence of other tensors are evaluated."""
 
 
 @dataclass(frozen=True)
 class TensorKind:
-    """Stored tensors of one line that differ only in their layer."""
+    """The stored tensors of one table line that differ only in the number of their layer."""
 
     line: Line
-    """The dialect's line that stores them."""
+    """Line of the dialect that describes these tensors."""
     sizes: Mapping[str, int]
-    """Size of every axis."""
+    """Axis -> its size, for these layers."""
     layout: Layout
-    """Layout of each of the tensors."""
+    """Layout that each of these tensors has."""
     axes: tuple[str, ...]
-    """Axes in the tensors' names that number layers."""
+    """Axes that number the layers in the names of these tensors."""
     experts: tuple[str, ...]
-    """Axes in the tensors' names that number experts."""
+    """Axes that number the experts in the names of these tensors."""
 
 
 @dataclass
 class Model:
-    """The logical tensors of a model by its config, and the stored tensors of a dialect for them."""
+    """The logical tensors that a model has according to its config, and the tensors that store them in a dialect."""
 
     family: Family
-    """Family of the model."""
+    """Model family, with its tensors and dialects."""
     sizes: Sizes
-    """Sizes of the axes, from the model's config."""
+    """Sizes of the family's axes, from the model's config."""
     tp: int = 1
-    """Number of tensor-parallel ranks that the padding of a vocabulary depends on; 0: no padding."""
+    """Number of tensor-parallel ranks, on which the padding of the vocabulary depends; 0 means no padding."""
     _emptied: dict[frozenset[str], Sizes] = field(default_factory=dict)
     undecided: set[str] = field(default_factory=set)
-    """Logical tensors that the config neither requires nor excludes; they are treated as absent."""
+    """Logical tensors of which the config does not say whether the model has them; they are treated as absent."""
 
     @cached_property
     def experts(self) -> frozenset[str]:
-        """Axes that number experts."""
+        """Names of the axes that number experts."""
         return frozenset(axis for cut in self.family.other_cuts if cut.mesh.startswith("ep") for axis in cut.axes)
 
     @cached_property
     def layer_axes(self) -> frozenset[str]:
-        """Axes in stored names that number layers."""
+        """Names of the axes that number layers in stored tensor names."""
         return self.family.name_axes - self.experts
 
     @cached_property
     def present(self) -> Mapping[str, frozenset[Index]]:
-        """Logical tensor -> the layers in which it exists; a tensor that equals another one by a tie is absent.
+        """Logical tensor -> the layers in which it exists; a tensor tied to another one (such as a tied head) is
+        absent.
 
-        Conditions may depend on the presence of other tensors, even in a circle. Tensors whose conditions only refer to
-        one another are absent. This excludes the multi-token-prediction layers, which trainers and engines keep
-        separately.
+        The condition of a tensor may depend on the presence of other tensors, even in a circle. Tensors whose
+        conditions only refer to one another count as absent. That excludes multi-token-prediction layers, which
+        trainers and inference engines keep separately.
 
         Raises:
-            UsageError: UNKNOWN_AXIS where the number of layers is unknown.
-            Refused: UNSUPPORTED where the experts of a layer differ.
+            UsageError: UNKNOWN_AXIS, if the config does not show the number of layers.
+            Refused: UNSUPPORTED, if a condition depends on the number of the expert.
         """
         layers: dict[str, set[Index]] = {name: set() for name in self.family.tensors}
         candidates = {name: list(self._indices(self.axes_of(name))) for name in self.family.tensors}
@@ -101,18 +104,19 @@ class Model:
         return {name: frozenset(indices) for name, indices in layers.items()}
 
     def axes_of(self, tensor: str) -> tuple[str, ...]:
-        """Return the axes of a logical tensor that number layers."""
+        """Return those axes of a logical tensor that number layers."""
         return tuple(axis for axis in self.family.tensors[tensor].axes if axis in self.layer_axes)
 
     def kinds(self, dialect: Dialect) -> dict[str, dict[Index, TensorKind]]:
-        """Return, per logical tensor and layer, the kind of stored tensor that contains it in a dialect.
+        """Return, for each logical tensor and layer, which kind of stored tensor contains it in a dialect.
 
         Args:
-            dialect: a dialect of the family; tensors without a line in it are absent.
+            dialect: a dialect of the family; logical tensors without a line in this dialect are absent from the result.
 
         Raises:
-            Refused: AMBIGUOUS, UNSUPPORTED where it is not clear which line stores a tensor.
-            UsageError: UNKNOWN_AXIS where a size is unknown.
+            Refused: AMBIGUOUS, if two lines may store the same tensor; UNSUPPORTED, if one line would have to store
+                some layers or experts and not others.
+            UsageError: UNKNOWN_AXIS, if the size of a necessary axis is unknown.
         """
         kinds: dict[str, dict[Index, TensorKind]] = defaultdict(dict)
         sure: set[tuple[str, Index]] = set()
@@ -140,10 +144,11 @@ class Model:
         return kinds
 
     def stored_shapes(self, dialect: Dialect) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield name and shape of every stored tensor of a dialect, each expert's included.
+        """Yield the name and shape of every tensor that the model has in a dialect, including the tensors of each
+        expert.
 
         Raises:
-            TransaxleError: as `kinds`.
+            TransaxleError: the errors that `kinds` raises.
         """
         yielded: set[tuple[int, Index]] = set()
         for component, by_layer in self.kinds(dialect).items():
@@ -163,13 +168,14 @@ class Model:
                         yield kind.line.name.format(tuple(numbers)), kind.layout.shape
 
     def check_decided(self, dialect: Dialect) -> None:
-        """Refuse a config that leaves open whether the model has some matrix; vectors are small enough to be ignored.
+        """Refuse a config that does not say whether the model has a certain matrix; small tensors (vectors) are not
+        checked.
 
         Args:
-            dialect: the dialect whose matrices are checked.
+            dialect: the dialect whose stored matrices are checked.
 
         Raises:
-            UsageError: AMBIGUOUS, with the config keys that are missing.
+            UsageError: AMBIGUOUS, if the config leaves a matrix open; the message lists the missing config keys.
         """
         lines = [line for line in dialect.lines if not line.read_only and len(line.expression.dims) > 1]
         matrices = {component for line in lines for component in line.expression.components}
@@ -186,10 +192,10 @@ class Model:
     def holds(
         self, condition: Formula | None, index: Mapping[str, int], layers: Mapping[str, Iterable[Index]]
     ) -> bool | None:
-        """Evaluate a condition at a layer; None where the config does not tell.
+        """Evaluate a condition for one layer; None if the config does not determine its value.
 
         Args:
-            condition: the condition; None is always true.
+            condition: the condition to evaluate; None is always true.
             index: axis -> index of the layer.
             layers: logical tensor -> the layers in which it exists.
         """
@@ -213,7 +219,7 @@ class Model:
         )
 
     def _without(self, keys: frozenset[str]) -> Sizes:
-        """Return the sizes for a config in which some keys are false."""
+        """Return the axis sizes for a copy of the config in which the given keys are false."""
         if keys not in self._emptied:
             config, settings = self.sizes.config, {**self.sizes.settings, **dict.fromkeys(keys, False)}
             whole = settings if self.sizes.settings is config else {**config, "text_config": settings}
@@ -221,7 +227,9 @@ class Model:
         return self._emptied[keys]
 
     def _is_stored(self, line: Line, index: Mapping[str, int]) -> bool | None:
-        """Tell whether a line stores a tensor at a layer: its parts exist and its condition holds. None: unknown."""
+        """Tell whether a line stores a tensor for a layer: its logical tensors exist and its condition is true. None:
+        unknown.
+        """
         for component in line.expression.components:
             layers = self.present.get(component, frozenset())
             covered = set(self._layers_of(component, tuple(index), tuple(index.values())))
@@ -242,7 +250,9 @@ class Model:
         return next(iter(values), False)
 
     def _layers_of(self, component: str, axes: tuple[str, ...], index: Index) -> list[Index]:
-        """Return the layers of a logical tensor that are in the stored tensor with this index."""
+        """Return the layers of a logical tensor that one stored tensor contains: one layer, or all if layers are
+        stacked.
+        """
         sizes, at = self.sizes.at({}), dict(zip(axes, index, strict=True))
         layer_axes = self.axes_of(component)
         return list(product(*((at[axis],) if axis in at else range(sizes[axis]) for axis in layer_axes)))
@@ -269,7 +279,7 @@ class Model:
         return alike[key]
 
     def _with_padding(self, line: Line, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Add the size of the vocabulary's padding, by Megatron's rule, where the sizes lack it."""
+        """Add the size of the vocabulary's padding by Megatron's rule, if that size is not given."""
         padded_sizes = dict(sizes)
         for node in line.expression.dims if line.expression.padding - sizes.keys() else ():
             segments = node.segments if isinstance(node, Sum) else ()

@@ -1,8 +1,8 @@
-"""Overlap: whether two lines of a dialect match the same stored name, so that one would hide the other's tensor.
+"""Checks whether two lines of a dialect match the same stored name, so that it would be unclear which line describes
+the tensor.
 
-Name patterns are unified: the texts between digits must be equal, and in each run of digits some number must be in the
-ranges of both holes. Where two patterns share a name, their conditions decide: two lines may share a name if at most
-one of their conditions can be true.
+Two name patterns overlap if the texts between their numbers are equal, and each number can have a value that both
+patterns allow. Two lines may still match the same name if their conditions (`when …`) can never be true together.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from transaxle.errors import TransaxleError, refuse
 
 _RUN = re.compile(r"[0-9]+")
 _NUMBERS = 40
-"""Count of numbers to try where the end of a hole's range is unknown, in addition to the ends of known ranges."""
+"""How many numbers are tried for a placeholder in a name pattern, if the end of its range is unknown."""
 _NAMES = 200
-"""Cap on the number of shared names for which the conditions are compared."""
+"""Limit on the number of names matched by both lines for which their conditions are compared."""
 _PAIRS = 10_000
-"""Cap on the pairs of lines of one dialect whose names differ only in digits; tables have a few dozen."""
+"""Limit on the pairs of lines of one dialect whose names differ only in digits; real tables have a few dozen."""
 _ATOMS = 12
-"""Cap on the atoms of two conditions whose truth values are tried in every combination."""
+"""Limit on the elementary comparisons (atoms) in conditions whose truth values are tried in every combination."""
 _MOST_TIED = 50
-"""Cap on the tensors that are tied to one tensor, directly or not; real tables have four."""
+"""Limit on the number of tensors that are tied to one tensor, directly or through other ties; real tables have four."""
 _NEGATED: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
     ast.NotEq: ast.Eq, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.NotIn: ast.In,
 }  # fmt: skip
 _Run = tuple[str | Hole, ...]
-"""A run of digits in a pattern: adjacent digits and holes."""
+"""A part of a name pattern that matches only digits: literal digits and placeholders without text between them."""
 _LineRuns = tuple[Line, list[_Run]]
 
 
 def find_overlaps(lines: Iterable[Line], family: Family) -> Iterator[tuple[Line, Line, str]]:
-    """Yield each pair of lines that match a common name, with such a name.
+    """Yield each pair of lines that match the same stored name, together with an example of that name.
 
     Raises:
-        Refused: CORRUPT where too many lines have names that differ only in digits.
+        Refused: CORRUPT, if so many lines have names that differ only in digits that comparing all pairs would take too
+            long.
     """
     pairs = 0
     by_text: dict[str, tuple[list[_LineRuns], dict[str, list[_LineRuns]]]] = {}
@@ -59,7 +60,7 @@ def find_overlaps(lines: Iterable[Line], family: Family) -> Iterator[tuple[Line,
             raise refuse("CORRUPT", message, hint="Write the numbers as holes, as in layers.{l}.")
         for earlier, earlier_runs in (*with_holes, *fixed):
             if line.when is None and earlier.when is None and line.name == earlier.name:
-                continue  # the table parser refuses the second line itself
+                continue  # the table parser reports the second of two equal names itself
             name = _common(earlier, earlier_runs, line, runs, texts, family)
             if name is not None:
                 yield earlier, line, name
@@ -67,7 +68,7 @@ def find_overlaps(lines: Iterable[Line], family: Family) -> Iterator[tuple[Line,
 
 
 def _runs(name: Name) -> tuple[list[str], list[_Run]]:
-    """Split a pattern into the texts without digits, and the runs of digits and holes between them."""
+    """Split a name pattern into the texts without digits, and the runs of digits and placeholders between these texts."""
     texts, runs = [""], list[_Run]()
     holes = iter(name.holes)
     run: list[str | Hole] = []
@@ -99,25 +100,25 @@ def _runs(name: Name) -> tuple[list[str], list[_Run]]:
 def _common(
     first: Line, first_runs: list[_Run], second: Line, second_runs: list[_Run], texts: list[str], family: Family
 ) -> str | None:
-    """Return a name that both lines match; None where there is none, or their conditions exclude each other."""
+    """Return a name that both lines match; None if no name exists, or if their conditions exclude each other."""
     shared = [
         list(islice(_common_digits(a, b, family), _NUMBERS)) for a, b in zip(first_runs, second_runs, strict=True)
     ]
     for digits in islice(product(*shared), _NAMES):
         name = texts[0] + "".join(f"{number}{text}" for number, text in zip(digits, texts[1:], strict=True))
-        # A shared name is an overlap only if both conditions can be true at its indices.
+        # Both lines match this name, which is a fault only if both conditions can be true for its indices.
         if may_all_hold([(line.when, _index(line, name)) for line in (first, second)]):
             return name
     return None
 
 
 def _common_digits(first: _Run, second: _Run, family: Family) -> Iterator[str]:
-    """Yield digits that both runs can produce."""
+    """Yield the digit strings that both runs can produce."""
     if len(first) == len(second) == 1 and isinstance(first[0], Hole) and isinstance(second[0], Hole):
         a, b = first[0], second[0]
         if not (_below(a, b, family) or _below(b, a, family)):
             numbers = {number for hole in (a, b) for edge in _range(hole, family) for number in (edge, edge - 1)}
-            # If two arithmetic progressions intersect, they do so within `b.factor` steps of the first.
+            # If two arithmetic progressions have a common number, one of the first `b.factor` numbers of `a` is common.
             begin, _ = _range(a, family)
             other_begin, _ = _range(b, family)
             begin += max(other_begin - begin, 0) // a.factor * a.factor
@@ -133,7 +134,7 @@ def _common_digits(first: _Run, second: _Run, family: Family) -> Iterator[str]:
 
 
 def _digits(run: _Run, family: Family) -> Iterator[str]:
-    """Yield digits that a run can produce, smallest numbers first."""
+    """Yield the digit strings that a run can produce, smallest numbers first."""
     choices = [[piece] if isinstance(piece, str) else _numbers(piece, family) for piece in run]
     return ("".join(parts) for parts in product(*choices))
 
@@ -160,19 +161,19 @@ def _in(number: int, hole: Hole, family: Family) -> bool:
 
 
 def _range(hole: Hole, family: Family) -> tuple[int, int]:
-    """Return `[first number, end)` of a hole, as far as the table alone determines it."""
+    """Return the range `[first number, end)` of a placeholder, as far as the table determines it without a config."""
     shift = hole.shift or "+0"
     fixed_shift = int(shift) if shift[1:].isdigit() else None
     sizes = [_constant(family, axis) for axis in (hole.axis, *hole.inner)]
     size = None if None in sizes else prod(size for size in sizes if size is not None)
-    if fixed_shift is None:  # the shift is the size of an axis, which only a config has
+    if fixed_shift is None:  # the number added to the index is an axis size, which only a config shows
         return 0, 10**10
     high = (size - 1) * hole.factor + fixed_shift + 1 if size is not None else 10**10
     return fixed_shift if fixed_shift >= 0 else fixed_shift % hole.factor, high
 
 
 def _constant(family: Family, axis: str) -> int | None:
-    """Return the size of an axis if the table determines it; None where it depends on a config."""
+    """Return the size of an axis if the table states it as a constant; None if it depends on a config."""
     formula = family.axes.get(axis)
     try:
         value = None if formula is None or formula.names else formula({})
@@ -182,7 +183,9 @@ def _constant(family: Family, axis: str) -> int | None:
 
 
 def _below(first: Hole, second: Hole, family: Family) -> bool:
-    """Tell whether all numbers of one hole are below those of another, for any sizes."""
+    """Tell whether all numbers of one placeholder are below all numbers of another placeholder, whatever the axis
+    sizes.
+    """
     shift_axis = second.shift_axis
     if (
         first.shift is not None
@@ -197,7 +200,7 @@ def _below(first: Hole, second: Hole, family: Family) -> bool:
 
 
 def _index(line: Line, name: str) -> dict[str, int]:
-    """Return the indices of a line's axes at a name, as far as the table alone determines them."""
+    """Return the indices of a line's axes in a stored name, as far as the table determines them without a config."""
     index = {}
     numbers = line.name.match(name) or ()
     for hole, number in zip(line.name.holes, numbers, strict=False):
@@ -208,7 +211,7 @@ def _index(line: Line, name: str) -> dict[str, int]:
 
 
 class _SubstituteIndex(ast.NodeTransformer):
-    """Replaces name axes in a condition by their indices."""
+    """Replaces the axes in a condition that occur in the stored name by their indices."""
 
     def __init__(self, index: Mapping[str, int]) -> None:
         self.index = index
@@ -218,15 +221,15 @@ class _SubstituteIndex(ast.NodeTransformer):
 
 
 Known = Callable[[Formula], bool | None]
-"""Returns the truth value of a part of a condition; None where it is unknown."""
+"""Function that returns the truth value of a part of a condition, or None if it is unknown."""
 
 
 def may_all_hold(conditions: Iterable[tuple[Formula | None, Mapping[str, int]]], evaluate: Known | None = None) -> bool:
-    """Tell whether several conditions can be true at once; also true where checking would take too long.
+    """Tell whether several conditions can be true together; if checking would take too long, the answer is also true.
 
     Args:
-        conditions: the conditions, each with the indices of its name axes.
-        evaluate: truth values of parts of the conditions; None: nothing is known of them.
+        conditions: the conditions, each with the indices for the axes that occur in the stored name.
+        evaluate: returns the truth value of a part of a condition; None: no part has a known value.
     """
     trees = [
         _SubstituteIndex(index).visit(ast.parse(ast.unparse(when.tree), mode="eval").body)
@@ -238,7 +241,7 @@ def may_all_hold(conditions: Iterable[tuple[Formula | None, Mapping[str, int]]],
         _atoms(tree, atoms)
     facts = {key: fact for key in atoms if (fact := _fact(key, evaluate)) is not None}
     unsettled = [key for key in atoms if key not in facts][:_ATOMS]
-    # Conditions exclude each other if no assignment of truth values to their atoms makes all of them true.
+    # Conditions exclude each other if no combination of truth values of their atoms makes all conditions true.
     for values in product((True, False), repeat=len(unsettled)):
         truth = {**facts, **dict(zip(unsettled, values, strict=True))}
         if _possible(truth, atoms) and all(_value(tree, truth) is not False for tree in trees):
@@ -247,7 +250,7 @@ def may_all_hold(conditions: Iterable[tuple[Formula | None, Mapping[str, int]]],
 
 
 def _fact(atom: str, evaluate: Known | None) -> bool | None:
-    """Return the truth value of an atom that is known or constant; None for any other."""
+    """Return the truth value of an atom if it is known or constant; None otherwise."""
     formula = Formula(atom)
     try:
         if evaluate is not None:
@@ -259,20 +262,21 @@ def _fact(atom: str, evaluate: Known | None) -> bool | None:
 
 
 def tie_fault(tie: Tie, ties: Mapping[str, Sequence[Tie]]) -> str:
-    """Return the fault of a tie, as a phrase to follow "expected": two ties of one tensor at once, or a cycle.
+    """Return what is wrong with a tie, as a phrase to follow "expected": a tensor tied twice at once, or a cycle of
+    ties.
 
     Args:
-        tie: the tie.
-        ties: earlier ties, by their first tensor.
+        tie: the tie (two logical tensors with one value) to check.
+        ties: the ties above it in the table, by the name of the tied tensor.
 
     Returns:
-        The phrase; empty for a valid tie.
+        The phrase; empty if the tie is valid.
     """
     alias, original = tie.alias, tie.original
     for earlier in ties.get(alias, ()):
         if may_all_hold([(earlier.when, {}), (tie.when, {})]):
             return f"one tie of {alias!r} at a time; above, it is {earlier.original!r}"
-    # Tensor that the original is tied to, directly or not -> the ties on the way to it.
+    # Tensor that `original` is tied to, directly or through other ties -> the ties that lead to it.
     ways: dict[str, tuple[Tie, ...]] = {original: (tie,)}
     waiting = [original]
     while waiting:
@@ -288,7 +292,7 @@ def tie_fault(tie: Tie, ties: Mapping[str, Sequence[Tie]]) -> str:
 
 
 def _atom(node: ast.expr) -> tuple[str, bool, ast.expr]:
-    """Return an atom of a condition as `(key, truth, node)`: `x != 1` is the atom `x == 1` with truth False."""
+    """Return an elementary comparison as `(key, truth, node)`: `x != 1` is the atom `x == 1` with truth False."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _NEGATED:
         positive = ast.Compare(node.left, [_NEGATED[type(node.ops[0])]()], node.comparators)
         return ast.unparse(positive), False, positive
@@ -296,7 +300,7 @@ def _atom(node: ast.expr) -> tuple[str, bool, ast.expr]:
 
 
 def _atoms(node: ast.expr, atoms: dict[str, ast.expr]) -> None:
-    """Add the atoms of a condition to a dict, by their keys."""
+    """Add the elementary comparisons (atoms) of a condition to the dict `atoms`, by their text."""
     if isinstance(node, ast.BoolOp):
         for operand in node.values:
             _atoms(operand, atoms)
@@ -308,7 +312,9 @@ def _atoms(node: ast.expr, atoms: dict[str, ast.expr]) -> None:
 
 
 def _value(node: ast.expr, truth: Mapping[str, bool]) -> bool | None:
-    """Evaluate a condition for some truth values of its atoms; None where they do not determine it."""
+    """Evaluate a condition from the truth values of its atoms; None if the given truth values do not determine the
+    result.
+    """
     if isinstance(node, ast.BoolOp):
         values = [_value(operand, truth) for operand in node.values]
         decides = isinstance(node.op, ast.Or)
@@ -321,9 +327,7 @@ def _value(node: ast.expr, truth: Mapping[str, bool]) -> bool | None:
 
 
 def _possible(truth: Mapping[str, bool], atoms: Mapping[str, ast.expr]) -> bool:
-    """Tell whether atoms can have these truth values together: a key equals at most one value, and a tensor has at most
-    one encoding.
-    """
+    """Tell whether these truth values are consistent: a config key has one value, and a tensor has one encoding."""
     equal: dict[str, str] = {}
     encodings = 0
     for key, value in truth.items():

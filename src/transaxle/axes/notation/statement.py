@@ -1,7 +1,7 @@
-"""Statements: the lines of a table as text, each with its file and line number.
+"""Statements: the lines of text in a table of tensor names, each with its file and line number.
 
-A family that inherits from another one is spelled out first: its own statements and the inherited ones become one table
-without `like`, and only that table is parsed. So a table always means exactly what its spelled-out form means.
+If a family inherits from another family, its own statements and the inherited statements are first combined in one
+table without `like`, and only the combined table is parsed. So a table means exactly what its combined form means.
 """
 
 from __future__ import annotations
@@ -12,50 +12,50 @@ from collections.abc import Iterable, Iterator, Sequence
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 
 HINT = "The grammar is on the documentation's page Notation: docs/reference/notation.md."
-"""Hint of every error in the grammar: where it is documented."""
+"""Hint in every syntax error of a table: where the grammar is documented."""
 WORD = r"[A-Za-z_][A-Za-z0-9_]*"
 _TEXT = re.compile(r'"[^"]*"')
 FAMILY, BLOCK, DIALECT = "family", "block", "dialect"
-"""Keywords that begin a family, a block that families inherit, and a dialect."""
+"""Keywords that begin a family, a block (a part that families inherit), and a dialect."""
 MODEL_TYPE, WRAPPER, ALIKE, AXES, AXIS, LET, TIE, CUT, PRECISE, ADDED = (
     "model_type", "wrapper", "alike", "axes", "axis", "let", "tie", "cut", "precise", "added",
 )  # fmt: skip
-"""Keywords that begin a family's statements; a statement without one declares a tensor."""
+"""Keywords that begin a family's statements; a statement without a keyword declares a tensor."""
 IDENTIFYING = frozenset({MODEL_TYPE, WRAPPER, ALIKE})
-"""Keywords of statements that identify a family's models; they are never inherited."""
+"""Keywords of the statements by which a family's models are recognised; these statements are never inherited."""
 WITHOUT, KEEP = "without", "dialects"
-"""Keywords of statements that exclude inherited tensors or dialects."""
+"""Keywords of the statements that exclude inherited tensors, or that select inherited dialects."""
 MOUNT = "mount"
-"""Keyword before another family that becomes part of this one."""
+"""Keyword of the statement that makes another family a part of the current family."""
 IGNORE, ALSO, PLACE, STATE = "ignore", "also", "place", "state"
-"""Keywords that begin a dialect's statements; a statement without one is a line."""
+"""Keywords that begin a dialect's statements; a statement without a keyword is a line `name = expression`."""
 _KINDS = frozenset({IGNORE, ALSO, PLACE, STATE, WITHOUT})
 ENCODINGS = ("float8", "float8_block", "mxfp8", "mxfp4", "nvfp4")
-"""Names of encodings in the conditions of a dialect's lines."""
+"""Names of encodings that the condition (`when …`) of a dialect's line may contain."""
 TENSOR, LINE, WITHIN = "tensor", "line", "within"
 _REMOVABLE = frozenset({AXIS, LET, TIE, CUT})
-"""Keywords after `without` that exclude other statements than tensors."""
+"""Keywords after `without`, if the statements to exclude are not those that declare tensors."""
 OPTIONAL = " optional"
 LOSSY = " lossy:"
 ELSE_ZEROS = " else zeros"
 _WHEN = re.compile(r"(?<!\s)\s+when\s+")
 _COMPONENT = re.compile(rf"^\s*({WORD})\s*\[|({WORD})\s*:")
 NONE = "none"
-"""Replaces the axes in a `cut` statement: every rank has all of these tensors."""
+"""Keyword in place of the axes of a `cut` statement: every rank has the whole tensor."""
 _CUT = re.compile(r"cut\s+([\w@]+)\s*=\s*(.*?)\s*(?:(\bof\b.*|\bwithin\b.*))?")
 _CUT_ITEM = re.compile(r"\([^()]*\)|[^\s()]+")
 
 
 class Statement:
-    """One statement of a table.
+    """One statement of a table of tensor names.
 
     Args:
-        text: the statement without its comment.
-        raw: its line in the file, as errors show it.
-        file: name of the file.
-        line: number of the line, from 1.
-        owner: the family or block that the statement is written in.
-        tensors: the logical tensors in it, where already known.
+        text: the text of the statement, without a comment.
+        raw: the statement's line exactly as in the file, which errors show.
+        file: name of the table file.
+        line: line number in the file, counted from 1.
+        owner: name of the family or block in which the statement is written.
+        tensors: names of the logical tensors in the statement, if the caller knows them already.
     """
 
     __slots__ = ("_held", "file", "head", "line", "owner", "raw", "text")
@@ -68,21 +68,21 @@ class Statement:
         self._held = tensors
 
     def with_text(self, text: str) -> Statement:
-        """Return another statement at the same place in the file."""
+        """Return a copy of this statement with another text, at the same place in the file."""
         return Statement(text, self.raw, self.file, self.line, self.owner)
 
     def with_name(self, text: str) -> Statement:
-        """Return this line of a dialect with another stored name."""
+        """Return a copy of this line of a dialect with another stored name."""
         return Statement(text, self.raw, self.file, self.line, self.owner, self.tensors)
 
     @property
     def kind(self) -> str:
-        """Kind of a dialect's statement: its keyword, or `LINE`."""
+        """Kind of a statement in a dialect: its keyword, or `LINE` if it has none."""
         return self.head if self.head in _KINDS else LINE
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The logical tensors in a line of a dialect; empty for other statements."""
+        """Names of the logical tensors in a dialect's line; empty if the statement is not a line."""
         if self._held is None:
             is_line = self.head not in _KINDS or self.head in (ALSO, STATE)
             self._held = components(self.text) if is_line else ()
@@ -90,28 +90,28 @@ class Statement:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Key that is equal for two equal statements from the same line of a file."""
+        """Key by which statements with the same text, from the same line of the same file, are equal."""
         return self.text, self.file, self.line
 
     @property
     def where(self) -> Where:
-        """File and line, for errors."""
+        """File and line of the statement, for error messages."""
         return Where(f"{self.file}, line {self.line}")
 
     def fail(self, expected: str, word: str = "", hint: str = HINT) -> TransaxleError:
-        """Build the error for this statement; it marks the last occurrence of `word`, the wrong word."""
+        """Build a syntax error for this statement that points at the wrong word `word` (at its last occurrence)."""
         places = [match.start() for match in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", self.raw)] if word else []
         column = places[-1] if places else len(self.raw) - len(self.raw.lstrip())
         return refuse("CORRUPT", f"{self.raw}\n{' ' * column}^\ncolumn {column + 1}: expected {expected}", hint=hint)
 
     def problem(self, expected: str, word: str = "", hint: str = HINT) -> Refusal:
-        """Build the refusal for this statement, with its file and line."""
+        """Build the record of a syntax error in this statement, with its file and line."""
         (refusal,) = self.fail(expected, word, hint).refusals
         return Refusal(refusal.code, refusal.message, self.where, refusal.hint)
 
 
 def split_when(text: str) -> tuple[str, str | None]:
-    """Split off a statement's condition; `optional` becomes the condition `None`, whose value is never known."""
+    """Split a statement from its condition; the word `optional` becomes the condition `None`, which is never known."""
     if text.endswith(OPTIONAL):
         return text.removesuffix(OPTIONAL).strip(), "None"
     if "when" not in text:
@@ -121,7 +121,7 @@ def split_when(text: str) -> tuple[str, str | None]:
 
 
 def join_conditions(conditions: Iterable[str | None]) -> str | None:
-    """Join conditions with `and`; None is always true."""
+    """Join the texts of conditions with `and`; a condition that is None is always true."""
     parts = [condition for condition in conditions if condition is not None]
     if len(parts) > 1:
         parts = [f"({part})" if re.search(r"\b(or|if)\b", part) else part for part in parts]
@@ -135,12 +135,12 @@ def components(text: str) -> tuple[str, ...]:
 
 
 Key = tuple[str, str]
-"""Kind and name of a family's statement: `("axis", "l")`."""
+"""Kind of a family's statement, and the name that it declares: `("axis", "l")`."""
 KeyedPart = tuple[Key, Statement]
 
 
 def replaceable_parts(statement: Statement) -> Iterator[KeyedPart]:
-    """Split a family's statement into parts that can be replaced separately, each with its kind and name."""
+    """Split a family's statement into the parts that an inheriting family can replace, each with its kind and name."""
     head, *words = statement.text.split()
     tail = statement.text[len(head) :].strip()
     if head in (AXES, PRECISE):
@@ -167,13 +167,13 @@ def _keyed_cuts(statement: Statement) -> Iterator[KeyedPart]:
     mesh, items, tensors = match[1], match[2], match[3] or ""
     for item in _CUT_ITEM.findall(items):
         name = " ".join(item.strip("()").split())
-        if mesh != "tp":  # other meshes add to the cuts along `tp` and do not replace them
+        if mesh != "tp":  # a cut along another mesh axis than `tp` is additional, and replaces no `tp` cut
             name = f"{mesh} {name} {tensors}".strip() if name == NONE else f"{mesh} {name}"
         yield (CUT, name), statement.with_text(f"cut {mesh} = {item} {tensors}".strip())
 
 
 def keys_left_out(statement: Statement) -> list[Key]:
-    """Return the keys of the inherited statements that a family's `without` excludes."""
+    """Return the kinds and names of the inherited statements that a family's `without` statement excludes."""
     words = statement.text.split()[1:]
     kind = words.pop(0) if len(words) > 1 and words[0] in _REMOVABLE else TENSOR
     kinds = (CUT, WITHIN) if kind == CUT else (kind,)
@@ -181,21 +181,21 @@ def keys_left_out(statement: Statement) -> list[Key]:
 
 
 def tensors_left_out(statements: Iterable[Statement]) -> set[str]:
-    """Return the tensors whose inherited lines a dialect excludes."""
+    """Return the logical tensors whose inherited lines a dialect excludes (by `without`)."""
     return {name for each in statements if each.head == WITHOUT for name in each.text.split()[1:]}
 
 
 def own_axes(statement: Statement) -> frozenset[str]:
-    """Return the axes of the tensor that a statement declares."""
+    """Return the names of the axes of the tensor that a statement declares."""
     return frozenset(split_when(statement.text)[0].partition(":")[2].split())
 
 
 def in_order(statements: Sequence[Statement]) -> list[Statement]:
-    """Sort a family's axes, or its named formulas, so that each one follows those in its formula."""
+    """Sort the statements of axes, or of named formulas, so that each comes after the names that its formula uses."""
     from graphlib import CycleError, TopologicalSorter
 
     names = {name: statement for statement in statements for (_, name), _ in replaceable_parts(statement)}
-    if len(names) != len(statements):  # a name is declared twice, which the table parser refuses
+    if len(names) != len(statements):  # a name is declared twice: the table parser will report it
         return list(statements)
     needs = {
         name: set(re.findall(WORD, _TEXT.sub("", statement.text.partition("=")[2]))) & names.keys() - {name}
@@ -203,5 +203,5 @@ def in_order(statements: Sequence[Statement]) -> list[Statement]:
     }
     try:
         return [names[name] for name in TopologicalSorter(needs).static_order()]
-    except CycleError:  # the table parser refuses the first statement in the cycle
+    except CycleError:  # the table parser will report the first statement of the cycle
         return list(statements)

@@ -110,7 +110,7 @@ E8M0_NAN = 0xFF
 
 
 def power_of_two(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return the float32 values of E8M0 codes, powers of two: code 0 gives 2**-127 (a subnormal), code 255 gives NaN."""
+    """Return the float32 values of E8M0 codes, powers of two: 2**-127 (a subnormal) for code 0, NaN for code 255."""
     raw = codes.astype(np.uint32) << _F32_MANTISSA
     raw[codes == 0] = 1 << (_F32_MANTISSA - 1)
     raw[codes == E8M0_NAN] = F32_NAN

@@ -86,7 +86,7 @@ def sizes(bits: NDArray[np.uint32], dtype: np.dtype[Any]) -> NDArray[np.float32]
 def cast(
     values: NDArray[Any], tiles: Tiling, multiplier: NDArray[np.float32], kind: Minifloat, out: NDArray[np.uint8]
 ) -> None:
-    """Multiply values by their tile's multiplier, and write the resulting codes; each code has the sign of its value."""
+    """Multiply values by their tile's multiplier, and write the codes; each code has the sign of its value."""
     with np.errstate(all="ignore"):
         for rows in _groups(tiles.shape):
             wide = widen(values[rows])

@@ -1,9 +1,10 @@
-r"""Regular expressions from untrusted files, matched in time that is linear in the text.
+r"""Matches regular expressions from untrusted files in time that is linear in the length of the text.
 
-Config files list modules, and checkpoints list parameters, as regular expressions. Python's `re` backtracks: an
-expression of twenty characters can keep it busy for years. RE2 does not. Here a Python expression is translated for
-RE2. Features that RE2 lacks (back references, assertions inside) are refused by name, and so is a name beyond ASCII
-where the expression has `\w`, `\d` or `\s`, which RE2 matches in ASCII only.
+Config files list modules, and checkpoints list parameters, as regular expressions. Python's `re` backtracks, so an
+expression of twenty characters can keep it busy for years; RE2 never backtracks. This module translates Python
+expressions for RE2. It refuses expressions with features that RE2 lacks (back references, lookarounds), and names the
+feature. If an expression has `\w`, `\d` or `\s`, which RE2 matches in ASCII only, it also refuses module names that are
+not ASCII.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from functools import cached_property
 from typing import Any
 
 _MOST_SECONDS = 5.0
-"""Cap on the processor time of one list of expressions, in seconds, beyond ordinary searches."""
+"""Limit on the processor seconds that the slow searches of one list of expressions may take together."""
 _ORDINARY = 1e-5
-"""Seconds of a search that are not counted: a search usually takes two millionths of a second."""
+"""Seconds per search that do not count towards the limit: a search usually takes two millionths of a second."""
 _MOST_BYTES = 1 << 24
-"""Cap on the memory of a list's automaton, and of the automata of its expressions together, in bytes."""
+"""Limit in bytes on the memory of the automaton that RE2 compiles from a whole list of expressions."""
 _MOST_EACH = 1 << 20
-"""Cap on the memory of the automaton of one expression, in bytes."""
+"""Limit in bytes on the memory of the automaton that RE2 compiles from one expression."""
 _DEEPEST = 100
 _SHOWN = 80
-"""Number of characters of an expression that an error shows."""
+"""Error messages show at most this number of characters of an expression."""
 
 _TOKEN = re.compile(
     r"\\(?P<escaped>.?)|\(\?(?P<extension>[^:]|$)|[()]|\{,(?P<most>\d*)\}|\[\^?\]?(?:\\.|[^\]\\])*", re.DOTALL
@@ -34,17 +35,17 @@ _CLASSES, _CONTROLS = frozenset("wdsWDS"), frozenset("ntrfv")
 
 
 class PatternError(ValueError):
-    """An expression that cannot be run; the message gives the reason."""
+    """Raised for a regular expression that is malformed, unsupported or too slow; the message says which."""
 
 
 class Expressions:
-    """Regular expressions, each anchored at the start of a name and free to end anywhere in it.
+    """A list of regular expressions, which match from the start of a name, but not necessarily up to its end.
 
     Args:
-        texts: the expressions.
+        texts: the regular expressions, in Python's syntax.
 
     Raises:
-        PatternError: an expression is malformed, or RE2 cannot run it.
+        PatternError: an expression is malformed, or has a feature that RE2 lacks.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -55,26 +56,30 @@ class Expressions:
         self._any = self._alternatives("")
 
     def match(self, name: str) -> bool:
-        """Tell whether an expression matches the name or a beginning of it.
+        """Tell whether any of the expressions matches the whole name or its beginning.
 
         Raises:
-            PatternError: the search takes too long, or the name is beyond ASCII.
+            PatternError: the search takes too long, or the name has characters beyond ASCII (see the module).
         """
         return self._search(self._any.match, self._read(name)) is not None
 
     def ends_at(self, name: str, position: int) -> bool:
-        """Tell whether a match of an expression may end at a position of the name; raises as `match`."""
+        """Tell whether any of the expressions can match exactly the first `position` characters; raises as `match`
+        does.
+        """
         if position == len(name):
             return self._search(self._any_whole.match, self._read(name)) is not None
-        # A mark where the match must end, so that `$` does not match there.
+        # The zero byte marks where the match must end: it is not the end of the text, so `$` does not match there.
         return self._search(self._any_marked.match, self._read(name[:position]) + b"\0") is not None
 
     def find_matches(self, name: str) -> list[int]:
-        """Return the numbers of the expressions that match the name or a beginning of it; raises as `match`."""
+        """Return the list positions of all expressions that match the whole name or its beginning; raises as `match`
+        does.
+        """
         if not self.match(name):
             return []
         numbers: list[int] | None = self._search(self._each.Match, self._read(name))
-        if numbers is None:  # some expression matches, but the automaton for all expressions exceeds its memory
+        if numbers is None:  # an expression matches, but the automaton that tells which one exceeds its memory limit
             raise PatternError("there are too many expressions to tell which of them match")
         return sorted(numbers)
 
@@ -88,7 +93,9 @@ class Expressions:
 
     def _alternatives(self, end: str) -> Any:
         if not self._patterns:
-            return _compile(r"[^\x00-\x{10FFFF}]", _MOST_EACH)  # a class without any character matches nothing
+            return _compile(
+                r"[^\x00-\x{10FFFF}]", _MOST_EACH
+            )  # no expressions: a character class without characters matches nothing
         together = "|".join(f"(?:{pattern})" for pattern in self._patterns)
         try:
             return _compile(f"(?:{together}){end}", _MOST_BYTES)
@@ -109,12 +116,12 @@ class Expressions:
         return automaton
 
     def _check(self, text: str) -> str:
-        """Return an expression as RE2 expects it, or raise PatternError."""
+        """Translate an expression to RE2's syntax; raise PatternError if that is impossible."""
         began = time.thread_time()
         try:
             self._depth = 0
             pattern = _TOKEN.sub(self._translate, text)
-            # compiled separately, because two malformed expressions may be well formed together
+            # Each expression is compiled separately first: two malformed expressions, joined, could be well formed.
             _compile(pattern, _MOST_EACH)
         except PatternError as error:
             shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

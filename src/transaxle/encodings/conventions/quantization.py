@@ -1,9 +1,9 @@
 """The quantization that a model's config describes: which modules are stored as codes and scales, and how.
 
-A method is identified by its `quant_method`. Each has its own format for lists of modules and for the tiles of scales,
-which `scheme` parses. A config that is malformed, or has an unknown method or format, is refused as a whole: half
-understood, it would be worse than none. `buffer_group` decides which tensors are encoded, from the config, the names
-and the dtypes together.
+A quantization method is identified by the config's `quant_method`. Each method lists modules and scale tiles in its own
+format, which `scheme` parses. A config that is malformed, or has an unknown method or format, is refused as a whole,
+because reading half of it would give wrong values. `buffer_group` then decides which tensors are quantized, from this
+config and the tensors' names and dtypes.
 """
 
 from __future__ import annotations
@@ -30,41 +30,42 @@ from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 
 CONFIG = "config.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
-"""File of older ModelOpt exports for the quantization, which their config.json lacks."""
+"""File in which older ModelOpt exports describe their quantization, instead of in config.json."""
 
 NESTED = ("text_config", "llm_config", "language_config")
-"""Sections of multimodal configs that may contain the language model's quantization section."""
+"""Keys of multimodal configs under which the language model's config, with its quantization section, may be."""
 OLD_SECTION = "compression_config"
-"""Name of the section in early versions of compressed-tensors."""
+"""Config key of the quantization section in early versions of compressed-tensors."""
 MODELOPT_SECTION, _PRODUCER = "quantization", "producer"
-"""Keys in `hf_quant_config.json` for the section and for the program that wrote it."""
+"""Keys in `hf_quant_config.json`: for the quantization section, and for the program that wrote the file."""
 SECTIONS = frozenset({SECTION, OLD_SECTION, _PRODUCER})
-"""Keys of quantization; a config, or a section of one, without any of them describes none."""
+"""Config keys that describe quantization; a config without these keys is that of an unquantized model."""
 
 
 class Quantization(msgspec.Struct, frozen=True, dict=True):
-    """How weights are stored, according to a config."""
+    """How a checkpoint's weights are quantized, according to its config."""
 
     method: str
-    """`quant_method`, a key of `METHODS`."""
+    """The config's `quant_method`, one of the keys of `METHODS`."""
     scheme: Scheme
-    """Groups of modules with their encodings."""
+    """The parsed section: groups of modules with the encoding of their weights."""
     paths: tuple[tuple[str, ...], ...]
-    """Paths of keys to the section in its file; several where the file repeats it."""
+    """Config keys that lead to the quantization section; several paths if the file repeats the section."""
     section: Mapping[str, Any]
-    """The section as it is in the file."""
+    """The quantization section, unchanged from the file."""
     file: str = CONFIG
-    """Name of the file."""
+    """Name of the file with the quantization section."""
 
     @property
     def without_weights(self) -> dict[str, Any] | None:
-        """The section for a model without encoded weights: the quantization of keys, values and outputs.
+        """The section to write for a model with decoded weights, which still describes quantized keys, values and
+        outputs.
 
-        None where the section describes none of these: inputs of plain weights are not quantized. A section for weights
-        that are stored plain is kept unchanged.
+        None if the section describes no such keys, values or outputs. A section that says that weights are stored plain
+        is kept unchanged.
 
         Raises:
-            Refused: UNSUPPORTED where the method has no section for plain weights.
+            Refused: UNSUPPORTED, if the quantization method has no way to say that weights are plain.
         """
         if not self.conventions:
             return dict(self.section)
@@ -89,16 +90,17 @@ class Quantization(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def conventions(self) -> tuple[str, ...]:
-        """Conventions that the tensors may follow."""
+        """Naming conventions (keys of `CONVENTIONS`) that the quantized tensors may follow."""
         return self.scheme.conventions
 
     def encodings(self, module: str) -> tuple[Encoding, ...]:
-        """Return the encodings that a module's weights may have according to the config, most likely first.
+        """Return the encodings that a module's weights may have according to the config, the likeliest first.
 
-        Empty for a plain module. Several where the config lists classes, which a name does not show.
+        The result is empty for an unquantized module. It has several encodings if the config lists classes instead of
+        names.
 
         Raises:
-            Refused: UNSUPPORTED for a pattern that takes too long.
+            Refused: UNSUPPORTED, if matching a pattern in the config takes too long.
         """
         try:
             if module in self.scheme.ignored:
@@ -116,31 +118,31 @@ class Quantization(msgspec.Struct, frozen=True, dict=True):
 
 
 def without_weights(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the groups of compressed-tensors that only concern activations."""
+    """Return the groups in a compressed-tensors section that quantize activations and no weights."""
     return {key: group for key, group in groups.items() if isinstance(group, Mapping) and group.get("weights") is None}
 
 
 def module_of(table_name: str) -> str:
-    """Return the module of a tensor, as configs list it: its name without the last segment."""
+    """Return the module name of a tensor, as configs list it: the tensor name without its last segment."""
     return table_name.rpartition(".")[0]
 
 
 def read(
     config: Mapping[str, Any] | None, *, modelopt: Mapping[str, Any] | None = None, file: str = CONFIG
 ) -> Quantization | None:
-    """Read the quantization from a config.
+    """Read the quantization that a model's config describes.
 
     Args:
         config: contents of config.json, or of a ModelOpt `hf_quant_config.json`.
-        modelopt: contents of `hf_quant_config.json`; it must be supported too, and is used where config.json has no
-            quantization.
-        file: name of the file, for refusals.
+        modelopt: contents of `hf_quant_config.json`, used if config.json describes no quantization; refused in any case
+            if it is not supported.
+        file: name of the config file, for error messages.
 
     Returns:
-        None where the config describes no quantization.
+        The quantization, or None if the config describes no quantization.
 
     Raises:
-        Refused: CORRUPT for malformed contents, UNSUPPORTED for an unknown method, format or number.
+        Refused: CORRUPT, if the config is malformed; UNSUPPORTED, if its method, format or a number in it is unknown.
     """
     sections = _sections(config or {})
     modelopt_quantization = None if modelopt is None else read(modelopt, file=MODELOPT_CONFIG)
@@ -169,7 +171,9 @@ def read(
 
 
 def _sections(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
-    """Yield the quantization sections of a config with the keys that lead to them, outermost first."""
+    """Return the quantization sections of a config, each with the path of keys that leads to it, outermost section
+    first.
+    """
     paths = [(SECTION,), (OLD_SECTION,), *((outer, SECTION) for outer in NESTED)]
     if SECTION not in config and _PRODUCER in config:
         paths.append((MODELOPT_SECTION,))
@@ -184,7 +188,7 @@ def _sections(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def _method(section: Mapping[str, Any], path: tuple[str, ...]) -> str:
-    """Return the method of a section; in old or foreign files, the key is missing."""
+    """Return the quantization method of a section; old files, and those of other programs, lack the key for it."""
     if path == (MODELOPT_SECTION,):
         return MODELOPT_METHOD
     if METHOD not in section and GROUPS in section:

@@ -1,8 +1,8 @@
-"""Torchao's tensors, as the header of a safetensors file describes them.
+"""Reads the descriptions of torchao's quantized tensors in the header of a safetensors file.
 
-Each tensor of a subclass is flattened into plain ones, `X._weight_qdata` and `X._weight_scale`, and the header's
-metadata has a JSON text under the name of the whole: its class, its attributes and the list of its parts
-(`torchao.prototype.safetensors`, 0.18). Nothing is executed: the text is parsed as a description.
+Torchao stores each tensor of a subclass as plain tensors, such as `X._weight_qdata` and `X._weight_scale`. The header's
+metadata has a JSON text under the name `X.weight`, with the class, the attributes and the list of parts
+(`torchao.prototype.safetensors`, 0.18). This module parses the text, and never executes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transaxle.encodings.encoding import MXFP4, MXFP8, NVFP4, WHOLE, Encoding
 from transaxle.errors import Code, Refusal, Where
 
 NAMES = "tensor_names"
-"""Metadata key for the list of all tensor names."""
+"""Metadata key under which torchao lists the names of all tensors in the file."""
 
 _PLAIN = "Tensor"
 _DTYPE = "torch.dtype"
@@ -28,20 +28,20 @@ _SCALE = "F32"
 
 
 class _TaggedValue(msgspec.Struct, rename={"type": "_type", "data": "_data"}):
-    """A value that torchao's encoder tags with its class name."""
+    """A value in torchao's JSON with the name of its class beside it."""
 
     type: str
     data: Any = None
 
 
 class _Float8(msgspec.Struct):
-    """Attributes of `Float8Tensor` in a note."""
+    """Attributes of a torchao `Float8Tensor` in its metadata."""
 
     block_size: list[Positive] = []
 
 
 class _Mx(msgspec.Struct):
-    """Attributes of `MXTensor` in a note."""
+    """Attributes of a torchao `MXTensor` in its metadata."""
 
     elem_dtype: _TaggedValue
     block_size: Positive
@@ -49,14 +49,14 @@ class _Mx(msgspec.Struct):
 
 
 class _Nvfp4(msgspec.Struct):
-    """Attributes of `NVFP4Tensor` in a note."""
+    """Attributes of a torchao `NVFP4Tensor` in its metadata."""
 
     block_size: Positive
     is_swizzled_scales: bool = False
 
 
 class _TensorNote(msgspec.Struct, rename={"type": "_type", "data": "_data", "parts": "_tensor_data_names"}):
-    """The note on one tensor in the metadata."""
+    """The JSON text that describes one tensor in the metadata."""
 
     type: str
     data: dict[str, Any] = {}
@@ -67,23 +67,22 @@ _names = msgspec.json.Decoder(list[str])
 
 
 class TensorDescription(msgspec.Struct, frozen=True):
-    """An encoded tensor as described by the metadata."""
+    """A quantized tensor, as the file's metadata describes it."""
 
     encoding: Encoding | None
-    """Encoding of the tensor, with e4m3 codes where the class does not fix them; None where the description cannot be
-    parsed.
-    """
+    """Encoding of the tensor, with e4m3 codes if its class allows several; None if the description cannot be parsed."""
     parts: tuple[str, ...] = ()
-    """Stored names of the tensor's parts."""
+    """Stored names of the plain tensors (codes, scales, …) that form the quantized tensor."""
     refusals: tuple[Refusal, ...] = ()
-    """Why the description cannot be parsed."""
+    """Errors that say why the description cannot be parsed; empty if it can."""
 
 
 def read_descriptions(metadata: Mapping[str, object]) -> Mapping[str, TensorDescription]:
-    """Return name -> description of each encoded tensor in the metadata of torchao's files; plain tensors are absent.
+    """Return the description of each quantized tensor in the metadata of torchao's files, by name, without plain
+    tensors.
 
     Args:
-        metadata: metadata of one file, or of all files, where a key with different values is preceded by `file:`.
+        metadata: metadata of one file; or of all files together, where keys on which files differ begin with `file:`.
     """
     tensors: dict[str, TensorDescription] = {}
     for key, listed in metadata.items():
@@ -102,25 +101,25 @@ def read_descriptions(metadata: Mapping[str, object]) -> Mapping[str, TensorDesc
 
 
 class SwizzledTensor(msgspec.Struct, frozen=True):
-    """A tensor whose scales are stored in the order of a matrix-multiply kernel."""
+    """A quantized tensor whose scales are stored swizzled: in the order that a matrix-multiply kernel reads."""
 
     codes: str
     """Stored name of the tensor's codes."""
     scale: str
     """Stored name of the tensor's scales."""
     per_byte: int
-    """Codes per stored element."""
+    """Number of codes in one stored byte."""
     block: int
     """Number of codes along a row that share a scale."""
     compact: Mapping[str, Any]
-    """The tensor's description in the metadata, changed to scales in row-major order."""
+    """The tensor's JSON description, changed to say that the scales are in row-major order."""
 
 
 def find_swizzled(metadata: Mapping[str, object]) -> Mapping[str, SwizzledTensor]:
-    """Return name -> tensor with swizzled scales, as torchao's files describe them; malformed descriptions are skipped.
+    """Return torchao's tensors with swizzled scales, by name; tensors with malformed descriptions are skipped.
 
     Args:
-        metadata: see `read_descriptions`.
+        metadata: metadata of one file, or of all files together (see `read_descriptions`).
     """
     tensors: dict[str, SwizzledTensor] = {}
     for name, description in read_descriptions(metadata).items():
@@ -144,7 +143,7 @@ def find_swizzled(metadata: Mapping[str, object]) -> Mapping[str, SwizzledTensor
 
 
 def _read_note(name: str, text: object) -> TensorDescription | None:
-    """Read the description of one tensor; None for a plain one."""
+    """Read the description of one tensor; None if it is a plain tensor."""
     if text is None:
         message = f"the header's metadata lists it under {NAMES}, but describes it not at all, or more than once"
         return _unread(name, (), "CORRUPT", message)
@@ -165,7 +164,7 @@ def _read_note(name: str, text: object) -> TensorDescription | None:
 
 
 def _parse_json(text: str) -> Any:
-    """Parse a note; ValueError where it is not JSON, or has a key twice."""
+    """Parse the JSON description of a tensor; raise ValueError if it is not JSON, or has a key twice."""
     return json.loads(text, object_pairs_hook=_once)
 
 
@@ -216,11 +215,13 @@ _SWIZZLED = "is_swizzled_scales"
 _DATA = "_data"
 _BUFFERS = ("qdata", "scale")
 _PARTS = frozenset({*_BUFFERS, _GLOBAL, "act_per_tensor_scale"})
-"""Buffers that are read, or that belong to a layer's inputs."""
+"""Buffers that this module reads, or that may be skipped because they only quantize a layer's inputs."""
 _ATTRIBUTES = frozenset({
     "act_quant_kwargs", "block_size", "dtype", "elem_dtype", _SWIZZLED, "kernel_preference", "mm_config", "orig_dtype",
     "use_triton_kernel",
 })  # fmt: skip
-"""Attributes that are read, or that only affect how a layer multiplies."""
+"""Attributes that this module reads, or that may be skipped because they change how a layer multiplies, not its
+weights.
+"""
 _BLOCKED = ("MXTensor", "NVFP4Tensor")
 _KNOWN = ("Float8Tensor", "MXTensor", "NVFP4Tensor")
