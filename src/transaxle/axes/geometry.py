@@ -1,26 +1,28 @@
-"""Box arithmetic: pieces of logical tensors, nested strides, the chunks of a mesh, and ranges of axis indices.
+"""Box arithmetic: pieces of logical tensors, nested strides, chunks on the ranks of a mesh, and ranges of axis indices.
 
-**Pieces**: which box of a logical tensor one chunk of a stored tensor contains, and at which offset and strides.
+**Pieces**: a piece says which box of a logical tensor a chunk of a stored tensor contains, with offset and strides.
 
-`pieces` lowers a layout, whole or cut, to pieces. A `PieceOverlap` intersects a source piece with a target piece into
-one strided copy. Nothing else moves data: relayouts, resharding, box reads and rank-local plans all consist of such
-copies.
+The function `pieces` turns a layout, whole or cut, into pieces. `PieceOverlap` intersects a source piece with a target
+piece, which gives one strided copy. All movement of data consists of such copies: changes of layout, resharding,
+partial reads and the plans of single ranks.
 
-**Nested strides**: the positions of a box's elements in one dimension of memory, and how an interval cuts them.
+**Nested strides**: where the elements of a box lie in linear memory, and how an interval of memory cuts the box.
 
 In a *nested* list of `(size, stride)` loops, outermost first, each stride is at least as large as the span of
-everything inside it, so positions grow with the lexicographic order of the indices. The whole algebra rests on three
-facts: an interval of positions contains a contiguous range of that order (`rank`), such a range is at most `2k-1` boxes
-(`lexicographic_boxes`), and two adjacent loops that tile each other are one loop (`coalesce`).
+everything inside it, so positions grow with the lexicographic order of the indices. All algorithms here rest on three
+facts. An interval of positions contains a contiguous range of the lexicographic order (`rank`). A contiguous range is
+the union of at most `2k-1` boxes (`lexicographic_boxes`). Two adjacent loops without a gap between them are one loop
+(`coalesce`).
 
-**Chunk rules**: which positions of a stored dim each rank of a mesh gets.
+**Chunk rules**: a chunk rule says which positions of a stored dim each rank of a mesh gets.
 
-Every rule maps a list of intervals and a rank to a list of intervals, so mesh dims compose left to right. A rule is
-data; the tests compare it with torch's own chunking of an `arange`.
+A chunk rule maps a list of intervals and a rank to a list of intervals, so the cuts of several mesh dims can be applied
+one after the other. A chunk rule is a plain data object; the tests compare its result with torch's own chunking of an
+`arange`.
 
-**Ranges**: which positions of a stored dim belong to a range of indices of its axes.
+**Ranges**: which positions of a stored dim have axis indices in a given range.
 
-`divide` solves the inverse problem: it infers from the shapes of the shards how a dim was cut.
+The module `divide` solves the inverse problem: it infers from the shapes of the shards how a dim was cut.
 """
 
 from __future__ import annotations
@@ -39,11 +41,11 @@ from transaxle.axes.notation.expression import size as size_of
 from transaxle.errors import refuse
 
 Box = tuple[tuple[int, int], ...]
-"""A rectangular region: `(start, stop)` along each axis."""
+"""A rectangular region of a tensor: `(start, stop)` along each axis."""
 
 
 def rank(loops: Sequence[tuple[int, int]], position: int) -> int:
-    """Count the elements of nested loops at positions before `position`.
+    """Count the elements of nested loops that lie before `position` in memory.
 
     Post-condition: `rank(loops, p) == sum(q < p for q in positions(loops))`, for any integer `p`.
     """
@@ -54,7 +56,7 @@ def rank(loops: Sequence[tuple[int, int]], position: int) -> int:
     for size, stride in loops:
         inner //= size
         passed = position // stride
-        # The position is beyond this loop: all its elements lie before it.
+        # The position is beyond this loop, so all elements of the loop lie before the position.
         if passed >= size:
             return count + size * inner
         count += passed * inner
@@ -63,9 +65,10 @@ def rank(loops: Sequence[tuple[int, int]], position: int) -> int:
 
 
 def lexicographic_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Split the range `[start, stop)` of the row-major order of `shape` into boxes, in order.
+    """Split the elements number `start` to `stop - 1` of an array of `shape`, in row-major order, into boxes, in order.
 
-    Post-conditions: the boxes are disjoint, their union is the range, and there are at most `2 * len(shape) - 1`.
+    Post-conditions: the boxes are disjoint, their union is the range of elements, and there are at most `2 * len(shape)
+    - 1` boxes.
     """
     if start >= stop:
         return
@@ -76,7 +79,7 @@ def lexicographic_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator
     inner = prod(inner_shape)
     first, head = divmod(start, inner)
     last, tail = divmod(stop, inner)
-    # The whole range is inside one index of the outermost axis.
+    # The whole range lies within a single index of the outermost axis.
     if first == last:
         for box in lexicographic_boxes(inner_shape, head, tail):
             yield ((first, first + 1), *box)
@@ -101,13 +104,14 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 Loop = tuple[int, int, int]
-"""One loop of a copy: `(size, source stride, target stride)` in elements."""
+"""One loop of a strided copy: `(size, source stride, target stride)`, in elements."""
 
 
 def coalesce(loops: Sequence[Loop]) -> tuple[Loop, ...]:
     """Sort the loops of a copy by target stride, and merge loops that are contiguous in both source and target.
 
-    Post-conditions: the same set of `(source, target)` positions, in target order; no loop of size 1 remains.
+    Post-conditions: the new loops visit the same pairs of source and target positions, in target order; no loop has
+    size 1.
     """
     joined: list[Loop] = []
     for size, source, target in sorted((loop for loop in loops if loop[0] != 1), key=lambda loop: -loop[2]):
@@ -121,18 +125,18 @@ def coalesce(loops: Sequence[Loop]) -> tuple[Loop, ...]:
 
 
 Interval = tuple[int, int]
-"""Positions `[start, stop)` of a stored dim."""
+"""The positions `start` to `stop - 1` of a stored dim."""
 
 
 class Piece(msgspec.Struct, frozen=True):
     """A box of one logical tensor, with its offset and strides in one chunk of a stored tensor."""
 
     box: Mapping[str, Interval]
-    """Axis -> interval of its indices."""
+    """Axis of the logical tensor -> interval of its indices in the box."""
     offset: int
-    """Elements from the beginning of the chunk to the first element of the box."""
+    """Number of elements from the beginning of the chunk to the first element of the box."""
     strides: Mapping[str, int]
-    """Axis -> elements of the chunk between two neighbours along the axis."""
+    """Axis -> distance in the chunk, in elements, between two neighbours along that axis."""
 
     @property
     def size(self) -> int:
@@ -144,14 +148,14 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class BoxCopy(msgspec.Struct, frozen=True):
-    """One strided copy of a box from a source chunk into a target chunk."""
+    """A strided copy of one box from a source chunk into a target chunk."""
 
     source_offset: int
-    """Offset of the first element in the source chunk, in elements."""
+    """Offset of the box's first element in the source chunk, in elements."""
     target_offset: int
-    """Offset of the first element in the target chunk, in elements."""
+    """Offset of the box's first element in the target chunk, in elements."""
     loops: tuple[Loop, ...]
-    """`(size, source stride, target stride)` of each loop, coalesced and in target order."""
+    """The loops of the copy, each `(size, source stride, target stride)`, merged where possible, in target order."""
 
     @property
     def size(self) -> int:
@@ -163,11 +167,11 @@ class BoxCopy(msgspec.Struct, frozen=True):
 
 
 def cut(share: Share, start: int, stop: int) -> list[tuple[tuple[Interval, ...], int]]:
-    """Cut a logical tensor's share of a stored dim by the interval `[start, stop)` of that dim.
+    """Return the boxes of a logical tensor that lie in the interval `[start, stop)` of one stored dim.
 
     Returns:
-        `(index interval per axis of the share, position of its first element)`, in stored order: at most `2k-1`
-        boxes for k axes. Together they are exactly the component's elements at positions in the interval.
+        For each box, `(index interval per axis of the share, position of the box's first element)`, in stored order: at
+        most `2k-1` boxes for k axes. The boxes have exactly the logical tensor's elements in the interval.
     """
     loops = [(size, stride) for _, size, stride in share.axes]
     first_rank, last_rank = rank(loops, start - share.offset), rank(loops, stop - share.offset)
@@ -177,7 +181,7 @@ def cut(share: Share, start: int, stop: int) -> list[tuple[tuple[Interval, ...],
 
 
 Cut = Callable[[Share, int, int], list[tuple[tuple[Interval, ...], int]]]
-"""Signature of `cut`, also of versions that cache its results."""
+"""Type of the function `cut`, and of functions that cache the results of `cut`."""
 
 
 def pieces(
@@ -187,17 +191,18 @@ def pieces(
     strides: Sequence[int] | None = None,
     cut: Cut = cut,
 ) -> tuple[Piece, ...]:
-    """Lower one logical tensor's part of a chunk of a stored tensor to pieces.
+    """Describe the part of a stored tensor's chunk that belongs to one logical tensor, as pieces.
 
     Args:
         layout: layout of the stored tensor.
         component: name of the logical tensor.
-        intervals: per stored dim, the intervals that the chunk contains, in chunk order; None: the whole tensor.
-        strides: element strides of the chunk; None: row-major.
-        cut: function that cuts a share; `cut`, or a cached version of it.
+        intervals: for each stored dim, the intervals of positions that the chunk contains, in the chunk's order; None:
+            the chunk is the whole tensor.
+        strides: the chunk's strides, in elements; None: the chunk is row-major.
+        cut: the function `cut` of this module, or a function that caches its results.
 
     Returns:
-        Disjoint pieces, whose union is everything in the chunk that belongs to the logical tensor.
+        Disjoint pieces, which together have all elements of the logical tensor in the chunk.
     """
     shares = layout.shares[component]
     if intervals is None:
@@ -229,18 +234,19 @@ def pieces(
 
 
 class PieceOverlap:
-    """The overlap of a source piece and a target piece of one logical tensor, for every source with such a piece.
+    """The overlap of a source piece and a target piece of the same logical tensor, for many similar source tensors.
 
-    Sources that differ only in the indices in their names share one overlap; `at` gives the copy for each of them.
+    Source tensors that differ only in the numbers in their names (layer, expert) share one overlap; `at` returns the
+    copy for one source tensor.
 
     Args:
-        source: a piece of a logical tensor in the source.
-        target: a piece of the same logical tensor in the target.
-        name_axes: the axes whose index is in the source's name.
-        target_index: axis -> index, for the axes whose index is in the target's name.
+        source: the piece of a logical tensor in a chunk of a source tensor.
+        target: the piece of the same logical tensor in a chunk of the target tensor.
+        name_axes: the axes whose index is a number in the source tensor's name.
+        target_index: axis -> index, for the axes whose index is a number in the target tensor's name.
 
-    An axis that only the target has is a copy axis: the value is written for every index (broadcast). The source has no
-    axis that the target lacks.
+        An axis that only the target has is a copy axis: the same value is written for every index (broadcast). The
+            source never has an axis that the target lacks.
     """
 
     __slots__ = ("_loops", "_named", "_same", "_source_offset", "_target_offset", "size")
@@ -254,7 +260,8 @@ class PieceOverlap:
         loops: list[Loop] = []
         for axis, (low, high) in target.box.items():
             step = target.strides[axis]
-            # The source's name fixes this axis: one index of the target's box, or no overlap.
+            # The source tensor's name fixes the index of this axis: it is one index of the target's box, or nothing
+            # overlaps.
             if axis in name_axes:
                 self._named.append((axis, low, high, step))
                 continue
@@ -269,7 +276,7 @@ class PieceOverlap:
             target_offset += (first - low) * step
             loops.append((max(last - first, 0), stride, step))
         is_empty = any(size == 0 for size, _, _ in loops)
-        # Axes in the target's name select one index of the source.
+        # An axis whose index is in the target's name selects one index of the source.
         for axis, index in target_index.items():
             if axis in source.box:
                 low, high = source.box[axis]
@@ -279,12 +286,13 @@ class PieceOverlap:
                 self._same.append((axis, index))
         self._source_offset, self._target_offset, self._loops = source_offset, target_offset, coalesce(loops)
         self.size = 0 if is_empty else prod(size for size, _, _ in self._loops)
-        """Number of elements in each copy; 0 where the pieces do not overlap."""
+        """Number of elements in each copy; 0 if the source and target pieces do not overlap."""
 
     def at(self, source_index: Mapping[str, int]) -> BoxCopy | None:
-        """Return the copy from the source whose name has these indices; None where the two pieces do not overlap.
+        """Return the copy from the source tensor whose name has these indices; None if source and target do not
+        overlap.
 
-        Post-condition: the copy moves every element of the logical tensor that is in both pieces, and no other.
+        Post-condition: the copy moves every element of the logical tensor that is in both pieces, and no other element.
         """
         if not self.size:
             return None
@@ -301,21 +309,23 @@ class PieceOverlap:
 
 
 Intervals = tuple[Interval, ...]
-"""Intervals of a dim that one rank has, in local order; its local dim is their concatenation."""
+"""Intervals of a dim that one rank has; the rank's local dim is the concatenation of these intervals."""
 
 
 def whole(length: int) -> Intervals:
-    """Return the intervals of an uncut dim: one, of its full length."""
+    """Return the intervals of a dim that is not cut: a single interval of the full length."""
     return ((0, length),)
 
 
 def count_positions(intervals: Sequence[Interval]) -> int:
-    """Return the total length of some intervals."""
+    """Return the sum of the lengths of the intervals."""
     return sum(stop - start for start, stop in intervals)
 
 
 def take(intervals: Sequence[Interval], start: int, stop: int) -> Intervals:
-    """Return the local positions `[start, stop)` of concatenated intervals as intervals, joining adjacent ones."""
+    """Return the part `[start, stop)` of concatenated intervals, as intervals of the original dim; adjacent ones are
+    joined.
+    """
     intervals_taken: list[Interval] = []
     base = 0
     for first, last in intervals:
@@ -330,14 +340,16 @@ def take(intervals: Sequence[Interval], start: int, stop: int) -> Intervals:
 
 
 class ChunkRule(Protocol):
-    """Rule by which `parts` ranks divide the intervals of a dim among them."""
+    """Rule by which `parts` ranks divide a dim, given as intervals of positions, among them."""
 
     def __call__(self, intervals: Intervals, parts: int, rank: int, /) -> Intervals:
-        """Return the part of `intervals` that belongs to `rank`, one of `parts` ranks."""
+        """Return the part of `intervals` that belongs to rank number `rank` of `parts` ranks."""
 
 
 def torch_chunk(count: int, parts: int, rank: int) -> Interval:
-    """Return the rows of `rank` under `torch.chunk`: chunks of the rounded-up size, the last ones short or empty."""
+    """Return the rows that `torch.chunk` gives to `rank`: chunk sizes are rounded up, so the last chunks are short or
+    empty.
+    """
     step = -(-count // parts)
     return min(rank * step, count), min((rank + 1) * step, count)
 
@@ -346,22 +358,24 @@ class Shard(msgspec.Struct, frozen=True):
     """DTensor's `Shard`: cuts a dim as `torch.chunk` does."""
 
     def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
-        """See `ChunkRule`."""
+        """Apply the rule (see `ChunkRule`)."""
         return take(intervals, *torch_chunk(count_positions(intervals), parts, rank))
 
 
 class StridedShard(msgspec.Struct, frozen=True):
-    """DTensor's `_StridedShard(split_factor)`: cuts into `split_factor` chunks, then each of them over the ranks."""
+    """DTensor's `_StridedShard(split_factor)`: cuts a dim into `split_factor` chunks, then each chunk over
+    the ranks.
+    """
 
     split_factor: int
-    """Number of outer chunks."""
+    """Number of chunks into which the dim is cut first."""
 
     def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
         """See `ChunkRule`."""
         local: list[Interval] = []
         total = count_positions(intervals)
         for outer in range(self.split_factor):
-            # Every rank gets a chunk of each outer chunk, so its local tensor joins `split_factor` pieces.
+            # Every rank gets a part of each outer chunk, so its local tensor joins `split_factor` pieces.
             start, stop = torch_chunk(total, self.split_factor, outer)
             low, high = torch_chunk(stop - start, parts, rank)
             local.extend(take(intervals, start + low, start + high))
@@ -369,7 +383,7 @@ class StridedShard(msgspec.Struct, frozen=True):
 
 
 class Widths(msgspec.Struct, frozen=True):
-    """One explicit width per rank (DeepSpeed's uneven cuts); a width may be zero."""
+    """An uneven cut (as in DeepSpeed) with an explicit number of rows for each rank, which may be zero."""
 
     widths: tuple[int, ...]
     """Number of rows of each rank, in rank order."""
@@ -378,8 +392,8 @@ class Widths(msgspec.Struct, frozen=True):
         """See `ChunkRule`.
 
         Raises:
-            Refused: SHAPE_MISMATCH where the widths do not sum to the length, or their number is not the number of
-                ranks.
+            Refused: SHAPE_MISMATCH, if the sum of the widths is not the dim's length, or there is not one width per
+                rank.
         """
         total = count_positions(intervals)
         if len(self.widths) != parts or sum(self.widths) != total:
@@ -389,7 +403,7 @@ class Widths(msgspec.Struct, frozen=True):
 
 
 class Replicated(msgspec.Struct, frozen=True):
-    """Every rank gets the whole dim, as with kv heads where there are fewer heads than ranks."""
+    """Every rank gets the whole dim, for example all kv heads, if there are fewer kv heads than ranks."""
 
     def __call__(self, intervals: Intervals, _parts: int, _rank: int, /) -> Intervals:
         """See `ChunkRule`."""
@@ -397,18 +411,20 @@ class Replicated(msgspec.Struct, frozen=True):
 
 
 class PerComponent(msgspec.Struct, frozen=True):
-    """One rule per component of a direct sum; a rank's local dim concatenates its parts of all components, in order."""
+    """Cuts each component of a fused dim (such as q, k, v) by its own rule; a rank's local dim joins its parts in
+    order.
+    """
 
     lengths: tuple[int, ...]
-    """Number of rows of each component, in stored order."""
+    """Number of rows of each component of the fused dim, in stored order."""
     rules: tuple[ChunkRule, ...]
-    """Chunk rule of each component."""
+    """Chunk rule for each component, in the same order."""
 
     def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
         """See `ChunkRule`.
 
         Raises:
-            Refused: SHAPE_MISMATCH where the lengths of the components do not sum to the length of the dim.
+            Refused: SHAPE_MISMATCH, if the sum of the components' lengths is not the length of the dim.
         """
         if sum(self.lengths) != count_positions(intervals):
             raise refuse(
@@ -426,27 +442,27 @@ class MeshCut(msgspec.Struct, frozen=True):
     """How one mesh dim cuts a stored tensor, for one rank."""
 
     dim: int | None
-    """Stored dim that is cut (negative: counted from the end); None: replicated."""
+    """Number of the stored dim that is cut (negative: counted from the end); None: the tensor is replicated."""
     parts: int
-    """Size of the mesh dim."""
+    """Size of the mesh dim: the number of ranks that share out the tensor."""
     rank: int
     """Coordinate of this rank along the mesh dim."""
     rule: ChunkRule = Shard()
-    """How the dim is divided."""
+    """Chunk rule by which the dim is divided among the ranks."""
 
 
 def place(
     shape: Sequence[int], cuts: Sequence[MeshCut], base: Sequence[Intervals] | None = None
 ) -> tuple[Intervals, ...]:
-    """Return the intervals of each stored dim that one rank has; mesh dims compose left to right.
+    """Return which intervals of each stored dim one rank has; the cuts of the mesh dims are applied from first to last.
 
     Args:
         shape: shape of the stored tensor.
-        cuts: one cut for each mesh dim.
-        base: intervals of each dim before the cuts; None: the whole tensor.
+        cuts: for each mesh dim, how it cuts the tensor.
+        base: intervals of each stored dim before these cuts; None: the whole tensor is cut.
 
     Raises:
-        Refused: errors of a chunk rule; SHAPE_MISMATCH for a dim that the tensor does not have.
+        Refused: SHAPE_MISMATCH, if the tensor lacks the dim to cut, or a chunk rule does not fit the dim's length.
     """
     per_dim = [whole(size) for size in shape] if base is None else list(base)
     for cut in cuts:
@@ -460,29 +476,29 @@ def place(
 
 Indices: TypeAlias = "NDArray[np.int64]"
 Ranges = Mapping[str, tuple[int, int]]
-"""Axis -> `[start, stop)` indices; an axis that is absent has its full range."""
+"""Axis -> range `[start, stop)` of its indices; an axis that is not a key has its full range."""
 
 
 def axes_in(node: Node) -> frozenset[str]:
-    """Return the names of the axes in a dim."""
+    """Return the names of the axes that form a stored dim."""
     return frozenset(inner.name for inner in walk(node) if isinstance(inner, Axis))
 
 
 def local_sizes(sizes: Mapping[str, int], ranges: Ranges) -> dict[str, int]:
-    """Return axis sizes, where each axis in `ranges` has the length of its range."""
+    """Return a copy of the axis sizes in which each axis in `ranges` has the length of its range."""
     return {**sizes, **{axis: stop - start for axis, (start, stop) in ranges.items()}}
 
 
 def positions(node: Node, sizes: Mapping[str, int], ranges: Ranges) -> Intervals:
-    """Return the positions of a dim at which the index of every axis is in its range.
+    """Return the positions of a stored dim at which the index of every axis is in that axis's range.
 
     Args:
-        node: the dim, as an expression node.
-        sizes: axis -> size in the whole tensor.
-        ranges: ranges of indices, by axis.
+        node: the stored dim, as a node of the parsed expression.
+        sizes: axis -> size in the whole tensor.: ranges of indices, by axis.
 
     Returns:
-        Intervals in the order of the dim. The dim of a tensor with only these indices is their concatenation.
+        Intervals of positions, in the order of the dim. Concatenated, they are the dim of a tensor with only these
+        indices.
     """
 
     def to_whole_index(index: Mapping[str, Indices]) -> Mapping[str, Indices]:
@@ -497,16 +513,16 @@ def positions_of(
     sizes: Mapping[str, int],
     to_whole_index: Callable[[Mapping[str, Indices]], Mapping[str, Indices]],
 ) -> Intervals:
-    """Return the positions, in a full dim, of the elements of a smaller dim with the same axes.
+    """Return where the elements of a smaller dim lie in the full dim with the same axes.
 
     Args:
-        node: the dim, as an expression node.
+        node: the stored dim, as a node of the parsed expression.
         local: axis -> size in the smaller dim.
         sizes: axis -> size in the whole tensor.
-        to_whole_index: maps each axis's indices in the smaller dim to its indices in the whole tensor.
+        to_whole_index: for each axis, a function from indices in the smaller dim to indices in the whole tensor.
 
     Returns:
-        Intervals in the order of the smaller dim.
+        Intervals of positions in the full dim, in the order of the smaller dim.
     """
     local_layout, full_layout = (_dim_layout(node, axis_sizes) for axis_sizes in (local, sizes))
     full_positions = np.empty(local_layout.shape[0], np.int64)
@@ -527,7 +543,9 @@ def positions_of(
 
 
 def segment_sizes(node: Node, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the lengths of the segments of a dim; one length where the dim is no sum."""
+    """Return the lengths of the segments of a dim (q, k and v of a fused dim), or the dim's length if it has no
+    segments.
+    """
     return (
         tuple(size_of(segment, sizes) for _, segment in node.segments)
         if isinstance(node, Sum)
@@ -536,13 +554,15 @@ def segment_sizes(node: Node, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _dim_layout(node: Node, sizes: Mapping[str, int]) -> Layout:
-    """Return the layout of a single dim."""
+    """Return the layout of a tensor that has only this dim."""
     fused = any(isinstance(inner, Sum) for inner in walk(node))
     return Expression("", None if fused else "", (_name_padding(node),)).layout(sizes)
 
 
 def _name_padding(node: Node) -> Node:
-    """Rename the padding segments of a dim to distinct names, so that they get positions as components do."""
+    """Give the padding segments of a dim distinct names, so that positions are computed for them as for logical
+    tensors.
+    """
     match node:
         case Merge(parts):
             return Merge(tuple(map(_name_padding, parts)))

@@ -79,4 +79,4 @@ class ComputedTensor(Protocol):
         """Fill a writable, contiguous view with the computed bytes that begin at `offset`; thread-safe."""
 
     def measure(self) -> tuple[Error, int]:
-        """Return the error of the computed values against the stored ones, and how many finite values became infinite."""
+        """Return the error of the computed values against the stored ones, and the number of new infinities."""

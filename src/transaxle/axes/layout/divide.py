@@ -1,10 +1,10 @@
-"""Dividing: inferring from the shapes of shards how a stored tensor was cut over the ranks of a mesh.
+"""Infers from the shapes of shards how a stored tensor was cut over the ranks of a mesh.
 
-Without metadata, a checkpoint has only the shapes of its shards. These shapes do not show along which dim to join the
-shards (square matrices), nor how a dim with several tensors was cut: q, k and v each, or all of them as one. A table
-shows it: its `cut` statements name the axes that ranks may share out. Together with the shape of the whole tensor,
-which follows from the table and the config, the shapes of the shards leave one reading or none. Where two remain, the
-tensor is refused.
+A checkpoint without metadata has only the shapes of its shards. The shapes alone do not show along which dim to join
+the shards, nor how a fused dim was cut: q, k and v separately, or the whole dim at once. The family's table shows how:
+its `cut` statements name the axes that may be divided among ranks. The shape of the whole tensor follows from the table
+and the config. With it, usually one way of cutting explains the shapes of the shards. If two ways of cutting explain
+the shapes, the tensor is refused.
 """
 
 from __future__ import annotations
@@ -33,54 +33,55 @@ from transaxle.errors import refuse
 
 Shape = tuple[int, ...]
 Shares = tuple[int, tuple[Intervals, ...]]
-"""`(dim, positions)`: the dim that ranks share out, and the positions of every rank in it, in local order."""
+"""`(dim, positions)`: the number of the dim that is cut, and the positions in it that each rank has, in local order."""
 _APART = "'"
-"""Suffix that renames an axis in the components that a `cut` statement does not name."""
+"""Suffix for the names of axes in the logical tensors that a `cut` statement does not name."""
 
 
 class Division(msgspec.Struct, frozen=True):
-    """How a stored tensor is cut."""
+    """How a stored tensor is cut over ranks."""
 
     shape: Shape
     """Shape of the whole tensor."""
     dim: int | None
-    """The dim that is cut; None: every rank has the whole tensor."""
+    """Number of the dim that is cut; None: every rank has the whole tensor."""
     rule: ChunkRule
-    """Rule that gives the positions of each rank in that dim."""
+    """Chunk rule that returns the positions of each rank in the cut dim."""
 
 
 class ListedPositions(msgspec.Struct, frozen=True):
-    """A chunk rule that lists the positions of every rank, for dims whose components are cut separately."""
+    """A chunk rule that lists the positions of every rank, for fused dims whose components are cut separately."""
 
     positions: tuple[Intervals, ...]
-    """Intervals of each rank, in local order, by rank."""
+    """For each rank, the intervals of the dim that it has, in local order."""
 
     def __call__(self, intervals: Intervals, _parts: int, rank: int, /) -> Intervals:
-        """See `ChunkRule`."""
+        """Return the listed positions of `rank` (see `ChunkRule`)."""
         return tuple(interval for start, stop in self.positions[rank] for interval in take(intervals, start, stop))
 
 
 def divide(
     expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], shards: Sequence[Shape]
 ) -> Division:
-    """Infer how a stored tensor is cut from the shapes of its shards.
+    """Infer from the shapes of its shards how a stored tensor is cut.
 
     Args:
-        expression: expression of the stored tensor.
-        cuts: the axes that ranks may share out.
-        sizes: axis -> size in the whole model.
-        shards: shape of the tensor on every rank, in rank order.
+        expression: layout expression of the stored tensor, from the family's table.
+        cuts: the family's `cut` statements, which name the axes that may be divided among ranks.
+        sizes: axis -> its size in the whole (uncut) model.
+        shards: shape of the tensor's shard on each rank, in rank order.
 
     Returns:
-        The one division that the table allows and that gives shards of these shapes.
+        The only division that the table allows and that gives shards of these shapes.
 
     Raises:
-        Refused: SHAPE_MISMATCH where the table allows none; UNSUPPORTED where padding would be cut.
-        UsageError: UNKNOWN_AXIS where the whole shape is not known; AMBIGUOUS where the table allows several.
+        Refused: SHAPE_MISMATCH, if no division that the table allows gives these shapes; UNSUPPORTED, if it would cut
+            padding.
+        UsageError: UNKNOWN_AXIS, if the shape of the whole tensor is unknown; AMBIGUOUS, if several divisions fit.
     """
     usable = [cut for cut in cuts if cut.tensors is None or not cut.tensors.isdisjoint(expression.components)]
     shape = _whole(expression, usable, sizes, shards)
-    # Keyed by the positions of each rank: two statements with the same cut are one division, and not ambiguous.
+    # The key has the positions of each rank, so two statements that cut in the same way count as one division.
     divisions = dict(_readings(expression, usable, sizes, shape, shards))
     shard_shapes = ", ".join(str(list(shard)) for shard in shards[:8])
     if len(divisions) > 1:
@@ -103,21 +104,21 @@ def divide(
 
 
 def share_out(expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], ranks: int) -> Shares | None:
-    """Cut a stored tensor evenly over ranks, along the axis of the first `cut` statement that applies to it.
+    """Cut a stored tensor evenly over ranks, along the axis of the first `cut` statement that applies to the tensor.
 
     Args:
-        expression: expression of the stored tensor.
-        cuts: `cut` statements, in order of preference.
-        sizes: axis -> size in the whole model.
-        ranks: number of ranks.
+        expression: layout expression of the stored tensor, from the family's table.
+        cuts: the family's `cut` statements, in order of preference.
+        sizes: axis -> its size in the whole (uncut) model.
+        ranks: number of ranks among which the tensor is divided.
 
     Returns:
-        the dim that is cut, and the positions of every rank in it; None where every rank has the whole tensor.
+        The number of the dim that is cut, and the positions in it of each rank; None if every rank has the whole
+        tensor.
 
     Raises:
-        Refused: UNSUPPORTED where the axis is not divisible by the number of ranks, or the cut would go through
-            padding.
-        UsageError: UNKNOWN_AXIS where an axis of the dim to be cut has no size.
+        Refused: UNSUPPORTED, if the axis is not divisible by the number of ranks, or padding would be cut.
+        UsageError: UNKNOWN_AXIS, if the size of an axis in the dim to cut is unknown.
     """
     for cut in cuts:
         if cut.tensors is not None and cut.tensors.isdisjoint(expression.components):
@@ -146,26 +147,29 @@ def share_out(expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[s
 def rank_shares(
     expression: Expression, family: Family, dialect: str, sizes: Mapping[str, int], *, tp: int, ep: int = 1
 ) -> Shares | None:
-    """Cut a stored tensor as the ranks of an inference engine have it, by the first `cut` statement that applies to it.
+    """Cut a stored tensor as an inference engine does, by the first `cut` statement that applies to the tensor.
 
-    A fused dim is cut in each of its components. A padded dim is cut as a whole, padding included, unless the padding
-    has the axis too and is cut like a component. Where there are more ranks than indices of an axis, several ranks
-    share one index, if the family names an inner axis to divide among them (kv heads, `cut tp = r within g`).
+    In a fused dim, each component (q, k, v) is cut separately. A padded dim is cut as a whole, padding included, unless
+    the padding has the cut axis too: then the padding is cut like a component. If an axis has fewer indices than there
+    are ranks (kv heads), several ranks share one index and divide the inner axis of the statement `cut tp = r within
+    g`.
 
     Args:
-        expression: expression of the stored tensor.
+        expression: layout expression of the stored tensor, from the family's table.
         family: the family with the `cut` statements.
-        dialect: name of the dialect; its own statements go before those for all dialects.
-        sizes: axis -> size in the whole model.
+        dialect: name of the dialect; `cut` statements for this dialect alone go before those for all dialects.
+        sizes: axis -> its size in the whole (uncut) model.
         tp: number of tensor-parallel ranks.
-        ep: number of expert-parallel ranks; where the experts are not divisible by it, the first ranks have one more.
+        ep: number of expert-parallel ranks; if it does not divide the number of experts, the first ranks have one more
+            expert.
 
     Returns:
-        the dim that is cut, and the positions of every rank in it; None where every rank has the whole tensor.
+        The number of the dim that is cut, and the positions in it of each rank; None if every rank has the whole
+        tensor.
 
     Raises:
-        Refused: UNSUPPORTED where an axis is not divisible by the number of ranks.
-        UsageError: UNKNOWN_AXIS where an axis of the dim to be cut has no size.
+        Refused: UNSUPPORTED, if an axis is not divisible by the number of ranks.
+        UsageError: UNKNOWN_AXIS, if the size of an axis in the dim to cut is unknown.
     """
     for mesh, ranks in (("ep", ep), ("tp", tp)):
         applying = [
@@ -198,7 +202,7 @@ def _spans(
     sizes: Mapping[str, int],
     ranks: int,
 ) -> list[dict[str, tuple[int, int]]] | None:
-    """Return axis -> index range for every rank; None where the dim is padded and must be cut as a whole."""
+    """Return for each rank a mapping axis -> index range; None if the dim is padded and must be cut as a whole."""
     *outer, axis = cut.axes
     count, inner = sizes[axis], within.get(axis)
     whole, sharing = count % ranks == 0, ranks // count if count and ranks % count == 0 else 0
@@ -231,8 +235,8 @@ def _step_with(
     sizes: Mapping[str, int],
     spans: list[dict[str, tuple[int, int]]],
 ) -> None:
-    """Extend the ranges of ranks by a second axis, of other components in the same dim, such as the groups of a state
-    space beside its heads. Where there are more ranks than indices, several ranks share an index.
+    """Add to each rank's ranges a second axis, of other components in the same dim (such as the groups of a state space
+    beside its heads). If the axis has fewer indices than there are ranks, several ranks share an index.
     """
     if len(cut.axes) != 1 or cut.tensors is not None or cut.axes[0] not in axes_in(node):
         return
@@ -251,7 +255,7 @@ def _step_with(
 
 
 def _of_spans(node: Node, cut: Cuttable, sizes: Mapping[str, int], spans: Sequence[Ranges]) -> tuple[Intervals, ...]:
-    """Return the positions of every rank in a dim; components that the statement does not name stay whole."""
+    """Return the positions of each rank in a dim; components that the `cut` statement does not name stay whole."""
     renamed = _apart(node, cut)
     all_sizes = {**sizes, **_sizes_of_renamed(renamed, sizes)}
     axes = axes_in(renamed)
@@ -259,7 +263,9 @@ def _of_spans(node: Node, cut: Cuttable, sizes: Mapping[str, int], spans: Sequen
 
 
 def _has_padding(node: Node, axes: Sequence[str] = ()) -> bool:
-    """Tell whether a dim has padding; padding with all of the given axes does not count: it is cut like a component."""
+    """Tell whether a dim has padding; padding that has all of `axes` does not count, because it is cut like a
+    component.
+    """
     segments = (segment for inner in walk(node) if isinstance(inner, Sum) for segment in inner.segments)
     return any(name == PADDING and not (axes and axes_in(part).issuperset(axes)) for name, part in segments)
 
@@ -272,10 +278,10 @@ def _refuse_padding(expression: Expression, node: Node) -> None:
 def _readings(
     expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], shape: Shape, shards: Sequence[Shape]
 ) -> Iterator[tuple[object, tuple[str, Division]]]:
-    """Yield `(key, (text of the cut, division))` for each division with shards of these shapes; equal ones have equal
+    """Yield `(key, (text of the cut, division))` for each division that gives these shapes; equal divisions have equal
     keys.
     """
-    # Shards of the whole shape are no parts, so every rank has the whole tensor.
+    # All shards have the shape of the whole tensor, so every rank has the whole tensor.
     if all(shard == shape for shard in shards):
         yield None, ("no axis", Division(shape, None, Replicated()))
         return
@@ -284,8 +290,8 @@ def _readings(
             if not all(axis in axes_in(node) for axis in cut.axes) or not _alike(shape, shards, dim):
                 continue
             _refuse_padding(expression, node)
-            # Components that the statement does not name must stay whole on every rank. Renaming the cut axis in these
-            # components makes sure of that.
+            # Components that the `cut` statement does not name must stay whole on every rank, so the cut axis is
+            # renamed in these components.
             renamed = _apart(node, cut)
             positions = _along(
                 renamed, cut.axes, {**sizes, **_sizes_of_renamed(renamed, sizes)}, [shard[dim] for shard in shards]
@@ -297,7 +303,9 @@ def _readings(
 def _whole(
     expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], shards: Sequence[Shape]
 ) -> Shape:
-    """Return the shape of the whole tensor; a dim that no cut touches has the size that all shards share."""
+    """Return the shape of the whole tensor; a dim that no `cut` statement affects has the size that it has in all
+    shards.
+    """
     dims = len(expression.dims)
     for shard in shards:
         if len(shard) != dims:
@@ -308,7 +316,7 @@ def _whole(
         unsized = unknown(node, sizes)
         if not unsized:
             shape.append(size(node, sizes))
-        # The size is unknown, but no cut touches this dim: every shard has it whole.
+        # The axis size is unknown, but no `cut` statement affects this dim, so every shard has the whole dim.
         elif movable.isdisjoint(axes_in(node)) and len({shard[dim] for shard in shards}) == 1:
             shape.append(shards[0][dim])
         else:
@@ -317,12 +325,14 @@ def _whole(
 
 
 def _alike(shape: Shape, shards: Sequence[Shape], dim: int) -> bool:
-    """Tell whether the shards have the full size along every dim but one."""
+    """Tell whether the shards have the whole tensor's size along all dims except one."""
     return all((*shard[:dim], *shard[dim + 1 :]) == (*shape[:dim], *shape[dim + 1 :]) for shard in shards)
 
 
 def _apart(node: Node, cut: Cuttable) -> Node:
-    """Rename the cut axes in the components that the statement does not name, so that the cut leaves them whole."""
+    """Rename the cut axes in the components that the `cut` statement does not name, so that these components stay
+    whole.
+    """
     if cut.tensors is None:
         return node
     match node:
@@ -341,34 +351,35 @@ def _rename_axes(node: Node, axes: Sequence[str]) -> Node:
         case Merge(parts):
             return Merge(tuple(_rename_axes(inner, axes) for inner in parts))
         case Sum():
-            return node  # there is no sum inside a sum
+            return node  # the parser allows no sum inside a sum
 
 
 def _sizes_of_renamed(node: Node, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of the renamed axes, equal to those of the original axes."""
+    """Return the sizes of the renamed axes, which are those of the original axes."""
     return {axis: sizes[axis.removesuffix(_APART)] for axis in axes_in(node) if axis.endswith(_APART)}
 
 
 def _along(
     node: Node, axes: Sequence[str], sizes: Mapping[str, int], rows: Sequence[int]
 ) -> tuple[Intervals, ...] | None:
-    """Return the positions of each rank if the ranks share out an axis; None if that does not give these lengths.
+    """Return the positions of each rank if an axis is divided among the ranks; None if that does not give these
+    lengths.
 
     Args:
-        node: the dim.
-        axes: the axis; or several axes that are cut as one flattened axis, outermost first: each rank has only the last
-            one in part.
-        sizes: axis -> size.
-        rows: length of the dim on each rank.
+        node: the stored dim, as a node of the parsed expression.
+        axes: the axis to cut. Several axes, outermost first, are cut as one flattened axis: each rank has all but the
+            last of them whole.
+        sizes: axis -> its size in the whole model.
+        rows: length of the dim in the shard of each rank.
     """
-    # Along the outermost axis each rank has one run of rows, even where a run ends within an index.
+    # Along the outermost axis each rank has consecutive rows, even if they end in the middle of an index.
     if _leads(node, axes):
         if sum(rows) != size(node, sizes):
             return None
         ends = np.cumsum(rows).tolist()
         return tuple(((end - count, end),) if count else () for end, count in zip(ends, rows, strict=True))
     *outer, inner_axis = axes
-    # Solve for the axis size that would give each rank its number of rows.
+    # Compute the local axis size that would give each rank its number of rows.
     counts = [root(node, inner_axis, sizes, count) for count in rows]
     shares = [count for count in counts if count is not None]
     if len(shares) < len(rows) or sum(shares) != sizes[inner_axis]:
@@ -379,22 +390,26 @@ def _along(
 
 
 def _leads(node: Node, axes: Sequence[str]) -> bool:
-    """Tell whether an axis is the outermost of a dim, so that every rank has one run of rows, however fine the cut."""
+    """Tell whether an axis is the outermost axis of a dim, so that each rank has consecutive rows, however fine the
+    cut.
+    """
     outermost = node.parts[0] if isinstance(node, Merge) and node.parts else node
     return len(axes) == 1 and outermost == Axis(axes[0])
 
 
 def _positions(node: Node, axes: Sequence[str], sizes: Mapping[str, int], start: int, count: int) -> Intervals:
-    """Return the positions of a dim that a rank has, in the rank's order.
+    """Return the positions of the whole dim that one rank has, in the rank's local order.
 
-    The rank's dim is the same expression with a smaller last axis, whose indices count from the rank's first index.
+    The rank's local dim has the same expression, with a smaller last axis, whose indices count from the rank's first
+    index.
     """
     shape = tuple(sizes[axis] for axis in axes)
 
     def to_global(index: Mapping[str, Indices]) -> Mapping[str, Indices]:
         if not all(axis in index for axis in axes):
             return index
-        # Local indices count from zero: flattened over the cut axes and shifted, they become global ones.
+        # Local indices count from zero: flattened over the cut axes, and shifted by the rank's start, they become
+        # global indices.
         flat = start + np.ravel_multi_index([index[axis] for axis in axes], (*shape[:-1], count))
         return {**index, **dict(zip(axes, np.unravel_index(flat, shape), strict=True))}
 

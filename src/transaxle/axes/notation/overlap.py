@@ -68,7 +68,7 @@ def find_overlaps(lines: Iterable[Line], family: Family) -> Iterator[tuple[Line,
 
 
 def _runs(name: Name) -> tuple[list[str], list[_Run]]:
-    """Split a name pattern into the texts without digits, and the runs of digits and placeholders between these texts."""
+    """Split a name pattern into the texts without digits, and the runs of digits and placeholders between them."""
     texts, runs = [""], list[_Run]()
     holes = iter(name.holes)
     run: list[str | Hole] = []
