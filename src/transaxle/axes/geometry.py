@@ -245,8 +245,8 @@ class PieceOverlap:
         name_axes: the axes whose index is a number in the source tensor's name.
         target_index: axis -> index, for the axes whose index is a number in the target tensor's name.
 
-        An axis that only the target has is a copy axis: the same value is written for every index (broadcast). The
-            source never has an axis that the target lacks.
+    An axis that only the target has is a copy axis: the same value is written for every index (broadcast). The source
+    never has an axis that the target lacks.
     """
 
     __slots__ = ("_loops", "_named", "_same", "_source_offset", "_target_offset", "size")
@@ -494,7 +494,8 @@ def positions(node: Node, sizes: Mapping[str, int], ranges: Ranges) -> Intervals
 
     Args:
         node: the stored dim, as a node of the parsed expression.
-        sizes: axis -> size in the whole tensor.: ranges of indices, by axis.
+        sizes: axis -> size in the whole tensor.
+        ranges: axis -> range of indices to include.
 
     Returns:
         Intervals of positions, in the order of the dim. Concatenated, they are the dim of a tensor with only these
