@@ -1,4 +1,4 @@
-"""Expressions: how the dims of one stored tensor are made of the axes of logical tensors.
+"""Expressions: text that says how the dims of a stored tensor are formed from the axes of logical tensors.
 
     gate[f d]                      two dims of one logical tensor
     q[(g r c) d]                   a merged dim, outermost axis first
@@ -7,8 +7,8 @@
     [[embed:v | 0:p] d]            padding: the segment `0` belongs to no logical tensor
     conv[x 1 k]                    a dim of size 1; every other size is an axis, so that no dim is left out
 
-`parse` reads the text. `Expression.layout` fills in sizes, which gives, for each logical tensor and stored dim, an
-offset and one stride per axis. A conversion needs to know no more about a layout.
+`parse` reads the text. `Expression.layout` adds axis sizes; the result has, for each logical tensor and stored dim, an
+offset and a stride per axis. That is all that a conversion needs to know about a layout.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from transaxle.axes.notation.statement import HINT
 from transaxle.errors import TransaxleError, refuse
 
 PADDING = "0"
-"""Component name of padding."""
+"""Name that expressions use for padding in place of a logical tensor."""
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """A single named axis."""
+    """A single named axis, as a node of an expression."""
 
     name: str
 
 
 class Merge(msgspec.Struct, frozen=True):
-    """Nodes merged into one dim, outermost first; a merge of no nodes has size 1."""
+    """Several axes merged into one dim, `(a b)`, outermost first; a merge of nothing is a dim of size 1."""
 
     parts: tuple[Node, ...]
 
 
 class Sum(msgspec.Struct, frozen=True):
-    """Segments one after the other along a dim, each of one logical tensor."""
+    """Segments that lie one after the other along a dim, `[q:a | k:b]`, each from one logical tensor."""
 
     segments: tuple[tuple[str, Node], ...]
 
@@ -54,40 +54,42 @@ class Share(msgspec.Struct, frozen=True):
     """The positions of one stored dim that belong to one logical tensor."""
 
     offset: int
-    """First position of the logical tensor in the dim."""
+    """Position in the stored dim where the logical tensor begins."""
     axes: tuple[tuple[str, int, int], ...]
-    """`(axis, size, stride)` as nested loops, outermost first; strides count positions of the dim."""
+    """The logical tensor's axes in this dim as nested loops `(axis, size, stride)`, outermost first; the stride counts
+    positions.
+    """
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """An expression with the sizes of its axes filled in."""
+    """An expression with a size for each of its axes: where each logical tensor lies in the stored tensor."""
 
     shape: tuple[int, ...]
     """Shape of the stored tensor."""
     shares: Mapping[str, tuple[Share, ...]]
-    """Logical tensor -> its share of each dim."""
+    """Name of the logical tensor -> its share of each stored dim."""
 
 
 class Expression(msgspec.Struct, frozen=True, dict=True):
-    """The parsed right-hand side of a dialect line."""
+    """The parsed right-hand side of a dialect's line: the dims of a stored tensor."""
 
     text: str
-    """The expression as written in the table, for errors."""
+    """Text of the expression as written in the table, for error messages."""
     component: str | None
-    """Name of the only logical tensor; None where the segments of a sum name several."""
+    """Name of the logical tensor, if the stored tensor contains only one; None if its segments name several."""
     dims: tuple[Node, ...]
-    """One node per stored dim."""
+    """For each stored dim, the node that describes it."""
 
     @cached_property
     def components(self) -> tuple[str, ...]:
-        """Names of the logical tensors in the expression, in stored order, without padding."""
+        """Names of the logical tensors in the stored tensor, in stored order, without padding."""
         if self.component is not None:
             return (self.component,)
         return tuple(name for name, _ in self.segments if name != PADDING)
 
     @cached_property
     def segments(self) -> tuple[tuple[str, Node], ...]:
-        """Every segment of every sum in the expression, in stored order."""
+        """All segments `name:axes` in the expression, in stored order."""
         nodes = [node for dim in self.dims for node in walk(dim)]
         return tuple(segment for node in nodes if isinstance(node, Sum) for segment in node.segments)
 
@@ -98,22 +100,22 @@ class Expression(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def padding(self) -> frozenset[str]:
-        """Axes that occur only in padding, and so belong to no logical tensor."""
+        """Axes that occur only in padding, and so are axes of no logical tensor."""
         inside = {n.name for name, part in self.segments if name == PADDING for n in walk(part) if isinstance(n, Axis)}
         return frozenset(inside.difference(*(self.axes_of(component) for component in self.components)))
 
     def axes_of(self, component: str) -> tuple[str, ...]:
-        """Return the axes of one logical tensor in the dims, in stored order."""
+        """Return the axes of one logical tensor that form the dims, in stored order."""
         return tuple(axis for dim in self.dims for axis in _axes_of(dim, component))
 
     def layout(self, sizes: AxisSizes) -> Layout:
-        """Return the layout for the given axis sizes.
+        """Return the layout of the stored tensor for the given axis sizes.
 
         Args:
             sizes: axis -> size, for every axis of the expression.
 
         Raises:
-            KeyError: an axis has no size.
+            KeyError: `sizes` lacks an axis of the expression.
         """
         measured = [_measure(dim, sizes) for dim in self.dims]
         return Layout(
@@ -122,14 +124,12 @@ class Expression(msgspec.Struct, frozen=True, dict=True):
         )
 
     def rewrite(self, change: Change) -> Expression:
-        """Return the expression with every merge replaced by `change(merge, the components that the merge belongs
-        to)`.
-        """
+        """Return the expression with each merge replaced by `change(merge, names of the logical tensors in it)`."""
         return Expression(self.text, self.component, tuple(_rewrite(dim, change, self.components) for dim in self.dims))
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """Yield a node and all nodes inside it, in stored order."""
+    """Yield a node of an expression and all nodes inside it, in stored order."""
     yield node
     if isinstance(node, Merge):
         for part in node.parts:
@@ -140,7 +140,7 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 def size(node: Node, sizes: AxisSizes) -> int:
-    """Return the number of positions that a node has in its dim."""
+    """Return how many positions of the dim a node covers."""
     return _measure(node, sizes)[0]
 
 
@@ -149,12 +149,12 @@ _WHOLE = Share(0, ())
 
 
 def _share(parts: _Parts, component: str) -> Share:
-    """Return a component's share; a node without sums belongs to every component (key None)."""
+    """Return a logical tensor's share of a dim; a dim without segments belongs to every logical tensor (key None)."""
     return parts.get(component) or parts.get(None) or _WHOLE
 
 
 def _measure(node: Node, sizes: AxisSizes) -> tuple[int, _Parts]:
-    """Return the size of a node, and each component's share in it; the key None stands for every component."""
+    """Return the size of a node, and each logical tensor's share in it; the key None stands for all logical tensors."""
     match node:
         case Axis(name):
             return sizes[name], {None: Share(0, ((name, sizes[name], 1),))}
@@ -165,13 +165,15 @@ def _measure(node: Node, sizes: AxisSizes) -> tuple[int, _Parts]:
             start = 0
             for name, part in segments:
                 count, inside = _measure(part, sizes)
-                shares[name] = Share(start, _share(inside, name).axes)  # no sum inside: its own offset is 0
+                shares[name] = Share(start, _share(inside, name).axes)  # nothing has segments here, so the offset is 0
                 start += count
             return start, shares
 
 
 def _measure_merge(parts: tuple[Node, ...], sizes: AxisSizes) -> tuple[int, _Parts]:
-    """Measure a merged dim from right to left: the stride of a node is the product of the sizes after it."""
+    """Compute sizes and shares of a merged dim from right to left: a node's stride is the product of the sizes to its
+    right.
+    """
     measured = [_measure(part, sizes) for part in parts]
     component_names = dict.fromkeys(name for _, inside in measured for name in inside if name is not None)
     shares: _Parts = dict.fromkeys(component_names or [None], _WHOLE)
@@ -181,7 +183,7 @@ def _measure_merge(parts: tuple[Node, ...], sizes: AxisSizes) -> tuple[int, _Par
             share_inside = inside.get(name) or inside.get(None) or _WHOLE
             axes = tuple((axis, length, step * stride) for axis, length, step in share_inside.axes)
             shares[name] = Share(share.offset + share_inside.offset * stride, axes + share.axes)
-        # A step of any node further left skips all `count` positions of this node.
+        # One step of a node further left skips all `count` positions of this node.
         stride *= count
     return stride, shares
 
@@ -214,11 +216,13 @@ _NAME, _NUMBER, _MARK, _END = "name", "number", "mark", "end"
 _KINDS = (_END, _NAME, _NUMBER, _MARK)
 _ONE = "1"
 _DEEPEST = 16
-"""Cap on the nesting of brackets; the tables need three levels."""
+"""Limit on the nesting of brackets in an expression; the tables need three levels."""
 
 
 class _Parser:
-    """Recursive-descent parser with one method per rule of the grammar, which the reference gives in EBNF."""
+    """Recursive-descent parser with one method per grammar rule; the reference documentation has the grammar
+    in EBNF.
+    """
 
     def __init__(self, text: str, start: int, *, checked: bool) -> None:
         self.checked = checked
@@ -233,7 +237,7 @@ class _Parser:
         self.depth = 0
 
     def fail(self, expected: str) -> TransaxleError:
-        """Build the refusal at the current token."""
+        """Build a syntax error that points at the current token."""
         kind, token, position = self.tokens[self.at]
         token = token if kind == _END else repr(token)
         pointer = f"{' ' * position}^\ncolumn {self.start + position + 1}"
@@ -312,13 +316,15 @@ class _Parser:
         return name, node
 
     def check(self, expression: Expression) -> None:
-        """Refuse an expression without a meaning: no component, a component or axis twice, a sum inside a sum."""
+        """Refuse an expression without a meaning: no logical tensor, a tensor or axis twice, segments inside
+        segments.
+        """
         for problem in _problems(expression):
             raise refuse("CORRUPT", f"{self.text}\ncolumn {self.start + 1}: expected {problem}", hint=HINT)
 
 
 def _problems(expression: Expression) -> Iterator[str]:
-    """Yield the faults of an expression that parses, each as a phrase to follow "expected"."""
+    """Yield the faults of an expression whose syntax is correct, each as a phrase to follow "expected"."""
     names = expression.components
     sums = [node for dim in expression.dims for node in walk(dim) if isinstance(node, Sum)]
     if expression.component is not None and sums:
@@ -338,14 +344,14 @@ def _problems(expression: Expression) -> Iterator[str]:
 
 
 def parse(text: str, start: int = 0, *, checked: bool = False) -> Expression:
-    """Parse an expression.
+    """Parse the text of an expression.
 
     Args:
-        text: the right-hand side of a line in a dialect.
-        start: column of the text in its line, so that errors show the column of the line.
-        checked: the expression was parsed before without a fault, so its meaning is not checked again.
+        text: the right-hand side of a dialect's line.
+        start: column at which the text begins in its line, so that errors show the right column.
+        checked: whether the same text was parsed before without a fault, so that only the syntax is checked.
 
     Raises:
-        Refused: CORRUPT, showing the text, the column and the expected token.
+        Refused: CORRUPT, if the expression is malformed; the message shows the text, the column and the expected token.
     """
     return _Parser(text, start, checked=checked).expression()

@@ -1,4 +1,4 @@
-"""Name patterns: stored names with holes for the indices of axes.
+"""Name patterns: stored tensor names with placeholders ("holes") for the indices of axes, such as the layer's number.
 
     model.layers.{l}.mlp.experts.{e}.down_proj.weight      {l} is the index of axis l
     model.layers.{m+L}.eh_proj.weight                      index arithmetic: layer number m + L, L an axis size
@@ -7,9 +7,9 @@
     mtp_layers.{l-L}.eh_proj.weight                        the reverse: number l - L, for l from L on
     decoder.layers.{l}.mlp.experts.linear_fc1.weight{e@ep} the index counts from the first expert of a rank of axis ep
 
-A hole matches a canonical decimal number (no sign, no leading zeros, at most ten digits), and literals match exactly:
-whole names, never substrings. `skeleton` maps names that differ only in digits to one key, so a table lookup takes
-constant time.
+A hole matches a decimal number without sign or leading zeros, of at most ten digits. All other text must match exactly,
+and a pattern must match the whole name. `skeleton` gives names that differ only in digits the same key, so finding the
+pattern for a name takes constant time.
 """
 
 from __future__ import annotations
@@ -30,35 +30,37 @@ _ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _RUN = re.compile(rb"0+")
 _SPLIT = re.compile(r"([0-9]+)")
 _MARKS = re.compile("[\0\1]")
-"""Characters with a special meaning in sort keys."""
+"""Characters that have a special meaning in the sort keys of `natural`."""
 _DECIMAL = "(0|[1-9][0-9]{0,9})"
 _SEPARATOR = "."
 _NEXT = "\n"
 COMPILED, CHECKPOINTED, FSDP1 = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
-"""Attributes in which `torch.compile`, the checkpoint wrapper and FSDP1 keep the module that they wrap."""
+"""Attributes under which the wrappers of `torch.compile`, activation checkpointing and FSDP1 keep the wrapped
+module.
+"""
 _WRAPPERS = frozenset({COMPILED, CHECKPOINTED, FSDP1})
-"""Name segments that torch's wrappers insert into the parameter names of a live model."""
+"""Name segments that torch's module wrappers insert into parameter names."""
 _PARALLEL = "module"
-"""Name segment of DDP and of training loops. An ordinary module may have this name too: the segment is a wrapper's only
-where the parent has no other child.
+"""Name segment that DDP and training loops insert. An ordinary module may have this name too, so the segment counts as
+a wrapper's only if its parent has no other child.
 """
 _AROUND = _WRAPPERS | {_PARALLEL, "_forward_module"}
 _OUTER = _AROUND | {"model", "model_state_dict", "model_state", "state_dict"}
-"""Segments that may precede all names of a model without making it part of a larger model."""
+"""Segments that wrappers may put before all names of a model; a prefix of only these does not mean a larger model."""
 _MARKED = tuple(f"{segment}{_SEPARATOR}" for segment in (*sorted(_WRAPPERS), _PARALLEL))
 
 
 def own_name(name: str) -> str:
-    """Return a name without the segments that torch's wrappers insert."""
+    """Return a parameter name without the segments that torch's module wrappers insert."""
     return _SEPARATOR.join(segment for segment in name.split(_SEPARATOR) if segment not in _WRAPPERS)
 
 
 def own_names(names: Iterable[str], *, outer: bool = False) -> dict[str, str]:
-    """Return name -> name without the segments of wrappers; empty where no name has any.
+    """Return a mapping from each name to the name without segments of wrappers; empty if no name has such segments.
 
     Args:
-        names: names of parameters, each once.
-        outer: also strip the segments that all names begin with, which are a checkpoint's prefix.
+        names: parameter names without duplicates.
+        outer: whether to strip also the wrappers' segments with which all names begin.
     """
     listed = list(names)
     text = _NEXT.join(listed)
@@ -78,7 +80,7 @@ def own_names(names: Iterable[str], *, outer: bool = False) -> dict[str, str]:
 
 
 def _places_of_module(names: Collection[str]) -> set[str]:
-    """Return the parents whose only child is `module`."""
+    """Return the names of the modules whose only child is named `module`."""
     if not any(f"{_PARALLEL}{_SEPARATOR}" in name for name in names):
         return set()
     children: dict[str, set[str]] = defaultdict(set)
@@ -90,7 +92,7 @@ def _places_of_module(names: Collection[str]) -> set[str]:
 
 
 def _without(name: str, places: Container[str]) -> str:
-    """Return a name without the segments that follow some parents."""
+    """Return a name without the segments that directly follow one of the parents `places`."""
     segments = name.split(_SEPARATOR)
     segments_left = (segment for at, segment in enumerate(segments) if _SEPARATOR.join(segments[:at]) not in places)
     return _SEPARATOR.join(segments_left)
@@ -102,12 +104,12 @@ def is_outer(prefix: str) -> bool:
 
 
 def skeleton(name: str) -> str:
-    """Return the name with every run of digits replaced by a single `0`."""
+    """Return the name with each number in it replaced by a single `0`."""
     return _shorten(name.encode(errors="surrogatepass").translate(_ZEROS))
 
 
 def skeletons(names: Sequence[str]) -> list[str]:
-    """Return the skeleton of each name; faster than `skeleton` for many names."""
+    """Return `skeleton` of each name; for many names this is faster than calling `skeleton`."""
     text = _join_lines(names)
     if text is None:
         return list(map(skeleton, names))
@@ -118,48 +120,48 @@ def skeletons(names: Sequence[str]) -> list[str]:
 
 
 def _join_lines(names: Sequence[str]) -> str | None:
-    """Join names with newlines; None where a name contains a newline."""
+    """Join names with newlines; None if a name itself contains a newline."""
     text = _NEXT.join(names)
     return text if text.count(_NEXT) == len(names) - 1 else None
 
 
 @lru_cache(maxsize=1 << 14)
 def _shorten(zeros: bytes) -> str:
-    """Replace every run of zeros by one. Cached, as names with the same words have the same skeleton."""
+    """Replace every run of zeros by one zero. Results are cached, because many names have the same skeleton."""
     return _RUN.sub(b"0", zeros).decode(errors="surrogatepass")
 
 
 class Hole(msgspec.Struct, frozen=True):
-    """A place for a number in a name pattern."""
+    """A placeholder for a number in a name pattern, such as `{l}`."""
 
     axis: str
-    """Axis whose index is the number."""
+    """Axis whose index the number is."""
     shift: str | None
-    """`+` or `-`, followed by a number or by an axis, whose size is added to or subtracted from the index."""
+    """`+` or `-` and a number or an axis: the number, or the axis size, is added to the index or subtracted from it."""
     mesh: str | None
-    """Mesh axis; the index counts from the first index of a rank along it."""
+    """Mesh axis, if each rank along it counts the index from its own first index; else None."""
     factor: int = 1
-    """Factor of the index, applied before the shift."""
+    """Number by which the index is multiplied before the shift is added."""
     inner: tuple[str, ...] = ()
-    """Further axes that are merged into the number after `axis`, outer ones first."""
+    """Axes that are merged with `axis` into one number, as in `{(l e)}`, outermost first."""
 
     @property
     def text(self) -> str:
-        """The hole as written in a table."""
+        """The placeholder as written in a table, such as `{l}`."""
         axes = f"({' '.join((self.axis, *self.inner))})" if self.inner else self.axis
         times = f"{self.factor}*" if self.factor > 1 else ""
         return f"{{{times}{axes}{self.shift or ''}{f'@{self.mesh}' if self.mesh else ''}}}"
 
     @property
     def shift_axis(self) -> str | None:
-        """Axis whose size shifts the index; None where there is none."""
+        """Axis whose size is added to or subtracted from the index; None if the shift is no axis."""
         return None if self.shift is None or self.shift[1:].isdigit() else self.shift[1:]
 
     def shift_value(self, sizes: Mapping[str, int]) -> int:
-        """Return the shift of the index; negative where it is subtracted.
+        """Return the number that is added to the index, negative if it is subtracted.
 
         Raises:
-            UsageError: UNKNOWN_AXIS where the shift is the size of an axis, and that is unknown.
+            UsageError: UNKNOWN_AXIS, if the shift is an axis size that is unknown.
         """
         if self.shift is None:
             return 0
@@ -176,10 +178,10 @@ class Hole(msgspec.Struct, frozen=True):
         return sign * sizes[axis]
 
     def counter(self, sizes: Mapping[str, int]) -> Counter:
-        """Return the mapping from indices to numbers for some axis sizes.
+        """Return the conversion between indices and numbers for the given axis sizes.
 
         Raises:
-            UsageError: UNKNOWN_AXIS where a necessary size is unknown.
+            UsageError: UNKNOWN_AXIS, if the size of an axis that the number depends on is unknown.
         """
         for axis in self.inner:
             if axis not in sizes:
@@ -192,17 +194,17 @@ class Hole(msgspec.Struct, frozen=True):
 
 
 class Counter(msgspec.Struct, frozen=True):
-    """Mapping between the indices of a hole's axes and the number in the name, with all sizes filled in."""
+    """Converts the indices of a placeholder's axes to the number in the name and back, for known axis sizes."""
 
     factor: int
-    """Factor of the merged index."""
+    """Number by which the (merged) index is multiplied."""
     shift: int
-    """Number added after the factor is applied."""
+    """Number added to the product of index and factor."""
     spans: tuple[int, ...]
-    """Sizes of the axes after the first."""
+    """Sizes of the merged axes, without the first axis."""
 
     def number(self, indices: Sequence[int]) -> int | None:
-        """Return the number for some indices; None where an index is beyond the size of its axis."""
+        """Return the number for the indices of the merged axes; None if an index is beyond the size of its axis."""
         count = indices[0]
         for index, span in zip(indices[1:], self.spans, strict=True):
             if index >= span:
@@ -211,7 +213,7 @@ class Counter(msgspec.Struct, frozen=True):
         return count * self.factor + self.shift
 
     def indices(self, number: int) -> tuple[int, ...] | None:
-        """Return the indices for a number; None where there are none.  Inverse: `number`."""
+        """Return the indices that give this number; None if no indices do. The inverse is `number`."""
         count, remainder = divmod(number - self.shift, self.factor)
         if remainder or count < 0:
             return None
@@ -228,12 +230,12 @@ _DIRECT = Counter(1, 0, ())
 
 
 class Name(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """A name pattern: literal texts and holes in alternation."""
+    """A name pattern: literal texts and placeholders in alternation."""
 
     text: str
     """The pattern as written in the table."""
     start: int = 0
-    """Column of the pattern in its line, for errors."""
+    """Column at which the pattern begins in its line, for error messages."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Name) and other.text == self.text
@@ -274,36 +276,36 @@ class Name(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def literals(self) -> tuple[str, ...]:
-        """Texts before, between and after the holes."""
+        """The literal texts before, between and after the placeholders."""
         return self._parts[0]
 
     @property
     def holes(self) -> tuple[Hole, ...]:
-        """The holes, in order."""
+        """The placeholders, in the order of the name."""
         return self._parts[1]
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Axes in the holes, in order."""
+        """Axes of all placeholders, in the order of the name."""
         return tuple(axis for hole in self.holes for axis in (hole.axis, *hole.inner))
 
     @cached_property
     def inner(self) -> tuple[str, ...]:
-        """Axes whose sizes are needed to split merged numbers into indices."""
+        """Axes whose sizes are needed to split merged numbers, as of `{(l e)}`, into indices."""
         return tuple(axis for hole in self.holes for axis in hole.inner)
 
     def numbering(self, sizes: Mapping[str, int]) -> Numbering:
-        """Return the mapping between indices and the numbers in this name.
+        """Return the conversion between axis indices and the numbers in this name.
 
         Raises:
-            UsageError: UNKNOWN_AXIS where a size that a number depends on is unknown.
+            UsageError: UNKNOWN_AXIS, if an axis size that a number depends on is unknown.
         """
         counters = tuple(hole.counter(sizes) for hole in self.holes)
         return Numbering(self, counters, all(counter == _DIRECT for counter in counters))
 
     @cached_property
     def skeleton(self) -> str:
-        """Skeleton of all names that match: the lookup key of the pattern."""
+        """Skeleton that all matching names have: the key by which the pattern is looked up."""
         return skeleton("0".join(self.literals))
 
     @cached_property
@@ -311,14 +313,15 @@ class Name(msgspec.Struct, frozen=True, dict=True, eq=False):
         return re.compile(_DECIMAL.join(re.escape(literal) for literal in self.literals))
 
     def match(self, name: str) -> tuple[int, ...] | None:
-        """Return the numbers in the holes, in order, shifts included; None where the name does not match."""
+        """Return the numbers that a stored name has in the placeholders, as written; None if the name does
+        not match.
+        """
         matched = self._regex.fullmatch(name)
         return None if matched is None else tuple(map(int, matched.groups()))
 
     def match_all(self, names: Sequence[str], before: str) -> list[tuple[int, ...]] | None:
-        """Return `match` of each name without its prefix; None unless all match. Faster than `match` for many names.
-
-        The result is also None for patterns without holes.
+        """Return `match` for each name without its prefix, faster than many calls of `match`. The result is None if a
+        name does not match, or if the pattern has no placeholders.
         """
         text = _join_lines(names)
         if text is None or not self.holes:
@@ -330,7 +333,7 @@ class Name(msgspec.Struct, frozen=True, dict=True, eq=False):
         return list(zip(*(map(int, column) for column in columns), strict=True))
 
     def format(self, numbers: tuple[int, ...]) -> str:
-        """Put numbers into the holes, in order.  Inverse: `match`."""
+        """Return the name with these numbers in its placeholders, in order. The inverse is `match`."""
         return self._template % numbers
 
     @cached_property
@@ -344,17 +347,19 @@ def _hole(axes: str, shift: str | None, mesh: str | None, factor: int) -> Hole:
 
 
 class Numbering(msgspec.Struct, frozen=True):
-    """Mapping between the indices of a name's axes and the numbers in the name."""
+    """Converts the indices of a name's axes to the numbers in the name and back, for known axis sizes."""
 
     name: Name
-    """The name pattern."""
+    """The name pattern that is converted."""
     counters: tuple[Counter, ...]
-    """One counter for each hole."""
+    """For each placeholder, the conversion between its indices and its number."""
     is_index: bool
-    """Whether the numbers equal the indices."""
+    """Whether every number in the name equals the index of its axis."""
 
     def numbers(self, position: Sequence[int]) -> tuple[int | None, ...]:
-        """Return the number in each hole for the indices of the name's axes; None where an index is beyond its axis."""
+        """Return the number in each placeholder for the indices of the name's axes; None for an index beyond its axis's
+        size.
+        """
         numbers: list[int | None] = []
         start = 0
         for counter in self.counters:
@@ -367,7 +372,9 @@ class Numbering(msgspec.Struct, frozen=True):
         return tuple(numbers)
 
     def position(self, name: str) -> tuple[int, ...] | None:
-        """Return the indices of the name's axes for a stored name; None where there are none.  Inverse: `numbers`."""
+        """Return the indices of the name's axes that give this stored name; None if no indices do. The inverse is
+        `numbers`.
+        """
         numbers = self.name.match(name)
         if numbers is None or self.is_index:
             return numbers
@@ -383,8 +390,8 @@ class Numbering(msgspec.Struct, frozen=True):
 def natural(name: str) -> str:
     """Return a sort key by which `layers.2` comes before `layers.10`.
 
-    A number becomes a mark below every character, its count of digits, and the digits. Comparing such texts is several
-    times as fast as comparing tuples.
+    In the key, a number becomes a mark that sorts before every character, its count of digits, and the digits.
+    Comparing such texts is several times as fast as comparing tuples.
     """
     middle = name.find(".", len(name) // 2)
     return _natural(name) if middle < 0 else _natural(name[:middle]) + _natural(name[middle:])
@@ -392,13 +399,15 @@ def natural(name: str) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _natural(part: str) -> str:
-    """Return the sort key of half a name. Cached, as layers and experts share the words around their numbers."""
+    """Return the sort key of half a name. Results are cached, because layers and experts share the words around their
+    numbers.
+    """
     return ".".join(map(_natural_word, part.split(".")))
 
 
 @lru_cache(maxsize=1 << 14)
 def _natural_word(word: str) -> str:
-    """Return the sort key of a text without dots. Cached, as names consist of few distinct words."""
+    """Return the sort key of a text without dots. Results are cached, because names consist of few distinct words."""
     if "\0" in word or "\1" in word:
         word = _MARKS.sub(_escape_mark, word)
     pieces = _SPLIT.split(word)
@@ -407,7 +416,7 @@ def _natural_word(word: str) -> str:
 
 
 def _escape_mark(mark: re.Match[str]) -> str:
-    """Return a replacement for a mark character in a text, which has the same order but is no mark."""
+    """Return a replacement for a mark character that occurs in a name, which sorts like it but is no mark."""
     return f"\1{mark[0]}"
 
 

@@ -1,4 +1,4 @@
-"""Dialects as text: a head, and statements that replace or extend the inherited ones.
+"""Dialects as text: each has a head line, and statements that replace or extend inherited statements.
 
 dialect hf                                       # in a family that inherits: extends the inherited hf
 dialect joined like hf                           # every line of hf, except those of the tensors named here
@@ -46,45 +46,45 @@ _HOLE = re.compile(rf"\{{({WORD})\}}")
 _OPTION = r"(?:[^(){}|]|\{[^{}]*\})*"
 _CHOICE = re.compile(rf"\(({_OPTION}(?:\|{_OPTION})+)\)")
 _MOST_NAMES = 64
-"""Cap on the number of lines that one line with places and alternatives expands to."""
+"""Limit on the number of lines into which one line with places and alternatives `(a|b)` is expanded."""
 FORM = "'dialect NAME [VERSION] [of FAMILY] [like DIALECT] [, PREFIX. = PREFIX.]'"
 
 Renames = tuple[tuple[str, str], ...]
-"""`(old prefix, new prefix)` of names."""
+"""Pairs of name prefixes: `(old prefix, new prefix)`."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A dialect as text."""
+    """The text of one dialect: its head line and its statements."""
 
     head: Statement
-    """First line of the dialect, `dialect …`."""
+    """First line of the dialect's text, `dialect …`."""
     name: str
     """Name of the dialect, such as `hf`."""
     version: str | None
-    """Version of the framework, such as `0.2`; None where the head has none."""
+    """Version of the framework, such as `0.2`; None if the head line has no version."""
     owner: str | None
-    """Family after `of` in the head."""
+    """Family named after `of` in the head line."""
     like: str | None
-    """Dialect after `like` in the head, whose lines are inherited."""
+    """Dialect named after `like` in the head line, whose lines this dialect inherits."""
     renames: tuple[Renames, ...]
-    """Prefix replacements for the inherited names, applied one step after the other."""
+    """Replacements of prefixes in the inherited names, in steps that are applied one after the other."""
     statements: tuple[Statement, ...] = ()
-    """Statements below the head."""
+    """Statements below the head line."""
     used: frozenset[str] = frozenset()
-    """Old prefixes that some name of the inherited family begins with."""
+    """Old prefixes (of `renames`) with which some name in the inherited family begins."""
 
     @property
     def label(self) -> str:
-        """Name, followed by `@` and the version where there is one."""
+        """Name of the dialect, followed by `@` and the version if it has one."""
         return self.name if self.version is None else f"{self.name}@{self.version}"
 
 
 def parse_head(head: Statement) -> Section:
-    """Parse the head of a dialect.
+    """Parse the head line of a dialect.
 
     Raises:
-        Refused: CORRUPT where the statement is no such head.
+        Refused: CORRUPT, if the statement is not a valid head line of a dialect.
     """
     match = _HEAD.fullmatch(head.text)
     if match is None:
@@ -100,12 +100,12 @@ def parse_head(head: Statement) -> Section:
 
 
 def _is_prefix_pair(old: str, new: str) -> bool:
-    """Tell whether one prefix can replace the other: both end with a dot, or both are whole names."""
+    """Tell whether the old prefix can be replaced by the new one: both end with a dot, or both are whole names."""
     return (new == "" or new.endswith(".")) if old.endswith(".") else bool(new) and not new.endswith(".")
 
 
 def find(sections: Mapping[str, Section], label: str) -> Section | None:
-    """Return the dialect with a label: `name@version`, or a name, which means its newest version."""
+    """Return the dialect with this label: `name@version`, or only a name, which means the newest version."""
     versions = [section for section in sections.values() if section.name == label]
     return max(versions, key=lambda section: age(section.version), default=None) or sections.get(label)
 
@@ -114,19 +114,19 @@ class _Place(NamedTuple):
     """A prefix of names from a `place` statement."""
 
     beginning: str
-    """The prefix, such as `layers.{l}`."""
+    """Prefix of the names at this place, such as `layers.{l}`."""
     axes: Sequence[str]
     """Axes that are the first dims of the tensors at this place, such as `l` in `place block = layers[l]`."""
     when: str | None
-    """Condition of the place, as text."""
+    """Text of the condition under which the place exists; None if it always exists."""
 
 
 class Sections:
-    """The dialects of one family, with inherited statements filled in.
+    """The dialects of one family; adds to each dialect the statements that it inherits.
 
     Args:
-        sections: label -> dialect.
-        problems: list that the refusals are added to.
+        sections: label of a dialect (name, or name and version) -> text of the dialect.
+        problems: list to which syntax errors are appended.
     """
 
     def __init__(self, sections: Mapping[str, Section], problems: list[Refusal]) -> None:
@@ -135,7 +135,7 @@ class Sections:
         self._cache: dict[str, tuple[Statement, ...]] = {}
 
     def gather(self, label: str) -> tuple[Statement, ...]:
-        """Return the statements of a dialect, including those inherited by `like`."""
+        """Return the statements of a dialect, including the statements that it inherits by `like`."""
         if label not in self._cache:
             section = self.sections[label]
             base = None if section.like is None else find(self._above(label), section.like)
@@ -150,16 +150,20 @@ class Sections:
         return self._cache[label]
 
     def _above(self, label: str) -> dict[str, Section]:
-        """Return the dialects before one in the file. Only these can be inherited from, so there are no cycles."""
+        """Return the dialects that precede a dialect in the file. A dialect can only inherit from these, so cycles are
+        impossible.
+        """
         labels = list(self.sections)
         return {above: self.sections[above] for above in labels[: labels.index(label)]}
 
     def tensors(self, label: str) -> frozenset[str]:
-        """Return the tensors with a line in a dialect."""
+        """Return the logical tensors that have a line in a dialect."""
         return frozenset(name for statement in self.gather(label) for name in statement.tensors)
 
     def flat(self, label: str) -> tuple[Statement, ...]:
-        """Return the spelled-out lines of a dialect, each with one stored name, and the ignored names."""
+        """Return the fully expanded lines of a dialect, each with a single stored name, and the patterns of ignored
+        names.
+        """
         statements = self.gather(label)
         places: dict[str, list[_Place]] = {}
         for statement in statements:
@@ -180,8 +184,8 @@ class Sections:
             places.setdefault(match[1], []).append(_Place(match[2], (match[3] or "").split(), when))
 
     def _spell_out(self, statement: Statement, places: Mapping[str, Sequence[_Place]]) -> Iterator[Statement]:
-        """Yield the lines that a line with places and alternatives expands to; only the first alternative is
-        written.
+        """Yield the lines for which a line with places and alternatives stands; only the first alternative is for
+        writing.
         """
         if "{" not in statement.text and "(" not in statement.text.partition("=")[0]:
             yield statement
@@ -211,7 +215,7 @@ class Sections:
 
 
 def _alternatives(name: str) -> Iterator[str]:
-    """Expand a name with (possibly nested) alternatives into all names."""
+    """Yield all names that a name with alternatives `(a|b)`, possibly nested, stands for."""
     choice = _CHOICE.search(name)
     if choice is None:
         yield name
@@ -221,7 +225,7 @@ def _alternatives(name: str) -> Iterator[str]:
 
 
 def _parts(statement: Statement) -> tuple[str, str, str]:
-    """Split a statement into its keyword (empty for a line), the stored name, and the text after it."""
+    """Split a statement into its keyword (empty for a line), the stored name, and the text after the name."""
     kind = statement.kind
     text = statement.text if kind == LINE else statement.text[len(kind) :].strip()
     if kind == IGNORE:
@@ -231,15 +235,16 @@ def _parts(statement: Statement) -> tuple[str, str, str]:
 
 
 def prepend_axes(text: str, axes: Sequence[str]) -> str:
-    """Return the expression of a line with further axes as its first dims."""
+    """Return the text of an expression with more axes as its first dims."""
     return text.replace("[", f"[{' '.join(axes)} ", 1) if axes else text
 
 
 def rename(statement: Statement, renames: Renames, used: set[str]) -> Iterator[Statement]:
-    """Yield a statement with the longest matching prefix of its name replaced, and add the old prefix to `used`.
+    """Yield the statement with the longest matching old prefix of its name replaced; add that old prefix to `used`.
 
-    A name that begins with alternatives is split up if one of them has such a prefix: the first alternative is written,
-    the others are only read. Axes that only the old prefix numbers become the first dims.
+    A name that begins with alternatives is split into one statement per alternative, if an alternative has an old
+    prefix: the first alternative is for writing, the others are only for reading. Axes that are numbered in the old
+    prefix and not in the new one become the first dims.
     """
     if statement.kind == WITHOUT:
         yield statement
@@ -264,7 +269,7 @@ def rename(statement: Statement, renames: Renames, used: set[str]) -> Iterator[S
 
 
 def _with_prefix(name: str, renames: Renames, used: set[str]) -> tuple[str, list[str]]:
-    """Return a name with its prefix replaced, and the axes that only the old prefix has."""
+    """Return a name with its prefix replaced, and the axes that the old prefix has and the new prefix lacks."""
     fitting = [(old, new) for old, new in renames if name == old or (old.endswith(".") and name.startswith(old))]
     if not fitting:
         return name, []
@@ -280,17 +285,17 @@ def overlay_statements(
     gone: Iterable[str],
     problems: list[Refusal],
 ) -> tuple[Statement, ...]:
-    """Overlay a dialect's own statements on the inherited ones.
+    """Combine a dialect's own statements with the inherited statements, which they replace or extend.
 
-    A line replaces the inherited lines of its tensors, at the place of the first of them. A new line is put next to
+    A line takes the place of the inherited lines for the same logical tensors. A line for new tensors is put beside
     lines with similar names.
 
     Args:
-        below: the inherited statements.
-        new_statements: the dialect's own statements.
-        head: the statement that errors point to if no own statement causes them.
-        gone: tensors that the family does not inherit.
-        problems: receives refusals of lines that would silently lose a tensor.
+        below: the statements that the dialect inherits.
+        new_statements: the statements in the dialect itself.
+        head: head line of the dialect, to which errors point that no statement below it causes.
+        gone: logical tensors of the base family that this family does not inherit.
+        problems: list to which an error is appended for each line that would lose a tensor silently.
     """
     by_tensor: dict[str, list[int]] = {}
     for number, statement in enumerate(new_statements):
@@ -326,7 +331,9 @@ def overlay_statements(
 
 
 def _beside(statements: Sequence[Statement], new: Sequence[Statement]) -> tuple[Statement, ...]:
-    """Insert each new line after the lines whose names share the most segments with it, for human readers."""
+    """Insert each new line after the lines with the most similar names, so that people find it in the
+    combined table.
+    """
     if not statements or not new:
         return (*statements, *new)
     last: dict[str, int] = {}
@@ -346,13 +353,13 @@ def _beside(statements: Sequence[Statement], new: Sequence[Statement]) -> tuple[
 
 
 def _beginnings(statement: Statement) -> list[str]:
-    """Return the modules that contain a name, innermost first."""
+    """Return the names of the modules that contain the tensor of a line, innermost first."""
     segments = statement.text.partition("=")[0].strip().split(".")
     return [".".join(segments[:count]) for count in range(len(segments) - 1, 0, -1)]
 
 
 def overlay_section(below: Section, overlay: Section, gone: Iterable[str], problems: list[Refusal]) -> Section:
-    """Overlay a dialect on the inherited dialect of the same label."""
+    """Combine a dialect with the inherited dialect of the same label, which it replaces or extends."""
     if overlay.like is not None:
         return overlay
     used: set[str] = set(below.used)

@@ -1,15 +1,16 @@
-"""Grouped parameters: N tensors under numbered names, or stacked in one tensor, as two dialects of one table.
+"""Grouped parameters (experts): N tensors with numbered names, or one stacked tensor, described as two dialects.
 
     fc1.weight{e} = t0[x y]      fc1.weight{e}_scale_inv = t1[x y]      fc1.bias{e} = t2[x]
     fc1.weight    = t0[e x y]    fc1.weight_scale_inv    = t1[e x y]    fc1.bias    = t2[e x]
 
-Such a layer may be anywhere in a model, so the table is built for the names in question, and then used like any other.
-A layer knows which form it needs (`transaxle.nn.expert_relayout`). For a state dict the names show it: `weight0`,
-`weight1`, … and `bias0`, … are experts, and a tensor is a stack of experts if the other side has it in another form.
+A grouped layer may have any name in a model, so a table is built for the names at hand, and used like other tables. A
+layer knows which form it needs (`transaxle.nn.expert_relayout`). In a state dict the names show the form: `weight0`,
+`weight1`, … and `bias0`, … are experts. A single tensor is a stack of experts if the checkpoint has the same parameter
+in another form.
 
-`arrange` is the one place that detects a wrong number of experts, a partial set, and both forms at once;
-`load_state_dict`, `transaxle.load` and the DCP planners all use it. `arrange` reads names and shapes only, and runs
-before anything is written.
+`load_state_dict`, `transaxle.load` and the DCP planners all call `arrange`, which detects a wrong number of experts,
+missing experts, and experts that are stored in both forms. `arrange` reads names and shapes only, and runs before
+anything is written.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from transaxle.axes.translation.translate import Translation, translate
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 
 FAMILY = "grouped"
-"""Name of the family in the table."""
+"""Name of the family in the table that is built."""
 STORED = "stored"
-"""Dialect for the form in the checkpoint."""
+"""Name of the dialect for the layout in which the checkpoint has the experts."""
 WANTED = "wanted"
-"""Dialect for the requested form."""
+"""Name of the dialect for the layout in which the experts are requested."""
 
 Packing = Literal["members", "stack", "rows", "column"]
-"""Form of N tensors: `members` under N names, or in one tensor as `stack` `[e x y]`, `rows` `[(e x) y]`, `column` `[e 1
-x]`.
+"""How N tensors are stored: `members` has N names; `stack` `[e x y]`, `rows` `[(e x) y]` and `column` `[e 1 x]` one
+tensor.
 """
 MEMBERS: Packing = "members"
 STACK: Packing = "stack"
@@ -50,45 +51,49 @@ _NUMBERED = re.compile(r"(.*[A-Za-z_])(0|[1-9][0-9]{0,9})((?:_[A-Za-z_]+)?)")
 
 
 class Regrouping(msgspec.Struct, frozen=True):
-    """N tensors that a checkpoint has in one form and that are requested in another."""
+    """N expert tensors that the checkpoint stores in one form (such as a stack), and that are requested in another
+    form.
+    """
 
     name: str
-    """Name of the stack, which is also the text before the number in the names of members."""
+    """Name of the stacked tensor, which is also the text before the number in the names of the N tensors."""
     suffix: str
-    """Text after the number: empty, or the name of a buffer such as `_scale_inv`."""
+    """Text after the number in the names of the N tensors: empty, or that of a buffer such as `_scale_inv`."""
     dims: int
-    """Number of dims of one member."""
+    """Number of dims of one expert's tensor."""
     count: int
-    """Number of members."""
+    """Number of experts."""
     stored: Packing
-    """Form in the checkpoint."""
+    """Form in which the checkpoint has the tensors."""
     requested: Packing
-    """Requested form."""
+    """Form in which the tensors are requested."""
     copies: tuple[int, ...] = ()
-    """Numbers of the members that the checkpoint also has under their own names; they must equal the stack's slices."""
+    """Numbers of the experts that the checkpoint has in the stack and also under their own names; both must
+    be equal.
+    """
 
     @property
     def single(self) -> str:
-        """Name of the stack, buffer suffix included."""
+        """Name of the stacked tensor, including the buffer's suffix."""
         return f"{self.name}{self.suffix}"
 
     def member(self, place: int) -> str:
-        """Return the name of the member with a number."""
+        """Return the name of the expert tensor with this number."""
         return f"{self.name}{place}{self.suffix}"
 
     @property
     def sources(self) -> list[str]:
-        """Names of the tensors in the checkpoint, copies included."""
+        """Names of the group's tensors in the checkpoint, including copies of tensors in the stack."""
         places: Iterable[int] = range(self.count) if self.stored == MEMBERS else self.copies
         return [*([] if self.stored == MEMBERS else [self.single]), *map(self.member, places)]
 
     @property
     def targets(self) -> list[str]:
-        """Names of the requested tensors."""
+        """Names of the group's tensors in the requested form."""
         return [self.member(place) for place in range(self.count)] if self.requested == MEMBERS else [self.single]
 
     def invert(self) -> Regrouping:
-        """Return the inverse: from the requested form back to the stored one."""
+        """Return the inverse change: from the requested form back to the stored form."""
         return msgspec.structs.replace(self, stored=self.requested, requested=self.stored, copies=())
 
 
@@ -96,30 +101,29 @@ class NumberedName(NamedTuple):
     """The name of one of N tensors, split at its number."""
 
     before: str
-    """Text before the number."""
+    """Part of the name before the number."""
     number: int
-    """Number of the member."""
+    """Number of the tensor (the expert)."""
     suffix: str
-    """Text after the number: empty, or the name of a buffer such as `_scale_inv`."""
+    """Text after the number in the names of the N tensors: empty, or that of a buffer such as `_scale_inv`."""
 
 
 def split_number(name: str) -> NumberedName | None:
-    """Split a name at the number of the member; None where it has no number."""
+    """Split a tensor name at the expert's number; None if the name has no number."""
     before, dot, last = name.rpartition(".")
     match = _NUMBERED.fullmatch(last)
     return None if match is None else NumberedName(f"{before}{dot}{match[1]}", int(match[2]), match[3])
 
 
 def stack_name(name: str) -> str:
-    """Return the name of a member's stack; a name without a number at its end is returned unchanged."""
+    """Return the name of the stack to which a numbered tensor belongs; other names are returned unchanged."""
     split = split_number(name)
     return name if split is None or split.suffix else split.before
 
 
 def members_by_stack(names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Return stack name -> number -> member name, for all numbered names, optimizer states among them.
-
-    Buffers (`weight0_scale_inv`) belong to a separate stack, `weight_scale_inv`.
+    """Return stack name -> number -> tensor name, for all numbered names, including those of optimizer states. Buffers
+    such as `weight0_scale_inv` belong to a stack of their own, `weight_scale_inv`.
     """
     stacks: dict[str, dict[int, str]] = {}
     for name in names:
@@ -131,7 +135,7 @@ def members_by_stack(names: Iterable[str]) -> dict[str, dict[int, str]]:
 
 
 def table(stems: Sequence[Regrouping]) -> Family:
-    """Build the family of these tensors, with a dialect for each form."""
+    """Build the table of these tensors: a family with one dialect for each form."""
     tensors, stored, requested_lines = {}, [], []
     # Axis names end with the number of their group: two layers of different sizes must not share an axis.
     axes: dict[str, None] = {}
@@ -140,7 +144,7 @@ def table(stems: Sequence[Regrouping]) -> Family:
         tensors[name] = LogicalTensor(name, (number, *dims))
         axes.update(dict.fromkeys([number, *dims]))
         stored.append(_line(stem, stem.stored, name, number, dims))
-        if stem.copies:  # an optimizer state may have the name of the stack or of a member
+        if stem.copies:  # the state may belong to the stacked tensor or to a numbered tensor
             stored.append(_line(stem, MEMBERS, name, number, dims))
         requested_lines.append(_line(stem, stem.requested, name, number, dims))
     dialects = (Dialect(STORED, None, tuple(stored)), Dialect(WANTED, None, tuple(requested_lines)))
@@ -148,7 +152,7 @@ def table(stems: Sequence[Regrouping]) -> Family:
 
 
 def sizes(stems: Sequence[Regrouping]) -> dict[str, int]:
-    """Return the sizes of the table's axes that names do not show."""
+    """Return the sizes of those axes in the built table that the tensor names do not show."""
     return {f"e{place}": stem.count for place, stem in enumerate(stems)}
 
 
@@ -165,29 +169,29 @@ def _line(stem: Regrouping, form: Packing, name: str, number: str, dims: Sequenc
 
 
 class MemberCopy(msgspec.Struct, frozen=True):
-    """A tensor that a checkpoint has twice: under the name of a member, and in the stack."""
+    """An expert's tensor that a checkpoint has twice: under its own numbered name, and inside the stack."""
 
     name: str
-    """Name of the member, or of one of its optimizer states."""
+    """Numbered name of the expert's tensor, or of one of its optimizer states."""
     stack: str
-    """Name of the stack, or of the same optimizer state of the stack."""
+    """Name of the stacked tensor, or of the same optimizer state of the stacked tensor."""
     stem: Regrouping
-    """The group of tensors that the member belongs to."""
+    """The group of N tensors to which this one belongs."""
     place: int
-    """Number of the member."""
+    """Number of the expert."""
 
     @property
     def why(self) -> str:
-        """First line of the refusal where the two differ."""
+        """First line of the error if the tensor under its own name differs from the stack's slice."""
         return f"{self.stack} and {self.name} both hold expert {self.place}"
 
 
 def member_copies(stems: Iterable[Regrouping], names: Collection[str]) -> list[MemberCopy]:
-    """Return the members, and optimizer states of members, that are in the stack too.
+    """Return the numbered tensors, and their optimizer states, that the checkpoint also has inside a stack.
 
     Args:
-        stems: groups of tensors that change form.
-        names: names of the checkpoint's tensors.
+        stems: groups of N tensors whose form changes (such as from a stack to numbered tensors).
+        names: names of all tensors in the checkpoint.
     """
     members = {stem.member(place): (stem, place) for stem in stems for place in stem.copies}
     copies = []
@@ -201,22 +205,23 @@ def member_copies(stems: Iterable[Regrouping], names: Collection[str]) -> list[M
 
 
 def without_copies(stems: Sequence[Regrouping], names: Iterable[str]) -> list[str]:
-    """Return the stored names except those of members that are in the stack too."""
+    """Return the stored names without those of numbered tensors that are also inside a stack."""
     unique_names = dict.fromkeys(names)
     copies = {copy.name for copy in member_copies(stems, unique_names)}
     return [name for name in unique_names if name not in copies]
 
 
 def copy_checks(stems: Sequence[Regrouping], stored: Mapping[str, Stored]) -> tuple[list[Check], list[Refusal]]:
-    """Return the checks that stacks equal the separately stored copies of members, and refusals of incomparable copies.
+    """Return the checks that slices of stacks equal the same tensors under numbered names, and errors for copies that
+    cannot be compared.
 
     Args:
-        stems: groups of tensors that change form.
+        stems: groups of N tensors whose form changes (such as from a stack to numbered tensors).
         stored: the checkpoint's tensors by name.
     """
     copies = member_copies(stems, stored)
-    # Each copy is compared with its slice of the stack: the stack is translated into members, and the member's own
-    # tensor must equal that member.
+    # Each copy is compared with its slice of the stack: the stack is translated into numbered tensors, and each must
+    # equal the tensor stored under the same name.
     regroupings = [
         msgspec.structs.replace(stem, requested=MEMBERS, copies=())
         for stem in dict.fromkeys(copy.stem for copy in copies)
@@ -236,11 +241,11 @@ def copy_checks(stems: Sequence[Regrouping], stored: Mapping[str, Stored]) -> tu
 
 
 def regroup(stems: Sequence[Regrouping], stored: Mapping[str, Stored]) -> Translation:
-    """Translate stored tensors into the requested form; all other tensors keep their names.
+    """Translate expert tensors from the stored form to the requested form; all other tensors keep their names.
 
     Args:
-        stems: groups of tensors that change form.
-        stored: stored tensors by name, optimizer states among them.
+        stems: groups of N tensors whose form changes (such as from a stack to numbered tensors).
+        stored: stored tensors by name, including optimizer states.
     """
     family = table(stems)
     axis_sizes = Sizes(family, {}, sizes(stems))
@@ -251,71 +256,71 @@ def regroup(stems: Sequence[Regrouping], stored: Mapping[str, Stored]) -> Transl
 
 
 def parameters(names: Iterable[str]) -> Iterable[str]:
-    """Return the names that are not names of optimizer states."""
+    """Return the names without those of optimizer states."""
     return (name for name in names if split_slot(name)[1] == WEIGHT)
 
 
 _EXPERTS = {"weight": 2, "bias": 1}
-"""Last name segment of a grouped layer's parameter -> number of dims per expert."""
+"""Last name segment of a grouped layer's parameter -> number of dims that one expert's tensor has."""
 _OTHER_COUNT = "build the layer with as many experts as the checkpoint has"
 _LACKING = "check whether a file of the checkpoint is missing"
 _Places = Mapping[tuple[str, str], Mapping[int, str]]
-"""(text before the number, text after it) -> number -> name."""
+"""(text before the expert's number, text after the number) -> number -> tensor name."""
 
 
 class ExpertSet(msgspec.Struct, frozen=True):
-    """N requested tensors of one shape, under N names or as one stack."""
+    """N expert tensors of the same shape that are requested, under N names or as one stack."""
 
     name: str
-    """Name of the stack, which is also the text before the number in the names of members."""
+    """Name of the stacked tensor, which is also the text before the number in the names of the N tensors."""
     suffix: str
-    """Text after the number: empty, or the name of a buffer such as `_scale_inv`."""
+    """Text after the number in the names of the N tensors: empty, or that of a buffer such as `_scale_inv`."""
     count: int
-    """Number of tensors."""
+    """Number of expert tensors."""
     shape: Shape
-    """Shape of one tensor."""
+    """Shape of one expert's tensor."""
     single: bool
-    """Whether the tensors are requested as one stack."""
+    """Whether the expert tensors are requested as one stack."""
     local_numbers: range | None = None
-    """Numbers of the tensors that this rank requests; None: all."""
+    """Numbers of the experts that this rank requests; None: all experts."""
     sure: bool = True
-    """Whether the tensors are certainly experts. If so, a set that does not fit is refused; if not, its names stay
+    """Whether the tensors are certainly experts: then a set that does not fit is refused; otherwise its names stay
     unchanged.
     """
 
     @property
     def whole(self) -> str:
-        """Name of the stack, buffer suffix included."""
+        """Name of the stacked tensor, including the buffer's suffix."""
         return f"{self.name}{self.suffix}"
 
     @property
     def names(self) -> list[str]:
-        """Requested names."""
+        """Names under which the experts are requested."""
         return [self.whole] if self.single else [f"{self.name}{place}{self.suffix}" for place in self.numbers_needed]
 
     @property
     def numbers_needed(self) -> range:
-        """Numbers that a checkpoint with N names must have."""
+        """Numbers of the experts that a checkpoint with numbered names must have."""
         return range(self.count) if self.single or self.local_numbers is None else self.local_numbers
 
 
 class Arrangement(msgspec.Struct, frozen=True):
-    """The forms in which a checkpoint has the requested experts."""
+    """In which forms (stacked or numbered) a checkpoint has the requested experts."""
 
     stems: tuple[Regrouping, ...]
-    """Groups that the checkpoint has in another form, or in both forms; groups in the requested form are absent."""
+    """Groups of experts that the checkpoint has in another form than requested, or in both forms."""
     problems: tuple[Refusal, ...]
-    """SHAPE_MISMATCH for another number of experts, with both numbers; INCOMPLETE for a partial set, with the missing
-    experts; UNSUPPORTED for scales that experts share.
+    """Errors: SHAPE_MISMATCH, if the checkpoint and the request have different numbers of experts; INCOMPLETE, if
+    experts are missing; UNSUPPORTED, if experts share one scale.
     """
     broken: frozenset[str]
-    """Names, requested and stored, of the sets with problems."""
+    """Requested and stored names of the expert sets that have errors."""
 
     def check(self) -> tuple[Regrouping, ...]:
-        """Return the groups that change form.
+        """Return the groups whose form changes.
 
         Raises:
-            Refused: the problems.
+            Refused: the errors in `problems`, if there are any.
         """
         if self.problems:
             raise gathered(self.problems)
@@ -323,7 +328,7 @@ class Arrangement(msgspec.Struct, frozen=True):
 
 
 def groups(requested: Mapping[str, Shape], stored: Mapping[str, Shape]) -> list[ExpertSet]:
-    """Find the sets of experts among the requested tensors, as far as names show them.
+    """Find sets of experts among the requested tensors by their names.
 
     Args:
         requested: whole shapes of the requested tensors by name, without optimizer state.
@@ -349,7 +354,7 @@ def groups(requested: Mapping[str, Shape], stored: Mapping[str, Shape]) -> list[
 
 
 def arrange(expert_sets: Sequence[ExpertSet], stored: Mapping[str, Shape]) -> Arrangement:
-    """Determine the form in which a checkpoint has each set of experts.
+    """Determine in which form (stacked or numbered) a checkpoint has each set of experts.
 
     Args:
         expert_sets: the requested sets of experts.
@@ -380,13 +385,13 @@ def arrange(expert_sets: Sequence[ExpertSet], stored: Mapping[str, Shape]) -> Ar
 
 
 def between(requested: Mapping[str, Shape], stored: Mapping[str, Shape], *, shared_out: bool = True) -> Arrangement:
-    """Determine the form in which one side has the experts that the other requests; both may have optimizer states.
+    """Determine in which form the available tensors have the requested experts; both may include optimizer states.
 
     Args:
         requested: shapes of the requested tensors by name.
         stored: shapes of the available tensors by name.
-        shared_out: other ranks may request other experts, so the checkpoint may have more of them than are requested
-            here.
+        shared_out: whether the experts are divided among ranks, so that a checkpoint may have more than this rank
+            requests.
     """
     parameters_wanted, parameters_stored = parameter_shapes(requested), parameter_shapes(stored)
     sets = groups(parameters_wanted, parameters_stored)
@@ -397,13 +402,16 @@ def between(requested: Mapping[str, Shape], stored: Mapping[str, Shape], *, shar
     of_parts = {each.whole for each in parts}
     sets = [each for each in sets if each.single or each.whole in names or not names >= {*each.names}]
     arrangement = arrange([*parts, *(each for each in sets if each.whole not in of_parts)], parameters_stored)
-    # The requested members of a partial set are stored under their own names; only the copies need a check.
+    # If only some experts of a set are requested, they are read under their own names; the stack is only compared with
+    # them.
     stems = (replace(stem, stored=MEMBERS) if stem.single in of_parts else stem for stem in arrangement.stems)
     return replace(arrangement, stems=tuple(stems))
 
 
 def _parts(requested: Mapping[str, Shape], stored: Mapping[str, Shape]) -> list[ExpertSet]:
-    """Return the sets of which some members are requested, where the checkpoint has all members and their stack."""
+    """Return the expert sets of which only some experts are requested, if the checkpoint has all of them, and their
+    stack.
+    """
     stored_places, parts = _places(stored), list[ExpertSet]()
     for (before, suffix), places in _places(requested).items():
         stored_members, whole = stored_places.get((before, suffix), {}), f"{before}{suffix}"
@@ -431,24 +439,25 @@ def _is_beside(before: str, name: str) -> bool:
 
 
 def _is_in_other_form(name: str, requested: Mapping[str, Shape], stored: Mapping[str, Shape]) -> bool:
-    """Tell whether a checkpoint has the requested stack of experts in one tensor of another form.
+    """Tell whether a checkpoint has the requested stack of experts as one tensor with another shape.
 
-    That tensor has fewer dims, with the rows of all experts, or it is a column. Any other shape does not mean experts.
+    The stored tensor must have the rows of all experts in one dim, or be a `column` (see `Packing`).
     """
     dims, shape, single = _EXPERTS.get(name.rpartition(".")[2]), requested[name], stored.get(name)
     if single is None or dims is None or len(shape) != dims + 1:
         return False
     whole_ones = single[1:] == shape[2:] and bool(shape[1]) and not single[0] % shape[1]
-    # A checkpoint with values instead of codes has as many rows, of another length.
+    # Unquantized weights have as many rows as packed codes, but longer rows.
     below = len(single) == dims and (whole_ones or single[0] == shape[0] * shape[1])
     return below or (dims == 1 and len(single) == dims + 2 and single[1:] == (1, shape[1]))
 
 
 def _stem(experts: ExpertSet, members: Mapping[int, str], stored: Mapping[str, Shape]) -> Regrouping | None:
-    """Return the change of form for one set; None if the checkpoint has the requested form, or none of the tensors.
+    """Return how the form of one expert set changes; None if the checkpoint has the requested form, or none of the
+    experts.
 
     Raises:
-        Refused: see `Arrangement.problems`.
+        Refused: the number of experts, or the stored form, does not fit (see `Arrangement.problems`).
     """
     single = stored.get(experts.whole)
     if not experts.sure and (single is not None if experts.single else bool(members)):
@@ -475,12 +484,13 @@ def _stem(experts: ExpertSet, members: Mapping[int, str], stored: Mapping[str, S
 
 
 def _packing(experts: ExpertSet, single: Shape) -> Packing:
-    """Determine the form of N tensors in one: by its shape if that fits exactly, else by its number of dims.
+    """Determine how N experts are packed in one tensor: by its shape if that fits exactly, else by its number of dims.
 
-    A checkpoint with values instead of codes has as many rows, of another length.
+    The shape may differ from the request, because unquantized weights have as many rows as packed codes, but longer
+    rows.
 
     Raises:
-        Refused: SHAPE_MISMATCH for another number of experts; UNSUPPORTED for scales that all experts share.
+        Refused: SHAPE_MISMATCH, if the number of experts differs; UNSUPPORTED, if all experts share one scale.
     """
     count, shape = experts.count, experts.shape
     exact: dict[Packing, Shape] = {STACK: (count, *shape)}
@@ -513,10 +523,10 @@ def _packing(experts: ExpertSet, single: Shape) -> Packing:
 
 
 def _check_all(experts: ExpertSet, members: Mapping[int, str]) -> None:
-    """Refuse another number of experts than the layer's, and a set without one of the required members.
+    """Check that the checkpoint has as many experts as the layer, and all experts that are requested.
 
     Raises:
-        Refused: SHAPE_MISMATCH, INCOMPLETE.
+        Refused: SHAPE_MISMATCH, if the numbers of experts differ; INCOMPLETE, if requested experts are missing.
     """
     lacking = sorted(set(experts.numbers_needed) - members.keys())
     extra = sorted(members.keys() - set(range(experts.count)))
@@ -540,7 +550,9 @@ def _join_numbers(numbers: Iterable[int]) -> str:
 
 
 def _beside(stem: Regrouping, stored_places: _Places, stored: Mapping[str, Shape]) -> dict[tuple[str, str], Regrouping]:
-    """Return the buffers that change form together with their codes, including buffers that were not requested."""
+    """Return the buffers (scales) that change form together with the experts' codes, even if they were not
+    requested.
+    """
     buffers = {}
     if stem.stored == MEMBERS:
         for (before, suffix), members in stored_places.items():
@@ -559,7 +571,7 @@ def _beside(stem: Regrouping, stored_places: _Places, stored: Mapping[str, Shape
 
 
 def parameter_shapes(tensors: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes of parameters by name, including parameters of which only optimizer states exist."""
+    """Return the shapes of parameters by name, including parameters of which only the optimizer states are given."""
     shapes: dict[str, Shape] = {}
     for name, shape in tensors.items():
         parameter, slot = split_slot(name)
