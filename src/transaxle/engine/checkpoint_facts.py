@@ -2,10 +2,10 @@
 
 **info**: how a checkpoint is recognised, and its contents.
 
-**sharding**: which rank of a live model has which part; plain data on which all ranks agree, to print, store as JSON or
-draw.
+**sharding**: which rank of a live model has which part of each tensor; plain data on which all ranks agree, to print,
+store as JSON or draw.
 
-**check-rules**: what a table declares, and which names of a checkpoint it reads.
+**check-rules**: what a rules file (a table of tensor names) declares, and which names of a checkpoint it reads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FACTS = (
     "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "tie_word_embeddings",
     "torch_dtype", "dtype", "quantization_config",
 )  # fmt: skip
-"""Config keys that people look for first."""
+"""Config keys that `info` shows, because users look for them first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Totals:
     optimizer: int
     """Number of stored tensors that are optimizer state."""
     parameters: int
-    """Number of elements of the model."""
+    """Number of elements in the model's tensors."""
     bytes: int
     """Size of all tensors in bytes."""
     files: int
@@ -59,7 +59,7 @@ class Totals:
 
 
 def totals(checkpoint: Checkpoint) -> Totals:
-    """Count tensors, parameters, bytes and files of a checkpoint, in the dialect of the view."""
+    """Count the tensors, parameters, bytes and files of a checkpoint, in the dialect in which it is viewed."""
     tensors = list(checkpoint.values())
     tensor_files = {extent.file for entry in checkpoint.container.entries.values() for extent in entry.extents}
     tensor_files.discard(NUMBERS)  # the pseudo-file of plain numbers is no file on disk
@@ -68,12 +68,12 @@ def totals(checkpoint: Checkpoint) -> Totals:
 
 
 def checkpoint_facts(checkpoint: Checkpoint) -> JsonFacts:
-    """Return the facts about a checkpoint that its headers tell."""
+    """Return the facts about a checkpoint that its files' headers tell, without reading tensor data."""
     return {"path": checkpoint.path, **_reading_facts(checkpoint), **_contents(checkpoint)}
 
 
 def _reading_facts(checkpoint: Checkpoint) -> JsonFacts:
-    """Return family and dialect with the facts that depend on them, or why they are unknown."""
+    """Return family and dialect with the facts that depend on both, or the reason why they are unknown."""
     training_names = checkpoint.container.beside
     facts: JsonFacts = {"format": checkpoint.format, "family": None, "dialect": None, "reason": None, "prefix": None}
     facts |= {
@@ -110,7 +110,7 @@ def _reading_facts(checkpoint: Checkpoint) -> JsonFacts:
 
 
 def _contents(checkpoint: Checkpoint) -> JsonFacts:
-    """Return the amount of data by dtype and file, and whether it is still as written."""
+    """Return the amount of data by dtype and by file, and whether the files are still as they were written."""
     amount = totals(checkpoint)
     dtypes: Counter[str] = Counter()
     count: Counter[str] = Counter()
@@ -145,7 +145,7 @@ def _encodings(checkpoint: Checkpoint) -> list[JsonFacts]:
 
 
 def _manifest(checkpoint: Checkpoint) -> JsonFacts:
-    """Return whether there is a manifest, and whether its files are unchanged."""
+    """Return whether the checkpoint has a manifest, and whether the files that the manifest lists are unchanged."""
     problems: list[Refusal] = []
     made_of: JsonFacts = {}
     try:
@@ -161,21 +161,21 @@ def _manifest(checkpoint: Checkpoint) -> JsonFacts:
 
 
 RankPart = tuple[tuple[tuple[int, int], ...], ...]
-"""Per dim, the intervals of positions on a rank."""
+"""For each dim of a tensor, the intervals of indices that a rank holds."""
 
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """One tensor of a live model, with the part of each rank."""
+    """One tensor of a live model, with the part that each rank holds."""
 
     name: str
     """Name of the tensor."""
     dtype: str
     """Safetensors code of the tensor's dtype."""
     shape: tuple[int, ...]
-    """Elements along each dim of the whole tensor."""
+    """Number of elements along each dim of the whole tensor."""
     held: Mapping[int, RankPart]
-    """Rank -> its part of the tensor; ranks without any are absent."""
+    """Rank -> the part of the tensor that it holds; ranks that hold nothing are absent."""
 
     @property
     def nbytes(self) -> int:
@@ -184,13 +184,13 @@ class ShardedTensor:
 
     @cached_property
     def rank_bytes(self) -> dict[int, int]:
-        """Rank -> size of its part in bytes; ranks without any are absent."""
+        """Rank -> size in bytes of the part that it holds; ranks that hold nothing are absent."""
         sizes = {share: self._bytes(share) for share in set(self.held.values())}
         return {rank: sizes[share] for rank, share in sorted(self.held.items()) if sizes[share]}
 
     @cached_property
     def copies(self) -> dict[int, int]:
-        """Rank -> number of ranks with the same part, including itself."""
+        """Rank -> number of ranks that hold the same part of the tensor, including this rank."""
         ranks: dict[RankPart, int] = {}
         for share in self.held.values():
             ranks[share] = ranks.get(share, 0) + 1
@@ -198,7 +198,7 @@ class ShardedTensor:
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
-        """Number of different parts into which each dim is cut."""
+        """For each dim, the number of different parts into which the dim is cut."""
         return tuple(len({share[dim] for share in self.held.values()}) for dim in range(len(self.shape)))
 
     def _bytes(self, share: RankPart) -> int:
@@ -211,11 +211,11 @@ class Sharding:
     """Which rank of a live model has which part of its tensors."""
 
     ranks: tuple[int, ...]
-    """Numbers of all ranks in the job."""
+    """Numbers of all ranks of the distributed job."""
     tensors: tuple[ShardedTensor, ...]
-    """All tensors; one with several names is listed once."""
+    """All tensors of the model; a tensor with several names is listed once."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further name of a tensor -> its name in `tensors`."""
+    """Further name of a tensor -> the name under which `tensors` lists it."""
     coordinates: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     """Rank -> mesh dim -> the rank's coordinate; ranks on no mesh are absent."""
 
@@ -226,7 +226,7 @@ class Sharding:
 
     @cached_property
     def rank_bytes(self) -> dict[int, int]:
-        """Rank -> bytes of the rank's parts."""
+        """Rank -> size in bytes of all parts of tensors that the rank holds."""
         bytes_by_rank = dict.fromkeys(self.ranks, 0)
         for tensor in self.tensors:
             for rank, count in tensor.rank_bytes.items():
@@ -235,13 +235,13 @@ class Sharding:
 
     @property
     def imbalance(self) -> float:
-        """How far the fullest rank is above the mean: 0 if all are equal, 1 for twice the mean."""
+        """How far the fullest rank is above the mean: 0 if all ranks hold equally much, 1 for twice the mean."""
         sizes = self.rank_bytes.values()
         return max(sizes) * len(sizes) / sum(sizes) - 1 if sum(sizes) else 0.0
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of redundant copies on all ranks together."""
+        """Size in bytes of the redundant copies of tensors on all ranks together."""
         total = sum(self.rank_bytes.values())
         distinct = 0
         for tensor in self.tensors:
@@ -288,18 +288,18 @@ class Sharding:
 _MISSHAPEN: Code = "SHAPE_MISMATCH"
 _TENSORS, _MANIFEST = "the tensors", "transaxle.json"
 _SHOWN_NAMES, _COMPARED_NAMES = 3, 50
-"""Number of names that a refusal shows, and number of names for which it looks for a similar line."""
+"""Number of tensor names that a refusal shows, and number of names for which it looks for a similar table line."""
 _NOTHING: JsonFacts = {
     "dialect": None, "unknown": [], "ignored": [], "misshapen": [], "axes": {}, "absent_keys": [], "writes": {},
 }  # fmt: skip
-"""Facts of a family that reads no name of a checkpoint."""
+"""Facts about a model family whose table reads no tensor name of a checkpoint."""
 
 
 def rules_facts(file: str, checkpoint: str | None = None) -> JsonFacts:
-    """Return what a table declares, and what its families read of a checkpoint.
+    """Return what a rules file declares, and which tensor names of a checkpoint its families read.
 
     Raises:
-        TransaxleError: every mistake in the table; UNKNOWN_FAMILY if it reads no name of the checkpoint.
+        TransaxleError: every mistake in the rules file; UNKNOWN_FAMILY if it reads no tensor name of the checkpoint.
     """
     families = settings(rules=file).families
     declared = [families[name] for name, entry in families.entries.items() if not entry.file]
@@ -329,7 +329,7 @@ def _family_facts(family: Family) -> JsonFacts:
 
 
 def _own_statements(family: Family) -> list[JsonFacts]:
-    """Return the inherited statements that a family replaces with its own."""
+    """Return the statements that a family inherits from its base family but replaces with its own."""
     replaced = () if family.written is None else family.written.replaced
     return [
         {
@@ -342,7 +342,7 @@ def _own_statements(family: Family) -> list[JsonFacts]:
 
 
 def _axes_without_size(family: Family) -> list[str]:
-    """Return the name axes without a formula: only a checkpoint's names tell their size."""
+    """Return the axes in tensor names that have no formula, so that only a checkpoint's names tell their size."""
     return [axis for axis, formula in family.axes.items() if formula is None and axis in family.name_axes]
 
 
@@ -352,7 +352,7 @@ def _is_builtin(family: Family, dialect: Dialect) -> bool:
 
 
 def _reads_of(ckpt: str, file: str, family: Family) -> JsonFacts:
-    """Return which names of a checkpoint each dialect of a family reads, and why others cannot be written."""
+    """Return which tensor names of a checkpoint each dialect of a family reads, and why a dialect cannot be written."""
     with open_checkpoint(ckpt, rules=file, family=family.name) as checkpoint:
         names = checkpoint.catalog.entries
         grouped = group(split_slot(name)[0] for name in names)
@@ -378,12 +378,12 @@ def _reads_of(ckpt: str, file: str, family: Family) -> JsonFacts:
 
 
 def reads_any(read: JsonFacts) -> bool:
-    """Tell whether any dialect reads any name."""
+    """Tell whether at least one dialect of a family reads at least one tensor name."""
     return any(read["names_read"].values())
 
 
 def _refuse_unread(ckpt: str, families: Sequence[Family]) -> TransaxleError:
-    """Build the refusal if no family reads any name, with the most similar line."""
+    """Build the refusal for a rules file that reads no tensor name, with the table line most similar to a name."""
     with open_checkpoint(ckpt) as checkpoint:
         names = list(checkpoint)
     lines = {
@@ -406,7 +406,7 @@ def _refuse_unread(ckpt: str, families: Sequence[Family]) -> TransaxleError:
 
 
 def _absent_keys(checkpoint: Checkpoint) -> list[JsonFacts]:
-    """Return the axes in use whose size is unknown because the config lacks their keys."""
+    """Return the axes in use whose size is unknown because the config lacks the keys of their formulas."""
     sizes, family = checkpoint.sizes, checkpoint.reading.family
     if not sizes.config:
         return []
@@ -429,7 +429,7 @@ def _shapes_differ(read: JsonFacts) -> bool:
 
 
 def _target_facts(checkpoint: Checkpoint, dialect: Dialect) -> JsonFacts:
-    """Return the result of writing a checkpoint in another dialect, or all refusals."""
+    """Return what writing a checkpoint in a given dialect would give, or all refusals."""
     try:
         translation = checkpoint.translation(dialect.label)
     except TransaxleError as error:

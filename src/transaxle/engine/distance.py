@@ -1,6 +1,6 @@
 """Differences between the values of two tensors, accumulated block by block.
 
-A survey measures every tensor of a comparison, together with its place in the model; charts of a report show it.
+A survey measures every tensor of a comparison and notes its place in the model, for the charts of a report.
 """
 
 from __future__ import annotations
@@ -26,51 +26,51 @@ if TYPE_CHECKING:
 
 Counts = npt.NDArray[np.int64]
 EXPONENTS = 2048
-"""Number of biased exponents in double precision: 0 means below 2**-1022, 2047 means infinite, and `e` means from
-2**(e-1023) on."""
+"""Number of classes by biased exponent in double precision: class 0 holds numbers below 2**-1022, class `e` numbers
+from 2**(e-1023) up to twice as much, and class 2047 infinities."""
 _WORD = 8
-"""Size of the largest integers that numpy compares, in bytes."""
+"""Size in bytes of the largest integers that numpy compares."""
 _STEPS = (0.0, 0.5, 1.0, 2.0)
 """Bounds of the classes by which differences are counted, in steps between neighbouring codes."""
 _TOLERANCE = 1 + 2**-10
-"""Tolerance factor for rounded products, smaller than the precision of any code."""
+"""Factor that absorbs the rounding of products; it is closer to 1 than the precision of any code."""
 _CODES = {"F8_E4M3": (3, -6), "F8_E5M2": (2, -14), "F4": (1, 0)}
-"""Safetensors code -> mantissa bits, and the smallest normal exponent."""
+"""Safetensors code of a low-precision dtype -> its number of mantissa bits, and its smallest normal exponent."""
 
 
 class Rounding:
-    """Differences from the values of an encoded tensor, in steps between its codes.
+    """Accumulates differences from the values of an encoded tensor, measured in steps between the tensor's codes.
 
-    A step is the distance between a code and the next larger one, times the scale of the tile: rounding to the nearest
+    A step is the distance between a code and the next larger code, times the scale of the tile: rounding to the nearest
     code differs by at most half a step.
 
     Args:
-        decoder: decoder of the encoded tensor, whose elements are in the order of the comparison.
+        decoder: decoder of the encoded tensor; decoded elements must come in the order in which they are compared.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self.encoding: Encoding = decoder.tensor.encoding
-        """Encoding of the tensor."""
+        """Encoding of the encoded tensor."""
         self.counts: Counts = np.zeros(len(_STEPS) + 1, np.int64)
-        """Numbers of elements that are equal, at most half a step apart, at most one, at most two, and further
-        apart."""
+        """Numbers of elements in each class: equal, at most half a step apart, at most one step, at most two steps, and
+        further apart."""
         self.steps = 0.0
-        """Largest difference in steps."""
+        """Largest difference in steps between codes."""
         self.scales = 0.0
-        """Largest quotient of a difference and the scale of its tile."""
+        """Largest quotient of a difference and the scale of the element's tile."""
         self._decoder = decoder
 
     def skip(self, elements: int) -> None:
-        """Count elements that are equal."""
+        """Count a number of elements as equal."""
         self.counts[0] += elements
 
     def add(self, first: int, values: np.ndarray, distance: np.ndarray) -> None:
         """Count differences of a range of elements.
 
         Args:
-            first: index of the first element.
-            values: values of the encoded tensor.
-            distance: absolute differences from these values.
+            first: index of the range's first element.
+            values: decoded values of the encoded tensor in the range.
+            distance: absolute differences of the compared tensor from these values.
         """
         scale = self._decoder.scales(first, first + len(values))
         mantissa, least = _CODES[self.encoding.code]
@@ -89,30 +89,30 @@ class Distance:
     """Accumulated differences between the values of two tensors.
 
     Args:
-        counting: also count differences by magnitude.
-        rounding: `(measure of differences in steps between the codes of one side, whether that is the first side)`, or
-            None.
+        counting: whether to count differences by magnitude as well.
+        rounding: if one of the two tensors is encoded, what measures differences in steps between its codes, and
+            whether the encoded tensor is the first.
     """
 
     def __init__(self, *, counting: bool = False, rounding: tuple[Rounding, bool] | None = None) -> None:
         self.elements = 0
-        """Number of differing elements."""
+        """Number of elements that differ between the two tensors."""
         self.largest = 0.0
-        """Largest absolute difference; inf if only one of two values is NaN."""
+        """Largest absolute difference of two elements; inf if only one of two elements is NaN."""
         self.counts: Counts | None = np.zeros((2, EXPONENTS), np.int64) if counting else None
-        """Numbers of differing elements, by the exponent of the difference, and by that of the difference over the
-        second value."""
+        """Numbers of differing elements: row 0 by the exponent of the difference, row 1 by the exponent of the
+        difference over the second value."""
         self.rounding = None if rounding is None else rounding[0]
-        """The differences in steps between codes; None if they are not measured."""
+        """The differences in steps between codes; None if steps are not measured."""
         self.of_first = rounding is not None and rounding[1]
-        """Whether the codes are those of the first tensor."""
+        """Whether the steps are between codes of the first tensor (else of the second)."""
         self._count = 0
         self._squares = 0.0
         self._second_squares = 0.0
 
     @property
     def squares(self) -> tuple[float, float]:
-        """Sums of the squares of the differences, and of the second tensor's values."""
+        """Sum of the squared differences, and sum of the second tensor's squared values."""
         return self._squares, self._second_squares
 
     @property
@@ -122,13 +122,13 @@ class Distance:
 
     @property
     def relative(self) -> float:
-        """Norm of the difference over the norm of the second tensor; inf if only that norm is 0."""
+        """Norm of the difference divided by the norm of the second tensor; inf if only the latter is 0."""
         if not self._second_squares:
             return math.inf if self._squares else 0.0
         return math.sqrt(self._squares / self._second_squares) if math.isfinite(self._second_squares) else math.nan
 
     def skip(self, block: memoryview, dtype: str, *, measured: bool) -> None:
-        """Add a block without differences."""
+        """Add a block of elements that are equal in both tensors."""
         if measured:
             values = _wide(block, dtype)
             if self.rounding is not None:
@@ -138,7 +138,7 @@ class Distance:
     def add(
         self, first_block: memoryview, second_block: memoryview, first_dtype: str, second_dtype: str, *, by_value: bool
     ) -> None:
-        """Add a block of both tensors, with their dtypes."""
+        """Add the same block of elements from both tensors, as bytes of the given dtypes."""
         x, y = _wide(first_block, first_dtype), _wide(second_block, second_dtype)
         self._sum(y)
         if by_value:
@@ -175,7 +175,7 @@ class Distance:
 
 
 def _wide(block: memoryview, dtype: str) -> np.ndarray:
-    """Return values in double precision; complex values stay complex."""
+    """Return the values of a block in double precision; complex values stay complex."""
     kind = numpy_dtype(dtype)
     values = np.frombuffer(block, kind)
     with np.errstate(invalid="ignore"):  # the values may include signaling NaN
@@ -186,69 +186,70 @@ def _wide(block: memoryview, dtype: str) -> np.ndarray:
 
 
 _EXPERTS = "experts"
-"""Meaning of the expert axis, which is no layer even if it comes first in a name."""
+"""Meaning of the expert axis, whose index is no layer number even if it comes first in a tensor name."""
 
 
 class Place(msgspec.Struct, frozen=True):
     """Place of a tensor in the model."""
 
     group: str
-    """Logical tensors and optimizer slot of the tensor, if a table reads it; otherwise its name, with `*` for numbers.
-    """
+    """Logical tensors and optimizer slot of the tensor, if the family's table reads it; otherwise its name, with `*` in
+    place of numbers."""
     layer: int | None
-    """Number of the tensor's layer; None if its name has none."""
+    """Number of the tensor's layer; None if the tensor's name has no layer number."""
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """Measured differences of one tensor."""
+    """Measured differences of one tensor between two checkpoints."""
 
     place: Place
     """Place of the tensor in the model."""
     elements: int
-    """Number of elements on either side."""
+    """Number of elements of the tensor."""
     differs: bool
-    """Whether any bits differ, or, across number formats, any values."""
+    """Whether any bits differ, or, if the number formats differ, any values."""
     changed: int
-    """Number of differing elements; 0 if it was not measured."""
+    """Number of differing elements; 0 if the elements were not measured."""
     largest: float
-    """Largest absolute difference."""
+    """Largest absolute difference of two elements."""
     squares: tuple[float, float]
-    """Sums of the squares of the differences, and of the second tensor's values."""
+    """Sum of the squared differences, and sum of the second tensor's squared values."""
 
 
 class CodeErrors(msgspec.Struct):
-    """Differences from a quantized side, in steps between its codes."""
+    """Differences from a quantized checkpoint, measured in steps between its codes."""
 
     side: str
-    """Path of the quantized side."""
+    """Path of the quantized checkpoint."""
     encoding: str
-    """Encoding of that side."""
+    """Encoding of the quantized tensors."""
     tensors: int = 0
-    """Number of tensors."""
+    """Number of quantized tensors that were compared."""
     counts: list[int] = msgspec.field(default_factory=lambda: [0] * 5)
-    """Numbers of elements that are equal, at most half a step apart, at most one, at most two, and further apart."""
+    """Numbers of elements that are equal, at most half a step apart, at most one step, at most two, and further apart.
+    """
     steps: float = 0.0
-    """Largest difference in steps."""
+    """Largest difference in steps between codes."""
     scales: float = 0.0
-    """Largest quotient of a difference and the scale of its tile."""
+    """Largest quotient of a difference and the scale of the element's tile."""
 
 
 class SurveyResult(msgspec.Struct, frozen=True):
-    """All measures of a comparison, by tensor and by group."""
+    """All measured differences of a comparison of two checkpoints, by tensor and by group of tensors."""
 
     measures: Mapping[str, Measure]
-    """Name in the second checkpoint's dialect -> measured differences."""
+    """Tensor name in the second checkpoint's dialect -> measured differences."""
     counts: Mapping[str, Counts]
-    """Group -> numbers of differing elements, by the exponent of the difference, and of the relative difference."""
+    """Group -> numbers of differing elements: row 0 by the exponent of the difference, row 1 of the relative one."""
     errors: Mapping[tuple[str, str, str], CodeErrors]
-    """(group, side, encoding) -> differences in steps between codes, for quantized sides."""
+    """(group, path of the quantized checkpoint, encoding) -> differences in steps between codes."""
 
 
 class Survey:
-    """Gathers measures while several threads compare tensors.
+    """Gathers the measured differences while several threads compare tensors.
 
     Args:
-        first: the first checkpoint, in the second one's dialect.
+        first: the first checkpoint, expressed in the second checkpoint's dialect.
         second: the second checkpoint.
     """
 
@@ -261,7 +262,7 @@ class Survey:
         self._lock = threading.Lock()
 
     def distance(self, name: str) -> Distance:
-        """Return an accumulator for the differences of a tensor."""
+        """Return an object that accumulates the differences of one tensor."""
         first, second = self._sides
         rounding = _rounding_of(second, name)
         if rounding is not None:
@@ -290,13 +291,13 @@ class Survey:
         errors.steps, errors.scales = max(errors.steps, rounding.steps), max(errors.scales, rounding.scales)
 
     def result(self) -> SurveyResult:
-        """Return all measures, in the order of the second checkpoint."""
+        """Return all measured differences, in the tensor order of the second checkpoint."""
         measures = {name: self._measures[name] for name in self._sides[1] if name in self._measures}
         return SurveyResult(measures, self._counts, self._errors)
 
 
 def _rounding_of(side: Checkpoint, name: str) -> Rounding | None:
-    """Return an accumulator of steps between codes, if the tensor is decoded and not otherwise changed."""
+    """Return an object that measures steps between a tensor's codes, if the tensor is decoded and else unchanged."""
     from transaxle.engine.views.decoded import Decoder
 
     tensor = side[name]
@@ -307,13 +308,13 @@ def _rounding_of(side: Checkpoint, name: str) -> Rounding | None:
     if origin not in side.decoded or side.decoded[origin].shape != tensor.shape:
         return None
     if side.family is not None and side.dialect != side.reading.dialect.label:
-        return None  # in another dialect, the elements may be in another order
+        return None  # a translation to a different dialect may change the order of the elements
     decoder = side.container.recoding.computed.get(side.container.entries[origin].extents[0].file)
     return Rounding(decoder) if isinstance(decoder, Decoder) else None
 
 
 def tensor_places(checkpoint: Checkpoint) -> dict[str, Place]:
-    """Return the places of all tensors that a table reads.
+    """Return tensor name -> place in the model, for all tensors that the family's table reads.
 
     Args:
         checkpoint: a checkpoint in its own dialect.
@@ -331,6 +332,6 @@ def tensor_places(checkpoint: Checkpoint) -> dict[str, Place]:
 
 
 def place_of(name: str) -> Place:
-    """Return the place of a tensor that no table reads: the first number in its name is its layer."""
+    """Return the place of a tensor that no table reads; the first number in its name counts as its layer."""
     literals, position = split_name(name)
     return Place("*".join(literals), position[0] if position else None)

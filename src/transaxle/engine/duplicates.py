@@ -3,12 +3,12 @@
 **Copies**: tensors stored twice, and the proof that both copies are equal.
 
 Ties, replicas along a name axis and merged counters are one tensor stored in several places. Only one copy is written
-to the target, so the others must prove equal, bit by bit, before the target is committed: a `Pair` reads or computes
-two tensors block by block, and compares them.
+to the target, so the further copies must prove equal to it, bit by bit, before the target is committed: a `Pair` reads
+or computes two tensors block by block, and compares them.
 
 **Arithmetic between dialects**: the few tensors that one framework stores shifted, scaled or as an exponential.
 
-Such arithmetic rounds, so it only runs on request. If source and target use the same arithmetic, nothing is computed.
+This arithmetic rounds, so it only runs on request. If source and target use the same arithmetic, nothing is computed.
 
 **Averages**: replicas that differ between ranks, replaced by their mean on request.
 
@@ -69,7 +69,7 @@ class TensorPair(NamedTuple, Generic[Task]):
 
 
 class Pair:
-    """Two workers in one thread that produce two tensors side by side, in the memory of one worker.
+    """Two workers in one thread that produce two tensors side by side, with the memory of a single worker.
 
     Args:
         first: the source files of the first tensor.
@@ -91,7 +91,7 @@ class Pair:
             first: transfers of the first tensor.
             second: transfers of the second tensor.
             size: size of the first tensor in bytes.
-            second_size: size of the second tensor in bytes; None: the same.
+            second_size: size of the second tensor in bytes; None: equal to `size`.
         """
         first_worker, second_worker = self._workers
         sizes = size, size if second_size is None else second_size
@@ -113,7 +113,7 @@ class Pair:
             progress: called with the bytes of each tensor that were just compared.
 
         Returns:
-            the keys of the pairs that differ.
+            The keys of the pairs whose tensors differ.
         """
         different: set[Task] = set()
         with self._steps as affine_steps:
@@ -123,7 +123,7 @@ class Pair:
         return different
 
     def _compare(self, tensor: TensorPair[Task], different: set[Task], progress: Progress) -> None:
-        """Add steps that compare two tensors; the key is added to `different` if they differ."""
+        """Queue steps that compare two tensors, and add the pair's key to `different` if the tensors differ."""
         key, first, second, size = tensor
         for first_block, second_block in self._note_blocks(first, second, size):
             self._steps.compare(first_block, second_block, partial(different.add, key))
@@ -134,7 +134,7 @@ class Pair:
     def _note_blocks(
         self, first: Sequence[Transfer], second: Sequence[Transfer], size: int
     ) -> Iterator[tuple[memoryview, memoryview]]:
-        """Yield blocks of two tensors, which the steps fill when they run."""
+        """Yield memory for blocks of two tensors; the workers' queued steps fill it when they run."""
         first_worker, second_worker = self._workers
         ends = block_ends(second if is_whole(first, size) else first, size, first_worker.capacity)
         sides = (
@@ -161,7 +161,7 @@ class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
     name: str
     """Stored name of the first copy, or name of the target tensor."""
     why: str
-    """The rule that makes them copies of one tensor."""
+    """The table rule or other reason that makes the two tensors copies of one."""
     nbytes: int
     """Size of each copy in bytes."""
     first: tuple[Transfer, ...]
@@ -171,9 +171,9 @@ class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
     rounded: tuple[str, str] | None = None
     """Dtypes of both copies, if the second is the first rounded to lower precision."""
     hint: str = ""
-    """Advice if they differ."""
+    """Advice to the user if the copies differ."""
     zero: bool = False
-    """Whether the second copy is only zeros: the first must then be zero everywhere."""
+    """Whether the second copy stands for zeros only, so that the first copy must be zero everywhere."""
 
     @property
     def refusal(self) -> Refusal:
@@ -181,14 +181,14 @@ class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
         return unlike(self.name, self.why, self.hint, zero=self.zero)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the check as plain JSON data, with a name for each number."""
+        """Return the check as plain JSON data, in which every number has a key."""
         sides = {side: [each.as_json() for each in getattr(self, side)] for side in _SIDES}
         rounded = None if self.rounded is None else dict(zip(_SIDES, self.rounded, strict=True))
         return {"name": self.name, "why": self.why, "nbytes": self.nbytes, **sides, "rounded": rounded}
 
 
 def plan_checks(source: Source, checks: Sequence[Check], problems: list[Refusal]) -> list[PlannedCheck]:
-    """Plan the comparisons of stored copies, and add refusals of pairs that cannot be compared to `problems`."""
+    """Plan the comparisons of stored copies; add to `problems` a refusal of each pair that cannot be compared."""
     planned = []
     for check in checks:
         if check.first.dtype != check.second.dtype:
@@ -207,7 +207,7 @@ def plan_checks(source: Source, checks: Sequence[Check], problems: list[Refusal]
 
 
 def plan_twins(container: Container, problems: list[Refusal]) -> list[PlannedCheck]:
-    """Plan the comparisons that the container itself requires."""
+    """Plan the comparisons that the container format itself requires, such as of replicas on several ranks."""
     planned = []
     for twin in container.twins:
         first_entry, second_entry = twin.first, twin.second
@@ -266,7 +266,7 @@ def compare_copies(checks: Sequence[PlannedCheck], reader: Readable, limit: Limi
 
 
 def _rounds_differently(pair: Pair, check: PlannedCheck) -> bool:
-    """Tell whether the second copy should be the first rounded to its dtype, and has other bits somewhere."""
+    """Tell whether the second copy, which should be the first copy rounded to lower precision, differs from that."""
     if check.rounded is None:
         return False
 
@@ -281,22 +281,22 @@ def _rounds_differently(pair: Pair, check: PlannedCheck) -> bool:
 
 
 _REAL = frozenset({"F64", "F32", "F16", "BF16"})
-"""Dtypes with which arithmetic between dialects is possible; others hold codes or integers."""
+"""Dtypes with which arithmetic between dialects is possible; all further dtypes hold codes or integers."""
 
 
 def affine_steps(target: Target, *, allowed: bool) -> AffineSteps | None:
-    """Return the arithmetic from a target tensor's source values to its own; None if there is none.
+    """Return the arithmetic that turns source values into a target tensor's values; None if the values are equal.
 
     Raises:
-        Refused: LOSSY if there is arithmetic and it is not allowed; UNSUPPORTED inside a fused tensor, for dtypes of
-            codes or integers, and for optimizer state unless the arithmetic is a mere shift.
+        Refused: LOSSY if arithmetic is needed but not allowed; UNSUPPORTED if it is needed inside a fused tensor, for
+            dtypes of codes or integers, or for optimizer state (where only a shift is possible).
     """
     changes: list[AffineSteps] = []
     for part in target.parts:
         before, after = (() if rule is None else rule.steps for rule in part.arithmetic)
         changes.append(() if before == after else simplify((*inverse(before), *after)))
     if split_slot(target.name)[1] != WEIGHT:
-        # A shift of a parameter does not change its gradients, and so its moments; any other arithmetic does.
+        # A shift of a parameter changes neither its gradients nor its moments; a factor or an exponential would.
         changes = [
             () if all(kind == AFFINE and scale == 1 for kind, scale, _ in change) else change for change in changes
         ]
@@ -326,26 +326,26 @@ def affine_steps(target: Target, *, allowed: bool) -> AffineSteps | None:
 
 
 def arithmetic_text(target: Target) -> str:
-    """Return the text of the arithmetic in a target's lines, as written in the tables."""
+    """Return the text of the arithmetic in a target tensor's table lines, as written in the tables."""
     texts = [rule.text for part in target.parts for rule in part.arithmetic if rule is not None]
     return " and ".join(dict.fromkeys(texts))
 
 
 _LARGEST = 256 << 20
-"""Largest replica in bytes: all copies of one are in memory at once."""
+"""Size in bytes of the largest replica that can be averaged, because all copies of it are in memory at once."""
 _FILE = "\0mean of "
-"""Prefix of the names of virtual files."""
+"""Prefix of the names of the virtual files that hold means."""
 
 
 class Mean(msgspec.Struct, frozen=True):
     """The mean of the replicas of one tensor; see `Computed`."""
 
     entry: Entry
-    """Entry of the tensor."""
+    """Catalog entry of the averaged tensor."""
     data: bytes
-    """Bytes of the mean."""
+    """Bytes of the mean's values."""
     error: Error
-    """Error of all replicas together against the mean."""
+    """Error of all replicas together, measured against the mean."""
 
     @property
     def step(self) -> RecodedTensor:
@@ -367,10 +367,10 @@ class Mean(msgspec.Struct, frozen=True):
 
 
 def average_replicas(container: Container) -> Container:
-    """Return a container in which replicas that differ are replaced by their mean; equal ones are still compared.
+    """Return a container in which replicas that differ are replaced by their mean; equal replicas are still compared.
 
-    Replicas that are not read (the module's weights beside the optimizer's, or the other way round) drift apart in the
-    same way, and are no longer compared.
+    Replicas that the conversion does not read (such as the module's weights, if it reads the optimizer's copies) drift
+    apart in the same way, and are no longer compared.
 
     Raises:
         Refused: UNSUPPORTED for replicas of more than 256 MiB, or of a dtype without a mean.
@@ -400,10 +400,10 @@ def average_replicas(container: Container) -> Container:
 
 
 def _replicas(container: Container) -> dict[str, list[Twin]]:
-    """Return the replica pairs of each tensor of which every rank has a whole copy.
+    """Return the pairs of replicas of each tensor of which every rank has a whole copy.
 
-    A pair belongs to a tensor if it has the same extents: names do not tell, because weights and moments of one
-    parameter may share a name there.
+    A pair belongs to a tensor if both have the same extents. Names do not tell, because weights and moments of one
+    parameter may share a name in the pairs.
     """
     name_by_extents = {entry.extents: name for name, entry in container.entries.items()}
     replicas: dict[str, list[Twin]] = {}

@@ -23,8 +23,8 @@ LINEAR = ("lora_A.weight", "lora_B.weight")
 EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 INNER = ".base_layer"
 _TWIN_MODULES = ("modules_to_save", "original_module")
-"""Modules of peft that contain another module twice, trained and original. Files have both if a vocabulary was resized,
-and the trained one also under the module's own name, which is the one that peft loads.
+"""Wrapper modules of peft that contain a module twice, trained and original. After a vocabulary was resized, files have
+both modules, and the trained one a second time under the module's own name, which peft loads.
 """
 _KNOWN_KEYS = frozenset(
     {
@@ -35,23 +35,23 @@ _KNOWN_KEYS = frozenset(
         "target_modules", "target_parameters", "task_type", "use_rslora",
     }
 )  # fmt: skip
-"""Keys of adapter_config.json that do not affect the added change, or that are read here."""
+"""Keys of adapter_config.json that this module reads, or that do not affect how weights change."""
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Initializations that leave the base unchanged; all others subtract something from it."""
+"""Values of `init_lora_weights` that leave the base weights unchanged; all further values subtract from the base."""
 _PATTERN = re.compile(r"(?:\^|\.\*\\\.)?(?:[\w.-]|\\\.)+")
-"""Patterns that are names or ends of names (peft's own begin with `.*\\.`); matching others may take exponential
-time."""
+"""Matches patterns that are names or ends of names (peft's own begin with `.*\\.`); a match of freer patterns may take
+exponential time."""
 DEFAULT_RANK, _LARGEST = 8, 1e9
-"""Default rank and alpha, and an upper bound of real ones."""
+"""Default of both rank and alpha in peft, and an upper bound for plausible ranks and alphas."""
 _CONV1D_MODELS = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"})
 _CONV1D = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})
-"""Models of transformers, and modules in them, whose weights are `[in, out]`. For these peft goes by the class of each
-module; `fan_in_fan_out` only fits the last one.
+"""Model types of transformers, and names of modules in them, whose weights are `[in, out]`. peft decides this by the
+class of each module; the setting `fan_in_fan_out` only fits the last module that peft has wrapped.
 """
 _FLOATS = ("F", "BF")
 """Prefixes of the dtypes that hold values instead of codes."""
 _MAX_PARAMETERS = 6
-"""Largest number of parameters of a module whose orders are all tried."""
+"""Largest number of parameters in one module for which all orders of the parameters are tried."""
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 _HINT = "Merge it with peft: merge_and_unload(), then save_pretrained()."
 _RESIZE = (
@@ -67,28 +67,28 @@ _SAY = (
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The low-rank change of one weight."""
+    """The low-rank change `scaling * B @ A` of one weight."""
 
     name: str
-    """Name of the weight in the adapter's model."""
+    """Name of the changed weight in the base model."""
     first: Entry
-    """`A [matrices * rank, in]`; the ranks of a matrix are adjacent."""
+    """The factor A, `[matrices * rank, in]`; the rows of one matrix are adjacent."""
     second: Entry
-    """`B [out, rank * matrices]`; the matrices of a rank are adjacent."""
+    """The factor B, `[out, rank * matrices]`; the columns of one rank index are adjacent."""
     matrices: int
-    """Number of matrices in the weight."""
+    """Number of matrices in the weight: 1, or more for a stack."""
     swapped: bool
-    """Whether the weight is `[in, out]`."""
+    """Whether the weight is stored as `[in, out]` instead of `[out, in]`."""
     scaling: float
-    """Factor by which the product is multiplied."""
+    """Factor by which the product `B @ A` is multiplied."""
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the change for a weight of this shape; for a convolution, each kernel is a row."""
+        """Return the shape of the change for a weight of a given shape; for a convolution, each kernel is a row."""
         return shape if len(self.first.shape) == 2 else (shape[0], prod(shape[1:]))
 
     @property
     def embedding(self) -> bool:
-        """Whether it changes the weight of an embedding."""
+        """Whether the changed weight is that of an embedding."""
         return self.first.name.endswith(EMBEDDING[0])
 
 
@@ -97,15 +97,16 @@ class Changes:
     """All changes that an adapter makes to a model."""
 
     added: Mapping[str, LowRank]
-    """Weight -> the change to add."""
+    """Name of a weight -> the low-rank change to add to it."""
     replaced: Mapping[str, Entry]
-    """Tensor -> the adapter's tensor that takes its place (`modules_to_save`, biases). If it also has a change, the
-    change is added to the adapter's tensor: peft stores copies of embeddings and heads, and loads them over the base's.
+    """Name of a base tensor -> the adapter's tensor that replaces it (`modules_to_save`, biases). A low-rank change of
+    the same weight is added to the adapter's tensor, because peft loads its copies of embeddings and heads over the
+    base's.
     """
     copies: Mapping[str, Entry]
-    """Tensor -> a second copy of its replacement in the adapter, which must be equal."""
+    """Name of a base tensor -> a second copy, in the adapter, of the tensor that replaces it; both must be equal."""
     unchanged: Sequence[str]
-    """Modules that adapter_config.json may name, but the adapter does not change."""
+    """Modules that adapter_config.json may name, but that the adapter does not change."""
 
     @property
     def names(self) -> Set[str]:
@@ -114,7 +115,7 @@ class Changes:
 
     @property
     def own_bases(self) -> list[str]:
-        """Names of tensors whose change is added to the adapter's own copy of the base's weight."""
+        """Names of weights whose low-rank change is added to the adapter's own copy of the base weight."""
         return sorted(self.added.keys() & self.replaced.keys())
 
 
@@ -122,12 +123,12 @@ class Lora:
     """The files of a LoRA adapter.
 
     Args:
-        entries: the adapter's tensors.
+        entries: the adapter's tensors, by name.
         config: content of the adapter's adapter_config.json.
-        base: content of the config.json of the adapter's base.
+        base: content of the base model's config.json.
 
     Raises:
-        Refused: UNSUPPORTED, CORRUPT: every reason why its changes are unknown.
+        Refused: UNSUPPORTED or CORRUPT, with every reason why the adapter's changes cannot be known.
     """
 
     def __init__(self, entries: Mapping[str, Entry], config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
@@ -164,19 +165,20 @@ class Lora:
         self._check()
 
     def targets(self) -> set[str]:
-        """Return the names of tensors that the model must have."""
+        """Return the names of tensors that the base model must have for the adapter to fit."""
         names = {f"{module}.{name}" for module in self._modules for name in self._parameters(module) or ["weight"]}
         return names | self._replaced.keys()
 
     def changes(self, shapes: Mapping[str, tuple[int, ...]], in_memory: Collection[str] | None = None) -> Changes:
-        """Return the change of each weight.
+        """Return the changes that the adapter makes to a base model.
 
         Args:
-            shapes: shapes of the model's tensors.
-            in_memory: the tensor names of the model's class; None if unknown.
+            shapes: shapes of the base model's tensors, by name.
+            in_memory: the tensor names of the base model's class in memory; None if unknown.
 
         Raises:
-            Refused: SHAPE_MISMATCH; INCOMPLETE if modules are missing; AMBIGUOUS if several parameters of a module fit.
+            Refused: SHAPE_MISMATCH if a change does not fit its weight; INCOMPLETE if the adapter lacks modules;
+                AMBIGUOUS if a change fits several parameters of a module.
         """
         added = [each for module in self._modules for each in self._module_changes(module, shapes)]
         for name, entry in self._replaced.items():
@@ -194,12 +196,12 @@ class Lora:
     def _modules_without_change(
         self, shapes: Mapping[str, tuple[int, ...]], in_memory: Collection[str] | None
     ) -> tuple[list[str], list[str]]:
-        """Return the modules that the config names and the adapter does not change, about which peft only warns.
+        """Return the modules that adapter_config.json names but the adapter does not change; peft only warns of them.
 
         Returns:
-            Modules that are certainly missing; and modules that peft may not know: layers after the last one that the
-            config counts (they predict further tokens), names that differ in the model's class, and modules that depend
-            on a pattern.
+            Modules that the adapter certainly lacks; and modules that peft may not know: layers beyond the config's
+            number of layers (they predict further tokens), modules whose names differ in the model's class, and modules
+            that only a pattern may name.
         """
         listed = self._config.get("target_modules")
         kinds = {_NUMBERS.sub("*", module) for module in self._modules}
@@ -225,7 +227,7 @@ class Lora:
         return isinstance(listed, str) or _ends_with(module, listed or ())
 
     def _is_excluded(self, module: str) -> bool:
-        """Tell whether adapter_config.json excludes a module that it names, or may exclude it."""
+        """Tell whether adapter_config.json excludes, or may exclude, a module that its target_modules name."""
         excluded, layers = self._config.get("exclude_modules") or (), self._config.get("layers_to_transform")
         if isinstance(excluded, str) or _ends_with(module, excluded):
             return True
@@ -253,10 +255,10 @@ class Lora:
             self._replaced[bare_name] = entry
 
     def _parameters(self, module: str) -> list[str]:
-        """Return the parameters of a module that are targets themselves.
+        """Return the parameters of a module that `target_parameters` names.
 
-        For mixtures of experts, peft writes parameter names without modules. Such a name applies to every module that
-        is not a target itself.
+        For mixtures of experts, peft writes parameter names without their modules. A name without module applies to
+        every module that is not itself a target.
         """
         bare_names, module_parameters = _target_parameters(self._config)
         with_module = {name for path, name in module_parameters if f".{module}".endswith(f".{path}")}
@@ -291,7 +293,7 @@ class Lora:
             groups = _groups(self._low[paths[0]].get(LINEAR[0]), shapes[f"{module}.{parameters[0]}"])
             new = self._replaced.get(f"{module}.weight")
             if new is not None and new.shape != shapes[f"{module}.weight"]:
-                return  # `_replaced` has another size: that is refused instead
+                return  # the replacement in `_replaced` has a different size, which is refused instead
             if groups > 1:
                 message = f"{message}: a convolution of {groups} groups, into which peft cannot merge either"
                 self._refuse("UNSUPPORTED", message, module, "Leave it as it is, or train without this module.")
@@ -301,13 +303,13 @@ class Lora:
             yield from possible[0]
 
     def _is_flipped(self, module: str) -> bool:
-        """Tell whether the weight of a module is `[in, out]`."""
+        """Tell whether the weight of a module is stored as `[in, out]` instead of `[out, in]`."""
         if self._has_conv1d:
             return module.rpartition(".")[2] in _CONV1D
         return bool(self._config.get("fan_in_fan_out"))
 
     def _change(self, path: str, name: str, shapes: Mapping[str, tuple[int, ...]], swapped: bool) -> LowRank | None:
-        """Return the change of a weight by one pair of factors; None if the shapes do not fit."""
+        """Return the change that one pair of factors A and B makes to a weight; None if the shapes do not fit."""
         shape, pair = shapes[name], self._low[path]
         first, second = (pair[end] for end in (EMBEDDING if EMBEDDING[0] in pair else LINEAR))
         of_stack, rank = bool(self._parameters(name.rpartition(".")[0])), self._rank(name)
@@ -332,7 +334,7 @@ class Lora:
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _setting(self, patterns: str, key: str, name: str) -> Any:
-        """Return the setting of a weight; peft's patterns match modules, or parameters that are targets themselves."""
+        """Return a setting (rank or alpha) of a weight; peft's patterns match modules or target parameters."""
         module = name if self._parameters(name.rpartition(".")[0]) else name.rpartition(".")[0]
         for pattern, value in (self._config.get(patterns) or {}).items():
             if re.match(rf"(.*\.)?({pattern})$", module):
@@ -348,7 +350,7 @@ class Lora:
 
 
 def _refuse_settings(config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield refusals of settings in adapter_config.json that cannot be merged."""
+    """Yield refusals of settings in adapter_config.json with which an adapter cannot be merged."""
     if not config:
         message = "there is no adapter_config.json beside the tensors"
         yield Refusal("UNSUPPORTED", message, Where(), "Give the folder that peft's save_pretrained has written.")
@@ -381,18 +383,18 @@ def _refuse_settings(config: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _target_parameters(config: Mapping[str, Any]) -> tuple[set[str], set[tuple[str, str]]]:
-    """Return the target parameters without a module, and those with one, as (module, name)."""
+    """Return the target parameters that are given without a module, and those with a module as (module, name)."""
     targets = [str(target).rpartition(".") for target in config.get("target_parameters") or ()]
     return {name for path, _, name in targets if not path}, {(path, name) for path, _, name in targets if path}
 
 
 def _strip_wrappers(path: str) -> str:
-    """Return a path without the wrapper modules of peft."""
+    """Return a module path without peft's wrapper modules."""
     return ".".join(part for part in path.split(".") if part != INNER[1:])
 
 
 def _ends_with(module: str, paths: Iterable[str]) -> bool:
-    """Tell whether a module ends with one of the paths in peft's lists."""
+    """Tell whether a module's path ends with one of the paths that a list of peft's config contains."""
     return any(f".{module}".endswith(f".{path}") for path in paths)
 
 
@@ -404,7 +406,7 @@ def _groups(first: Entry | None, shape: tuple[int, ...]) -> int:
 
 
 def _layers_of(config: Mapping[str, Any]) -> float:
-    """Return the number of layers that peft can reach."""
+    """Return the number of a model's layers to which peft can add an adapter."""
     text_config = config.get("text_config")
     layers = (text_config if isinstance(text_config, Mapping) else config).get("num_hidden_layers")
     return layers if isinstance(layers, int) else math.inf

@@ -1,8 +1,8 @@
-"""Conversions in words: how axes move between names and shapes, and what the axes and dialects of a family mean.
+"""Conversions in words: how axes move between tensor names and shapes, and what a family's axes and dialects mean.
 
 Each line of a plan says which axes move from names to shapes or back, and what is transposed, joined or split.
 
-Tables only have names and formulas; the meanings of dialects and axes are listed here.
+The families' tables only have names and formulas; this module lists the meanings of dialects and axes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ RENAMED, UNCHANGED = "renamed", "unchanged"
 
 
 class _ParsedRule(msgspec.Struct, frozen=True):
-    """A rule of a dialect, parsed again from its text."""
+    """A table rule (`name = layout`) of a dialect, parsed again from its text."""
 
     name: Name
     expression: Expression
 
     @property
     def short(self) -> str:
-        """The rule as plans show it: `name[axes]`, without the logical tensor, which the row already names."""
+        """The rule as plans show it: `name[axes]`, without the logical tensor, which the plan's row names already."""
         dims = self.expression.text
         return f"{self.name.text}{dims[dims.index('[') :]}"
 
@@ -41,11 +41,11 @@ def _rule(text: str) -> _ParsedRule:
 
 
 def words(route: Route, sizes: Mapping[str, int]) -> str:
-    """Describe how a route moves axes: `name e -> shape, transposed, joined`; or `renamed`, `unchanged`.
+    """Describe how a line of a plan moves axes: `name e -> shape, transposed, joined`; or `renamed`, `unchanged`.
 
     Args:
-        route: one line of a plan.
-        sizes: known axis sizes; padding of size 0 is ignored.
+        route: one line of a printed plan.
+        sizes: axis -> size, if known; padding of size 0 is ignored.
     """
     target = _rule(route.target)
     sources = [_rule(text) for text in route.source if text]
@@ -63,23 +63,23 @@ def words(route: Route, sizes: Mapping[str, int]) -> str:
 
 
 def rules(route: Route) -> tuple[tuple[str, ...], str]:
-    """Return the rules of a route in the short form of plans: those of the source, and that of the target."""
+    """Return the source's rules and the target's rule of a plan's line, in the short form in which plans show them."""
     return tuple(_rule(text).short for text in route.source if text), _rule(route.target).short
 
 
 class Arrangement(msgspec.Struct, frozen=True):
-    """The axes in the name and the dims of one rule, for drawings."""
+    """The axes of one table rule, those in the tensor name and those in each dim, for drawings."""
 
     rule: str
-    """The rule in the short form of plans."""
+    """The rule in the short form in which plans show it."""
     name: tuple[str, ...]
-    """Axes in the name: every index is a tensor of its own."""
+    """Axes in the tensor name: every index along them is a tensor of its own."""
     dims: tuple[tuple[tuple[str, bool], ...], ...]
-    """For each dim its parts from left to right: `(axis, True)`, or `(text, False)` for text between axes."""
+    """For each dim, its axes and texts from left to right: `(axis, True)`, or `(text, False)` for text between axes."""
 
 
 def arrangements(route: Route) -> tuple[tuple[Arrangement, ...], Arrangement]:
-    """Return the arrangements of a route's rules: those of the source, and that of the target."""
+    """Return the arrangements of the source's rules and of the target's rule in a line of a plan."""
     return tuple(_arrangement(_rule(text)) for text in route.source if text), _arrangement(_rule(route.target))
 
 
@@ -100,15 +100,16 @@ def _words_of(node: Node) -> Iterator[tuple[str, bool]]:
 
 
 def divide_bytes(route: Route, nbytes: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Divide the bytes of a target's tensors among the rules of its source: rule in short form -> bytes.
+    """Tell how many bytes of a plan line's target tensors come from each source rule.
 
     Args:
-        route: one line of a plan.
-        nbytes: size of all its tensors in bytes.
-        sizes: known axis sizes.
+        route: one line of a printed plan.
+        nbytes: size in bytes of all target tensors of the line.
+        sizes: axis -> size, if known.
 
     Returns:
-        Shares that add up to `nbytes`; a single share for all rules if sizes are unknown, or if there is padding.
+        Source rule in short form -> bytes, which add up to `nbytes`; a single entry for all rules together if an axis
+        size is unknown, or if there is padding.
     """
     target, sources = _rule(route.target), [_rule(text) for text in route.source if text]
     together = {" + ".join(rule.short for rule in sources) or "(tied)": nbytes}
@@ -125,7 +126,7 @@ def divide_bytes(route: Route, nbytes: int, sizes: Mapping[str, int]) -> dict[st
 
 
 def _describe_places(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[str]:
-    """Describe axes that move between name and shape."""
+    """Describe axes that move between the tensor name and the shape."""
     for rule in sources:
         inward = [axis for axis in rule.name.axes if axis in target.expression.axes]
         outward = [axis for axis in target.name.axes if axis in rule.expression.axes]
@@ -136,7 +137,7 @@ def _describe_places(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Ite
 
 
 def _describe_order(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[str]:
-    """Describe axes that change their order within the shape: whole dims, or parts of one."""
+    """Describe axes that change their order within the shape: whole dims, or the axes merged in one dim."""
     for rule in sources:
         for component in [each for each in rule.expression.components if each in target.expression.components]:
             before, after = (_dims(side.expression, component) for side in (rule, target))
@@ -153,7 +154,7 @@ def _describe_order(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iter
 
 
 def _describe_packing(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[str]:
-    """Describe whether several weights become one tensor, or the reverse."""
+    """Describe whether several weights are joined in one tensor, or one tensor is split into several weights."""
     together = max(len(rule.expression.components) for rule in sources)
     if len(target.expression.components) > together:
         yield "joined"
@@ -164,7 +165,7 @@ def _describe_packing(sources: Sequence[_ParsedRule], target: _ParsedRule) -> It
 
 
 def _describe_padding(sources: Sequence[_ParsedRule], target: _ParsedRule, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Describe whether padding is added or removed."""
+    """Describe whether padding rows are added or removed."""
     before, after = (
         any(_has_padding(rule.expression, sizes) for rule in sources),
         _has_padding(target.expression, sizes),
@@ -179,26 +180,26 @@ def _has_padding(expression: Expression, sizes: Mapping[str, int]) -> bool:
 
 
 def _dims(expression: Expression, component: str) -> list[list[str]]:
-    """Return the axes of one component in stored order, dim by dim."""
+    """Return the axes of one component (logical tensor) in stored order, dim by dim."""
     shares = expression.layout(dict.fromkeys(expression.axes, 2)).shares[component]
     return [[axis for axis, _, _ in share.axes] for share in shares]
 
 
 class AxisMove(msgspec.Struct, frozen=True):
-    """The place of one axis of a logical tensor in source and target."""
+    """Where one axis of a logical tensor is stored in source and target: in a tensor name, or in a dim."""
 
     component: str
     """Name of the logical tensor."""
     axis: str
     """Name of the axis."""
     before: str
-    """Place in the source: `name`, or the dim; `dim 0`, or `dim 0 (g r c)` if the dim merges several axes."""
+    """Place of the axis in the source: `name`; `dim 0`; or `dim 0 (g r c)` if the dim merges several axes."""
     after: str
-    """Place in the target, likewise."""
+    """Place of the axis in the target, written as in `before`."""
 
 
 def axis_moves(route: Route) -> list[AxisMove]:
-    """Return the places of each axis of a route's logical tensors, outermost first in the target."""
+    """Return where each axis of a plan line's logical tensors is stored, in the target's order, outermost first."""
     target = _rule(route.target)
     moves = []
     for component in target.expression.components:
@@ -211,7 +212,7 @@ def axis_moves(route: Route) -> list[AxisMove]:
 
 
 def _axis_places(rule: _ParsedRule, component: str) -> dict[str, str]:
-    """Return axis -> its place in a rule, for the axes of a component."""
+    """Return axis -> its place (name or dim) in a rule, for the axes of one component (logical tensor)."""
     places = dict.fromkeys(rule.name.axes, "name")
     for number, axes in enumerate(_dims(rule.expression, component)):
         text = f"dim {number}" if len(axes) == 1 else f"dim {number} ({' '.join(axes)})"
@@ -223,14 +224,14 @@ _TRANSFORMERS, _MEGATRON, _TRANSAXLE = ("transformers", "5.23.0"), ("megatron-co
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """The framework whose layout a dialect is."""
+    """The framework whose checkpoint layout a dialect describes."""
 
     framework: str
     """Name of the framework's package; empty for a dialect of a user's table."""
     version: str
-    """Version with which the tables were compared; empty for layouts of Transaxle itself."""
+    """Version of the framework with which the tables were compared; empty for layouts of Transaxle itself."""
     what: str
-    """Which of the framework's layouts it is."""
+    """Which of the framework's layouts the dialect describes."""
 
 
 PEERS: Mapping[str, Peer] = {
@@ -248,7 +249,7 @@ PEERS: Mapping[str, Peer] = {
     "stacked": Peer(*_TRANSAXLE, "transaxle.nn.MoE in a model of transformers, one tensor for all experts"),
     "separate": Peer(*_TRANSAXLE, "transaxle.nn.MoE in a model of transformers, a tensor for each expert"),
 }
-"""Label of each built-in dialect -> its framework."""
+"""Label of each built-in dialect -> the framework whose layout it describes."""
 _NO_PEER = Peer("", "", "")
 _GROUPS = "num_key_value_heads|num_attention_heads"
 _WORDS = {
@@ -277,28 +278,28 @@ _WORDS = {
     "v_head_dim": "dims of a head of values",
     "-n % 64": "rows of padding, so that the vocabulary is a multiple of 64",
 }
-"""Formula of a size -> meaning of the axis."""
+"""Formula of an axis's size (a key of config.json) -> what an axis of that size counts."""
 _PADDING = "rows or columns of padding"
 
 
 class NamedAxis(msgspec.Struct, frozen=True):
-    """A line of the legend of axes."""
+    """A line in the legend that explains a family's axes."""
 
     axis: str
-    """Letter or word of the axis."""
+    """Letter or word that names the axis."""
     size: str
-    """Formula of its size, from keys of config.json; empty if the size follows from tensor shapes."""
+    """Formula of the axis's size, from keys of config.json; empty if the size follows from tensor shapes."""
     meaning: str
-    """What the axis counts; empty if the formula must suffice."""
+    """What the axis counts; empty if only the formula of its size tells."""
 
 
 def peer_of(label: str) -> Peer:
-    """Return the framework of a dialect, by its label."""
+    """Return the framework whose layout a dialect describes, by the dialect's label."""
     return PEERS.get(label, _NO_PEER)
 
 
 def axes_of(family: Family) -> tuple[NamedAxis, ...]:
-    """Return the legend of a family's axes, in table order."""
+    """Return the legend of a family's axes, in the order of the family's table."""
     named_axes = []
     padding = {axis for dialect in family.dialects for line in dialect.lines for axis in line.expression.padding}
     for axis, formula in family.axes.items():
@@ -308,7 +309,7 @@ def axes_of(family: Family) -> tuple[NamedAxis, ...]:
 
 
 def dialect_facts(labels: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the frameworks of dialects as JSON data."""
+    """Return which framework's layout each dialect describes, as JSON data."""
     return [{"dialect": label, **msgspec.structs.asdict(peer_of(label))} for label in labels]
 
 
@@ -318,11 +319,11 @@ def axis_facts(family: Family) -> list[dict[str, Any]]:
 
 
 def dialect_rows(labels: Iterable[str]) -> list[list[str]]:
-    """Return the frameworks of dialects as rows of a table."""
+    """Return which framework's layout each dialect describes, as rows of a printed table."""
     peers = [(label, peer_of(label)) for label in labels]
     return [[label, f"{peer.framework} {peer.version}".strip(), peer.what] for label, peer in peers]
 
 
 def axis_rows(family: Family) -> list[list[str]]:
-    """Return the legend of a family's axes as rows of a table."""
+    """Return the legend of a family's axes as rows of a printed table."""
     return [[axis.axis, axis.size or "(as the shapes say)", axis.meaning] for axis in axes_of(family)]

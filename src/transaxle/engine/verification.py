@@ -1,6 +1,6 @@
 """Verification of a checkpoint against its own manifest, byte by byte, or against another checkpoint.
 
-Also opens the two checkpoints of a comparison: some options apply to both, others only to the first.
+This module also opens the two checkpoints of a comparison: some options apply to both, some only to the first.
 """
 
 from __future__ import annotations
@@ -57,35 +57,35 @@ from transaxle.options import OF_FIRST, OF_ONE
 from transaxle.spans import stage
 
 _SHOWN = 3
-"""Number of problems that a printed verification shows."""
+"""Largest number of problems that a printed verification shows."""
 _NO_DAMAGE = frozenset({"UNSUPPORTED", "UNSAFE_PICKLE"})
-"""Codes of optimizer state that is not read; they do not mean damage."""
+"""Refusal codes that mean that optimizer state is not read, and so no damage."""
 _WELL = {"manifest": "intact", "digests": "intact"}
 _AGAIN = "Copy the file again from where it is intact, or write the checkpoint again."
 
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """The result of a verification; true if there are no problems and no differences."""
+    """The result of a verification; as a truth value, true if there are no problems and no differences."""
 
     tensors: int
-    """Number of tensors read."""
+    """Number of tensors that the verification read."""
     parameters: int
-    """Number of elements of the model; for two checkpoints, of elements compared."""
+    """Number of elements in the model's tensors; for two checkpoints, number of elements that were compared."""
     bytes_read: int
-    """Number of bytes read."""
+    """Number of bytes that the verification read."""
     against: str
-    """Evidence used: `manifest`; `digests`, stored in a single file; `structure` if there is neither, so that the data
-    itself is not proved; `checkpoint` if a second one was given.
+    """Evidence used: `manifest`; `digests` (stored in a single file); `structure` without manifest and digests, so that
+    the data itself is not proved; `checkpoint` if a second checkpoint was given.
     """
     problems: tuple[Refusal, ...] = ()
     """All problems of the checkpoint."""
     unlisted: tuple[str, ...] = ()
     """Files in the folder that the manifest does not list; they are not checked."""
     comparison: Comparison | None = None
-    """The comparison with the second checkpoint; None without one."""
+    """The comparison with the second checkpoint; None if only one checkpoint was given."""
     unproved: int = 0
-    """Bytes of tensors for which there is neither a recorded hash nor a checksum of the format."""
+    """Number of bytes of tensors for which the checkpoint has neither a recorded hash nor a checksum of its format."""
 
     @property
     def ok(self) -> bool:
@@ -94,12 +94,12 @@ class Verification:
 
     @property
     def equal(self) -> bool:
-        """The same as `ok`, under a name that suits two checkpoints."""
+        """The same as `ok`, under a name that suits a comparison of two checkpoints."""
         return self.ok
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """Differences between two checkpoints, by name; empty without a second one."""
+        """Differences between two checkpoints, in order of tensor names; empty if only one checkpoint was given."""
         return () if self.comparison is None else self.comparison.differences
 
     def __bool__(self) -> bool:
@@ -122,7 +122,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """The result in a few words."""
+        """The result of the verification in a few words."""
         if self.comparison is not None:
             return f"against a checkpoint: {self.comparison.verdict}"
         amount = f"{plural(self.tensors, 'tensor')}, {size(self.bytes_read)} read"
@@ -157,7 +157,7 @@ def verify_against(
     """Compare two checkpoints, whatever their formats and dialects.
 
     Raises:
-        TransaxleError: the first cannot be expressed in the second one's dialect.
+        TransaxleError: the first checkpoint cannot be expressed in the second checkpoint's dialect.
     """
     comparison = compare(first, second, limit=limit, progress=progress)
     return Verification(
@@ -173,7 +173,7 @@ def verify_against(
 def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progress = no_progress) -> Verification:
     """Check a checkpoint against its manifest: every file, every tensor, every copy, every byte.
 
-    A single file that is a checkpoint is checked against the digests in it, if it was written with them. Without
+    A single-file checkpoint is checked against the digests in the file, if it was written with digests. Without
     manifest and digests the tensors are read once, which proves the catalog and that every byte is readable. Checksums
     of the format itself and the equality of copies are checked in any case.
 
@@ -239,7 +239,7 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
 
 
 def _with_left_out(stored: Checkpoint) -> Checkpoint:
-    """Return a checkpoint including tensors that were left out when it was opened: a verdict covers all bytes."""
+    """Return a checkpoint with the tensors that were left out when it was opened, as verification covers all bytes."""
     container = stored.container
     if not container.left:
         return stored
@@ -248,12 +248,12 @@ def _with_left_out(stored: Checkpoint) -> Checkpoint:
 
 
 def _check_copies(container: Container, digests: Mapping[str, str], limit: Limits) -> tuple[list[Refusal], int]:
-    """Check that all copies of tensors are equal, read or not; return also the bytes that this check has read.
+    """Check that all copies of tensors are equal; return the refusals, and the number of bytes that the check has read.
 
     Args:
         container: the checkpoint.
-        digests: hashes of its tensors, by name.
-        limit: number of workers, and memory of their buffers.
+        digests: hashes of the checkpoint's tensors, by name.
+        limit: number of worker threads, and memory of their buffers.
     """
     twins = (*container.twins, *container.uncompared)
     comparable = [
@@ -283,7 +283,7 @@ def _check_copies(container: Container, digests: Mapping[str, str], limit: Limit
 
 
 def _check_sums(container: Container, limit: Limits) -> list[Refusal]:
-    """Check all checksums of ranges in the files."""
+    """Check all checksums that the format stores for byte ranges of its files."""
     witness = layer(container.storage, Witness)
     if witness is None:
         return []
@@ -296,7 +296,7 @@ def _check_sums(container: Container, limit: Limits) -> list[Refusal]:
 
 
 def _bytes_without_proof(container: Container) -> int:
-    """Return the bytes of tensors outside all ranges with a checksum."""
+    """Return the number of tensor bytes that lie outside all byte ranges with a checksum."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for checksum in container.checksums:
         ranges.setdefault(checksum.file, []).append((checksum.offset, checksum.end))
@@ -313,12 +313,12 @@ def _bytes_without_proof(container: Container) -> int:
 
 
 def _blocks(tensor: StoredTensor, worker: Worker) -> Iterator[memoryview]:
-    """Read a tensor in order; its transfers are computed only now, to save memory."""
+    """Read a tensor's bytes in order; its transfers are computed only when it is read, to save memory."""
     return worker.blocks(tensor.transfers(), tensor.nbytes)
 
 
 def _refuse_unlisted(recorded: Collection[str], present: Collection[str]) -> Iterator[Refusal]:
-    """Yield refusals of tensors that only the manifest lists, or only the files have."""
+    """Yield refusals of tensors that only the manifest lists, and of tensors that only the files have."""
     for name in recorded:
         if name not in present:
             yield Refusal("MISSING_TENSOR", "the manifest lists this tensor; it is missing", Where(None, name))
@@ -334,7 +334,7 @@ def _plain_numbers(container: Container) -> set[str]:
 
 
 def _file_of(entry: Entry | None) -> str | None:
-    """Return the file that contains a tensor; None if there are several."""
+    """Return the name of the file that contains a tensor; None if several files contain it."""
     files = {extent.file for extent in entry.extents} if entry is not None else set()
     return files.pop() if len(files) == 1 else None
 
@@ -353,16 +353,16 @@ def _check_record(where: Where, tensor: StoredTensor, digest: str, recorded: Ten
 
 
 def second_options(reading: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that also apply to the second checkpoint of a comparison."""
+    """Return those of the user's options that also apply to the second checkpoint of a comparison."""
     return {name: value for name, value in reading.items() if name not in OF_FIRST}
 
 
 @contextmanager
 def _open_named(opening: AbstractContextManager[Checkpoint], source: CheckpointLike) -> Iterator[Checkpoint]:
-    """Open one of two checkpoints; problems of its files are reported with its path, to tell the two apart.
+    """Open one of two checkpoints, and report problems of its files with its path, to tell the two checkpoints apart.
 
     Args:
-        opening: opens the checkpoint.
+        opening: context that opens the checkpoint.
         source: the same checkpoint, as the caller gave it.
 
     Raises:
@@ -395,13 +395,13 @@ def open_pair(
     Args:
         a: a path, or an open checkpoint.
         b: a path, or an open checkpoint.
-        reading: options of `open_checkpoint`; if only `b` is a path, they apply to it.
+        reading: options of `open_checkpoint`; if only `b` is a path, the options apply to `b`.
 
     Raises:
         TypeError: options are given, but `a` and `b` are both open already.
-        Refused: UNSUPPORTED if weights are chosen, but neither stores several; MISSING_TENSOR if optimizer state is
-            asked for, but neither has it.
-        UsageError: AMBIGUOUS if tensors are to be decoded, but neither has encoded ones.
+        Refused: UNSUPPORTED if weights are chosen, but neither checkpoint stores several kinds of weights;
+            MISSING_TENSOR if optimizer state is asked for, but neither checkpoint has it.
+        UsageError: AMBIGUOUS if tensors are to be decoded, but neither checkpoint has encoded tensors.
         TransaxleError: any error of `open_checkpoint`.
     """
     decode = reading.get("decode")

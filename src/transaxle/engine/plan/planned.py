@@ -24,63 +24,63 @@ from transaxle.move.journal import span_ends
 from transaxle.move.transfer import Transfer, clip_blocks
 
 _SHOWN, _SHOWN_REFUSALS = 12, 3
-"""Numbers of rules and refusals that a printed plan shows."""
+"""Largest numbers of rules and of refusals that a printed plan shows."""
 
 
 class OutputTensor(msgspec.Struct, frozen=True, gc=False):
-    """A tensor to write, before its files are laid out."""
+    """A tensor to write, before its place in the target's files is known."""
 
     name: str
-    """Stored name in the target."""
+    """Stored name of the tensor in the target."""
     dtype: str
-    """Safetensors code of its dtype."""
+    """Safetensors code of the tensor's dtype."""
     shape: tuple[int, ...]
-    """Stored shape."""
+    """Shape with which the tensor is stored."""
     target: Target
-    """The target that says where its values come from."""
+    """The source tensors, and their parts, from which the tensor's values come."""
     step: Step | None = None
     """How the tensor's values become one buffer of an encoding; None: they are written unchanged."""
 
 
 class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
-    """A tensor to write, with the places of its bytes in source and target."""
+    """A tensor to write, with the places of its bytes in source and target files."""
 
     name: str
-    """Stored name in the target."""
+    """Stored name of the tensor in the target."""
     dtype: str
-    """Safetensors code of its dtype."""
+    """Safetensors code of the tensor's dtype."""
     shape: tuple[int, ...]
-    """Logical elements along each dim."""
+    """Number of logical elements along each dim."""
     places: tuple[Transfer, ...]
-    """Destinations of the tensor's bytes, in order, as the transfers that would read them back."""
+    """Where the tensor's bytes go in the target files, in order, each as the transfer that would read them back."""
     nbytes: int
-    """Size in bytes."""
+    """Size of the tensor in bytes."""
     rule: str
-    """Line of the target dialect, as written in the table."""
+    """Line of the target dialect that makes the tensor, as written in the family's table."""
     transfers: tuple[Transfer, ...]
-    """Reads that fill it, sorted by target position."""
+    """Reads of source bytes that fill the tensor, sorted by position in the tensor."""
     arithmetic: AffineSteps | None = None
-    """Arithmetic on every value, if the user allowed it."""
+    """Arithmetic on every value, if the dialects store it differently and the user allowed rounding; None: none."""
     step: Step | None = None
     """How the transferred values are encoded; None: they are written unchanged."""
     copies: tuple[Transfer, ...] = ()
-    """Further destinations of some of its bytes, each as the transfer that would read them back."""
+    """Further places in the target files for some of the tensor's bytes, as the transfers that would read them back."""
 
     @property
     def everywhere(self) -> tuple[Transfer, ...]:
-        """All destinations of the tensor's bytes."""
+        """All places in the target files where the tensor's bytes go."""
         return (*self.places, *self.copies) if self.copies else self.places
 
     @property
     def codes_of(self) -> str | None:
-        """Table name of the tensor whose codes these are, if it is encoded here."""
+        """Table name of the tensor of which this one holds the codes, if this plan encodes it; otherwise None."""
         return self.step.tensor if self.step is not None and self.step.role == Role.CODES else None
 
     def steps(self, computed: Mapping[str, Sequence[RecodedTensor]]) -> list[dict[str, Any]]:
-        """Return the steps that produce the tensor, in order, as plain JSON data.
+        """Return the steps (read, decode, …) that produce the tensor, in order, as plain JSON data.
 
         Args:
-            computed: see `Plan.computed`.
+            computed: virtual file -> steps that compute its tensor; see `Plan.computed`.
         """
         if not self.transfers:
             return [{"step": "zeros"}]
@@ -111,7 +111,7 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def spans(self) -> tuple[PlannedTensor, ...]:
-        """The spans in which it is hashed, each as a tensor of bytes; empty if there is only one, or values change."""
+        """The spans in which the tensor is hashed, each as a tensor of bytes; empty for one span or changed values."""
         ends = span_ends(self.nbytes)
         if len(ends) == 1 or self.step is not None or self.arithmetic is not None:
             return ()
@@ -136,34 +136,34 @@ def _start(transfer: Transfer) -> int:
 
 
 def _relative_to(parts: Iterable[Transfer], start: int) -> tuple[Transfer, ...]:
-    """Return transfers into a span of a tensor, relative to the start of the span."""
+    """Return transfers into a span of a tensor, with target positions that count from the start of the span."""
     shifted = (msgspec.structs.replace(part, target=part.target - start) for part in parts)
     return tuple(sorted(shifted, key=_start))
 
 
 def _dims(rule: str) -> str:
-    """Return the right-hand side of a rule."""
+    """Return the right-hand side of a table rule: the layout of the tensor's dims."""
     return rule.partition(" = ")[2]
 
 
 class Route(msgspec.Struct, frozen=True):
-    """A line of a printed plan: how rules of the source become a rule of the target."""
+    """A line of a printed plan: from which table rules of the source dialect a rule of the target dialect is made."""
 
     component: str
-    """Logical tensors that the rule contains."""
+    """Names of the logical tensors that the target's rule contains."""
     source: tuple[str, ...]
-    """Rules of the source dialect."""
+    """Rules of the source dialect for these logical tensors."""
     target: str
     """Rule of the target dialect."""
     tensors: int
-    """Number of target tensors with this rule."""
+    """Number of target tensors that the target's rule makes."""
 
 
 _component_and_rule: Callable[[Target], tuple[str, str]] = attrgetter("component", "rule")
 
 
 def routes(bound: BoundNames, targets: Iterable[Target]) -> tuple[Route, ...]:
-    """Group target tensors by rule, with the source's rules for the same logical tensors; zeros have no route."""
+    """Group target tensors by table rule, with the source's rules for the same logical tensors; omit zero tensors."""
     rules = {component: line.text for line, _ in bound.names for component in line.expression.components}
     counts = Counter(_component_and_rule(target) for target in targets if target.parts)
     return tuple(
@@ -180,27 +180,27 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """
 
     source: str
-    """Path of the source, as typed."""
+    """Path of the source, as the user typed it."""
     source_format: str
     """Container format of the source."""
     format: str
     """Container format of the target."""
     family: str | None
-    """Model family; None if no table reads the names."""
+    """Model family; None if no family's table reads the tensor names."""
     from_dialect: str | None
-    """Dialect of the source; None if no table reads the names."""
+    """Dialect of the source; None if no family's table reads the tensor names."""
     dialect: str
     """Dialect of the target."""
     tensors: tuple[PlannedTensor, ...]
-    """Tensors to write, in file order."""
+    """Tensors to write, in the order of the target's files."""
     checks: tuple[PlannedCheck, ...]
-    """Pairs of source copies that must prove equal before anything is written."""
+    """Pairs of copies of a tensor in the source that must prove equal before anything is written."""
     routes: tuple[Route, ...]
-    """The plan by rules, for printing."""
+    """The plan grouped by table rules, for printing."""
     files: dict[str, int]
-    """Target files and their sizes, including copied ones."""
+    """Target file -> size in bytes, including files that are copied unchanged."""
     carried: tuple[str, ...]
-    """Files copied beside the tensors."""
+    """Files of the source that are copied beside the tensors, such as a tokenizer."""
     kept: tuple[str, ...]
     """Source tensors without a line in the target dialect, which keep their names."""
     ignored: tuple[str, ...]
@@ -212,38 +212,38 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     refusals: tuple[Refusal, ...]
     """Reasons why the conversion cannot run; empty if it can."""
     recoded: tuple[RecodedTensor, ...] = ()
-    """Tensors whose values change: decoded, encoded, cast, merged or averaged."""
+    """Tensors whose values change, because they are decoded, encoded, cast, merged or averaged."""
     computed: dict[str, tuple[RecodedTensor, ...]] = {}
-    """Virtual file -> steps that compute its tensor from stored ones, in order."""
+    """Virtual file -> steps, in order, that compute the tensor in that file from stored tensors."""
     allow_lossy: bool = False
-    """Whether rounding is allowed: a dialect's arithmetic, and casts that turn finite values into infinities."""
+    """Whether loss is allowed: rounding by a dialect's arithmetic, or casts that turn finite values to infinities."""
     stayed: tuple[str, ...] = ()
     """Plain source tensors that keep their dtype while others are cast."""
     counted: dict[str, int] = {}
-    """Name axes whose size only the names show -> that size: a missing last index would go unnoticed."""
+    """Axis -> size, for axes in tensor names whose size only the names show: a missing last index is not noticed."""
     notes: tuple[str, ...] = ()
-    """Notes for programs that use the target: settings to give, or defaults that they will assume."""
+    """Notes on the programs that will use the target: settings that they need, or defaults that they will assume."""
 
     @property
     def band(self) -> int:
-        """Bytes of values that must be in memory at once to encode the largest tensor."""
+        """Number of bytes of values that must be in memory at once to encode the largest tensor."""
         return max((tensor.step.band for tensor in self.tensors if tensor.step is not None), default=0)
 
     @cached_property
     def spans(self) -> dict[str, tuple[PlannedTensor, ...]]:
-        """Tensor name -> its spans, for tensors that several workers can share."""
+        """Tensor name -> its spans (ranges of bytes), for large tensors that several workers can share."""
         spans_by_name = {tensor.name: spans for tensor in self.tensors if (spans := tensor.spans)}
         names = {tensor.name for tensor in self.tensors} if spans_by_name else set[str]()
         return {name: spans for name, spans in spans_by_name.items() if names.isdisjoint(span.name for span in spans)}
 
     @cached_property
     def units(self) -> tuple[PlannedTensor, ...]:
-        """Smallest parts that workers can share: tensors, and the spans of large ones."""
+        """Smallest pieces of the plan that workers can share: tensors, and the spans of large tensors."""
         return tuple(unit for tensor in self.tensors for unit in self.spans.get(tensor.name, (tensor,)))
 
     @property
     def compared(self) -> int:
-        """Number of pairs of copies that must prove equal."""
+        """Number of pairs of source copies that must prove equal."""
         return sum(not check.zero for check in self.checks)
 
     @property
@@ -253,18 +253,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of source tensors that are read."""
+        """Number of bytes of source tensors that are read."""
         return sum(transfer.size for tensor in self.tensors for transfer in tensor.transfers)
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """Files beside the tensors: the copied ones, and a rewritten config."""
+        """Names of the target files beside the tensors: copied files, and a rewritten config."""
         is_rewritten = CONFIG in self.files and CONFIG not in self.carried
         return (*self.carried, CONFIG) if is_rewritten else self.carried
 
     @property
     def carried_files(self) -> tuple[PlannedTensor, ...]:
-        """The copied files, each as a tensor of bytes with the file's name."""
+        """The files that are copied unchanged, each as a tensor of bytes that has the file's name."""
         sizes = [(name, self.files[name]) for name in self.carried]
         return tuple(
             PlannedTensor(name, "U8", (size,), (transfer,), size, "", (transfer,))
@@ -274,12 +274,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def copies(self) -> int:
-        """Number of box copies."""
+        """Number of box copies (moves of a rectangular region of a tensor) in the plan."""
         return sum(len(tensor.transfers) for tensor in self.tensors)
 
     @property
     def contiguous(self) -> int:
-        """Number of box copies that are a single byte range on both sides."""
+        """Number of box copies that are a single byte range in both source and target."""
         return sum(not transfer.loops for tensor in self.tensors for transfer in tensor.transfers)
 
     def __repr__(self) -> str:
@@ -289,7 +289,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return f"<plan {source} -> {self.format}, {self.dialect} · {tensors} · {size(self.bytes_written)} · {verdict}>"
 
     def __str__(self) -> str:
-        """Return the text of `print(plan)`: rules, amounts, and the first refusals."""
+        """Return the text that `print(plan)` shows: table rules, amounts of data, and the first refusals."""
         contiguous = round(100 * self.contiguous / self.copies) if self.copies else 100
         amounts = (
             f"read {size(self.bytes_read)}",

@@ -1,19 +1,19 @@
-"""Encoded tensors shown as plain ones, with matching metadata and parameter groups.
+"""Encoded tensors shown as plain tensors, with metadata and optimizer parameter groups that match.
 
-**Decoding** is a view of storage: an encoded tensor becomes a plain one in a virtual file.
+**Decoding** is a view of storage: an encoded tensor becomes a plain tensor in a virtual file.
 
 Reading a range of that file decodes only the values of that range, from only its codes and scales. So planning,
 copying, resharding, comparing and loading need not know that anything was encoded.
 
 **Header notes**: what a container's metadata says about encoded tensors, removed when it is no longer true.
 
-torchao's files describe each tensor in the header's metadata, and list the names of all. After a tensor was decoded or
-renamed, its description must not be copied along.
+torchao's files describe each tensor in the header's metadata, and list all tensor names there. After a tensor was
+decoded or renamed, its old description must not be copied into the target.
 
 **Parameter groups** in another dialect: each group's settings follow its parameters to their new names.
 
-A tensor composed of several parameters (a stack, a fused projection) is one parameter of the target. So all of them
-must be in one group: an optimizer cannot train parts of a parameter with different settings.
+A tensor composed of several parameters (a stack, a fused projection) is one parameter of the target. So all of these
+parameters must be in one group: an optimizer cannot train parts of a parameter with different settings.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def without_notes(metadata: Mapping[str, Any], names: Collection[str] | None = N
     """Return a container's metadata without the descriptions of some tensors.
 
     Args:
-        metadata: metadata of one file, or of several files, where a key on which they differ is prefixed with `file:`.
-        names: names of the tensors; None: all.
+        metadata: metadata of one file, or of several files; a key on which files differ is prefixed with `file:`.
+        names: names of the tensors whose descriptions to remove; None: all tensors.
     """
     remaining = dict(metadata)
     for key in metadata:
@@ -85,12 +85,12 @@ def join_notes(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 DTYPES: Mapping[str, Wide] = {"bf16": "BF16", "fp32": "F32"}
-"""Types to which users can decode -> their safetensors codes."""
+"""Name of a dtype to which users can decode -> the dtype's safetensors code."""
 _FILE = "decoded:"
 _BAND = 1 << 18
-"""Elements that are decoded at a time."""
+"""Number of tensor elements that are decoded at a time."""
 _CHUNK = 1 << 20
-"""Bytes of scales that are read at a time."""
+"""Number of bytes of scales that are read at a time."""
 _CACHE_BYTES = 16 << 20
 """Size of the cache of scales in bytes."""
 
@@ -98,7 +98,7 @@ ScaleArray: TypeAlias = "npt.NDArray[Any]"
 
 
 class RowMajorBytes:
-    """The bytes of one stored buffer in row-major order, whatever its chunks; bytes that no transfer fills are zero."""
+    """The bytes of one stored buffer in row-major order, however it is cut into chunks; unfilled bytes are zero."""
 
     def __init__(self, reader: Readable, transfers: list[Transfer]) -> None:
         self._reader = reader
@@ -107,7 +107,7 @@ class RowMajorBytes:
         self._local = threading.local()
 
     def read(self, start: int, stop: int) -> Bytes:
-        """Return the bytes from `start` to `stop`."""
+        """Return the buffer's bytes from offset `start` up to `stop`."""
         out: Bytes = np.empty(stop - start, np.uint8)
         if start == stop:
             return out
@@ -137,7 +137,7 @@ class _ScaleCache:
         self._size = 0
 
     def get(self, key: tuple[str, int]) -> Bytes | None:
-        """Return the chunk of a key; None if it is not cached."""
+        """Return the cached chunk of scales under a key; None if there is none."""
         with self._lock:
             cached = self._entries.get(key)
             if cached is not None:
@@ -145,7 +145,7 @@ class _ScaleCache:
             return cached
 
     def put(self, key: tuple[str, int], data: Bytes) -> None:
-        """Add a chunk, and drop the least recently used ones beyond the cap."""
+        """Add a chunk of scales, and drop the least recently used chunks if the cache is too large."""
         with self._lock:
             if key not in self._entries:
                 self._entries[key] = data
@@ -159,9 +159,9 @@ class Decoder:
 
     Args:
         tensor: the encoded tensor.
-        source: source of the tensor's buffers.
-        reader: reads the files.
-        dtype: safetensors code of the values.
+        source: turns the tensor's buffers into transfers (reads of byte ranges).
+        reader: reads the files that store the buffers.
+        dtype: safetensors code of the decoded values' dtype.
         cache: cache of scales, shared between decoders.
     """
 
@@ -175,7 +175,7 @@ class Decoder:
         shape = (1,) * (2 - len(tensor.shape)) + tensor.shape
         tile = (1,) * (2 - len(tensor.shape)) + tensor.encoding.tiles(tensor.shape)
         self._encoding = replace(tensor.encoding, tile=tensor.encoding.tile[-2:])
-        """The encoding of one matrix."""
+        """The encoding of one matrix of the tensor, which may be a stack of matrices."""
         *outer, self._rows, self._columns = shape
         *steps, self._tile_rows, self._tile_columns = tile
         self._bits = tensor.encoding.code_bits
@@ -187,21 +187,21 @@ class Decoder:
         for dim, (size, step) in enumerate(zip(outer, steps, strict=True)):
             numbers = numbers.take(np.arange(size) // step, dim)
         self._grids: list[int] = numbers.reshape(-1).tolist()
-        """For each matrix, the index of its grid of scales."""
+        """For each matrix of the tensor, the index of the matrix's grid of scales."""
         if self._bits < 8 and self._columns % 2:
             message = f"rows of {self._columns} codes of {self._bits} bits do not fill whole bytes"
             raise refuse("UNSUPPORTED", message, tensor=tensor.name)
 
     @property
     def nbytes(self) -> int:
-        """Size of the values in bytes."""
+        """Size of the decoded values in bytes."""
         return nbytes(self.dtype, self.tensor.shape)
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill a view with the bytes of the values, beginning at `offset`.
+        """Fill a memory view with bytes of the decoded values, beginning at byte `offset` of the values.
 
         Raises:
-            TransaxleError: any error of the reader.
+            TransaxleError: any error of reading the stored buffers.
         """
         out = np.frombuffer(view, np.uint8)
         item = self._item
@@ -215,7 +215,7 @@ class Decoder:
         out[:] = elements.view(np.uint8)[begin : begin + len(out)]
 
     def scales(self, first: int, last: int) -> npt.NDArray[np.float64]:
-        """Return the scale of each element in a range: that of its tile, times the global scale if there is one."""
+        """Return the scale of each element in a range: its tile's scale, times the global scale if there is one."""
         out = np.empty(last - first, np.float64)
         position = 0
         for row, rows, column, columns in self._boxes(first, last):
@@ -234,9 +234,9 @@ class Decoder:
         return RecodedTensor(tensor.name, "decoded", tensor.encoding.name, tensor.convention, self.dtype, tensor.shape)
 
     def measure(self) -> tuple[Error, int]:
-        """Return the error of the decoded values against the exact products, over the whole tensor.
+        """Return the rounding error of the decoded values against exact products of code and scale, for all elements.
 
-        An overflow counts as an infinite error.
+        A finite product that overflows counts as an infinite error.
         """
         from transaxle.encodings.arithmetic.codec import decode_error
 
@@ -252,7 +252,7 @@ class Decoder:
 
         position = 0
         for row, rows, column, columns in self._boxes(first, last):
-            # Packed codes are read in whole bytes: round columns out to even ones.
+            # Packed codes are read in whole bytes: extend the range of columns to even bounds.
             left, right = (column & ~1, column + columns + 1 & ~1) if self._bits < 8 else (column, column + columns)
             codes, scale, phase = self._read_box(row, rows, left, right - left)
             into = out[position : position + rows * columns].reshape(rows, columns)
@@ -319,7 +319,7 @@ class Decoder:
         return numpy_dtype(self._source.entries[buffer_name(self.tensor.name, Role.SCALE)].dtype)
 
     def _scales(self, first: int, last: int) -> ScaleArray:
-        """Return rows of the grid of scales; they are read in chunks, which are cached."""
+        """Return rows of the grid of scales, which is read in chunks that are cached."""
         width = self._grid_columns * self._scale_dtype.itemsize
         rows_per_chunk = max(1, _CHUNK // width)
         chunks = []
@@ -341,7 +341,7 @@ class Decoder:
 
     @cached_property
     def _factors(self) -> list[float]:
-        """For each matrix, the factor of all products of code and scale: the global scale, or 1."""
+        """For each matrix, the factor by which products of code and scale are multiplied: the global scale, or 1."""
         count = len(self._grids)
         if Role.GLOBAL not in self.tensor.parts:
             return [1.0] * count
@@ -354,7 +354,7 @@ class Decoder:
 
 
 def recode_as_plain(recode: Recode) -> Recode:
-    """Return a version of `recode` that treats a tensor decoded by this view as a plain one."""
+    """Return a version of `recode` that treats a tensor which this view decodes as a plain tensor."""
 
     def form(name: str, stored: NumberFormat) -> NumberFormat:
         return recode(
@@ -365,7 +365,7 @@ def recode_as_plain(recode: Recode) -> Recode:
 
 
 def with_decoded(catalog: Catalog, chosen: Collection[str], dtype: Wide) -> Container:
-    """Return a container in which some encoded tensors are plain.
+    """Return a container that shows the chosen encoded tensors as plain, decoded tensors.
 
     Args:
         catalog: the tensors of a container.
@@ -373,8 +373,8 @@ def with_decoded(catalog: Catalog, chosen: Collection[str], dtype: Wide) -> Cont
         dtype: safetensors code of the decoded values.
 
     Returns:
-        A container with a plain entry under each of these names instead of its buffers. Input scales are left out,
-        because they belong to the layer's activations; so are tensors that only training with codes needs.
+        A container with a plain entry under each chosen name instead of the tensor's buffers. Left out are input
+        scales, which belong to a layer's activations, and tensors that only training with codes needs.
 
     Raises:
         Refused: UNSUPPORTED for a tensor whose rows of codes are not whole bytes.
@@ -385,7 +385,7 @@ def with_decoded(catalog: Catalog, chosen: Collection[str], dtype: Wide) -> Cont
     parts = {stored: role for tensor in tensors.values() for role, stored in tensor.parts.items()}
     input_scales = {stored: container.entries[stored] for stored, role in parts.items() if role is Role.INPUT_SCALE}
     prefix = _FILE
-    # No real file may have the name of a virtual one.
+    # Choose a prefix for virtual files that no real file's name begins with.
     while any(name.startswith(prefix) for name in container.files):
         prefix += ":"
     entries: dict[str, Entry] = {}
@@ -413,15 +413,15 @@ _HINT = "--no-optimizer leaves the optimizer state and its settings out."
 def rename_groups(
     groups: Iterable[ParamGroup], targets: Mapping[str, Target], problems: list[Refusal]
 ) -> list[ParamGroup]:
-    """Return parameter groups under the target's names.
+    """Return the optimizer's parameter groups with the parameter names of the target.
 
     Args:
-        groups: groups with the source's names.
+        groups: groups with the parameter names of the source.
         targets: the tensors of the target.
         problems: receives UNSUPPORTED for every target tensor whose parameters are in different groups.
 
-    If a parameter's state is read from other parameters than its values, its group is that of the state's: files may
-    store the parts of a fused parameter, with the state and the group of the whole.
+    If a target's optimizer state comes from different source parameters than its values, its group comes from the
+    state's parameters: a file may store a fused parameter's values in parts, but its state and group whole.
     """
     groups = list(groups)
     group_of = group_numbers(groups)
@@ -457,7 +457,7 @@ def rename_groups(
 
 
 def _describe_unlike(target: Target, sources: Iterable[str], group_of: Mapping[str, int]) -> str:
-    """Describe which parameters of a target tensor are trained with other settings than the first."""
+    """Describe which source parameters of a target tensor are trained with settings different from the first one's."""
     first, *other_sources = sources
     unlike_source = next(name for name in other_sources if group_of.get(name) != group_of.get(first))
     memberships: Sequence[str] = [

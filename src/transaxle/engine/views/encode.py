@@ -1,10 +1,10 @@
-"""Encoding: the last step of a planned tensor, which turns its values in target order into one of its buffers.
+"""Encoding: the last step of a planned tensor, which computes one stored buffer (such as codes or scales) from values.
 
 Values are read in bands of whole tile rows, because a codec needs no more at a time; every matrix of a stack is tiled
 separately. Each buffer is a planned tensor of its own and reads the values separately. If a matrix has a global scale,
-its amax is computed before anything is written.
+the matrix's amax (largest absolute value) is computed before anything is written.
 
-Also: selecting tensors by patterns of their names.
+The module also selects tensors by patterns of their names.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from transaxle.formats.catalog import nbytes, numpy_dtype
 def select_names(
     names: Iterable[str], only: Sequence[str], skip: Sequence[str], noun: str, default: Sequence[str] | None = None
 ) -> list[str]:
-    """Select names by patterns.
+    """Select names by the user's patterns.
 
     Args:
-        names: all names; their order is kept.
-        only: patterns of names to select, in which `*` stands for any characters; if empty, the names in `default`.
+        names: the names to select from; the selected names keep this order.
+        only: patterns of names to select, in which `*` stands for any characters; if empty, `default` is selected.
         skip: patterns of names to leave out.
-        noun: what the names stand for, for the error.
-        default: names selected if `only` is empty; None: all.
+        noun: what the names stand for (such as `tensor`), for error messages.
+        default: names selected if `only` is empty; None: all names.
 
     Raises:
         UsageError: AMBIGUOUS for a pattern that matches no name.
@@ -59,49 +59,49 @@ def _refuse_pattern(pattern: str, names: Sequence[str], noun: str) -> Refusal:
 
 
 METHODS = ("float8_block", "mxfp8", "nvfp4")
-"""Encodings that can be written."""
+"""Names of the encodings that Transaxle can write."""
 _PLAIN_WORDS = frozenset({
     "answers", "bias", "classifier", "downsample", "head", "patch", "patches", "pos", "position", "positions", "rel",
     "router", "score", "sentence", "sinks", "subsampling", "token", "tokens", "type", "types", "word", "words", "wpe",
     "wte",
 })  # fmt: skip
-"""Words in the names of tensors that are never quantized; `mtp_norm` consists of two words."""
+"""A tensor whose name contains one of these words is never quantized; `mtp_norm` counts as two words."""
 _PLAIN_PARTS = ("emb", "norm")
-"""Parts of words in the names of tensors that are never quantized: `embeddings`, `layernorm`."""
+"""A tensor whose name has a word that contains one of these texts (`embeddings`, `layernorm`) is never quantized."""
 _WORD = re.compile(r"[a-z]+")
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
-"""Segment of a name that numbers a layer or an expert."""
+"""Matches a segment of a tensor name that is only a number, such as that of a layer or an expert."""
 _NO_LINEAR = re.compile(
     r"(?:.*\.)?(?:gate|shared|output_projection|predictions\.decoder|query_feat|[^.]*conv[^.]*|[^.]*_weight)\.weight"
     r"|(?:.*\.)?(?:DenseReluDense\.wo|weights_proj|compressor\.(?:indexer\.)?(?:wkv|wgate|kv_proj|gate_proj))\.weight"
     r"|qformer\..*"
 )
-"""Names of routers, embeddings, heads and convolutions in tables made from traces, which name no logical tensors.
+"""Matches names of routers, embeddings, heads and convolutions, which derived tables do not tell from linear layers.
 
-Also of linear layers that transformers never treats as encoded: it keeps them in float32, or mistakes a layer whose
-name ends with `_weight` for a weight.
+Also matches names of linear layers that transformers never treats as encoded, because transformers keeps these layers
+in float32, or mistakes a layer whose name ends with `_weight` for a weight.
 """
 _LEFT_PLAIN_NOTE = "left plain"
 _ENCODED_NOTE = "encoded, as --only says"
 _EXPERT = "expert"
 _CONV2D_DIMS = 4
-"""Number of dims of a 2-D convolution's weight."""
+"""Number of dims that the weight of a 2-D convolution has."""
 _LAYER_WEIGHT = re.compile(rf".*\.weight\d*|.*{_EXPERT}.*")
-"""Names of weights of layers. Other parameters belong to no linear layer, except stacked experts."""
+"""Matches names of layers' weights, including stacked experts. Further parameters belong to no linear layer."""
 _ALSO_PLAIN = frozenset({"eh_proj", "mtp_proj"})
-"""Names of logical tensors that are never quantized."""
+"""Names of further logical tensors that are never quantized."""
 _WAY_OUT = "Leave it out with --skip, or name others with --only."
 
 
 class Encode(msgspec.Struct, frozen=True):
-    """The user's request to encode tensors."""
+    """The user's request to encode (quantize) tensors."""
 
     encoding: str
     """Name of the encoding, one of `METHODS`."""
     only: tuple[str, ...] = ()
-    """Patterns of the target's table names; if empty, the weights of linear layers."""
+    """Patterns of target tensor names to encode; if empty, the weights of linear layers are encoded."""
     skip: tuple[str, ...] = ()
-    """Patterns of names that stay plain."""
+    """Patterns of target tensor names that are not encoded."""
 
     def __post_init__(self) -> None:
         if self.encoding not in METHODS:
@@ -111,39 +111,39 @@ class Encode(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
-    """How to compute one buffer of an encoded tensor from its values."""
+    """How to compute one buffer (such as the codes) of an encoded tensor from the tensor's values."""
 
     encoding: str
     """Name of the encoding, a key of `ENCODINGS`."""
     convention: str
-    """Name of the convention, a key of `CONVENTIONS`."""
+    """Name of the convention by which buffers are named and scaled, a key of `CONVENTIONS`."""
     role: str
-    """The buffer to compute, a `Role`."""
+    """Role of the buffer to compute, a `Role` such as codes or scales."""
     tensor: str
-    """Table name of the tensor."""
+    """Name of the encoded tensor in the family's table."""
     dtype: str
-    """Safetensors code of the values."""
+    """Safetensors code of the dtype of the values to encode."""
     shape: tuple[int, ...]
-    """Shape of the values."""
+    """Shape of the values to encode."""
 
     @property
     def spec(self) -> Encoding:
-        """The encoding."""
+        """The description of the encoding, from `ENCODINGS`."""
         return ENCODINGS[self.encoding]
 
     @property
     def nbytes(self) -> int:
-        """Size of the values in bytes."""
+        """Size in bytes of the values to encode."""
         return nbytes(self.dtype, self.shape)
 
     @property
     def matrices(self) -> int:
-        """Number of matrices in the stack."""
+        """Number of matrices in the tensor, which is a stack of matrices (one for two dims)."""
         return prod(self.shape[:-2])
 
     @property
     def band(self) -> int:
-        """Bytes of the smallest band that can be encoded: one row of tiles."""
+        """Size in bytes of the smallest band of values that can be encoded: one row of tiles."""
         rows, columns = self.shape[-2:]
         return min(self.spec.tiles(self.shape)[-2], rows) * columns * numpy_dtype(self.dtype).itemsize
 
@@ -164,16 +164,16 @@ class Step(msgspec.Struct, frozen=True, gc=False):
         return CONVENTIONS[self.convention].global_from_amax(size, self.spec)
 
     def factor(self, sizes: Sequence[float], number: int) -> float:
-        """Return the factor by which the decoded values of a matrix are multiplied, beside their scales."""
+        """Return the factor by which decoding multiplies the values of a matrix, beside the scales of the tiles."""
         if not self.spec.has_global:
             return 1.0
         return CONVENTIONS[self.convention].factor(float(self.global_scale(sizes[number])), self.spec)
 
 
 Measure = Callable[[Error], None]
-"""Receives the error of encoded values."""
+"""A function that receives the rounding error of encoded values."""
 Values = Callable[[Sequence[int]], Iterator[memoryview]]
-"""Yields the bytes of a tensor's values in order, split at the given end offsets."""
+"""A function that yields the bytes of a tensor's values in order, split at the given end offsets."""
 
 
 def buffer_blocks(
@@ -184,9 +184,9 @@ def buffer_blocks(
     Args:
         step: the buffer to compute.
         values: reads the values of the tensor.
-        sizes: amax of each matrix, if matrices have global scales.
+        sizes: amax (largest absolute value) of each matrix, if matrices have global scales.
         room: bytes of values per band, unless one row of tiles takes more.
-        report_error: called with the error of each band of codes.
+        report_error: called with the rounding error of each band of codes.
     """
     if step.role == Role.GLOBAL:
         yield np.array([step.global_scale(size) for size in sizes], np.float32).view(np.uint8).data
@@ -209,7 +209,7 @@ def buffer_blocks(
 
 
 def matrix_amaxes(step: Step, values: Values, *, room: int) -> tuple[float, ...]:
-    """Return the amax of each matrix of a tensor; for the arguments see `buffer_blocks`."""
+    """Return the amax (largest absolute value) of each matrix of a tensor; for the arguments see `buffer_blocks`."""
     from transaxle.encodings.arithmetic.codec import amax
 
     kind = numpy_dtype(step.dtype)
@@ -230,24 +230,24 @@ def choose(
     across: Container[str] = (),
     unread: Mapping[str, str] | None = None,
 ) -> tuple[list[str], list[Refusal], list[str]]:
-    """Choose the tensors of a view to encode.
+    """Choose which tensors of the target to encode.
 
     Args:
-        view: the target.
-        request: the user's request. Without patterns, the weights of linear layers according to the tables: never
-            embeddings, heads, routers, norms, biases or sinks, and no encoded tensors.
-        components: target name -> its logical tensors, for targets that a table reads.
-        across: names of targets whose rows do not run along the input dim of their layers.
-        unread: name of a target whose codes transformers would read wrongly -> reason. Such a target is encoded only if
-            the user's patterns name it.
+        view: the tensors of the target.
+        request: the user's request. If it has no patterns, the weights of linear layers according to the family's table
+            are chosen, never embeddings, heads, routers, norms, biases, sinks or encoded tensors.
+        components: target tensor name -> the logical tensors in it, for targets that the family's table reads.
+        across: names of target tensors whose rows do not run along the input dim of their layers.
+        unread: name of a target tensor whose codes transformers would read wrongly -> reason. Such a tensor is encoded
+            only if the user's patterns name it.
 
     Returns:
-        Target names, refusals of requested tensors that cannot be encoded, and notes about codes that transformers
-        would read wrongly.
+        Names of the tensors to encode, refusals of requested tensors that cannot be encoded, and notes about codes that
+        transformers would read wrongly.
 
     Raises:
-        UsageError: AMBIGUOUS for a pattern that matches no tensor, if neither a table nor a pattern selects tensors,
-            and if nothing is left to encode.
+        UsageError: AMBIGUOUS if a pattern matches no tensor, if neither a table nor a pattern selects tensors, or if no
+            tensor is left to encode.
     """
     buffers = {stored for one in view.encoded.values() for stored in one.parts.values()}
     plain = {name: target for name, target in view.targets.items() if name not in buffers and _is_weight(target)}
@@ -274,7 +274,7 @@ def choose(
 
 
 def _notes(unread: Mapping[str, str], text: str) -> Iterator[str]:
-    """Yield a note per reason about codes that transformers would read wrongly; numbers in names become `*`."""
+    """Yield one note per reason why transformers would read codes wrongly; `*` replaces numbers in tensor names."""
     for reason in dict.fromkeys(unread.values()):
         names = [name for name, why in unread.items() if why == reason]
         patterns = ", ".join(dict.fromkeys(_NUMBER.sub("*", name) for name in names))
@@ -283,7 +283,7 @@ def _notes(unread: Mapping[str, str], text: str) -> Iterator[str]:
 
 
 def _misfit(view: View, target: Target | None, encoding: Encoding, name: str, *, across: bool) -> str:
-    """Return why a tensor cannot be encoded; empty if it can."""
+    """Return the reason why a tensor cannot be encoded; empty if the tensor can be encoded."""
     if target is None:
         return f"the tensor is already encoded in {view.encoded[name].encoding.name}: decode it first"
     dtype, shape = view.form_of(name)
@@ -308,7 +308,7 @@ def _is_weight(target: Target) -> bool:
 
 
 def _is_linear(target: Target, components: Sequence[str]) -> bool:
-    """Tell whether a target is the weight of linear layers: all of its logical tensors must be such weights."""
+    """Tell whether a target tensor consists only of weights of linear layers, judging by its names and shape."""
     if not components or len(target.shape) < 2 or 1 in target.shape[-2:] or not _ALSO_PLAIN.isdisjoint(components):
         return False
     of_picture = (

@@ -1,8 +1,8 @@
-"""Encoded tensors among plain ones: one name and one shape for the tables, several buffers on disk.
+"""Encoded (quantized) tensors: one name and one shape in the families' tables, but several buffers on disk.
 
-A table describes weights. If a weight is stored as codes and scales, the tables see only the codes, under the weight's
-name and in its shape. The translation moves the codes. Then each other buffer gets a target: scales move with the tiles
-that they belong to, and all buffers get the names and shapes of the convention. Nothing is decoded on the way.
+A family's table describes weights. If a weight is stored as codes and scales, the table sees only the codes, under the
+weight's name and in its shape. The translation moves the codes. Then every further buffer gets a target: scales move
+with the tiles that they belong to, and all buffers get the names and shapes of the convention. Nothing is decoded.
 
 **Compact scales**: scales that torchao stores in the order of a matrix-multiply kernel, read in row-major order.
 
@@ -45,22 +45,22 @@ if TYPE_CHECKING:
 
 
 _ROWS, _COLUMNS, _LANES = 128, 4, 32
-"""Rows and columns of one kernel tile, and the number of consecutive rows that are stored as lanes."""
+"""Rows and columns of scales in one kernel tile, and the number of consecutive rows stored as lanes of the tile."""
 _CACHED = 8
-"""Number of reordered buffers that are cached, so that reading one piece by piece reorders it once."""
+"""Number of reordered buffers that are cached, so that a buffer that is read piece by piece is reordered only once."""
 _FILE = "\0compact "
-"""Prefix of the names of virtual files."""
+"""Prefix of the names of the virtual files that hold reordered scales."""
 
 
 class _CompactScales(msgspec.Struct, frozen=True):
-    """A virtual file with one buffer of scales in compact order, reordered from the kernel's."""
+    """A virtual file with one buffer of scales in compact (row-major) order, reordered from the kernel's order."""
 
     source: Entry
-    """The buffer as stored."""
+    """The stored buffer of scales, in the kernel's order."""
     shape: tuple[int, int]
-    """Scales along both dims, without padding."""
+    """Number of scales along both dims, without padding."""
     compact: Callable[[str], Bytes]
-    """Returns a stored buffer in compact order, by its name."""
+    """From the name of a stored buffer, returns its scales in compact order."""
 
     @property
     def nbytes(self) -> int:
@@ -73,11 +73,11 @@ class _CompactScales(msgspec.Struct, frozen=True):
 
 
 def compact_order(stored: Bytes, shape: tuple[int, int]) -> Bytes:
-    """Reorder scales from the kernel's order to row-major order, flat.
+    """Reorder scales from the kernel's order to row-major order, as a flat array.
 
     Args:
         stored: one byte per scale, in the kernel's order, including padding.
-        shape: scales along both dims, without padding.
+        shape: number of scales along both dims, without padding.
 
     Post-condition: scale `(r, c)` of tile `t` was at byte `512 t + 16 (r % 32) + 4 (r % 128 // 32) + c % 4`.
     """
@@ -131,43 +131,43 @@ def _scale_shape(entries: Mapping[str, Entry], description: SwizzledTensor) -> t
 
 
 StoredForm = tuple[str, Shape]
-"""Safetensors code and shape with which a target is stored, if they differ from the target's own."""
+"""Safetensors code and shape with which a target tensor is stored, if they are not those of its elements."""
 
 _SCALE = "scale"
 """Text that occurs in the name of every buffer of scales."""
 _WAY_OUT = "To keep the tensors exactly as stored:  --to safetensors:identity."
-"""Hint for buffers that do not match."""
+"""Hint of refusals of buffers that do not match their tensor."""
 _DECODE_HINT = "Choose a dialect that keeps these tensors apart, or decode them:  --decode bf16."
-"""Hint for tensors that would have to share one scale."""
+"""Hint of refusals of tensors that would have to share one scale."""
 
 
 def buffer_name(name: str, role: Role) -> str:
-    """Return the internal name of a buffer; no stored tensor has such a name."""
+    """Return the internal name of an encoded tensor's buffer, a name that no stored tensor can have."""
     return name if role is Role.CODES else f"{name}\0{role}"
 
 
 def matrix_tile(shape: Shape) -> Tile:
-    """Return the tile of a buffer with one number per matrix: the size of the last two dims."""
+    """Return the tile of a buffer that has one number per matrix: the tile spans the last two dims of the shape."""
     return (*(1 for _ in shape[:-2]), *(max(size, 1) for size in shape[-2:]))
 
 
 class Catalog(msgspec.Struct, frozen=True, dict=True):
-    """The tensors of a container as tables see them."""
+    """The tensors of a container as the families' tables see them: an encoded tensor counts as one tensor."""
 
     container: Container
-    """The container."""
+    """The container with the stored tensors."""
     entries: Mapping[str, Entry]
-    """Table name -> entry: plain tensors, and the codes of encoded ones with their shape in elements."""
+    """Table name -> entry: plain tensors, and the codes of encoded tensors with their shape in elements."""
     encoded: Mapping[str, EncodedTensor]
-    """The encoded tensors by table name."""
+    """Table name -> encoded tensor with its buffers."""
     quantization: Quantization | None = None
-    """The config's description of the encoded tensors; None if it has none."""
+    """The config's description of the encoded tensors; None if the config has no description of them."""
     refusals: tuple[Refusal, ...] = ()
     """Refusals of buffers that cannot be matched or do not fit."""
 
     @cached_property
     def buffers(self) -> Mapping[str, Entry]:
-        """All entries from which targets are read: those of the tables, and the other buffers under internal names."""
+        """All entries from which target tensors are read: `entries`, and further buffers by internal names."""
         buffers = dict(self.entries)
         for tensor in self.encoded.values():
             for role, stored in tensor.parts.items():
@@ -195,12 +195,12 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
     """Find the encoded tensors of a container.
 
     Args:
-        container: the container.
-        config: the model's config; empty if there is none.
-        modelopt: the separate config of older ModelOpt exports; None if there is none.
+        container: the container with the stored tensors.
+        config: content of the model's config.json; empty if there is none.
+        modelopt: content of the separate config of older ModelOpt exports; None if there is none.
 
     Returns:
-        Its tensors as tables see them, with refusals of buffers that do not match.
+        The container's tensors as the families' tables see them, with refusals of buffers that do not match.
     """
     if modelopt is None and not _may_be_encoded(container, config):
         return Catalog(container, container.entries, {})
@@ -238,7 +238,7 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
 
 
 def _with_hint(error: TransaxleError, container: Container) -> tuple[Refusal, ...]:
-    """Return the refusals of a config; if all tensors are plain, hint that its section may be left over."""
+    """Return the refusals of a quantization config; if all tensors are plain, hint that it may be left over."""
     names_codes = group(container.entries).refusals
     if names_codes or any(entry.dtype in SPEAKING for entry in container.entries.values()):
         return error.refusals
@@ -261,9 +261,9 @@ def refuse_plain(to: str) -> TransaxleError:
 
 
 def _may_be_encoded(container: Container, config: Mapping[str, Any]) -> bool:
-    """Tell whether a dtype, a name, the metadata or the config suggests encoded tensors.
+    """Tell whether a dtype, a tensor name, the metadata or the config suggests that tensors are encoded.
 
-    If not, all tensors are plain, and modules about encodings need not be imported.
+    If nothing suggests it, all tensors are plain, and modules about encodings need not be imported.
     """
     return (
         any(entry.dtype in SPEAKING or _SCALE in name for name, entry in container.entries.items())
@@ -273,12 +273,12 @@ def _may_be_encoded(container: Container, config: Mapping[str, Any]) -> bool:
 
 
 class View(Translation, frozen=True):
-    """A checkpoint in another dialect, with every buffer under its stored name."""
+    """A checkpoint translated to a target dialect, with every buffer of an encoded tensor under its stored name."""
 
     stored: Mapping[str, StoredForm] = msgspec.field(default_factory=dict)
-    """Target name -> stored dtype and shape, for targets stored in another form than their elements."""
+    """Target name -> stored dtype and shape, for targets whose stored dtype or shape is not that of their elements."""
     encoded: Mapping[str, EncodedTensor] = msgspec.field(default_factory=dict)
-    """The encoded tensors by table name, with the names of their buffers."""
+    """Table name -> encoded tensor, with the names of its buffers in the target."""
 
     def form_of(self, name: str) -> StoredForm:
         """Return the safetensors code and the shape with which a target is stored."""
@@ -293,12 +293,12 @@ def add_buffers(translation: Translation, catalog: Catalog) -> View:
     """Return a translation with targets for all buffers of encoded tensors.
 
     Args:
-        translation: translation of the tensors as tables see them.
-        catalog: the tensors as tables see them.
+        translation: translation of plain tensors and codes, which are all that tables see.
+        catalog: the source's tensors as the families' tables see them.
 
     Returns:
-        The same view with a target for every buffer, under its stored name. The view's refusals may grow by
-        BLOCK_MISALIGNED, DTYPE_MIXED and NAME_COLLISION.
+        The translation with a target for every buffer, under the buffer's stored name, and with further refusals if
+        buffers do not fit: BLOCK_MISALIGNED, DTYPE_MIXED and NAME_COLLISION.
     """
     if not catalog.encoded:
         return _view(structs.replace(translation, refusals=(*catalog.refusals, *translation.refusals)), {}, {})
@@ -310,7 +310,7 @@ def _view(translation: Translation, stored: Mapping[str, StoredForm], encoded: M
 
 
 class _BufferFollower:
-    """Adds targets of the other buffers to each target of codes."""
+    """Adds to each target of codes the targets of the tensor's further buffers, such as scales."""
 
     def __init__(self, translation: Translation, catalog: Catalog) -> None:
         self.translation = translation
@@ -364,10 +364,10 @@ class _BufferFollower:
             self.stored[name] = described
 
     def _encoding_of(self, target: Target) -> EncodedTensor | None:
-        """Return one of the encoded tensors of which a target consists, all of one kind; None for a plain target.
+        """Return one of the encoded tensors of which a target consists (all have one kind); None for a plain target.
 
         Raises:
-            Refused: DTYPE_MIXED for encoded tensors of several kinds, or mixed with plain ones.
+            Refused: DTYPE_MIXED if the target consists of encoded tensors of several kinds, or also of plain tensors.
         """
         names = [origin.name for part in target.parts for origin in part.origins]
         kinds = {self._kind(name): name for name in names}
@@ -392,7 +392,7 @@ class _BufferFollower:
         """Add a target for each buffer of an encoded tensor."""
         convention = CONVENTIONS[tensor.convention] if target.is_identity else writable_convention(tensor)
         parts: dict[Role, str] = {}
-        for role, buffer, checks in list(self._buffers(target, tensor)):  # collected first: all are added, or none
+        for role, buffer, checks in list(self._buffers(target, tensor)):  # a list: all buffers are added, or none
             stored = self.catalog.container.entries[tensor.parts[role]]
             if target.is_identity:
                 name, described = stored.name, (stored.dtype, stored.shape)
@@ -407,10 +407,10 @@ class _BufferFollower:
         self.encoded[target.name] = EncodedTensor(target.name, tensor.encoding, target.shape, parts, convention.name)
 
     def _buffers(self, target: Target, tensor: EncodedTensor) -> Iterator[tuple[Role, Target, Sequence[Check]]]:
-        """Yield the target of each buffer, in tiles, with checks that numbers which become one are equal.
+        """Yield the target of each buffer, with checks that source numbers which become one target number are equal.
 
         Raises:
-            Refused: BLOCK_MISALIGNED; DTYPE_MIXED if one of several sources lacks a buffer.
+            Refused: BLOCK_MISALIGNED if a target tile needs two scales; DTYPE_MIXED if a source tensor lacks a buffer.
         """
         from transaxle.axes.layout.tile import scales  # imported here: few checkpoints are encoded
 
@@ -441,7 +441,7 @@ class _BufferFollower:
             )
 
     def _buffer_checks(self, check: Check) -> Iterator[Check]:
-        """Yield a check of two copies, and checks of their other buffers."""
+        """Yield a check that two copies of codes are equal, and checks of their scales and further buffers."""
         yield check
         first_tensor, second_tensor = self._encoding_of(check.first), self._encoding_of(check.second)
         if first_tensor is None and second_tensor is None:
@@ -460,7 +460,7 @@ class _BufferFollower:
 
 
 def _describe_shared(target: Target, role: Role, first: Target, second: Target) -> str:
-    """Describe that one number of a target stands for those of two sources, by the differing parts of their names."""
+    """Describe that one number of a target tensor replaces the numbers of two source tensors, and name the two."""
     names = [target_side.parts[0].origins[0].name.partition("\0")[0].split(".") for target_side in (first, second)]
     while names[0][:1] == names[1][:1] != []:
         names = [name[1:] for name in names]
@@ -471,10 +471,10 @@ def _describe_shared(target: Target, role: Role, first: Target, second: Target) 
 
 
 def writable_convention(tensor: EncodedTensor) -> Convention:
-    """Return the convention in which to write an encoded tensor: its own, or one with equivalent numbers.
+    """Return the convention in which to write an encoded tensor: the tensor's own, or one with equivalent numbers.
 
     Raises:
-        Refused: UNSUPPORTED if there is none.
+        Refused: UNSUPPORTED if no writable convention has equivalent numbers.
     """
     own_convention, name = CONVENTIONS[tensor.convention], tensor.encoding.name
     for candidate in (own_convention, CONVENTIONS[PREFERRED[name]], *CONVENTIONS.values()):
