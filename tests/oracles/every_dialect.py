@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from tests.formats.megatron import test_torch_dist as jobs
 from tests.oracles import automodel_peer, cases, torchtitan_peer, torchtitan_pictures
+from tests.oracles import test_every_type as every_type
 from tests.oracles import test_full_families as hand
 from tests.oracles import test_megatron_bridge as bridge
 from tests.oracles import test_more_dialects as automodel
 from tests.oracles import test_titan_dialects as titan
-from tests.oracles import test_traced_families as traced
 from tests.oracles.bridge_peer.models import MODELS
 from tests.oracles.cases import (
     AUTOMODEL,
@@ -110,7 +110,7 @@ def lists() -> Iterator[tuple[str, str]]:
         yield from ((TITAN_03 if dialect == TORCHTITAN else dialect, family) for dialect in dialects)
         if TORCHTITAN in dialects:
             yield TITAN_02, family
-    yield from _families(TRANSFORMERS, [*hand.TYPES, *traced.TYPES])
+    yield from _families(TRANSFORMERS, [*hand.TYPES, *every_type.TRACED_TYPES])
     yield from _families(TITAN_03, [*titan.CASES, *titan.TEXTS])
     yield from _families(AUTOMODEL, automodel.TYPES)
     yield from ((TE, family) for family in DENSE)
@@ -145,7 +145,7 @@ def oracles() -> Iterator[tuple[Oracle, str]]:
         if TORCHTITAN in variants:
             yield Oracle(TITAN_02, "", "names in from_hf_map of torchtitan 0.2.0 to 0.2.2"), family
     yield from _with(Oracle(TRANSFORMERS, TRANSFORMERS, _ALL), hand.TYPES)
-    yield from _with(Oracle(TRANSFORMERS, TRANSFORMERS, _TRACED), traced.TYPES)
+    yield from _with(Oracle(TRANSFORMERS, TRANSFORMERS, _TRACED), every_type.TRACED_TYPES)
     for model_type in [*titan.CASES, *titan.TEXTS]:
         _, adapter = torchtitan_pictures.ADAPTERS[titan.TEXTS.get(model_type, model_type)]
         yield from _with(Oracle(TITAN_03, TORCHTITAN, adapter), [model_type])

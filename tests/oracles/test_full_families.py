@@ -28,7 +28,6 @@ from transaxle.formats.storage.local import LocalStorage
 ABSENT = {"step3p5", "step3p7_text", "kimi_k2", "bailing_moe_v2"}
 """Model types of ours that the installed transformers does not know by this word."""
 TYPES = sorted({t for e in builtin().entries.values() if not e.traced for t in e.model_types} - ABSENT)
-SAMPLE = ("llama", "qwen3_moe", "deepseek_v3")
 NUMBERS: tuple[tuple[str, Any], ...] = (
     ("num_key_value_heads", 1), ("num_key_value_heads", 4), ("num_hidden_layers", 3), ("head_dim", 16),
     ("first_k_dense_replace", 0), ("first_k_dense_replace", 2), ("mlp_only_layers", [1]), ("decoder_sparse_step", 2),
@@ -241,17 +240,9 @@ def _held(division: Division, whole: np.ndarray[Any, Any]) -> np.ndarray[Any, An
     return whole.take(positions, division.dim)
 
 
-@pytest.mark.peers
-@pytest.mark.parametrize("model_type", SAMPLE)
+@pytest.mark.oracle
+@pytest.mark.parametrize("model_type", TYPES)
 def test_a_table_by_hand_is_right_for_every_config(model_type: str, tmp_path: Path) -> None:
     assert check_variants(model_type, tmp_path / "variants") == []
     check_short_config(model_type, tmp_path / "short")
-    assert check_cuts(model_type, tmp_path) > 0
-
-
-@pytest.mark.oracle
-@pytest.mark.parametrize("model_type", TYPES)
-def test_every_table_by_hand(model_type: str, tmp_path: Path) -> None:
-    assert check_variants(model_type, tmp_path / "variants") == []
-    check_short_config(model_type, tmp_path / "short")
-    check_cuts(model_type, tmp_path)
+    assert check_cuts(model_type, tmp_path) or model_type not in {"llama", "qwen3_moe", "deepseek_v3"}

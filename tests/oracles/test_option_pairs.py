@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ import pytest
 
 from tests.oracles import cases, option_runs, option_sources
 from tests.oracles import option_pairs as names
-from tests.oracles.cases import AUTOMODEL, TORCHTITAN
 from tests.oracles.option_models import FAMILIES, WIDE
 from tests.oracles.option_pairs import CLASHES, FACTORS, NONE, Row, allowed, clashing, covering, pairs_of
 from tests.oracles.option_sources import Source
@@ -29,7 +27,6 @@ ARRAYS = 3
 """Covering arrays, each of which has every pair."""
 SHARES = 8
 """Tests that share the rows out, so that several processes have some."""
-SAMPLE = 8
 CONVERSIONS, DONE = 600, "done"
 SUCCEED = 0.8
 """At least so many of the rows must end with a checkpoint: a sweep of refusals compares nothing."""
@@ -122,20 +119,6 @@ def _run(
     assert not wrong, "\n".join(wrong)
     sys.stdout.write(f"{ends.total()} conversions: {dict(ends.most_common())}\n")
     return ends
-
-
-def test_a_sample_is_exact_or_refused(sources: dict[tuple[str, str], Source], tmp_path: Path) -> None:
-    order = random.Random(0)
-    few = {names.FAMILY: ("llama", "qwen3_moe"), names.SOURCE: (*names.TRAINED, "hf", "pt", names.FP8), "on": (NONE,)}
-    apart = {TORCHTITAN, AUTOMODEL}  # these peers take long to import
-    fewer = [
-        row
-        for row in rows()
-        if all(row[factor] in values for factor, values in few.items())
-        and option_runs.TARGETS[row[names.TO]][1] not in apart
-    ]
-    ends = _run(order.sample(fewer, SAMPLE), sources, tmp_path)
-    assert ends[DONE] >= SUCCEED * SAMPLE
 
 
 @pytest.mark.oracle

@@ -162,17 +162,6 @@ def test_grouped_experts_are_the_stack_of_the_single_ones() -> None:
     assert torch.equal(grouped[name][5], single[f"{name}5"])
 
 
-def test_torchtitan_has_no_name_for_a_bias() -> None:
-    case = cases.case("llama", "bias")
-    with pytest.raises(KeyError, match="bias"):
-        torchtitan_peer.from_hf(case.config, case.dialects[HF])
-
-
-def test_automodel_refuses_a_tied_qwen3_moe() -> None:
-    with pytest.raises(NotImplementedError, match="tie_word_embeddings"):
-        automodel_peer.module(cases.case("qwen3_moe", "tied").config)
-
-
 def test_torchtitan_moved_names_between_its_releases() -> None:
     case = cases.case("qwen3_moe", "dense_layers")
     older = case.versions[TITAN_02]

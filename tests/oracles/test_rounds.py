@@ -1,9 +1,11 @@
-"""Through every dialect of a family, one after the other, and back: transformers loads what comes out, and computes
-the same logits. And a model with each kind of head through every dialect and back.
+"""Models through every dialect of their family and back: transformers loads the result and computes the same logits.
+
+Models with each kind of head, OLMo Hybrid as the hub stores it, and layers that predict ahead are compared as well.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import pytest
 import torch
 
 import transaxle as tx
+from tests.families.test_layers_ahead import SIZES, mellum
 from tests.oracles import wrappers
-from tests.oracles.peer_bytes import differing, loaded, memory, randomise
+from tests.oracles.every_type import built
+from tests.oracles.peer_bytes import differing, loaded, memory, randomise, write
 from tests.oracles.quiet import quiet
 from tests.oracles.tiny_models import drawn
 from transaxle.families import builtin
@@ -107,3 +111,72 @@ def test_logits_are_equal_after_a_round_through_all_dialects(model_type: str, tm
         again = type(model).from_pretrained(source).eval()
         found = again(tokens).logits
     assert torch.equal(found, expected)
+
+
+# OLMo Hybrid as the hub has it: q, k and v of a convolution have the sizes of their heads.
+
+CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
+
+
+@pytest.mark.peers
+def test_files_of_the_hub_are_what_transformers_loads(tmp_path: Path) -> None:
+    model = built("olmo_hybrid")[0]
+    randomise(model)
+    inside = memory(model)
+    model.save_pretrained(tmp_path / "saved")
+    hub = loaded(tmp_path / "saved")
+    config = model.config
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    assert keys != values
+    for name, tensor in inside.items():
+        if ".conv1d." in name:
+            names = [name.replace("conv1d", word) for word in CONVOLUTIONS]
+            hub |= dict(zip(names, torch.split(tensor, [keys, keys, values]), strict=True))
+    text = (tmp_path / "saved/config.json").read_text("utf-8")
+    write(tmp_path / "hub", hub, text)
+    write(tmp_path / "memory", inside, text)
+    assert differing(memory(type(model).from_pretrained(tmp_path / "hub").float()), inside) == []
+    tx.convert(tmp_path / "hub", tmp_path / "to", to="safetensors:transformers", sync=False)
+    assert differing(loaded(tmp_path / "to"), inside) == []
+    tx.convert(tmp_path / "memory", tmp_path / "back", to="safetensors:hf", sync=False)
+    assert differing(loaded(tmp_path / "back"), hub) == []
+    with pytest.raises(tx.TransaxleError, match="conv1d"):
+        tx.convert(tmp_path / "saved", tmp_path / "thirds", to="safetensors:transformers", sync=False)
+
+
+# The layers that predict ahead as transformers builds them, where it does: in a model of their own.
+
+_HUB = (
+    (r"^layers\.0\.enorm\.", "mtp.pre_fc_norm_embedding."),
+    (r"^layers\.0\.hnorm\.", "mtp.pre_fc_norm_hidden."),
+    (r"^layers\.0\.eh_proj\.", "mtp.fc."),
+    (r"^layers\.0\.post_norm\.", "mtp.norm."),
+    (r"^layers\.(\d+)\.mtp_block\.", r"mtp.layers.\1."),
+)
+"""Its names -> the hub's: `MtpModel` in transformers' conversion_mapping, the other way round."""
+
+
+@pytest.mark.peers
+def test_mellum_has_the_tensors_that_its_table_says() -> None:
+    with quiet():
+        from transformers import MellumConfig, MellumForCausalLM
+        from transformers.modeling_layers import MtpModel
+
+        config = MellumConfig(
+            **{**SIZES, "num_experts_per_tok": 2, "num_mtp_layers": 1, "mlp_layer_types": ["sparse"] * 2}
+        )
+        ahead = MtpModel(MellumForCausalLM(config), 1).state_dict()
+    found: dict[str, tuple[int, ...]] = {}
+    for name, tensor in ahead.items():
+        for pattern, hub in _HUB:
+            name = re.sub(pattern, hub, name)
+        found[name] = tuple(tensor.shape)
+    experts, width, inner = found.pop("mtp.layers.0.mlp.experts.down_proj")
+    assert found.pop("mtp.layers.0.mlp.experts.gate_up_proj") == (experts, 2 * inner, width)
+    for e in range(experts):
+        stem = f"mtp.layers.0.mlp.experts.{e}"
+        found |= {f"{stem}.{n}_proj.weight": (inner, width) for n in ("gate", "up")}
+        found[f"{stem}.down_proj.weight"] = (width, inner)
+    shared = {"embed_tokens.weight", "shared_head.weight"}
+    assert {name: shape for name, shape in found.items() if name not in shared} == mellum()

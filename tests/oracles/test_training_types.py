@@ -72,20 +72,6 @@ def float8_from_a_hub(model: Any, folder: Path) -> None:
     assert differing(other.state_dict(), model.state_dict()) == []
 
 
-SAMPLE = (
-    pytest.param(refit, "gemma3", id="refit-gemma3"),  # the config of its text says more than the whole one
-    pytest.param(built_empty, "falcon_h1", id="empty-falcon_h1"),  # a model fills a buffer of its layers
-    pytest.param(float8_from_a_hub, "gemma3", id="float8-gemma3"),  # a hub has other names
-    pytest.param(built_empty, "paligemma", id="empty-paligemma"),  # models in models fill their own
-)
-
-
-@pytest.mark.peers
-@pytest.mark.parametrize(("check", "model_type"), SAMPLE)
-def test_every_value_arrives(check: Check, model_type: str, tmp_path: Path) -> None:
-    check(_stored(model_type, tmp_path), tmp_path)
-
-
 @pytest.mark.oracle
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("check", [refit, built_empty, float8_from_a_hub])
