@@ -10,7 +10,7 @@ import pytest
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.errors import LONGEST_NAME, Faults, Refusal, Where, gathered, shortened
+from transaxle.errors import Faults, Refusal, Where, gathered, shortened
 from transaxle.formats.storage.local import storage_error
 
 
@@ -38,11 +38,6 @@ def test_one_error_lists_the_first_hundred_problems() -> None:
     faults.add("CORRUPT", "one more", "file")
     messages = [refusal.message for refusal in faults.error().refusals]
     assert messages[99:] == ["problem 99", "there are more; these are the first 100 problems"]
-
-
-def test_a_name_as_long_as_a_path_is_shown_whole() -> None:
-    name = "x" * LONGEST_NAME
-    assert name in str(Refusal("CORRUPT", "odd", Where(None, name)))
 
 
 def test_errors_of_files_are_also_those_of_the_system(tmp_path: Path) -> None:

@@ -1,19 +1,25 @@
-"""Hints in messages: every option that they name exists, on the command line and in Python."""
+"""Hints in messages: the options that they name exist in both languages, and so do the packages to install."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
+import shlex
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import click
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import transaxle as tx
 from transaxle.cli.command import program
 from transaxle.errors import Refusal, in_both_languages
+from transaxle.extras import install
 from transaxle.options import KEYWORDS
 
 SOURCE = Path(tx.__file__).parent
@@ -101,3 +107,43 @@ def test_hints_give_both_spellings(text: str, both: str) -> None:
     refusal = Refusal("UNKNOWN_AXIS", "--axis is of the command line", hint=text)
     assert refusal.hint == refusal.shown().hint == both
     assert refusal.message == "--axis is of the command line"
+
+
+# Hints on missing packages name what to install, however transaxle was installed.
+
+PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text("utf-8"))["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+OFFERED = ("torch", "s3", "hf", "report", "vllm", "ray", "demo")
+"""Extras for users; the others are for those who work on the package."""
+
+
+def _asked(extra: str) -> set[tuple[str, frozenset[str], str]]:
+    """Return what an extra asks for, with that of extras that it names."""
+    found = set()
+    for line in EXTRAS[extra]:
+        one = Requirement(line)
+        if one.name == PROJECT["name"]:
+            found |= {each for other in one.extras for each in _asked(other)}
+        else:
+            found.add(_known(one))
+    return found
+
+
+def _known(one: Requirement) -> tuple[str, frozenset[str], str]:
+    return canonicalize_name(one.name), frozenset(one.extras), str(one.specifier)
+
+
+@pytest.mark.parametrize("extra", OFFERED)
+def test_hints_name_packages_instead_of_extras(extra: str) -> None:
+    """`pip install 'transaxle[report]'` finds no such package on an index until one is released."""
+    words = shlex.split(install(extra))
+    assert words[:2] == ["pip", "install"]
+    assert {_known(Requirement(word)) for word in words[2:]} == _asked(extra)
+
+
+def test_a_source_tree_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.requires", missing)
+    assert install("report") == "pip install 'transaxle[report]'"

@@ -21,10 +21,8 @@ from tests.cli.running import USAGE, Transaxle
 from transaxle import verbs
 from transaxle.arguments import read_options
 from transaxle.cli.command import program
-from transaxle.engine.views.encode import METHODS
 from transaxle.options import (
     EXCLUSIONS,
-    KEYWORDS,
     OPENING,
     OPTIONS,
     VERBS,
@@ -117,17 +115,6 @@ def test_options_without_a_docstring_are_documented_by_open_or_convert() -> None
         own = set(inspect.signature(function).parameters) - documented(function)
         referred = set(OPENING) if verb != "plan" else set(VERBS["convert"])
         assert own <= referred, (verb, own - referred)
-
-
-def test_choices_are_those_of_the_program() -> None:
-    assert OPTIONS["encode"].choices == METHODS
-
-
-def test_messages_name_each_option_correctly() -> None:
-    for option in OPTIONS.values():
-        assert all(KEYWORDS[word].partition("=")[0] == option.name for word in option.spellings)
-    assert (KEYWORDS["--sync"], KEYWORDS["--no-sync"]) == ("sync=True", "sync=False")
-    assert (KEYWORDS["--no-optimizer"], KEYWORDS["--average"]) == ("optimizer=False", "average=True")
 
 
 CASES = (

@@ -95,31 +95,6 @@ def _properties(schema: Any) -> Iterator[tuple[str, Any]]:
         yield from _properties(value)
 
 
-def _arrays(schema: Any) -> Iterator[Any]:
-    if isinstance(schema, dict) and schema.get("type") in ("array", ["array", "null"]):
-        yield schema
-    for value in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        yield from _arrays(value)
-
-
-def test_no_array_is_positional() -> None:
-    """Each has elements of one kind; arrays in arrays are the one matrix."""
-    nested = 0
-    for schema in documents.schemas().values():
-        for array in _arrays(schema):
-            assert {*array} <= {"type", "items", "description"}
-            assert isinstance(array["items"].get("type", ""), str)
-            nested += array["items"].get("type") == "array"
-    assert nested == 1
-
-
-def test_a_key_without_a_schema_is_noticed() -> None:
-    documents.check("clean", {"leftovers": []})
-    for wrong in ({"leftovers": [], "more": 1}, {}, {"leftovers": [["a", 1]]}, {"error": {"message": "it"}}):
-        with pytest.raises(AssertionError):
-            documents.check("clean", wrong)
-
-
 def test_events_are_as_their_schema_says() -> None:
     for event in (
         Event(event="begun", items=3, total=9, done=0),

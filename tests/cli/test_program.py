@@ -1,20 +1,36 @@
-"""The program around its commands: help, suggestions, completion, and what happens when it fails."""
+"""The program around its commands: help, suggestions, completion, profiles, the demo, and how failures are reported."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 
-from tests.checkpoints import TENSORS
-from tests.cli.running import BUG, DIFFERENT, MACHINE, USAGE, Transaxle, command, flip, on_terminal, only, process
+from tests.checkpoints import TENSORS, same, tensors, tiny
+from tests.cli import documents
+from tests.cli.running import (
+    BUG,
+    DIFFERENT,
+    MACHINE,
+    REFUSED,
+    USAGE,
+    Transaxle,
+    command,
+    flip,
+    on_terminal,
+    only,
+    process,
+)
 from transaxle import __version__
 from transaxle.cli import NAME, main
 from transaxle.cli import screen as screen_module
@@ -73,10 +89,6 @@ def test_the_help_mentions_only_options_of_the_command() -> None:
         strange[name] = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", found.get_help(context))) - options
     assert strange.pop("work") == {"--array", "--wrap", "--write"}  # of Slurm and of `plan`, in its example
     assert {name for name, words in strange.items() if words} == set()
-
-
-def test_the_version(transaxle: Transaxle) -> None:
-    assert transaxle("--version").out == f"transaxle {__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -208,12 +220,6 @@ def test_lines_are_seconds_apart(capsys: pytest.CaptureFixture[str], monkeypatch
     ]
 
 
-def test_short_work_and_json_print_no_progress(ck: Path, transaxle: Transaxle) -> None:
-    assert transaxle("convert", ck, "out", "--to", "torchtitan").err == ""
-    with _every(0):
-        assert transaxle("verify", ck, "out", "--json").json["comparison"]
-
-
 def test_quiet(ck: Path, transaxle: Transaxle) -> None:
     """The exit code says it all; errors are still said."""
     with _every(0):
@@ -290,3 +296,325 @@ def test_running_out_of_memory_is_reported(ck: Path, transaxle: Transaxle, monke
     outcome = transaxle("ls", ck)
     assert outcome.code == 4
     assert "--memory" in outcome.err
+
+
+# The demo: a model saved and loaded by transformers, with every bit unchanged.
+
+
+def test_the_demo_shows_all_steps(here: Path) -> None:
+    outcome = process("demo")
+    assert (outcome.code, outcome.err) == (0, ""), outcome.err
+    for line in (
+        "2  transaxle convert hub torchtitan --to dcp:torchtitan",
+        "3  transaxle convert torchtitan automodel --to safetensors:automodel",
+        "4  transaxle convert automodel back --to hf",
+        "     gate, up: transposed, joined",
+        "       -> model.layers.{l}.mlp.experts.gate_and_up_projs[e d [gate:f | up:f]]",
+        "   its weights: yes, 51 of 51 tensors equal bit for bit, as the safetensors library reads them",
+        "   its output:  yes, exactly the same logits for 16 tokens, loaded by transformers",
+    ):
+        assert line in outcome.out.splitlines()
+    assert list(here.iterdir()) == []
+
+
+def test_the_demo_keeps_its_files_if_told_so(here: Path) -> None:
+    facts = process("demo", "--keep", "tour/", "--json").json
+    documents.check("demo", facts)
+    assert (facts["tensors_equal"], facts["logits_equal"]) == (True, True)
+    assert len({number["value"] for number in facts["number"]}) == 1
+    assert [step["dialect"] for step in facts["steps"]] == ["hf", "torchtitan@0.3", "automodel", "hf"]
+    assert same(Path("tour/hub"), Path("tour/back"))
+    again = process("demo", "--keep", "tour/")
+    assert again.code == USAGE
+    assert "EXISTS" in again.err
+
+
+@pytest.mark.oracle
+def test_a_disk_without_room_for_the_model(here: Path) -> None:
+    """Simulated by a limit on the size of files."""
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
+    outcome = process("demo", before=limit)
+    assert (outcome.code, "the model cannot be saved" in outcome.err) == (4, True), outcome.err
+    assert list(here.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made(here: Path) -> None:
+    Path("file").write_text("")
+    outcome = process("demo", "--keep", "file/tour")
+    assert (outcome.code, "making the folder" in outcome.err) == (4, True)
+    assert [each.name for each in here.iterdir()] == ["file"]
+
+
+# `--profile FILE`: the spans of each thread, with the bytes that were really moved.
+
+Event = dict[str, Any]
+
+
+def spans(path: Path) -> list[Event]:
+    """Return the spans of a trace, which each have a thread that has a name."""
+    events: list[Event] = json.loads(path.read_text("utf-8"))["traceEvents"]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    found = [event for event in events if event["ph"] == "X"]
+    assert {event["tid"] for event in found} == set(threads)
+    assert len(found) + len(threads) == len(events)
+    return found
+
+
+def moved(found: list[Event], name: str) -> int:
+    return sum(event["args"]["bytes"] for event in found if event["name"] == name)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> tuple[Path, int]:
+    """A checkpoint, and the bytes of its tensors."""
+    return tiny(tmp_path / "ck"), sum(tensor.nbytes for tensor in tensors().values())
+
+
+def test_stages_and_bytes_are_those_of_the_conversion(source: tuple[Path, int], tmp_path: Path) -> None:
+    folder, size = source
+    done = process("convert", folder, tmp_path / "out", "--to", "torch_dist", "--profile", tmp_path / "trace.json")
+    assert done.code == 0, done.err
+    found = spans(tmp_path / "trace.json")
+    stages = [event["name"] for event in found if event["name"] not in {"read", "write", "hash"}]
+    order = ["import", "open", "plan", "lay out files", "create files", "move", "write index and manifest", "commit"]
+    assert [name for name in stages if name in order and name != "move"] == [each for each in order if each != "move"]
+    assert moved(found, "read") >= size
+    assert moved(found, "write") >= size
+    assert moved(found, "hash") >= size
+    main = [event for event in found if event["name"] in order and event["name"] != "lay out files"]
+    assert len({event["tid"] for event in main}) == 1
+    assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(main)), "stages follow one another"
+    plan, inner = (next(event for event in found if event["name"] == name) for name in ("plan", "lay out files"))
+    assert plan["ts"] <= inner["ts"] <= inner["ts"] + inner["dur"] <= plan["ts"] + plan["dur"]
+    begun = found[0]
+    assert begun["name"] == "import"
+    assert begun["ts"] == 0
+
+
+def test_a_failing_command_writes_its_trace(source: tuple[Path, int], tmp_path: Path, transaxle: Transaxle) -> None:
+    (file,) = source[0].glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    outcome = transaxle("convert", source[0], tmp_path / "out", "--to", "hf", "--profile", tmp_path / "t")
+    assert outcome.code == REFUSED
+    assert "open" in {event["name"] for event in spans(tmp_path / "t")}
+
+
+def test_an_existing_file_is_not_replaced(source: tuple[Path, int], tmp_path: Path, transaxle: Transaxle) -> None:
+    (tmp_path / "t").write_text("mine")
+    outcome = transaxle("convert", source[0], tmp_path / "out", "--to", "hf", "--profile", tmp_path / "t")
+    assert outcome.code == USAGE
+    assert "already exists" in outcome.err
+    assert (tmp_path / "t").read_text() == "mine"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_trace_per_rank_by_an_environment_variable(
+    source: tuple[Path, int], tmp_path: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSAXLE_TRACE", str(tmp_path / "trace.json"))
+    assert transaxle("diff", source[0], source[0]).code == 0
+    monkeypatch.setenv("RANK", "3")
+    assert transaxle("diff", source[0], source[0]).code == 0
+    assert spans(tmp_path / "trace.json")
+    assert spans(tmp_path / "trace.rank3.json")
+    monkeypatch.delenv("TRANSAXLE_TRACE")
+    assert transaxle("diff", source[0], source[0]).code == 0
+    assert len(list(tmp_path.glob("trace*"))) == 2
+
+
+# Unknown names: the nearest known one is suggested, and completion offers the known ones.
+
+WAYS = ("--to safetensors:identity", "--derive", "transaxle derive FOLDER -o frobnitz.rules", "--rules frobnitz.rules")
+"""What one can do with a model that no table knows."""
+BASH = """
+{source}
+transaxle() {{ {python} -m transaxle "$@"; }}
+export -f transaxle
+COMP_LINE="transaxle {typed}"; COMP_POINT=${{#COMP_LINE}}
+env() {{ while [[ $1 == *=* ]]; do export "$1"; shift; done; "$@"; }}
+_transaxle_completion transaxle
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "nearest"),
+    [
+        (("--to", "torchtitn"), "torchtitan"),
+        (("--to", "dcp:torchtitn"), "torchtitan"),
+        (("--to", "dcp:TorchTitan"), "torchtitan"),
+        (("--to", "safetensor:hf"), "safetensors"),
+        (("--to", "safetensor"), "safetensors"),
+        (("--to", "dpc:torchtitan"), "dcp"),
+        (("--to", "deepspeed_universal"), "deepspeed-universal"),
+        (("--to", "huggingface"), "hf"),
+        (("--to", "pt"), "torch"),
+        (("--to", "hf", "--from", "hff"), "hf"),
+        (("--to", "hf", "--format", "safetensor"), "safetensors"),
+        (("--to", "hf", "--family", "qwn3_moe"), "qwen3_moe"),
+    ],
+    ids=" ".join,
+)
+def test_a_misspelt_name_gets_the_nearest(typed: tuple[str, ...], nearest: str, ck: Path, transaxle: Transaxle) -> None:
+    outcome = transaxle("plan", ck, "out", *typed)
+    assert (outcome.code, outcome.out) == (USAGE, "")
+    assert f"Did you mean {nearest}?" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (("-o", "out", "--to", "hf"), "second argument: transaxle convert SRC DST --to TARGET"),
+        (("--output-dir", "out", "--to", "hf"), "second argument: transaxle convert SRC DST --to TARGET"),
+        (("out", "--to", "megatron_torch", "--tensor-model-parallel-size", "2"), "Did you mean '--tp'?"),
+        (("out", "--to", "megatron_torch", "--target-tensor-parallel-size", "2"), "Did you mean '--tp'?"),
+        (("out", "--to", "torchtitan:dcp"), "The format comes first: dcp:torchtitan"),
+        (("out", "--to", "dcp/torchtitan"), "Did you mean dcp:torchtitan?"),
+        (("out", "--to", "torchtitan, dcp"), "Did you mean dcp:torchtitan?"),
+        (("out", "--to", "sglang"), "Did you mean hf?"),
+        (
+            ("out", "--to", "fp8"),
+            'That is a format of numbers: --to hf (to="hf") --encode float8_block (encode="float8_block").',
+        ),
+        (
+            ("out", "--to", "safetensors:BF16"),
+            '--to hf (to="hf") --dtype bf16 (dtype="bf16") (or --decode bf16 (decode="bf16"), of quantized tensors)',
+        ),
+        (("out", "--to", "hf:torchtitan"), "a format stands before the colon: safetensors:torchtitan"),
+        (("out", "--to", "hf:"), "a format stands before the colon: safetensors:hf"),
+        (("out", "--to", "out.bin"), "the target is the second argument, and --to (to=) says what is written there"),
+        (("out", "--to", "./out/"), "the target is the second argument, and --to (to=) says what is written there"),
+        (
+            ("out", "--to", "hf://me/mine"),
+            "the target is the second argument, and --to (to=) says what is written there",
+        ),
+        (("out", "--to", ":hf"), "Did you mean hf?"),
+        (("out", "--to", "hf", "--force"), "Did you mean '--overwrite'?"),
+        (("out", "--to", "hf", "--axis", "num_experts=8"), "`transaxle info PATH` lists the axes"),
+        (("out",), "For example --to hf, --to dcp:torchtitan"),
+    ],
+    ids=" ".join,
+)
+def test_formats_of_other_programs_get_a_hint(
+    typed: tuple[str, ...], said: str, ck: Path, transaxle: Transaxle
+) -> None:
+    outcome = transaxle("convert", ck, *typed)
+    assert (outcome.code, outcome.out, said in outcome.err) == (USAGE, "", True)
+
+
+def test_megatrons_names_in_safetensors_come_with_what_megatron_loads(ck: Path, transaxle: Transaxle) -> None:
+    loads = '--to torch_dist (to="torch_dist") or --to megatron_torch'
+    assert loads in transaxle("convert", ck, "out", "--to", "megatron").out
+    assert "note:" not in transaxle("convert", ck, "out2", "--to", "safetensors:megatron").out
+    assert "what torchtitan loads, write --to dcp:torchtitan" in transaxle("plan", ck, "out3", "--to", "torchtitan").out
+    assert "what vLLM loads, write --to hf" in transaxle("plan", ck, "out3", "--to", "vllm").out
+    assert "note:" not in transaxle("plan", ck, "out3", "--to", "transformers").out  # from_pretrained takes them
+    assert "write --to" not in transaxle("plan", ck, "out3", "--to", "dcp:torchtitan").out
+    again = transaxle("convert", ck, "out", "--to", "megatron", "--resume")
+    assert (again.code, "hashed while written" in again.out, "B/s" in again.out) == (0, False, False)
+
+
+def test_an_unknown_format_gets_the_list(ck: Path, transaxle: Transaxle) -> None:
+    """What is far from every name gets the list of them."""
+    outcome = transaxle("convert", ck, "out", "--to", "gguf:hf")
+    assert (outcome.code, "there are: safetensors, torch, dcp" in outcome.err) == (USAGE, True)
+    assert "Did you mean" not in outcome.err
+
+
+@pytest.mark.parametrize("typed", ["gguf", "GGUF", "ggml", "gguf:hf", "gguf:q4_0", "llama.cpp", "onnx", "mlx"])
+@pytest.mark.parametrize("known", [True, False], ids=["a known family", "none"])
+def test_formats_that_are_not_supported_get_a_hint(typed: str, known: bool, ck: Path, transaxle: Transaxle) -> None:
+    if not known:
+        (ck / "config.json").unlink()
+        _renamed(ck)
+    outcome = transaxle("plan", ck, "out", "--to", typed)
+    assert (outcome.code, "Write the form of a hub, --to hf" in outcome.err) == (USAGE, True)
+    program = {"onnx": "Optimum", "mlx": "mlx_lm.convert"}.get(typed, "llama.cpp's convert_hf_to_gguf.py")
+    assert program in outcome.err
+
+
+def test_an_unknown_dialect(ck: Path, transaxle: Transaxle) -> None:
+    """Also where the family is not known."""
+    _of_type(ck, "frobnitz")
+    _renamed(ck)
+    outcome = transaxle("plan", ck, "out", "--to", "dcp:hf", "--from", "megatrn")
+    assert (outcome.code, "Did you mean megatron?" in outcome.err) == (USAGE, True)
+
+
+@pytest.mark.parametrize("renamed", [False, True], ids=["names like those of a table", "names of its own"])
+def test_an_unknown_model_type_is_reported_as_such(renamed: bool, ck: Path, transaxle: Transaxle) -> None:
+    _of_type(ck, "frobnitz")
+    if renamed:
+        _renamed(ck)
+    outcome = transaxle("plan", ck, "out", "--to", "torchtitan")
+    assert (outcome.code, outcome.out) == (USAGE, "")
+    assert "the model type 'frobnitz' of config.json is unknown" in outcome.err
+    assert [way for way in WAYS if way not in outcome.err] == []
+    assert outcome.err.count("qwen") == 0 if renamed else outcome.err.count("--family qwen3_moe") == 1
+    assert max(map(len, outcome.err.splitlines())) < 140  # a line for each way
+    shown = transaxle("info", ck).out
+    assert "the model type 'frobnitz'" in shown
+    assert [way for way in WAYS if way not in shown] == []
+    assert "\\n" not in shown
+    assert transaxle("convert", ck, "out", "--to", "dcp:identity").code == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("convert a b --to dcp:torchtitan@", ["torchtitan@0.2", "torchtitan@0.3"]),
+        ("convert a b --to=dcp:torchtitan@", ["torchtitan@0.2", "torchtitan@0.3"]),
+        ("convert a b --format deeps", ["deepspeed", "deepspeed-universal"]),
+        ("conv", ["convert"]),
+    ],
+)
+def test_completion_in_bash(typed: str, offered: list[str]) -> None:
+    """A colon begins a word there: what is offered is what follows it."""
+    source = process(environment={"_TRANSAXLE_COMPLETE": "bash_source"}).out
+    script = BASH.format(source=source, python=sys.executable, typed=typed)
+    done = subprocess.run(["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == offered
+
+
+def test_the_line_that_enables_completion_is_not_wrapped() -> None:
+    text = process("--help", environment={"COLUMNS": "60"}).out
+    shown = [line.strip() for line in text.splitlines() if "bash_source" in line]
+    assert shown == ['eval "$(_TRANSAXLE_COMPLETE=bash_source transaxle)"']
+
+
+def test_completion_after_a_space_begins_a_word() -> None:
+    asked = {"_TRANSAXLE_COMPLETE": "bash_complete", "COMP_LINE": "transaxle convert a b --format "}
+    assert "plain,safetensors" in process(environment=asked).out.splitlines()
+    assert "plain,convert" in process(environment={**asked, "COMP_LINE": "transaxle "}).out.splitlines()
+
+
+def _of_type(folder: Path, model_type: str) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": model_type}))
+
+
+def _renamed(folder: Path) -> None:
+    """Give the tensors names that no table knows, of the same lengths: offsets stay."""
+    (file,) = folder.glob("*.safetensors")
+    file.write_bytes(file.read_bytes().replace(b"model.", b"frobn.").replace(b"lm_head", b"em_tail"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (
+            ("convert", "src", "-out"),
+            "No such option '-out'. Options have two dashes; a path that begins so is written ./-out",
+        ),
+        (("plan", "src", "out", "-to", "dcp"), "No such option '-to'. Did you mean --to? A path that"),
+        (("report", "src", "-output", "x.html"), "No such option '-output'. Did you mean --output? A path"),
+        (("report", "src", "-out"), "No such option '-out'. Did you mean --output? A path"),
+    ],
+    ids=" ".join,
+)
+def test_options_behind_a_single_dash(transaxle: Transaxle, typed: tuple[str, ...], said: str) -> None:
+    """Without this click reads them letter by letter: `-out` as `-o ut`, a page of that name."""
+    done = transaxle(*typed)
+    assert done.code == USAGE
+    assert done.err.startswith(said)

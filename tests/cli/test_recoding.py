@@ -92,8 +92,6 @@ def test_a_damaged_result_of_an_encoding_is_found(bf16: Path, here: Path, transa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--decode", "bf16", "--encode", "mxfp8"], "exclude each other"),
-        (["--only", "*"], "--only and --skip need --decode, --encode or --dtype"),
         (["--decode", "fp16"], "fp16"),
         (["--encode", "mxfp4"], "mxfp4"),
         (["--decode", "bf16", "--only", "*.mpl.*"], "no encoded tensor has a name like"),
@@ -126,21 +124,6 @@ def test_a_cast_lists_its_errors_and_is_verified(here: Path, transaxle: Transaxl
     assert "cast, F32 -> BF16" in outcome.out
     assert "RMS" in outcome.out
     assert transaxle("verify", "out").code == 0
-
-
-@pytest.mark.parametrize(
-    ("typed", "short"), [("bfloat16", "bf16"), ("float16", "fp16"), ("half", "fp16"), ("float32", "fp32")]
-)
-def test_all_names_of_a_type_are_accepted(typed: str, short: str, here: Path, transaxle: Transaxle) -> None:
-    """As in Python, where `dtype=` takes torch's types too; `--decode` takes the same."""
-    held = {name: array.astype("float64") for name, array in checkpoints.tensors().items()}
-    checkpoints.write(Path("source"), held, config=checkpoints.CONFIG)
-    for name in (typed, short):
-        assert transaxle("convert", "source", f"out-{name}", "--to", "hf", "--dtype", name).code == 0
-    assert checkpoints.same(Path(f"out-{typed}"), Path(f"out-{short}"))
-    assert "nothing to decode" in transaxle("convert", "source", "out", "--to", "hf", "--decode", "float32").err
-    outcome = transaxle("convert", "source", "out", "--to", "hf", "--dtype", "bf61")
-    assert (outcome.code, "'bf61' is not one of 'bf16', 'fp16', 'fp32'" in outcome.err) == (USAGE, True)
 
 
 def adapter(folder: Path, rows: int, columns: int) -> None:

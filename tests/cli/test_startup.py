@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import tiny
-from transaxle.axes.notation.family import Family
-from transaxle.axes.notation.tables import read
-from transaxle.families import Families, builtin, entry_of
 
 NEVER = (
     "torch", "rich", "fsspec", "asyncio", "sqlite3", "importlib.metadata", "xml", "unittest",
@@ -99,25 +96,3 @@ def test_the_program_alone_limits_the_threads_of_numpy(said: dict[str, str], kep
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stderr == kept
-
-
-def test_more_families_do_not_mean_more_tables_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred more families are a hundred more entries of the index; of their files none is opened."""
-    table = "family more{}\n  model_type more{}\n  axes a=a\n  w : a\ndialect hf\n  other{}.weight = w[a]\n"
-    entries = dict(builtin().entries)
-    for number in range(100):
-        (family,) = read(table.replace("{}", str(number)))
-        entries[family.name] = entry_of(family, f"more{number}.rules")
-    opened: list[str] = []
-    known = builtin()["qwen3_moe"]
-
-    def opening(name: str, _file: str) -> Family:
-        opened.append(name)
-        return known
-
-    monkeypatch.setattr("transaxle.families._read_family", opening)
-    families = Families(entries, closed=True)
-    assert [family.name for family in families.of_types(["qwen3_moe"])] == [known.name]
-    skeletons = {skeleton: 1 for dialect in entries["qwen3_moe"].dialects.values() for skeleton in dialect}
-    next(families.that_may_read(skeletons))
-    assert not [name for name in opened if name.startswith("more")]

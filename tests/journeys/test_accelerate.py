@@ -73,17 +73,8 @@ def test_save_state(journey: Journey, model_type: str, saved: str, tmp_path: Pat
     hub = models.hub_folder(model_type, tmp_path / "hub")
     world = 1 if saved == ALONE else 2
     values, wanted, step = run(world, _train, str(tmp_path), saved)[0]
-    before = models.loaded(hub)
-    parameters = dict(before.named_parameters(remove_duplicate=False))
-    assert not set(models.unmoved(models.whole(before), values)) & parameters.keys()
-    for name in ("load", "train", "save", "live save"):
-        journey.passed(name)
-    journey.equal("logits", models.logits(models.loaded(tmp_path / "live")), wanted)
-
+    models.returns_to_the_hub(journey, tmp_path, values, wanted, tmp_path / STATE)
     config = hub / "config.json"  # accelerate writes none
-    tx.convert(tmp_path / STATE, tmp_path / "back", to="hf", config=config, sync=False)
-    journey.passed("back")
-    journey.equal("logits", models.logits(models.loaded(tmp_path / "back")), wanted)
     models.carried(journey, tmp_path / STATE, tmp_path / "live", tmp_path / "with-optimizer", config=config)
 
     for to in ("dcp", "deepspeed-universal", "hf"):

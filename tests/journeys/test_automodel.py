@@ -16,7 +16,7 @@ from tests.journeys.test_titan import open_hub
 from tests.oracles import automodel_peer
 from tests.oracles.every_dialect import NOT_COMPARED
 from tests.oracles.peer_bytes import write
-from tests.oracles.test_more_dialects import CASES, FILES, Case
+from tests.oracles.test_dialects import CASES, FILES, Case
 from tests.oracles.tiny_models import made
 from transaxle.formats.training_state import OPTIMIZER as OPTIM
 

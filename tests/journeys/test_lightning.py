@@ -110,20 +110,9 @@ def _step(rank: int, world: int, folder: str, own: str, ours: str) -> models.Ten
 def test_default_checkpoints(journey: Journey, model_type: str, world: int, tmp_path: Path) -> None:
     hub = models.hub_folder(model_type, tmp_path / "hub")
     values, wanted = run(world, _train, str(tmp_path))[0]
-    before = models.loaded(hub)
-    parameters = dict(before.named_parameters(remove_duplicate=False))
-    assert not set(models.unmoved(models.whole(before), values)) & parameters.keys()
     (checkpoint,) = (tmp_path / RUN).rglob("*.ckpt")
     assert checkpoint.is_dir() == (world > 1)
-    for step in ("load", "train", "save", "live save"):
-        journey.passed(step)
-    journey.equal("logits", models.logits(models.loaded(tmp_path / "live")), wanted)
-
-    config = hub / "config.json"
-    tx.convert(checkpoint, tmp_path / "back", to="hf", config=config, sync=False)
-    journey.passed("back")
-    journey.equal("logits", models.logits(models.loaded(tmp_path / "back")), wanted)
-
+    models.returns_to_the_hub(journey, tmp_path, values, wanted, checkpoint)
     own = run(world, _step, str(tmp_path), str(checkpoint), "")[0]
     for to in ("hf", "dcp", "deepspeed-universal"):
         there = tmp_path / f"to-{to}"
@@ -132,4 +121,4 @@ def test_default_checkpoints(journey: Journey, model_type: str, world: int, tmp_
         found = run(world, _step, str(tmp_path), "", str(there))[0]
         assert models.unmoved(own, found) == list(own)
         journey.passed("resume")
-    models.carried(journey, checkpoint, tmp_path / "live", tmp_path / "with-optimizer", config=config)
+    models.carried(journey, checkpoint, tmp_path / "live", tmp_path / "with-optimizer", config=hub / "config.json")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -49,12 +46,3 @@ def test_another_refusal_fails() -> None:
 
 def _raise(error: TransaxleError) -> None:
     raise error
-
-
-def test_workers_write_lines(tmp_path: Path) -> None:
-    journey = Journey("a", "torch")
-    journey.passed("load")
-    journey.write(tmp_path, "gw0", failed=False)
-    journey.write(tmp_path, "gw0", failed=True)
-    rows = [json.loads(line) for line in (tmp_path / "gw0.jsonl").read_text().splitlines()]
-    assert [row["steps"] for row in rows] == [[["load", "passed"]], [["load", "passed"], ["failed", "failed"]]]

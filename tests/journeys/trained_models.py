@@ -177,6 +177,29 @@ def carried(journey: Journey, source: Path, wanted: Path, there: Path, **said: A
     journey.passed("optimizer")
 
 
+def returns_to_the_hub(
+    journey: Journey, folder: Path, values: Mapping[str, torch.Tensor], wanted: torch.Tensor, checkpoint: Path
+) -> None:
+    """Check what a trainer has made of `folder / "hub"`: its own checkpoint, and what `tx.save` wrote to `live`.
+
+    Args:
+        journey: notes the steps.
+        folder: has both of them; what is converted goes there as well.
+        values: state of the trained model, in which every parameter has moved.
+        wanted: its logits.
+        checkpoint: saved by the trainer.
+    """
+    before = loaded(folder / "hub")
+    parameters = dict(before.named_parameters(remove_duplicate=False))
+    assert not set(unmoved(whole(before), values)) & parameters.keys()
+    for step in ("load", "train", "save", "live save"):
+        journey.passed(step)
+    journey.equal("logits", logits(loaded(folder / "live")), wanted)
+    tx.convert(checkpoint, folder / "back", to="hf", config=folder / "hub/config.json", sync=False)
+    journey.passed("back")
+    journey.equal("logits", logits(loaded(folder / "back")), wanted)
+
+
 def again(error: tx.TransaxleError) -> None:
     """Raise what another process, or another place, has raised."""
     raise error

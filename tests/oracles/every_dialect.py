@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 from tests.formats.megatron import test_torch_dist as jobs
 from tests.oracles import automodel_peer, cases, torchtitan_peer, torchtitan_pictures
+from tests.oracles import test_dialects as trainers
 from tests.oracles import test_every_type as every_type
 from tests.oracles import test_full_families as hand
 from tests.oracles import test_megatron_bridge as bridge
-from tests.oracles import test_more_dialects as automodel
-from tests.oracles import test_titan_dialects as titan
 from tests.oracles.bridge_peer.models import MODELS
 from tests.oracles.cases import (
     AUTOMODEL,
@@ -111,8 +110,8 @@ def lists() -> Iterator[tuple[str, str]]:
         if TORCHTITAN in dialects:
             yield TITAN_02, family
     yield from _families(TRANSFORMERS, [*hand.TYPES, *every_type.TRACED_TYPES])
-    yield from _families(TITAN_03, [*titan.CASES, *titan.TEXTS])
-    yield from _families(AUTOMODEL, automodel.TYPES)
+    yield from _families(TITAN_03, [*trainers.TITAN_CASES, *trainers.TEXTS])
+    yield from _families(AUTOMODEL, trainers.TYPES)
     yield from ((TE, family) for family in DENSE)
     bridged = [MODELS[name].config["model_type"] for name in bridge.RIGHT]
     yield from _families(MEGATRON, bridged)
@@ -136,7 +135,7 @@ def _families(dialect: str, model_types: Iterable[str]) -> Iterator[tuple[str, s
 
 def oracles() -> Iterator[tuple[Oracle, str]]:
     """Yield what a dialect of a family is compared with, and the family."""
-    by_types = {*_families(TRANSFORMERS, hand.TYPES), *_families(AUTOMODEL, automodel.TYPES)}
+    by_types = {*_families(TRANSFORMERS, hand.TYPES), *_families(AUTOMODEL, trainers.TYPES)}
     for family, plans in PLANS.items():
         variants = {dialect: variant for variant, plan in plans.items() for dialect in plan.dialects}
         for dialect, variant in variants.items():
@@ -146,10 +145,10 @@ def oracles() -> Iterator[tuple[Oracle, str]]:
             yield Oracle(TITAN_02, "", "names in from_hf_map of torchtitan 0.2.0 to 0.2.2"), family
     yield from _with(Oracle(TRANSFORMERS, TRANSFORMERS, _ALL), hand.TYPES)
     yield from _with(Oracle(TRANSFORMERS, TRANSFORMERS, _TRACED), every_type.TRACED_TYPES)
-    for model_type in [*titan.CASES, *titan.TEXTS]:
-        _, adapter = torchtitan_pictures.ADAPTERS[titan.TEXTS.get(model_type, model_type)]
+    for model_type in [*trainers.TITAN_CASES, *trainers.TEXTS]:
+        _, adapter = torchtitan_pictures.ADAPTERS[trainers.TEXTS.get(model_type, model_type)]
         yield from _with(Oracle(TITAN_03, TORCHTITAN, adapter), [model_type])
-    for model_type in automodel.TYPES:
+    for model_type in trainers.TYPES:
         yield from _with(Oracle(AUTOMODEL, "nemo-automodel", _automodel(model_type)), [model_type])
     yield from _megatron()
     yield from _with(Oracle(VLLM, VLLM_PACKAGE, _LOADED), _engine_types())
@@ -191,7 +190,7 @@ def _planned(dialect: str, family: str, variant: str) -> Oracle:
 
 
 def _automodel(model_type: str) -> str:
-    case = automodel.CASES.get(model_type, automodel._USUAL)[-1]
+    case = trainers.CASES.get(model_type, trainers._USUAL)[-1]
     with tempfile.TemporaryDirectory() as folder:
         _, _, config = made(model_type, case.changes, Path(folder), more=case.more)
     model = automodel_peer.own(config)

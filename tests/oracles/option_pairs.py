@@ -178,7 +178,6 @@ def _complete(
 
 
 _DENSE = ("llama", "qwen2", "qwen3")
-_MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
 _ANY_MEGATRON = ("phi3", "gemma3")
 CLASHES: tuple[Clash, ...] = (
     # There is no oracle, or no such program.

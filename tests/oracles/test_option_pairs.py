@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -55,25 +54,6 @@ def rows() -> list[Row]:
     """Every row of the sweep."""
     excluded = clashing(CLASHES)
     return [row for seed in range(ARRAYS) for row in covering(FACTORS, excluded, seed)]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_every_pair_is_in_some_row(seed: int) -> None:
-    factors = {"a": ("1", "2", "3"), "b": ("1", "2"), "c": ("1", "2", "3", "4"), "d": ("1", "2")}
-    excluded = frozenset({frozenset({("a", "1"), ("b", "2")}), frozenset({("c", "4"), ("d", "1")})})
-    array = covering(factors, excluded, seed)
-    covered = {pair for row in array for pair in pairs_of(row)}
-    whole = {frozenset({(f, v), (g, w)}) for f, g in combinations(factors, 2) for v in factors[f] for w in factors[g]}
-    assert covered == whole - excluded == set(allowed(factors, excluded))
-    assert array == covering(factors, excluded, seed)
-    assert all(row.keys() == factors.keys() for row in array)
-
-
-def test_a_pair_that_fits_no_row_is_an_error() -> None:
-    factors = {"a": ("1", "2"), "b": ("1", "2"), "c": ("1", "2")}
-    excluded = frozenset(frozenset({("a", "1"), ("c", value)}) for value in factors["c"])
-    with pytest.raises(ValueError, match="no row can have"):
-        covering(factors, excluded, 0)
 
 
 def test_the_sweep_has_every_pair() -> None:

@@ -22,8 +22,7 @@ import transaxle as tx
 from tests.checkpoints import CONFIG, TENSORS, tensors, tiny, write
 from tests.engine import quantized
 from tests.reports.embedded import data
-from tests.reports.test_checkpoint_page import HOSTILE
-from tests.reports.test_refusal_page import cut_inside_a_tile, refusal_page
+from tests.reports.test_checkpoint_page import HOSTILE, cut_inside_a_tile, refusal_page
 from transaxle.cli.command import program
 from transaxle.engine.checkpoint_facts import ShardedTensor, Sharding
 
@@ -344,22 +343,6 @@ def test_the_page_of_a_conversion_begins_with_its_result(finished: Path, opened:
     assert titles[:5] == ["Result", "From source to target", "How axes move", "Rules", "Time and rate by file"]
 
 
-def test_one_colour_is_of_one_tensor(page: Path, opened: Open) -> None:
-    """The smallest share a grey, which no large one has."""
-    shown = opened(page)
-    tiles = shown.evaluate(f"({TREE}).tiles().map((tile) => [tile.name, tile.itemStyle.color])")
-    colours = [colour for _, colour in tiles if colour != "#dddddd"]
-    assert len(tiles) > len(colours) == len(set(colours)) == 8
-    assert [colour for _, colour in tiles[8:]] == ["#dddddd"] * (len(tiles) - 8)
-
-
-def test_long_names_break_after_dots(page: Path, opened: Open) -> None:
-    """And are searched and copied as they are."""
-    cell = opened(page, 390).locator("[data-table=layout] td:last-child").last
-    assert cell.inner_text() == cell.text_content()
-    assert cell.locator("wbr").count() == cell.inner_text().count(".")
-
-
 def test_zooming_in_and_out(page: Path, opened: Open) -> None:
     from playwright.sync_api import expect
 
@@ -448,14 +431,6 @@ def test_hostile_names_are_shown_and_do_nothing(which: str, opened: Open, reques
         assert shown.locator("h1").inner_text() == SCRIPT_NAME
     if which == "hostile_refused_plan":
         assert "<img src=x>" in shown.locator(".notices").inner_text()
-
-
-def test_downloads_have_hostile_names_as_they_are(hostile: Path, opened: Open) -> None:
-    shown = opened(hostile)
-    with shown.expect_download() as download:
-        shown.get_by_role("button", name="Download Tensors by rule as JSON").click()
-    rows = json.loads(download.value.path().read_bytes())
-    assert {row["example"] for row in rows} == set(HOSTILE)
 
 
 def test_a_refused_cut_is_drawn(unopened: Path, opened: Open) -> None:

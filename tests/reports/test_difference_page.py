@@ -13,7 +13,6 @@ import pytest
 
 import transaxle as tx
 from tests.checkpoints import CONFIG, SIZES, Tensors, tensors, tiny, write
-from tests.cli.conftest import here, transaxle  # noqa: F401 - fixtures
 from tests.cli.running import USAGE, Transaxle
 from tests.engine import quantized
 from tests.reports.embedded import data, table
@@ -124,7 +123,7 @@ def test_bars_count_elements_by_the_powers_of_two(tmp_path: Path) -> None:
     ]
 
 
-def test_numbers_are_those_of_the_command(tmp_path: Path, transaxle: Transaxle) -> None:  # noqa: F811
+def test_numbers_are_those_of_the_command(tmp_path: Path, transaxle: Transaxle) -> None:
     pair(tmp_path)
     told = transaxle("diff", "a", "b", "--report", "page.html", "--json")
     assert told.code == 1

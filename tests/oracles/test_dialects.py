@@ -1,8 +1,8 @@
-"""The dialect `automodel` of tables by hand against NeMo Automodel itself: every model type of every table that has it.
+"""The dialects `automodel` and `torchtitan` of tables by hand against NeMo Automodel and torchtitan themselves.
 
-Automodel's own model is built from the config.json, its adapter loads the files into it, and what it then holds must be
-what we write, bit for bit. Where it has no model of its own, it holds what transformers does. Each type has models of
-two sizes at least, with other numbers of heads and experts.
+Automodel's own model is built from the config.json, its adapter loads the files into it, and its state must equal our
+files, bit for bit. Where it has no model of its own, it uses the one of transformers. Of torchtitan, models with
+pictures are compared here. Each type has models of two sizes at least, with other numbers of heads and experts.
 """
 
 from __future__ import annotations
@@ -16,18 +16,13 @@ from typing import Any, NamedTuple
 import pytest
 
 import transaxle as tx
-from tests.oracles import automodel_peer, cases
+from tests.oracles import automodel_peer, cases, torchtitan_pictures
 from tests.oracles.hub import Tensors
 from tests.oracles.peer_bytes import differing, loaded, memory, write
 from tests.oracles.test_full_families import ABSENT
-from tests.oracles.tiny_models import made
+from tests.oracles.tiny_models import SIZES, made
 from transaxle.errors import TransaxleError
 from transaxle.families import builtin
-
-pytestmark = [
-    pytest.mark.peers,
-    pytest.mark.skipif(bool(cases.MISSING), reason=f"not installed: {', '.join(cases.MISSING)}"),
-]
 
 AUTOMODEL = cases.AUTOMODEL
 OTHERWISE = {"deepseek_v2"}
@@ -229,6 +224,8 @@ def _check(model_type: str, case: Case, folder: Path, *, wider: bool = False) ->
     assert differing(loaded(folder / "back"), stored) == []
 
 
+@pytest.mark.peers
+@pytest.mark.skipif(bool(cases.MISSING), reason=f"not installed: {', '.join(cases.MISSING)}")
 @pytest.mark.oracle
 @pytest.mark.parametrize("model_type", TYPES)
 def test_automodel_holds_what_we_write(model_type: str, tmp_path: Path) -> None:
@@ -238,6 +235,8 @@ def test_automodel_holds_what_we_write(model_type: str, tmp_path: Path) -> None:
     _check(model_type, cases[0], tmp_path / "wider", wider=True)
 
 
+@pytest.mark.peers
+@pytest.mark.skipif(bool(cases.MISSING), reason=f"not installed: {', '.join(cases.MISSING)}")
 @pytest.mark.parametrize("model_type", UNKNOWN)
 def test_biases_that_automodel_does_not_have_have_no_line(model_type: str, tmp_path: Path) -> None:
     case = UNKNOWN[model_type]
@@ -247,3 +246,75 @@ def test_biases_that_automodel_does_not_have_have_no_line(model_type: str, tmp_p
     write(tmp_path / "hub", stored, json.dumps(config))
     with pytest.raises(TransaxleError, match="bias"):
         tx.convert(tmp_path / "hub", tmp_path / "to", to=f"safetensors:{AUTOMODEL}", strict=True, sync=False)
+
+
+# The dialect `torchtitan` of models with pictures against torchtitan's own adapters and models.
+
+DIALECT = "torchtitan@0.3"
+TEXTS = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
+"""Text models that torchtitan has as part of a whole one only -> that."""
+_KINDS = {"layer_types": ["linear_attention", "full_attention"]}
+_MUSE = {"hidden_size": 48, "intermediate_size": 144, "num_attention_heads": 6, "num_key_value_heads": 3}
+TITAN_CASES: dict[str, tuple[Mapping[str, Any], ...]] = {
+    "qwen3_5": (_KINDS, SIZES | _KINDS, {**_KINDS, "tie_word_embeddings": True}),
+    "qwen3_5_moe": (_KINDS, SIZES | _KINDS),
+    "kimi_k25": (_KIMI, SIZES | _KIMI),
+    "muse_glimmer": ({"intermediate_size": 96}, {**_MUSE, "out_hidden_size": 192}),
+}
+
+
+def _with_turned_stacks(model: Any, stored: Tensors) -> Tensors:
+    """The files that torchtitan's adapter takes of Qwen3.5-MoE: experts stacked and turned round."""
+    held = memory(model)
+    stacked = {name: held[name].mT.contiguous() for name in held.keys() - stored.keys() if ".mlp.experts." in name}
+    return {name: value for name, value in stored.items() if ".mlp.experts." not in name} | stacked
+
+
+def _text(tensors: Tensors) -> Tensors:
+    """The text's part of a whole model's files."""
+    names = {name: name.replace("model.language_model.", "model.") for name in tensors if "visual" not in name}
+    return {names[name]: tensors[name] for name in names}
+
+
+def _converted(hub: Tensors, held: Tensors, config: Mapping[str, Any], folder: Path) -> None:
+    folder.mkdir()
+    write(folder / "hub", hub, json.dumps(config))
+    write(folder / "held", held, json.dumps(config))
+    tx.convert(folder / "hub", folder / "to", to=f"safetensors:{DIALECT}", sync=False)
+    assert differing(loaded(folder / "to"), held) == []
+    tx.convert(folder / "held", folder / "back", to="safetensors:hf", sync=False)
+    assert differing(loaded(folder / "back"), hub) == []
+
+
+@pytest.mark.peers
+@pytest.mark.skipif(bool(cases.MISSING), reason=f"not installed: {', '.join(cases.MISSING)}")
+@pytest.mark.parametrize("model_type", TITAN_CASES)
+def test_torchtitan_holds_what_we_write(model_type: str, tmp_path: Path) -> None:
+    for number, changes in enumerate(TITAN_CASES[model_type]):
+        folder = tmp_path / str(number)
+        model, stored, config = made(model_type, changes, folder)
+        files = _with_turned_stacks(model, stored) if model_type == "qwen3_5_moe" else stored
+        held = torchtitan_pictures.from_hf(config, files)
+        assert differing(torchtitan_pictures.to_hf(config, held), files) == []
+        _converted(stored, held, config, folder / "whole")
+        for text, whole in TEXTS.items():
+            if whole == model_type:
+                inner = {name: value for name, value in held.items() if not name.startswith("vision_encoder.")}
+                tied = {**config["text_config"], "tie_word_embeddings": config["tie_word_embeddings"]}
+                _converted(_text(stored), inner, {**tied, "model_type": text}, folder / "text")
+
+
+@pytest.mark.peers
+@pytest.mark.skipif(bool(cases.MISSING), reason=f"not installed: {', '.join(cases.MISSING)}")
+def test_every_family_in_torchtitan_is_compared() -> None:
+    found = {
+        name
+        for name, entry in builtin().entries.items()
+        if any(label.startswith("torchtitan") for label in entry.dialects)
+    }
+    assert (
+        found
+        == {family for family, plans in cases.PLANS.items() for plan in plans.values() if "torchtitan" in plan.dialects}
+        | TITAN_CASES.keys()
+        | TEXTS.keys()
+    )
