@@ -3,10 +3,10 @@
 The snapshot is a copy in shared CPU memory, which the next snapshot reuses. Changes to the model after `async_save` has
 returned never reach the files. Each rank has one background process.
 
-A program that ends waits for its save, so every snapshot is written unless the program is killed. `atexit` cannot do
-this: it does not run in processes that multiprocessing has forked, such as the ranks of some launchers.
-multiprocessing's finalizers run in all processes. And a function called at exit cannot change the exit code, but a
-standard stream that fails to flush can: Python then exits with 120.
+A program that ends waits for its save first, so every snapshot is written unless the program is killed. `atexit` cannot
+do this: its functions do not run in processes that multiprocessing has forked, such as the ranks of some launchers.
+multiprocessing's finalizers run in all processes. A function called at exit cannot change the exit code, but a standard
+stream that fails to flush can: Python then exits with code 120.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from transaxle.torch_tensors import Bytes, Ranks, copy_into, local_of, local_par
 
 _TIMEOUT = timedelta(minutes=30)
 _JOIN = 10.0
-"""Seconds to wait for a process to end by itself."""
+"""Seconds to wait for a background process to end by itself before it is killed."""
 _LOOK = 0.5
-"""Seconds between checks for lost processes while waiting."""
+"""Seconds between two checks for lost background processes, while waiting for an answer."""
 _PREFIX = "transaxle: "
 
 
 class Saver:
-    """The background process of this rank, with the shared memory that it reads snapshots from.
+    """The background process of this rank, and the shared memory from which the process reads snapshots.
 
     Args:
         world: the ranks that save together.
@@ -91,7 +91,9 @@ class Saver:
         self._child_end = child_end
 
     def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's tensors into shared memory; reuse the previous layout if it is equal."""
+        """Copy this rank's tensors into shared memory, with the previous layout if the tensors have equal dtypes and
+        shapes.
+        """
         locals_ = {name: local_of(tensor) for name, tensor in tensors.items()}
         on_gpu = any(local.is_cuda for local in locals_.values())
         layout: dict[str, TensorSlot] = {}
@@ -137,7 +139,7 @@ class Saver:
             self._region.close()
 
     def _start(self) -> None:
-        """Start the process unless it has been started."""
+        """Start the background process if it has not been started yet."""
         if self._process.pid is not None:
             return
         try:
@@ -151,10 +153,10 @@ class Saver:
         self._child_end.close()
 
     def warm_up(self) -> None:
-        """Start the process, and wait until it is ready for an order.
+        """Start the background process, and wait until it is ready for an order.
 
         Raises:
-            TransaxleError: a process is lost; on every rank.
+            TransaxleError: the background process of some rank is lost; all ranks raise it.
         """
         with self.kill_on_error():
             self._start()
@@ -166,11 +168,13 @@ class Saver:
             raise answer
 
     def order(self, settings: SaveSettings, state: CollectedState) -> None:
-        """Send the snapshot to the process, starting it if needed, and return without waiting for the save."""
+        """Order the background process (started if needed) to save the snapshot; return without waiting for the
+        save.
+        """
         self._start()
         size = 0 if self._region is None else self._region.size
         form = SnapshotForm(state.global_tensors, self._layout, size)
-        # In new memory the process must map the tensors again, even if the layout is the same.
+        # If the memory is new, the process must map the tensors again, even if the layout is the same.
         changed = None if form == self._form and not self._new_region else form
         self._form = form
         small_state = replace(state, local_tensors={}, global_tensors={})
@@ -180,8 +184,8 @@ class Saver:
 
     @contextmanager
     def kill_on_error(self) -> Iterator[None]:
-        """End the process if an error such as Ctrl-C leaves the block, or its answer would be taken for that of a later
-        order.
+        """End the process if an error such as Ctrl-C leaves the block; otherwise its answer would be taken for a later
+        order's.
         """
         try:
             yield
@@ -190,7 +194,9 @@ class Saver:
             raise
 
     def _send(self, order: Order) -> None:
-        """Send an order through the pipe; if the process cannot receive it, `receive_answer` reports that."""
+        """Send an order through the pipe; if the process cannot receive the order, `receive_answer` reports the
+        loss.
+        """
         try:
             with suppress(OSError):
                 self._pipe.send(order)
@@ -213,9 +219,9 @@ class Saver:
                 return False
 
     def receive_answer(self) -> Answer:
-        """Return the answer to the last order; where a process is lost, all ranks return the same error."""
+        """Return the answer to the last order; if some rank's process is lost, all ranks return the same error."""
         if not self._pipe.poll() and (loss := self._loss) is not None:
-            return self._kill(loss)  # this rank's process is lost, or waits for a lost one
+            return self._kill(loss)  # this rank's process is lost, or waits for a lost process
         try:
             answer: Answer = self._pipe.recv()
         except (EOFError, OSError):
@@ -227,7 +233,9 @@ class Saver:
         return answer
 
     def _kill(self, message: str) -> TransaxleError:
-        """Kill this rank's process because one is lost, and the remaining ones cannot save together any more."""
+        """Kill this rank's process, because some rank's process is lost, and the remaining processes cannot save
+        without it.
+        """
         self._has_lost = True
         if self._process.pid is not None:
             self._process.kill()
@@ -236,19 +244,19 @@ class Saver:
 
     @property
     def _loss(self) -> str | None:
-        """Message from the rank whose background process is lost; None if no process is lost."""
+        """Message of the rank whose background process is lost; None if no process is lost."""
         return None if self._rendezvous is None else self._rendezvous.loss
 
     @property
     def alive(self) -> bool:
-        """Whether the processes of all ranks still run."""
+        """Whether the background processes of all ranks still run."""
         return not self._has_lost and self._process.pid is not None and self._process.is_alive()
 
     def close(self, patience: float = _JOIN) -> None:
         """End the process; an uncommitted save is discarded.
 
         Args:
-            patience: seconds to wait for it to end by itself; an idle process ends at once.
+            patience: seconds to wait for the process to end by itself; an idle process ends at once.
         """
         self._unlock()
         self._forget_region()
@@ -274,7 +282,7 @@ class SaveJob:
         """Seconds for which `async_save` held up training."""
 
     def done(self) -> bool:
-        """Return whether the save has ended, successfully or not, without waiting."""
+        """Return, without waiting, whether the save has ended, successfully or not."""
         return self._wait(0.0)
 
     def result(self, timeout: float | None = None) -> SaveReport:
@@ -284,8 +292,8 @@ class SaveJob:
             timeout: seconds to wait; None: without limit.
 
         Raises:
-            TransaxleError: the error of any rank; the target is then unchanged.
-            TimeoutError: the save has not ended yet.
+            TransaxleError: the save has failed on some rank; the target is unchanged.
+            TimeoutError: the save has not ended within `timeout` seconds.
         """
         if not self._wait(timeout):
             raise TimeoutError(f"not saved after {timeout} s")
@@ -305,7 +313,9 @@ class SaveJob:
             self.result()
 
     def end(self) -> None:
-        """Wait for the save at the end of the program; an error that nobody has asked for is printed, and fails it."""
+        """Wait for the save at the end of the program; if it failed and `result` was not called, print the error and
+        make the program exit with an error code.
+        """
         try:
             if not self.done() and self._first:
                 say(f"the save of {self._dst} goes on; waiting for it (Ctrl-C gives it up)")
@@ -327,7 +337,7 @@ class SaveJob:
 
 _Key = tuple[int, tuple[int, ...]]
 _SAVERS: dict[_Key, tuple[Saver, SaveJob | None]] = {}
-"""Background process of each set of ranks, with its last job."""
+"""Set of ranks -> their background process, and the last job of that process."""
 
 
 def _finish(key: _Key) -> None:
@@ -360,17 +370,20 @@ def async_save(
     check_copies: bool = True,
     verify: bool = False,
 ) -> SaveJob:
-    """Take a snapshot and save it in the background; collective over the group. The arguments are those of `save`.
+    """Take a snapshot and save it in the background; collective over the group. The arguments are the same as for
+    `save`.
 
-    At most one save is in flight: the next one waits for it, and raises its error if nobody has asked for its result. A
-    program that ends waits for its last save, with a message on stderr; if that save fails and nobody has asked for its
-    result, the error is shown there, and the program exits with 120.
+    At most one save is in flight: the next call waits for it, and raises its error if `result` was not called. A
+    program that ends first waits for its last save, with a message on stderr; if that save fails and `result` was not
+    called, the error is printed on stderr, and the program exits with code 120.
 
     Returns:
-        The job, with `.done()` and `.result()`. If nobody asks for its result, the next save raises its error.
+        The running job, with `.done()` and `.result()`. If `.result()` is not called, the next save raises the job's
+        error.
 
     Raises:
-        TransaxleError: on every rank, before the snapshot; or the error of the previous save.
+        TransaxleError: raised on every rank: the state cannot be saved (no snapshot is taken), or the previous save has
+            failed.
     """
     world = World(group)
     begin = time.monotonic()
@@ -385,7 +398,8 @@ def async_save(
     with world.together():
         saver.snapshot(collected.local_tensors)
     with saver.kill_on_error():
-        # No process begins to write, and competes for the CPU, before all ranks have their snapshots.
+        # A process that begins to write competes for the CPU, so none begins before all ranks have taken their
+        # snapshots.
         saver.order(settings, collected)
         job = SaveJob(saver, settings.dst, time.monotonic() - begin, first=world.rank == world.ranks[0])
         _keep(world, saver, job)
@@ -397,18 +411,18 @@ def async_save(
 def prepare_async(state: State, *, optimizer: AnyOptimizer | None = None, group: Ranks | None = None) -> None:
     """Prepare `async_save`, so that its first call holds up training no longer than later calls; collective.
 
-    Starts the background process and takes the memory for the snapshot: as many bytes as this rank's part of the model
-    and of the optimizer's state, also of state that the optimizer makes in its first step. Otherwise the first
-    `async_save` does both. Best called before training begins.
+    Starts the background process and allocates memory for the snapshot: as many bytes as this rank's part of the model
+    and of the optimizer's state, including state that the optimizer will create in its first step. Without this call,
+    the first `async_save` does both. It is best called before training begins.
 
     Args:
-        state: what will be saved, as `async_save` takes it.
-        optimizer: the optimizer whose state will be saved, as `async_save` takes it.
-        group: the ranks that will save together.
+        state: the model or state dict that will be saved.
+        optimizer: the optimizer whose state will be saved.
+        group: the ranks that will save together; None: all ranks.
 
     Raises:
-        TransaxleError: on every rank: the state cannot be saved, or a process is lost; or the error of the previous
-            save, if nobody has asked for its result.
+        TransaxleError: raised on every rank: the state cannot be saved, a background process is lost, or the previous
+            save has failed and its `result` was not called.
     """
     world = World(group)
     alive = _alive(world)
@@ -423,25 +437,25 @@ def prepare_async(state: State, *, optimizer: AnyOptimizer | None = None, group:
 
 
 def _alive(world: World) -> Saver | None:
-    """Return the background process of these ranks once its last job has ended; None if any rank's is missing."""
+    """Wait for the last job of these ranks' background process, and return the process; None if some rank has none."""
     key = os.getpid(), world.ranks
     saver, last = _SAVERS.get(key, (None, None))
 
     def is_ready() -> bool:
         if last is not None and saver is not None:
             last.over()
-            _SAVERS[key] = saver, None  # only now: if Ctrl-C ends the wait above, the job still reads the memory
+            _SAVERS[key] = saver, None  # only now: if Ctrl-C interrupts the wait, the job still reads the memory
         return saver is not None and saver.alive
 
     if all(world.pool(is_ready)):
         return saver
     if saver is not None:
-        saver.close()  # without the lost process the others cannot save together
+        saver.close()  # without the lost process, the other ranks' processes cannot save
     return None
 
 
 def _keep(world: World, saver: Saver, job: SaveJob | None) -> None:
-    """Keep a background process for the next save, and wait for its job when the program ends."""
+    """Keep a background process for the next save, and arrange that the program waits for its job before it ends."""
     key = os.getpid(), world.ranks
     if key not in _SAVERS:
         at_end(partial(_finish, key))
@@ -449,7 +463,7 @@ def _keep(world: World, saver: Saver, job: SaveJob | None) -> None:
 
 
 def at_end(work: Callable[[], None]) -> None:
-    """Register a call for the end of this process; processes forked from it do not inherit the call."""
+    """Register a function to be called when this process ends; processes forked from it do not inherit it."""
     util.Finalize(None, work, exitpriority=0)
 
 
@@ -461,7 +475,9 @@ def say(message: str) -> None:
 
 
 def fail() -> None:
-    """Make this process, which is about to end, exit with a non-zero code: 120, or 1 in a forked process."""
+    """Make this process, which is ending, exit with a nonzero code: 120, or 1 in a process forked by
+    multiprocessing.
+    """
     if sys.stderr is not None and not isinstance(sys.stderr, _Unflushable):
         sys.stderr = _Unflushable(sys.stderr)
 
@@ -473,7 +489,9 @@ class _Unflushable:
         self._stream = stream
 
     def flush(self) -> None:
-        """Flush the stream; fail if the interpreter calls this at shutdown, so that it exits with a non-zero code."""
+        """Flush the stream; raise an error if the interpreter calls this at shutdown, so that it exits with a nonzero
+        code.
+        """
         self._stream.flush()
         caller = sys._getframe().f_back
         if caller is None or caller.f_code is getattr(util._flush_std_streams, "__code__", None):  # type: ignore[attr-defined]
@@ -484,7 +502,7 @@ class _Unflushable:
 
 
 class PageLock:
-    """Page-locks memory for CUDA until it is released; where CUDA cannot, copies are only slower.
+    """Page-locks memory for CUDA until `release`; if CUDA cannot lock it, nothing fails, but copies are slower.
 
     Args:
         memory: memory that stays mapped until the release.
@@ -502,7 +520,7 @@ class PageLock:
         return False
 
     def release(self) -> None:
-        """Unlock the memory, which may be unmapped afterwards."""
+        """Unlock the memory; afterwards it may be unmapped."""
         if self._address is not None:
             torch.cuda.cudart().cudaHostUnregister(self._address)
             self._address = None
@@ -510,19 +528,19 @@ class PageLock:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEstimate:
-    """Memory that the snapshot of a rank needs."""
+    """Estimate of the shared memory that the snapshot of a rank needs."""
 
     size: int
     """Estimated bytes of shared memory."""
     on_gpu: bool
-    """Whether any tensor is copied from a GPU."""
+    """Whether any tensor of the snapshot is copied from a GPU."""
 
 
 def estimate_snapshot(state: State, optimizer: AnyOptimizer | None) -> SnapshotEstimate:
-    """Estimate the memory of a snapshot; optimizer state that does not exist yet is counted at its future size.
+    """Estimate the memory of a snapshot, including optimizer state that the first step will create.
 
     Raises:
-        TransaxleError: as `leaves`, `by_name` and `states_of`.
+        TransaxleError: the state cannot be saved; raised by `leaves`, `by_name` or `states_of`.
     """
     state_leaves = leaves(state, sharded=True)
     tensors = dict(state_leaves.tensors)
@@ -537,7 +555,7 @@ def estimate_snapshot(state: State, optimizer: AnyOptimizer | None) -> SnapshotE
 
 
 def _future_sizes(optimizers: Optimizers, parameters: list[torch.Tensor]) -> Iterator[int]:
-    """Yield the bytes of each tensor of state that the optimizers will create in their first step."""
+    """Yield the size in bytes of each state tensor that the optimizers will create in their first step."""
     owners, twins = optimizers.owners(), Twins()
     for parameter in parameters:
         owner = owners.get(id(parameter))

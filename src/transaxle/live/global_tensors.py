@@ -336,7 +336,7 @@ def own_census(tensors: Mapping[str, torch.Tensor], rank: int) -> Census:
 
 _ops: Any = torch.ops.aten
 _NEW = frozenset({_ops.new_empty.default})
-"""Operations by which code such as `copy.copy` makes an empty tensor, to replace its attributes afterwards."""
+"""Operations by which copying code makes an empty tensor, whose attributes the code then replaces."""
 _ON_LOCAL = frozenset({
     _ops.detach.default, _ops.alias.default, _ops.clone.default, _ops._to_copy.default, _ops.copy_.default,
     _ops.zeros_like.default, _ops.empty_like.default,

@@ -1,16 +1,17 @@
 """Planning a load: which tensors are read, by which rank, and into which memory.
 
-**The plan**: the tensors that all ranks need, their place in the source, and every reason to refuse the load.
+**The plan** lists the tensors that all ranks need, where in the source their bytes are, and every reason to refuse the
+load.
 
 All ranks make the same plan or raise the same error, before any tensor is written.
 
-**Meta models**: parameters on the meta device get storage for this rank's shards just before the read.
+**Meta models**: parameters on the meta device get memory for this rank's shards just before the source is read.
 
-A buffer that no checkpoint stores (rotary frequencies) is computed by its own module; a tensor that nothing can fill is
-refused, so no uninitialised memory remains.
+A buffer that checkpoints do not store (rotary frequencies) is computed by the module that owns it; a tensor that
+neither source nor module can fill is refused, so no uninitialised memory remains.
 
-**The source**: each rank opens the path for itself, and the checkpoint there may be replaced in between. So the ranks
-compare the checkpoints that they have opened, and check the bytes against stored checksums.
+**The source**: each rank opens the source's path for itself, and the checkpoint may be replaced between two ranks'
+opens. So the ranks compare the checkpoints that they have opened, and check the bytes against stored checksums.
 """
 
 from __future__ import annotations
@@ -57,21 +58,22 @@ from transaxle.torch_tensors import local_of
 _INIT = ("reset_parameters", "init_weights", "_init_self_buffers")
 """Methods by which modules initialise themselves, in the order in which they are tried."""
 _MODEL_INIT, _MODEL = "_init_weights", "_initialize_weights"
-"""Method of a transformers model that initialises one of its modules, and a method that only such models have."""
+"""Method of a transformers model that initialises one of its modules, and a method by which such models are
+recognised."""
 _FILLED = "_is_hf_initialized"
 """Attribute that marks tensors which transformers must not initialise."""
 _UNFILLED = 0xA5
-"""Byte that marks buffers which are not initialised yet."""
+"""Byte with which a new buffer is filled, to detect afterwards that no method has initialised it."""
 Init = Callable[[nn.Module], object]
 """Initialises one module of a model."""
 
 
 def unloadable(model: State, loaded: Container[str]) -> list[Refusal]:
-    """Return a refusal for each meta tensor that neither the source nor its own module fills.
+    """Return a refusal for each meta tensor that neither the source nor the module that owns it can fill.
 
     Args:
-        model: the model, or a state dict, whose meta tensors are all refused.
-        loaded: names that the source has.
+        model: the model or state dict; of a state dict, every meta tensor is refused.
+        loaded: names of tensors that the source has.
     """
     if not isinstance(model, nn.Module):
         message, hint = (
@@ -96,15 +98,15 @@ def materialise(model: nn.Module, loaded: Container[str], device: torch.device) 
     """Give storage on a device to each meta tensor of a model; tensors that the source lacks get initial values.
 
     Args:
-        model: the model; ties stay ties.
-        loaded: names that the source has, whose values are loaded later.
+        model: the model; tied parameters stay tied.
+        loaded: names of tensors that the source has, whose values are loaded later.
         device: device of plain tensors; a DTensor goes to the device of its mesh.
 
     Returns:
-        whether there were any; the model's tensors and parameters are then new objects.
+        whether there were meta tensors; if so, the model's tensors and parameters are new objects.
 
     Raises:
-        Refused: MISSING_TENSOR for a buffer that its module does not initialise.
+        Refused: MISSING_TENSOR, if a module does not initialise its buffer.
     """
     on_meta = list(_meta(model))
     if not on_meta:
@@ -152,10 +154,10 @@ def _fill(model: nn.Module, buffers: Mapping[nn.Module, Sequence[str]]) -> Itera
 
 @contextmanager
 def _mark_initialised(model: nn.Module, anew: Container[int]) -> Iterator[None]:
-    """Keep transformers models from initialising tensors other than those in `anew`, given by identity.
+    """Within the block, let transformers models initialise only the tensors whose `id` is in `anew`.
 
-    Parameters are loaded from the source anyway; and initialising a sharded one may be a collective that other ranks do
-    not join.
+    Parameters are loaded from the source anyway, and initialising a sharded parameter may be a collective that other
+    ranks do not join.
     """
     tensors = chain(model.parameters(), model.buffers())
     marked = [each for each in tensors if id(each) not in anew and not hasattr(each, _FILLED)]
@@ -169,16 +171,16 @@ def _mark_initialised(model: nn.Module, anew: Container[int]) -> Iterator[None]:
 
 
 def _initialise(module: nn.Module, init: Init | None, owners: Container[nn.Module]) -> bool:
-    """Initialise some modules and their ancestors as transformers does: innermost first, by the model that each belongs
-    to.
+    """Initialise some modules and their ancestors as transformers does: innermost module first, each by the init method
+    of its model.
 
     Args:
         module: the model, or a part of it.
-        init: initialises modules of the model that `module` belongs to.
+        init: initialises one module of the model to which `module` belongs.
         owners: the modules to initialise.
 
     Returns:
-        whether `module` contains any of them.
+        whether `module` contains any of `owners`.
     """
     init = _model_init(module) or init
     holds = module in owners
@@ -206,7 +208,7 @@ def _is_unfilled(buffer: torch.Tensor) -> bool:
 
 
 def _tie(parameters: Sequence[tuple[nn.Module, str, int]]) -> None:
-    """Restore ties between parameters: giving storage has created a new parameter for each name.
+    """Restore ties between parameters, since materialising has created a separate new parameter for each name.
 
     Args:
         parameters: (owner, name, identity of the original parameter).
@@ -229,20 +231,20 @@ def _meta(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor, bool
 
 
 def _own_initialisers(model: nn.Module, owner: nn.Module) -> list[Callable[[], object]]:
-    """Return a module's own methods that may initialise its buffers; the whole model's are left out.
+    """Return a module's own methods that may initialise its buffers; methods of the whole model are left out.
 
-    Called on the whole model, they would initialise its parameters too.
+    A method of the whole model would initialise the model's parameters too.
     """
     methods = [getattr(owner, name, None) for name in _INIT] if owner is not model else []
     return [each for each in methods if callable(each)]
 
 
 _OPTIMIZER = "optimizer"
-"""Name in the report for an optimizer of which the source has no state."""
+"""Name that the report lists as missing if the source has no optimizer state."""
 
 
 class LoadPlan:
-    """The plan of a load, agreed on by all ranks; collective to create.
+    """The plan of a load, equal on all ranks; creating it is collective.
 
     Args:
         state: model or state dict to fill.
@@ -252,34 +254,34 @@ class LoadPlan:
         extra: other objects to restore, by name.
         family: model family.
         dialect: dialect of the model's names.
-        strict: refuse names that only one side has.
-        decode: dtype of the parameters that take encoded tensors.
-        dtype: dtype of the parameters that take plain tensors of other dtypes.
+        strict: refuse tensor names that only the model or only the source has.
+        decode: dtype of parameters that may be loaded from encoded tensors.
+        dtype: dtype of parameters that may be loaded from plain tensors of other dtypes.
 
     Attributes:
         state: the model or state dict.
         checkpoint: the source under its stored names.
-        leaves: this rank's tensors of the state; of a model with adapters, either the base or the adapter, as in the
-            checkpoint.
+        leaves: this rank's tensors of the state; of a model with adapters, the tensors of either the base or the
+            adapter, depending on the checkpoint.
         view: the source in the model's dialect.
-        stored: the source's tensors by the model's names.
-        quantized: how the source fills the quantized parameters of all ranks.
+        stored: the source's tensors by the model's tensor names.
+        quantized: for all ranks' quantized parameters, how the source fills them.
         optimizers: the part of the load that goes into optimizers.
-        extra: state that is no tensor.
-        targets: the tensors to read, with all ranks' parts.
-        missing: names that only the model has.
-        unexpected: names that only the source has.
-        conversions: dtype changes by the model's names; whether a cast is exact is known only afterwards.
-        on_meta: paths of this rank's modules on the meta device with derived entries, which are tried once they have
-            memory.
-        filled_by_modules: this rank's parameters and buffers that are no entries, but that modules fill in
+        extra: the part of the load that is not tensors.
+        targets: the tensors to read, and which rank has which part of them.
+        missing: tensor names that only the model has.
+        unexpected: tensor names that only the source has.
+        conversions: name in the model -> dtype change; whether a cast is exact is known only after the load.
+        on_meta: paths of this rank's modules with derived entries on the meta device; these modules are tested once
+            they have memory.
+        filled_by_modules: this rank's parameters and buffers that are not in the state dict, but that modules fill in
             `load_state_dict`.
-        same_memory: pairs of names that are one tensor on some rank, and two in the source.
-        same_state: pairs of names of one optimizer state of a tied parameter: the name that is loaded, and a further
+        same_memory: pairs of names that are one tensor in the model on some rank, but two tensors in the source.
+        same_state: pairs of names of one optimizer state of a tied parameter: the name that is loaded, and a second
             name in the source.
 
     Raises:
-        TransaxleError: on every rank, with every problem of every rank.
+        TransaxleError: the load is refused; raised on every rank, with every problem of every rank.
     """
 
     def __init__(
@@ -307,7 +309,7 @@ class LoadPlan:
         with world.together():
             unshown_names = frozenset(chain.from_iterable(world.gather(tuple(leaves.unshown))))
             if optimizer is None and not any(name.startswith(OPTIMIZER) for name in global_tensors):
-                # names of optimizer state may need axis sizes that the weights do not need
+                # names of optimizer state may need axis sizes that names of weights do not need
                 checkpoint = checkpoint.without_optimizer()
             view_options = family, dialect, decode
             self.view = weights.view_source(
@@ -345,22 +347,23 @@ class LoadPlan:
 
     @property
     def storage(self) -> Storage:
-        """The source's files."""
+        """Storage of the source's files."""
         return self.view.checkpoint.container.storage
 
     @property
     def padding_rows(self) -> dict[str, tuple[int, int]]:
-        """Tensors with padding rows: number of rows in the source and in the model."""
+        """Name of a tensor with padding rows -> number of rows in the source and in the model."""
         shapes = (
             (name, self.stored[name].shape, tensor.shape) for name, tensor in self.targets.items() if tensor.padded
         )
         return {name: (stored[0], shape[0]) for name, stored, shape in shapes if stored != shape}
 
     def values_of_quantized(self, leaves: Leaves, *, meta: bool) -> dict[str, torch.Tensor]:
-        """Return plain tensors for the values of this rank's parameters that are quantized during the load, by name.
+        """Return name -> plain tensor that receives the values, for this rank's parameters that are quantized during
+        the load.
 
         Args:
-            leaves: this rank's tensors.
+            leaves: this rank's tensors of the state.
             meta: create the tensors on the meta device.
         """
         codes_by_name = self.quantized.anew.items()
@@ -371,7 +374,7 @@ class LoadPlan:
         }
 
     def read_into(self, leaves: Leaves) -> dict[str, torch.Tensor]:
-        """Return this rank's tensors, except for those that are not read."""
+        """Return this rank's tensors by name, without tensors that the load does not read."""
         return {name: tensor for name, tensor in leaves.tensors.items() if name not in self.quantized.gone}
 
     def _unite_names(self, omitted: tuple[str, ...], world: World) -> None:
@@ -399,8 +402,8 @@ class LoadPlan:
 
         Args:
             targets: all ranks' tensors that the source should have.
-            decode: see the class.
-            dtype: see the class.
+            decode: as for the class.
+            dtype: as for the class.
         """
         checkpoint, with_state = self.view.checkpoint, bool(self.optimizers)
         problems, missing, unexpected = match_tensors(
@@ -422,13 +425,13 @@ class LoadPlan:
         return [*problems, *self.quantized.problems]
 
     def _find_unmatched(self, targets: Census) -> list[Refusal]:
-        """Return a refusal for each name that only one side has."""
+        """Return a refusal for each tensor name that only the model or only the source has."""
         unused = [name for name in self.checkpoint if name not in targets]
         missing = [name for name in self.missing if name not in {*self._omitted, _OPTIMIZER}]
         return refuse_unmatched(missing, self.unexpected, unused)
 
     def _find_unfilled(self) -> list[Refusal]:
-        """Return a refusal for each meta tensor that nothing fills."""
+        """Return a refusal for each meta tensor that neither the source nor a module fills."""
         loaded = self.stored.keys() | self._tied
         self.filled_by_modules = (
             indirectly_filled(self.leaves.custom_modules, loaded) if self.leaves.custom_modules else set[str]()
@@ -441,7 +444,9 @@ class LoadPlan:
         return unloadable(self.state, loaded | self.filled_by_modules)
 
     def _match_groups(self) -> list[Refusal]:
-        """Find the source's settings for the optimizers' parameter groups; return refusals for contradictions."""
+        """Find the source's settings for the optimizers' parameter groups; return a refusal for each contradiction
+        between them.
+        """
         problems: list[Refusal] = []
         stored_groups = self.view.checkpoint.container.metadata.get(GROUPS, ())
         groups: list[ParamGroup] = [
@@ -452,10 +457,11 @@ class LoadPlan:
 
 
 def leaves_for(state: State, checkpoint: Checkpoint) -> Leaves:
-    """Collect a state's tensors; of a model with adapters, the base or the adapter, as in the checkpoint.
+    """Collect a state's tensors; of a model with adapters, the tensors of the base or of the adapter, depending on the
+    checkpoint.
 
     Raises:
-        Refused: see `leaves`.
+        Refused: the refusals of `leaves`.
     """
     state_leaves = leaves(state, sharded=True)
     peft_model = peft_model_of(state) if isinstance(state, nn.Module) else None
@@ -466,9 +472,7 @@ def leaves_for(state: State, checkpoint: Checkpoint) -> Leaves:
 
 
 def _scales_alone(checkpoint: Checkpoint, targets: Census, stored: Mapping[str, StoredTensor]) -> Iterator[Refusal]:
-    """Yield a refusal for each scale tensor that must not be cast; a cast to float32 is allowed, as it changes no
-    value.
-    """
+    """Yield a refusal for each scale tensor that would be cast to a dtype other than float32."""
     pairs = ((stored[name], tensor.dtype) for name, tensor in targets.items() if name in stored)
     casts = [(source, dtype) for source, dtype in pairs if source.dtype != dtype and is_plain(source.dtype)]
     if casts:
@@ -502,19 +506,19 @@ _LARGEST_MANIFEST = 1 << 30
 def open_source(
     src: CheckpointLike, world: World, reading: Mapping[str, Any], *, with_state: bool, strict: bool
 ) -> Iterator[Checkpoint]:
-    """Yield the source; close it afterwards if this function has opened it, but not if the caller has. Collective.
+    """Yield the source as an opened checkpoint; close it afterwards, unless the caller opened it. Collective.
 
     Args:
-        src: the source, as `load` takes it.
+        src: path of the source, or an opened checkpoint.
         world: the ranks.
-        reading: arguments of `load` for opening the source; None for those that the caller did not give.
-        with_state: open optimizer state too, if there is any.
-        strict: refuse state of unknown parameters, instead of leaving it out.
+        reading: argument of `load` for opening the source -> its value, or None if the caller did not give it.
+        with_state: open optimizer state too, if the source has any.
+        strict: refuse optimizer state of unknown parameters, instead of leaving it out.
 
     Raises:
         TypeError: `reading` has options, but the source is already open.
-        TransaxleError: on every rank: the source cannot be opened; CORRUPT, AMBIGUOUS where ranks have opened different
-            checkpoints, or with different options.
+        TransaxleError: raised on every rank: the source cannot be opened; CORRUPT or AMBIGUOUS, if ranks have opened
+            different checkpoints, or opened them with different options.
     """
     if isinstance(src, Checkpoint):
         with world.together():
@@ -542,7 +546,7 @@ def open_source(
 
 
 def refuse_different(checkpoint: Checkpoint, world: World) -> None:
-    """Prove that all ranks have opened one checkpoint with the same options; collective.
+    """Check that all ranks have opened the same checkpoint with the same options; collective.
 
     Copies on several machines count as one if their manifests are equal or, without manifests, the sizes of their
     files; their paths may differ. Configs and rules are compared by content, so their paths may differ too.
@@ -552,7 +556,8 @@ def refuse_different(checkpoint: Checkpoint, world: World) -> None:
         world: the ranks.
 
     Raises:
-        Refused: on every rank: CORRUPT if the paths are equal, otherwise AMBIGUOUS.
+        Refused: raised on every rank if checkpoints or options differ: CORRUPT, if the paths are equal, otherwise
+            AMBIGUOUS.
     """
     with world.together():
         own_opening = without_commit(checkpoint.path), _identity(checkpoint), _reading(checkpoint)
@@ -574,7 +579,7 @@ def refuse_different(checkpoint: Checkpoint, world: World) -> None:
 
 
 def _reading(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the options with which a checkpoint was opened, by name, as hashes."""
+    """Return option name -> hash of its value, for the options with which a checkpoint was opened."""
     how, settings = checkpoint.reopening, checkpoint.settings
     options: Mapping[str, Any] = {"config": settings.config, "axes": settings.axes}
     if how is not None:
@@ -591,9 +596,9 @@ def _identity(checkpoint: Checkpoint) -> str:
 
 
 def check_read(storage: Storage, world: World) -> None:
-    """Prove that no file was rewritten while it was read, and that the bytes match their checksums; collective.
+    """Check that no file was rewritten while it was read, and that the bytes match their checksums; collective.
 
-    A service's answers are checked against the object's version at every request.
+    Of an object in a storage service, the version is checked at every request instead.
 
     Raises:
         Refused: CORRUPT, on every rank.
@@ -607,11 +612,11 @@ def check_read(storage: Storage, world: World) -> None:
 
 
 def _check_sums(storage: Storage, world: World) -> None:
-    """Compare each range that was read whole, by one rank or several, with its checksum; collective.
+    """Compare each byte range that one or several ranks have read completely with its checksum; collective.
 
-    The partial sums of all ranks are combined, also where ranks read alternate runs. A range whose partial sums cannot
-    be combined is read once more by one rank. A range that is needed only in part is not checked, because the remainder
-    would have to be read for it.
+    The partial checksums of all ranks are combined, even if ranks read alternate runs. If they cannot be combined, one
+    rank reads the range once more. A range of which only a part was needed is not checked, because its remainder would
+    have to be read.
 
     Raises:
         Refused: CORRUPT, on every rank.
@@ -622,7 +627,7 @@ def _check_sums(storage: Storage, world: World) -> None:
         None if witness is None else {summed: witness.tally(summed) for summed in witness.open()}
     )
     if witness is None or any(tallies is None for tallies in of_all_ranks):
-        return  # the source's files have no checksums, which is the same on all ranks
+        return  # the source's files have no checksums; all ranks see this alike
     with world.together():
         read: dict[Checksum, list[Tally]] = {}
         for tallies in of_all_ranks:

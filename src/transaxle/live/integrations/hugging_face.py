@@ -1,11 +1,11 @@
 """A callback for transformers' Trainer and hooks for accelerate, neither of which is imported here.
 
-The callback leaves the Trainer's own files (progress, schedule, random states) as they are, and writes into the
-Trainer's folder for a step, so that rotation and resuming still work; or it writes under a URL, and rotates there
+The callback leaves the Trainer's own files (progress, schedule, random states) unchanged. It writes into the Trainer's
+folder for a step, so that rotation and resuming still work; or it writes under a URL, and deletes old checkpoints there
 itself.
 
-The hooks for accelerate's `save_state` and `load_state` leave accelerate's other files as they are, and write into its
-folder; or they write under a URL, and rotate there themselves.
+The hooks for accelerate's `save_state` and `load_state` leave accelerate's other files unchanged. They write into
+accelerate's folder; or they write under a URL, and delete old checkpoints there themselves.
 """
 
 from __future__ import annotations
@@ -50,39 +50,42 @@ from transaxle.torch_tensors import Ranks, read_group, unwrap
 _EVENT = "on_"
 _SCHEDULE = "lr_scheduler"
 _PREFIX = "checkpoint-"
-"""Prefix of a step's folder, as the Trainer names it."""
+"""Prefix of the name that the Trainer gives to a step's folder."""
 _STATE_FILE, _HISTORY = "trainer_state.json", "log_history"
 """The Trainer's progress file, and the key of its log history in that file."""
 _PROGRESS = "trainer_state"
-"""Key under which a checkpoint's extra state has the text of the progress file."""
+"""Key, in a checkpoint's extra state, of the text of the Trainer's progress file."""
 _RANDOM, _SCALER = "random", "scaler"
-"""Keys under which a checkpoint's extra state has each rank's random state and the state of a gradient scaler."""
+"""Keys, in a checkpoint's extra state, of each rank's random state and of the gradient scaler's state."""
 _WEIGHTS = ".safetensors"
 _BLOCK = 8 << 20
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Ignore an event."""
+    """Do nothing, for Trainer events that this callback does not handle."""
 
 
 class TrainerCheckpoints:
-    """A callback for transformers' `Trainer` that saves a run's state in any layout in each `checkpoint-N`.
+    """A callback for transformers' `Trainer` that saves a run's state, in any format and dialect, into each
+    `checkpoint-N` folder.
 
-    `trainer.train(resume_from_checkpoint=…)` then loads weights, optimizer, schedule and gradient scaler from there, at
-    any world size and sharding, and at the same world size the random states, after the Trainer has loaded its own
-    copies. The Trainer deletes old checkpoints (`save_total_limit`) before this callback writes, so let it keep two.
+    `trainer.train(resume_from_checkpoint=…)` then loads weights, optimizer, schedule and gradient scaler from that
+    folder, at any world size and sharding, and random states if the world size is unchanged; all this after the Trainer
+    has loaded its own copies. The Trainer deletes old checkpoints (`save_total_limit`) before this callback writes, so
+    let the Trainer keep at least two.
 
-    With `url`, each `checkpoint-N` lies there instead, with the Trainer's progress in it: `fetch` copies one back to a
-    machine that has none. The callback then deletes old ones itself, after a newer one is complete.
+    With `url`, each `checkpoint-N` is saved under that URL instead, together with the Trainer's progress: `fetch`
+    copies the newest one back to a machine that has none. The callback then deletes old checkpoints itself, once newer
+    ones are complete.
 
     Args:
         to: `FORMAT[:DIALECT]`, as for `save`.
-        background: write while training goes on, as `async_save` does.
+        background: whether to write the files while training continues, as `async_save` does.
         resume: the `checkpoint-N` to resume from, if it is neither in the Trainer's `output_dir` nor under `url`: the
-            Trainer does not pass it to callbacks.
+            Trainer does not pass such a path to callbacks.
         group: the ranks that train, and save, together; None: all.
         url: a folder or URL for the checkpoints.
-        keep: number of checkpoints to keep, in addition to the Trainer's best one; None: all.
+        keep: number of checkpoints to keep, in addition to the Trainer's best checkpoint; None: keep all.
 
     The other arguments are those of `save`.
 
@@ -122,7 +125,7 @@ class TrainerCheckpoints:
         self._steps = None if place is None else StepCheckpoints(place, count, self._group, background=background)
         self._job: SaveJob | None = None
         self._random: Any = None
-        """This rank's random state, until it is set."""
+        """This rank's loaded random state, until the random generators are set to it."""
         self._is_between = False
         """Whether the checkpoint that the run resumes from was saved between two epochs."""
 
@@ -132,13 +135,15 @@ class TrainerCheckpoints:
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **arguments: Any) -> None:
-        """Check that the model can be saved; load the state if the Trainer resumes from a checkpoint of this callback.
+        """Check that the model can be saved; load the state if the Trainer resumes from a checkpoint that this callback
+        saved.
 
-        Warns if there is no such checkpoint: then the Trainer's own copies of weights and state are used.
+        If the Trainer resumes but has no such checkpoint, it warns: then the Trainer's own copies of weights and state
+        are used.
 
         Raises:
             TransaxleError: a save or a load of the model would be refused.
-            StorageError: IO where `url` cannot be reached.
+            StorageError: IO, if `url` cannot be reached.
         """
         name = _name(state.global_step)
         first = str(Path(args.output_dir, name, FOLDER)) if self._steps is None else self._steps.place(name)
@@ -159,7 +164,7 @@ class TrainerCheckpoints:
             )
 
         sources = World(self._group).pool(find_source)
-        if sources[0]:  # all ranks load the checkpoint that the first rank has found
+        if sources[0]:  # all ranks load the checkpoint that the first rank found
             load(
                 arguments["model"],
                 sources[0],
@@ -180,22 +185,24 @@ class TrainerCheckpoints:
             )
 
     def fetch(self, output_dir: PathLike) -> str | None:
-        """Bring back the newest complete checkpoint under `url`, as a folder that a Trainer resumes from.
+        """Copy the newest complete checkpoint under `url` back into a local folder, from which a Trainer can resume.
 
-        Call it on one rank of each machine that has an `output_dir` of its own, before `train`. The folder has the
-        weights and the progress; `train` then loads the rest, and each rank its part of the weights, from `url`.
+        Call it on one rank of each machine that has an `output_dir` of its own, before `train`. The folder contains the
+        weights and the progress; in `train`, each rank then loads its part of the weights and all other state from
+        `url`.
 
         Args:
-            output_dir: the Trainer's `output_dir`, in which `checkpoint-N` appears when it is complete.
+            output_dir: the Trainer's `output_dir`, in which the folder `checkpoint-N` appears once it is complete.
 
         Returns:
-            The folder, for `trainer.train(resume_from_checkpoint=…)`; None where there is no checkpoint. An existing
-            folder of this step stays as it is.
+            The folder, for `trainer.train(resume_from_checkpoint=…)`; None if there is no checkpoint. An existing
+            folder of the same step is left unchanged.
 
         Raises:
             TypeError: `output_dir` is no path.
-            Refused: UNSUPPORTED without `url`, and for files that the Trainer does not read: anything but safetensors.
-            StorageError: IO.
+            Refused: UNSUPPORTED, if there is no `url`, or if the checkpoint is not in safetensors, the only format that
+                the Trainer reads.
+            StorageError: IO, if the checkpoint cannot be read, or the folder cannot be written.
         """
         folder = Path(read_path("output_dir", output_dir))
         if self._steps is None:
@@ -222,12 +229,16 @@ class TrainerCheckpoints:
         return str(target)
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """Set the random state of a checkpoint from between two epochs, before the order of the data is drawn."""
+        """If the checkpoint was saved between two epochs, set its random state before the order of the data is
+        drawn.
+        """
         if self._is_between:
             self._set_random()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Set the random state of a checkpoint from within an epoch, once the Trainer has skipped the earlier data."""
+        """If the checkpoint was saved within an epoch, set its random state once the Trainer has skipped the earlier
+        data.
+        """
         self._set_random()
 
     def _set_random(self) -> None:
@@ -236,7 +247,8 @@ class TrainerCheckpoints:
             Random().load_state_dict(state)
 
     def on_step_end(self, _args: Any, _state: Any, control: Any = None, **_: Any) -> None:
-        """Wait for the last save if another one is due: the Trainer may delete the one that is being written.
+        """Wait for the last save if a new save is due, since the Trainer may then delete the checkpoint that is being
+        written.
 
         Raises:
             TransaxleError: the save has failed.
@@ -247,7 +259,7 @@ class TrainerCheckpoints:
     on_epoch_end = on_step_end
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """Wait for the last save, because a Trainer that keeps the best checkpoint saves right after evaluating.
+        """Wait for the last save, because a Trainer that keeps the best checkpoint saves again right after evaluating.
 
         Raises:
             TransaxleError: the save has failed.
@@ -271,14 +283,14 @@ class TrainerCheckpoints:
         self._wait()
         with (world := World(self._group)).together():
             if world.rank == world.ranks[0]:
-                remove(str(place))  # left by an earlier run, whose other files the Trainer has just replaced
+                remove(str(place))  # an earlier run left it; the Trainer has just replaced that run's other files
         options |= {"overwrite": True, "group": self._group}
         if not self._background:
             save(arguments["model"], place, **options)
             return
         self._job = async_save(arguments["model"], place, **options)
         if control is not None and control.should_training_stop:
-            self._wait()  # a Trainer that keeps one checkpoint deletes all but the best before `on_train_end`
+            self._wait()  # if it keeps one checkpoint, the Trainer deletes all but the best before `on_train_end`
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Wait for the last save.
@@ -296,25 +308,27 @@ class TrainerCheckpoints:
 
 
 def _schedule(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the learning rate schedule, if a Trainer passes one."""
+    """Return the learning rate schedule by name; empty if the Trainer passes none."""
     schedule = arguments.get(_SCHEDULE)
     return {} if schedule is None else {_SCHEDULE: schedule}
 
 
 def _scaler(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the gradient scaler, which accelerate's optimizer has for half precision."""
+    """Return the gradient scaler by name, which accelerate's optimizer has for half precision; empty if there is
+    none.
+    """
     scaler = getattr(arguments["optimizer"], _SCALER, None)
     return {_SCALER: scaler} if isinstance(scaler, Stateful) else {}
 
 
 def _name(step: int) -> str:
-    """Return the name of a step's folder, as the Trainer names it."""
+    """Return the name that the Trainer gives to a step's folder."""
     return f"{_PREFIX}{step}"
 
 
 def _source(state: Any, place: str) -> str:
-    """Return the place, or its subfolder, with the checkpoint of this callback for a Trainer's state; "" if there is
-    none.
+    """Return `place` or its subfolder, whichever has this callback's checkpoint for a Trainer's state; "" if neither
+    has.
 
     The checkpoint belongs to the state if both have the same log history.
 
@@ -329,9 +343,10 @@ def _source(state: Any, place: str) -> str:
 
 
 def _is_of_one_save(state: Any, place: str, folders: Sequence[str]) -> bool:
-    """Tell whether a checkpoint under a URL and a Trainer's folder come from one save: two runs may log the same.
+    """Tell whether a checkpoint under a URL and a Trainer's folder come from one save; two runs may have equal log
+    histories.
 
-    A folder without a ticket, such as one from `fetch`, does not contradict it.
+    A folder without a save ID, such as a folder from `fetch`, is accepted.
 
     Raises:
         StorageError: IO.
@@ -345,7 +360,7 @@ def _is_of_one_save(state: Any, place: str, folders: Sequence[str]) -> bool:
 
 
 def _has_history(state: Any, text: bytes) -> bool:
-    """Tell whether a Trainer's progress file has the log history of a state."""
+    """Tell whether the text of a Trainer's progress file has the same log history as a Trainer's state."""
     try:
         return json.dumps(parse_json(text)[_HISTORY]) == json.dumps(state.log_history)
     except (ValueError, LookupError, TypeError):
@@ -353,10 +368,10 @@ def _has_history(state: Any, text: bytes) -> bool:
 
 
 def _copy_weights(place: str, folder: Path) -> None:
-    """Copy the model's files of a checkpoint, without the optimizer's.
+    """Copy a checkpoint's files with the model's weights, but not those with optimizer state.
 
     Raises:
-        Refused: UNSUPPORTED if the checkpoint has no safetensors files; CORRUPT if it changes meanwhile.
+        Refused: UNSUPPORTED, if the checkpoint has no safetensors files; CORRUPT, if it changes while it is copied.
         StorageError: IO.
     """
     storage = storage_at(place)
@@ -372,32 +387,37 @@ def _copy_weights(place: str, folder: Path) -> None:
 
 
 _BEST = "transaxle_best"
-"""Key under which a checkpoint's extra state has the name of the best checkpoint."""
+"""Key, in a checkpoint's extra state, of the best checkpoint's name."""
 
 
 class AccelerateHooks:
-    """Make accelerate's `save_state` and `load_state` use Transaxle, so a model loads at any world size.
+    """Hooks that make accelerate's `save_state` and `load_state` use Transaxle, so that a model loads at any world
+    size.
 
     `hooks.register(accelerator)` registers both hooks. Accelerate then omits its own copy of the weights; with its FSDP
-    plugin it first writes and reads model and optimizer itself, and the values that Transaxle loads afterwards win.
+    plugin, accelerate still writes and reads model and optimizer itself, but Transaxle loads afterwards, and its values
+    replace accelerate's.
 
-    Hooks take one model each. Of several models, those registered first save into `transaxle`, the next ones into
-    `transaxle_1`, and so on, as accelerate numbers its own files: register them in the same order when you load.
+    One hooks object handles one model. If there are several, the first registered object saves into `transaxle`, the
+    next one into `transaxle_1`, and so on, as accelerate numbers its own files: register them in the same order when
+    you load.
 
-    With `url`, the checkpoint of `save_state("out/checkpoint_3")` is `checkpoint_3` there, and old ones are deleted
-    after a newer one is complete; accelerate's own files stay in its folder. The hooks of each model need their own.
+    With `url`, the checkpoint of `save_state("out/checkpoint_3")` is saved as `checkpoint_3` under that URL, and old
+    checkpoints are deleted once newer ones are complete; accelerate's own files stay in its folder. The hooks of each
+    model need a URL of their own.
 
     Args:
         model: the prepared model.
         optimizer: the model's optimizer, to include its state in the checkpoint; accelerate always writes its own copy
-            of a prepared optimizer, and loads that copy afterwards unless it is sharded.
+            of a prepared optimizer, and unless the optimizer is sharded, loads that copy afterwards.
         to: `FORMAT[:DIALECT]`, as for `save`.
-        extra: other objects to save, as for `save`; those with `load_state_dict` are restored by `load_state`.
-        background: with `url`, write while training goes on, as `async_save` does; call `wait` at the end.
+        extra: further objects to save, as for `save`; `load_state` restores objects that have `load_state_dict`.
+        background: with `url`, whether to write files while training continues, as `async_save` does; call `wait` at
+            the end.
         group: the ranks that train, and save, together; None: all.
         url: a folder or URL for the checkpoints.
-        keep: number of checkpoints to keep, in addition to the one that `keep_best` names; None: all. The folders that
-            `save_state` gets must then have names that end in the number of the step.
+        keep: number of checkpoints to keep, in addition to the one that `keep_best` protects; None: keep all. With
+            `keep`, the folder names passed to `save_state` must end in the step's number.
 
     The other arguments are those of `save`.
 
@@ -450,11 +470,11 @@ class AccelerateHooks:
         self._steps = None if place is None else StepCheckpoints(place, count, self._group, background=background)
 
     def register(self, accelerator: Any) -> None:
-        """Register both hooks with an `Accelerator`; hooks of models that its `free_memory` has dropped are removed.
+        """Register both hooks with an `Accelerator`, and remove hooks of models that its `free_memory` has dropped.
 
         Raises:
-            Refused: NAME_COLLISION for a `url` that other hooks of this accelerator have; UNSUPPORTED for a model into
-                which `load_state` could load nothing: its values are kept by DeepSpeed, or offloaded.
+            Refused: NAME_COLLISION, if hooks of a different model of this accelerator use the same `url`; UNSUPPORTED,
+                if `load_state` could not load into the model, because DeepSpeed keeps its values or they are offloaded.
         """
         check_loadable(self._model)
         registered = _REGISTERED.setdefault(accelerator, [])
@@ -477,7 +497,8 @@ class AccelerateHooks:
         """Save the model, and remove its weights from the list that accelerate will write.
 
         Raises:
-            TransaxleError: as raised by `save`; UNSUPPORTED if another hook has removed weights before.
+            TransaxleError: an error of `save`; UNSUPPORTED, if a different hook has already removed weights from the
+                list.
         """
         remaining = [model for model in models if not any(each._is_ours(model) for each in self._before)]
         if weights and len(weights) != len(remaining):
@@ -505,7 +526,7 @@ class AccelerateHooks:
         """Load the model, and remove it from the list that accelerate will load.
 
         Raises:
-            TransaxleError: as raised by `load`; INCOMPLETE if the checkpoint under `url` is from an earlier save.
+            TransaxleError: an error of `load`; INCOMPLETE, if the checkpoint under `url` is from an earlier save.
         """
         self.wait()
         steps = self._steps
@@ -522,14 +543,14 @@ class AccelerateHooks:
         models[:] = [model for model in models if not self._is_ours(model)]
 
     def _folder(self, name: str) -> str:
-        """Number a name in accelerate's folder as accelerate numbers its own files."""
+        """Add this model's number to a folder name, as accelerate numbers its own files."""
         return f"{name}_{len(self._before)}" if self._before else name
 
     def _check_ticket(self, input_dir: str, place: str, ticket: str | None) -> None:
-        """Refuse a checkpoint under `url` if accelerate's folder is from a later save, which never completed.
+        """Refuse a checkpoint under `url` if accelerate's folder is from a later save that did not complete.
 
         Raises:
-            Refused: INCOMPLETE.
+            Refused: INCOMPLETE, if the two are from different saves.
         """
         try:
             own_ticket = Path(input_dir, self._folder(TICKET)).read_text("utf-8")
@@ -541,16 +562,17 @@ class AccelerateHooks:
             raise refuse("INCOMPLETE", message, file=place, hint=hint)
 
     def keep_best(self, output_dir: PathLike | None) -> None:
-        """Keep one checkpoint regardless of its age; the former best one is no longer protected.
+        """Protect the best checkpoint from deletion by age; the former best checkpoint is no longer protected.
 
-        Later checkpoints store its name, and `load_state` of one of them protects it again.
+        Later checkpoints store the best checkpoint's name, and `load_state` of a later checkpoint protects it again.
 
         Args:
-            output_dir: path given to `save_state`, or returned by it; None: protect none.
+            output_dir: path of the best checkpoint, as given to or returned by `save_state`; None: protect no
+                checkpoint.
 
         Raises:
             TypeError: `output_dir` is no path.
-            Refused: UNSUPPORTED without `url`: accelerate deletes its own folders.
+            Refused: UNSUPPORTED, if there is no `url`: accelerate alone deletes its local folders.
         """
         if self._steps is None:
             hint = "Give AccelerateHooks(url=…, keep=…), or copy it elsewhere."
@@ -567,7 +589,9 @@ class AccelerateHooks:
             self._steps.wait()
 
     def _is_ours(self, model: nn.Module) -> bool:
-        """Tell whether accelerate means our model; for a model in DDP it names the inner one."""
+        """Tell whether a model from accelerate is this object's model; for a model in DDP, accelerate may pass the
+        inner model.
+        """
         return unwrap(model) is unwrap(self._model)
 
     def _is_among(self, models: list[nn.Module]) -> bool:
@@ -575,4 +599,4 @@ class AccelerateHooks:
 
 
 _REGISTERED: WeakKeyDictionary[Any, list[AccelerateHooks]] = WeakKeyDictionary()
-"""Hooks of each `Accelerator`, in the order in which they run."""
+"""`Accelerator` -> its registered hooks, in the order in which they run."""

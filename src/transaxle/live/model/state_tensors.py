@@ -1,14 +1,14 @@
-"""Collect the tensors of a model or state dict by their names in a checkpoint; and read the model's config.
+"""Collects the tensors of a model or state dict by their names in a checkpoint, and reads the model's config.
 
-Wrappers put segments into names (`_orig_mod`, `_checkpoint_wrapped_module`, `_fsdp_wrapped_module`, DDP's `module`),
-which are removed. numpy arrays of a state dict become tensors in the same memory, so they are saved like any tensor and
+Name segments that wrappers insert (`_orig_mod`, `_checkpoint_wrapped_module`, `_fsdp_wrapped_module`, DDP's `module`)
+are removed. numpy arrays of a state dict become tensors in the same memory, so they are saved like any tensor and
 filled in place.
 
-**Megatron's sharded state dicts**: the entries of `model.sharded_state_dict()`, as one grid of shards for each key.
+**Megatron's sharded state dicts**: the entries of `model.sharded_state_dict()` become one grid of shards per key.
 
-A `ShardedTensor` is a box of a whole tensor. Several boxes (layers, experts, the gate and the up projection) may have
-one key. A `ShardedTensorFactory` makes such boxes from a parameter: views of it, or copies that it can merge again.
-Megatron is never imported here; its objects exist only in programs that have imported it.
+A `ShardedTensor` is a box of a whole tensor. Several such boxes (layers, experts, the gate and the up projection) may
+share one key. A `ShardedTensorFactory` makes such boxes from a parameter: views of it, or copies that it can merge
+again. Megatron is never imported here; its objects exist only in programs that have imported it.
 """
 
 from __future__ import annotations
@@ -58,19 +58,21 @@ from transaxle.torch_tensors import (
 )
 
 MODULE = "megatron.core.dist_checkpointing.mapping"
-"""Module in which Megatron defines these classes."""
+"""Python module in which Megatron defines the classes of sharded state dicts."""
 _ODD = "Give the state dict of model.sharded_state_dict()."
 
 
 def is_sharded(value: object) -> bool:
-    """Tell whether an entry is an object of Megatron's."""
+    """Tell whether an entry of a state dict is an object of Megatron's sharded state dicts."""
     mapping = sys.modules.get(MODULE)
     return mapping is not None and isinstance(value, (mapping.ShardedBase, mapping.LocalNonpersistentObject))
 
 
 @dataclass(frozen=True)
 class Factory:
-    """A parameter that a Megatron factory has copied; loaded copies must be merged into it."""
+    """A parameter of which a Megatron factory has made copies; after a load, the copies must be merged into the
+    parameter.
+    """
 
     key: str
     """Key of the factory in the sharded state dict."""
@@ -89,14 +91,14 @@ class Factory:
 
 @dataclass(frozen=True)
 class MegatronState:
-    """This rank's content of a sharded state dict."""
+    """The entries of this rank's sharded state dict, sorted by kind."""
 
     grids: Mapping[str, torch.Tensor]
-    """Key -> tensor, as a grid of shards."""
+    """Key -> tensor, represented as a grid of shards (`ShardGrid`)."""
     objects: tuple[str, ...]
-    """Keys of entries that are no tensors: extra states of modules, random states."""
+    """Keys of entries that are not tensors, such as modules' extra states and random states."""
     factories: tuple[Factory, ...]
-    """Parameters to merge after a load."""
+    """Parameters into which copies must be merged after a load."""
     problems: list[Refusal]
     """A refusal for each tensor that can be neither loaded nor saved."""
 
@@ -108,9 +110,9 @@ class _Shard:
     cell: Cell
     """Interval of the whole tensor along each dim."""
     data: torch.Tensor
-    """Its values, with as many dims as the whole tensor."""
+    """Values of the shard, with as many dims as the whole tensor."""
     spare: bool
-    """Whether it is a replica of another rank's shard."""
+    """Whether the shard is a replica of another rank's shard."""
     padded: bool
     """Whether the whole tensor may have more rows than in a checkpoint."""
 
@@ -148,7 +150,7 @@ def megatron_state(values: Iterable[Any]) -> MegatronState:
 
 
 def _build_entries(factory: Any, problems: list[Refusal]) -> tuple[Any, bool]:
-    """Return the entries that a factory builds from its parameter, and whether these are copies."""
+    """Return the entries that a factory builds from its parameter, and whether the entries are copies."""
     try:
         built = factory.build()
     except Exception as error:  # noqa: BLE001 - the factory is Megatron's or the user's code
@@ -175,7 +177,7 @@ def _flatten_values(value: Any) -> Iterator[Any]:
 
 
 def _data_of(value: Any) -> Any:
-    """Replace the shards in a factory's nested entries by their tensors."""
+    """Return a factory's nested entries, with each shard replaced by its tensor."""
     if isinstance(value, Mapping):
         return {key: _data_of(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -184,7 +186,7 @@ def _data_of(value: Any) -> Any:
 
 
 def _unusable(shard: Any) -> str | None:
-    """Return why a `ShardedTensor` can be neither loaded nor saved; None if it can."""
+    """Return the reason why a `ShardedTensor` can be neither loaded nor saved; None if it can be."""
     if shard.data is None:
         return "it describes a tensor without its data"
     if getattr(shard, "flattened_range", None) is not None:
@@ -199,7 +201,7 @@ def _unusable(shard: Any) -> str | None:
 
 
 def _add(key: str, candidates: list[Any], grids: dict[str, torch.Tensor], problems: list[Refusal]) -> None:
-    """Combine the shards of one key into a grid; shards without elements are skipped."""
+    """Combine the shards of one key into a grid in `grids`; shards without elements are skipped."""
     shapes = dict.fromkeys(tuple(each.global_shape) for each in candidates)
     dtypes = dict.fromkeys(each.data.dtype for each in candidates)
     if len(shapes) > 1:
@@ -259,7 +261,7 @@ _WITHOUT_SHARDS = (
 )
 _PLAIN_ONLY = "This module keeps its values in extra state: load and save the model before it is quantized."
 _KINDS = "biufc"
-"""Kinds of numpy dtypes that `torch.from_numpy` accepts."""
+"""Codes (`dtype.kind`) of the numpy dtypes that `torch.from_numpy` accepts."""
 _LISTED = 4
 """Maximum number of config keys that a message lists."""
 
@@ -271,26 +273,29 @@ class Leaves:
     tensors: Mapping[str, torch.Tensor]
     """Name -> tensor or DTensor; parameters are the parameter objects themselves, except for derived entries."""
     non_tensors: Mapping[str, Any]
-    """Other entries by name: non-tensors of a state dict, extra states of a model's modules."""
+    """Entry name -> value, for entries that are not tensors: of a state dict, or extra states of a model's modules."""
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Quantized parameters of a model by name; `tensors` has their codes and scales as separate entries."""
     custom_modules: tuple[CustomModule, ...] = ()
-    """Modules of a model whose entries in `tensors` are copies; `settle` puts their values into place."""
+    """Modules of a model whose entries in `tensors` are copies; after a load, `settle` moves the copies' values into
+    the modules."""
 
     refusals: tuple[Refusal, ...] = ()
     """A refusal for each tensor into which loaded values could not be stored."""
 
     copies: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """Name -> further tensors that get the same values: copies of base weights that an adapter trains."""
+    """Name of a base weight -> further tensors that get the same values: the copies of the weight that an adapter
+    trains."""
     untouched: tuple[str, ...] = ()
-    """Names outside `tensors`: a model's adapters or their base; non-tensor entries of a sharded state dict."""
+    """Names that are not in `tensors`, so a load leaves them: of a model's adapters or base, or of a sharded state
+    dict's non-tensors."""
     sharded: bool = False
     """Whether some of `tensors` are grids of a Megatron sharded state dict."""
     factories: tuple[Factory, ...] = ()
-    """Parameters whose copies are in `tensors`, from a Megatron sharded state dict."""
+    """Parameters of a Megatron sharded state dict of which `tensors` has copies."""
     unshown: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Parameters by their names in the model, which the state dict shows only in another form, such as a fused
-    parameter as parts.
+    """Name in the model -> parameter, for parameters that the state dict shows only in a different form, such as a
+    fused parameter that is shown as separate parts.
     """
 
     @property
@@ -309,8 +314,8 @@ def leaves(state: State, *, sharded: bool = False, ranges: bool = False) -> Leav
         ranges: accept parameters of DeepSpeed ZeRO-3, as ranges of their elements.
 
     Raises:
-        Refused: NAME_COLLISION where two paths have one name; UNSUPPORTED for objects that are no state, for lazy
-            parameters, and for sharded tensors that are not accepted.
+        Refused: NAME_COLLISION, if two entries get the same name; UNSUPPORTED, if `state` is neither a module nor a
+            mapping, or has lazy parameters or sharded tensors that are not accepted.
     """
     _check(state)
     is_module = isinstance(state, nn.Module)
@@ -360,7 +365,9 @@ def leaves(state: State, *, sharded: bool = False, ranges: bool = False) -> Leav
 
 
 def _unshown(model: nn.Module, entries: Mapping[str, Any], names: Container[str]) -> dict[str, torch.Tensor]:
-    """Return the parameters that are in no entry of a model's state dict, unless another entry has their name."""
+    """Return the parameters that no entry of a model's state dict contains, unless an entry has the parameter's
+    name.
+    """
     shown = set(map(id, entries.values()))
     hidden_parameters = {own_name(name): each for name, each in model.named_parameters() if id(each) not in shown}
     return {name: parameter for name, parameter in hidden_parameters.items() if name not in names}
@@ -372,7 +379,8 @@ def _of_mapping(
     """Return the leaves of a state dict.
 
     Raises:
-        Refused: UNSUPPORTED for parameters that FSDP2 is about to free; see also `_take_arrays`, `_with_shards`.
+        Refused: UNSUPPORTED, if FSDP2 is about to free a parameter; also the refusals of `_take_arrays` and
+            `_with_shards`.
     """
     parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
     if parameters and (freed := find_gathered(parameters)):
@@ -387,10 +395,10 @@ def _of_mapping(
 
 
 def _take_arrays(tensors: dict[str, torch.Tensor], non_tensors: dict[str, Any]) -> tuple[Refusal, ...]:
-    """Move numpy arrays from the other entries to the tensors; return a refusal for each that cannot be filled.
+    """Move numpy arrays from `non_tensors` to `tensors`; return a refusal for each array that cannot be filled.
 
     Raises:
-        Refused: UNSUPPORTED for arrays that torch cannot hold.
+        Refused: UNSUPPORTED, if torch lacks an array's dtype or strides.
     """
     arrays = {name: value for name, value in non_tensors.items() if is_array(value)}
     for name, array in arrays.items():
@@ -405,8 +413,8 @@ def _with_shards(
     """Return the leaves of a state dict with Megatron's entries.
 
     Raises:
-        Refused: UNSUPPORTED where these are not accepted; NAME_COLLISION where a key is also the name of another entry;
-            see also `megatron_state`.
+        Refused: UNSUPPORTED, if Megatron's entries are not accepted; NAME_COLLISION, if a key is also the name of an
+            ordinary entry.
     """
     if not sharded:
         message = "only tx.load, tx.save and tx.async_save take the sharded state dict of a Megatron model"
@@ -424,7 +432,7 @@ def _with_shards(
 
 
 def _refuse_entry(name: str, value: Any, *, of_module: bool) -> Refusal | None:
-    """Return why an entry can be neither saved nor loaded; None if it can."""
+    """Return a refusal if an entry can be neither saved nor loaded; None if it can be."""
     if is_lazy(value):
         message, hint = "it is a lazy parameter without a shape", "Run the model once first."
     elif _is_of_old_shards(value):
@@ -459,7 +467,9 @@ def _entries(model: nn.Module) -> dict[str, Any]:
 
 
 def _copy(entry: torch.Tensor) -> torch.Tensor:
-    """Copy a derived entry: it may be part of a parameter, or one element repeated."""
+    """Copy a derived entry, since the entry may be part of a parameter, or one element repeated (an expanded
+    tensor).
+    """
     return mark(entry.detach().clone(), part_of(entry))
 
 
@@ -478,7 +488,7 @@ def _find_quantized(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def unsavable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
-    """Return a refusal for every tensor without bytes to save."""
+    """Return a refusal for every tensor that has no bytes to save, such as a meta tensor."""
     problems = []
     for name, tensor in tensors.items():
         if tensor.is_meta:
@@ -507,18 +517,18 @@ def unwritable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
 
 
 def find_ties(tensors: Mapping[str, torch.Tensor], present: Container[str]) -> dict[str, str]:
-    """Return name -> other name, for names without values whose tensor is also that of a name with values.
+    """Return name -> present name, for each absent name whose tensor also has a name in `present`.
 
     Args:
         tensors: a model's tensors by name; a tied parameter is one object under several names.
-        present: names that have values.
+        present: names for which there are values.
     """
     loaded = {id(tensor): name for name, tensor in tensors.items() if name in present}
     return {name: loaded[id(t)] for name, t in tensors.items() if name not in present and id(t) in loaded}
 
 
 def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (path, leaf) of nested mappings and lists."""
+    """Yield (path, leaf) for the leaves of nested mappings and lists."""
     if isinstance(value, Mapping):
         items: Iterator[tuple[Any, Any]] = iter(value.items())
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -535,7 +545,7 @@ def set_extra_state(model: nn.Module, name: str, state: Any) -> None:
 
     Args:
         model: the whole model.
-        name: name of the state, see `leaves`.
+        name: full name of the module's extra state in the model, as `leaves` returns it.
         state: the state, as the module's `get_extra_state` returned it.
     """
     owner = name.removesuffix(EXTRA_STATE).removesuffix(_SEPARATOR)
@@ -543,7 +553,7 @@ def set_extra_state(model: nn.Module, name: str, state: Any) -> None:
 
 
 def is_array(value: object) -> bool:
-    """Tell whether an entry is a numpy array of numbers, not of text or objects."""
+    """Tell whether an entry is a numpy array of numbers (not of strings or objects)."""
     return isinstance(value, np.ndarray) and not value.dtype.hasobject and value.dtype.kind not in "USMm"
 
 
@@ -551,7 +561,7 @@ def as_tensor(name: str, array: np.ndarray) -> torch.Tensor:
     """Return an array as a tensor in the same memory; a read-only array is copied.
 
     Raises:
-        Refused: UNSUPPORTED for a dtype or strides that torch lacks.
+        Refused: UNSUPPORTED, if torch lacks the array's dtype or strides.
     """
     if not array.dtype.isnative or any(step < 0 for step in array.strides):
         message = f"an array of {array.dtype} with strides {array.strides} is no memory that torch can share"
@@ -565,7 +575,7 @@ def as_tensor(name: str, array: np.ndarray) -> torch.Tensor:
 
 
 def read_only(name: str, array: np.ndarray) -> list[Refusal]:
-    """Return a refusal if an array is read-only, so it cannot be filled."""
+    """Return one refusal if an array is read-only, since a load cannot fill it; otherwise an empty list."""
     if array.flags.writeable:
         return []
     hint = "Give an array that can be written, such as array.copy()."
@@ -575,20 +585,22 @@ def read_only(name: str, array: np.ndarray) -> list[Refusal]:
 def common_config(
     state: State, user_config: Mapping[str, Any] | None, world: World, *, whole: bool = False
 ) -> Mapping[str, Any] | None:
-    """Return a model's config, the same on all ranks; collective.
+    """Return a model's config, which is then equal on all ranks; collective.
 
     Args:
-        state: the model; a transformers model has a config.
-        user_config: the config that the user gave; None: the model's own, from the first rank that has one.
+        state: the model, such as a transformers model with a config.
+        user_config: the config that the user gave; None: the model's own config, from the first rank that has one.
         world: the ranks.
-        whole: include values equal to the class defaults, which config.json leaves out.
+        whole: include values that equal the config class's defaults, which config.json omits.
     """
     own_or_given = own_config(state, whole=whole) if user_config is None else user_config
     return next((each for each in world.gather(own_or_given, repr) if each is not None), None)
 
 
 def own_config(state: State, *, whole: bool = False) -> Mapping[str, Any] | None:
-    """Return a model's config as config.json has it, or, with `whole`, with all defaults; None if it has none."""
+    """Return a model's config as in config.json or, if `whole`, with all default values; None if the model has no
+    config.
+    """
     model = innermost(state) if isinstance(state, nn.Module) else state
     config = getattr(model, "config", None)
     to_dict = None if whole else getattr(config, "to_diff_dict", None)
@@ -602,7 +614,9 @@ def own_config(state: State, *, whole: bool = False) -> Mapping[str, Any] | None
 
 
 def sizes_that_differ(state: State, stored: Mapping[str, Any]) -> str:
-    """Describe the sizes that a model's config and a source's config both have, with different values; "" for none."""
+    """Return a text that lists sizes whose values differ between the model's and the source's config; "" if none
+    differs.
+    """
     config = getattr(innermost(state) if isinstance(state, nn.Module) else state, "config", None)
     own_sizes = config.to_dict() if isinstance(config, Configuration) else {}
     pairs = [(key, value, stored[key]) for key, value in own_sizes.items() if key in stored and type(value) is int]

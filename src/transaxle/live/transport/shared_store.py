@@ -1,10 +1,10 @@
-"""A key-value store for ranks that know its address and a secret; torch's own store answers anyone who reaches its
-port.
+"""A key-value store for ranks that share a secret; unlike it, torch's own store answers anyone who reaches its port.
 
-Both sides first prove that they know the secret: each answers a random number from the other side (HMAC-SHA256), so
-neither the secret nor a reusable answer is ever sent. Every later message has a code that depends on the connection and
-the message's position in it. So an attacker can read messages in transit, but not change them. A client that fails the
-proof takes no number and delays nobody. Once all ranks are connected, the port is closed.
+Server and client first prove to each other that they know the secret: each computes a code (HMAC-SHA256) of a random
+number from the other, so neither the secret nor a reusable answer is ever sent. Every later message carries a code that
+depends on the connection and on the message's position in it. So an attacker can read messages in transit, but not
+change them. A client that fails the proof gets no rank number and delays no other client. Once all ranks are connected,
+the port is closed.
 
     number 0                                      another rank
     "transaxle store 1", number a           ->
@@ -42,15 +42,16 @@ _NONCE, _CODE = 32, 32
 _COMES, _LISTENS = b"I come", b"I listen"
 _LENGTH = struct.Struct("!I")
 _LONGEST = 1 << 26
-"""Maximum bytes of a message from a client that has proved the secret."""
+"""Maximum size in bytes of a message from a client that has proved the secret."""
 _MEETING, _TAG = "meeting", 32
-"""Key of the random number that identifies this meeting, and its size in bytes."""
+"""Key of the random number that identifies this meeting of ranks, and the number's size in bytes."""
 _HANDSHAKE = 15.0
-"""Seconds in which a client must prove the secret."""
+"""Seconds within which a client must prove the secret."""
 _STRANGERS = 64
-"""Maximum number of connections that have not proved the secret; one more closes the oldest of them."""
+"""Maximum number of connections that have not proved the secret; a further connection closes the oldest of these."""
 _TURN = 1.0
-"""Seconds after which a rank that waits for a key asks again, so that another of its threads can ask in between."""
+"""Seconds after which a rank that waits for a key asks again, so that a different thread of the rank can ask in
+between."""
 _MOMENT = 0.01
 """Seconds to sleep while the store shuts down, and between requests of a rank that waits for a key."""
 _AGAIN = 0.1
@@ -64,45 +65,45 @@ def _code(key: bytes, *parts: bytes) -> bytes:
 
 
 class _Rank(msgspec.Struct):
-    """Introduction of a client."""
+    """First message of a client that has proved the secret."""
 
     number: int
-    """Number of the client."""
+    """Rank number of the client."""
     said: str
-    """Description of the meeting that the client expects, in words."""
+    """Description, in words, of the meeting of ranks that the client expects to join."""
 
 
 class _Request(msgspec.Struct):
     """Request of a client to the store."""
 
     do: Literal["set", "get", "add", "swap", "delete", "count"]
-    """Operation; `get` waits up to `wait` seconds; `swap` sets a key only if its value is `expected`."""
+    """Name of the operation; `get` waits up to `wait` seconds; `swap` sets a key only if its value is `expected`."""
     keys: tuple[str, ...] = ()
-    """Keys; `get` waits for all of them."""
+    """Keys of the operation; `get` waits until all of these keys exist."""
     value: bytes = b""
-    """New value of the key."""
+    """New value of the key, for `set` and `swap`."""
     expected: bytes = b""
-    """Expected former value, for `swap`."""
+    """Present value that the key must have, for `swap`."""
     amount: int = 0
-    """Summand, for `add`."""
+    """Number that is added to the key's value, for `add`."""
     wait: float = 0.0
-    """Seconds to wait for the keys."""
+    """Maximum seconds to wait for the keys, for `get`."""
 
 
 class _Answer(msgspec.Struct):
-    """Answer of the store."""
+    """Answer of the store to a request."""
 
     value: bytes | None = None
-    """Value of the first key; None if some key is absent."""
+    """Value of the first key; None if one of the keys is absent."""
     amount: int = 0
-    """Sum after `add`, or number of keys."""
+    """Sum after `add`, or number of keys in the store after `count`."""
 
 
 class _Seal:
-    """Message codes for one direction of a connection.
+    """Computes the authentication codes of the messages in one direction of a connection.
 
     Args:
-        key: key of this direction.
+        key: HMAC key of this direction.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -114,7 +115,7 @@ class _Seal:
         return _code(self._key, self._count.to_bytes(8, "big"), message)
 
     def frame(self, message: bytes) -> bytes:
-        """Return the next message with its length and code."""
+        """Return the next message as it is sent: with its length and code."""
         return _LENGTH.pack(len(message)) + message + self.code(message)
 
     def check(self, message: bytes, code: bytes) -> None:
@@ -124,7 +125,7 @@ class _Seal:
 
 
 def _seals(secret: bytes, nonces: bytes) -> tuple[_Seal, _Seal]:
-    """Return the message codes for messages to number 0 and from number 0."""
+    """Return the code computers of a connection, for messages to rank number 0 and for messages from it."""
     return _Seal(_code(secret, b"to number 0", nonces)), _Seal(_code(secret, b"from number 0", nonces))
 
 
@@ -144,17 +145,17 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 class StoreServer:
-    """Serves the store in a thread until number 0 disconnects, it is closed, or the process ends.
+    """Serves the store in a thread until rank number 0 disconnects, `close` is called, or the process ends.
 
     Args:
-        host: address of this machine to listen at; "" for all.
-        port: TCP port; 0: any free one.
-        secret: secret that all clients must prove.
+        host: address of this machine to listen at; "" for all its addresses.
+        port: TCP port; 0: any free port.
+        secret: secret that all clients must prove to know.
         size: number of clients, after which the port is closed.
         expectation: description of the meeting that all clients must expect.
 
     Raises:
-        StorageError: IO if it cannot listen at this address.
+        StorageError: IO, if the server cannot listen at this address.
     """
 
     def __init__(self, host: str, port: int, secret: bytes, size: int, expectation: str = "") -> None:
@@ -163,7 +164,7 @@ class StoreServer:
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._writers: WeakSet[asyncio.StreamWriter] = WeakSet()
         self._first: asyncio.StreamWriter | None = None
-        """Connection of number 0, with which the store ends."""
+        """Connection of rank number 0; the store ends when this connection does."""
         try:
             self._socket = _listener(host, port)
         except OSError as error:
@@ -171,9 +172,9 @@ class StoreServer:
             hint = "Give an address of the machine of number 0, with a free port."
             raise refuse("IO", message, hint=hint) from error
         self.port: int = self._socket.getsockname()[1]
-        """TCP port at which it listens."""
+        """TCP port at which the server listens."""
         self.refused = 0
-        """Number of connections that failed the proof."""
+        """Number of connections whose client failed to prove the secret."""
         self._changed, self._over = asyncio.Condition(), asyncio.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="transaxle-store", daemon=True)
         self._started = threading.Event()
@@ -203,7 +204,9 @@ class StoreServer:
         await asyncio.sleep(_MOMENT)
 
     async def _shut(self) -> None:
-        """Close the port; stop accepting first, because asyncio would lose a connection accepted at that moment."""
+        """Close the port; stop accepting first, because asyncio would lose a connection that it accepts while
+        closing.
+        """
         if self._socket.fileno() < 0:
             return
         self._loop.remove_reader(self._socket.fileno())
@@ -225,7 +228,7 @@ class StoreServer:
                     self._over.set()
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[_Seal, _Seal] | None:
-        """Let a client prove the secret and introduce itself; None if it cannot take part."""
+        """Let a client prove the secret and introduce itself; return None if the client cannot take part."""
         self._strangers[writer] = None
         if len(self._strangers) > _STRANGERS:
             next(iter(self._strangers)).transport.abort()
@@ -254,7 +257,7 @@ class StoreServer:
         return coming, going
 
     def _problem(self, rank: _Rank) -> str:
-        """Return why a client cannot take part; "" if it can."""
+        """Return the reason why a client cannot take part; "" if it can take part."""
         if rank.said != self._expectation:
             return f"this rank meets {rank.said}, but another one {self._expectation}"
         return "" if rank.number in self._numbers else f"another rank has the number {rank.number}"
@@ -297,16 +300,16 @@ class SharedStore(Store):
     """One rank's connection to the store, for process groups of torch.
 
     Args:
-        address: host and port of number 0.
+        address: host and port of the store's server, which rank number 0 runs.
         secret: secret that all ranks know.
         number: number of this rank.
         expectation: description of the meeting that this rank expects.
-        timeout: the longest wait for number 0, and for keys.
+        timeout: the longest wait for the server, and for keys.
 
     Raises:
-        StorageError: IO if number 0 cannot be reached in time.
-        Refused: UNSUPPORTED if the other side has another secret, or is no store.
-        UsageError: AMBIGUOUS if the number is taken, or the expected meeting differs.
+        StorageError: IO, if the server cannot be reached in time.
+        Refused: UNSUPPORTED, if the server has a different secret, or is no store.
+        UsageError: AMBIGUOUS, if a different client has this number, or the server's `expectation` differs.
     """
 
     def __init__(
@@ -333,7 +336,7 @@ class SharedStore(Store):
 
     @property
     def own_host(self) -> str:
-        """Local address of the connection to number 0."""
+        """This machine's IP address on the connection to the store's server."""
         return str(self._socket.getsockname()[0])
 
     def close(self) -> None:
@@ -348,7 +351,7 @@ class SharedStore(Store):
         return refuse("IO", f"cannot meet at {self._where}: {error.strerror or error}", hint=_THERE)
 
     def _connect(self, address: tuple[str, int], end: float, secret: bytes) -> bool:
-        """Connect to the store's server (number 0), and prove the secret; False if the caller should try again."""
+        """Connect to the store's server and prove the secret; return False if the caller should try again."""
         try:
             self._socket = socket.create_connection(address, max(end - time.monotonic(), _AGAIN))
         except OSError as error:
@@ -370,7 +373,7 @@ class SharedStore(Store):
         return True
 
     def _prove(self, secret: bytes) -> tuple[_Seal, _Seal]:
-        """Exchange proofs of the secret with number 0; return the message codes for sending and receiving."""
+        """Exchange proofs of the secret with the server; return the code computers for sent and received messages."""
         if self._exactly(len(_HELLO)) != _HELLO:
             message = f"the server at {self._where} is no meeting of this version of transaxle"
             raise refuse("UNSUPPORTED", message, hint="Give a port that no other program has.")
@@ -382,7 +385,7 @@ class SharedStore(Store):
         return _seals(secret, first + second)
 
     def _introduce(self, rank: bytes) -> None:
-        """Send this rank's number and expected meeting."""
+        """Send this rank's number, and the description of the meeting that it expects."""
         problem = self._exchange(rank).decode()
         if problem:
             raise refuse(
@@ -405,10 +408,10 @@ class SharedStore(Store):
         return answer
 
     def _ask(self, request: _Request) -> _Answer:
-        """Send a request to number 0, and return its answer.
+        """Send a request to the server, and return the answer.
 
         Raises:
-            dist.DistNetworkError: the connection is lost; a RuntimeError, as in torch's own stores.
+            dist.DistNetworkError: the connection is lost; a subclass of RuntimeError, as torch's own stores raise.
         """
         try:
             with self._lock:
@@ -433,7 +436,7 @@ class SharedStore(Store):
                 raise dist.DistStoreError(
                     f"after {timeout.total_seconds():g} s not all of this is there: {', '.join(keys)}"
                 )
-            time.sleep(_MOMENT)  # lets other threads ask: without a pause, this one would get the lock again at once
+            time.sleep(_MOMENT)  # lets other threads ask: without a pause, this thread would get the lock again at once
 
     def get(self, key: str) -> bytes:
         """Wait for a key, and return its value."""
@@ -444,12 +447,14 @@ class SharedStore(Store):
         self._ask(_Request("set", (key,), _octets(value)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it has the expected value, or if it is absent and `expected` is empty; return its value."""
+        """Set a key if its value is `expected`, or if the key is absent and `expected` is empty; return the key's value
+        afterwards.
+        """
         answer = self._ask(_Request("swap", (key,), _octets(desired), _octets(expected)))
         return answer.value or b""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, and return the sum."""
+        """Add `amount` to the number stored under a key, and return the sum."""
         return self._ask(_Request("add", (key,), amount=amount)).amount
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -457,11 +462,11 @@ class SharedStore(Store):
         return self._ask(_Request("get", tuple(keys))).value is not None
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; tell whether it existed."""
+        """Delete a key; return whether the key existed."""
         return self._ask(_Request("delete", (key,))).value is not None
 
     def num_keys(self) -> int:
-        """Return the number of keys."""
+        """Return the number of keys in the store."""
         return self._ask(_Request("count")).amount
 
     def clone(self) -> SharedStore:
@@ -474,17 +479,17 @@ def _octets(value: str | bytes) -> bytes:
 
 
 def check_connections(group: dist.ProcessGroup, store: SharedStore, secret: bytes, number: int, size: int) -> None:
-    """Let each rank prove the secret on its connections to other ranks, which are not those to the store.
+    """Let each rank prove the secret on its direct connections to other ranks, which do not lead through the store.
 
     Args:
         group: the ranks.
-        store: the store of this meeting.
+        store: the store through which these ranks have met.
         secret: secret that all ranks know.
         number: number of this rank.
         size: number of ranks.
 
     Raises:
-        StorageError: IO if a connection leads to another program.
+        StorageError: IO, if a connection leads to a program that is none of these ranks.
     """
     if size == 1:
         return
