@@ -1,1 +1,1 @@
-"""Derivation of tables by tracing: a table follows from where a converter moves every number."""
+"""Derives a family's table of tensor names by tracing a converter: the table follows from where each element moves."""

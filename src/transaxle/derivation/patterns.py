@@ -1,9 +1,9 @@
-"""Patterns of names: which numbers in names are indices, and which are literal.
+"""Patterns of tensor names: decides which numbers in tensor names are indices, and which are literal.
 
-A number is an index where its values differ between traces (more layers, more names), or where the same names follow
-the numbers 0, 1, 2 …. Every other number is literal: in `mlp.0.weight` and `mlp.2.weight`, the 0 and the 2 are names.
-Where this rule is wrong (the other dialect has words for `mlp.0` and `mlp.1`, or counts from 1), derivation is retried
-with a `Numbering`.
+A number is an index if its values differ between traced models (a model with more layers has more names), or if the
+numbers 0, 1, 2 … are all followed by the same names. Any other number is literal: the 0 in `mlp.0.weight` and the 2 in
+`mlp.2.weight` are names. Where this rule is wrong (one of the two dialects has words for `mlp.0` and `mlp.1`, or counts
+from 1), derivation is retried with a `Numbering`, which lists exceptions.
 """
 
 from __future__ import annotations
@@ -20,54 +20,54 @@ _DIGITS = re.compile(r"[0-9]+")
 _CANONICAL = re.compile("0|[1-9][0-9]{0,9}")
 
 Place = tuple[str, str]
-"""`(side, pattern up to the index)`: an index in names."""
+"""Place of an index in tensor names, as `(side of the trace, pattern of the name up to the index)`."""
 Number = tuple[str, str, int]
-"""`(side, name with {} for every number, position among the numbers)`: a number in names."""
+"""A number in tensor names, as `(side of the trace, name with {} for every number, position among these numbers)`."""
 
 
 @dataclass(frozen=True)
 class Numbering:
-    """Meanings of numbers in names that differ from the usual rule."""
+    """Exceptions from the rule by which numbers in tensor names are indices or literals."""
 
     literal: frozenset[Number] = frozenset()
-    """Numbers that are literal parts of names."""
+    """Numbers that are literal parts of tensor names, although the usual rule takes them for indices."""
     ahead: Mapping[Place, int] = field(default_factory=dict)
-    """Place, with `{}` for every number before it -> difference between its numbers and the index."""
+    """Place of an index (with `{}` for every earlier number) -> number in the tensor name minus the index."""
 
     def with_more(self, numbering: Numbering) -> Numbering:
-        """Return the meanings of both numberings together."""
+        """Return a numbering with the exceptions of both numberings."""
         return Numbering(self.literal | numbering.literal, {**self.ahead, **numbering.ahead})
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Names on one side that only differ in indices."""
+    """Tensor names on one side of the traces that differ only in their indices."""
 
     side: str
     """`hub` or `memory`."""
     text: str
-    """The name, with `{}` for every index."""
+    """The tensor name, with `{}` for every index."""
     ahead: tuple[int, ...] = field(default=(), compare=False)
-    """For each index, the difference between the number in the name and the index; empty: no differences."""
+    """For each index, the number in the tensor name minus the index; empty where they are all equal."""
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Places of the indices, in order."""
+        """Places of the indices in the tensor name, first to last."""
         parts = self.text.split(HOLE)
         return tuple((self.side, HOLE.join(parts[: at + 1])) for at in range(len(parts) - 1))
 
     def number(self, at: int) -> Number:
-        """Return the number in the name that is index `at`."""
+        """Return the number in the tensor name that index number `at` of the pattern stands for."""
         before = _DIGITS.sub(HOLE, self.places[at][1])
         return self.side, _DIGITS.sub(HOLE, self.text), before.count(HOLE)
 
     def numbering_place(self, at: int) -> Place:
-        """Return the place of an index, as `Numbering` identifies it."""
+        """Return the place of index number `at`, spelled as in `Numbering.ahead`."""
         return self.side, _DIGITS.sub(HOLE, self.places[at][1])
 
 
 def _numbers(name: str) -> Iterator[tuple[str, int, str]]:
-    """Yield each number in a name, with the template before and after it."""
+    """Yield each number in a tensor name, between the name before it and after it, both with `{}` for numbers."""
     for match in _DIGITS.finditer(name):
         if _CANONICAL.fullmatch(match[0]):
             before, after = name[: match.start()], name[match.end() :]
@@ -75,10 +75,10 @@ def _numbers(name: str) -> Iterator[tuple[str, int, str]]:
 
 
 class Patterns:
-    """Finds the indices in the names of all traces.
+    """Finds the indices in the tensor names of all traces.
 
     Args:
-        traces: the traces with all names.
+        traces: runs of the converter, which show all tensor names.
         numbering: exceptions from the usual rule.
     """
 
@@ -102,7 +102,7 @@ class Patterns:
         }
 
     def pattern(self, side: str, name: str) -> tuple[Pattern, tuple[int, ...]]:
-        """Return the pattern of a name, and the indices in it."""
+        """Return the pattern of a tensor name, and the values of the indices in the name."""
         pieces, indices, ahead, start = [], [], [], 0
         whole = _DIGITS.sub(HOLE, name)
         for at, match in enumerate(_DIGITS.finditer(name)):
@@ -116,7 +116,8 @@ class Patterns:
         return Pattern(side, "".join([*pieces, name[start:]]), tuple(ahead)), tuple(indices)
 
     def constant(self, number: Number) -> bool:
-        """Tell whether a number has the same values in every trace with such names; False for a single trace."""
+        """Tell whether a number in tensor names has the same values in every trace with these names; False for one
+        trace."""
         side, whole, at = number
         values_by_trace = []
         for trace in self._traces:
@@ -132,7 +133,7 @@ def _changes(values_by_trace: Sequence[set[int]]) -> bool:
 
 
 def _alike(place: Place, endings: Mapping[int, set[tuple[str, tuple[int, ...]]]], *, single: bool) -> bool:
-    """Tell whether the numbers at a place count similar things."""
+    """Tell whether the numbers at a place count similar modules: 0, 1, 2 …, followed by the same names and shapes."""
     segment = not place[1] or place[1].endswith(".")
     if not segment or len(endings) < 2 or sorted(endings) != list(range(len(endings))):
         return False

@@ -1,7 +1,8 @@
-"""Tiny configs: a model's config with small sizes, in variants with different sizes.
+"""Tiny configs: shrinks a model's config, in several variants with different sizes, so that models can be traced
+quickly.
 
-A variant changes every size, including the numbers of layers, heads and experts, and inverts some of the flags. So a
-number that two variants share by chance proves nothing.
+Each variant changes every size, including the numbers of layers, heads and experts, and inverts some of the flags. So
+two sizes that are equal by chance in one variant differ in another variant.
 """
 
 from __future__ import annotations
@@ -14,25 +15,26 @@ from typing import Any
 from transaxle.derivation.configs import leaves
 
 VARIANTS = 4
-"""Number of variants with different sizes; the last one only checks a derived table."""
+"""Number of variants with different sizes; the last variant only serves to check a derived table."""
 MORE_VARIANTS = 8
-"""Number of all variants: those with different sizes, and more that repeat these sizes with other flags inverted."""
+"""Number of all variants: `VARIANTS` with different sizes, then variants with the same sizes but other flags
+inverted."""
 PROPORTIONED = MORE_VARIANTS
-"""Index of the variant with the proportions and the flags of the given config."""
+"""Number of the variant that keeps the proportions and the flags of the given config."""
 _HIDDEN, _HEADS, _GROUPS, _HEAD = (64, 96, 80, 144), (4, 6, 10, 12), (2, 3, 5, 3), (16, 24, 20, 28)
 _LAYERS = (4, 3, 5, 6)
 _VOCABULARY, _TOKEN_TYPES = (112, 131, 149, 137), (3, 4, 6, 5)
 _ALONE = (_LAYERS, _VOCABULARY, _TOKEN_TYPES)
-"""Sizes that neither divide other sizes nor are divided by them."""
+"""Size rules that are independent of widths: no width must be divisible by these sizes."""
 _RATIOS = (2, 4, 6, 3)
-"""Share of a size in each variant for `RATIO`, in eighths."""
+"""For `RATIO`: the fraction of the original size that each variant has, in eighths."""
 OWN, PLAIN, RATIO, DEEP, SMALL = "own", "plain", "ratio", "deep", "small"
-"""Rules for the relations between the sizes of a variant."""
+"""The ways to choose the sizes of a variant; see `tiny`."""
 _FRACTIONS = {RATIO: 8, DEEP: 8, SMALL: 64}
 _LEAST = 4
-"""Smaller sizes are left unchanged: a size of one reveals nothing."""
+"""Smallest result of shrinking: a size that would become smaller stays unchanged, since axes of size 1 show nothing."""
 _OF_STAGES = re.compile(r"(\w+_)?(hidden_sizes|embed_dims|channels|dims|widths)")
-"""Keys of lists with one size per stage."""
+"""Config keys of lists with one size per backbone stage."""
 
 _RULES: tuple[tuple[tuple[int, ...], str], ...] = (
     (_VOCABULARY, r"""(?!type_)(\w+_)?vocab_size n_vocab vocab_size_per_layer_input"""),
@@ -77,7 +79,7 @@ _RULES: tuple[tuple[tuple[int, ...], str], ...] = (
     ((8,), "index_n_heads patch_size"),
     ((20, 28, 24, 36), "hidden_size_per_layer_input"),
 )  # fmt: skip
-"""Sizes in each variant, and patterns of the keys with these sizes."""
+"""(size in each variant, regexes of the config keys that get these sizes)."""
 _HANG_TOGETHER: dict[tuple[int, ...], str] = {_LAYERS: "layers", _HEADS: "heads", _GROUPS: "heads"}
 _COMPILED = [(sizes, re.compile("|".join(f"(?:{key})" for key in keys.split()))) for sizes, keys in _RULES]
 _NUMBERS_OF_HEADS = next(pattern for sizes, pattern in _COMPILED if sizes == _HEADS)
@@ -87,16 +89,17 @@ _KEPT = frozenset(
     {"model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "id2label", "label2id"}
 )
 _OF_DEFAULT_DEPTH = frozenset({"stage_names", "out_features", "out_indices", "_out_features", "_out_indices"})
-"""Keys that name layers of the default config; where they are absent, transformers uses the last layer."""
+"""Config keys that select layers, by numbers valid only at the default depth; without them transformers uses the last
+layer."""
 _OF_STEADY_STAGES = frozenset({"grounding-dino", "mm-grounding-dino"})
-"""Model types without a key for the tensors of more, or fewer, backbone stages."""
+"""Model types whose number of backbone stages cannot change, because no config key adapts the tensors of stages."""
 _FOLLOWS = frozenset({"hidden_size", "num_layers"})
-"""Keys that transformers computes where the width doubles from stage to stage."""
+"""Config keys that transformers computes itself for models whose width doubles from stage to stage."""
 _TEXT = ("text_config", "thinker_config", "llm_config", "decoder")
-"""Config sections of the text model, or sections that contain it."""
+"""Config sections that are, or contain, the config of the text model."""
 _TOKEN = re.compile(r"(_token_id|_token_index|_id|_ids|token_index)$")
 FLAG = re.compile(r"(?!use_cache)(\w+_)?(bias|tie|tied|norm|gate|gating|use)(_\w+)?")
-"""Keys of flags that may decide which tensors exist."""
+"""Regex of the config flags that may decide which tensors exist."""
 _TIED = "tie_word_embeddings"
 _INDEXER = {
     "indexer_n_heads": 4,
@@ -116,23 +119,23 @@ _FILLED: dict[str, dict[str, Any]] = {
     "qwen4_exp": _INDEXER,
     "qwen4_exp_text": _INDEXER,
 }  # fmt: skip
-"""Model type -> values for keys that its default config lacks and a model needs."""
+"""Model type -> values for config keys that the default config lacks although the model needs them."""
 _TURNED = (0b1010, 0b0100, 0b1110, 0b0010, 0b1100, 0b0110)
-"""For consecutive flags, the variants that invert the flag: bit 1 for variant 1, and so on."""
+"""For one flag after the other, a bit mask of the variants that invert the flag: bit n stands for variant n."""
 
 
 def _inverted_in(at: int) -> int:
-    """Return a bit mask of the variants that invert flag number `at`; it differs between any two flags."""
+    """Return a bit mask of the variants that invert flag number `at`; neighbouring flags have different masks."""
     return _TURNED[at % len(_TURNED)] | (3 + 5 * at) % 16 << VARIANTS
 
 
 def fill_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the keys that a default config lacks."""
+    """Return a config with values for the keys that the default config of its model type lacks."""
     return {**config, **_FILLED.get(str(config.get("model_type")), {})}
 
 
 def kind(key: str, value: object) -> str:
-    """Return a word that is equal for keys with strongly related sizes."""
+    """Return a word for the kind of a config key; keys whose sizes depend on one another have the same kind."""
     if isinstance(value, bool):
         return f"flag {key}"
     rule_sizes = next((sizes for sizes, pattern in _COMPILED if pattern.fullmatch(key)), _LAYERS)
@@ -142,16 +145,18 @@ def kind(key: str, value: object) -> str:
 def tiny(
     config: Mapping[str, Any], variant: int, *, sizes: str = OWN, flip: bool = False, apart: bool = False
 ) -> dict[str, Any]:
-    """Return a config with the sizes of a variant.
+    """Return a shrunk copy of a config, with the sizes of one variant.
 
     Args:
-        config: the model's config, default or real.
+        config: the model's config: the default of a model type, or that of a real checkpoint.
         variant: number of the variant, from 0.
-        sizes: `OWN`: every key has the sizes of its rule; `PLAIN`: the same, but the size of a head is the hidden size
-            divided by the number of heads; `RATIO`: all sizes of the config in one ratio that keeps divisors; `DEEP`:
-            the same, with all layers; `SMALL`: an eighth of the sizes of `RATIO`.
-        flip: invert the flags of the variant.
-        apart: use other sizes for each section with a config of its own (`vision_config`), except the text model.
+        sizes: how sizes are chosen. `OWN`: each key has fixed sizes of its own. `PLAIN`: like `OWN`, but the head size
+            is the hidden size divided by the number of heads. `RATIO`: all sizes are multiplied by one ratio, such that
+            divisible sizes stay divisible. `DEEP`: like `RATIO`, with all layers. `SMALL`: an eighth of the sizes of
+            `RATIO`.
+        flip: whether to invert the flags that this variant inverts.
+        apart: whether each sub-config (such as `vision_config`), except the text model's, gets sizes of another
+            variant.
     """
     config = fill_defaults(config)
     flags = [key for key, value in leaves(config) if isinstance(value, bool) and FLAG.fullmatch(key.rpartition(".")[2])]
@@ -166,18 +171,18 @@ def tiny(
 
 @dataclass(frozen=True)
 class _Shrinker:
-    """Builds the config of one variant."""
+    """Builds the shrunk config of one variant."""
 
     variant: int
     sizes: str
     turned: frozenset[str]
     apart: bool
     staged: bool
-    """Whether the number of backbone stages is unchanged."""
+    """Whether the number of backbone stages must stay unchanged."""
     deep: bool = False
-    """Whether the number of layers is unchanged."""
+    """Whether the number of layers must stay unchanged."""
     heads: tuple[int, ...] = ()
-    """Numbers of heads that must divide the widths."""
+    """Numbers of heads; a shrunk width stays divisible by those that divide the original width."""
 
     def mapping(self, config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         deep = self.sizes == DEEP or (self.staged and "depths" in config)
@@ -202,11 +207,11 @@ class _Shrinker:
         if self.sizes == OWN and "num_attention_heads" in config and "hidden_size" in config:
             small["head_dim"] = (
                 small.get("head_dim") or _HEAD[self.variant]
-            )  # some models read this key although it has no default
+            )  # some models read `head_dim` although their config has no default for it
         return small
 
     def _is_computed(self, key: str, *, doubled: bool) -> bool:
-        """Tell whether transformers computes a key where it is absent."""
+        """Tell whether transformers itself computes a config key that is absent."""
         return (key in _OF_DEFAULT_DEPTH and not self.deep) or (key in _FOLLOWS and doubled)
 
     def _value(self, key: str, value: Any, layers: int | None, path: str) -> Any:
@@ -225,7 +230,8 @@ class _Shrinker:
         return value
 
     def _share(self, value: int, heads: Sequence[int]) -> int:
-        """Return the variant's share of a size; a larger share, or the whole size, where that is not divisible."""
+        """Return a width times the variant's ratio; if heads do not divide the result, a larger fraction or the whole
+        width."""
         divisors = [each for count in heads for each in (count, 2 * count)]
         for parts in (_FRACTIONS[self.sizes], _FRACTIONS[RATIO]):
             share, remainder = divmod(value * _RATIOS[self.variant], parts)
@@ -234,7 +240,8 @@ class _Shrinker:
         return value
 
     def _stages(self, value: list[Any]) -> list[Any]:
-        """Shrink every size in a list like single sizes; all of them stay unchanged where one is not divisible."""
+        """Multiply all sizes in a list by the variant's ratio; unless all results are whole numbers, return the list
+        unchanged."""
         scaled = [divmod(each * _RATIOS[self.variant], _FRACTIONS[self.sizes]) for each in value if type(each) is int]
         return [size for size, _ in scaled] if len(scaled) == len(value) and not any(r for _, r in scaled) else value
 
@@ -260,7 +267,7 @@ def _is_part(key: str, value: object) -> bool:
 
 
 def _list(key: str, value: list[Any], variant: int, layers: int | None) -> list[Any]:
-    """Shorten a list with one entry per layer, so that every kind of entry remains."""
+    """Shorten a list that has one entry per layer, so that every kind of entry remains."""
     if _TOKEN.search(key) and all(isinstance(item, int) for item in value):
         return [item if 0 <= item < 100 else 3 for item in value]
     if layers is None or len(value) != layers:

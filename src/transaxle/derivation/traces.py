@@ -1,11 +1,11 @@
-"""Traces: tensors with numbered elements, before and after a converter.
+"""Traces: a converter's input and output tensors, whose elements are numbers that show where each element went.
 
-Element numbers must not be mistaken for constants or ranges. A converter may create tensors of its own: zeros, ones,
-positions 0, 1, 2 …. If elements were numbered 1, 2, 3 …, such values would look like copies of elements. So each
-element has a large, odd random number while it is converted; in a trace it is replaced by the element's position: 1 for
-the first element, 2 for the next.
+A converter may also create tensors: zeros, ones, or positions 0, 1, 2 …. If the elements of the input were numbered 1,
+2, 3 …, these created values would look like copies of input elements. So for the conversion each element is a large,
+odd random number. In the trace the random number is replaced by the element's position: 1 for the first element, 2 for
+the next.
 
-**Numbered checkpoints**: a copy of a user's checkpoint with a distinct number in every element, to send through a
+**Numbered checkpoint**: a copy of a user's checkpoint with a distinct number in every element, on which the user runs a
 converter.
 """
 
@@ -27,24 +27,27 @@ from transaxle.errors import refuse
 from transaxle.formats.storage.local import storage_error
 
 Numbers = npt.NDArray[np.int64]
-"""A tensor of element numbers, from 1 on; tensors that share values share numbers."""
+"""A tensor whose values are element numbers, from 1 on; elements that were copied have the same number in several
+tensors."""
 Shape = tuple[int, ...]
 HUB, MEMORY = "hub", "memory"
-"""The two sides of a trace: output of the converter (the first dialect), and its input (the second)."""
+"""The two sides of a trace: `hub` is the converter's output (the first dialect), `memory` its input (the second
+dialect)."""
 SIDES = (HUB, MEMORY)
 EXACT = {
     "float64": 1 << 52, "float32": 1 << 24, "float16": 1 << 11, "bfloat16": 1 << 8,
     "int64": 1 << 62, "int32": 1 << 30, "int16": 1 << 14, "int8": 1 << 7, "uint8": 1 << 8,
 }  # fmt: skip
-"""Dtype -> how many whole numbers, from 0 on, it represents exactly; other dtypes cannot carry element numbers."""
+"""Dtype -> count of consecutive integers from 0 that it represents exactly; no other dtypes can carry element
+numbers."""
 
 
 class Underivable(Exception):
-    """Raised where no table in the notation describes the converter.
+    """No table of tensor names can describe what the converter does.
 
     Args:
-        why: which operation no table can describe.
-        hint: what a user can do; empty: write the table by hand.
+        why: the operation of the converter that no table can describe.
+        hint: advice for the user; empty for the usual advice, to write the table by hand.
     """
 
     def __init__(self, why: str, hint: str = "") -> None:
@@ -54,35 +57,36 @@ class Underivable(Exception):
 
 @dataclass(frozen=True)
 class Trace:
-    """One run of a converter, as element numbers."""
+    """The tensors before and after one run of a converter, as element numbers."""
 
     hub: Mapping[str, Numbers]
-    """Tensors of the first dialect."""
+    """The converter's output by tensor name, in the first dialect."""
     memory: Mapping[str, Numbers]
-    """Tensors of the second dialect."""
+    """The converter's input by tensor name, in the second dialect."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The model's config, as in config.json."""
+    """Contents of the model's config.json."""
     unnumbered: Mapping[str, Shape] = field(default_factory=dict)
-    """Shapes of tensors whose dtype cannot carry numbers (flags), with equal names and values on both sides."""
+    """Name -> shape of tensors that cannot carry element numbers (flags), and that have equal names and values on both
+    sides."""
 
     def side(self, side: str) -> Mapping[str, Numbers]:
-        """Return the tensors of one side."""
+        """Return the tensors of one side of the trace by name."""
         return self.hub if side == HUB else self.memory
 
 
 def dtype_of(tensor: Any) -> str:
-    """Return the dtype of a numpy array or torch tensor, as a key of `EXACT`."""
+    """Return the name of a numpy array's or torch tensor's dtype, as the keys of `EXACT` spell it."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def digits(numbers: Numbers, base: int, position: int) -> Numbers:
-    """Return one digit of every number: the part that one pass through a dtype with `base` exact integers can carry."""
+    """Return one digit of every element number, in the given base: one run of the converter can carry one digit."""
     digit: Numbers = numbers // base**position % base
     return digit
 
 
 def passes(largest: int, base: int) -> int:
-    """Return the number of passes that numbers up to `largest` need."""
+    """Return how many runs of the converter are needed to carry all digits of element numbers up to `largest`."""
     count = 1
     while base**count <= largest:
         count += 1
@@ -90,7 +94,7 @@ def passes(largest: int, base: int) -> int:
 
 
 def combine(carried: list[Numbers], base: int) -> Numbers:
-    """Combine the digits of all passes into numbers.  Inverse: `digits` at every position."""
+    """Combine the digits from all runs of the converter into element numbers; the inverse of `digits`."""
     total = np.zeros_like(carried[0])
     for position, part in enumerate(carried):
         total += part * base**position
@@ -98,7 +102,8 @@ def combine(carried: list[Numbers], base: int) -> Numbers:
 
 
 def split_trace(trace: Trace) -> tuple[Trace, tuple[str, ...]]:
-    """Split a trace: the part that a table can describe, and notes on tensors that the converter drops or invents."""
+    """Return the part of a trace that a table can describe, and notes on tensors that the converter drops or
+    creates."""
     stored = _all_numbers(trace.hub)
     numbers_left = _all_numbers(trace.memory)
     dropped = [name for name, numbers in trace.hub.items() if not np.isin(numbers, numbers_left).any()]
@@ -117,13 +122,13 @@ def _all_numbers(tensors: Mapping[str, Numbers]) -> Numbers:
 
 
 FLOOR = 1 << 16
-"""Lower bound of random element numbers; constants and ranges are below it."""
+"""Lower bound of random element numbers; constants and ranges that converters create are smaller."""
 _STEP = 4
-"""Random numbers are 1 above a multiple of this: not round, no power of two, and not one less than a power."""
+"""Random numbers are a multiple of this plus 1: neither round, nor a power of two, nor a power of two minus 1."""
 
 
 def room(limit: int) -> int:
-    """Return how many elements can have numbers from `FLOOR` up to `limit`, exclusive."""
+    """Return how many distinct element numbers there are from `FLOOR` up to `limit`, exclusive."""
     return max(0, (limit - FLOOR) // _STEP)
 
 
@@ -135,7 +140,7 @@ def draw_numbers(count: int, limit: int) -> Numbers:
         limit: exclusive upper bound of the numbers.
 
     Returns:
-        Shape (count,): distinct numbers from `FLOOR` on, in random order; equal for equal arguments.
+        shape (count,): distinct numbers from `FLOOR` on, in random order; equal arguments give equal results.
     """
     generator = np.random.default_rng(count)
     among = min(room(limit), max(64 * count, 1 << 20))
@@ -144,21 +149,21 @@ def draw_numbers(count: int, limit: int) -> Numbers:
 
 
 def shuffle(count: int) -> tuple[Numbers, Numbers]:
-    """Return two numberings of `count` elements, each of shape (count,), with numbers from 1 to `count` + 1.
+    """Return two ways to number `count` elements, each an array of shape (count,) with numbers from 1 to `count` + 1.
 
-    No element has the same number in both. So a value that is the same in both runs is a constant, and constants need
-    no numbers of their own.
+    No element has the same number in both arrays. So a value that is equal in the converter's two outputs is a
+    constant.
     """
     numbers: Numbers = 1 + np.random.default_rng(count).permutation(count + 1).astype(np.int64)
     return numbers[:-1], numbers[1:]
 
 
 def distribute(numbers: Numbers, shapes: Mapping[str, Shape]) -> dict[str, Numbers]:
-    """Distribute numbers over tensors.
+    """Distribute element numbers over tensors.
 
     Args:
-        numbers: one number per element of all tensors, in the order of their names.
-        shapes: name -> shape.
+        numbers: one number for each element of all tensors; the tensors are filled in the order of their names.
+        shapes: tensor name -> shape.
     """
     tensors, start = {}, 0
     for name, shape in shapes.items():
@@ -169,17 +174,17 @@ def distribute(numbers: Numbers, shapes: Mapping[str, Shape]) -> dict[str, Numbe
 
 
 class Places:
-    """Lookup of elements by number.
+    """Finds the position of the element that has a given number.
 
     Args:
-        numbers: number of the first element, of the second one, and so on; of equal numbers the first counts.
+        numbers: the elements' numbers, in the order of elements; of elements with equal numbers the first is found.
     """
 
     def __init__(self, numbers: Numbers) -> None:
         self._sorted, self._first = np.unique(numbers, return_index=True)
 
     def of(self, values: npt.NDArray[Any]) -> Numbers:
-        """Return for each value the element with this number, counted from 1; 0 where there is none."""
+        """Return for each value the position, from 1, of the element with this number; 0 if no element has it."""
         if not len(self._sorted):
             return np.zeros(values.shape, np.int64)
         at = np.minimum(np.searchsorted(self._sorted, values), len(self._sorted) - 1)
@@ -188,26 +193,26 @@ class Places:
 
 
 _DTYPES = ("float32", "float64")
-"""Dtypes of numbered checkpoints, preferred first."""
+"""Dtypes that numbered checkpoints may have, in order of preference."""
 
 
 def number_elements(src: str, dst: str) -> int:
     """Write a copy of a checkpoint in which every element is a distinct number.
 
     The elements are 32-bit floats, or 64-bit floats where there are more than four million. A converter that casts to a
-    smaller dtype makes different numbers equal, and deriving a table from its result is then refused.
+    smaller dtype makes different numbers equal; deriving a table from its output is then refused.
 
     Args:
-        src: the checkpoint.
-        dst: a new folder.
+        src: path of the checkpoint to copy.
+        dst: path of the new folder.
 
     Returns:
         The number of elements.
 
     Raises:
-        UsageError: EXISTS where `dst` exists.
-        StorageError: IO where its parent folder is missing; NO_SPACE.
-        TransaxleError: errors of `open_checkpoint`.
+        UsageError: EXISTS, if `dst` exists.
+        StorageError: IO, if the parent folder of `dst` is missing; NO_SPACE, if the disk is full.
+        TransaxleError: `src` cannot be opened; see `open_checkpoint`.
     """
     target = Path(dst)
     if os.path.lexists(target):
@@ -239,12 +244,12 @@ def number_elements(src: str, dst: str) -> int:
 
 
 def read_numbered(before: Checkpoint, after: Checkpoint) -> tuple[dict[str, Numbers], dict[str, Numbers]]:
-    """Return the element numbers of a numbered checkpoint, and of the result of a converter.
+    """Return the element numbers in a numbered checkpoint, and in the converter's output for this checkpoint.
 
-    A tensor that the converter created is all zero.
+    A tensor that the converter created has only zeros.
 
     Raises:
-        Underivable: the first checkpoint is not numbered, or values in the second one are changed.
+        Underivable: the input is not a numbered checkpoint, or the converter changed values.
     """
     arrays = {name: np.asarray(before[name].read()) for name in before}
     for name, values in arrays.items():
@@ -261,7 +266,8 @@ def read_numbered(before: Checkpoint, after: Checkpoint) -> tuple[dict[str, Numb
 
 
 def _came_from(name: str, values: npt.NDArray[Any], places: Places) -> Numbers:
-    """Return the source element of each value in a tensor; 0 for zeros, and for a tensor that the converter created."""
+    """Return the input element of each value in an output tensor; 0 for zeros, and for a tensor that the converter
+    created."""
     with np.errstate(invalid="ignore"):
         whole = values.astype(np.int64)
         exact = whole == values

@@ -1,1 +1,2 @@
-"""torch.distributed.checkpoint (DCP) folders: a catalog of chunks without torch, and drafts that torch reads."""
+"""torch.distributed.checkpoint (DCP) folders: reads their chunks without torch, and lays out new folders that torch can
+load."""

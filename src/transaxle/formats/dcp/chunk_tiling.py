@@ -1,9 +1,10 @@
-"""Checks that chunks cover every element of a tensor exactly once, without comparing chunks with one another.
+"""Checks that chunks cover every element of a tensor exactly once, without comparing pairs of chunks.
 
-The indicator function of a box is the running sum, along every dim, of plus and minus ones at its corners. Running sums
-are invertible, so the boxes cover every index once if and only if the signed corners of all boxes add up to the corners
-of the tensor. So one pass over the chunks decides exactly whether they cover the tensor once, for any arrangement. If
-corners remain, the first of them in row-major order is the first wrong index; its sign tells a hole from an overlap.
+A box's indicator function (1 inside, 0 outside) is the cumulative sum, along every dim, of +1 and -1 at the box's
+corners. Cumulative sums are invertible: the boxes cover every index once if and only if the signed corners of all boxes
+add up to the signed corners of the tensor. So a single pass over the chunks gives an exact answer for any arrangement
+of chunks. Where the two sums differ, the first differing corner in row-major order is the first wrong index, and its
+sign tells a hole from an overlap.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from transaxle.errors import Faults
 from transaxle.formats.catalog import Shape
 
 MAX_CORNERS = 1 << 22
-"""Cap on the corners of one tensor's chunks, two along each dim that is cut: a million chunks that cut two dims."""
+"""Cap on the total corners of one tensor's chunks; a chunk has 2^n corners if n dims are cut."""
 
 ChunkBox = tuple[Shape, Shape]
-"""A chunk as (first index along each dim, number of elements along each dim)."""
+"""A chunk of a tensor, as (first index along each dim, size along each dim)."""
 
 
 class Flaw(NamedTuple):
-    """The first index of a tensor, in row-major order, that zero or several boxes contain."""
+    """The first element of a tensor, in row-major order, that no chunk or more than one chunk covers."""
 
     at: Shape
-    """Index of the first element that is covered wrongly."""
+    """Index of this element, one number for each dim."""
     copies: int
-    """Number of boxes that contain this index: 0 for a hole, 2 or more for an overlap."""
+    """Number of chunks that cover this element: 0 is a hole, 2 or more an overlap."""
 
 
 class TooManyCornersError(ValueError):
-    """The boxes have more than `MAX_CORNERS` corners: too many boxes, or too many dims that are cut."""
+    """The chunks have more than `MAX_CORNERS` corners: there are too many chunks, or too many dims are cut."""
 
 
 def outside(shape: Shape, box: ChunkBox) -> bool:
-    """Tell whether a box has other dims than a tensor of this shape, or reaches beyond it."""
+    """Tell whether a chunk reaches beyond a tensor of this shape, or has a different number of dims."""
     starts, sizes = box
     if not len(starts) == len(sizes) == len(shape):
         return True
@@ -49,14 +50,15 @@ def outside(shape: Shape, box: ChunkBox) -> bool:
 
 
 def flaw(shape: Shape, boxes: Sequence[ChunkBox]) -> Flaw | None:
-    """Return the first index of a tensor that its boxes do not cover exactly once; None if they tile it.
+    """Return the first element of a tensor that its chunks do not cover exactly once; None if the chunks tile the
+    tensor.
 
     Args:
         shape: the tensor's shape.
-        boxes: the chunks, all inside the tensor (see `outside`); empty ones are ignored.
+        boxes: the chunks, all inside the tensor (see `outside`); empty chunks are ignored.
 
     Raises:
-        TooManyCornersError: the boxes have more corners than `MAX_CORNERS`.
+        TooManyCornersError: the chunks have more than `MAX_CORNERS` corners.
     """
     if 0 in shape:
         return None
@@ -78,14 +80,14 @@ def flaw(shape: Shape, boxes: Sequence[ChunkBox]) -> Flaw | None:
 
 
 def check_tiling(name: str, shape: Shape, boxes: Sequence[ChunkBox], file: str, faults: Faults) -> bool:
-    """Check that the chunks of a tensor cover it exactly once, and add a fault if they do not.
+    """Check that the chunks of a tensor cover it exactly once; if not, add a fault.
 
     Args:
         name: name of the tensor.
         shape: shape of the tensor.
-        boxes: the chunks, each as first index and shape.
-        file: the file that describes the chunks.
-        faults: receives CORRUPT, INCOMPLETE, OVERLAP or UNSUPPORTED.
+        boxes: the chunks, each as (first index, shape).
+        file: name of the file that describes the chunks, for error messages.
+        faults: list of faults; receives CORRUPT (chunk outside the tensor), INCOMPLETE (hole), OVERLAP or UNSUPPORTED.
 
     Returns:
         whether the chunks cover the tensor exactly once.
@@ -114,7 +116,8 @@ def check_tiling(name: str, shape: Shape, boxes: Sequence[ChunkBox], file: str, 
 
 
 def _is_grid(shape: Shape, boxes: Sequence[ChunkBox]) -> bool:
-    """Tell quickly whether boxes form a regular grid: all of one size, one at each multiple of it."""
+    """Tell quickly whether the chunks form a regular grid: all of one size, and one chunk at each multiple of this
+    size."""
     sizes = boxes[0][1] if boxes else ()
     if len(sizes) != len(shape) or 0 in sizes or any(size % step for size, step in zip(shape, sizes, strict=True)):
         return False
@@ -127,7 +130,7 @@ def _is_grid(shape: Shape, boxes: Sequence[ChunkBox]) -> bool:
 
 
 def boxes_containing(index: Shape, boxes: Iterable[ChunkBox]) -> list[int]:
-    """Return the positions in `boxes` of those that contain an index."""
+    """Return the list positions of the chunks that contain an index."""
     return [
         number
         for number, (starts, sizes) in enumerate(boxes)
@@ -136,10 +139,11 @@ def boxes_containing(index: Shape, boxes: Iterable[ChunkBox]) -> list[int]:
 
 
 def _add(corners: defaultdict[Shape, int], spans: Sequence[tuple[int, int]], weight: int) -> None:
-    """Add the signed corners of a box: positive where an even number of its coordinates are interval ends.
+    """Add the signed corners of a box: +1 for corners with an even number of stop coordinates, -1 for all other
+    corners.
 
     Args:
-        corners: signed sum by corner, so far; changed in place.
+        corners: corner -> sum of the signs of all boxes so far; changed in place.
         spans: the box's interval (start, stop) along each dim.
         weight: 1 to add the box, -1 to subtract it.
     """

@@ -1,1 +1,1 @@
-"""DeepSpeed's checkpoints: the ZeRO stages, tensor and pipeline parallel ranks, and universal checkpoints."""
+"""DeepSpeed's checkpoints: those of ZeRO 1 to 3, of tensor- and pipeline-parallel runs, and universal checkpoints."""

@@ -1,6 +1,6 @@
-"""Sorts the files of a DeepSpeed checkpoint by rank, and finds the folders that are such checkpoints.
+"""Sorts the files of a DeepSpeed checkpoint by rank, and finds the step folder to open.
 
-No rank's file may be missing, and no two files may claim the same rank.
+A missing rank, or two files that claim the same rank, is an error.
 """
 
 from __future__ import annotations
@@ -25,43 +25,45 @@ ModelRank = int
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The files of one checkpoint folder, sorted by rank."""
+    """The files of a DeepSpeed step folder, sorted by rank."""
 
     model: Mapping[ModelRank, Mapping[int, str]]
-    """Model file by model rank and data-parallel rank; below ZeRO-3 the only data-parallel rank is 0."""
+    """(model-parallel rank, data-parallel rank) -> model file; below ZeRO-3 the only data-parallel rank is 0."""
     optimizer: Mapping[ModelRank, Mapping[int, str]]
-    """Optimizer file by model rank and data-parallel rank; empty without ZeRO."""
+    """(model-parallel rank, data-parallel rank) -> optimizer file; empty without ZeRO."""
     layers: Mapping[int, Mapping[int, str]]
-    """Layer file of a pipeline by layer and tensor-parallel rank."""
+    """(layer, tensor-parallel rank) -> file with the weights of one pipeline layer."""
     experts: Mapping[ModelRank, Mapping[tuple[int, int], str]]
-    """Expert file by model rank and (MoE layer, expert); the layer is -1 for a file with an expert of all layers."""
+    """Model-parallel rank -> (MoE layer, expert) -> expert file; the layer is -1 if the file has this expert of all
+    layers."""
     numbered: tuple[str, ...]
-    """Optimizer files of expert-parallel ranks without ZeRO, whose state has no parameter names."""
+    """Optimizer files of expert-parallel ranks in a run without ZeRO; the optimizer state in them has no parameter
+    names."""
     zero3: bool
-    """Whether the model files are cut over the data-parallel ranks."""
+    """Whether each data-parallel rank has a model file of its own, as under ZeRO-3."""
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Names of all files."""
+        """Names of all files in this record."""
         grids = (*self.model.values(), *self.optimizer.values(), *self.layers.values())
         names = [name for ranks in grids for name in ranks.values()]
         return (*names, *(name for of_rank in self.experts.values() for name in of_rank.values()), *self.numbered)
 
 
 def is_rank_file(name: str) -> bool:
-    """Tell whether a file name is one that DeepSpeed gives to a rank's file."""
+    """Tell whether DeepSpeed gives files of ranks names like this one."""
     return any(pattern.fullmatch(name) for pattern in (_ZERO, _MODEL, _LAYER, _EXPERT, _NUMBERED))
 
 
 def sort_files(names: Iterable[str], folder: str) -> RankFiles:
-    """Sort the files of a folder by rank.
+    """Sort the files of a step folder by rank.
 
     Args:
         names: names of all files in the folder.
-        folder: the folder's name, for errors.
+        folder: the folder's name, for error messages.
 
     Raises:
-        Refused: INCOMPLETE naming every missing rank; CORRUPT naming files that claim the same rank.
+        Refused: INCOMPLETE, if files of ranks are missing; CORRUPT, if several files claim the same rank.
     """
     model: dict[int, dict[int, str]] = {}
     optimizer: dict[int, dict[int, str]] = {}
@@ -106,7 +108,7 @@ def _claim(files_by_rank: dict[_Rank, str], rank: _Rank, name: str, faults: Faul
 def _check_complete(
     model: Mapping[int, Mapping[int, str]], optimizer: Mapping[int, Mapping[int, str]], zero3: bool, faults: Faults
 ) -> None:
-    """Check that model and optimizer files exist for the same ranks, without gaps."""
+    """Check that model files and optimizer files exist for the same ranks, and that no rank number is skipped."""
     ranks = range(max(*model, *optimizer, 0) + 1)
     dp_ranks = range(max((rank for grid in (*optimizer.values(), *model.values()) for rank in grid), default=0) + 1)
     if len(ranks) * len(dp_ranks) > 1 << 20:
@@ -133,7 +135,8 @@ _STEP_FOLDER = re.compile(rf"{_STEP}\d+")
 
 
 def of_run(folder: Folder) -> tuple[str, ...]:
-    """Return the step folder that `latest` names; without that file, every `global_step` folder, or this folder."""
+    """Return the step folder named in the file `latest`; without this file, all `global_step` folders, or the folder
+    itself."""
     newest = newest_step(folder, keys.LATEST)
     if newest is not None and not _is_universal(folder, newest):
         return (newest,)
@@ -144,7 +147,8 @@ def of_run(folder: Folder) -> tuple[str, ...]:
 
 
 def universal(folder: Folder) -> tuple[str, ...]:
-    """Return the step folder that `latest_universal` names; without that file, every universal folder, or this one."""
+    """Return the folder named in the file `latest_universal`; without this file, all universal folders, or the folder
+    itself."""
     newest = newest_step(folder, keys.LATEST_UNIVERSAL)
     if newest is not None:
         return (newest,)

@@ -1,8 +1,8 @@
 """Hints in the files of a universal checkpoint, which tell DeepSpeed how to cut a tensor when it loads.
 
-DeepSpeed needs them for training frameworks that cut their models themselves; without a hint it cuts a parameter along
-dim 0 in one part. The parameters of AutoTP need no hints, because each carries a record of its cut. Hints are plain
-data, stored among the facts about a run.
+DeepSpeed needs hints where the training framework cuts the model itself; without a hint, DeepSpeed cuts a parameter
+into equal shards along dim 0. Parameters that AutoTP has cut need no hints, because each carries a record of its cut.
+Transaxle keeps hints as plain data, among the facts about a run.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from transaxle.formats.deepspeed.universal_record import resolve_view
 from transaxle.formats.pickled.descriptors import Global, Object
 
 HINTS = "cuts"
-"""Key of the hints among the facts about a run; its value maps parameter names to hints."""
+"""Key of the hints among the facts about a run; the value is a dict from parameter name to hint."""
 _CUT_AGAIN = "DeepSpeed could not cut this parameter again. Convert the run's own checkpoint once more."
 Hint = Mapping[str, Any]
-"""A dict with some of the keys `cat_dim`, `param_n_sub_params`, `sub_param_shape` and `vocab_tensor`."""
+"""Cut of one parameter: a dict with some of the keys `cat_dim`, `param_n_sub_params`, `sub_param_shape`,
+`vocab_tensor`."""
 _SHAPE_CLASS = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
 
 
 def hints_of(models: Sequence[RankModel]) -> dict[str, Hint]:
-    """Return the hints for the trained parameters of a run, from its universal metadata.
+    """Return the hints for the trained parameters of a run, from the universal-checkpoint metadata in its model files.
 
     Args:
         models: the model files of the run's ranks.
 
     Raises:
-        Refused: CORRUPT, UNSUPPORTED for malformed metadata.
+        Refused: CORRUPT if the metadata is malformed; UNSUPPORTED if its version or its patterns cannot be read.
     """
     hints: dict[str, Hint] = {}
     for model in models:
@@ -50,7 +51,7 @@ def hints_of(models: Sequence[RankModel]) -> dict[str, Hint]:
 
 
 def hints_entry(hints: Mapping[str, Hint]) -> dict[str, Any]:
-    """Return a dict with the hints under their key; an empty dict where there are none."""
+    """Return a dict with the hints under the key `HINTS`; an empty dict where there are no hints."""
     return {HINTS: dict(hints)} if hints else {}
 
 
@@ -70,10 +71,10 @@ def _hint(categories: Categories, name: str) -> dict[str, Any]:
 
 
 def read_hint(file: CheckedValue) -> dict[str, Any]:
-    """Read the hint in a parameter file of a universal checkpoint; empty for the default cut, along dim 0.
+    """Read the hint in a parameter file of a universal checkpoint; an empty hint means the default cut, along dim 0.
 
     Raises:
-        Refused: CORRUPT for a malformed hint.
+        Refused: CORRUPT, if the hint is malformed.
     """
     hint: dict[str, Any] = {}
     for key in (keys.CAT_DIM, keys.SUB_COUNT):
@@ -98,13 +99,13 @@ def check_hint(hint: Hint, name: str, shape: Shape, file: str) -> None:
     """Check that a file's hint fits its parameter's shape.
 
     Args:
-        hint: the hint.
+        hint: the hint, as `read_hint` returns it.
         name: name of the parameter.
         shape: shape of the whole tensor.
-        file: the file with the hint, for errors.
+        file: name of the file with the hint, for error messages.
 
     Raises:
-        Refused: SHAPE_MISMATCH where it does not fit.
+        Refused: SHAPE_MISMATCH, if the hint does not fit the shape.
     """
     sub_shape = hint.get(keys.SUB_SHAPE)
     dim, parts = hint.get(keys.CAT_DIM, 0), hint.get(keys.SUB_COUNT, 1)
@@ -121,7 +122,7 @@ def check_hint(hint: Hint, name: str, shape: Shape, file: str) -> None:
 
 
 def hint_fields(hint: Hint, name: str, shape: Shape) -> dict[str, Any]:
-    """Return the entries that a parameter's hint adds to the dict in its file.
+    """Return the entries that a parameter's hint adds to the dict in the parameter's file.
 
     Args:
         hint: the parameter's hint.
@@ -129,7 +130,7 @@ def hint_fields(hint: Hint, name: str, shape: Shape) -> dict[str, Any]:
         shape: shape of the whole tensor.
 
     Raises:
-        Refused: SHAPE_MISMATCH where the hint belongs to a parameter of another shape.
+        Refused: SHAPE_MISMATCH, if the hint does not fit the shape.
     """
     fields = {key: value for key, value in hint.items() if key != keys.SUB_SHAPE}
     sub_shape = hint.get(keys.SUB_SHAPE)

@@ -1,10 +1,10 @@
-"""The keys in DeepSpeed's checkpoints and universal metadata, each spelled once, and checked access to their values.
+"""The dict keys in DeepSpeed's checkpoints and universal metadata, as constants, and checked access to the values.
 
-The keys are DeepSpeed's own (0.19.8: `checkpoint/constants.py`, `module_inject/layers.py`); their values are described
-where they are read.
+The keys are DeepSpeed's own (0.19.8: `checkpoint/constants.py`, `module_inject/layers.py`); the code that reads a key
+describes its value.
 
-`CheckedValue` wraps a value of an untrusted dict. Code that reads one states the expected type in one call, and a file
-with anything else is refused with the file's name and the path inside it.
+`CheckedValue` wraps a value of an untrusted dict. Code that reads such a value states the expected type by one call;
+for any other type the file is refused, with its name and the path to the value.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SCHEDULER: Final = "lr_scheduler"
 EXPERT_LAYERS: Final = ("ds_autoep_layers", "autoep_layers")
 NUM_EXPERTS: Final = "num_experts"
 EXPERTS: Final = ".deepspeed_experts."
-"""Part of a parameter's name before the expert's number, in DeepSpeed's own MoE layers."""
+"""Text before the expert's number in parameter names of DeepSpeed's own MoE layers."""
 CONFIG: Final = "ds_config"
 DATA_BEFORE_EXPERTS: Final = "use_data_before_expert_parallelism"
 ZERO_CONFIG: Final = "zero_optimization"
@@ -80,7 +80,7 @@ PARAMS: Final = groups.PARAMS
 STEP: Final = "step"
 FP32: Final = "fp32"
 
-# One state of a parameter in a universal checkpoint.
+# Keys in the file of one optimizer state of one parameter in a universal checkpoint.
 PARAM: Final = "param"
 CAT_DIM: Final = "cat_dim"
 SUB_COUNT: Final = "param_n_sub_params"
@@ -88,11 +88,11 @@ SUB_SHAPE: Final = "sub_param_shape"
 VOCABULARY: Final = "vocab_tensor"
 EXPERT: Final = "is_expert_param"
 
-# Universal-checkpoint metadata of a model, in every model and optimizer file.
+# Keys of the universal-checkpoint metadata, which every model and optimizer file contains.
 INFO: Final = "universal_checkpoint_info"
 INFO_VERSION: Final = "universal_checkpoint_version"
 INFO_CURRENT: Final = 0.4
-"""Newest version of the metadata; since then it records the width of every sub-parameter on every rank."""
+"""Newest version of the universal-checkpoint metadata, which records every sub-parameter's width on every rank."""
 REPLICATED_PATTERNS: Final = "tp_replicated_parameter_patterns"
 AVERAGED_PATTERNS: Final = "parameter_to_average_patterns"
 ROW_PATTERNS: Final = "parameter_with_row_parallelism_patterns"
@@ -107,7 +107,7 @@ PADDED_VOCABULARY: Final = "padded_vocab_size"
 PATTERNS: Final = "patterns"
 SHAPE: Final = "shape"
 
-# The affine form.
+# Keys of metadata in the affine form.
 AFFINE: Final = "affine_map"
 AFFINE_VERSION: Final = "version"
 AFFINE_CURRENT: Final = 1
@@ -120,7 +120,7 @@ DEST: Final = "dest"
 LOCATIONS: Final = "locations"
 SCALE: Final = "scale"
 
-# The record that a live parameter carries.
+# Keys of the record that a parameter in memory carries.
 RECORD: Final = "ds_autotp_universal_checkpoint_meta"
 PARTITION_TYPE: Final = "partition_type"
 PARTITION_DIM: Final = "partition_dim"
@@ -143,12 +143,12 @@ _MAX_SHOWN = 6
 
 
 class CheckedValue:
-    """A value from a pickle, with the file and the path inside it, for checked access.
+    """A value from a pickle file, whose type is checked when it is read.
 
     Args:
-        value: the value as the pickle interpreter returns it.
-        file: name of the file that contains it.
-        path: keys and indices that lead to the value in the file.
+        value: the unpickled value.
+        file: name of the pickle file, for error messages.
+        path: dict keys and list indices that lead to the value inside the file.
     """
 
     __slots__ = ("file", "path", "value")
@@ -159,15 +159,15 @@ class CheckedValue:
         self.path = path
 
     def fault(self, message: str) -> TransaxleError:
-        """Return a CORRUPT refusal that names the file and the path to this value."""
+        """Return a CORRUPT error that names the file and the path to this value."""
         way = " > ".join(self.path) or "the file"
         return refuse("CORRUPT", f"{way}: {message}", file=self.file)
 
     def get(self, key: str | int) -> CheckedValue | None:
-        """Return the value of a key in this dict; None where it is missing or None.
+        """Return the value of a key in this dict; None if the key is missing or its value is None.
 
         Raises:
-            Refused: CORRUPT where this is no dict.
+            Refused: CORRUPT, if this value is not a dict.
         """
         value = self._dict().get(key)
         return None if value is None else CheckedValue(value, self.file, (*self.path, str(key)))
@@ -182,16 +182,16 @@ class CheckedValue:
         """Yield the keys and values of this dict.
 
         Raises:
-            Refused: CORRUPT where this is no dict.
+            Refused: CORRUPT, if this value is not a dict.
         """
         for key, value in self._dict().items():
             yield key, CheckedValue(value, self.file, (*self.path, str(key)))
 
     def string_items(self) -> Iterator[tuple[str, CheckedValue]]:
-        """Yield the keys and values of this dict, whose keys must be strings.
+        """Yield the keys and values of this dict; all keys must be strings.
 
         Raises:
-            Refused: CORRUPT where this is no dict, or has another key.
+            Refused: CORRUPT, if this value is not a dict, or a key is not a string.
         """
         for key, node in self.items():
             if not isinstance(key, str):
@@ -202,7 +202,7 @@ class CheckedValue:
         """Return the items of this list or tuple.
 
         Raises:
-            Refused: CORRUPT where this is neither.
+            Refused: CORRUPT, if this value is neither a list nor a tuple.
         """
         if not isinstance(self.value, list | tuple):
             raise self.fault(f"expected a list, not {_summary(self.value)}")
@@ -222,7 +222,7 @@ class CheckedValue:
         """Return this value as a non-negative int.
 
         Raises:
-            Refused: CORRUPT for anything else.
+            Refused: CORRUPT, if the value is not a non-negative int.
         """
         value = self.value
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _LARGEST:
@@ -233,7 +233,7 @@ class CheckedValue:
         """Return this value as a finite float.
 
         Raises:
-            Refused: CORRUPT for anything else.
+            Refused: CORRUPT, if the value is not a finite number.
         """
         value = self.value
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
@@ -244,7 +244,7 @@ class CheckedValue:
         """Return this value as a string.
 
         Raises:
-            Refused: CORRUPT for anything else.
+            Refused: CORRUPT, if the value is not a string.
         """
         if not isinstance(self.value, str):
             raise self.fault(f"expected a text, not {_summary(self.value)}")
@@ -254,25 +254,25 @@ class CheckedValue:
         """Return this value as a bool.
 
         Raises:
-            Refused: CORRUPT for anything else.
+            Refused: CORRUPT, if the value is not a bool.
         """
         if not isinstance(self.value, bool):
             raise self.fault(f"expected True or False, not {_summary(self.value)}")
         return self.value
 
     def naturals(self) -> tuple[int, ...]:
-        """Return this list as non-negative ints, such as a shape.
+        """Return this value as a tuple of non-negative ints, such as a shape.
 
         Raises:
-            Refused: CORRUPT for anything else.
+            Refused: CORRUPT, if the value is not a list of non-negative ints.
         """
         return tuple(item.natural() for item in self.list())
 
     def texts(self) -> tuple[str, ...]:
-        """Return this list as strings.
+        """Return this value as strings.
 
         Raises:
-            Refused: CORRUPT for anything else.
+            Refused: CORRUPT, if the value is not a list of strings.
         """
         return tuple(item.text() for item in self.list())
 
@@ -283,7 +283,7 @@ class CheckedValue:
 
 
 def _summary(value: object) -> str:
-    """Return a short text about a value, which may be huge or contain itself."""
+    """Return a short description of a value; the value may be huge, or contain itself."""
     if isinstance(value, str | int | float) or value is None:
         text = repr(value) if not isinstance(value, int) or abs(value) < _LARGEST else "a very large number"
         return text if len(text) <= 10 * _MAX_SHOWN else f"{text[: 10 * _MAX_SHOWN]}…"

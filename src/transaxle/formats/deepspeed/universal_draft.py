@@ -1,4 +1,4 @@
-"""Lays out new universal checkpoints, from which DeepSpeed resumes at any ZeRO stage and parallel degree.
+"""Lays out new universal checkpoints, from which DeepSpeed can resume at any ZeRO stage and any parallel degrees.
 
     latest_universal
     global_step3_universal/
@@ -7,8 +7,8 @@
         zero/<parameter>/fp32.pt, exp_avg.pt, …                                   {"param": tensor}, and hints
         zero/<parameter>/step.pt                                                  a number
 
-DeepSpeed 0.19.8 writes one form for ZeRO-1 and 2 and another for ZeRO-3, and each stage reads only its own form. The
-two forms do not conflict, so the files written here contain both.
+DeepSpeed 0.19.8 stores settings in one form for ZeRO-1 and 2, and in another form for ZeRO-3; each stage reads only its
+own form. The two forms use different keys, so the files written here contain both.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from transaxle.formats.training_state import MEGATRON, OPTIMIZER
 
 MODEL_FILES = (f"mp_rank_00{keys.MODEL_END}", f"zero_pp_rank_0_mp_rank_00{keys.MODEL_END}")
 _DEFAULT_VERSION = "0.19.8"
-"""Version of DeepSpeed to record for a checkpoint of another program: the version whose layout is written."""
+"""DeepSpeed version to record if the source was not written by DeepSpeed: the version whose layout is written here."""
 _MIN_GROUPS = 32
-"""Number of groups to write, filled up with empty ones: DeepSpeed silently skips groups beyond those in the file."""
+"""Minimum number of parameter groups to write; empty groups fill up, since DeepSpeed skips groups that a file lacks."""
 _MAX_NAME_BYTES = 255
 _UNNAMED = "#"
 _RATE = "lr"
@@ -43,7 +43,7 @@ _NEW_OPTIMIZER = (
     "there is no optimizer state: DeepSpeed begins with a new optimizer at ZeRO-1 and 2, and fails at ZeRO-3, where "
     "the weights are to be loaded before deepspeed.initialize (tx.load)"
 )
-"""Note for a checkpoint without optimizer state: what DeepSpeed 0.19.8 silently does with it."""
+"""Note for the user about a checkpoint without optimizer state: what DeepSpeed 0.19.8 silently does when it loads."""
 _WEIGHTS_ALONE = "Leave out the optimizer: --no-optimizer, or optimizer=False."
 
 
@@ -58,16 +58,17 @@ def draft(
     """Lay out a universal checkpoint.
 
     Args:
-        tensors: the tensors to write: `optim/<parameter>/<state>` is optimizer state, any other name is a weight.
+        tensors: the tensors to write; a tensor named `optim/<parameter>/<state>` is optimizer state, all others are
+            weights.
         metadata: ignored, because the format has no place for free text.
         shard_size: ignored, because every tensor is a file of its own.
         run: counters and settings of the run, as `rank_files.run_of` returns them.
-        read: returns the bytes of a tensor by name; called for steps, which ZeRO-3 reads from the settings.
+        read: returns the bytes of a tensor by name; called for step counters, which ZeRO-3 reads from the settings.
 
     Raises:
-        Refused: with every tensor that cannot be stored: UNSUPPORTED (dtype, a name that is no file name, optimizer
-            state of an unnamed parameter, or with another step than its group's), PATH_ESCAPE, NAME_COLLISION,
-            SHAPE_MISMATCH.
+        Refused: with every tensor that cannot be stored: UNSUPPORTED (its dtype; a name that cannot be a file name;
+            optimizer state of a parameter without name, or whose step differs from its group's), PATH_ESCAPE,
+            NAME_COLLISION or SHAPE_MISMATCH.
     """
     del metadata, shard_size
     facts = _run_facts(run or {})
@@ -107,7 +108,8 @@ def draft(
 
 
 def _notes(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a note for groups with different learning rates: ZeRO-3 loads only one for all groups."""
+    """Return a note for the user if groups have different learning rates: ZeRO-3 loads one learning rate for all
+    groups."""
     groups = facts.get(keys.GROUPS, ())
     if not groups or _agree(groups, _RATE, groups[0].get(_RATE)):
         return ()
@@ -115,7 +117,7 @@ def _notes(facts: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _run_facts(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts about a run; the counters of a Megatron run get DeepSpeed's names."""
+    """Return the run's counters and settings, with Megatron's counters renamed to DeepSpeed's keys."""
     megatron = run.get(MEGATRON) or {}
     counts = {
         keys.GLOBAL_STEPS: megatron.get("iteration"),
@@ -125,7 +127,7 @@ def _run_facts(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split the name of a tensor into parameter and optimizer state; a weight counts as the state `fp32`."""
+    """Split a tensor name into the parameter's name and the optimizer state's; the state of a weight is `fp32`."""
     if name.startswith(OPTIMIZER):
         parameter, slash, state = name.removeprefix(OPTIMIZER).rpartition("/")
         if slash:
@@ -134,7 +136,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def _check(spec: Spec, parameter: str, state: str, file: str, places: Mapping[str, object], faults: Faults) -> None:
-    """Add a fault for each reason why a tensor cannot be written; its name becomes a folder and a file."""
+    """Add a fault for each reason why a tensor cannot be written, such as a name that cannot be a folder and a file."""
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     if not is_plain(parameter) or not is_plain(state):
         message = f"it would become the folder {parameter!r} and the file {state!r}, which are not plain names"
@@ -157,7 +159,7 @@ def _check(spec: Spec, parameter: str, state: str, file: str, places: Mapping[st
 
 
 def _hint_fields(spec: Spec, parameter: str, hints: Mapping[str, Hint], faults: Faults) -> dict[str, Any]:
-    """Return the hint entries for a tensor's file; a hint for another shape is a fault."""
+    """Return the hint entries for a tensor's file; a hint that does not fit the tensor's shape is a fault."""
     try:
         return hint_fields(hints.get(parameter, {}), parameter, spec.shape)
     except TransaxleError as error:
@@ -171,11 +173,12 @@ _Data = list[bytes]
 def _common_step(
     facts: Mapping[str, Any], tensors: Sequence[Spec], read: Callable[[str], bytes], faults: Faults
 ) -> tuple[Spec, bytes] | None:
-    """Return the step of all parameters (tensor and bytes); None where groups differ, or there are no steps.
+    """Return the step that all parameters have, as tensor and bytes; None if groups differ in step, or no step is
+    stored.
 
-    ZeRO-1 and 2 read one step per group, from the files of its parameters; ZeRO-3 reads one for all groups, from the
-    settings. So different steps within a group are a fault, and steps that differ between groups are not in the
-    settings.
+    ZeRO-1 and 2 read one step per group, from the files of the group's parameters. ZeRO-3 reads one step for all
+    groups, from the settings. So different steps within a group are a fault; if only groups differ, the settings get no
+    step.
     """
     group_of = {name: at for at, group in enumerate(facts.get(keys.GROUPS, ())) for name in group[keys.PARAMS]}
     first_of: dict[int | None, tuple[str, float]] = {}
@@ -197,7 +200,7 @@ def _common_step(
 def _small_files(
     folder: str, facts: Mapping[str, Any], tensors: Sequence[Spec], step: tuple[Spec, bytes] | None
 ) -> Iterator[tuple[str, _Data]]:
-    """Yield the files without tensors of the model: settings, model files and `latest_universal`."""
+    """Yield the files that contain no weights or optimizer tensors: settings, model files and `latest_universal`."""
     step_bytes: list[int | bytes] = []
     step_state: dict[str, object] = {}
     if step is not None:
@@ -223,8 +226,8 @@ def _fragments_of(file: str, parts: _Data) -> Iterator[Fragment]:
 def _settings(facts: Mapping[str, Any], step_state: Mapping[str, object]) -> dict[str, Any]:
     """Return the optimizer's settings: ZeRO-1 and 2 read `param_groups`, ZeRO-3 reads `optimizer_state_dict`.
 
-    ZeRO-3 applies the settings of the first group to all groups. So that group has only the settings that are equal in
-    all groups; the other settings stay as the run that resumes has them.
+    ZeRO-3 applies the settings of the first group to all groups. So the first group is written with only the settings
+    that are equal in all groups; for all other settings the resuming run keeps its own values.
     """
     groups = [
         {key: _plain(value) for key, value in group.items() if key != keys.PARAMS}
@@ -251,14 +254,15 @@ def _agree(groups: Sequence[Mapping[str, Any]], key: str, value: object) -> bool
 
 
 def _plain(value: object) -> object:
-    """Return a setting as DeepSpeed stores it: plain numbers, also where torch's optimizer has 0-dim tensors."""
+    """Return a setting as DeepSpeed stores it: as a plain number, even if torch's optimizer has a 0-dim tensor."""
     if isinstance(value, np.generic):
         return value.item()
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def _scaler(recorded: object) -> Object | None:
-    """Return DeepSpeed's loss scaler object; None where none is recorded, or its class is not allowed."""
+    """Return DeepSpeed's loss scaler object; None if the run recorded no scaler, or one of a class that is not
+    allowed."""
     if not isinstance(recorded, dict) or not isinstance(recorded.get(FIELDS), dict):
         return None
     module, _, name = str(recorded.get(CLASS)).rpartition(".")
@@ -266,7 +270,7 @@ def _scaler(recorded: object) -> Object | None:
 
 
 def _model(facts: Mapping[str, Any], tensors: Sequence[Spec]) -> dict[str, Any]:
-    """Return the contents of the model file: counters, and the shapes of each group's parameters by name."""
+    """Return the contents of the model file: counters, and for each parameter group a dict from name to shape."""
     shapes = {spec.name: spec.shape for spec in tensors}
     groups = [
         OrderedMap({name: Object(_SIZE, (shapes[name],)) for name in group[keys.PARAMS] if name in shapes})

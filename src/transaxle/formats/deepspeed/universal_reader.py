@@ -1,8 +1,8 @@
-"""Opens universal checkpoints, which have one folder per parameter, and in it one file per optimizer state.
+"""Opens universal checkpoints, which have one folder per parameter; each folder has one file per optimizer state.
 
-DeepSpeed writes two variants. Below ZeRO-3, and under tensor parallelism, a file contains a dict with the tensor in its
-shape. For plain ZeRO-3 it contains only the flattened tensor, whose shape is in the model files. Untrained tensors have
-such files in the first variant; in the second they are only in the model files.
+DeepSpeed writes two variants. In the first (below ZeRO-3, or under tensor parallelism) a file contains a dict with the
+tensor in its real shape, and untrained tensors have files too. In the second (ZeRO-3 alone) a file contains only the
+flattened tensor; its shape, and all untrained tensors, are in the model files.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from transaxle.formats.training_state import OPTIMIZER, RUN
 
 _MODEL = f"*{keys.MODEL_END}"
 _PLAIN = "mp_rank_"
-"""Prefix of model files that are not split over data-parallel ranks; those of ZeRO-3 are split."""
+"""Prefix of the model files that are not split over data-parallel ranks, unlike the model files of ZeRO-3."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
-    """Shapes of parameters, from the model files."""
+    """Shapes of parameters, as the model files give them."""
 
     ranks: int
-    """Tensor-parallel degree of the run whose checkpoint was converted."""
+    """Tensor-parallel degree of the run from which the universal checkpoint was made."""
     on_first_rank: Mapping[str, Shape]
-    """Shape of each parameter on the first tensor-parallel rank."""
+    """Parameter name -> shape on the first tensor-parallel rank."""
     logical: Mapping[str, Shape]
-    """Whole shape of each parameter, as far as the metadata gives it."""
+    """Parameter name -> shape of the whole parameter, for those whose shape the metadata gives."""
 
 
 def open_universal(storage: Storage, path: str, member: str, weights: Weights = "fp32") -> Container:
     """Open a universal checkpoint.
 
     Args:
-        storage: the files.
-        path: the path as typed.
+        storage: the checkpoint's files.
+        path: the checkpoint's path as the user typed it.
         member: name of the step folder; `HERE` for the path itself.
-        weights: which weights the plain names mean: the optimizer's master weights, or the module's in low precision,
-            if the model files have them whole.
+        weights: which weights get the plain parameter names: the optimizer's master weights, or the module's
+            low-precision weights, if the model files contain them whole.
 
     Raises:
-        Refused: every problem with the files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
-        StorageError: IO.
+        Refused: with every problem in the files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
+        StorageError: IO, if a file cannot be read.
     """
     prefix = "" if member == HERE else f"{member}/"
     inline = NumbersInMemory(storage)
@@ -116,9 +116,7 @@ def open_universal(storage: Storage, path: str, member: str, weights: Weights = 
 def _models(
     inline: NumbersInMemory, storage: Storage, prefix: str, checksums: list[Checksum], faults: Faults
 ) -> list[RankModel]:
-    """Read the model files in the step folder; of the two kinds, those not split over data-parallel ranks are
-    preferred.
-    """
+    """Read the model files in the step folder; files that are not split over data-parallel ranks are preferred."""
     names = [name for name in storage.listing(prefix.rstrip("/")).everything() if name.endswith(keys.MODEL_END)]
     plain = [name for name in names if name.startswith(_PLAIN)]
     try:
@@ -138,7 +136,7 @@ def _models(
 
 
 def _read_model_files(models: Sequence[RankModel], faults: Faults) -> tuple[_Shapes, Stage]:
-    """Return the shapes in the model files, and the tensors that these files contain whole."""
+    """Return the parameter shapes in the model files, and the tensors that these files contain whole."""
     shapes_by_name = {name: shape for group in models[0].shapes for name, shape in group.items()}
     by_rank = _by_rank(models)
     pp, tp = degrees(by_rank, ())
@@ -170,7 +168,8 @@ def _is_plain(model: RankModel) -> bool:
 
 
 def _by_rank(models: Sequence[RankModel]) -> dict[int, list[RankModel]]:
-    """Group model files by model rank; under ZeRO-3 each model rank has one per data-parallel rank."""
+    """Group model files by model-parallel rank; under ZeRO-3 there is one file for each data-parallel rank in a
+    group."""
     grid = sort_files([model.file.rpartition("/")[2] for model in models], "").model
     by_name = {model.file.rpartition("/")[2]: model for model in models}
     return {rank: [by_name[name] for _, name in sorted(parts.items())] for rank, parts in sorted(grid.items())}
@@ -191,7 +190,7 @@ def _parameter(
     inline: NumbersInMemory, zero: str, parameter: str, shapes: _Shapes, files: list[str], checksums: list[Checksum],
     hints: dict[str, Hint], faults: Faults,
 ) -> Iterator[tuple[str, Entry]]:  # fmt: skip
-    """Yield the tensors in one parameter's folder by name; files with a problem become faults."""
+    """Yield (name, tensor) for the files in one parameter's folder; files with problems are added to the faults."""
     for file in inline.listing(f"{zero}/{parameter}").everything():
         full_path = f"{zero}/{parameter}/{file}"
         if not file.endswith(keys.STATE_END):
@@ -215,7 +214,8 @@ def _parameter(
 
 
 def _check_all_there(entries: Mapping[str, Entry], parameters: Sequence[str], shapes: _Shapes, faults: Faults) -> None:
-    """Check that every trained parameter, and every one with a folder, has weights; check the shapes of states."""
+    """Check that all trained parameters, and all parameters with a folder, have weights; check the shapes of their
+    states."""
     trained = [name for name, shape in shapes.on_first_rank.items() if prod(shape)]
     for name in dict.fromkeys((*parameters, *trained)):
         if name not in entries:
@@ -229,9 +229,9 @@ def _check_all_there(entries: Mapping[str, Entry], parameters: Sequence[str], sh
 
 
 def _check_states(entries: Mapping[str, Entry], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Check that no parameter lacks a state that another parameter of its group has.
+    """Check that all parameters of a group have the same optimizer states.
 
-    A parameter without any state was never updated, which is valid.
+    A parameter without any state is valid: the optimizer never updated it.
     """
     states_of: dict[str, set[str]] = {}
     for name in entries:
@@ -260,7 +260,7 @@ def _check_states(entries: Mapping[str, Entry], groups: Sequence[Mapping[str, An
 
 
 def _tensor(tensors: TensorReader, name: str, node: CheckedValue, parameter: str, state: str, shapes: _Shapes) -> Entry:
-    """Return the tensor in one file, in the shape of its parameter."""
+    """Return the tensor in the file of one state, in the parameter's shape."""
     if state == keys.STEP:
         step_entry = tensors.number(name, node)
         if step_entry is None:
@@ -285,9 +285,9 @@ def _tensor(tensors: TensorReader, name: str, node: CheckedValue, parameter: str
 
 
 def _check_shape(entry: Entry, parameter: str, shapes: _Shapes, file: str) -> Entry:
-    """Check a tensor's shape against the model files, and return the tensor in the module's dims."""
+    """Check a tensor's shape against the model files, and return the tensor in the shape that the module has."""
     first_rank_shape, logical = shapes.on_first_rank.get(parameter), shapes.logical.get(parameter)
-    # With several ranks the model files give only the first rank's shape; the metadata may have the whole.
+    # With several ranks the model files give only the first rank's shape; the metadata may give the whole shape.
     expected_shape = logical if shapes.ranks > 1 else first_rank_shape
     if expected_shape is not None and prod(expected_shape) != prod(entry.shape):
         message = (
@@ -304,7 +304,7 @@ def _check_shape(entry: Entry, parameter: str, shapes: _Shapes, file: str) -> En
 
 
 def _view_as(entry: Entry, shape: Shape) -> Entry:
-    """Return a dense tensor viewed in another shape."""
+    """Return a contiguous tensor viewed in a new shape."""
     extent = entry.extents[0]
     if extent.strides is not None:
         raise refuse(
@@ -317,7 +317,7 @@ def _view_as(entry: Entry, shape: Shape) -> Entry:
 
 
 def _add_steps(entries: dict[str, Entry], settings: CheckedValue, inline: NumbersInMemory) -> None:
-    """Add the step of every trained parameter where it is only in the settings, as under ZeRO-3."""
+    """Add a step tensor for every trained parameter if the step is stored only in the settings, as under ZeRO-3."""
     inner = settings.get(keys.STATE)
     states = None if inner is None else inner.get(keys.STATES)
     first_state = None if states is None else states.get(0)

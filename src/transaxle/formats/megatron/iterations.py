@@ -1,4 +1,4 @@
-"""Finds Megatron checkpoints in a folder: a single iteration's folder, or the folder above the iterations.
+"""Finds Megatron checkpoints: in the folder of a single iteration, or in a run's folder with all iterations.
 
 run/latest_checkpointed_iteration.txt     # `7`, or `release` for weights without a run
 run/iter_0000007/                         # a torch_dist folder, a DCP folder of Megatron-FSDP, or mp_rank_* folders
@@ -25,7 +25,7 @@ from transaxle.formats.registry import (
 from transaxle.formats.storage.storage import NotJsonError, Storage, parse_json
 
 BACKEND_FILE = "metadata.json"
-"""File that records the backend of a distributed checkpoint, such as `torch_dist`."""
+"""File in a distributed checkpoint that names the backend (the storage format), such as `torch_dist`."""
 _BACKEND, _ZARR = "sharded_backend", "zarr"
 _SUPPORTED: dict[str, str | int] = {
     _BACKEND: TORCH_DIST.name,
@@ -33,12 +33,12 @@ _SUPPORTED: dict[str, str | int] = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""Supported values of the entries in `metadata.json`."""
+"""Key in `metadata.json` -> supported values."""
 _KEYS = _SUPPORTED.keys()
 _ZARR_UNSUPPORTED = "it is of Megatron's older format, zarr, which is not read"
 _ZARR_HINT = "Let the release that wrote it load it, and save it in torch_dist (--ckpt-format torch_dist)."
 COMMON_FILE = "common.pt"
-"""File with the state that is not sharded, such as arguments and counters, up to megatron-core 0.18."""
+"""File with the run's state that is not sharded, such as arguments and counters; written up to megatron-core 0.18."""
 _DATA = re.compile(rf"__\d+_\d+{re.escape(DCP_DATA)}")
 
 RELEASE = "release"
@@ -49,11 +49,11 @@ _MAX_BYTES = 4096
 
 
 def distributed(folder: Folder) -> tuple[str, ...]:
-    """Return the newest iteration's sub-folder, or `HERE` for the folder itself, if it is a distributed checkpoint.
+    """Return the folders that are distributed checkpoints: of the newest iteration, or `HERE` for the given folder.
 
     Raises:
-        Refused: CORRUPT for a malformed tracker file; INCOMPLETE where the iteration that it names is missing.
-        StorageError: IO.
+        Refused: CORRUPT, if the tracker file is malformed; INCOMPLETE, if the iteration that it names is missing.
+        StorageError: IO, if a file cannot be read.
     """
     if folder.storage.single:
         return ()
@@ -74,11 +74,11 @@ def distributed(folder: Folder) -> tuple[str, ...]:
 
 
 def legacy(folder: Folder) -> tuple[str, ...]:
-    """Return the newest iteration's sub-folder, or `HERE` for the folder itself, if it consists of one folder per rank.
+    """Return the folders that contain one folder per rank: of the newest iteration, or `HERE` for the given folder.
 
     Raises:
-        Refused: CORRUPT for a malformed tracker file; INCOMPLETE where the iteration that it names is missing.
-        StorageError: IO.
+        Refused: CORRUPT, if the tracker file is malformed; INCOMPLETE, if the iteration that it names is missing.
+        StorageError: IO, if a file cannot be read.
     """
     if folder.storage.single:
         return ()
@@ -92,7 +92,7 @@ def legacy(folder: Folder) -> tuple[str, ...]:
 
 
 def _is_interrupted(names: Sequence[str]) -> bool:
-    """Tell whether files are those of an interrupted save: Megatron writes the metadata last."""
+    """Tell whether a folder's files come from an interrupted save: Megatron writes the metadata file last."""
     return COMMON_FILE in names and DCP_METADATA not in names and any(map(_DATA.fullmatch, names))
 
 
@@ -100,17 +100,17 @@ def _check_backend(folder: Folder, name: str) -> None:
     """Refuse a sub-folder in Megatron's older format, zarr.
 
     Raises:
-        Refused: UNSUPPORTED.
+        Refused: UNSUPPORTED, if the folder's `metadata.json` names zarr.
     """
     if _backend(folder, f"{name}/") == _ZARR:
         raise refuse("UNSUPPORTED", _ZARR_UNSUPPORTED, file=f"{folder.inside}{name}", hint=_ZARR_HINT)
 
 
 def _check_ranks(folder: Folder, newest: str) -> None:
-    """Check that an iteration that is no distributed checkpoint has folders of ranks.
+    """Check that an iteration's folder contains rank folders, if it is not a distributed checkpoint.
 
     Raises:
-        Refused: INCOMPLETE where it has none.
+        Refused: INCOMPLETE, if the folder contains no rank folders.
     """
     where = f"{folder.inside}{newest}"
     if any(map(_RANK.fullmatch, folder.storage.listing(where).folders)):
@@ -121,11 +121,11 @@ def _check_ranks(folder: Folder, newest: str) -> None:
 
 
 def newest_iteration(folder: Folder) -> str | None:
-    """Return the sub-folder that the tracker file names; None without such a file.
+    """Return the sub-folder of the iteration that the tracker file names; None without a tracker file.
 
     Raises:
-        Refused: CORRUPT for a malformed tracker file; INCOMPLETE where the folder is missing.
-        StorageError: IO.
+        Refused: CORRUPT, if the tracker file is malformed; INCOMPLETE, if the iteration's folder is missing.
+        StorageError: IO, if a file cannot be read.
     """
     if MEGATRON_TRACKER not in folder.names:
         return None
@@ -167,15 +167,15 @@ def _is_torch_dist(folder: Folder, inside: str) -> bool:
 
 
 def check_complete(storage: Storage, *, has_state: bool) -> None:
-    """Check that a torch_dist checkpoint has the files that Megatron writes in addition to tensors.
+    """Check that a torch_dist checkpoint has the small files that Megatron writes beside the tensors.
 
     Args:
         storage: the checkpoint's files.
-        has_state: whether the state that is not sharded is an item of the folder, or in files of the run, so that
-            `common.pt` is not needed.
+        has_state: whether the run's arguments and counters are stored elsewhere (as a DCP item, or in settings files),
+            so that `common.pt` may be missing.
 
     Raises:
-        Refused: INCOMPLETE for each missing file.
+        Refused: INCOMPLETE, with each missing file.
     """
     names, faults = storage.names(), Faults()
     for file in (BACKEND_FILE, *(() if has_state else (COMMON_FILE,))):
@@ -188,11 +188,11 @@ def check_complete(storage: Storage, *, has_state: bool) -> None:
 
 
 def check_backend(storage: Storage) -> None:
-    """Check the backend and versions in a distributed checkpoint's `metadata.json`, if there is one.
+    """Check the backend and versions in a distributed checkpoint's `metadata.json`, if this file exists.
 
     Raises:
-        Refused: CORRUPT for a malformed file; UNSUPPORTED for another backend or a later version.
-        StorageError: IO.
+        Refused: CORRUPT, if the file is malformed; UNSUPPORTED for an unknown backend or a later version.
+        StorageError: IO, if a file cannot be read.
     """
     if BACKEND_FILE not in storage.names():
         return
@@ -211,7 +211,7 @@ def check_backend(storage: Storage) -> None:
 
 
 def _backend(folder: Folder, inside: str) -> str:
-    """Return the backend that a folder's `metadata.json` names; empty where there is none."""
+    """Return the backend named in a folder's `metadata.json`; an empty text without this file."""
     where = f"{folder.inside}{inside}"
     names = folder.storage.listing(where.rstrip("/")).names
     about = _read_backend_file(folder.storage, f"{where}{BACKEND_FILE}") if BACKEND_FILE in names else None
@@ -219,7 +219,7 @@ def _backend(folder: Folder, inside: str) -> str:
 
 
 def _read_backend_file(storage: Storage, file: str) -> dict[str, Any] | None:
-    """Return the contents of a `metadata.json`; None for a malformed file or duplicate keys."""
+    """Return the contents of a `metadata.json`; None if it is malformed or has duplicate keys."""
     try:
         about = parse_json(storage.read(file, 0, min(storage.size(file), _MAX_BYTES)))
     except (NotJsonError, TransaxleError):

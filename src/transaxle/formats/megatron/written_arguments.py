@@ -1,8 +1,8 @@
-"""Megatron's arguments for a checkpoint that is written, derived from the model's config and its tensor names.
+"""Megatron's training arguments to store in a new checkpoint, derived from the model's config and tensor names.
 
-Megatron compares a few of them with its own when it loads, and takes the model's sizes from them with
-`--use-checkpoint-args`. An argument that cannot be derived is left out, because Megatron has a default for a missing
-argument, but would trust a wrong one.
+When Megatron loads a checkpoint, it compares a few stored arguments with its own, and with `--use-checkpoint-args` it
+takes the model's sizes from the stored arguments. An argument that cannot be derived is left out: Megatron has a
+default for a missing argument, but would trust a wrong value.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _DEGREES = {
     "context_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
 }
-"""Parallel degrees to write, those of a run on one device: a distributed checkpoint does not depend on degrees."""
+"""Parallel degrees to store: those of a run on one device, because a distributed checkpoint loads at any degrees."""
 _SILU = frozenset({"silu", "swish"})
 
 
 def arguments(config: Mapping[str, Any], names: Collection[str], padded_vocabulary: int | None) -> dict[str, Any]:
-    """Return the arguments of the run that would have written a checkpoint.
+    """Return the arguments that Megatron would store in a checkpoint of this model.
 
     Args:
         config: the model's config.json; empty where it is unknown.
-        names: Megatron's names of the tensors.
+        names: tensor names in Megatron's dialect.
         padded_vocabulary: rows of the embedding, padding included; None to let Megatron choose the padding.
 
     Returns:
-        argument names and values; empty where the config lacks the model's basic sizes.
+        value by argument name; empty where the config lacks the number of layers or heads, or the hidden size.
     """
     text_config = _text_config(config)
     args = {argument: text_config[key] for key, argument in KEYS.items() if text_config.get(key) is not None}
@@ -47,7 +47,7 @@ def arguments(config: Mapping[str, Any], names: Collection[str], padded_vocabula
     args.setdefault("kv_channels", args["hidden_size"] // heads)
     args |= _DEGREES | _from_names(names, args) | _from_config(text_config)
     if not any(name.startswith("mtp.") for name in names):
-        args.pop("mtp_num_layers", None)  # a config may count such layers although the checkpoint lacks them
+        args.pop("mtp_num_layers", None)  # a config may count MTP layers that the checkpoint lacks
     args["multi_latent_attention"] = "kv_lora_rank" in args
     if padded_vocabulary is not None:
         args["padded_vocab_size"] = padded_vocabulary
@@ -55,7 +55,8 @@ def arguments(config: Mapping[str, Any], names: Collection[str], padded_vocabula
 
 
 def _is_pre_softmax(config: Mapping[str, Any]) -> bool | None:
-    """Tell whether the router applies softmax before top-k, so that weights do not sum to one; None if unknown."""
+    """Tell whether the router applies softmax before top-k, so that the top-k weights do not sum to one; None if the
+    config does not say."""
     normalized = config.get("norm_topk_prob")
     return (
         not normalized if isinstance(normalized, bool) and config.get("scoring_func", "softmax") == "softmax" else None
@@ -63,30 +64,30 @@ def _is_pre_softmax(config: Mapping[str, Any]) -> bool | None:
 
 
 def _width_of_shared_experts(config: Mapping[str, Any]) -> int | None:
-    """Return the total width of the shared experts; None where there are none, or it is unknown."""
+    """Return the width of all shared experts together; None where the model has none, or the config does not say."""
     width, count = config.get("moe_intermediate_size"), config.get("n_shared_experts")
     total_width = width * count if isinstance(width, int) and isinstance(count, int) else None
     return config.get("shared_expert_intermediate_size", total_width) or None
 
 
 def is_padded(config: Mapping[str, Any], rows: int | None) -> bool:
-    """Tell whether an embedding's number of rows differs from the model's vocabulary size.
+    """Tell whether an embedding is padded: whether its number of rows differs from the model's vocabulary size.
 
     Args:
         config: the model's config.json; empty where it is unknown.
-        rows: number of rows of the embedding; None where the model has none.
+        rows: number of rows of the embedding; None where the model has no embedding.
     """
     return rows != _text_config(config).get("vocab_size", rows)
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the text model: its `text_config` over the outer config."""
+    """Return the config of the text model: the outer config, with the keys of its `text_config` taking precedence."""
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, Mapping) else dict(config)
 
 
 def _from_names(names: Collection[str], args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that follow from which tensors exist."""
+    """Return the arguments that the presence or absence of tensors determines, such as `qk_layernorm`."""
     ends = {name.rpartition("decoder.layers.")[2].lstrip("0123456789.") for name in names}
     implied: dict[str, Any] = {
         "add_qkv_bias": "self_attention.linear_qkv.bias" in ends,
@@ -108,7 +109,7 @@ def _from_names(names: Collection[str], args: Mapping[str, Any]) -> dict[str, An
 
 
 def _from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that only the config determines."""
+    """Return the arguments that tensor names do not show, only the config, such as the base of RoPE."""
     rope = config.get("rope_parameters")
     rope = rope if isinstance(rope, Mapping) else {}
     base = config.get("rope_theta", rope.get("rope_theta"))

@@ -1,1 +1,1 @@
-"""Megatron's distributed checkpoints (`torch_dist`): DCP folders with conventions of their own."""
+"""Megatron's distributed checkpoints (`torch_dist`): DCP folders with Megatron's own file names and tensor keys."""

@@ -1,13 +1,15 @@
-"""Lays out a distributed checkpoint of Megatron (`torch_dist`), which `--load` reads at any parallel degrees.
+"""Lays out a new distributed checkpoint of Megatron (`torch_dist`), which Megatron's `--load` reads at any parallel
+degrees.
 
     OUT/latest_checkpointed_iteration.txt     `release`, or the iteration if the optimizer's state is there
     OUT/release/.metadata, __0_0.distcp, …    tensors, and the pickled `_extra_state`s that Megatron requires
     OUT/release/common.pt                     arguments, versions
     OUT/release/metadata.json
 
-Megatron reads whole chunks. So a tensor with all layers is cut into one chunk for each layer, expert and half of a
-fused gate and up projection, as Megatron itself cuts it. Every module must have an `_extra_state`; all modules share an
-empty one. The optimizer's steps are in the settings of its groups, where Megatron reads them, and also tensors.
+Megatron reads whole chunks. So a tensor that stacks all layers is cut as Megatron itself cuts it: one chunk for each
+layer, each expert, and each half of a fused gate and up projection. Megatron requires an `_extra_state` for every
+module; here all modules share one empty archive. The optimizer's step is written twice: in the settings of the
+parameter groups, where Megatron reads it, and as tensors.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ from transaxle.formats.torch_file.draft import lay_out_value
 from transaxle.formats.training_state import GROUPS, MASTER, OPTIMIZER, KeyPath, ParamGroup
 
 Cuts = Mapping[str, Sequence[Sequence[int]]]
-"""First index of each chunk along each leading dim, by tensor."""
+"""Tensor name -> for each leading dim, the first index of each chunk."""
 _MASTER = "param"
-"""Megatron's name of the optimizer state with full-precision copies of the weights."""
+"""Megatron's name for the optimizer state that is the full-precision copy of the weights."""
 _STEP, GLOBAL_STEPS = "step", "global_steps"
 _EMBEDDING = "embedding.word_embeddings.weight"
 _MODULE = re.compile(
@@ -51,8 +53,8 @@ _MODULE = re.compile(
     r"\.(?:weight|layer_norm_weight)(?:\.[A-Za-z]+)?"
 )
 _HEAD, _LISTED = "output_layer", (".layers.", ".deepstack_merger_list.")
-"""The head, whose `_extra_state` only some models have; and lists of modules, for which a tensor has an axis unless its
-name has a number there.
+"""Module name of the head, which has an `_extra_state` in only some models; and name segments of module lists: the
+tensors of a list are stacked along an axis, unless a number follows the segment in the name.
 """
 _NORM_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -60,7 +62,7 @@ _NORM_NAMES = {
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
-"""Checkpoint name of a norm in Megatron's local modules, by its name in Transformer Engine's modules."""
+"""Name of a norm in Transformer Engine's modules -> its name in Megatron's local modules."""
 _NORM = re.compile(rf"(.+\.layers\.(?:\d+\.)?)({'|'.join(map(re.escape, _NORM_NAMES))})")
 _STATELESS = re.compile(r".*\.router")
 _ATTENTION = re.compile(r"(.+\.self_attention)\.linear_proj")
@@ -77,21 +79,21 @@ def draft(
     read: Callable[[str], bytes] | None = None,
     degrees: Degrees | None = None,
 ) -> Draft:
-    """Lay out a distributed checkpoint: weights as a release, or an iteration with optimizer state.
+    """Lay out a distributed checkpoint: weights alone become a `release`; weights with optimizer state, an iteration.
 
     Args:
         tensors: the tensors to write, under Megatron's names; files are filled in this order.
         metadata: ignored, because the format has no place for free text.
-        shard_size: cap on the tensor bytes in one file.
-        cuts: first indices of the chunks of tensors that contain several layers or experts.
+        shard_size: cap on the tensor bytes in one file; None for a single file.
+        cuts: how to cut tensors that stack several layers or experts: the first index of each chunk along each dim.
         config: the model's config.json.
-        run: facts about the source's run.
+        run: counters and settings of the training run that wrote the source checkpoint.
         read: returns the bytes of a tensor by name; called for the optimizer's steps.
         degrees: the parallel degrees for which the user has padded the vocabulary; None for the source's padding.
 
     Raises:
-        Refused: with every tensor that cannot be stored: UNSUPPORTED, NAME_COLLISION, SHAPE_MISMATCH; with UNSUPPORTED
-            or INCOMPLETE for an optimizer that Megatron cannot load.
+        Refused: with every tensor that cannot be stored: UNSUPPORTED, NAME_COLLISION or SHAPE_MISMATCH; or UNSUPPORTED
+            or INCOMPLETE, if Megatron could not load the optimizer state.
     """
     del metadata
     facts = run_facts(run or {})
@@ -131,10 +133,10 @@ def _optimizer(
     groups: Sequence[ParamGroup],
     read: Callable[[str], bytes] | None,
 ) -> tuple[dict[Any, Any] | None, list[str]]:
-    """Return the optimizer's settings, and notes for the user; None where there is no optimizer state.
+    """Return the optimizer's settings (None if there is no optimizer state), and notes for the user.
 
     Raises:
-        Refused: UNSUPPORTED where the parameters have different numbers of steps.
+        Refused: UNSUPPORTED, if the parameters have made different numbers of steps.
     """
     states = [(spec, *split_slot(spec.name)) for spec in tensors if spec.name.startswith(OPTIMIZER)]
     parameters = dict.fromkeys(parameter for _, parameter, _ in states)
@@ -156,7 +158,7 @@ def _optimizer(
 def _place_tensors(
     tensors: Sequence[Spec], cuts: Cuts, files: DataFiles, folder: str
 ) -> tuple[dict[str, Entry], ChunksByTensor]:
-    """Reserve space for every tensor; return the catalog, and the chunks of each key."""
+    """Reserve space for every tensor; return the catalog entries, and the chunks of each DCP key."""
     faults = Faults()
     keys: dict[str, str] = {}
     torch_tensors = [as_torch_tensor(spec, (_item_key(spec.name),), keys, faults) for spec in tensors]
@@ -184,9 +186,9 @@ def _place_tensors(
 
 
 def _own_masters(tensors: Sequence[Spec], faults: Faults) -> dict[str, str]:
-    """Return the trained weights without a full-precision copy, each with the name that its copy would have.
+    """Return the trained weights that have no full-precision copy, each with the name that a copy would have.
 
-    A weight without a copy serves as its own copy; if it is not F32, it is a fault.
+    A weight without a copy is stored as its own copy too; if the weight is not F32, it is a fault.
     """
     dtypes = {spec.name: spec.dtype for spec in tensors}
     trained = {parameter for name in dtypes if (parameter := split_slot(name)[0]) != name}
@@ -199,10 +201,10 @@ def _own_masters(tensors: Sequence[Spec], faults: Faults) -> dict[str, str]:
 
 
 def _further_keys(name: str, own_masters: Mapping[str, str]) -> Iterator[str]:
-    """Yield further keys of a tensor, for the same bytes.
+    """Yield the additional DCP keys under which a tensor's bytes are also listed.
 
-    A weight in full precision is also the optimizer's copy of it. Some norms have another key with Megatron's local
-    modules than with Transformer Engine's.
+    A full-precision weight also gets the key of the optimizer's copy. Some norms get two keys: one for Megatron's local
+    modules, one for Transformer Engine's.
     """
     for tensor_name in (name, *([own_masters[name]] if name in own_masters else ())):
         if tensor_name != name:
@@ -214,7 +216,8 @@ def _further_keys(name: str, own_masters: Mapping[str, str]) -> Iterator[str]:
 
 
 def _item_key(name: str) -> str:
-    """Return Megatron's key of a tensor; for optimizer state, the key has the state's name before the parameter's."""
+    """Return Megatron's DCP key of a tensor; for optimizer state, it is the state's name followed by the
+    parameter's."""
     parameter, state = split_slot(name)
     return parameter if not state else f"optimizer.state.{_MASTER if state == MASTER else state}.{parameter}"
 
@@ -228,7 +231,7 @@ _BACKEND = {
 
 
 def _boxes(shape: Shape, starts: Sequence[Sequence[int]]) -> Iterator[tuple[Shape, Shape]]:
-    """Yield the chunks of a tensor as (first index, shape), in the order of its elements."""
+    """Yield the chunks of a tensor as (first index, shape), in row-major order."""
     spans = [list(pairwise((*of_dim, size))) for of_dim, size in zip(starts, shape, strict=False)]
     whole = shape[len(starts) :]
     for box in product(*spans):
@@ -236,7 +239,7 @@ def _boxes(shape: Shape, starts: Sequence[Sequence[int]]) -> Iterator[tuple[Shap
 
 
 def _place_extra_states(shapes: Mapping[str, Shape], files: DataFiles) -> ObjectPlaces:
-    """Store the `_extra_state` of every module, layer and expert, all as one empty archive."""
+    """Store an `_extra_state` for every module, layer and expert; they all share one empty archive."""
     modules: dict[str, Shape] = {}
     for name, shape in shapes.items():
         match = _MODULE.fullmatch(name)
@@ -256,7 +259,7 @@ def _place_extra_states(shapes: Mapping[str, Shape], files: DataFiles) -> Object
 
 
 def _counts(module: str, shape: Shape) -> Shape:
-    """Return the sizes of the layer and expert axes of a module's tensors."""
+    """Return the sizes of the leading dims of a module's tensors that count layers and experts."""
     lists = sum(1 for each in _LISTED if re.search(rf"{re.escape(each)}(?!\d)", module))
     return shape[: lists + (1 if ".experts.experts." in module else 0)]
 

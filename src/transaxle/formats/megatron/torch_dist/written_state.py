@@ -1,10 +1,10 @@
-"""The run's state in a Megatron checkpoint that is written: arguments, versions, scheduler and optimizer groups.
+"""The run's state to store in a new Megatron checkpoint: arguments, versions, scheduler and optimizer groups.
 
-Megatron's optimizer groups are taken from the source's own run of Megatron, or made from another optimizer's groups.
-When Megatron loads, it does not match groups by position. Since 0.19 it matches a group by weight decay or none,
-experts or not, and both ends of the learning rate schedule, which are among its arguments. Then Megatron takes learning
-rate and weight decay from its arguments, but betas, epsilon and the number of steps from the matching group. Megatron
-applies weight decay to matrices, not to vectors and biases.
+Megatron's optimizer groups are copied if the source is a Megatron run, else made from the source optimizer's groups.
+When Megatron loads, it does not match groups by position. Since 0.19 it matches groups by four properties: whether they
+have weight decay, whether they contain experts, and the minimum and maximum of the learning rate, both given as
+arguments. Then Megatron takes the learning rate and weight decay from its arguments, but betas, epsilon and the number
+of steps from the matching group. Megatron applies weight decay to matrices, not to vectors and biases.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _EQUAL_IN_ALL = ("lr", "initial_lr", "max_lr", "min_lr")
 _DEFAULTS = {"betas": (0.9, 0.999), "eps": 1e-8}
 """Megatron's default settings of Adam."""
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
-"""Names of Adam's states."""
+"""Names of Adam's two moments among optimizer states."""
 _COUPLED, _AMSGRAD = "decoupled_weight_decay", "amsgrad"
 _OTHER_UPDATES = (_AMSGRAD, "maximize")
-"""Settings of torch's Adam that change the update, and that Megatron does not have."""
+"""Settings of torch's Adam that change the update rule, and that Megatron's Adam lacks."""
 _WEIGHTS_ALONE = "Write the weights alone: --no-optimizer."
 _SHOWN = 3
-"""Number of parameter names that a note shows."""
+"""Cap on the parameter names that a note to the user lists."""
 
 
 def make_groups(
@@ -43,14 +43,14 @@ def make_groups(
 
     Args:
         groups: the source's optimizer groups.
-        step: number of steps that the source's optimizer has made.
+        step: number of steps that the source's optimizer has taken.
         parameters: shapes of the trained parameters, under Megatron's names.
 
     Returns:
-        the groups, and notes for the user on arguments to give to Megatron.
+        the groups, and notes for the user about command-line arguments for Megatron.
 
     Raises:
-        Refused: UNSUPPORTED where no group has a learning rate, or the groups differ in more than weight decay.
+        Refused: UNSUPPORTED, if no group has a learning rate, or the groups differ in more than weight decay.
     """
     settings: dict[bool, dict[str, Any]] = {}
     for group in groups:
@@ -82,17 +82,18 @@ def refuse_other_optimizers(groups: Sequence[ParamGroup], states: Collection[str
 
     Args:
         groups: the source's optimizer groups.
-        states: names of its states, other than steps and copies of weights.
+        states: names of the optimizer's states, except steps and copies of weights.
 
     Raises:
-        Refused: UNSUPPORTED.
-    """
+        Refused: UNSUPPORTED, if the optimizer is not Adam."""
     other_states = sorted(set(states) - _MOMENTS)
     reasons = [f"it has the state {', '.join(other_states)}"] if other_states else []
     if states and not other_states and _MOMENTS - set(states):
         reasons.append(f"it has no {', '.join(sorted(_MOMENTS - set(states)))}")
     reasons += [f"{key} is set" for key in _OTHER_UPDATES if any(group.get(key) for group in groups)]
-    if any(_COUPLED in group and _AMSGRAD not in group for group in groups):  # torch's Adam has both settings
+    if any(
+        _COUPLED in group and _AMSGRAD not in group for group in groups
+    ):  # groups of torch's Adam have both of these settings
         reasons.append("its settings are those of torch's RAdam or NAdam")
     if reasons:
         message = f"its optimizer is not the Adam that Megatron would go on with: {'; '.join(reasons)}"
@@ -122,7 +123,7 @@ def _make_group(source_settings: Mapping[str, Any], decays: bool, step: int) -> 
 
 
 def _advice(source_settings: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return a note with the arguments by which Megatron will match the groups."""
+    """Return a note that names the arguments with which Megatron will find the matching groups."""
     group = groups[0]
     lr = f"--lr {group['max_lr']} --min-lr {group['min_lr']} --weight-decay {group['weight_decay']}"
     guessed = (
@@ -151,7 +152,7 @@ def _coupling_notes(groups: Sequence[ParamGroup]) -> list[str]:
 
 
 def _decay_notes(groups: Sequence[ParamGroup], parameters: Mapping[str, Shape]) -> list[str]:
-    """Return notes on the parameters to which Megatron applies weight decay differently than the source."""
+    """Return notes on parameters that had weight decay in the source but not in Megatron, or the reverse."""
     differing: dict[bool, list[str]] = {True: [], False: []}
     any_decay = any(_plain(group.get("weight_decay", 0.0)) for group in groups)
     for group in groups:
@@ -175,7 +176,7 @@ def _names_text(names: Sequence[str]) -> str:
 
 
 SHARDING = "fully_reshardable"
-"""Megatron's name of the form in which optimizer state has the model's shapes, and loads at any parallel degrees."""
+"""Megatron's name for the optimizer layout in which states have the shapes of parameters, and load at any degrees."""
 _VERSION = 3.0
 _GLOBAL_SAMPLES = "global_samples"
 _EXPERTS, _APART = ".experts.", "is_expert_parallel"
@@ -190,13 +191,14 @@ def common_state(
     facts: Mapping[str, Any],
     optimizer: Mapping[str, Any] | None,
 ) -> bytes:
-    """Return the bytes of `common.pt`, the state that is not sharded, as `torch.save` writes it.
+    """Return the bytes of `common.pt`, the file with the run's state that is not sharded, as `torch.save` would write
+    it.
 
     Args:
-        names: Megatron's names of the tensors.
-        config: the model's config.json.
+        names: tensor names in Megatron's dialect.
+        config: contents of the model's config.json.
         vocabulary: rows of the embedding.
-        facts: facts about the source's run, if it is Megatron's; see `run_arguments.RunState`.
+        facts: state of the source's run, if it is a Megatron run; see `run_arguments.RunState`.
         optimizer: the optimizer's settings; None where no optimizer state is written.
     """
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -211,12 +213,11 @@ def common_state(
 def state_of_run(
     args: Mapping[str, Any], facts: Mapping[str, Any], optimizer: Mapping[Any, Any] | None
 ) -> dict[str, Any]:
-    """Return the counters, the scheduler and the arguments of a run, under the keys of a Megatron checkpoint.
+    """Return a run's counters, scheduler state and arguments, under the keys that a Megatron checkpoint has for them.
 
     Args:
-        args: Megatron's arguments; empty where they are unknown.
-        facts: facts about the source's run.
-        optimizer: the optimizer's settings; None where no optimizer state is written.
+        args: Megatron's arguments by name; empty where they are unknown.
+        facts: state of the source's run. optimizer: the optimizer's settings; None where no optimizer state is written.
     """
     state: dict[str, Any] = {"checkpoint_version": _VERSION, "iteration": facts.get("iteration", 0)}
     arguments_and_counters = dict(args)
@@ -239,20 +240,20 @@ def optimizer_settings(
     step: int,
     states: Collection[str] = (),
 ) -> tuple[dict[Any, Any], list[str]]:
-    """Return the optimizer's settings in Megatron's form, from the source's Megatron run or from other groups.
+    """Return the optimizer's settings as Megatron stores them, copied from a Megatron run or made from other groups.
 
     Args:
         parameters: shapes of the trained parameters, under Megatron's names.
-        facts: facts about the source's run, if it is Megatron's.
+        facts: state of the source's run, if it is a Megatron run.
         groups: the source's optimizer groups.
-        step: number of steps that the source's optimizer has made.
-        states: names of its states, other than steps and copies of weights.
+        step: number of steps that the source's optimizer has taken.
+        states: names of the optimizer's states, except steps and copies of weights.
 
     Returns:
-        the settings, and notes for the user on arguments to give to Megatron.
+        the settings, and notes for the user about command-line arguments for Megatron.
 
     Raises:
-        Refused: UNSUPPORTED where the source's optimizer is not Adam, or its groups differ in a way that Megatron's
+        Refused: UNSUPPORTED, if the source's optimizer is not Adam, or its groups differ in ways that Megatron's
             cannot.
     """
     has_experts = any(_EXPERTS in name for name in parameters)
@@ -267,10 +268,10 @@ def optimizer_settings(
 
 
 def run_facts(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts about a Megatron run; the sample counter of a DeepSpeed run gets Megatron's name.
+    """Return the state of a Megatron run; for a DeepSpeed run, its sample counter under Megatron's key.
 
     Args:
-        run: facts about the source's run, from its metadata.
+        run: the source's counters and settings, from its metadata.
     """
     facts = dict(run.get(MEGATRON, {}))
     if isinstance(samples := run.get(_GLOBAL_SAMPLES), int) and _SAMPLES not in facts.get("counters", {}):
@@ -279,14 +280,14 @@ def run_facts(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def step_of(optimizer: Mapping[Any, Any]) -> int:
-    """Return the number of steps that an optimizer has made, from its settings."""
+    """Return the number of steps that an optimizer has taken, from its settings."""
     return max((group.get("step", 0) for group in groups_in(optimizer)), default=0)
 
 
 def _scheduler(optimizer: Mapping[Any, Any], samples: int) -> dict[str, Any]:
-    """Return the state of a learning rate scheduler, which counts samples, with constant learning rate and decay.
+    """Return the state of a scheduler with constant learning rate and weight decay; it counts samples, not steps.
 
-    Megatron requires that its own settings equal these, or the option `--override-opt_param-scheduler`.
+    Megatron loads this state if its own scheduler settings are equal, or with `--override-opt_param-scheduler`.
     """
     group: Mapping[str, Any] = next(iter(groups_in(optimizer)), {})
     decay = group.get("weight_decay", 0.0)
@@ -305,7 +306,7 @@ def _scheduler(optimizer: Mapping[Any, Any], samples: int) -> dict[str, Any]:
 
 
 def groups_in(optimizer: object) -> list[dict[str, Any]]:
-    """Return all groups in the settings of Megatron's optimizer, which may be several chained ones."""
+    """Return all groups in the settings of Megatron's optimizer, which may be a chain of several optimizers."""
     if not isinstance(optimizer, Mapping):
         return []
     groups = optimizer.get("param_groups")
@@ -315,14 +316,14 @@ def groups_in(optimizer: object) -> list[dict[str, Any]]:
 
 
 def _expert_groups(groups: Sequence[Mapping[str, Any]], has_experts: bool) -> list[dict[str, Any]]:
-    """Return expert groups to add: a run without expert parallelism has none, but Megatron needs them."""
+    """Return expert groups to add: a run without expert parallelism has no such groups, but Megatron requires them."""
     if not has_experts or any(group.get(_APART) for group in groups):
         return []
     return [{**group, _APART: True} for group in groups if group.get("wd_mult", 1.0)]
 
 
 def _chain_groups(groups: Sequence[dict[str, Any]], has_experts: bool) -> dict[Any, Any]:
-    """Return the settings of one optimizer, or with experts of two chained ones."""
+    """Return the settings of one optimizer or, if the model has experts, of two chained optimizers."""
 
     def of(members: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {"optimizer": {"param_groups": list(members)}, "param_state_sharding_type": SHARDING}
