@@ -117,7 +117,8 @@ class Patterns:
 
     def constant(self, number: Number) -> bool:
         """Tell whether a number in tensor names has the same values in every trace with these names; False for one
-        trace."""
+        trace.
+        """
         side, whole, at = number
         values_by_trace = []
         for trace in self._traces:

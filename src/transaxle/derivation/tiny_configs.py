@@ -231,7 +231,8 @@ class _Shrinker:
 
     def _share(self, value: int, heads: Sequence[int]) -> int:
         """Return a width times the variant's ratio; if heads do not divide the result, a larger fraction or the whole
-        width."""
+        width.
+        """
         divisors = [each for count in heads for each in (count, 2 * count)]
         for parts in (_FRACTIONS[self.sizes], _FRACTIONS[RATIO]):
             share, remainder = divmod(value * _RATIOS[self.variant], parts)
@@ -241,7 +242,8 @@ class _Shrinker:
 
     def _stages(self, value: list[Any]) -> list[Any]:
         """Multiply all sizes in a list by the variant's ratio; unless all results are whole numbers, return the list
-        unchanged."""
+        unchanged.
+        """
         scaled = [divmod(each * _RATIOS[self.variant], _FRACTIONS[self.sizes]) for each in value if type(each) is int]
         return [size for size, _ in scaled] if len(scaled) == len(value) and not any(r for _, r in scaled) else value
 

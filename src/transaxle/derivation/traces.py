@@ -103,7 +103,8 @@ def combine(carried: list[Numbers], base: int) -> Numbers:
 
 def split_trace(trace: Trace) -> tuple[Trace, tuple[str, ...]]:
     """Return the part of a trace that a table can describe, and notes on tensors that the converter drops or
-    creates."""
+    creates.
+    """
     stored = _all_numbers(trace.hub)
     numbers_left = _all_numbers(trace.memory)
     dropped = [name for name, numbers in trace.hub.items() if not np.isin(numbers, numbers_left).any()]
@@ -267,7 +268,8 @@ def read_numbered(before: Checkpoint, after: Checkpoint) -> tuple[dict[str, Numb
 
 def _came_from(name: str, values: npt.NDArray[Any], places: Places) -> Numbers:
     """Return the input element of each value in an output tensor; 0 for zeros, and for a tensor that the converter
-    created."""
+    created.
+    """
     with np.errstate(invalid="ignore"):
         whole = values.astype(np.int64)
         exact = whole == values

@@ -117,7 +117,8 @@ def check_tiling(name: str, shape: Shape, boxes: Sequence[ChunkBox], file: str, 
 
 def _is_grid(shape: Shape, boxes: Sequence[ChunkBox]) -> bool:
     """Tell quickly whether the chunks form a regular grid: all of one size, and one chunk at each multiple of this
-    size."""
+    size.
+    """
     sizes = boxes[0][1] if boxes else ()
     if len(sizes) != len(shape) or 0 in sizes or any(size % step for size, step in zip(shape, sizes, strict=True)):
         return False

@@ -1,11 +1,11 @@
-r"""The pattern form of DeepSpeed's universal metadata: lists of name patterns, one list for each kind of
-tensor-parallel cut.
+r"""Reads the pattern lists in DeepSpeed's universal metadata: for each kind of tensor-parallel cut, a list of name
+patterns.
 
-Where the metadata has such lists, a parameter that matches none of them is cut along its first dim, as DeepSpeed
-defines. The widths of a cut are those of the shards, or, for fused parameters, those in the metadata.
+If the metadata has pattern lists, DeepSpeed cuts a parameter that matches no list along its first dim. The widths of a
+cut are the shards' sizes; for fused parameters they are in the metadata.
 
-DeepSpeed's own patterns are escaped names; those of training frameworks contain `.`, `\d+` and the like. In DeepSpeed a
-pattern need only match the beginning of a name, unless it ends in `$`.
+The patterns that DeepSpeed itself writes are escaped names; patterns of training frameworks contain `.`, `\d+` and the
+like. A pattern need only match the beginning of a name, unless it ends in `$`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 
 
 class Patterns:
-    """Finds the patterns that match a name; patterns that are whole names are looked up in a dict.
+    """Finds the patterns that match a parameter name; patterns for exactly one name are looked up in a dict.
 
     Raises:
-        Refused: UNSUPPORTED for a malformed pattern, or one that RE2 cannot run.
+        Refused: UNSUPPORTED, if a pattern is malformed, or RE2 cannot run it.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -47,10 +47,10 @@ class Patterns:
             raise _refusal(error) from None
 
     def match(self, name: str) -> tuple[str, ...]:
-        """Return the patterns that match a name.
+        """Return the patterns that match a parameter name.
 
         Raises:
-            Refused: UNSUPPORTED where matching takes far longer than with any real patterns.
+            Refused: UNSUPPORTED, if matching takes far longer than with any real checkpoint.
         """
         whole = [self._of_name[name]] if name in self._of_name else []
         try:
@@ -65,12 +65,12 @@ def _refusal(error: PatternError) -> TransaxleError:
 
 
 def exact_pattern(name: str) -> str:
-    """Return the pattern that matches exactly this name, as DeepSpeed writes it."""
+    """Return the pattern that DeepSpeed writes for exactly this name."""
     return f"^{re.escape(name)}$"
 
 
 Widths = tuple[tuple[int, ...], ...]
-"""Rows of each part on each tensor-parallel rank, as `widths[part][rank]`."""
+"""Sizes along the cut dim, as `widths[part][rank]`: of each part of a fused parameter on each tensor-parallel rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +78,23 @@ class FusedParameter:
     """A fused parameter: several parts, such as q, k and v, concatenated along one dim."""
 
     shape: tuple[int | tuple[int, ...], ...]
-    """Sizes as DeepSpeed writes them: -1 for the remaining elements; at `dim` the sizes of the parts, or (before 0.4)
-    the number of parts.
+    """Shape as DeepSpeed writes it: one size may be -1, to be inferred; the entry at `dim` is a tuple of part sizes, or
+    (before 0.4) the number of parts.
     """
     dim: int
     widths: Widths | None
-    """Rows of each part on each rank; None before version 0.4, where every part is cut evenly."""
+    """Size of each part on each rank; None before metadata version 0.4, when every part was cut evenly."""
 
 
 class Categories:
     """The pattern lists in the universal metadata of one model.
 
     Args:
-        info: the model's metadata.
+        info: the model's universal-checkpoint metadata.
 
     Raises:
-        Refused: CORRUPT for malformed metadata; UNSUPPORTED for a later version or patterns that cannot be run.
+        Refused: CORRUPT, if the metadata is malformed; UNSUPPORTED, if its version is too new or a pattern cannot be
+            run.
     """
 
     def __init__(self, info: CheckedValue) -> None:
@@ -103,7 +104,7 @@ class Categories:
         if self.version > keys.INFO_CURRENT:
             message = f"the metadata has version {self.version}; versions up to {keys.INFO_CURRENT} can be read"
             raise refuse("UNSUPPORTED", message, file=info.file)
-        # AutoTP always writes a list of unsupported parameters; lists without one are a training framework's.
+        # AutoTP always writes a list of unsupported parameters; without it, a training framework wrote the metadata.
         self._of_framework = info.get(keys.UNSUPPORTED_PATTERNS) is None
         self._lists = {
             key: Patterns(_texts(info, key))
@@ -119,20 +120,20 @@ class Categories:
         self._fused_patterns = Patterns(self._fused)
 
     def why_unsupported(self, name: str) -> str | None:
-        """Return the recorded reason why DeepSpeed could not describe a parameter; None where it could."""
+        """Return the recorded reason why DeepSpeed could not describe a parameter's cut; None if it could."""
         patterns = self._refusal.match(name)
         return self._reasons[patterns[0]] if patterns else None
 
     def spread(self, name: str, shards: Sequence[Shape]) -> Spread:
-        """Return how a parameter is spread over the tensor-parallel ranks, by the lists.
+        """Return how a parameter is spread over the tensor-parallel ranks, according to the pattern lists.
 
         Args:
             name: name of the parameter.
-            shards: shape of its shard on each rank.
+            shards: shape of the parameter's shard on each rank.
 
         Raises:
-            Refused: CORRUPT where lists contradict each other; SHAPE_MISMATCH where the shapes do not fit; UNSUPPORTED
-                for an uneven cut that the metadata does not describe.
+            Refused: CORRUPT, if lists contradict each other; SHAPE_MISMATCH, if the shards' shapes do not fit the cut;
+                UNSUPPORTED for an uneven cut that the metadata does not describe.
         """
         kind = self.kind(name)
         if kind in (keys.REPLICATED_PATTERNS, keys.AVERAGED_PATTERNS):
@@ -151,13 +152,13 @@ class Categories:
         return by_widths(_whole_shape(shards, dim), dim, (rows,))
 
     def without_padding(self, name: str, spread: Spread) -> Spread:
-        """Return the spread of a padded vocabulary without its padding rows; any other spread unchanged.
+        """Return a parameter's spread; if the parameter is a padded vocabulary, without the padding rows.
 
-        AutoTP pads nothing, but lists every parameter with `embed` in its name as a vocabulary. So its list counts only
-        where the metadata also gives the padded size.
+        AutoTP pads nothing, but lists every parameter with `embed` in its name as a vocabulary. So its list is used
+        only if the metadata also gives the padded size.
 
         Raises:
-            Refused: CORRUPT where the true size is missing; SHAPE_MISMATCH where sizes contradict the shards.
+            Refused: CORRUPT, if the unpadded size is missing; SHAPE_MISMATCH, if sizes contradict the shards.
         """
         if not self.is_padded_vocabulary(name):
             return spread
@@ -174,15 +175,13 @@ class Categories:
 
     @property
     def any(self) -> bool:
-        """Whether the metadata has lists of cuts; only then is a parameter in no list known to be cut along its first
-        dim.
-        """
+        """Whether the metadata has pattern lists at all; if so, a parameter in no list is cut along its first dim."""
         return any(
             self._info.get(key) is not None for key in (*self._cut_lists(), keys.SUB_PARAMS, keys.VOCABULARY_PATTERNS)
         )
 
     def names(self, name: str) -> bool:
-        """Tell whether any list matches a parameter and so gives its cut."""
+        """Tell whether a parameter's name matches any pattern list that gives a cut."""
         return bool(self._kinds(name))
 
     def is_padded_vocabulary(self, name: str) -> bool:
@@ -191,10 +190,10 @@ class Categories:
         return is_reliable and self._match(keys.VOCABULARY_PATTERNS, name)
 
     def kind(self, name: str) -> str:
-        """Return the key of the list that gives a parameter's cut; empty for a cut along dim 0 in one part.
+        """Return the metadata key of the list that gives a parameter's cut; empty if it is cut along dim 0 as one part.
 
         Raises:
-            Refused: CORRUPT where lists contradict each other.
+            Refused: CORRUPT, if lists contradict each other.
         """
         kinds = self._kinds(name)
         if len(kinds) > 1:
@@ -202,20 +201,23 @@ class Categories:
         return kinds[0] if kinds else ""
 
     def fused_parameter(self, name: str) -> FusedParameter:
-        """Return the layout of a fused parameter, one of kind `SUB_PARAMS`."""
+        """Return the layout of a fused parameter (a parameter of kind `SUB_PARAMS`)."""
         return self._fused[self._fused_patterns.match(name)[0]]
 
     def only_rows(self, name: str) -> bool:
-        """Tell whether AutoTP's lists only say that a parameter is cut along dim 1, without the order of its blocks."""
+        """Tell whether AutoTP's lists say only that a parameter is cut along dim 1, not in which order its blocks
+        are.
+        """
         return not self._of_framework and self._kinds(name) == [keys.ROW_PATTERNS]
 
     def _kinds(self, name: str) -> list[str]:
-        """Return the keys of all lists that give a parameter's cut.
+        """Return the metadata keys of all lists that give a parameter's cut.
 
-        AutoTP lists a row-parallel fused parameter as row-parallel too; then only the list of fused ones counts.
+        AutoTP lists a row-parallel fused parameter twice, as row-parallel and as fused; then only the list of fused
+        ones counts.
         """
         lists = [key for key in (*self._cut_lists(), keys.SUB_PARAMS) if self._match(key, name)]
-        # The list of fused parameters is the more exact of the two.
+        # The list of fused parameters is more exact than the list of row-parallel parameters.
         return [keys.SUB_PARAMS] if lists == [keys.ROW_PATTERNS, keys.SUB_PARAMS] else lists
 
     @staticmethod
@@ -227,7 +229,7 @@ class Categories:
         return bool(patterns.match(name))
 
     def _rows(self, name: str, shards: Sequence[Shape], dim: int) -> tuple[int, ...]:
-        """Return the size of each shard along the dim that is cut; all other dims must be equal."""
+        """Return the size of each shard along the cut dim; the shards must agree in all other dims."""
         if any(len(shape) <= dim for shape in shards):
             raise self._fault(
                 name, f"it is cut along dim {dim}, which not all of its shards have: {_shapes_text(shards)}"
@@ -248,7 +250,7 @@ class Categories:
             if uneven:
                 message = f"parts of {uneven} rows cannot be cut evenly over {len(shards)} ranks, and the metadata "
                 raise self._fault(name, f"{message}(version {self.version}) gives no widths", "UNSUPPORTED")
-            # Before version 0.4 only even cuts could be described.
+            # Before version 0.4 metadata could describe only even cuts.
             widths = tuple((size // len(shards),) * len(shards) for size in parts)
         if len(widths) != len(parts) or any(len(part_widths) != len(shards) for part_widths in widths):
             raise self._fault(
@@ -306,12 +308,10 @@ def _texts(info: CheckedValue, key: str) -> tuple[str, ...]:
 
 
 def size_of(node: CheckedValue) -> int | tuple[int, ...]:
-    """Return the size of one dim of a fused parameter: a number, the sizes of its parts, or -1.
+    """Return the size of one dim of a fused parameter: an int, a tuple of the parts' sizes, or -1.
 
-    -1 stands for the remaining elements.
-
-    Raises:
-        Refused: CORRUPT for anything else.
+    -1 means that the size is inferred from the number of elements. Raises: Refused: CORRUPT, if the value is none of
+    these.
     """
     if node.is_list:
         sizes = node.naturals()
@@ -322,7 +322,7 @@ def size_of(node: CheckedValue) -> int | tuple[int, ...]:
 
 
 def _complete_shape(fused_parameter: FusedParameter, parts: Sequence[int], total: int) -> Shape | None:
-    """Return a fused parameter's shape with its unknown size filled in; None where that is impossible."""
+    """Return a fused parameter's shape with the size -1 replaced by the inferred size; None where no size fits."""
     sizes = [sum(parts) if dim == fused_parameter.dim else size for dim, size in enumerate(fused_parameter.shape)]
     known_sizes = [sum(size) if isinstance(size, tuple) else size for size in sizes]
     if known_sizes.count(-1) > 1:

@@ -136,7 +136,8 @@ _STEP_FOLDER = re.compile(rf"{_STEP}\d+")
 
 def of_run(folder: Folder) -> tuple[str, ...]:
     """Return the step folder named in the file `latest`; without this file, all `global_step` folders, or the folder
-    itself."""
+    itself.
+    """
     newest = newest_step(folder, keys.LATEST)
     if newest is not None and not _is_universal(folder, newest):
         return (newest,)
@@ -148,7 +149,8 @@ def of_run(folder: Folder) -> tuple[str, ...]:
 
 def universal(folder: Folder) -> tuple[str, ...]:
     """Return the folder named in the file `latest_universal`; without this file, all universal folders, or the folder
-    itself."""
+    itself.
+    """
     newest = newest_step(folder, keys.LATEST_UNIVERSAL)
     if newest is not None:
         return (newest,)

@@ -109,7 +109,8 @@ def draft(
 
 def _notes(facts: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a note for the user if groups have different learning rates: ZeRO-3 loads one learning rate for all
-    groups."""
+    groups.
+    """
     groups = facts.get(keys.GROUPS, ())
     if not groups or _agree(groups, _RATE, groups[0].get(_RATE)):
         return ()
@@ -262,7 +263,8 @@ def _plain(value: object) -> object:
 
 def _scaler(recorded: object) -> Object | None:
     """Return DeepSpeed's loss scaler object; None if the run recorded no scaler, or one of a class that is not
-    allowed."""
+    allowed.
+    """
     if not isinstance(recorded, dict) or not isinstance(recorded.get(FIELDS), dict):
         return None
     module, _, name = str(recorded.get(CLASS)).rpartition(".")

@@ -169,7 +169,8 @@ def _is_plain(model: RankModel) -> bool:
 
 def _by_rank(models: Sequence[RankModel]) -> dict[int, list[RankModel]]:
     """Group model files by model-parallel rank; under ZeRO-3 there is one file for each data-parallel rank in a
-    group."""
+    group.
+    """
     grid = sort_files([model.file.rpartition("/")[2] for model in models], "").model
     by_name = {model.file.rpartition("/")[2]: model for model in models}
     return {rank: [by_name[name] for _, name in sorted(parts.items())] for rank, parts in sorted(grid.items())}
@@ -215,7 +216,8 @@ def _parameter(
 
 def _check_all_there(entries: Mapping[str, Entry], parameters: Sequence[str], shapes: _Shapes, faults: Faults) -> None:
     """Check that all trained parameters, and all parameters with a folder, have weights; check the shapes of their
-    states."""
+    states.
+    """
     trained = [name for name, shape in shapes.on_first_rank.items() if prod(shape)]
     for name in dict.fromkeys((*parameters, *trained)):
         if name not in entries:

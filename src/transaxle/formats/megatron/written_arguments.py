@@ -56,7 +56,8 @@ def arguments(config: Mapping[str, Any], names: Collection[str], padded_vocabula
 
 def _is_pre_softmax(config: Mapping[str, Any]) -> bool | None:
     """Tell whether the router applies softmax before top-k, so that the top-k weights do not sum to one; None if the
-    config does not say."""
+    config does not say.
+    """
     normalized = config.get("norm_topk_prob")
     return (
         not normalized if isinstance(normalized, bool) and config.get("scoring_func", "softmax") == "softmax" else None

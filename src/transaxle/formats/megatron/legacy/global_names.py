@@ -1,12 +1,12 @@
-"""Derives global names and the optimizer's order of parameters, from the names and the order on one rank.
+"""Derives the whole model's tensor names, and the order of parameters in the optimizer, from the names on one rank.
 
-A rank counts its layers and experts from zero. The layers of a stage follow from the run's arguments, and must agree
-with the files.
+A rank numbers its layers and experts from zero. The run's arguments determine which layers a stage has; the files must
+agree.
 
-Optimizer state is numbered by parameter or in flat buffers, without names. A parameter's optimizer group follows from
-its shape and name: no weight decay for vectors and biases, and a separate optimizer for experts that are not on every
-rank. Inside a group the order is the module's, and in a flat buffer the reverse. All of this is checked against the
-files; if it does not fit, or is ambiguous, the state is not read.
+Optimizer state has no parameter names: it is listed by parameter number, or is in flat buffers. A parameter's shape and
+name determine its optimizer group: vectors and biases have no weight decay, and expert-parallel experts have a separate
+optimizer. A group lists parameters in the module's order, a flat buffer in the reverse order. These assumptions are
+checked against the files; if they do not fit, or are ambiguous, the optimizer state is not read.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def is_expert(name: str) -> bool:
 
 
 def stage_layers(args: Mapping[str, Any], mesh: Mesh, file: str) -> list[list[range]]:
-    """Return the layers of each stage, as `layers[pipeline stage][virtual stage]`.
+    """Return the global layer numbers of each stage, as `layers[pipeline stage][virtual stage]`.
 
     Args:
         args: Megatron's arguments of the run.
         mesh: parallel degrees of the run.
-        file: name of the file with the arguments, for errors.
+        file: name of the file with the arguments, for error messages.
 
     Raises:
-        Refused: CORRUPT, UNSUPPORTED where the arguments do not determine the layers.
+        Refused: CORRUPT, if the arguments are malformed; UNSUPPORTED, if they do not determine the layers.
     """
     layers = args.get("num_layers")
     if mesh.pp == 1 and mesh.vp == 1:
@@ -53,7 +53,7 @@ def stage_layers(args: Mapping[str, Any], mesh: Mesh, file: str) -> list[list[ra
         raise refuse("CORRUPT", f"args > num_layers: expected a number of layers, not {layers!r}", file=file)
     layout = args.get("pipeline_model_parallel_layout")
     counts = _counts(args, layers, mesh, file) if layout is None else _layout_counts(layout, mesh, file)
-    # First the layers of all ranks' first virtual stages, then those of their second ones, and so on.
+    # Layers are numbered through the first virtual stages of all ranks, then through the second virtual stages, and so on.
     stages: list[list[range]] = [[] for _ in range(mesh.pp)]
     begin = 0
     for chunk in range(mesh.vp):
@@ -67,7 +67,7 @@ def stage_layers(args: Mapping[str, Any], mesh: Mesh, file: str) -> list[list[ra
 
 
 def _counts(args: Mapping[str, Any], layers: int, mesh: Mesh, file: str) -> list[list[int]]:
-    """Return the number of layers in each stage; only the first and the last stage may differ from the others."""
+    """Return the number of layers in each stage; all are equal, except that the first and the last may be set apart."""
     ends = [_count(args, f"decoder_{end}_pipeline_num_layers", file) for end in ("first", "last")]
     embeds, loses = (bool(args.get(f"account_for_{end}_in_pipeline_split")) for end in ("embedding", "loss"))
     if any(end is not None for end in ends):
@@ -117,19 +117,19 @@ def _layout_counts(layout: object, mesh: Mesh, file: str) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """The global numbers of the layers and experts of one stage on one rank."""
+    """Global numbers of the layers and experts that one rank has in one stage."""
 
     layers: range
     """Global numbers of the stage's layers."""
     experts: range
-    """Global numbers of the rank's experts; empty without expert parallelism, where local numbers are global."""
+    """Global numbers of the rank's experts; empty without expert parallelism, when local numbers are already global."""
 
     def names(self, local: Iterable[str], file: str) -> dict[str, str]:
-        """Return the global name of each local name.
+        """Return a dict from each local tensor name to its global name.
 
         Raises:
-            Refused: CORRUPT for a layer or expert number that the rank cannot have; INCOMPLETE for missing layers and
-                experts; UNSUPPORTED for experts that are stored as one tensor.
+            Refused: CORRUPT, if the rank cannot have a layer or expert of this number; INCOMPLETE, if layers or experts
+                are missing; UNSUPPORTED, if all experts are stored as one tensor.
         """
         global_names, layers = {}, set()
         mixtures: dict[str, set[int]] = {}
@@ -175,10 +175,10 @@ def _number_too_large(kind: str, number: int, count: int, file: str, name: str) 
 
 
 def experts_of(args: Mapping[str, Any], mesh: Mesh, rank: int, file: str) -> range:
-    """Return the global numbers of a rank's experts; an empty range without expert parallelism.
+    """Return the range of global expert numbers on a rank; an empty range without expert parallelism.
 
     Raises:
-        Refused: CORRUPT where the experts do not divide.
+        Refused: CORRUPT, if the number of experts is not divisible by the number of ranks.
     """
     count = args.get("num_experts")
     if mesh.ep == 1:
@@ -191,18 +191,18 @@ def experts_of(args: Mapping[str, Any], mesh: Mesh, rank: int, file: str) -> ran
 
 
 LOW = ("BF16", "F16")
-"""Dtypes of weights for which an optimizer has full-precision copies."""
+"""Low-precision dtypes: for weights of these dtypes an optimizer has full-precision copies."""
 _BIAS = ".bias"
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 _HEAD_NORMS = ("q_layernorm.", "k_layernorm.")
 _ALIGNMENT = 64
-"""Alignment of parameters in a bucket, in elements."""
+"""A parameter begins at a multiple of this many elements in a flat buffer."""
 _LEAST_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 _EXPERT_FLAG, _NO_DECAY, _DECOUPLED = "is_expert_parallel", "wd_mult", "is_decoupled_lr"
 
 
 class OrderUnknown(Exception):
-    """It is unknown which optimizer state belongs to which parameter; the message gives the reason."""
+    """The files do not show which optimizer state belongs to which parameter; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,19 +210,19 @@ class Parameter:
     """A trained parameter on one rank."""
 
     chunk: int
-    """Number of the virtual pipeline stage on the rank."""
+    """Number of the virtual pipeline stage, counted on the rank."""
     name: str
     """Global name of the parameter."""
     dtype: str
     shape: tuple[int, ...]
     expert: bool
-    """Whether the parameter is in the optimizer for experts."""
+    """Whether the parameter belongs to the separate optimizer for experts."""
     shared: bool = False
-    """Whether the parameter is an embedding that another pipeline stage has too."""
+    """Whether the parameter is an embedding of which a second pipeline stage has a copy."""
 
     @property
     def size(self) -> int:
-        """Number of elements on the rank."""
+        """Number of the parameter's elements on the rank."""
         return prod(self.shape)
 
 
@@ -232,26 +232,26 @@ def is_vocabulary(name: str) -> bool:
 
 
 def has_expert_groups(groups: Sequence[CheckedValue]) -> bool:
-    """Tell whether an optimizer's groups are those of experts."""
+    """Tell whether the settings of optimizer groups mark them as groups of experts."""
     return any(_flag(group, _EXPERT_FLAG) for group in groups)
 
 
 def by_groups(
     parameters: Sequence[Parameter], groups: Sequence[CheckedValue], args: Mapping[str, Any]
 ) -> list[list[Parameter]]:
-    """Divide the parameters among the groups of an optimizer, by the groups' settings.
+    """Divide parameters among an optimizer's groups, according to the groups' settings.
 
     Args:
-        parameters: the parameters of the optimizer on this rank, in the order of the module.
+        parameters: the parameters on this rank that the optimizer trains, in the order of the module.
         groups: settings of each group.
         args: Megatron's arguments of the run.
 
     Returns:
-        the parameters of each group, in the order of the module.
+        for each group the list of its parameters, in the order of the module.
 
     Raises:
         OrderUnknown: the settings do not determine the group of a parameter.
-        Refused: CORRUPT for malformed settings.
+        Refused: CORRUPT, if the settings are malformed.
     """
     if len(groups) == 1:
         return [list(parameters)]
@@ -300,7 +300,7 @@ def _has_no_decay(parameter: Parameter, args: Mapping[str, Any]) -> bool:
 
 
 def buffers(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
-    """Return the parameters of each flat buffer; there is one per virtual pipeline stage and dtype."""
+    """Return the parameters in each flat buffer; each virtual pipeline stage has one buffer per dtype."""
     parameters_by_buffer: dict[tuple[int, str], list[Parameter]] = {}
     for parameter in parameters:
         parameters_by_buffer.setdefault((parameter.chunk, parameter.dtype), []).append(parameter)
@@ -315,7 +315,7 @@ def bucket_size(args: Mapping[str, Any], stage: int, chunk: int, elements: int) 
         args: Megatron's arguments of the run.
         stage: pipeline stage.
         chunk: virtual pipeline stage.
-        elements: number of elements of all parameters on the rank.
+        elements: total number of elements of the parameters on the rank.
     """
     if not args.get("overlap_grad_reduce") or stage or chunk or args.get("overlap_param_gather_with_optimizer_step"):
         return None
@@ -327,19 +327,20 @@ def bucket_size(args: Mapping[str, Any], stage: int, chunk: int, elements: int) 
 
 
 def lay_flat(parameters: Sequence[Parameter], bucket: int | None) -> tuple[list[tuple[Parameter, int]], int]:
-    """Lay out the parameters of a flat buffer as Megatron does: last ones first, without the padding after buckets.
+    """Lay out the parameters of a flat buffer in Megatron's order, last parameter first, without the padding after
+    buckets.
 
-    Buckets begin at multiples of the parameters' alignment, so each can be laid out independently.
+    Every bucket begins at a multiple of the parameters' alignment, so buckets can be laid out independently.
 
     Args:
         parameters: the parameters, in the order of the module.
         bucket: number of elements after which a bucket ends; None for a single bucket.
 
     Returns:
-        each parameter with its first element in the buffer, and the total number of elements.
+        each parameter with the index of its first element in the buffer, and the buffer's total number of elements.
     """
     places: list[tuple[Parameter, int]] = []
-    stored = at = 0  # number of elements in the buckets before, and in the current bucket
+    stored = at = 0  # elements in all finished buckets, and in the current bucket
     empty = True
     for parameter in reversed(parameters):
         at = -(-at // _ALIGNMENT) * _ALIGNMENT

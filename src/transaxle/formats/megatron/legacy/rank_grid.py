@@ -1,11 +1,12 @@
-"""Reads the file of each rank, and places the ranks on the mesh, checking that together they have the whole model.
+"""Reads the model file of each rank, places the ranks on the mesh, and checks that together they have the whole model.
 
     mp_rank_TT              tensor-parallel rank
     mp_rank_TT_PPP          and pipeline stage or expert-parallel rank, depending on the run's arguments
     mp_rank_TT_PPP_EEE      all three
 
-Not every combination has a folder: ranks without parts of their own write nothing. Dense parameters must exist for
-every tensor-parallel rank and stage, experts for every expert-parallel and expert-tensor-parallel rank and stage.
+Not every mesh position has a folder: a rank whose parts other ranks also write may write nothing. There must be dense
+parameters for every stage and tensor-parallel rank, and experts for every stage, expert-parallel and
+expert-tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from transaxle.formats.torch_file.saved import read_saved
 
 OPTIMIZER_KEY = "optimizer"
 STEPS = "transaxle_steps"
-"""Key of the steps that `draft` adds to a file: for each optimizer, a 0-dim tensor by number of the parameter."""
+"""Key of the step counters that Transaxle adds to the file: for each optimizer, parameter number -> 0-dim tensor."""
 _MODEL = re.compile(r"model(\d{0,4})")
 _EXTRA = "_extra_state"
 _ARGS, _VERSION, _SCHEDULER = "args", "checkpoint_version", "opt_param_scheduler"
 _FACTS = (_ARGS, _VERSION, "iteration", _SCHEDULER, "num_floating_point_operations_so_far")
-"""Keys of a rank's file whose plain data becomes part of the run's state."""
+"""Keys in a rank's file of plain data, such as counters, that is read as the run's state."""
 _MIN_VERSION = 3.0
-"""First checkpoint version with today's order of q, k and v."""
+"""First checkpoint version in which fused qkv rows have today's order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleChunk:
-    """A rank's part of the model: one stage of the virtual pipeline, under the rank's own names."""
+    """One virtual pipeline stage of one rank: the module's tensors, under the rank's local names."""
 
     tensors: Mapping[str, Entry]
-    """Tensors by the rank's own name, in the order of the module."""
+    """Local name -> tensor, in the order in which the module registers them."""
     extra: tuple[str, ...]
-    """Names of Transformer Engine's extra state, which is not read."""
+    """Local names of Transformer Engine's extra state, which is not read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,13 +57,13 @@ class RankFile:
     file: str
     """Path of the model file inside the checkpoint."""
     root: CheckedValue
-    """The whole unpickled file."""
+    """The unpickled contents of the file."""
     run: RunState
     """Arguments, counters and scheduler of the run."""
     chunks: tuple[ModuleChunk, ...]
-    """Parts of the model, one for each stage of a virtual pipeline."""
+    """The rank's part of the model, divided into its virtual pipeline stages."""
     unread: Mapping[str, str]
-    """Values that are not read: description by key."""
+    """Key in the file -> description, for values that are not read."""
     checksums: tuple[Checksum, ...]
 
 
@@ -72,11 +73,11 @@ def read_rank(inline: NumbersInMemory, prefix: str, folder: str) -> RankFile:
     Args:
         inline: the checkpoint's files.
         prefix: path of the iteration's folder, with a final `/`; empty for the checkpoint itself.
-        folder: name of the rank's folder in it.
+        folder: name of the rank's folder in the iteration's folder.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED.
-        StorageError: IO.
+        Refused: UNSAFE_PICKLE or CORRUPT, if the file is no valid pickle; UNSUPPORTED, if its version is too old.
+        StorageError: IO, if the file cannot be read.
     """
     file = f"{prefix}{folder}/{MEGATRON_MODEL}"
     saved = read_saved(inline, file, allowed=NAMES)
@@ -101,10 +102,10 @@ def read_rank(inline: NumbersInMemory, prefix: str, folder: str) -> RankFile:
 
 
 def _check_version(root: CheckedValue) -> None:
-    """Refuse files of old versions, in which q, k and v may be in another order.
+    """Refuse files of old checkpoint versions, in which fused qkv rows may be in a different order.
 
     Raises:
-        Refused: CORRUPT, UNSUPPORTED.
+        Refused: CORRUPT, if the version is malformed; UNSUPPORTED, if it is too old.
     """
     node = root.get(_VERSION)
     version = 0.0 if node is None else node.real()
@@ -115,7 +116,7 @@ def _check_version(root: CheckedValue) -> None:
 
 
 def _chunk(reader: TensorReader, model: CheckedValue, unread: dict[str, str]) -> ModuleChunk:
-    """Return the tensors of a module; other values are added to `unread`, except extra state."""
+    """Return the tensors of a module; values that are neither tensors nor extra state are added to `unread`."""
     tensors: dict[str, Entry] = {}
     extra: list[str] = []
     places: dict[tuple[Extent, ...], str] = {}
@@ -129,7 +130,7 @@ def _chunk(reader: TensorReader, model: CheckedValue, unread: dict[str, str]) ->
             raise refuse("UNSUPPORTED", message, file=model.file, hint=hint)
         elif isinstance(node.value, TensorRef | Object) and is_tensor(node.value):
             entry = reader.tensor(name, node)
-            # A second name of the same bytes, for another kind of module, is no tensor of its own.
+            # A second name for the same bytes, which a different module class reads, is not a tensor of its own.
             if entry.extents and places.setdefault(entry.extents, name) == name:
                 tensors[name] = entry
         elif is_tensor(node.value):
@@ -150,9 +151,9 @@ _EQUAL_ARGUMENTS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "use_distributed_optimizer",
     "overlap_grad_reduce", "ddp_bucket_size", "ddp_num_buckets", "optimizer",
 )  # fmt: skip
-"""Arguments that determine how files are read; they must be equal in all of them."""
+"""Megatron arguments that determine how files are read; they must be equal in all files."""
 _OTHER_RANKS = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
-"""Arguments of runs whose first ranks have another model, an encoder."""
+"""Megatron arguments of runs whose first ranks have a separate model, an encoder."""
 _COPY = "Copy the missing folders; where each machine wrote to its own disk, gather them in one place first."
 
 
@@ -174,7 +175,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, order=True)
 class MeshPlace:
-    """Coordinates of a rank on the mesh: pipeline stage, expert-parallel and tensor-parallel rank."""
+    """A rank's coordinates on the mesh: pipeline stage, expert-parallel rank, tensor-parallel rank."""
 
     pp: int
     ep: int
@@ -182,7 +183,7 @@ class MeshPlace:
 
 
 def folder_of(place: MeshPlace, mesh: Mesh) -> str:
-    """Return the name of the folder that a rank writes."""
+    """Return the name of the folder that Megatron gives to a rank."""
     stage = f"_{place.pp:03d}" if mesh.pp > 1 else ""
     return f"mp_rank_{place.tp:02d}{stage}{f'_{place.ep:03d}' if mesh.ep > 1 else ''}"
 
@@ -191,8 +192,8 @@ def place_ranks(files: Sequence[RankFile]) -> tuple[Mesh, Mapping[MeshPlace, Ran
     """Place the ranks on their mesh.
 
     Raises:
-        Refused: CORRUPT where files contradict each other or their folder names; INCOMPLETE for missing folders of
-            ranks; UNSUPPORTED where the mesh cannot be determined.
+        Refused: CORRUPT, if files contradict each other or their folders' names; INCOMPLETE, if folders of ranks are
+            missing; UNSUPPORTED, if the mesh cannot be determined.
     """
     faults = Faults()
     first = files[0]
@@ -271,7 +272,7 @@ def _place_of_folder(folder: str, mesh: Mesh) -> MeshPlace | None:
 
 
 def _check_complete(ranks: Mapping[MeshPlace, RankFile], mesh: Mesh, first: RankFile) -> None:
-    """Check that the files of all ranks with dense parameters or experts exist."""
+    """Check that the files exist that together have all dense parameters and all experts."""
     faults = Faults()
     dense = {(place.pp, place.tp) for place in ranks}
     experts = {(place.pp, place.ep, place.tp % mesh.etp) for place in ranks}
@@ -288,9 +289,9 @@ def _check_complete(ranks: Mapping[MeshPlace, RankFile], mesh: Mesh, first: Rank
 
 
 def _check_numbers(ranks: Mapping[MeshPlace, RankFile], mesh: Mesh) -> None:
-    """Check that every file is in the folder of the rank that wrote it, by the rank number in its args.
+    """Check by the rank number in each file's args that the file is in the folder of this rank.
 
-    Some converters write one number into all files; where numbers repeat, nothing is checked.
+    Some converters write the same rank number into all files; if numbers repeat, nothing is checked.
     """
     numbers = {place: _writer_rank(file.run.args) for place, file in ranks.items()}
     if None in numbers.values() or len(set(numbers.values())) < len(ranks):
@@ -308,29 +309,29 @@ def _check_numbers(ranks: Mapping[MeshPlace, RankFile], mesh: Mesh) -> None:
 
 
 def _writer_rank(args: Mapping[str, Any]) -> int | None:
-    """Return the number of the rank that wrote a file, from its args; None where these do not determine it."""
+    """Return the number of the rank that wrote a file, according to the args in it; None if the args do not say."""
     rank, world = args.get("rank"), args.get("world_size")
     is_known = type(rank) is int and type(world) is int and not any(args.get(name) for name in _OTHER_RANKS)
     return rank if is_known and 0 <= rank < world else None  # type: ignore[operator]
 
 
 def _place_of_rank(args: Mapping[str, Any], mesh: Mesh, place: MeshPlace) -> MeshPlace:
-    """Return the place on the mesh that Megatron gives to the rank of these args.
+    """Return the mesh coordinates that Megatron gives to the rank with the number in these args.
 
-    Tensor-parallel ranks are neighbours, pipeline stages are farthest apart. A coordinate that the args do not
+    Rank numbers count tensor-parallel ranks fastest and pipeline stages slowest. A coordinate that the args do not
     determine is taken from `place`.
     """
     rank, world, context = args["rank"], args["world_size"], args.get("context_parallel_size") or 1
     ranks_per_stage = mesh.tp * context if args.get("use_tp_pp_dp_mapping") else world // mesh.pp
-    # with context parallelism, releases number experts' ranks differently
+    # with context parallelism, Megatron's releases differ in how they number expert-parallel ranks
     expert = rank // mesh.etp % mesh.ep if context == 1 else place.ep
     return MeshPlace(rank // max(ranks_per_stage, 1) % mesh.pp, expert, rank % mesh.tp)
 
 
 def _writers(mesh: Mesh) -> Iterator[tuple[int, int]]:
-    """Yield (expert-parallel, tensor-parallel) rank of the ranks that together have all parameters of a stage.
+    """Yield the coordinates (expert-parallel rank, tensor-parallel rank) that together have all parameters of a stage.
 
-    In Megatron's numbering both kinds of tensor-parallel ranks come first, so the first ranks of a stage suffice.
+    Megatron numbers both kinds of tensor-parallel ranks fastest, so the first ranks of a stage are enough.
     """
     for rank in range(max(mesh.tp, mesh.etp * mesh.ep)):
         yield rank // mesh.etp % mesh.ep, rank % mesh.tp

@@ -1,7 +1,8 @@
-"""Opens Megatron checkpoints with one folder for each rank (`--ckpt-format torch`), as one catalog of whole tensors.
+"""Opens Megatron checkpoints with one folder for each rank (`--ckpt-format torch`), as a single catalog of whole
+tensors.
 
-Names are those that Megatron has for the whole model on one rank. The table of the model's family describes how
-tensor-parallel ranks cut parameters. Parts that several ranks have must be equal.
+Tensor names are those that Megatron would use if one rank had the whole model. The family's table of tensor names
+describes how parameters are cut over tensor-parallel ranks. Parts that several ranks have must be equal.
 """
 
 from __future__ import annotations
@@ -58,16 +59,16 @@ _EXTRA = "state of TransformerEngine's modules"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LocalModel:
-    """One rank's part of the model, under global names."""
+    """One rank's part of the model, under global tensor names."""
 
     place: MeshPlace
     file: RankFile
     chunks: list[dict[str, Entry]]
-    """Tensors of each virtual pipeline stage by global name, in the order of the module."""
+    """For each virtual pipeline stage: global name -> tensor, in the order in which the module registers them."""
     extra: list[str]
-    """Global names of extra state, which is not read."""
+    """Global names of Transformer Engine's extra state, which is not read."""
     flat_file: str | None
-    """File of the distributed optimizer; None where the rank has none."""
+    """File of the rank's distributed optimizer; None if the rank has no such file."""
 
 
 def open_legacy(
@@ -78,21 +79,22 @@ def open_legacy(
     cutter: Cutter = refuse_unknown_cuts,
     optimizer: bool | None = None,
 ) -> Container:
-    """Open the folders of all ranks of one iteration.
+    """Open one iteration, whose folder contains a folder for each rank.
 
     Args:
-        storage: the files.
-        path: the path as typed.
+        storage: the checkpoint's files.
+        path: the checkpoint's path as the user typed it.
         member: name of the iteration's folder; `HERE` for the path itself.
-        weights: which weights the plain names mean: the model's own (`lp`, also for None), or the optimizer's
+        weights: which weights get the plain parameter names: the model's own (`lp`, also for None), or the optimizer's
             full-precision copies (`fp32`).
-        cutter: gives the tensor-parallel cuts of parameters.
-        optimizer: True to require optimizer state, False to do without; None to read it if its order is known.
+        cutter: finds how parameters are cut over tensor-parallel ranks.
+        optimizer: True to require optimizer state; False to ignore it; None to read it if the parameters' order is
+            known.
 
     Raises:
-        Refused: every problem with the files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
-        UsageError: where the table needs more information.
-        StorageError: IO.
+        Refused: with every problem in the files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
+        UsageError: the family's table needs information that the checkpoint lacks, such as a head count.
+        StorageError: IO, if a file cannot be read.
     """
     prefix = "" if member == HERE else f"{member}/"
     inline = NumbersInMemory(storage)
@@ -135,10 +137,10 @@ def open_legacy(
 
 
 def _read_files(inline: NumbersInMemory, prefix: str, path: str) -> list[RankFile]:
-    """Read the model files of all ranks; every unreadable one is a fault.
+    """Read the model files of all ranks; every unreadable file is a fault.
 
     Raises:
-        Refused: every problem with the files; INCOMPLETE where there are none.
+        Refused: with every problem in the files; INCOMPLETE, if there are no model files.
     """
     listing = inline.listing(prefix.rstrip("/"))
     faults = Faults()
@@ -165,10 +167,10 @@ def _read_files(inline: NumbersInMemory, prefix: str, path: str) -> list[RankFil
 
 
 def _refuse_copies(inline: NumbersInMemory, files: Sequence[RankFile]) -> None:
-    """Refuse a rank's file that is a copy of another rank's, since the copy would be taken for a part of the model.
+    """Refuse two identical files of ranks: one is a copy by mistake, and would be taken for the other rank's part.
 
     Raises:
-        Refused: CORRUPT.
+        Refused: CORRUPT, if two ranks' files are identical.
     """
     faults = Faults()
     for file, first in find_copies(inline, [(each.file, each.checksums) for each in files]):
@@ -181,10 +183,11 @@ def _refuse_copies(inline: NumbersInMemory, files: Sequence[RankFile]) -> None:
 def _with_global_names(
     inline: NumbersInMemory, prefix: str, ranks: Mapping[MeshPlace, RankFile], mesh: Mesh
 ) -> list[_LocalModel]:
-    """Return each rank's part of the model under global names.
+    """Return each rank's part of the model under global tensor names.
 
     Raises:
-        Refused: see `global_names`; CORRUPT for a rank with another number of virtual stages than its args say.
+        Refused: the names do not fit (see `Numbering.names`); CORRUPT, if a rank's number of virtual stages contradicts
+            its args.
     """
     first = next(iter(ranks.values()))
     args = first.run.args
@@ -218,10 +221,10 @@ def _with_global_names(
 def _optimizers(
     inline: NumbersInMemory, models: Sequence[_LocalModel], mesh: Mesh
 ) -> tuple[dict[MeshPlace, RankOptimizer], str]:
-    """Return the optimizers of all ranks, and an empty text; or none, and the reason why their order is unknown.
+    """Return the optimizers of all ranks and an empty text, or no optimizers and the reason why their order is unknown.
 
     Raises:
-        Refused: every problem with their files.
+        Refused: with every problem in the optimizer files.
     """
     optimizers: dict[MeshPlace, RankOptimizer] = {}
     try:
@@ -243,7 +246,7 @@ def _optimizers(
 
 
 def _why_not_read(files: Sequence[RankFile]) -> str:
-    """Return the reason why optimizer state in the files is not read; empty where the files have none."""
+    """Return the reason why the files' optimizer state is not read; an empty text if they have no optimizer state."""
     return "not wanted" if any(file.root.get(OPTIMIZER_KEY) is not None for file in files) else ""
 
 
@@ -254,7 +257,7 @@ def _is_buffer(name: str) -> bool:
 
 
 def _embeddings_of_stages(args: Mapping[str, Any], mesh: Mesh) -> frozenset[str]:
-    """Return the names of parameters that several pipeline stages train together: the embedding, and a tied head."""
+    """Return the names of parameters that several pipeline stages share in training: the embedding, and a tied head."""
     tied = args.get(_TIED) is False
     if mesh.pp == 1 or not (tied or args.get("mtp_num_layers")):
         return frozenset()
@@ -268,7 +271,7 @@ def _join_shards(
     """Join the shards of all ranks.
 
     Raises:
-        Refused, UsageError: every reason why shards cannot be joined.
+        Refused, UsageError: with every reason why shards cannot be joined.
     """
     shards_by_name: dict[str, dict[tuple[int, int], list[RankParameter]]] = {}
     for model in models:
@@ -293,10 +296,10 @@ def _join_shards(
 
 
 def _entries(whole: JoinedTensors, weights: Weights | None, path: str) -> dict[str, Entry]:
-    """Return the catalog: weights, then the optimizer's state.
+    """Return the catalog entries: first the weights, then the optimizer state.
 
     Raises:
-        Refused: UNSUPPORTED where `weights` is `fp32` and a full-precision copy is missing.
+        Refused: UNSUPPORTED, if `weights` is `fp32` and a full-precision copy is missing.
     """
     entries: dict[str, Entry] = {}
     for name, entry in whole.weights.items():

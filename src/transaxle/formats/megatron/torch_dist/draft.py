@@ -217,7 +217,8 @@ def _further_keys(name: str, own_masters: Mapping[str, str]) -> Iterator[str]:
 
 def _item_key(name: str) -> str:
     """Return Megatron's DCP key of a tensor; for optimizer state, it is the state's name followed by the
-    parameter's."""
+    parameter's.
+    """
     parameter, state = split_slot(name)
     return parameter if not state else f"optimizer.state.{_MASTER if state == MASTER else state}.{parameter}"
 

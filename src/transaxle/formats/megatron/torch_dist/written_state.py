@@ -85,15 +85,14 @@ def refuse_other_optimizers(groups: Sequence[ParamGroup], states: Collection[str
         states: names of the optimizer's states, except steps and copies of weights.
 
     Raises:
-        Refused: UNSUPPORTED, if the optimizer is not Adam."""
+        Refused: UNSUPPORTED, if the optimizer is not Adam.
+    """
     other_states = sorted(set(states) - _MOMENTS)
     reasons = [f"it has the state {', '.join(other_states)}"] if other_states else []
     if states and not other_states and _MOMENTS - set(states):
         reasons.append(f"it has no {', '.join(sorted(_MOMENTS - set(states)))}")
     reasons += [f"{key} is set" for key in _OTHER_UPDATES if any(group.get(key) for group in groups)]
-    if any(
-        _COUPLED in group and _AMSGRAD not in group for group in groups
-    ):  # groups of torch's Adam have both of these settings
+    if any(_COUPLED in group and _AMSGRAD not in group for group in groups):  # torch's Adam sets both
         reasons.append("its settings are those of torch's RAdam or NAdam")
     if reasons:
         message = f"its optimizer is not the Adam that Megatron would go on with: {'; '.join(reasons)}"
