@@ -1,10 +1,10 @@
-"""Configs: possible sizes in them, names for axes and tensors, and conditions.
+"""What derivation takes from configs: sizes of axes, names for axes and tensors, and conditions for tensors.
 
-**Sizes**: numbers in configs that may be sizes of axes.
+**Sizes**: a formula over config keys for the size of each axis.
 
 **Names**: names of axes and tensors in a derived table.
 
-**Conditions**: statements over the config that are true exactly where a tensor exists.
+**Conditions**: statements over config keys that are true exactly if a tensor exists.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ LETTERS = {
     "n_routed_experts": "e", "experts": "e", "num_key_value_heads": "g", "num_attention_heads": "a", "head_dim": "c",
     "out_channels": "o", "kernel_size": "k", "max_position_embeddings": "s", "patch_size": "p", "num_channels": "r",
 }  # fmt: skip
-"""Config key -> name of its axis in hand-written tables."""
+"""Config key of a size -> name that hand-written tables give to the axis."""
 _WORD = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def axis_letters(source: str) -> str:
-    """Return a short name for an axis: by its config key, else by the word before its index, else `x`."""
+    """Return a short name for an axis, from its config key, else from the word before its index in names, else `x`."""
     words = _WORD.findall(source.lower())
     if not words:
         return "x"
@@ -80,7 +80,7 @@ def axis_letters(source: str) -> str:
 
 
 def first_free(base: str, used: Iterable[str]) -> str:
-    """Return a name with the smallest number that makes it unused."""
+    """Return the name, with the smallest number appended that makes it unused."""
     used = set(used) | RESERVED
     if base not in used:
         return base
@@ -88,10 +88,10 @@ def first_free(base: str, used: Iterable[str]) -> str:
 
 
 def tensor_names(patterns: Sequence[tuple[str, str]]) -> list[str]:
-    """Name logical tensors after their stored names: by as few of the last words as make them distinct.
+    """Name logical tensors after their stored names, with the fewest last words that make the names distinct.
 
     Args:
-        patterns: names in hub and memory of each tensor.
+        patterns: for each tensor, the patterns of its names on both sides (hub, memory).
     """
     stems = [_stem(hub, memory, patterns) for hub, memory in patterns]
     names: list[str] = []
@@ -109,7 +109,7 @@ def tensor_names(patterns: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _stem(hub: str, memory: str, patterns: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the words of a tensor's name in the hub or in memory: of the one that no other tensor has."""
+    """Return the words of a tensor's name on the side (hub or memory) where no other tensor has this name."""
     chosen = hub if sum(pattern[0] == hub for pattern in patterns) == 1 else memory
     if chosen == memory and sum(pattern[1] == memory for pattern in patterns) > 1:
         chosen = f"{memory}.{hub.rpartition('.')[2]}"
@@ -120,13 +120,13 @@ def _stem(hub: str, memory: str, patterns: Sequence[tuple[str, str]]) -> list[st
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAME = re.compile(r"(?!len\()[A-Za-z_][A-Za-z0-9_.]*")
 _OF_NO_SIZE = re.compile(r"(_token_id|_token_index|_id|_ids|version|seed|_class)$")
-"""Keys whose numbers are not sizes."""
+"""Config keys whose numbers are not sizes."""
 _DEEPEST = 4
-"""Number of nested config levels that are read."""
+"""Cap on the nesting depth of configs."""
 
 
 def leaves(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield every value in a config with its dotted key."""
+    """Yield every value in a config with its dotted key, such as `text_config.hidden_size`."""
     for key, value in config.items():
         if not _KEY.fullmatch(str(key)) or key.startswith("_"):
             continue
@@ -138,7 +138,7 @@ def leaves(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any
 
 
 def numbers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the possible sizes in a config: whole numbers, and lengths of lists."""
+    """Return dotted key -> possible size: the integers in a config, and the lengths of its lists."""
     sizes = {}
     for key, value in leaves(config):
         if _OF_NO_SIZE.search(key):
@@ -151,11 +151,11 @@ def numbers(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 class Sizes:
-    """Finds the formula of a size over config keys, by its values in all traces.
+    """Finds a formula over config keys for a size, given the size's value in every trace (every traced model).
 
     Args:
-        configs: the config of every trace.
-        aliases: key -> other keys with the same meaning.
+        configs: config of the model of every trace.
+        aliases: config key -> other config keys with the same meaning.
     """
 
     def __init__(self, configs: Sequence[Mapping[str, Any]], aliases: Mapping[str, Sequence[str]]) -> None:
@@ -167,12 +167,13 @@ class Sizes:
         self._aliases = aliases
 
     def formula(self, size: Mapping[int, int], near: str = "", *, deep: bool = False) -> str | None:
-        """Return the formula of a size; None if none fits, or if several fit equally well.
+        """Return the formula of a size; None if no formula fits, or if several fit equally well.
 
         Args:
-            size: trace -> size.
-            near: section of the config that the tensor belongs to; keys in it are preferred.
-            deep: also try products and sums of keys, and choose the best of several.
+            size: number of the trace -> size of the axis in this trace.
+            near: config section of the tensor's submodel, such as `vision_config`; formulas over its keys are
+                preferred.
+            deep: also try products and sums of config keys, and choose the best formula if several fit.
         """
         for level in (self._simple, self._of_two, self._of_three) if deep else (self._simple,):
             fitting = sorted({text: self._rank(text, near) for text in level(size)}.items(), key=lambda item: item[1])
@@ -185,14 +186,16 @@ class Sizes:
 
     @staticmethod
     def _rank(text: str, near: str) -> tuple[int, int, int, str]:
-        """Return a sort key of formulas for a tensor: keys in its config section first, then well-known keys."""
+        """Return a sort key of formulas: first those over keys in the tensor's config section, then over well-known
+        keys.
+        """
         keys = _NAME.findall(text)
         far = sum(not key.startswith(f"{near}.") if near else "." in key for key in keys)
         unknown = sum(key.rpartition(".")[2] not in LETTERS for key in keys) + text.count("len(")
         return far, unknown, len(text), text
 
     def with_aliases(self, formula: str) -> str:
-        """Return a formula with all alternative names of its keys."""
+        """Return a formula in which each config key is followed by its aliases."""
 
         def alternatives(match: re.Match[str]) -> str:
             key = match[0]
@@ -213,7 +216,9 @@ class Sizes:
                 yield key
 
     def _candidates(self) -> dict[str, tuple[int, ...]]:
-        """Return key -> values in all traces, for the keys whose values can be factors: all are positive."""
+        """Return config key -> values in all traces, for the keys that can be factors because all values are
+        positive.
+        """
         return {key: values for key, values in self._values.items() if min(values) > 0}
 
     def _of_two(self, size: Mapping[int, int]) -> Iterator[str]:
@@ -260,42 +265,42 @@ class Sizes:
 
 
 INDEX = "_index_"
-"""Placeholder for the index in a condition, until its axis has a name."""
+"""Placeholder for the index (such as the layer) in a condition, until its axis has a name."""
 _OF_LAYERS = re.compile(r"dense|replace|first|step|offset|layer|interval|freq|period|every|start|skip|sparse|pattern")
-"""Keys that may determine the kinds of layers; all other numbers in a config are sizes, which could only fit by
-accident.
+"""Config keys of numbers that may determine the kind of a layer; all other numbers are sizes, which would fit only by
+chance.
 """
 _PERIOD = re.compile(r"period|step|freq|interval")
 _KEY_IN_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 _NO_KEYS = frozenset({"not", "in", "and", "or", "len", "True", "False", "None", INDEX})
 SOMETIMES = "False"
-"""Condition of a tensor whose presence only its names show."""
+"""Condition of a tensor whose presence no config key determines."""
 
 
 @dataclass(frozen=True)
 class Presence:
-    """The presence of a tensor in one trace."""
+    """The layers (or other indices) at which a tensor exists in one trace."""
 
     config: Mapping[str, Any]
-    """Config of the trace."""
+    """Config of the traced model."""
     count: int
-    """Number of possible indices; 0: the tensor has none."""
+    """Number of possible indices; 0 if the tensor's name has no index."""
     present: frozenset[int]
-    """Indices at which the tensor exists; `{0}` for an existing tensor without index."""
+    """Indices at which the tensor exists; `{0}` for a tensor that exists and has no index."""
     judged: frozenset[int] | None = None
-    """Indices that a condition must explain; None: all."""
+    """Indices at which a condition must be right; None for all."""
 
 
 def condition(presences: Sequence[Presence], hints: Sequence[str] = (), *, careful: bool = False) -> str | None:
-    """Return the first statement over the config that is true exactly where a tensor exists.
+    """Return the first statement over config keys that is true exactly at the indices where a tensor exists.
 
     Args:
-        presences: presence of the tensor in each trace.
-        hints: words of the tensor's name; statements about keys with such words come first.
-        careful: accept a statement only if no other one fits.
+        presences: the tensor's presence in each trace.
+        hints: words of the tensor's name; statements about config keys with these words are tried first.
+        careful: whether to return None if a second statement fits as well.
 
     Returns:
-        The formula, with `INDEX` for the index; None if no statement fits.
+        the statement as a formula, with `INDEX` for the index; None if no statement fits.
     """
     fitting = [text for text in dict.fromkeys(_candidates(presences)) if all(_holds(text, each) for each in presences)]
     fitting.sort(key=lambda text: (-sum(hint in text for hint in hints), *_unlikely(text)))
@@ -303,12 +308,14 @@ def condition(presences: Sequence[Presence], hints: Sequence[str] = (), *, caref
 
 
 def _unlikely(text: str) -> tuple[bool, bool, int]:
-    """Return a sort key that puts unlikely statements last: a flag for ties should concern tied tensors."""
+    """Return a sort key that puts unlikely statements last, such as a flag for ties in the condition of an untied
+    tensor.
+    """
     return "tie_word_embeddings" in text, text.startswith("not "), text.count(".")
 
 
 def negate(text: str) -> str:
-    """Return the negation of a statement."""
+    """Return the formula that is true if the given statement is false."""
     inner = text.removeprefix("not ")
     if inner != text and (" " not in inner or inner.startswith("(")):
         return inner
@@ -358,7 +365,7 @@ def _of_flags(configs: Sequence[Mapping[str, Any]], common: Sequence[str]) -> It
     for key in dict.fromkeys(key for config in configs for key in config if key not in common):
         if all(
             isinstance(config.get(key, True), bool) for config in configs
-        ):  # configs may omit a key that has its default value
+        ):  # a config may omit a key whose value is the default
             yield from (f"({key}|True)", f"({key}|False)", f"not ({key}|True)", f"not ({key}|False)")
     for key in common:
         values = [config[key] for config in configs]
@@ -373,7 +380,7 @@ def _of_lists(key: str, presences: Sequence[Presence], values: Sequence[list[Any
         kinds = {repr(item): item for value in values for item in value if isinstance(item, str) or item in (0, 1)}
         if all(isinstance(item, bool) for item in kinds.values()):
             yield from (f"{key}[{INDEX}]", f"not {key}[{INDEX}]")
-        elif len(kinds) <= 8:  # a list with more kinds of entries has sizes
+        elif len(kinds) <= 8:  # a list with more distinct entries contains sizes, not kinds of layers
             yield from (f"{key}[{INDEX}] == {_quote(item)}" for item in kinds.values())
             yield from (f"{key}[{INDEX}] != {_quote(item)}" for item in kinds.values())
     if all(isinstance(item, int) for value in values for item in value) and all(len({*v}) == len(v) for v in values):

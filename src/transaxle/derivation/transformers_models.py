@@ -56,17 +56,16 @@ KeyPath = tuple[str, ...]
 Change = tuple[KeyPath, object]
 Builds = Callable[[Mapping[str, Any]], bool]
 _GONE = object()
-"""Marks a key that a change removes."""
+"""Value in a change that means: remove the key."""
 
 
 def nearest(base: Mapping[str, Any], goals: Sequence[Mapping[str, Any]], builds: Builds) -> dict[str, Any] | None:
-    """Return a config that a model accepts, as near to the goals as the search finds; None where `base` is not
-    accepted.
+    """Return a config that a model class accepts, as near to the goals as the search finds; None if it refuses `base`.
 
     Args:
         base: the config to start with.
-        goals: target configs, best first; a change that one goal cannot get is tried from the next.
-        builds: tells whether a model accepts a config.
+        goals: the desired configs, best first; if a change towards one goal fails, the next goal's value is tried.
+        builds: function that tells whether the model class accepts a config.
     """
     config = dict(base)
     if not builds(config):
@@ -80,13 +79,13 @@ def nearest(base: Mapping[str, Any], goals: Sequence[Mapping[str, Any]], builds:
 
 
 def _is_late(unit: Sequence[Change]) -> bool:
-    """Sort key: changes to numbers of layers come first, as models with few layers are built quickly."""
+    """Sort key: changes to the number of layers come first, because models with few layers are built quickly."""
     path, value = unit[0]
     return kind(path[-1], value) != "layers"
 
 
 def _changes(config: Mapping[str, Any], base: Mapping[str, Any], goal: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield the changes towards a goal, for keys that still have their original value."""
+    """Yield the changes towards a goal, for config keys that still have their original value."""
     for key in (*config, *(key for key in goal if key not in config)):
         now, before, then = config.get(key, _GONE), base.get(key, _GONE), goal.get(key, _GONE)
         if isinstance(now, Mapping) and isinstance(before, Mapping) and isinstance(then, Mapping):
@@ -96,7 +95,7 @@ def _changes(config: Mapping[str, Any], base: Mapping[str, Any], goal: Mapping[s
 
 
 def _apply_units(config: dict[str, Any], units: Sequence[Sequence[Change]], builds: Builds) -> dict[str, Any]:
-    """Return a config with as many groups of changes as the model accepts."""
+    """Return a config with as many groups of changes as the model class accepts."""
     if not units:
         return config
     changed = _apply(config, [change for unit in units for change in unit])
@@ -127,11 +126,11 @@ Tensor = TypeVar("Tensor")
 
 
 def load_tensors(folder: Path, load_file: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the tensors of all files in a folder by name.
+    """Return the tensors in all safetensors files of a folder by name.
 
     Args:
         folder: the folder.
-        load_file: reader of one file: that of `safetensors.numpy` or `safetensors.torch`.
+        load_file: function that reads one file: `load_file` of `safetensors.numpy` or of `safetensors.torch`.
     """
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -150,20 +149,21 @@ HEADS = (
     "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
     "MODEL_MAPPING_NAMES",
 )
-"""transformers' registers of model classes, in order of preference: with encoder first, then decoder alone."""
+"""transformers' registries of model classes, in order of preference: first models with encoders, then decoders
+alone."""
 _BASE = EXACT["float32"]
-"""How many different element numbers one pass can carry: models are traced in float32."""
+"""Count of distinct element numbers in one pass: models are traced in float32, which is exact up to this integer."""
 _LONGEST = 240
-"""Cap on the length of a model's error message, in characters."""
+"""Cap on the length of an error message from building a model, in characters."""
 _ENOUGH, _MOST = 32_000_000, 60_000_000
-"""Number of elements below which no smaller model is tried, and cap on the elements of a traced model."""
+"""Number of elements that is small enough to stop shrinking a model, and cap on the elements of a traced model."""
 
 
 class Peer:
-    """The installed transformers.
+    """The installed transformers library, from which models are built.
 
     Raises:
-        Refused: UNSUPPORTED where it is not installed.
+        Refused: UNSUPPORTED, if transformers is not installed.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class Peer:
 
     @property
     def version(self) -> str:
-        """Version of transformers."""
+        """Version of the installed transformers."""
         return str(self.transformers.__version__)
 
     def model_types(self) -> list[str]:
@@ -193,7 +193,7 @@ class Peer:
         """Return the config class of a model type.
 
         Raises:
-            UsageError: UNKNOWN_FAMILY for an unknown model type.
+            UsageError: UNKNOWN_FAMILY, if transformers does not know the model type.
         """
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -209,10 +209,10 @@ class Peer:
         return CONFIG_MAPPING[model_type]
 
     def model_classes(self, model_type: str, architectures: Sequence[str] = ()) -> list[Any]:
-        """Return the classes in `architectures`, or those registered for the model type, best first.
+        """Return the model classes named in `architectures`, or the classes registered for the model type, best first.
 
         Raises:
-            Refused: UNSUPPORTED where there is none.
+            Refused: UNSUPPORTED, if there is no class for the model.
         """
         from transformers.models.auto import modeling_auto
 
@@ -224,7 +224,8 @@ class Peer:
         classes = [candidate for candidate in named_classes if hasattr(candidate, "save_pretrained")]
         if not classes:
             raise refuse("UNSUPPORTED", f"transformers {self.version} has no model class for {model_type!r}")
-        config_class = self.config_class(model_type)  # a class with another config builds only a part of such a model
+        # the class of a sub-config (such as a text config) builds only that part of a multimodal model
+        config_class = self.config_class(model_type)
         return sorted(
             classes,
             key=lambda candidate: (
@@ -233,7 +234,7 @@ class Peer:
         )
 
     def aliases(self, model_type: str) -> dict[str, list[str]]:
-        """Return config key -> other keys that transformers treats as the same."""
+        """Return config key -> other config keys that transformers treats as the same."""
         aliases: dict[str, list[str]] = {}
         for alias, key in (getattr(self.config_class(model_type), "attribute_map", None) or {}).items():
             aliases.setdefault(key, []).append(alias)
@@ -248,14 +249,14 @@ def variants(
     complaints: list[str] | None = None,
     numbers: Sequence[int] = range(VARIANTS),
 ) -> Iterator[tuple[Any, int]]:
-    """Yield `(model, number of the variant)` for each variant that can be built, on the meta device.
+    """Build a model of each variant on the meta device; yield `(model, number of the variant)` for each success.
 
     Args:
-        peer: the installed transformers.
+        peer: the installed transformers library.
         model_type: `model_type` of config.json.
-        base: the config to shrink; None: the default config.
-        complaints: list that the error message of each failed build is added to.
-        numbers: numbers of the variants.
+        base: the config to shrink; None for the default config.
+        complaints: list to which the error message of each failed build is appended.
+        numbers: the variants to build.
     """
     complaints = [] if complaints is None else complaints
     config_class = peer.config_class(model_type)
@@ -266,13 +267,14 @@ def variants(
             make = _ModelMaker(peer, config_class, model_class, complaints)
             model = make.first(_settings(base, variant)) or make.first(_search(base, variant, make.builds))
             if model is not None:
-                model_classes = [model_class]  # all variants use the class that was built first
+                # later variants use the class with which the first variant could be built
+                model_classes = [model_class]
                 yield model, variant
                 break
 
 
 def shapes(peer: Peer, model_type: str, config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Return the shapes of a full-size model on the meta device; nothing if it cannot be built."""
+    """Return tensor name -> shape of a full-size model on the meta device; empty if the model cannot be built."""
     for model_class in peer.model_classes(model_type, config.get("architectures") or ()):
         try:
             with warnings.catch_warnings(), peer.torch.device("meta"):
@@ -285,9 +287,7 @@ def shapes(peer: Peer, model_type: str, config: Mapping[str, Any]) -> dict[str, 
 
 
 def _settings(base: Mapping[str, Any], variant: int) -> Iterator[dict[str, Any]]:
-    """Yield the configs of a variant; each has fewer changes than the one before, for sizes that do not fit
-    together.
-    """
+    """Yield configs of a variant, each with fewer changes than the previous one, in case sizes do not fit together."""
     if variant == PROPORTIONED:
         yield from (tiny(base, variant, sizes=sizes) for sizes in (SMALL, RATIO, DEEP))
         return
@@ -304,7 +304,7 @@ def _settings(base: Mapping[str, Any], variant: int) -> Iterator[dict[str, Any]]
 def _search(
     base: Mapping[str, Any], variant: int, builds: Callable[[Mapping[str, Any]], bool]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the config of a variant that a key-by-key search finds."""
+    """Yield a config of a variant that is found by searching key by key."""
     kinds_of_sizes = (SMALL, RATIO) if variant == PROPORTIONED else (OWN, SMALL, RATIO)
     goals = [tiny(base, variant, sizes=sizes, flip=sizes == OWN) for sizes in kinds_of_sizes]
     config = nearest(fill_defaults(base), goals, builds)
@@ -314,7 +314,7 @@ def _search(
 
 @dataclass(frozen=True)
 class _ModelMaker:
-    """Builds models of one class."""
+    """Builds models of one model class."""
 
     peer: Peer
     config_class: Any
@@ -322,7 +322,7 @@ class _ModelMaker:
     complaints: list[str]
 
     def first(self, attempts: Iterable[Mapping[str, Any]]) -> Any:
-        """Return the model of the first config that is accepted and small enough; None if there is none."""
+        """Return a model of the first config that the class accepts and that is small enough; None if no config is."""
         larger: list[tuple[int, Any]] = []
         for model in map(self._model, attempts):
             if model is None:
@@ -340,13 +340,13 @@ class _ModelMaker:
         return None
 
     def builds(self, settings: Mapping[str, Any]) -> bool:
-        """Tell whether the model class accepts a config, of any size."""
+        """Tell whether the model class accepts a config, whatever the model's size."""
         return self._model(settings) is not None
 
     def _model(self, settings: Mapping[str, Any]) -> Any:
         try:
             with warnings.catch_warnings(), self.peer.torch.device("meta"):
-                warnings.simplefilter("ignore")  # warnings about slow sizes are irrelevant here
+                warnings.simplefilter("ignore")  # transformers' warnings about slow sizes do not matter for a trace
                 return self.model_class(self.config_class.from_dict(dict(settings)))
         except Exception as error:  # noqa: BLE001 - any model's own complaint about sizes that do not fit
             self.complaints.append(shorten(f"{type(error).__name__}: {error}", _LONGEST))
@@ -354,10 +354,10 @@ class _ModelMaker:
 
 
 def trace(peer: Peer, model: Any) -> Trace:
-    """Number a model's elements, save the model, and return both sides.
+    """Number a model's elements, save the model, and return the trace of its tensors in memory and in the saved files.
 
     Raises:
-        Underivable: saving changed values.
+        Underivable: saving the model changed values.
     """
     from safetensors.torch import load_file
 
@@ -378,11 +378,11 @@ def trace(peer: Peer, model: Any) -> Trace:
 
 
 def try_trace(peer: Peer, model: Any, complaints: list[str]) -> Trace | None:
-    """Return the trace of a model; None where transformers cannot store one of its sizes, with the reason in
-    `complaints`.
+    """Return the trace of a model; None if transformers cannot save a model of this size (the reason goes to
+    `complaints`).
 
     Raises:
-        Underivable: saving changed values.
+        Underivable: saving the model changed values.
     """
     try:
         return trace(peer, model)
@@ -402,7 +402,7 @@ def save_temporarily(model: Any) -> Iterator[Path]:
 
 
 def _number_storages(model: Any) -> tuple[list[tuple[Any, Numbers]], int]:
-    """Return every storage of the model with its element numbers, which start at `FLOOR`."""
+    """Return every storage of the model with the numbers of its elements; numbers start at `FLOOR`."""
     model.tie_weights()
     tensors, storages, start = [], set(), FLOOR
     for tensor in (*model.parameters(), *model.buffers()):
@@ -418,12 +418,12 @@ def _number_storages(model: Any) -> tuple[list[tuple[Any, Numbers]], int]:
 
 
 def _carries(tensor: Any) -> bool:
-    """Tell whether a tensor's dtype holds the numbers of a pass exactly."""
+    """Tell whether a tensor's dtype represents all element numbers of one pass exactly."""
     return EXACT.get(dtype_of(tensor), 0) >= _BASE
 
 
 def _combine(carried: Sequence[tuple[dict[str, Any], dict[str, Any]]], config: dict[str, Any]) -> Trace:
-    """Combine the passes; tensors without numbers must be equal on both sides."""
+    """Combine the element numbers of all passes; tensors that cannot carry numbers must be equal on both sides."""
     sides: list[dict[str, Numbers]] = []
     plain: list[dict[str, Any]] = []
     for side in (0, 1):
@@ -447,7 +447,7 @@ def _combine(carried: Sequence[tuple[dict[str, Any], dict[str, Any]]], config: d
 
 
 def _places(numbers: Numbers) -> Numbers:
-    """Return the elements with these numbers, counted from 1; 0 for constants, which are below `FLOOR`."""
+    """Return the positions, from 1, of the elements with these numbers; 0 for constants, which are below `FLOOR`."""
     return np.maximum(numbers - (FLOOR - 1), 0)
 
 

@@ -1,18 +1,19 @@
-"""The families that ship with Transaxle: tables written by hand, and `generated/`, which nobody edits.
+"""The families that ship with Transaxle, as tables of tensor names: written by hand here, or generated in `generated/`.
 
 To add a family, add a `.rules` file here, or pass it with `--rules`; `transaxle.axes.notation.tables` parses it. A
-table in `typed/` is selected by a `model_type` or by its name, never by names of tensors alone.
+table in `typed/` is selected by a config's `model_type` or by the family's name, never by tensor names alone.
 
 `generated/` is a flat folder of generated files:
 
-- `NAME.rules.gz`: a table derived from another framework by tracing, with two dialects; it is selected by a
-`model_type` or by its name. `make tables` derives these anew, and `transaxle info --family NAME` prints one. -
-`NAME.json`: a family of a hand-written table, without inheritance. Reading it gives the same family as the table, but
-needs no checks and no resolution of inheritance. - `index.json`: for each family its file, the values of `model_type`
-that select it, its dialects, its axes, and the skeletons of the names in each dialect. A family is read only when it is
-needed. - `blocks.json`: block -> its file. A block is a part that families inherit, and not a family itself.
+- `NAME.rules.gz`: a table with two dialects, derived by tracing another framework's models; it is selected by a
+  config's `model_type` or by the family's name. `make tables` derives these tables anew, and `transaxle info --family
+  NAME` prints one. - `NAME.json`: a family from a hand-written table, with everything that it inherits. Reading this
+  file gives the same family as parsing the table, but quickly: without checks and without inheritance. - `index.json`:
+  for each family its file, the `model_type` values that select it, its dialects and axes, and the skeletons of each
+  dialect's tensor names. A family's file is read only when it is needed. - `blocks.json`: block -> file. A block is a
+  part of a table that families inherit; it is not a family.
 
-The JSON files follow from the tables: `python docs/generate.py` writes them, and a test compares.
+`python docs/generate.py` generates the JSON files from the tables, and a test checks that they are up to date.
 """
 
 from __future__ import annotations
@@ -41,31 +42,31 @@ if TYPE_CHECKING:
 GROUP = "transaxle.families"
 """Entry-point group for packages that add families; each entry point names a Python package with `.rules` files."""
 GENERATED = "generated"
-"""Folder of generated files: indices, families without inheritance, and tables derived by tracing."""
+"""Folder of generated files: indices, families with resolved inheritance, and tables derived by tracing."""
 INDEX = f"{GENERATED}/index.json"
 BLOCKS = f"{GENERATED}/blocks.json"
 TYPED = "typed"
-"""Folder of hand-written tables that are only selected by `model_type` or by name: many models have the same tensor
-names in another layout.
+"""Folder of hand-written tables that are selected only by `model_type` or family name, because many other models have
+the same tensor names but another layout.
 """
 _SUFFIX = ".rules"
 TRACED_SUFFIX = ".rules.gz"
-"""File suffix of a table that was derived by tracing."""
+"""File suffix of the tables that were derived by tracing."""
 _DECLARES = re.compile(rf"^({FAMILY}|{BLOCK})\s+({WORD})", re.MULTILINE)
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """Index entry of a family, with which its table need not be parsed."""
+    """What the index says about a family, so that a family can be selected without parsing its table."""
 
     file: str
     """File of the family's table."""
     model_types: tuple[str, ...]
-    """Values of `model_type` in config.json that select the family."""
+    """The `model_type` values in a config.json that select the family."""
     axes: tuple[str, ...]
     """Names of the family's axes."""
     dialects: dict[str, tuple[str, ...]]
-    """Label of each dialect, in table order -> skeletons of names that select it. No skeletons are listed for traced
-    tables, for tables in `typed/`, and for a family that is `alike` another.
+    """Label of each dialect, in table order -> skeletons of the tensor names that select it. No skeletons are listed
+    for traced tables, for tables in `typed/`, and for a family that its table declares `alike` another family.
     """
 
     @property
@@ -80,15 +81,15 @@ def is_traced(file: str) -> bool:
 
 
 class Families(Mapping[str, Family]):
-    """Families by name; each table is read at its first use.
+    """Mapping from family name to family; each table is read at its first use.
 
-    Families of installed packages are used where the local ones have no match: under a name, a `model_type` or tensor
-    names that the local ones do not have. As a mapping, it contains all of them.
+    Families of installed packages are used only for a name, a `model_type` or tensor names that no shipped family and
+    no user's family has. The mapping contains the families of all sources.
 
     Args:
-        entries: index entries of the families that ship.
-        user_families: families of a user's table, which replace shipped families of the same name.
-        closed: whether families of installed packages are excluded.
+        entries: index entries of the shipped families, by family name.
+        user_families: families of a user's rules file, which replace shipped families of the same name.
+        closed: whether to exclude the families of installed packages.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Families(Mapping[str, Family]):
     ) -> None:
         user_families = user_families or {}
         self.entries = {**entries, **{name: _own_entry(family, entries) for name, family in user_families.items()}}
-        """Index entries of the shipped families and of a user's table."""
+        """Index entries of the shipped families and of the user's families."""
         self._own = user_families
         self._read = dict(user_families)
         self._closed = closed
@@ -106,7 +107,7 @@ class Families(Mapping[str, Family]):
         """The families of this mapping together with those of installed packages.
 
         Raises:
-            Refused: a package cannot be used.
+            Refused: an installed package with families cannot be used; see `installed_families`.
         """
         if self._closed:
             return self
@@ -130,7 +131,7 @@ class Families(Mapping[str, Family]):
         return name in self.entries or (bool(name) and name in self.everything.entries)
 
     def replaces(self, name: str) -> bool:
-        """Tell whether a user's table replaces a built-in family; adding dialects to one replaces nothing."""
+        """Tell whether a user's rules file replaces a shipped family, rather than only adding dialects to it."""
         user_family = self._own.get(name)
         return user_family is not None and name in builtin().entries and not _adds_dialects(user_family)
 
@@ -139,19 +140,19 @@ class Families(Mapping[str, Family]):
         return Families({}, {name: self[name]}, closed=True)
 
     def of_types(self, model_types: Iterable[str]) -> list[Family]:
-        """Return the families that some values of `model_type` select."""
+        """Return the families that the given `model_type` values select."""
         types = frozenset(model_types)
         matching = [self[name] for name, entry in self.entries.items() if types & frozenset(entry.model_types)]
         return matching if matching or not types or self.everything is self else self.everything.of_types(types)
 
     def that_may_read(self, skeletons: Mapping[str, int]) -> Iterator[tuple[int, Family]]:
-        """Yield `(upper bound, family)`, largest bound first: how many names one of the family's dialects may read.
+        """Yield `(upper bound, family)`, largest bound first; the bound says how many tensor names a dialect may read.
 
-        Families that names do not select are skipped: traced tables, tables in `typed/`, and families that are `alike`
-        another.
+        Families that tensor names never select are skipped: traced tables, tables in `typed/`, and families declared
+        `alike` another family.
 
         Args:
-            skeletons: skeleton -> number of names with it; a prefix may precede the names of a table.
+            skeletons: skeleton -> number of tensor names with it; the names may have a prefix that tables do not have.
         """
         tails: dict[str, list[int]] = {}
         for key, full_skeleton in enumerate(skeletons):
@@ -181,8 +182,9 @@ def entry_of(family: Family, file: str = "", *, by_type: bool = False) -> Entry:
 
     Args:
         family: the family.
-        file: file of its table; empty for a user's table.
-        by_type: the family is only selected by `model_type` or by name, wherever its table is.
+        file: file of the family's table; empty for a user's family.
+        by_type: whether only a `model_type` or the family's name selects the family, even if its table is not in
+            `typed/`.
     """
     by_type = by_type or bool(family.alike) or is_traced(file) or file.startswith(f"{TYPED}/")
     skeletons = {dialect.label: () if by_type else tuple(dialect.by_skeleton) for dialect in family.dialects}
@@ -190,39 +192,40 @@ def entry_of(family: Family, file: str = "", *, by_type: bool = False) -> Entry:
 
 
 def _own_entry(family: Family, entries: Mapping[str, Entry]) -> Entry:
-    """Return the index entry of a family in a user's table; adding dialects does not change what selects the family."""
+    """Return the index entry of a user's family; added dialects do not change what selects a shipped family."""
     shipped_entry = entries.get(family.name)
     silent = shipped_entry is not None and not any(shipped_entry.dialects.values())
     return entry_of(family, by_type=silent and _adds_dialects(family))
 
 
 def _adds_dialects(family: Family) -> bool:
-    """Tell whether a user's table only adds dialects to a shipped family."""
+    """Tell whether a user's rules file only adds dialects to a shipped family."""
     return family.name in builtin().entries and family.tensors is builtin()[family.name].tensors
 
 
 class Tables(msgspec.Struct, frozen=True):
-    """Every built-in table, parsed and checked."""
+    """All shipped tables, parsed and checked."""
 
     families: Mapping[str, tuple[Family, str]]
-    """Name -> (family, file of its table), in order."""
+    """Family name -> (family, file of its table), in the order of the index."""
     blocks: Mapping[str, str]
-    """Block -> its file."""
+    """Block name -> file with the block."""
 
     def index(self) -> dict[str, Entry]:
-        """Return the index of the families."""
+        """Return the contents of `index.json`."""
         return {name: entry_of(family, file) for name, (family, file) in self.families.items()}
 
 
 def read_all() -> Tables:
-    """Parse and check every built-in table.
+    """Parse and check all shipped tables.
 
     Raises:
         Refused: CORRUPT, with every problem of the first faulty table.
     """
     from importlib.resources import files
 
-    from transaxle.axes.notation import tables  # rarely needed: shipped families are read from JSON
+    # imported late, because the parser is rarely needed: shipped families are read from JSON
+    from transaxle.axes.notation import tables
     from transaxle.axes.notation.written import TableFiles
 
     top = files(__name__)
@@ -245,19 +248,19 @@ def read_all() -> Tables:
 
 @cache
 def builtin() -> Families:
-    """Return every family that ships, by name."""
+    """Return the shipped families by name."""
     return Families(msgspec.json.decode(_read_file(INDEX), type=dict[str, Entry]))
 
 
 @cache
 def blocks() -> Mapping[str, str]:
-    """Return every block that ships -> its file."""
+    """Return block name -> file, for all shipped blocks."""
     return msgspec.json.decode(_read_file(BLOCKS), type=dict[str, str])
 
 
 @cache
 def _read_family(name: str, file: str) -> Family:
-    """Return a family that ships. The family is not checked again: generating the index has checked it."""
+    """Return a shipped family, without checking it again: generating the index has checked it."""
     if not is_traced(file):
         return replace(read_spelled(_read_file(f"{GENERATED}/{name}.json")), text=partial(base, name))
     from transaxle.axes.notation import tables
@@ -268,7 +271,7 @@ def _read_family(name: str, file: str) -> Family:
 
 @cache
 def _table_files() -> TableFiles:
-    """Return the tables that ship as text."""
+    """Return the shipped tables that are plain text files."""
     from transaxle.axes.notation.written import TableFiles
 
     homes = {**blocks(), **{name: entry.file for name, entry in builtin().entries.items()}}
@@ -276,15 +279,17 @@ def _table_files() -> TableFiles:
 
 
 def base(name: str) -> FamilyText | None:
-    """Return the text of a family or block that ships, with everything that it inherits; None where there is none."""
+    """Return the text of a shipped family or block, with everything that it inherits; None if no such family or block
+    exists.
+    """
     return _table_files().base(name)
 
 
 def table_text(file: str) -> str:
-    """Return the text of a table that ships.
+    """Return the text of a shipped table.
 
     Args:
-        file: its path in the index.
+        file: path of the table's file, as in the index.
     """
     content = _read_file(file)
     if is_traced(file):
@@ -297,7 +302,7 @@ def table_text(file: str) -> str:
 def _read_file(file: str) -> bytes:
     """Return the contents of a file in this package, which may be in an archive."""
     content = get_data(__name__, file)
-    assert content is not None  # loaders that find this package can also read its files
+    assert content is not None  # every import loader that can import this package can also read its files
     return content
 
 
@@ -306,8 +311,8 @@ def installed_families() -> Mapping[str, Family]:
     """Return the families of installed packages by name.
 
     Raises:
-        Refused: UNSUPPORTED where a package cannot be imported or has no tables, CORRUPT where a table is faulty,
-            NAME_COLLISION where the name of a family is already used.
+        Refused: UNSUPPORTED, if a package cannot be imported or has no tables; CORRUPT, if a table is faulty;
+            NAME_COLLISION, if two families have the same name.
     """
     from importlib.resources import files
 
@@ -332,16 +337,16 @@ def installed_families() -> Mapping[str, Family]:
 
 
 def is_dialect(label: str) -> bool:
-    """Tell whether a family that ships has a dialect of this label or name."""
+    """Tell whether a shipped family has a dialect of this label or name."""
     labels = {known for entry in builtin().entries.values() for known in entry.dialects}
     return label in labels or any(known.partition("@")[0] == label for known in labels)
 
 
 def with_rules(text: str, file: str) -> Families:
-    """Return the built-in families, with those of a user's rules file added or extended.
+    """Return the shipped families, together with the families and dialects of a user's rules file.
 
     Raises:
-        Refused: CORRUPT, with every problem of the file.
+        Refused: CORRUPT, with every problem in the rules file.
     """
     from transaxle.axes.notation import tables
 
@@ -353,8 +358,8 @@ def with_rules(text: str, file: str) -> Families:
 
 
 class _Line(msgspec.Struct, array_like=True, frozen=True):
-    """A line: name pattern, expression, condition, arithmetic, and whether it is only read, or only for optimizer
-    state.
+    """A table line: name pattern, expression, condition, arithmetic, and whether the line is only for reading, or only
+    for optimizer state.
     """
 
     name: str
@@ -368,16 +373,16 @@ class _Dialect(msgspec.Struct, frozen=True):
     version: str | None
     ignored: tuple[str, ...]
     lines: tuple[int, ...]
-    """Positions in the family's list of lines, which dialects may share."""
+    """Positions of the dialect's lines in the family's list of table lines; dialects may share lines."""
     name: str
 
 
 _Cut = tuple[str, tuple[str, ...], tuple[str, ...] | None]
-"""Mesh axis, axes, and tensors of a `cut` statement; None: all tensors."""
+"""A `cut` statement: mesh axis, tensor axes, and names of the tensors (None for all tensors)."""
 
 
 class _FamilyData(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A family as JSON, with the fields of `Family`; formulas and names are text."""
+    """A family in JSON: the fields of `Family`, with formulas and name patterns as text."""
 
     name: str
     model_types: tuple[str, ...]
@@ -395,11 +400,11 @@ class _FamilyData(msgspec.Struct, frozen=True, omit_defaults=True):
     alike: str = ""
     added: dict[str, str] = {}
     else_zeros: tuple[int, ...] = ()
-    """Positions of the lines whose tensors are written as zeros where the source has none."""
+    """Positions of the table lines whose tensors are written as zeros if the source lacks them."""
 
 
 def spell_out(family: Family) -> bytes:
-    """Return a family as JSON."""
+    """Return a family as JSON text."""
     lines = list(dict.fromkeys(line for dialect in family.dialects for line in dialect.lines))
     position = {line: number for number, line in enumerate(lines)}
     spelled = _FamilyData(

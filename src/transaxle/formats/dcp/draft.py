@@ -1,12 +1,12 @@
-"""Lays out a DCP folder: assigns every chunk its file and byte offset before any data moves.
+"""Lays out a new DCP folder: assigns a file and a byte offset to every chunk before any data is written.
 
 The result is what one rank of torch would save: `.metadata`, and data files `__0_0.distcp`, `__0_1.distcp`, …. Any
-number of ranks can load it. A tensor is one chunk unless it exceeds the size of a file or an archive; then it is cut
-into runs of whole rows, so that its bytes still follow one another.
+number of ranks can load it. A tensor is one chunk unless it exceeds the cap on a file or an archive; then it is cut
+into chunks of whole rows, each contiguous.
 
 The archive of a chunk equals the output of `torch.save` for one tensor, but is laid out before the tensor's bytes are
-known. Everything around the tensor depends on its dtype and shape alone, so thousands of chunks share a few such
-frames.
+known. The archive's bytes around the tensor (its frame) depend only on dtype and shape, so thousands of chunks share a
+few frames.
 """
 
 from __future__ import annotations
@@ -47,34 +47,34 @@ from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE,
 from transaxle.formats.training_state import PARAMS, KeyPath, ParamGroup, join_path
 
 LARGEST = 1 << 30
-"""Cap on the tensor bytes in one archive, because torch reads whole archives even to load a part of one."""
+"""Cap on the tensor bytes in one archive, because torch reads a whole archive even to load a part of it."""
 
 _FOLDER = "archive"
-"""Name of the folder inside an archive that torch writes to a stream, as DCP does."""
+"""Name that torch gives to the folder inside a zip archive when it writes to a stream, as DCP does."""
 _KEY = "0"
 _TYPED = frozenset(STORAGES.values())
-"""Dtypes that have a storage class in torch; newer dtypes are written as untyped bytes."""
+"""Dtypes that have a storage class in torch; tensors of all newer dtypes are pickled with untyped storage."""
 
 
 class ArchiveFrame(NamedTuple):
-    """The bytes of an archive around its tensor."""
+    """The bytes of a chunk's archive before and after its tensor."""
 
     head: bytes
-    """All bytes of the archive before the tensor's."""
+    """The archive's bytes before the tensor."""
     tail: bytes
-    """All bytes of the archive after the tensor's."""
+    """The archive's bytes after the tensor."""
 
 
 @lru_cache(256)
 def frame(dtype: DType, shape: tuple[int, ...], size: int) -> ArchiveFrame:
-    """Return the archive around one row-major tensor.
+    """Return the frame of the archive of one row-major tensor.
 
     Args:
         dtype: the tensor's dtype.
-        shape: the tensor's shape in torch, where packed elements count as one.
+        shape: the tensor's shape in torch, which counts packed elements (such as two FP4 values in a byte) as one.
         size: the tensor's size in bytes.
 
-    Post-condition: the tensor begins at a multiple of `ALIGNMENT`, counted from the archive's first byte.
+    In the archive the tensor begins at a multiple of `ALIGNMENT` bytes.
     """
     typed = dtype.name in _TYPED
     storage = StorageType(dtype if typed else None)
@@ -95,10 +95,10 @@ _VERSION = b"3\n"
 
 
 METADATA_VERSION = "1.0.0"
-"""Version number that torch gives to this form of the metadata."""
+"""Version number that torch writes into the metadata."""
 
 DTYPES = {code: DType(name) for name, code in CODES.items()}
-"""torch dtype by safetensors dtype code."""
+"""Safetensors dtype code -> name of the torch dtype."""
 _METADATA_MODULE = f"{MODULES[0]}.metadata"
 _CLASSES = {
     name: Global(_METADATA_MODULE, name)
@@ -115,12 +115,12 @@ _INFO, _SIZE = Global(f"{MODULES[0]}.filesystem", "_StorageInfo"), Global("torch
 
 
 class TorchTensor(NamedTuple):
-    """A tensor to be written, with its dtype and shape in torch, where packed elements count as one."""
+    """A tensor to be written, with dtype and shape as torch has them; torch counts packed elements as one."""
 
     spec: Spec
-    """Name, dtype code and shape in logical elements, as in tables and plans."""
+    """Name, dtype code and shape of the tensor, with each packed element counted."""
     path: KeyPath
-    """Path of the tensor in the saved state dict."""
+    """Keys that lead to the tensor in the saved state dict."""
     dtype: DType
     shape: Shape
     size: int
@@ -128,7 +128,7 @@ class TorchTensor(NamedTuple):
 
 
 class ChunkPlace(NamedTuple):
-    """A box of a tensor, in torch's elements, with the byte range of its archive."""
+    """A chunk of a tensor (its box in torch's elements), with the byte range of its archive."""
 
     start: Shape
     shape: Shape
@@ -136,13 +136,13 @@ class ChunkPlace(NamedTuple):
 
 
 def as_torch_tensor(spec: Spec, path: KeyPath, names_by_key: dict[str, str], faults: Faults) -> TorchTensor | None:
-    """Return a tensor with its dtype and shape in torch; add a fault for each reason why torch cannot store it.
+    """Return a tensor with dtype and shape as torch has them; add a fault for each reason why torch cannot store it.
 
     Args:
         spec: name, dtype code and logical shape.
         path: path of the tensor in the saved state dict.
-        names_by_key: tensor name by flat key, so far; this tensor is added.
-        faults: receives NAME_COLLISION, SHAPE_MISMATCH or UNSUPPORTED.
+        names_by_key: flat DCP key -> tensor name, of all tensors so far; this tensor is added.
+        faults: list of faults; receives NAME_COLLISION, SHAPE_MISMATCH or UNSUPPORTED.
     """
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     key = join_path(path)
@@ -205,14 +205,14 @@ def _runs(shape: Shape, item: int, limit: int) -> Iterator[tuple[Shape, Shape]]:
 
 
 class DataFiles:
-    """Fills data files one after the other: aligned archives with zero padding between them.
+    """Fills data files one after another with aligned archives, and zero padding between archives.
 
     Args:
         shard_size: cap on the tensor bytes in one file; None for a single file.
         size: total bytes of all tensors.
 
     Raises:
-        UsageError: AMBIGUOUS where files of this size would be too many.
+        UsageError: AMBIGUOUS, if `shard_size` would give too many files.
     """
 
     def __init__(self, shard_size: int | None, size: int) -> None:
@@ -226,13 +226,15 @@ class DataFiles:
         self._pending = bytearray()
         self._file = ""
         self._end = 0
-        """Bytes of the current file so far."""
+        """Bytes placed in the current file so far."""
         self._tensor_bytes = 0
-        """Tensor bytes in the current file so far."""
+        """Tensor bytes placed in the current file so far, without frames and padding."""
         self._begin()
 
     def place(self, dtype: DType, shape: Shape) -> tuple[Payload, int]:
-        """Reserve space for a chunk; return its archive's byte range, and the offset of the chunk in the file."""
+        """Reserve space for a chunk; return the byte range of its archive, and the file offset of the tensor's first
+        byte.
+        """
         size = _bytes_of(dtype, shape)
         if self._shard_size is not None and self._tensor_bytes and self._tensor_bytes + size > self._shard_size:
             self._close()
@@ -250,13 +252,13 @@ class DataFiles:
         return payload, data
 
     def put(self, dtype: DType, value: bytes) -> Payload:
-        """Store a 0-dim tensor, given its bytes."""
+        """Store a 0-dim tensor of known value, given its bytes."""
         payload, offset = self.place(dtype, ())
         self._fragments.append(Fragment(payload.file, offset, value))
         return payload
 
     def keep(self, archive: bytes) -> Payload:
-        """Store an archive, given all of its bytes."""
+        """Store a complete archive, given its bytes."""
         payload = Payload(self._file, self._end, len(archive))
         padded = archive + bytes(-len(archive) % ALIGNMENT)
         self._pending += padded
@@ -264,7 +266,7 @@ class DataFiles:
         return payload
 
     def finish(self) -> tuple[list[Fragment], dict[str, int]]:
-        """Close the last file; return the bytes outside the tensors, and the size of each file."""
+        """Close the last file; return the fragments of bytes outside the tensors, and the size of each file."""
         self._close()
         return self._fragments, self._sizes
 
@@ -274,7 +276,7 @@ class DataFiles:
         self._end = self._tensor_bytes = 0
 
     def _flush(self, head: bytes) -> None:
-        """Add the bytes between two tensors as one fragment."""
+        """Add the bytes since the last tensor as one fragment."""
         bytes_between = bytes(self._pending) + head
         if bytes_between:
             self._fragments.append(Fragment(self._file, self._end - len(self._pending), bytes_between))
@@ -300,7 +302,8 @@ def metadata_of(tensors: ChunksByTensor, objects: ObjectPlaces, *, with_paths: b
     Args:
         tensors: the tensors with their chunks.
         objects: path and archive of each item that is not a tensor.
-        with_paths: record the state-dict path of each key, as torch's planners do; Megatron's keys are no paths.
+        with_paths: whether to record the state-dict path of each key, as torch's planners do; Megatron's keys are not
+            paths.
     """
     paths = {
         join_path(path): path for path in (*(tensor.path for tensor, _ in tensors), *(path for path, _ in objects))
@@ -317,7 +320,7 @@ def metadata_of(tensors: ChunksByTensor, objects: ObjectPlaces, *, with_paths: b
 
 
 def _item_metadata(tensors: ChunksByTensor, objects: ObjectPlaces) -> Iterator[tuple[str, Object]]:
-    """Yield each key with its metadata: a tensor with its chunks, or an object."""
+    """Yield each DCP key with its metadata: of a tensor with its chunks, or of an object."""
     properties = {tensor.dtype: _properties(tensor.dtype) for tensor, _ in tensors}
     for tensor, chunks in tensors:
         boxes = (_torch_object("ChunkStorageMetadata", offsets=_size(c.start), sizes=_size(c.shape)) for c in chunks)
@@ -335,7 +338,7 @@ def _item_metadata(tensors: ChunksByTensor, objects: ObjectPlaces) -> Iterator[t
 
 
 def _storage_places(tensors: ChunksByTensor, objects: ObjectPlaces) -> Iterator[tuple[Object, Object]]:
-    """Yield the index of each chunk and object with its storage info: file, offset and length."""
+    """Yield torch's `MetadataIndex` of each chunk and object with its storage info: file, offset and length."""
     for tensor, chunks in tensors:
         key = join_path(tensor.path)
         for number, (start, _, payload) in enumerate(chunks):
@@ -366,7 +369,7 @@ def _size(counts: Shape) -> Object:
 
 
 _MOST_FLAT = 200_000
-"""Cap on flattened per-parameter optimizer settings; beyond it, only settings of groups are written."""
+"""Cap on the flattened optimizer settings per parameter; if there are more, only the settings of groups are written."""
 
 
 def draft(
@@ -383,14 +386,13 @@ def draft(
         tensors: the tensors to be written; files are filled in this order.
         metadata: ignored, because the format has no place for free text.
         shard_size: cap on the tensor bytes in one file; larger tensors are cut into chunks. None for one file.
-        groups: parameter groups of the optimizer; their settings are written both nested and flattened, since torch
+        groups: parameter groups of the optimizer; their settings are written nested and also flattened, since torch
             loads either form.
-        training: non-tensor state of the trainer, by path.
+        training: state of the trainer other than tensors, by state-dict path.
 
     Raises:
-        Refused: with every tensor that cannot be stored: UNSUPPORTED (dtype, a name that is no Unicode),
-            NAME_COLLISION,
-            SHAPE_MISMATCH (packed elements that do not fill whole bytes).
+        Refused: with every tensor that cannot be stored: UNSUPPORTED (its dtype, or a name that is not valid Unicode),
+            NAME_COLLISION, SHAPE_MISMATCH (packed elements that do not fill whole bytes).
     """
     del metadata
     faults = Faults()
@@ -428,13 +430,13 @@ def draft(
 def _objects(
     values: Iterable[tuple[KeyPath, object]], files: DataFiles, tensor_keys: Collection[str], chunks: ChunksByTensor
 ) -> ObjectPlaces:
-    """Store plain values; equal values share one archive.
+    """Store values that are not tensors; equal values share one archive.
 
     Args:
         values: path and value of each item.
-        files: the data files, which receive the archives.
+        files: the data files to which the archives are added.
         tensor_keys: flat keys of the tensors.
-        chunks: receives the numpy scalars, which are stored as tensors.
+        chunks: list of tensors with chunks; receives the numpy scalars, which are stored as tensors.
 
     Returns:
         path and archive of each value that is stored as an object.
@@ -444,7 +446,7 @@ def _objects(
     keys_so_far = set(tensor_keys)
     for path, value in values:
         if join_path(path) in keys_so_far:
-            # If the name of a parameter is a number, two paths have the same flat key: the first, nested one is used.
+            # If a parameter's name is a number, a nested and a flattened path share a flat key: the nested path is used.
             continue
         keys_so_far.add(join_path(path))
         if isinstance(value, np.generic):
@@ -461,7 +463,9 @@ def _objects(
 
 
 def _by_path(groups: Sequence[ParamGroup]) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield every optimizer setting under the two paths that torch uses: by group, and by parameter."""
+    """Yield every optimizer setting under the two paths by which torch finds it: by parameter group, and by
+    parameter.
+    """
     for number, group in enumerate(groups):
         for setting, value in group.items():
             listed = [as_numbered(parameter) for parameter in value] if setting == PARAMS else value

@@ -1,15 +1,15 @@
-"""The parameters on each rank of a model, their boxes in the stored tensors, and the order of parameters in a module.
+"""The parameters that each rank has, their boxes in the stored tensors, and the order of parameters in a module.
 
-A stored tensor may contain all layers and all experts; each of its chunks is the part of one layer and expert that one
-rank saved. So the chunks show how a parameter was cut: not at all, into one piece per rank, or, for a fused gate and up
-projection, into two pieces per rank, one of each half.
+A stored tensor may stack all layers and all experts; each chunk is what one rank saved of one layer and expert. So the
+chunks show how a parameter was cut: not at all, into one chunk per rank, or, for a fused gate and up projection, into
+two chunks per rank, one from each half.
 
 Flat buckets contain the parameters in the reverse of the order in which Megatron's modules register them. Constructors
 create submodules in this order, and a module's own parameters come before those of its submodules. The order was read
-from the models of megatron-core 0.12.3, 0.14.0, 0.15.3, 0.16.1 and 0.19.2, which agree. Names in a checkpoint leave two
-points open. First, Transformer Engine has the norm inside the following projection, while local layers have it as a
-module of its own, under the same stored name. Second, a module loops over experts, or over the two linears of all
-experts.
+from the models of megatron-core 0.12.3, 0.14.0, 0.15.3, 0.16.1 and 0.19.2, which agree. The names in a checkpoint leave
+two points open. First, the norm before a projection is inside the projection in Transformer Engine, but a separate
+module in local layers, both under the same stored name. Second, a module registers expert by expert, or first one
+linear of all experts and then the other linear.
 """
 
 from __future__ import annotations
@@ -27,50 +27,51 @@ import msgspec
 from transaxle.formats.catalog import Entry, Shape
 
 _SEGMENTS = (
-    # A model.
+    # Submodules of a model.
     "embedding", "decoder", "mtp", "output_layer",
     "word_embeddings", "position_embeddings", "tokentype_embeddings",
     "enorm", "hnorm", "eh_proj", "transformer_layer", "layers", "final_layernorm",
-    # A layer.
+    # Submodules of a layer.
     "input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp",
     "core_attention", "softmax_offset", "linear_proj", "linear_qkv",
     "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
     "q_layernorm", "kv_layernorm", "k_layernorm",
     "router", "fc1_latent_proj", "fc2_latent_proj", "experts", "shared_experts",
     "gate_weight", "linear_fc1", "linear_fc2",
-    # A module without submodules.
+    # Parameters of a module without submodules.
     "layer_norm_weight", "layer_norm_bias", "weight", "bias",
 )  # fmt: skip
-"""Segments of parameter paths; the segments of one module are in the order of its constructor."""
+"""Segments of parameter names; the segments inside one module are in the order in which its constructor creates
+them."""
 _RANKS = {segment: rank for rank, segment in enumerate(_SEGMENTS)}
 _BUFFERS = frozenset({"expert_bias", "local_tokens_per_expert"})
-"""Last name segments of buffers, which the optimizer does not train."""
+"""Last name segment of buffers, which the optimizer does not train."""
 _NORM_MODULES = {("self_attention", "linear_qkv"): "input_layernorm", ("mlp", "linear_fc1"): "pre_mlp_layernorm"}
-"""Name that a norm has as a module of its own, by the projection that may contain it."""
+"""Projection that may contain a norm -> name of this norm as a separate module."""
 _NORM = "layer_norm_"
 _EXPERTS = ("experts", "experts")
 _LAYER, _EXPERT = "{layer}", "{expert}"
-"""Placeholders for the layer and expert numbers in a path."""
+"""Placeholders for the layer number and the expert number in a sort key."""
 
 OrderKey = tuple[int, ...]
-"""Sort key of a parameter: sorting by it gives the order in which modules register parameters."""
+"""Sort key that puts parameters into the order in which modules register them."""
 
 
 class UnknownOrderError(Exception):
-    """The order of a model's parameters is unknown; the message gives the reason."""
+    """The order in which a model registers its parameters is unknown; the message gives the reason."""
 
 
 class Order(msgspec.Struct, frozen=True):
-    """The two properties of a module's parameter order that stored names do not determine."""
+    """The two choices in a module's parameter order that tensor names do not show."""
 
     norms_apart: bool
-    """Whether norms before projections are separate modules."""
+    """Whether the norms before projections are separate modules."""
     grouped: bool
-    """Whether the first linears of all experts come before their second linears."""
+    """Whether the first linears of all experts come before the second linears of all experts."""
 
 
 def orders(arguments: Mapping[str, Any]) -> Iterator[Order]:
-    """Yield all possible orders; the one that the run's arguments suggest comes first."""
+    """Yield all possible orders, first the order that the run's arguments suggest."""
     apart = arguments.get("transformer_impl") == "local"
     grouped = arguments.get("moe_grouped_gemm") is not False
     for norms in (apart, not apart):
@@ -84,13 +85,13 @@ def is_trained(name: str) -> bool:
 
 
 def has_layers(name: str) -> bool:
-    """Tell whether a stored tensor has all layers as its first axis."""
+    """Tell whether a stored tensor stacks all layers along its first dim."""
     segments = name.split(".")
     return segments[1:2] == ["layers"] and len(segments) > 2 and not segments[2].isdecimal()
 
 
 def has_experts(name: str) -> bool:
-    """Tell whether a stored tensor has all experts as an axis, after that of the layers."""
+    """Tell whether a stored tensor stacks all experts along a dim, which follows the dim of layers if there is one."""
     return _experts_at(name.split(".")) is not None
 
 
@@ -99,9 +100,9 @@ def order_key(name: str, layer: int | None, expert: int | None, order: Order) ->
 
     Args:
         name: name of the stored tensor.
-        layer: index on the tensor's layer axis; None where it has none.
-        expert: index on the tensor's expert axis; None where it has none.
-        order: the properties of the order that names do not determine.
+        layer: index along the tensor's layer dim; None if it does not stack layers.
+        expert: index along the tensor's expert dim; None if it does not stack experts.
+        order: the choices in the order that names do not show.
 
     Raises:
         UnknownOrderError: a segment of the name is unknown.
@@ -112,7 +113,7 @@ def order_key(name: str, layer: int | None, expert: int | None, order: Order) ->
 
 @lru_cache(maxsize=1 << 14)
 def _template(name: str, layer: bool, expert: bool, order: Order) -> tuple[int | str, ...]:
-    """Return the sort key of a stored tensor's parameters, with placeholders for layer and expert."""
+    """Return the sort key of a stored tensor's parameters, with placeholders for the layer and expert numbers."""
     path = name.split(".")
     if expert:
         at = _experts_at(path)
@@ -128,7 +129,7 @@ def _template(name: str, layer: bool, expert: bool, order: Order) -> tuple[int |
 
 
 def _experts_at(segments: list[str]) -> int | None:
-    """Return the position of the segments `experts.experts`; None where there are none."""
+    """Return the position of the segments `experts.experts` in a name; None if the name lacks them."""
     return next((at for at, pair in enumerate(pairwise(segments)) if pair == _EXPERTS), None)
 
 
@@ -147,12 +148,12 @@ _EMBEDDING, _OUTPUT, _FINAL, _AHEAD = "embedding", "output_layer", "final_layern
 _WORDS = "embedding.word_embeddings.weight"
 _OUTPUT_WEIGHT = "output_layer.weight"
 _KINDS = (_EMBEDDING, "layers", _FINAL, _AHEAD, _OUTPUT)
-"""Kinds of model parts, in the order in which pipeline stages have them."""
+"""Kinds of model parts, in the order in which they follow along the pipeline."""
 _LAYERS_AT, _AHEAD_AT, _OUTPUT_AT = 1, 3, 4
 
 
 class Box(NamedTuple):
-    """A box of a stored tensor: first index and shape."""
+    """A box of a stored tensor, as (first index, shape)."""
 
     start: Shape
     shape: Shape
@@ -160,13 +161,13 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A stored tensor of the model: one parameter, or a stack of one parameter of all layers and experts."""
+    """A stored tensor of the model: one parameter, or the stacked parameters of all layers and experts."""
 
     entry: Entry
     stacked: int
-    """Number of leading dims that are layers and experts."""
+    """Number of leading dims along which layers and experts are stacked."""
     boxes: tuple[Box, ...]
-    """Boxes that the ranks saved of one layer and expert, along the other dims."""
+    """Boxes that the ranks saved of one layer and expert, without the stacked dims."""
 
     @property
     def name(self) -> str:
@@ -175,18 +176,18 @@ class StoredParameter:
 
     @cached_property
     def is_expert(self) -> bool:
-        """Whether the parameter belongs to experts."""
+        """Whether the parameter belongs to routed experts."""
         return has_experts(self.name)
 
     def rank_boxes(self, rank: int, ranks: int) -> tuple[Box, ...]:
-        """Return the boxes of one rank, in the order in which its own tensor contains them.
+        """Return the boxes that one rank has, in the order in which the rank's tensor concatenates them.
 
         Args:
             rank: number of the rank.
-            ranks: number of ranks over which the parameter is cut.
+            ranks: number of ranks over which parameters of this kind are cut.
 
         Raises:
-            UnknownOrderError: the parameter is cut for another number of ranks.
+            UnknownOrderError: the parameter's boxes do not fit this number of ranks.
         """
         if len(self.boxes) == 1:
             return self.boxes
@@ -194,10 +195,10 @@ class StoredParameter:
         return tuple(self.boxes[half * ranks + rank] for half in range(halves))
 
     def halves(self, ranks: int) -> int:
-        """Return the number of parts that are cut separately: two for a fused gate and up projection, else one.
+        """Return how many parts of the parameter are cut separately: 2 for a fused gate and up projection, else 1.
 
         Raises:
-            UnknownOrderError: the parameter is cut for another number of ranks.
+            UnknownOrderError: the parameter's boxes do not fit this number of ranks.
         """
         count = len(self.boxes)
         gated = self.name.split(".")[-2:-1] == [_GATED]
@@ -206,22 +207,22 @@ class StoredParameter:
         raise UnknownOrderError(f"{self.name} is cut into {count} pieces, which {ranks} ranks do not share out")
 
     def size(self, ranks: int) -> int:
-        """Return the number of elements on each rank, for one layer and expert."""
+        """Return the number of elements of one layer and expert that each rank has."""
         return sum(prod(box.shape) for box in self.rank_boxes(0, ranks))
 
 
 class LocalParameter(NamedTuple):
-    """A parameter of one layer and expert on a rank."""
+    """A parameter on one rank, belonging to one layer and expert."""
 
     key: OrderKey
     """Sort key of the parameter in the module's order."""
     stored: StoredParameter
     slot: Shape
-    """Index of the parameter on the layer and expert axes of the stored tensor."""
+    """Index of the parameter along the stacked dims (layer, expert) of the stored tensor."""
     size: int
-    """Number of elements on the rank."""
+    """Number of the parameter's elements on the rank."""
     shared: bool
-    """Whether the parameter may be an embedding that another stage has too; such a parameter begins a bucket."""
+    """Whether the parameter may be an embedding that two stages have; a shared embedding begins a new bucket."""
 
 
 class ModelPart(NamedTuple):
@@ -229,11 +230,12 @@ class ModelPart(NamedTuple):
 
     kind: str
     parameters: tuple[tuple[StoredParameter, int | None], ...]
-    """Stored tensors of the part, each with its index on the layer axis (None without such an axis)."""
+    """Stored tensors of the part, each with the index along the tensor's layer dim (None if it does not stack
+    layers)."""
 
     @property
     def may_copy(self) -> bool:
-        """Whether a stage with this part may have a copy of the embedding."""
+        """Whether a pipeline stage with this part may have a copy of the embedding."""
         return self.kind in (_AHEAD, _OUTPUT)
 
 
@@ -242,25 +244,25 @@ class Model:
     """The parameters of a model, divided into parts that pipeline stages do not split."""
 
     items: tuple[ModelPart, ...]
-    """All parts of the model, in the order in which stages have them."""
+    """All parts of the model, in pipeline order."""
     ranks: Mapping[bool, int]
-    """Number of ranks over which parameters are cut: key True for experts' parameters, False for all others."""
+    """Number of ranks over which parameters are cut; the key is True for experts' parameters, False for all others."""
     experts: int
-    """Number of experts in each layer; 0 without experts."""
+    """Number of experts in each layer; 0 for a model without experts."""
 
     def local(
         self, part_range: range, order: Order, experts: range | None = None, *, experts_only: bool | None = None
     ) -> list[LocalParameter]:
-        """Return the parameters of a rank with some consecutive parts of the model, in the module's order.
+        """Return the parameters on a rank that has a range of the model's parts, in the module's order.
 
         Args:
-            part_range: numbers of the parts.
-            order: the properties of the order that names do not determine.
-            experts: numbers of the rank's experts; None for all.
-            experts_only: True for only experts' parameters, False for only others; None for all.
+            part_range: numbers of the parts that the rank has.
+            order: the choices in the order that names do not show.
+            experts: numbers of the experts that the rank has; None for all experts.
+            experts_only: True to return only experts' parameters; False to leave them out; None for all parameters.
 
         Raises:
-            UnknownOrderError: see `order_key`.
+            UnknownOrderError: a segment of a name is unknown.
         """
         parameters: list[LocalParameter] = []
         for item in self._parts_of_stage(part_range):
@@ -280,7 +282,7 @@ class Model:
         return sorted(parameters, key=lambda parameter: parameter.key)
 
     def _parts_of_stage(self, part_range: range) -> list[ModelPart]:
-        """Return parts of the model, with the copy of the embedding that a stage after the first may have."""
+        """Return the parts of one stage; a stage after the first may also have a copy of the embedding."""
         parts = [self.items[at] for at in part_range]
         first = self.items[0]
         kinds = {item.kind for item in parts}
@@ -293,17 +295,18 @@ class Model:
 
 
 def model_of(entries: Iterable[Entry]) -> Model:
-    """Return the parameters of a model, given all of its stored tensors.
+    """Return the `Model` that consists of the given stored tensors.
 
     Raises:
-        UnknownOrderError: a tensor's chunks are not one per layer, expert and rank, or a tensor belongs to no part.
+        UnknownOrderError: a tensor does not have one chunk per layer, expert and rank, or belongs to no part of a
+            model.
     """
     parameters = [_parameter_of(entry) for entry in entries if is_trained(entry.name)]
     parameters_by_part: dict[tuple[int, int], list[tuple[StoredParameter, int | None]]] = {}
     for parameter in parameters:
         for at, layer in _parts_of(parameter):
             parameters_by_part.setdefault(at, []).append((parameter, layer))
-    # an output that is tied to the embedding has no parameters of its own
+    # an output layer that is tied to the embedding stores no parameters
     parameters_by_part.setdefault((_OUTPUT_AT, 0), [])
     experts = {each.entry.shape[each.stacked - 1] for each in parameters if each.is_expert}
     if len(experts) > 1:
@@ -322,7 +325,7 @@ def model_of(entries: Iterable[Entry]) -> Model:
 
 
 def _ranks(parameters: Sequence[StoredParameter]) -> int:
-    """Return the number of ranks over which parameters are cut."""
+    """Return the number of ranks over which parameters are cut, as their boxes show it."""
     return max((len(each.boxes) for each in parameters if f".{_GATED}." not in each.name), default=1)
 
 
@@ -341,7 +344,9 @@ def _parameter_of(entry: Entry) -> StoredParameter:
 
 
 def _parts_of(parameter: StoredParameter) -> list[tuple[tuple[int, int], int | None]]:
-    """Return the parts of the model to which a stored tensor belongs, each with its index on the layer axis."""
+    """Return the parts of the model to which a stored tensor belongs, each with the index along the tensor's layer
+    dim.
+    """
     segments = parameter.name.split(".")
     if segments[:2] == ["decoder", "layers"]:
         if has_layers(parameter.name):

@@ -1,17 +1,17 @@
 """Reads the arguments and the state of a Megatron run, wherever a checkpoint stores them.
 
 Megatron's arguments are a pickled `argparse.Namespace` of some eight hundred entries, with members of Megatron's own
-enums among them. The interpreter describes these without importing anything; only numbers, strings and lists of them
-are used.
+enums among them. Transaxle's pickle interpreter describes the enums without importing them; only numbers, strings and
+lists are used.
 
-Megatron-Bridge and NeMo store settings as YAML files instead. YAML is read as data: a tag such as `!!python/object` is
-ignored, and an alias stands for the value of its anchor.
+Megatron-Bridge and NeMo store settings in YAML files instead. A tag such as `!!python/object` in YAML is ignored, and
+an alias stands for the value of its anchor.
 
     iter_0000007/run_config.yaml      Megatron-Bridge: `model`, the settings of the model provider
     iter_0000007/train_state.pt       step and sample counters
     CHECKPOINT/context/model.yaml     NeMo 2: `config`, the same settings; the checkpoint itself is CHECKPOINT/weights
 
-The classes that these files name are never imported.
+Classes named in the YAML files are never imported.
 """
 
 from __future__ import annotations
@@ -34,18 +34,21 @@ from transaxle.formats.torch_file.saved import read_saved
 _MAX_DEPTH = 8
 """Cap on the nesting depth of plain data."""
 _MEGATRON_PACKAGES = ("megatron", "nemo", "transformer_engine")
-"""Packages whose enums and settings occur among pickled arguments."""
+"""Python packages whose enums and settings classes occur in pickled arguments."""
 
 
 class _Names(dict[tuple[str, str], GlobalRule]):
-    """Globals that the pickle of a run's state may name; those of Megatron's packages are described, never imported."""
+    """The set of globals (classes and functions) that a run's pickle may name; Megatron's are described, never
+    imported.
+    """
 
     def get(self, key: tuple[str, str], default: Any = None) -> Any:
         return super().get(key) or (INERT if key[0].partition(".")[0] in _MEGATRON_PACKAGES else default)
 
 
 _SIGNALS = ("Signals", "Signals.SIGINT", "Signals.SIGTERM", "Signals.SIGHUP", "Signals.SIGUSR1", "Signals.SIGUSR2")
-"""Globals of the exit signal among the arguments; up to Python 3.11.3, Enum members were pickled by name."""
+"""Globals with which the exit signal is pickled among the arguments: up to Python 3.11.3, Enum members were pickled by
+name."""
 NAMES: Names = _Names({**ALLOWED, **{("signal", name): INERT for name in _SIGNALS}, ("enum", "Enum"): INERT})
 """Globals that the pickle of a run's state may name."""
 
@@ -70,9 +73,9 @@ KEYS: Mapping[str, str] = {
     "num_nextn_predict_layers": "mtp_num_layers",
     "moe_latent_size": "moe_latent_size",
 }
-"""Megatron's argument for each key of a config.json with the same meaning."""
+"""Key of a config.json -> Megatron's argument with the same meaning."""
 _COMMON_STEP = "common_step"
-"""Key of the step that Megatron stores once for torch's own optimizers, which count steps per parameter."""
+"""Key of the step that Megatron stores once for all parameters when it uses torch's own optimizers."""
 DEGREES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -80,24 +83,26 @@ DEGREES = {
     "etp": "expert_tensor_parallel_size",
     "vp": "virtual_pipeline_model_parallel_size",
 }
-"""Argument with the size of each mesh axis."""
+"""Mesh dim -> Megatron's argument with its size."""
 
 
 COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
-"""Arguments that count the samples that a run has read."""
+"""Names of the arguments with the counts of samples consumed so far."""
 _ROWS = ("vocab_size", "padded_vocab_size")
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """The part of a Megatron checkpoint that is not tensors, as plain data."""
+    """The contents of a Megatron checkpoint other than tensors, as plain data."""
 
     args: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Megatron's arguments by name."""
+    """Megatron's arguments: value by name."""
     facts: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Iteration, checkpoint version, state of the scheduler, and optimizer settings."""
+    """Iteration, checkpoint version, scheduler state and optimizer settings, by key."""
 
     def config(self) -> dict[str, Any]:
-        """Return the model's sizes from the arguments, under the keys of a config.json; vocabulary without padding."""
+        """Return the model's sizes from the arguments, under the keys of a config.json; the vocabulary size is without
+        padding.
+        """
         args = self.args
         config = {key: args[name] for key, name in KEYS.items() if args.get(name) is not None}
         if args.get("group_query_attention") is False:
@@ -106,7 +111,7 @@ class RunState(msgspec.Struct, frozen=True):
             for key in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"):
                 config.pop(key, None)
         else:
-            config.pop("head_dim", None)  # multi-latent attention ignores this argument
+            config.pop("head_dim", None)  # multi-latent attention ignores `kv_channels`
         untied = args.get("untie_embeddings_and_output_weights")
         if isinstance(untied, bool):
             config["tie_word_embeddings"] = not untied
@@ -115,8 +120,8 @@ class RunState(msgspec.Struct, frozen=True):
         return {key: value for key, value in config.items() if value is not None}
 
     def step(self) -> int | None:
-        """Return the number of optimizer steps; None where it is not stored, or differs between groups."""
-        # A group without parameters may have no step; torch's own optimizers count in floating point.
+        """Return the number of optimizer steps taken; None if it is not stored, or differs between parameter groups."""
+        # A parameter group without parameters may have no step; torch's own optimizers store the step as a float.
         steps = {step for step in _steps(self.facts.get("optimizer")) if step is not None}
         (only,) = steps if len(steps) == 1 else (None,)
         if type(only) is float and only.is_integer():
@@ -124,9 +129,10 @@ class RunState(msgspec.Struct, frozen=True):
         return only if type(only) is int else None
 
     def to_metadata(self) -> dict[str, Any]:
-        """Return the entries for a container's metadata: facts, arguments, parallel degrees, counters and vocabulary.
+        """Return the run's state as metadata entries: facts, arguments, parallel degrees, counters and vocabulary
+        sizes.
 
-        Of the vocabulary, `vocab_size` is the tokenizer's size, `padded_vocab_size` the rows of the embedding.
+        `vocab_size` is the size of the tokenizer, `padded_vocab_size` the number of rows of the embedding.
         """
         degrees = {axis: self.args.get(name) for axis, name in DEGREES.items()}
         counters = {name: self.args.get(name) for name in COUNTERS}
@@ -140,7 +146,7 @@ class RunState(msgspec.Struct, frozen=True):
 
 
 def _steps(settings: object) -> Iterator[Any]:
-    """Yield the steps in an optimizer's settings, which may be those of several chained optimizers."""
+    """Yield the step of each group in an optimizer's settings; the optimizer may be a chain of several."""
     if isinstance(settings, dict):
         groups, state = settings.get("param_groups"), settings.get("state")
         if isinstance(groups, list):
@@ -152,7 +158,7 @@ def _steps(settings: object) -> Iterator[Any]:
 
 
 def _sparse_layers(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return which layers have experts, under the config keys of several families."""
+    """Return which layers have experts, under each config key that some family uses for it."""
     layers, frequency = args.get("num_layers"), args.get("moe_layer_freq", 1)
     if not isinstance(layers, int) or not 0 <= layers < 100_000:
         return {}
@@ -175,7 +181,7 @@ def _sparse_layers(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sizes_of_shared_experts(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the size of the shared experts under several config keys, as a number of experts or of rows."""
+    """Return the size of the shared experts under each config key that some family uses: in experts, or in rows."""
     rows, expert_rows = args.get("moe_shared_expert_intermediate_size"), args.get("moe_ffn_hidden_size")
     if not isinstance(rows, int) or not isinstance(expert_rows, int) or rows < 1 or expert_rows < 1:
         return {}
@@ -188,14 +194,14 @@ def _sizes_of_shared_experts(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_state(value: object, number: Callable[[TensorRef], float | None] = lambda _: None) -> RunState:
-    """Convert the unpickled state of a run; values that are not plain data are left out.
+    """Convert the unpickled state of a run into a `RunState`; values that are not plain data are left out.
 
     Args:
-        value: the state as the pickle interpreter returns it.
-        number: returns the value of a 0-dim tensor.
+        value: the unpickled state.
+        number: function that returns the value of a 0-dim tensor as a Python number.
     """
     if isinstance(value, list) and len(value) == 1:
-        (value,) = value  # Megatron wraps a sharded object with one part in a list
+        (value,) = value  # Megatron wraps a sharded object with a single shard in a list
     if not isinstance(value, dict):
         return RunState()
     namespace = value.get("args")
@@ -205,11 +211,12 @@ def run_state(value: object, number: Callable[[TensorRef], float | None] = lambd
 
 
 def plain_data(value: object, number: Callable[[TensorRef], float | None] = lambda _: None) -> Any:
-    """Return a value as plain data, without dict items that are not plain; None for any other value.
+    """Return a value as plain data (numbers, strings, lists, dicts), without dict items of other types; None if it is
+    not plain.
 
     Args:
-        value: the value as the pickle interpreter returns it.
-        number: returns the value of a 0-dim tensor.
+        value: the unpickled value.
+        number: function that returns the value of a 0-dim tensor as a Python number.
     """
     return _plain(value, number, _MAX_DEPTH)
 
@@ -230,20 +237,21 @@ def _plain(value: object, number: Callable[[TensorRef], float | None], depth: in
 
 
 _MAX_YAML_DEPTH, _MAX_VALUES = 60, 50_000
-"""Caps on the nesting depth of a YAML file and on its values; an alias counts as its whole anchor."""
+"""Caps on the nesting depth of a YAML file, and on its number of values; an alias counts as all values of its
+anchor."""
 _PLAIN = frozenset(f"tag:yaml.org,2002:{word}" for word in ("null", "bool", "int", "float"))
 """YAML tags of plain values that are not strings."""
 
 
 class UnreadableSettingsError(ValueError):
-    """A text is not YAML, or has too many values or unusable keys."""
+    """A settings file is not valid YAML, has too many values, or has keys that are not plain."""
 
 
 def read_settings(text: str) -> Any:
-    """Parse YAML settings into dicts, lists, strings and numbers.
+    """Parse the YAML text of settings into dicts, lists, strings and numbers.
 
     Raises:
-        UnreadableSettingsError: with the line number of the problem.
+        UnreadableSettingsError: the text cannot be parsed; the message has the line number.
     """
     import yaml
 
@@ -286,21 +294,21 @@ RUN_CONFIG, TRAIN_STATE, LATEST_TRAIN_STATE = "run_config.yaml", "train_state.pt
 MODEL_SETTINGS = "context/model.yaml"
 _MAX_BYTES = 1 << 20
 _SECTIONS, _INNER = ("model", "config"), "transformer"
-"""Keys of the model's settings in a file, and the key of the transformer's settings below them."""
+"""Keys of the model's settings in a YAML file, and the key of the transformer's settings inside these settings."""
 _STEP = "step"
 _RENAMED = {"num_moe_experts": "num_experts", "hybrid_layer_pattern": "hybrid_override_pattern"}
-"""Megatron's argument for settings that have another name."""
+"""Name of a setting -> Megatron's argument, where the two names differ."""
 _TIED, _GROUPS = "share_embeddings_and_output_weights", "num_query_groups"
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """The arguments in one settings file."""
+    """The Megatron arguments found in one settings file."""
 
     file: str
     args: Mapping[str, Any]
     fault: str = ""
-    """Reason why the file was not read; empty where it was."""
+    """Reason why the file could not be read; empty if it was read."""
 
 
 def with_settings_of_run(
@@ -308,20 +316,20 @@ def with_settings_of_run(
 ) -> tuple[RunState, dict[str, str]]:
     """Add the arguments and counters in settings files to the state of a run.
 
-    Megatron's own arguments have precedence: with any of them, no settings file is read.
+    If the state has any Megatron arguments, no settings file is read.
 
     Args:
         state: the state in the checkpoint itself.
-        storage: the files.
-        member: folder of the checkpoint.
-        number: returns the value of a 0-dim tensor in a file.
+        storage: the checkpoint's files.
+        member: name of the checkpoint's folder.
+        number: function that returns the value of a 0-dim tensor in a file.
 
     Returns:
-        the new state, and the reason for each file that could not be read.
+        the completed state, and for each unreadable file the reason.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT.
-        StorageError: IO.
+        Refused: UNSAFE_PICKLE or CORRUPT, if a pickled settings file cannot be unpickled safely.
+        StorageError: IO, if a file cannot be read.
     """
     inside = "" if member == HERE else f"{member}/"
     args = dict(state.args)
@@ -343,7 +351,7 @@ def with_settings_of_run(
 
 
 def settings_files(storage: Storage, member: str) -> list[str]:
-    """Return the settings files that exist in a checkpoint's folder and above it."""
+    """Return the settings files that exist in a checkpoint's folder and its parent folder."""
     inside = "" if member == HERE else f"{member}/"
     above = inside.removesuffix(f"{WEIGHTS}/")
     files = [f"{inside}{RUN_CONFIG}", *([f"{above}{MODEL_SETTINGS}"] if above != inside else [])]
@@ -370,7 +378,7 @@ def _read(storage: Storage, file: str) -> _Settings:
 
 
 def arguments_of(settings: object) -> dict[str, Any]:
-    """Convert the settings of a model into Megatron's arguments."""
+    """Convert a model's settings from a YAML file into Megatron's arguments."""
     sections = [settings.get(key) for key in _SECTIONS] if isinstance(settings, dict) else []
     model = next((each for each in sections if isinstance(each, dict)), {})
     transformer_settings = model.get(_INNER)

@@ -53,7 +53,7 @@ def stage_layers(args: Mapping[str, Any], mesh: Mesh, file: str) -> list[list[ra
         raise refuse("CORRUPT", f"args > num_layers: expected a number of layers, not {layers!r}", file=file)
     layout = args.get("pipeline_model_parallel_layout")
     counts = _counts(args, layers, mesh, file) if layout is None else _layout_counts(layout, mesh, file)
-    # Layers are numbered through the first virtual stages of all ranks, then through the second virtual stages, and so on.
+    # Layer numbers run through the first virtual stages of all ranks, then through all second virtual stages, ….
     stages: list[list[range]] = [[] for _ in range(mesh.pp)]
     begin = 0
     for chunk in range(mesh.vp):

@@ -216,7 +216,8 @@ def state_of_run(
 
     Args:
         args: Megatron's arguments by name; empty where they are unknown.
-        facts: state of the source's run. optimizer: the optimizer's settings; None where no optimizer state is written.
+        facts: state of the source's run.
+        optimizer: the optimizer's settings; None where no optimizer state is written.
     """
     state: dict[str, Any] = {"checkpoint_version": _VERSION, "iteration": facts.get("iteration", 0)}
     arguments_and_counters = dict(args)
