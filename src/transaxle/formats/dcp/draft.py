@@ -446,7 +446,7 @@ def _objects(
     keys_so_far = set(tensor_keys)
     for path, value in values:
         if join_path(path) in keys_so_far:
-            # If a parameter's name is a number, a nested and a flattened path share a flat key: the nested path is used.
+            # If a parameter's name is a number, a nested and a flattened path share a flat key: the nested one is used.
             continue
         keys_so_far.add(join_path(path))
         if isinstance(value, np.generic):

@@ -49,7 +49,7 @@ class _Names(dict[tuple[str, str], GlobalRule]):
 _SIGNALS = ("Signals", "Signals.SIGINT", "Signals.SIGTERM", "Signals.SIGHUP", "Signals.SIGUSR1", "Signals.SIGUSR2")
 """Globals with which the exit signal is pickled among the arguments: up to Python 3.11.3, Enum members were pickled by
 name."""
-NAMES: Names = _Names({**ALLOWED, **{("signal", name): INERT for name in _SIGNALS}, ("enum", "Enum"): INERT})
+"""The globals (classes and functions) that a run's pickle may name; see `_Names`."""
 """Globals that the pickle of a run's state may name."""
 
 KEYS: Mapping[str, str] = {
