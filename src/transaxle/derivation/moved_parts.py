@@ -1,14 +1,15 @@
-"""Logical parts and layouts, from the source and target positions of numbered elements.
+"""Finds the logical tensors and the layouts of stored tensors, from the source and target positions of elements.
 
-**Parts**: the logical tensors of a table, one for each pair of name patterns with common elements. The instances of a
-part differ in indices. An index is in names of both sides (a layer), or in names of one side and a dim of the other (a
-stacked expert). Indices with the same values on both sides are one axis.
+**Parts**: the logical tensors of a table, one for each pair of name patterns (hub and memory) that have common
+elements. The instances of a part differ only in indices. An index is in the names on both sides (a layer), or in the
+names on one side and along a dim on the other side (a stacked expert). Indices with the same values on both sides are
+one axis.
 
-**Moves**: which elements of one tensor are where in another, as digits. A digit is a run of equal steps: `size`
-elements, `hub` positions apart on one side and `memory` positions apart on the other. A transpose has two digits, a
-split of heads three. `factor` computes them from the positions alone.
+**Moves**: at which positions of one tensor the elements of another tensor are, as digits. A digit is a loop of equal
+steps: `size` elements, `hub` positions apart in the hub's tensor and `memory` positions apart in the tensor in memory.
+A transpose has two digits, a split of heads has three. `factor` computes digits from the positions alone.
 
-**Layouts**: how parts form the dims of one stored tensor, like an expression of the notation with unnamed axes.
+**Layouts**: how parts form the dims of one stored tensor, like an expression of the table notation with unnamed axes.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """A loop of equal steps through two tensors."""
+    """A loop of equal steps that runs through the same elements of two tensors."""
 
     size: int
     """Number of steps."""
     hub: int
-    """Step in the hub's tensor, in elements."""
+    """Step of the loop in the hub's tensor, in elements."""
     memory: int
-    """Step in the tensor in memory, in elements."""
+    """Step of the loop in the tensor in memory, in elements."""
 
     def stride(self, side: str) -> int:
-        """Return the step on one side."""
+        """Return the step on one side (hub or memory), in elements."""
         return self.hub if side == HUB else self.memory
 
 
@@ -49,23 +50,24 @@ class DimShare:
     """The part of one stored dim that a move covers."""
 
     offset: int
-    """First position in the dim."""
+    """First position along the dim."""
     digits: tuple[tuple[int, int], ...]
-    """Digits in the dim, outermost first: number of the digit in the move, and its stride in positions of the dim."""
+    """Digits in the dim, outermost first, each as (number of the digit in the move, stride in positions along the
+    dim)."""
 
 
 @dataclass(frozen=True)
 class PartMove:
-    """The common elements of one stored tensor on each side."""
+    """The elements that a stored tensor in the hub and a tensor in memory have in common."""
 
     names: tuple[str, str]
-    """Names in hub and memory."""
+    """Tensor names in hub and memory."""
     sizes: tuple[int, ...]
-    """Size of each digit."""
+    """Number of steps of each digit."""
     shapes: tuple[Shape, Shape]
     """Shapes of the tensors in hub and memory."""
     shares: tuple[tuple[DimShare, ...], tuple[DimShare, ...]]
-    """For each side, the share of each dim."""
+    """For each side (hub, memory), the part of each dim that the elements occupy."""
 
 
 def strides(shape: Shape) -> tuple[int, ...]:
@@ -74,14 +76,14 @@ def strides(shape: Shape) -> tuple[int, ...]:
 
 
 def factor(hub: Positions, memory: Positions) -> list[Digit]:
-    """Return the digits of a position map, innermost first.
+    """Return the digits that describe a map from positions to positions, innermost digit first.
 
     Args:
-        hub: positions in one tensor, ascending.
-        memory: positions of the same elements in the other tensor.
+        hub: positions of elements in the hub's tensor, ascending.
+        memory: positions of the same elements in the tensor in memory.
 
     Raises:
-        Underivable: the map has no digits, as it is no sum of equal steps.
+        Underivable: no loops of equal steps describe the map.
     """
     digits = []
     while len(hub) > 1:
@@ -97,13 +99,13 @@ def factor(hub: Positions, memory: Positions) -> list[Digit]:
 
 
 def _repeats(hub: Positions, memory: Positions, size: int) -> bool:
-    """Tell whether every block of `size` elements is a shifted copy of the first."""
+    """Tell whether every block of `size` positions is the first block plus an offset."""
     blocks = hub.reshape(-1, size), memory.reshape(-1, size)
     return all(bool(((b - b[:, :1]) == (b[0] - b[0, 0])).all()) for b in blocks)
 
 
 def _split(digits: list[Digit], shape: Shape, side: str) -> list[Digit]:
-    """Split digits that cross the boundaries of a tensor's dims."""
+    """Split each digit that crosses a boundary between dims of a tensor."""
     for stride in sorted(set(strides(shape))):
         cut: list[Digit] = []
         for digit in digits:
@@ -121,7 +123,7 @@ def _split(digits: list[Digit], shape: Shape, side: str) -> list[Digit]:
 
 
 def _shares(digits: list[Digit], shape: Shape, first: int, side: str) -> tuple[DimShare, ...]:
-    """Assign every digit to a dim."""
+    """Assign every digit to a dim of the tensor."""
     shares, placed = [], 0
     for dim, stride in zip(shape, strides(shape), strict=True):
         inside = [
@@ -138,10 +140,10 @@ def _shares(digits: list[Digit], shape: Shape, first: int, side: str) -> tuple[D
 
 
 def moves(trace: Trace) -> list[PartMove]:
-    """Return every move in a trace.
+    """Return all moves in a trace: the common elements of each pair of tensors.
 
     Raises:
-        Underivable: a tensor's elements have no digits; the message names it.
+        Underivable: no loops of equal steps describe a tensor's elements; the message names the tensor.
     """
     owners, positions, names = _places(trace)
     result: list[PartMove] = []
@@ -174,10 +176,10 @@ def _move(names: tuple[str, str], hub: Positions, memory: Positions, trace: Trac
 
 
 def _places(trace: Trace) -> tuple[Positions, Positions, list[str]]:
-    """Return for every number the first tensor in memory with it, and the position in that tensor."""
+    """Return for every element number the first tensor in memory that contains it, and the position in this tensor."""
     names = sorted(
         trace.memory, key=lambda name: name not in trace.hub
-    )  # of two names with the same values, the stored name comes first
+    )  # if two names have the same values, the name that is stored comes first
     sides = (trace.hub, trace.memory)
     largest = max((int(n.max()) for side in sides for n in side.values() if n.size), default=0)
     owners, positions = np.full(largest + 1, -1, np.int64), np.zeros(largest + 1, np.int64)
@@ -189,7 +191,7 @@ def _places(trace: Trace) -> tuple[Positions, Positions, list[str]]:
 
 
 Coordinate = tuple[str, int | str, int]
-"""Position of an index: `("name", side, number of the hole)` or `("dim", side, number of the dim)`."""
+"""Where an index is: `("name", side, number of the hole in the name pattern)` or `("dim", side, number of the dim)`."""
 IN_NAME, IN_DIM = "name", "dim"
 _COUNTED = (
     "Numbers in names count layers or experts only if dots separate them, as in layers.0.weight; give the tensors such "
@@ -199,17 +201,17 @@ _COUNTED = (
 
 @dataclass(frozen=True)
 class Instance:
-    """A part at certain indices."""
+    """A logical tensor at particular indices, such as layer 3."""
 
     trace: int
     """Number of the trace."""
     move: PartMove
-    """Elements of the part in this instance."""
+    """The moved elements of this instance."""
     indices: tuple[tuple[int, ...], tuple[int, ...]]
-    """Indices in the names of both sides."""
+    """Indices in the tensor names on both sides."""
 
     def at(self, coordinate: Coordinate) -> int:
-        """Return the index at a coordinate."""
+        """Return the value of the index at a coordinate."""
         kind, side, place = coordinate
         which = SIDES.index(str(side))
         return self.indices[which][place] if kind == IN_NAME else self.move.shares[which][place].offset
@@ -220,42 +222,42 @@ class Part:
     """A logical tensor of the derived table."""
 
     patterns: tuple[Pattern, Pattern]
-    """Name patterns on both sides."""
+    """Patterns of the tensor's names on both sides."""
     instances: list[Instance] = field(default_factory=list)
-    """The part at all indices, in all traces."""
+    """The part's instances at all indices, in all traces."""
     axes: dict[Coordinate, Place] = field(default_factory=dict)
-    """Coordinate of an index -> its axis: the first place in names with it."""
+    """Coordinate of an index -> axis, identified by the first place in names that has this index."""
 
     def in_dim(self, side: str, dim: int) -> Place | None:
-        """Return the axis whose index counts along a whole dim of one side; None where there is none."""
+        """Return the axis whose index runs along a whole dim on one side; None if no axis does."""
         return self.axes.get((IN_DIM, side, dim))
 
     def digits(self) -> int:
-        """Return the number of digits in the part's moves."""
+        """Return the number of digits in each of the part's moves."""
         return len(self.instances[0].move.sizes)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """All parts of the traces."""
+    """All parts (logical tensors) found in the traces."""
 
     all: Sequence[Part]
-    """Parts in the order of the first dialect."""
+    """The parts, in the order of the first dialect."""
     of: Sequence[Mapping[tuple[str, str], Sequence[tuple[Part, Instance]]]]
-    """For each trace, `(side, stored name)` -> parts in that tensor, with their instances."""
+    """For each trace, `(side, stored name)` -> the parts in this stored tensor, with their instances."""
     axes: DisjointSets[Place]
-    """Places of indices in names; those whose numbers count along the same axis are united."""
+    """Places of indices in names; places whose numbers count along the same axis are united."""
     patterns: Patterns
-    """Patterns of all names."""
+    """Patterns of all tensor names."""
 
 
 class UnpairedIndex(Underivable):
-    """Raised where an index of one dialect has no counterpart in the other.
+    """An index in the names of one dialect has no counterpart in the other dialect.
 
     Args:
-        why: the message.
-        numbering: what the numbers may mean instead.
-        hint: what a user can do.
+        why: the error message.
+        numbering: other meanings of the numbers in names, with which derivation can be retried.
+        hint: advice for the user.
     """
 
     def __init__(self, why: str, numbering: Numbering, hint: str = _COUNTED) -> None:
@@ -268,7 +270,7 @@ def parts(traces: Sequence[Trace], numbering: Numbering) -> Parts:
 
     Raises:
         Underivable: the moves do not form parts; the message names the tensors.
-        UnpairedIndex: likewise, where numbers in names may have another meaning.
+        UnpairedIndex: an index has no counterpart, perhaps because numbers in names have another meaning.
     """
     patterns = Patterns(traces, numbering)
     by_names: dict[tuple[Pattern, Pattern, int, int], Part] = {}
@@ -279,7 +281,7 @@ def parts(traces: Sequence[Trace], numbering: Numbering) -> Parts:
             dims = (
                 len(move.shapes[0]),
                 len(move.shapes[1]),
-            )  # layers of another kind may have another tensor of this name
+            )  # layers of a different kind may have a different tensor under this name
             part = by_names.setdefault((hub[0], memory[0], *dims), Part((hub[0], memory[0])))
             instance = Instance(at, move, (hub[1], memory[1]))
             part.instances.append(instance)
@@ -293,8 +295,8 @@ def parts(traces: Sequence[Trace], numbering: Numbering) -> Parts:
 
 
 def _find_axes(part: Part, axes: DisjointSets[Place]) -> None:
-    """Pair the indices of both sides, starting with the parts that have the most instances; later parts reuse their
-    axes.
+    """Pair the indices of both sides, beginning with the parts that have most instances; later parts reuse the axes
+    found.
     """
     columns: dict[tuple[int, ...], list[Coordinate]] = defaultdict(list)
     for coordinate in _coordinates(part):
@@ -321,8 +323,8 @@ def _find_axes(part: Part, axes: DisjointSets[Place]) -> None:
 
 
 def _explain_unpaired(part: Part, alone: Sequence[Coordinate]) -> UnpairedIndex:
-    """Return other meanings of indices without a counterpart: one side counts from another number, or they are
-    words.
+    """Return possible meanings of unpaired indices: one side counts from a different number, or the numbers are
+    literals.
     """
     pattern = part.patterns[SIDES.index(str(alone[0][1]))]
     why = f"{pattern.text}: an index of it is in no name of the other dialect"
@@ -340,7 +342,7 @@ def _explain_unpaired(part: Part, alone: Sequence[Coordinate]) -> UnpairedIndex:
 
 
 def _coordinates(part: Part) -> list[Coordinate]:
-    """Return every coordinate at which the part may have an index."""
+    """Return every coordinate (in names or along dims) at which the part may have an index."""
     coordinates: list[Coordinate] = [
         (IN_NAME, side, at)
         for side, pattern in zip(SIDES, part.patterns, strict=True)
@@ -361,7 +363,9 @@ def _place(part: Part, coordinate: Coordinate) -> Place | None:
 def _partner(
     part: Part, coordinate: Coordinate, candidates: Sequence[Coordinate], axes: DisjointSets[Place]
 ) -> Coordinate | None:
-    """Return the coordinate of the other side whose index always has the same value; None if there is none."""
+    """Return the coordinate on the opposite side whose index always has the same value; None if there is no such
+    coordinate.
+    """
     fitting = [candidate for candidate in candidates if IN_NAME in (coordinate[0], candidate[0])]
     if not fitting:
         return None
@@ -375,59 +379,59 @@ def _partner(
 
 @dataclass(frozen=True)
 class DigitAxis:
-    """An axis that is one digit of a part's moves."""
+    """An axis that corresponds to one digit of a part's moves."""
 
     part: int
     """Number of the part."""
     digit: int
-    """Number of the digit."""
+    """Number of the digit in the part's moves."""
 
 
 @dataclass(frozen=True)
 class PaddingAxis:
-    """An axis of positions that belong to no part."""
+    """An axis over padding: positions that belong to no part."""
 
     pattern: str
     """Pattern of the stored tensor."""
     place: int
-    """Number of the padding in that tensor, from its start."""
+    """Number of the padding among those in the stored tensor, from its start."""
 
 
 AxisKey = DigitAxis | PaddingAxis | Place
-"""An axis before it gets a name; a place in names represents the axis of the index there."""
+"""An axis that has no name yet; a `Place` stands for the axis of the index at this place in tensor names."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One segment of a sum."""
+    """One segment of a direct sum, such as the q rows of a fused qkv weight."""
 
     part: int | None
-    """Number of the part; None: padding."""
+    """Number of the part; None for padding."""
     axes: tuple[AxisKey, ...]
     """Axes of the segment, outermost first."""
 
 
 @dataclass(frozen=True)
 class Dim:
-    """One stored dim: axes, optionally followed by a sum."""
+    """One dim of a stored tensor: axes, optionally followed by a direct sum."""
 
     axes: tuple[AxisKey, ...]
-    """Axes before the sum, outermost first; neither axes nor a sum means a dim of size 1."""
+    """Axes before the sum, outermost first; a dim without axes and sum has size 1."""
     segments: tuple[Segment, ...] = ()
     """Segments of the sum at the end of the dim."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Dims of a stored tensor, like an expression with unnamed axes."""
+    """The dims of a stored tensor, like an expression of a table with unnamed axes."""
 
     parts: tuple[int, ...]
     """Numbers of the parts in the stored tensor."""
     dims: tuple[Dim, ...]
-    """Its dims."""
+    """Dims of the stored tensor."""
 
     def with_axes(self, first: Callable[[AxisKey], AxisKey]) -> Layout:
-        """Return the layout with every axis replaced."""
+        """Return the layout with every axis replaced by the axis that a function returns for it."""
         dims = tuple(
             Dim(
                 tuple(map(first, dim.axes)),
@@ -439,7 +443,7 @@ class Layout:
 
     @property
     def axes(self) -> Iterator[AxisKey]:
-        """All axes, in order."""
+        """All axes of the layout, dim by dim."""
         for dim in self.dims:
             yield from dim.axes
             for segment in dim.segments:
@@ -448,17 +452,17 @@ class Layout:
 
 @dataclass
 class AxisObservations:
-    """Equalities and sizes of axes, collected while layouts are computed."""
+    """Collects which axes are equal, and their sizes, while layouts are computed."""
 
     numbers: Mapping[Part, int]
-    """Part -> its number."""
+    """Part -> number of the part."""
     joined: DisjointSets[AxisKey]
-    """Axes; those that must be the same axis are united."""
+    """The axes; axes that must be the same are united."""
     sizes: dict[AxisKey, set[tuple[int, int]]]
-    """Axis -> all `(trace, size)` pairs observed."""
+    """Axis -> all observed pairs `(trace, size)`."""
 
     def digit(self, part: Part, instance: Instance, digit: int) -> AxisKey:
-        """Return the axis of a digit, and record its size."""
+        """Return the axis that corresponds to a digit, and record the axis's size."""
         axis = DigitAxis(self.numbers[part], digit)
         self.sizes.setdefault(axis, set()).add((instance.trace, instance.move.sizes[digit]))
         return axis
@@ -466,7 +470,7 @@ class AxisObservations:
 
 @dataclass(frozen=True)
 class _Piece:
-    """The share of one part in a dim."""
+    """The positions of one part along a dim."""
 
     part: Part
     instance: Instance
@@ -486,7 +490,7 @@ def layout(
     """Compute the layout of one stored tensor.
 
     Raises:
-        Underivable: the tensor is more than one sum.
+        Underivable: the parts do not form dims with at most one direct sum.
     """
     which = SIDES.index(side)
     first: dict[Part, Instance] = {}
@@ -514,7 +518,7 @@ def layout(
 
 
 class _Reader:
-    """Computes the dims of one tensor."""
+    """Computes the dims of one stored tensor."""
 
     def __init__(self, side: str, pattern: str, reading: AxisObservations) -> None:
         self.side = side
@@ -523,7 +527,7 @@ class _Reader:
         self.paddings = 0
 
     def dim(self, length: int, pieces: Sequence[_Piece]) -> Dim:
-        """Return one dim: the axes that all parts share in it, and the sum inside them."""
+        """Return one dim: the outer axes that all parts share, and the direct sum of the parts inside these axes."""
         shared: list[AxisKey] = []
         while True:
             if all(piece.size == length and piece.share.offset == 0 for piece in pieces):
@@ -536,7 +540,9 @@ class _Reader:
 
     @staticmethod
     def _outermost_is_shared(length: int, pieces: Sequence[_Piece]) -> bool:
-        """Tell whether every part steps equally through the whole dim, with the parts side by side within each step."""
+        """Tell whether all parts have the same outermost steps through the whole dim, and are side by side within each
+        step.
+        """
         if not all(piece.share.digits for piece in pieces):
             return False
         steps = {(piece.instance.move.sizes[piece.share.digits[0][0]], piece.share.digits[0][1]) for piece in pieces}
@@ -552,7 +558,7 @@ class _Reader:
         return [axes[0]]
 
     def _together(self, pieces: Sequence[_Piece]) -> list[AxisKey]:
-        """Return the axes of a dim that every part fills."""
+        """Return the axes of a dim that each part fills completely."""
         rows = [self._axes(piece) for piece in pieces]
         sizes = {tuple(p.instance.move.sizes[digit] for digit, _ in p.share.digits) for p in pieces}
         if len(sizes) > 1:
@@ -560,7 +566,7 @@ class _Reader:
         return [axis for column in zip(*rows, strict=True) for axis in self._unite(column)]
 
     def _segments(self, length: int, pieces: Sequence[_Piece]) -> Iterator[Segment]:
-        """Yield the segments of a sum."""
+        """Yield the segments of the direct sum in a dim."""
         at = 0
         for piece in sorted(pieces, key=lambda piece: piece.share.offset):
             if piece.share.offset < at:

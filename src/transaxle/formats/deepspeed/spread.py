@@ -1,19 +1,19 @@
-"""Spreads: which boxes of a parameter each tensor-parallel rank has, and where they are in its shard.
+"""Spreads: which boxes of a parameter each tensor-parallel rank has, and where the boxes are in the rank's shard.
 
-Every form of metadata is reduced to a spread, by way of the cutting rules of `axes`. Then spreads can be compared,
-checked for holes and turned into extents, independent of their source.
+Every form of DeepSpeed's metadata is converted into a spread, with the cutting rules of `axes`. Spreads can be
+compared, checked for holes and turned into extents, whatever form of metadata they come from.
 
-The affine form of the metadata is `affine_map` version 1: each rank's shard as strided views of the whole parameter.
+The affine form of the metadata (`affine_map`, version 1) describes each rank's shard as strided views of the parameter.
 
     {"version": 1, "params": {pattern: {"logical_shape": [...], "ranks": {rank: {"shard_shape": [...], "pieces": [
         {"shape": [...], "source": [offset, strides], "dest": [offset, strides], "locations": [...], "scale": 1.0}]}}}}}
 
-`source` is a view of the whole parameter, `dest` one of the shard, both row-major; `locations` are the ranks that have
-the piece; `scale` may be missing. Every piece must be a box in the parameter and in the shard.
+`source` is a view of the whole parameter, `dest` a view of the shard, both row-major. `locations` lists the ranks that
+have the piece; `scale` may be missing. Every piece must be a box in the parameter, and also in the shard.
 
-Where no metadata describes the cut, the table of the model does, or the user's rules. This module does not know tables:
-the caller passes a `Cutter`, which is called once with all names, and its result then once per name with the shapes of
-the shards.
+If no metadata describes the cut, the family's table of tensor names or the user's rules do. This module does not read
+tables: the caller passes a function (`Cutter`). It is called once with all parameter names and returns a second
+function (`Divider`), which is called for each name with the shapes of the shards.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from transaxle.formats.storage.storage import Storage
 
 @dataclass(frozen=True, slots=True)
 class ShardBlock:
-    """A box of a parameter that is also a box of one rank's shard."""
+    """A box of a parameter that is stored as a box of one rank's shard."""
 
     start: Shape
     """First index of the box in the whole parameter."""
@@ -54,7 +54,7 @@ class ShardBlock:
     """First index of the box in the shard."""
     shape: Shape
     scale: float = 1.0
-    """Factor by which the stored values are multiplied."""
+    """Factor that the stored values include; divide by it to get the parameter's values."""
 
     @property
     def size(self) -> int:
@@ -71,15 +71,15 @@ class Spread:
     shards: tuple[Shape, ...]
     """Shape of each rank's shard."""
     blocks: tuple[tuple[ShardBlock, ...], ...]
-    """The non-empty boxes of each rank."""
+    """For each rank, its non-empty boxes."""
 
     @property
     def is_scaled(self) -> bool:
-        """Whether a rank stores scaled values."""
+        """Whether any rank stores its values multiplied by a factor."""
         return any(block.scale != 1 for blocks in self.blocks for block in blocks)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return a rank's boxes as pieces of `axes`, where the axes are called `0`, `1`, … like the dims."""
+        """Return a rank's boxes as `Piece` records of `axes`; the axes are named `0`, `1`, … after the dims."""
         strides = row_major(self.shards[rank])
         names = [str(dim) for dim in range(len(self.shape))]
         return tuple(
@@ -94,7 +94,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class RankBlock:
-    """A box of a parameter, with the rank that has it."""
+    """A box of a parameter, with the rank that has this box."""
 
     rank: int
     block: ShardBlock
@@ -102,21 +102,22 @@ class RankBlock:
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """The boxes from which a parameter is read, each from one rank, and the copies on other ranks."""
+    """Which rank each box of a parameter is read from, and which ranks have further copies of the box."""
 
     blocks_to_read: tuple[RankBlock, ...]
-    """Disjoint boxes, each with the first rank that has it."""
+    """Disjoint boxes, each with the first rank that has the box."""
     copies: tuple[tuple[RankBlock, RankBlock], ...]
-    """Pairs of the same box on two ranks: the one that is read, and its copy."""
+    """Pairs of the same box on two ranks: the box that is read, and the copy."""
     missing: int
-    """Number of elements that no rank has."""
+    """Number of the parameter's elements that no rank has."""
 
 
 def cut(shape: Shape, dim: int | None, rule: ChunkRule, ranks: int) -> Spread:
-    """Return the spread of a parameter that a rule cuts along `dim`; with `dim` None, every rank has all of it.
+    """Return the spread of a parameter that a rule cuts along `dim`; if `dim` is None, every rank has the whole
+    parameter.
 
     Raises:
-        Refused: SHAPE_MISMATCH where the rule does not fit the shape.
+        Refused: SHAPE_MISMATCH, if the rule does not fit the shape.
     """
     shards, blocks = [], []
     for rank in range(ranks):
@@ -136,10 +137,10 @@ def cut(shape: Shape, dim: int | None, rule: ChunkRule, ranks: int) -> Spread:
 
 
 def by_widths(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> Spread:
-    """Return the spread of a parameter whose parts are concatenated along a dim, each cut by its own widths per rank.
+    """Return the spread of a parameter whose parts are concatenated along a dim; each part has a width per rank.
 
     Raises:
-        Refused: SHAPE_MISMATCH where the widths do not sum to the dim.
+        Refused: SHAPE_MISMATCH, if the widths do not add up to the size of the dim.
     """
     rules = tuple(Widths(tuple(part_widths)) for part_widths in widths)
     rule: ChunkRule = (
@@ -154,7 +155,7 @@ def whole(shape: Shape, ranks: int) -> Spread:
 
 
 def _shard_offsets(intervals: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield start and end of each interval, and its offset in the shard."""
+    """Yield start and end of each interval of a dim, and the interval's offset in the shard."""
     at = 0
     for start, stop in intervals:
         yield start, stop, at
@@ -162,7 +163,9 @@ def _shard_offsets(intervals: Sequence[tuple[int, int]]) -> Iterator[tuple[int, 
 
 
 def same(first: Spread, second: Spread) -> bool:
-    """Tell whether two spreads place every element alike, however they are split into boxes."""
+    """Tell whether two spreads put every element at the same place, even if they split the parameter into different
+    boxes.
+    """
     if first.shape != second.shape or first.shards != second.shards:
         return False
     return all(
@@ -183,13 +186,13 @@ def _agree(first_blocks: Sequence[ShardBlock], second_blocks: Sequence[ShardBloc
             shared_in_b = _overlap(b, a.start, a.shape)
             if shared_in_b is None or shared.at != shared_in_b.at or a.scale != b.scale:
                 return False
-            # Both sides have the same number of elements, so they are equal if all elements are common.
+            # Both spreads have the same number of elements, so they are equal if all elements are common.
             common += shared.size
     return common == sum(block.size for block in first_blocks)
 
 
 def _overlap(block: ShardBlock, start: Shape, shape: Shape) -> ShardBlock | None:
-    """Return the part of a block inside a box of the whole parameter; None if there is none."""
+    """Return the part of a block inside a box of the whole parameter; None if the two are disjoint."""
     low = tuple(map(max, block.start, start))
     high = tuple(min(b + n, s + m) for b, n, s, m in zip(block.start, block.shape, start, shape, strict=True))
     if any(h <= lo for lo, h in zip(low, high, strict=True)):
@@ -200,13 +203,13 @@ def _overlap(block: ShardBlock, start: Shape, shape: Shape) -> ShardBlock | None
 
 @lru_cache(4096)
 def owners(spread: Spread) -> Owners:
-    """Choose the rank from which each box is read, and list the copies on other ranks."""
+    """Choose the rank from which each box is read, and list the copies of boxes on further ranks."""
     owned: list[RankBlock] = []
     copies: list[tuple[RankBlock, RankBlock]] = []
     for rank, blocks in enumerate(spread.blocks):
         for block in blocks:
             remaining = [block]
-            # A later rank owns only boxes that no earlier one has; the others are copies, compared with the owner's.
+            # A later rank owns only boxes that no earlier rank has; its other boxes are copies to be compared.
             for owner in tuple(owned):
                 copy = _overlap(block, owner.block.start, owner.block.shape)
                 original = _overlap(owner.block, block.start, block.shape)
@@ -219,7 +222,7 @@ def owners(spread: Spread) -> Owners:
 
 
 def _without(block: ShardBlock, hole: ShardBlock) -> Iterator[ShardBlock]:
-    """Yield the parts of a block outside a box as disjoint boxes."""
+    """Yield disjoint boxes that together are the part of a block outside a box."""
     low, shape = list(block.start), list(block.shape)
     if _overlap(block, hole.start, hole.shape) is None:
         yield block
@@ -233,12 +236,12 @@ def _without(block: ShardBlock, hole: ShardBlock) -> Iterator[ShardBlock]:
                 )
                 if piece is not None:
                     yield piece
-        # The next dim only considers what this one has in common with the hole, so the pieces are disjoint.
+        # The next dim only splits the part that overlaps the hole in this dim, so the boxes are disjoint.
         low[dim], shape[dim] = first, last - first
 
 
 def clip_rows(spread: Spread, rows: int) -> Spread:
-    """Return the spread of the first rows of a parameter; the other rows in the shards become padding."""
+    """Return the spread of only the first rows of a parameter; all further rows in the shards become padding."""
     shape = (rows, *spread.shape[1:])
     origin = (0,) * len(shape)
     blocks = tuple(
@@ -253,16 +256,16 @@ def clip_rows(spread: Spread, rows: int) -> Spread:
 
 
 def fold_dims(spread: Spread, shards: Sequence[Shape]) -> Spread:
-    """Return a spread with its leading dims merged, so that it has as many dims as the shards.
+    """Return a spread with leading dims merged, so that it has as many dims as the shards.
 
     Raises:
-        Refused: SHAPE_MISMATCH where merging does not give the shards' shapes.
+        Refused: SHAPE_MISMATCH, if merging does not give the shards' shapes.
     """
     dims = len(shards[0]) if shards else 0
     extra = len(spread.shape) - dims + 1
     folds = extra > 1 and dims > 0
     merged = tuple((prod(shard[:extra]), *shard[extra:]) if folds else shard for shard in spread.shards)
-    if tuple(shards) != merged:  # checked first, since the metadata may claim very many rows
+    if tuple(shards) != merged:  # checked before folding, since untrusted metadata may claim very many rows
         expected_text, shard_text = (
             ", ".join(str(list(shape)) for shape in shapes[:8]) for shapes in (merged, tuple(shards))
         )
@@ -280,7 +283,7 @@ def fold_dims(spread: Spread, shards: Sequence[Shape]) -> Spread:
 
 
 def _fold_block(block: ShardBlock, whole_head: Shape, shard_head: Shape) -> Iterator[ShardBlock]:
-    """Yield the boxes that a block becomes when the leading dims are merged."""
+    """Yield the boxes into which a block splits when its leading dims are merged."""
     count = len(whole_head)
     source, dest = row_major(whole_head), row_major(shard_head)
     runs: list[tuple[int, int, int]] = []
@@ -288,7 +291,7 @@ def _fold_block(block: ShardBlock, whole_head: Shape, shard_head: Shape) -> Iter
     for index in product(*map(range, outer)):
         start = sum((b + i) * step for b, i, step in zip(block.start, (*index, 0), source, strict=False))
         at = sum((b + i) * step for b, i, step in zip(block.at, (*index, 0), dest, strict=False))
-        # Adjacent on both sides: one longer run, so that folding whole dims gives a single box.
+        # Runs adjacent in parameter and shard become one longer run, so that folding whole dims gives a single box.
         if runs and runs[-1][0] + runs[-1][2] == start and runs[-1][1] + runs[-1][2] == at:
             runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + inner)
         else:
@@ -300,14 +303,14 @@ def _fold_block(block: ShardBlock, whole_head: Shape, shard_head: Shape) -> Iter
 
 
 MAX_PIECES = 1024
-"""Cap on the pieces of one parameter on all ranks together; real parameters have a few per rank."""
+"""Cap on one parameter's pieces on all ranks together; real parameters have a few pieces per rank."""
 
 
 def maps_of(info: CheckedValue) -> dict[str, CheckedValue]:
-    """Return the affine descriptions in a model's metadata by name pattern; empty where it has none.
+    """Return name pattern -> affine description, from a model's metadata; empty if it has no affine descriptions.
 
     Raises:
-        Refused: UNSUPPORTED for another version; CORRUPT for malformed metadata.
+        Refused: UNSUPPORTED for an unknown version of the affine form; CORRUPT, if the metadata is malformed.
     """
     affine = info.get(keys.AFFINE)
     if affine is None:
@@ -324,12 +327,13 @@ def read_affine(node: CheckedValue, ranks: int) -> Spread:
     """Read the affine description of one parameter.
 
     Args:
-        node: a value of `maps_of`.
+        node: the description, a value of the dict that `maps_of` returns.
         ranks: the tensor-parallel degree of the checkpoint.
 
     Raises:
-        Refused: CORRUPT for pieces outside the parameter or shard, or that do not fill the shards exactly once;
-            UNSUPPORTED for pieces that are no boxes; SHAPE_MISMATCH for another number of ranks.
+        Refused: CORRUPT, if a piece is outside the parameter or shard, or the pieces do not fill the shards exactly
+            once; UNSUPPORTED, if a piece is not a box; SHAPE_MISMATCH, if the description has a different number of
+            ranks.
     """
     shape = node[keys.LOGICAL_SHAPE].naturals()
     entries = node[keys.RANKS]
@@ -366,7 +370,7 @@ def read_affine(node: CheckedValue, ranks: int) -> Spread:
 
 
 def write_affine(spread: Spread) -> dict[str, Any]:
-    """Return the affine description of a parameter, as DeepSpeed writes it. Inverse: `read_affine`."""
+    """Return the affine description of a parameter, as DeepSpeed writes it; the inverse of `read_affine`."""
     ranks_by_box: dict[tuple[Shape, Shape], list[int]] = {}
     for rank, blocks_of_rank in enumerate(spread.blocks):
         for block in blocks_of_rank:
@@ -431,13 +435,13 @@ def _start(place: CheckedValue, sizes: Shape, full_shape: Shape) -> Shape:
     if 0 in sizes:
         return (0,) * len(full_shape)
     dense = row_major(full_shape)
-    # A dim of size 1 is never stepped along, so its stride is arbitrary.
+    # The stride of a dim of size 1 is never used, so it is arbitrary.
     if any(size > 1 and step != dense_step for size, step, dense_step in zip(sizes, strides, dense, strict=True)):
         message = f"strides {list(strides)} do not select a box of {list(full_shape)}"
         raise refuse("UNSUPPORTED", message, file=place.file, tensor=" > ".join(place.path))
     start = []
     for step in dense:
-        # Row-major strides make the offset a mixed-radix number whose digits are the first index.
+        # With row-major strides, the offset is a mixed-radix number whose digits are the first index.
         index, offset = divmod(offset, step) if step else (0, offset)
         start.append(index)
     if offset or any(first + size > dim_size for first, size, dim_size in zip(start, sizes, full_shape, strict=True)):
@@ -446,9 +450,9 @@ def _start(place: CheckedValue, sizes: Shape, full_shape: Shape) -> Shape:
 
 
 def _check_shard(entries: CheckedValue, rank: int, blocks: Sequence[ShardBlock], shard: Shape) -> None:
-    """Check that the pieces of a rank fill its shard exactly once."""
+    """Check that the pieces of a rank fill the rank's shard exactly once."""
     filled = sum(block.size for block in blocks)
-    # Equal counts could hide one overlap and one hole, so overlaps are looked for as well.
+    # An overlap and a hole of equal size would keep the count right, so overlaps are looked for as well.
     twice = any(
         all(
             a < b + n and b < a + m
@@ -463,12 +467,13 @@ def _check_shard(entries: CheckedValue, rank: int, blocks: Sequence[ShardBlock],
 
 
 Divider = Callable[[str, Sequence[Shape]], Division]
-"""Returns the cut of a parameter, given its name and its shape on every rank; raises a refusal for an unknown one."""
+"""Function that returns the cut of a parameter, given its name and its shape on every rank; raises `Refused` if
+unknown."""
 Cutter = Callable[[Storage, Sequence[str], Mapping[str, Any]], Divider]
-"""Returns a `Divider` for a checkpoint, given its files, its parameter names, and sizes under the keys of a
-config.json.
+"""Function that returns a `Divider` for a checkpoint, given its files, its parameter names, and sizes under the keys of
+a config.json.
 
-A cutter raises a refusal where no table knows the names. The sizes come from the checkpoint's own files, and serve
+It raises `Refused` if no table has the names. The sizes come from the checkpoint's own files, and are needed for
 checkpoints without a config.json.
 """
 
@@ -480,25 +485,25 @@ HINT = (
 
 
 def refuse_unknown_cuts(_storage: Storage, names: Sequence[str], _config: Mapping[str, Any]) -> Divider:
-    """Refuse every checkpoint: the default cutter, which has no tables.
+    """Refuse every checkpoint: the `Cutter` that is used if the caller passes none.
 
     Raises:
-        Refused: UNSUPPORTED.
+        Refused: UNSUPPORTED, always.
     """
     raise refuse("UNSUPPORTED", UNKNOWN_CUTS, tensor=names[0] if names else None, hint=HINT)
 
 
 class TableCuts:
-    """The tensor-parallel cuts of a checkpoint by a table, in place of metadata in its files.
+    """The tensor-parallel cuts of a checkpoint, according to a table rather than to metadata in its files.
 
     Args:
-        cutter: looks the names up in the tables.
+        cutter: function that looks parameter names up in the tables.
         storage: the checkpoint's files.
         names: names of all parameters.
         config: sizes from the checkpoint's files, under the keys of a config.json.
 
     Raises:
-        Refused, UsageError: where no table knows the names.
+        Refused, UsageError: no table has the names.
     """
 
     def __init__(
@@ -514,9 +519,9 @@ class TableCuts:
             shards: shape of its shard on each rank.
 
         Raises:
-            Refused: UNSUPPORTED for a name that the table does not have; SHAPE_MISMATCH for shapes that it cannot
-                explain.
-            UsageError: UNKNOWN_AXIS, AMBIGUOUS where the table needs more information.
+            Refused: UNSUPPORTED, if the table lacks the name; SHAPE_MISMATCH, if the table does not fit the shards'
+                shapes.
+            UsageError: UNKNOWN_AXIS or AMBIGUOUS, if the table needs more information about the model.
         """
         division = self._divide(name, shards)
         return cut(division.shape, division.dim, division.rule, len(shards))

@@ -1,16 +1,17 @@
 """DeepSpeed's universal metadata about tensor-parallel cuts: the record of one parameter, and the metadata of a model.
 
-DeepSpeed attaches a record to each live parameter. A record contains the same facts many times: sizes of parts, widths
-per rank, a shape, a nested copy of half of it for the converter, and the cut once more as an affine map. `Record` has
-each fact once, and writes the whole dict from these facts; reading a dict derives everything again and refuses
-contradictions.
+DeepSpeed attaches a record (a dict) to each parameter in memory. The dict repeats the same facts in several forms: part
+sizes, widths per rank, a shape, a nested dict for the converter that repeats half of the keys, and the cut as an affine
+map. `Record` stores each fact once, and derives the whole dict from these facts. Reading a dict derives all forms again
+and refuses contradictions.
 
     Record.cut("column", (48, 32), 0, [[8, 8], [8, 8], [8, 8]], view=(3, -1)).as_dict()
 
-gives the record of a `Linear(32, 48)` with three parts of 16 rows on two ranks. Records are plain data, without torch.
+returns the record of the weight of a `Linear(32, 48)`: three parts of 16 rows, each cut over two ranks. Records are
+plain data, without torch.
 
-The metadata of a model, `universal_checkpoint_info`, describes each parameter as an affine map, by lists of name
-patterns, or both. Either form alone suffices; where a parameter is in both, the two cuts must be equal.
+The metadata of a model, `universal_checkpoint_info`, describes each parameter by an affine map, by lists of name
+patterns, or by both. One form is enough; if a parameter is in both forms, the two cuts must be equal.
 """
 
 from __future__ import annotations
@@ -39,58 +40,63 @@ from transaxle.formats.deepspeed.spread import (
 )
 
 LayerKind = Literal["column", "row"]
-"""Kind of a tensor-parallel layer: `column` computes parts of the output, `row` partial sums of the whole output.
+"""Kind of a tensor-parallel layer: each rank of a `column` layer computes part of the output, of a `row` layer a
+partial sum.
 
-The kind does not determine which dim of the parameter is cut.
+The kind of the layer does not determine which dim of the parameter is cut.
 """
 Size = int | tuple[int, ...]
 View = tuple[Size, ...]
-"""A shape in which the cut dim is a tuple of part sizes, or a number of parts; -1 stands for the remaining elements."""
+"""A shape in which the entry of the cut dim is a tuple of part sizes or a number of parts; -1 is a size to be
+inferred."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """How one parameter is cut over tensor-parallel ranks. Create it with a class method or with `read`."""
+    """How one parameter is cut over tensor-parallel ranks. Create a record with one of the class methods, such as `cut`
+    or `read`.
+    """
 
     kind: LayerKind
     original: Shape
     """Shape of the whole parameter in the module."""
     logical: Shape
-    """Shape of the whole parameter in the view that `dim` refers to; it may split leading dims."""
+    """Shape of the whole parameter as the view has it; `dim` counts its dims. The view may split leading dims."""
     dim: int | None
-    """Dim of the logical shape that is cut; None where every rank has the whole parameter."""
+    """The dim of `logical` that is cut; None if every rank has the whole parameter."""
     spread: Spread | None
-    """The boxes on each rank, in the logical shape; None where the cut cannot be described."""
+    """The boxes that each rank has of the logical shape; None if the cut cannot be described."""
     widths: Widths | None = None
-    """Rows of each part on each rank; None where the parameter is not cut, or only `spread` can describe the cut."""
+    """Size of each part on each rank along the cut dim; None if there is no cut, or only `spread` can describe the
+    cut."""
     view: View | None = None
-    """The view as the caller gave it; None for a parameter without parts."""
+    """The view as the caller gave it; None for a parameter that is not divided into parts."""
     output: Shape | None = None
     """Shape that the record notes for the layer's output; it does not affect the cut."""
     shard: Shape | None = None
     """Shape that the record notes for this rank's shard; it does not affect the cut."""
     bias: bool = False
     reason: str | None = None
-    """Reason why the cut cannot be described; None where it can."""
+    """Reason why the cut cannot be described; None if it can be described."""
 
     @classmethod
     def cut(
         cls, kind: LayerKind, shape: Shape, dim: int, widths: Sequence[Sequence[int]], *, view: View | None = None,
         rank: int | None = None, bias: bool = False,
     ) -> Record:  # fmt: skip
-        """Describe a parameter of which every rank has some rows of every part.
+        """Describe a parameter that is cut along one dim: every rank has some rows of every part.
 
         Args:
             kind: kind of the layer.
             shape: shape of the whole parameter.
-            dim: the dim that is cut, counted in the view.
+            dim: the dim that is cut, counted among the view's dims.
             widths: rows of each part on each rank, as `widths[part][rank]`.
-            view: the view, where the parameter has parts or other dims than `shape`.
-            rank: the rank whose shard shape the record notes.
+            view: the view, if the parameter is divided into parts, or is cut with other dims than `shape` has.
+            rank: the rank for which the record is; the record notes this rank's shard shape.
             bias: whether the parameter is a bias.
 
         Raises:
-            Refused: SHAPE_MISMATCH where view, widths and shape do not add up.
+            Refused: SHAPE_MISMATCH, if view, widths and shape contradict each other.
         """
         logical, sizes = resolve_view(view, dim, shape, len(widths))
         _check_widths(widths, sizes, None)
@@ -108,17 +114,18 @@ class Record:
 
     @classmethod
     def placed(cls, kind: LayerKind, shape: Shape, dim: int, spread: Spread, *, bias: bool = False) -> Record:
-        """Describe a cut that widths cannot express, such as parts that ranks share, or reordered blocks.
+        """Describe a cut that widths cannot express, such as parts that several ranks share, or blocks in a new order.
 
         Raises:
-            Refused: SHAPE_MISMATCH where the spread has another shape; INCOMPLETE where no rank has an element.
+            Refused: SHAPE_MISMATCH, if the spread does not have this shape; INCOMPLETE, if there is an element that no
+                rank has.
         """
         _check_spread(spread, shape)
         return cls(kind, shape, shape, dim, spread, output=shape if bias else shape[:-1], bias=bias)
 
     @classmethod
     def unsupported(cls, kind: LayerKind, shape: Shape, reason: str, *, bias: bool = False) -> Record:
-        """Describe a parameter that must not be converted, with the reason."""
+        """Describe a parameter whose cut cannot be described, with the reason; the converter will refuse it."""
         return cls(kind, shape, shape, None, None, output=shape if bias else shape[:-1], bias=bias, reason=reason)
 
     @property
@@ -128,7 +135,7 @@ class Record:
 
     @property
     def parts(self) -> tuple[int, ...] | None:
-        """Sizes of the parts along the cut dim; None for a parameter without a view."""
+        """Sizes of the parameter's parts along the cut dim; None for a parameter without a view."""
         if self.view is None or self.dim is None:
             return None
         if self.widths is not None:
@@ -136,7 +143,7 @@ class Record:
         return resolve_view(self.view, self.dim, self.original, None)[1]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record as the dict that DeepSpeed reads. Inverse: `read`."""
+        """Return the record as the dict that DeepSpeed reads; the inverse of `read`."""
         widths = None if self.widths is None else [list(each) for each in self.widths]
         common = {
             keys.PARTITION_TYPE: self.kind,
@@ -161,17 +168,17 @@ class Record:
 
 
 def read(record: Mapping[str, Any], name: str, ranks: int) -> Record:
-    """Read a record, and check every fact in it against the others.
+    """Read a record from DeepSpeed's dict, and check that the facts in the dict agree.
 
     Args:
         record: the dict that DeepSpeed attached to the parameter.
-        name: name of the parameter, for errors.
+        name: name of the parameter, for error messages.
         ranks: tensor-parallel degree.
 
     Raises:
-        Refused: UNSUPPORTED for a later version, or for an uneven cut in a version that cannot describe one; CORRUPT
-            for contradictions; SHAPE_MISMATCH for sizes and widths that do not add up; INCOMPLETE where no rank has an
-            element.
+        Refused: UNSUPPORTED for a later version, or an uneven cut in a version that only describes even cuts; CORRUPT
+            for contradictions; SHAPE_MISMATCH, if sizes and widths do not add up; INCOMPLETE, if there is an element
+            that no rank has.
     """
     with _tensor_context(name):
         node = CheckedValue(dict(record), keys.RECORD)
@@ -185,10 +192,10 @@ def read(record: Mapping[str, Any], name: str, ranks: int) -> Record:
 
 
 class _RecordReader:
-    """Reads the fields of a record, and builds a `Record` once they agree.
+    """Reads the fields of DeepSpeed's dict, and builds a `Record` if the fields agree.
 
     Args:
-        node: the record.
+        node: the dict that DeepSpeed attached to the parameter.
         ranks: tensor-parallel degree.
     """
 
@@ -214,7 +221,7 @@ class _RecordReader:
         self._bias = _flag(node, keys.IS_BIAS)
 
     def record(self) -> Record:
-        """Return the record; refuse fields that contradict each other."""
+        """Return the `Record`; refuse fields that contradict each other."""
         record = Record(
             self._kind, self._original, self._logical, self._dim, None, view=self._view,
             output=self._shape(keys.OUTPUT_SHAPE), shard=self._shape(keys.TARGET_SHAPE), bias=self._bias,
@@ -229,7 +236,7 @@ class _RecordReader:
         widths, affine = self._widths(), self._affine_spread()
         if record.dim is None:
             spread = whole(self._logical, self._ranks)
-        # Cuts that widths cannot express come as an affine map only.
+        # A cut that widths cannot express is recorded only as an affine map.
         elif widths is None and affine is not None:
             spread = affine
         else:
@@ -241,9 +248,11 @@ class _RecordReader:
         return replace(record, spread=spread, widths=widths)
 
     def _check_counts(self, record: Record) -> None:
-        """Check that all shapes have the same number of elements, and that the view gives the recorded parts."""
+        """Check that all shapes have the same number of elements, and that the view implies the recorded part sizes."""
         shapes = {keys.ORIGINAL_SHAPE: record.original, keys.LOGICAL_SHAPE: record.logical}
-        if record.bias and record.output is not None:  # the output has the bias's elements, but may have other dims
+        if (
+            record.bias and record.output is not None
+        ):  # `output` has as many elements as the bias, but may have different dims
             shapes[keys.OUTPUT_SHAPE] = record.output
         if len({prod(shape) for shape in shapes.values()}) > 1:
             counts = ", ".join(f"{key} {list(shape)} has {prod(shape)} elements" for key, shape in shapes.items())
@@ -262,7 +271,7 @@ class _RecordReader:
             raise _mismatch(message)
 
     def _widths(self) -> Widths | None:
-        """Return the rows of each part on each rank; None if they are not recorded."""
+        """Return the size of each part on each rank; None if the sizes are not recorded."""
         single = self._node.get(keys.PARTITION_SIZES)
         if self._dim is None or (self._parts is None and single is None):
             return None
@@ -283,7 +292,7 @@ class _RecordReader:
         return resolve_view(self._view, dim, shape, None if self._parts is None else len(self._parts))
 
     def _even_widths(self) -> Widths:
-        """Return even widths, the only ones that records before version 0.4 can describe."""
+        """Return even widths: records before version 0.4 describe only even cuts."""
         sizes = self._resolve_view(cast("int", self._dim))[1]
         uneven = [size for size in sizes if size % self._ranks]
         if uneven:
@@ -294,7 +303,7 @@ class _RecordReader:
         return tuple((size // self._ranks,) * self._ranks for size in sizes)
 
     def _affine_spread(self) -> Spread | None:
-        """Return the spread of the affine map in the record; None if it has none."""
+        """Return the spread that the record's affine map describes; None if the record has no affine map."""
         node = self._conversion.get(keys.AFFINE)
         if node is None:
             return None
@@ -310,19 +319,19 @@ class _RecordReader:
 
 
 def resolve_view(view: View | None, dim: int, shape: Shape, count: int | None) -> tuple[Shape, tuple[int, ...]]:
-    """Return the logical shape that a view gives, and the sizes of its parts along the cut dim.
+    """Return the logical shape that a view describes, and the sizes of the parts along the cut dim.
 
-    A number in the cut dim of a view is the number of parts. But where there are widths for one part only, it is the
-    size of that part, as DeepSpeed writes it for biases.
+    An int at the cut dim of a view is the number of parts. But if there are widths for only one part, the int is the
+    size of this part, as DeepSpeed writes it for biases.
 
     Args:
-        view: the view; None for the shape itself, with one part.
+        view: the view; None means the shape itself, as a single part.
         dim: the dim that is cut.
         shape: shape of the whole parameter.
-        count: number of parts that have widths; None where it is unknown.
+        count: number of parts for which there are widths; None if unknown.
 
     Raises:
-        Refused: SHAPE_MISMATCH where the view does not have the parameter's elements.
+        Refused: SHAPE_MISMATCH, if the view does not have as many elements as the parameter.
     """
     view_sizes = shape if view is None else view
     if dim >= len(view_sizes):
@@ -336,7 +345,7 @@ def resolve_view(view: View | None, dim: int, shape: Shape, count: int | None) -
     counted = view is not None and not sized
     sizes = [_view_size(size, counted=counted and at == dim) for at, size in enumerate(view_sizes)]
     unknown = [at for at, size in enumerate(sizes) if size == -1]
-    # Several unknown sizes can only be solved if the view keeps the dims of the parameter.
+    # Several unknown sizes can be inferred only if the view has the same dims as the parameter.
     if len(unknown) > 1 and len(sizes) == len(shape):
         for at in unknown:
             sizes[at] = shape[at]
@@ -357,11 +366,11 @@ def resolve_view(view: View | None, dim: int, shape: Shape, count: int | None) -
 
 
 def _view_size(size: Size, *, counted: bool) -> int:
-    """Return the size of one dim of a view; -1 where it follows from the others.
+    """Return the size of one dim of a view; -1 if it must be inferred from the other dims.
 
     Args:
-        size: the size in the view.
-        counted: whether `size` is a number of parts, which leaves the dim's size open.
+        size: the entry of this dim in the view.
+        counted: whether the entry is a number of parts, so that the dim's size is unknown.
     """
     if isinstance(size, tuple):
         return sum(size)
@@ -398,11 +407,11 @@ _REPEATED = (
     keys.PARTITION_TYPE, keys.PARTITION_DIM, keys.SUB_SHAPE, keys.SHARD_WIDTHS, keys.ORIGINAL_SHAPE, keys.IS_BIAS,
     keys.REPLICATED,
 )  # fmt: skip
-"""Keys that a record has twice: at its top, for restoring, and in the nested dict for the converter."""
+"""Keys that a record has twice: at the top level, for restoring, and in the nested dict for the converter."""
 
 
 def _check_conversion(node: CheckedValue) -> None:
-    """Check that the nested dict for the converter repeats the record's own values."""
+    """Check that the nested dict for the converter has the same values as the top level of the record."""
     conversion = node[keys.CONVERSION]
     for key in _REPEATED:
         recorded, repeated = (_plain(side.get(key)) for side in (node, conversion))
@@ -417,7 +426,7 @@ def _plain(node: CheckedValue | None) -> object:
 
 
 def _check_widths(widths: Sequence[Sequence[int]], sizes: Sequence[int], ranks: int | None) -> None:
-    """Check that there are widths for every part and rank, and that they sum to the part's size."""
+    """Check that there are widths for every part and rank, and that a part's widths add up to the part's size."""
     if len(widths) != len(sizes):
         raise _mismatch(f"there are widths of {len(widths)} parts, but it has {len(sizes)} parts: {list(sizes)}")
     for size, part_widths in zip(sizes, widths, strict=True):
@@ -438,7 +447,7 @@ def _check_spread(spread: Spread, shape: Shape) -> None:
 
 
 def _merge_leading_dims(shard: Shape, dims: int) -> Shape:
-    """Return a shard's shape with its leading dims merged into one, so that it has `dims` dims."""
+    """Return a shard's shape with the leading dims merged into one, so that `dims` dims remain."""
     extra = len(shard) - dims + 1
     return (prod(shard[:extra]), *shard[extra:])
 
@@ -449,7 +458,7 @@ def _mismatch(message: str) -> TransaxleError:
 
 @contextmanager
 def _tensor_context(name: str) -> Iterator[None]:
-    """Add the parameter's name to refusals that the block raises."""
+    """Context manager that adds the parameter's name to each `Refused` raised in its block."""
     try:
         yield
     except TransaxleError as error:
@@ -460,11 +469,11 @@ class UniversalInfo:
     """The tensor-parallel cuts of a checkpoint, from the universal metadata in its files.
 
     Args:
-        node: the metadata.
+        node: the universal-checkpoint metadata.
         ranks: tensor-parallel degree.
 
     Raises:
-        Refused: CORRUPT, UNSUPPORTED for metadata that cannot be read.
+        Refused: CORRUPT, if the metadata is malformed; UNSUPPORTED, if its version is too new.
     """
 
     def __init__(self, node: CheckedValue, ranks: int) -> None:
@@ -479,11 +488,11 @@ class UniversalInfo:
 
         Args:
             name: name of the parameter.
-            shards: shape of its shard on each rank.
+            shards: shape of the parameter's shard on each rank.
 
         Raises:
-            Refused: UNSUPPORTED where the metadata does not describe the parameter; CORRUPT where its two forms
-                disagree; SHAPE_MISMATCH where the metadata does not fit the shards.
+            Refused: UNSUPPORTED, if the metadata does not describe the parameter; CORRUPT, if its two forms disagree;
+                SHAPE_MISMATCH, if the metadata does not fit the shards' shapes.
         """
         reason = self._categories.why_unsupported(name)
         if reason is not None:
@@ -510,7 +519,9 @@ class UniversalInfo:
         return self._categories.without_padding(name, affine)
 
     def _reconcile(self, name: str, affine: Spread, from_lists: Spread) -> Spread:
-        """Return the affine description of a parameter if the lists agree; it may add the order of blocks."""
+        """Return the spread from the affine map after checking it against the pattern lists; it may also give an order
+        of blocks.
+        """
         finer = self._categories.only_rows(name) and _along(affine, 1) and affine.shards == from_lists.shards
         if affine.shape != from_lists.shape or not (finer or same(affine, from_lists)):
             message = (
@@ -521,7 +532,7 @@ class UniversalInfo:
         return affine
 
     def _with_tensor_name(self, name: str, make: Callable[[], Spread]) -> Spread:
-        """Return the spread that `make` returns; add the tensor's name to refusals that it raises."""
+        """Return the spread that `make` returns; if `make` raises `Refused`, add the tensor's name."""
         try:
             return make()
         except TransaxleError as error:
@@ -531,7 +542,7 @@ class UniversalInfo:
 
 
 def _along(spread: Spread, dim: int) -> bool:
-    """Tell whether a parameter is cut along `dim` only."""
+    """Tell whether a spread cuts the parameter along `dim` and along no other dim."""
     return all(
         size == full_size
         for blocks in spread.blocks

@@ -25,7 +25,7 @@ import msgspec
 from msgspec.structs import replace
 
 from transaxle.formats.megatron.iterations import WEIGHTS
-from transaxle.formats.pickled.allowed import ALLOWED, INERT, GlobalRule, Names
+from transaxle.formats.pickled.allowed import INERT, GlobalRule
 from transaxle.formats.pickled.descriptors import Object, TensorRef
 from transaxle.formats.registry import HERE
 from transaxle.formats.storage.storage import Storage
@@ -49,8 +49,8 @@ class _Names(dict[tuple[str, str], GlobalRule]):
 _SIGNALS = ("Signals", "Signals.SIGINT", "Signals.SIGTERM", "Signals.SIGHUP", "Signals.SIGUSR1", "Signals.SIGUSR2")
 """Globals with which the exit signal is pickled among the arguments: up to Python 3.11.3, Enum members were pickled by
 name."""
+NAMES: Names = _Names({**ALLOWED, **{("signal", name): INERT for name in _SIGNALS}, ("enum", "Enum"): INERT})
 """The globals (classes and functions) that a run's pickle may name; see `_Names`."""
-"""Globals that the pickle of a run's state may name."""
 
 KEYS: Mapping[str, str] = {
     "num_hidden_layers": "num_layers",

@@ -1,7 +1,7 @@
 """Reads the optimizer state of each rank, and joins the tensors of all ranks.
 
-A rank's optimizer state is numbered by group in its model file, or in flat buffers in a file of its own. Parts on
-tensor-parallel ranks are joined to whole tensors; copies on several ranks must be equal.
+A rank's model file lists optimizer state by parameter number; a distributed optimizer has flat buffers in a separate
+file. The shards on tensor-parallel ranks are joined into whole tensors; copies on several ranks must be equal.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ _INNER = ("optimizer", "optimizer_state_dict")
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 _COALESCED, _UNPADDED, _PARAM = "buckets_coalesced", "numel_unpadded", "param"
 _SAMPLES, _SAMPLED = 24, 16
-"""Number of parameters on a rank that are compared with their full-precision copies, and of elements in each."""
+"""How many parameters of a rank are compared with their full-precision copies, and how many elements of each
+parameter."""
 _CLOSE = 2.0**-6
-"""Largest relative difference between a weight and its full-precision copy: rounding stays below it."""
+"""Cap on the relative difference between a weight and its full-precision copy; the error of rounding is smaller."""
 
 
 @dataclass(slots=True)
@@ -57,9 +58,9 @@ class ParameterState:
     """The optimizer state of one parameter on one rank."""
 
     states: dict[str, RankShard] = field(default_factory=dict)
-    """Tensors by state, in the parameter's shape on this rank."""
+    """Name of the state -> tensor, in the parameter's shape on this rank."""
     numbers: dict[str, Entry] = field(default_factory=dict)
-    """Numbers by state, such as the step."""
+    """Name of the state -> number, such as the step."""
 
 
 @dataclass(slots=True)
@@ -67,42 +68,42 @@ class RankOptimizer:
     """The optimizer state and settings of one rank."""
 
     states: dict[tuple[int, str], ParameterState] = field(default_factory=dict)
-    """State of each parameter, by (virtual pipeline stage, global name)."""
+    """(virtual pipeline stage, global name of the parameter) -> optimizer state."""
     groups: list[tuple[ParamGroup, list[str]]] = field(default_factory=list)
-    """Settings of each group, with the global names of its parameters on this rank."""
+    """Settings of each parameter group, with the global names of the group's parameters on this rank."""
     flat: frozenset[str] = frozenset()
-    """Names of the parameters that must be in a flat buffer on some rank."""
+    """Global names of the parameters whose state must be in a flat buffer of at least one rank."""
     checksums: tuple[Checksum, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _ChainedOptimizer:
-    """One of the chained optimizers of a run: of dense parameters, or of experts."""
+    """One of a run's chained optimizers: the optimizer of dense parameters, or that of experts."""
 
     node: CheckedValue
     groups: list[CheckedValue]
     parameters: list[list[Parameter]]
     """Parameters of each group."""
     all: list[Parameter]
-    """All parameters, in the order of the module."""
+    """All parameters of this optimizer, in the order of the module."""
 
 
 def read_optimizer(
     inline: NumbersInMemory, rank: RankFile, stage: int, parameters: Sequence[Parameter], flat_file: str | None
 ) -> RankOptimizer:
-    """Read the optimizer of a rank.
+    """Read the optimizer state of a rank.
 
     Args:
         inline: the checkpoint's files.
         rank: the rank's model file.
         stage: pipeline stage of the rank.
-        parameters: all trained parameters, in the order of the module.
-        flat_file: the file of the distributed optimizer; None where the rank has none.
+        parameters: all trained parameters of the rank, in the order of the module.
+        flat_file: the file of the distributed optimizer; None if the rank has no such file.
 
     Raises:
-        OrderUnknown: it is unknown which state belongs to which parameter.
-        Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED for the files.
-        StorageError: IO.
+        OrderUnknown: the files do not show which state belongs to which parameter.
+        Refused: UNSAFE_PICKLE, CORRUPT or UNSUPPORTED, if a file cannot be read as Megatron's.
+        StorageError: IO, if a file cannot be read.
     """
     optimizer = RankOptimizer()
     top = rank.root.get(OPTIMIZER_KEY)
@@ -125,7 +126,7 @@ def read_optimizer(
 
 
 def _parts(top: CheckedValue, parameters: Sequence[Parameter], args: Mapping[str, Any]) -> Iterator[_ChainedOptimizer]:
-    """Yield the chained optimizers of a run: one, or one for dense parameters and one for experts."""
+    """Yield the chained optimizers of a run: a single one, or one for dense parameters and one for experts."""
     nodes = top.list() if top.is_list else [top]
     groups = [_inner(node)[_GROUPS].list() for node in nodes]
     experts = [has_expert_groups(each) for each in groups]
@@ -139,14 +140,14 @@ def _parts(top: CheckedValue, parameters: Sequence[Parameter], args: Mapping[str
 
 
 def _as_dense(parameter: Parameter) -> Parameter:
-    """Return a parameter with `expert` unset, for a run with a single optimizer."""
+    """Return a parameter with `expert` set to False, for a run with a single optimizer."""
     return Parameter(
         parameter.chunk, parameter.name, parameter.dtype, parameter.shape, expert=False, shared=parameter.shared
     )
 
 
 def _inner(node: CheckedValue) -> CheckedValue:
-    """Return the state of the inner optimizer, which Megatron's optimizer wraps."""
+    """Return the state dict of the torch optimizer inside Megatron's wrapper."""
     for key in _INNER:
         inner = node.get(key)
         if inner is not None:
@@ -155,13 +156,15 @@ def _inner(node: CheckedValue) -> CheckedValue:
 
 
 def _settings(group: CheckedValue, besides: Collection[str] = (PARAMS, _STEP)) -> dict[str, Any]:
-    """Return the settings of a group that are plain data, without the keys in `besides`."""
+    """Return the plain-data settings of a parameter group, without the keys in `besides`."""
     settings = {key: plain(node.value) for key, node in group.string_items() if key not in besides}
     return {key: value for key, value in settings.items() if value is not NOTHING}
 
 
 def optimizer_settings(top: CheckedValue | None) -> dict[str, Any]:
-    """Return a dict with the settings of all groups under the optimizer's key; empty without an optimizer."""
+    """Return a dict with the settings of all groups, under the key of the run's optimizer; empty without an
+    optimizer.
+    """
     if top is None:
         return {}
     nodes = top.list() if top.is_list else [top]
@@ -175,13 +178,14 @@ def optimizer_settings(top: CheckedValue | None) -> dict[str, Any]:
 def _read_numbered(
     reader: TensorReader, part: _ChainedOptimizer, steps: Mapping[Any, CheckedValue], optimizer: RankOptimizer
 ) -> None:
-    """Add the states that a rank's model file numbers by parameter, and the steps that `draft` added to such a file.
+    """Add the optimizer states that a rank's model file lists by parameter number, and the steps that Transaxle wrote
+    there.
 
     Args:
-        reader: reads tensors of the rank's file.
-        part: the optimizer.
-        steps: step by number of the parameter; empty in Megatron's own files.
-        optimizer: receives the states.
+        reader: reads tensors in the rank's model file.
+        part: the chained optimizer that is read.
+        steps: parameter number -> step; empty in files that Megatron wrote.
+        optimizer: record to which the states are added.
     """
     inner = _inner(part.node)
     states = inner[_STATE]
@@ -214,7 +218,7 @@ def _read_numbered(
 def _add_state(
     reader: TensorReader, optimizer: RankOptimizer, member: Parameter, state: str, node: CheckedValue
 ) -> None:
-    """Add a state of a parameter, which must have the parameter's shape."""
+    """Add one optimizer state of a parameter; the state must have the parameter's shape."""
     if not isinstance(node.value, TensorRef):
         raise OrderUnknown(f"its {state} of {member.name} is no tensor")
     entry = reader.tensor(f"{member.name}/{state}", node)
@@ -251,7 +255,7 @@ def _read_flat(
     elements = sum(parameter.size for part in parts for parameter in part.all)
     for node, part in zip(nodes, parts, strict=True):
         if node.value is None:
-            continue  # another rank of the data-parallel group wrote this optimizer
+            continue  # a different rank of the data-parallel group wrote this optimizer
         _check_form(node)
         steps = {
             member.name: step
@@ -283,7 +287,7 @@ def _check_form(node: CheckedValue) -> None:
 def _vectors(
     reader: TensorReader, node: CheckedValue, number: int, members: Sequence[Parameter]
 ) -> dict[str, FlatBuffer]:
-    """Return the flat buffers of the parameters of one dtype, by optimizer state."""
+    """Return name of the state -> flat buffers, for the parameters of one dtype."""
     kinds = [(key, value) for key, value in node[number].items()]
     kind = kinds[0][0].value if len(kinds) == 1 and isinstance(kinds[0][0], Key) else None
     stored = kind[0].code if isinstance(kind, tuple) and kind and isinstance(kind[0], DType) else None
@@ -297,7 +301,9 @@ def _vectors(
 def _places(
     members: Sequence[Parameter], bucket: int | None, vectors: Mapping[str, FlatBuffer], file: str
 ) -> list[tuple[Parameter, int]]:
-    """Return each parameter with its first element in the buffers, whose lengths must fit exactly these parameters."""
+    """Return each parameter with the index of its first element in the buffers; the buffers' lengths must fit
+    exactly.
+    """
     places, length = lay_flat(members, bucket)
     for state, vector in vectors.items():
         if vector.length != length:
@@ -306,16 +312,16 @@ def _places(
 
 
 def check_copies(inline: NumbersInMemory, weights: Mapping[tuple[int, str], Entry], optimizer: RankOptimizer) -> None:
-    """Compare samples of the full-precision copies with their rounded weights.
+    """Compare samples of the full-precision copies with the weights, which are the rounded copies.
 
     Args:
         inline: the checkpoint's files.
-        weights: the rank's weights, by (virtual pipeline stage, global name).
+        weights: (virtual pipeline stage, global name) -> weight on the rank.
         optimizer: the rank's optimizer state.
 
     Raises:
-        OrderUnknown: a copy does not belong to its weight, so the assumed order is wrong.
-        StorageError: IO.
+        OrderUnknown: a copy differs from its weight, so the assumed order of parameters is wrong.
+        StorageError: IO, if a file cannot be read.
     """
     keys = [key for key, state in optimizer.states.items() if MASTER in state.states and weights[key].dtype in LOW]
     for key in keys[:: max(1, len(keys) // _SAMPLES)]:
@@ -331,7 +337,7 @@ def check_copies(inline: NumbersInMemory, weights: Mapping[tuple[int, str], Entr
 
 
 def _sample(inline: NumbersInMemory, places: Sequence[Any], dtype: str, skipped: int, count: int) -> np.ndarray | None:
-    """Read some elements from the middle of a tensor with one dense extent; None for any other tensor."""
+    """Read some elements from the middle of a tensor; None if the tensor is not one contiguous extent."""
     if len(places) != 1 or places[0].strides is not None or not count:
         return None
     kind = numpy_dtype(dtype)
@@ -341,12 +347,12 @@ def _sample(inline: NumbersInMemory, places: Sequence[Any], dtype: str, skipped:
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _AHEAD = ".eh_proj.weight"
-"""Name end of the projection before a multi-token prediction layer; only Megatron cuts its rows."""
+"""Suffix of the name of the projection before a multi-token prediction layer, whose rows Megatron cuts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankParameter:
-    """One rank's shard of a parameter, with its optimizer state."""
+    """One rank's shard of a parameter, with the optimizer state of the shard."""
 
     place: MeshPlace
     shard: RankShard
@@ -356,28 +362,29 @@ class RankParameter:
 
 @dataclass(slots=True)
 class JoinedTensors:
-    """The joined tensors of the whole model, with the copies that must be equal."""
+    """The joined tensors of the whole model, and the pairs of copies that must be equal."""
 
     weights: dict[str, Entry] = field(default_factory=dict)
     states: dict[str, dict[str, Entry]] = field(default_factory=dict)
-    """Optimizer state (tensors and numbers) by parameter and name of the state."""
+    """Parameter name -> name of the state -> optimizer state (a tensor or a number)."""
     twins: list[Twin] = field(default_factory=list)
 
 
 def is_cut_by_rows(name: str) -> bool:
-    """Tell whether Megatron always cuts a parameter by rows, independent of the table.
+    """Tell whether Megatron always cuts a parameter by rows, whatever the family's table says.
 
-    The rows of a vocabulary are cut together with its padding, as one dim.
+    The rows of a vocabulary are cut together with the padding rows.
     """
     return is_vocabulary(name) or name.endswith(_AHEAD)
 
 
 class ShardJoiner:
-    """Joins the shards of all ranks to whole tensors.
+    """Joins the shards of all ranks into whole tensors.
 
     Args:
         mesh: parallel degrees of the run.
-        cuts: tensor-parallel cuts from the tables; None without tensor parallelism.
+        cuts: how parameters are cut over tensor-parallel ranks, from the family's table; None without tensor
+            parallelism.
         args: Megatron's arguments of the run.
     """
 
@@ -393,11 +400,11 @@ class ShardJoiner:
         """Join all parameters.
 
         Args:
-            shards_by_name: the shards of all ranks, by parameter and by (pipeline stage, virtual stage).
-            flat: names of parameters that must be in a flat buffer of some rank.
+            shards_by_name: parameter name -> (pipeline stage, virtual stage) -> the shards of all ranks.
+            flat: names of the parameters whose state must be in a flat buffer of at least one rank.
 
         Returns:
-            the joined tensors; problems are added to `faults`.
+            the joined tensors; problems are added to the joiner's `faults`.
         """
         joined = JoinedTensors()
         for name, stages in shards_by_name.items():
@@ -411,7 +418,7 @@ class ShardJoiner:
         return joined
 
     def _stage(self, joined: JoinedTensors, name: str, parts: Sequence[RankParameter], *, must: bool) -> None:
-        """Join the shards of a parameter on the ranks of one stage."""
+        """Join the shards that the ranks of one stage have of a parameter."""
         count = self._mesh.etp if is_expert(name) else self._mesh.tp
         by_rank: list[list[RankParameter]] = [[] for _ in range(count)]
         for part in parts:
@@ -448,10 +455,10 @@ class ShardJoiner:
                 self._add_number_twin(joined, name, key, number)
 
     def _spread(self, name: str, shards: Sequence[RankShard]) -> Spread:
-        """Return how a parameter is spread over its tensor-parallel ranks.
+        """Return how a parameter is spread over the tensor-parallel ranks.
 
         Raises:
-            Refused, UsageError: where the tables do not have the parameter, or do not fit its shards.
+            Refused, UsageError: the family's table lacks the parameter, or does not fit the shards' shapes.
         """
         shapes: list[Shape] = [shard.shape for shard in shards]
         if is_cut_by_rows(name) and shapes[0]:
@@ -472,7 +479,9 @@ class ShardJoiner:
     def _merge(
         self, joined: JoinedTensors, name: str, shown: str, spread: Spread, shards: Sequence[Sequence[RankShard]]
     ) -> Entry:
-        """Merge the first shard of each tensor-parallel rank to a whole tensor; add further shards as equal copies."""
+        """Merge the first shard of each tensor-parallel rank into a whole tensor; note all further shards as equal
+        copies.
+        """
         firsts = [holders[0] for holders in shards]
         entry, twins = merge_shards(shown, firsts, spread)
         joined.twins.extend(twins)
@@ -492,7 +501,7 @@ class ShardJoiner:
         return entry
 
     def _add_entry(self, joined: JoinedTensors, into: dict[str, Entry], key: str, shown: str, entry: Entry) -> None:
-        """Add a tensor; if an earlier stage has it too, the two must be equal."""
+        """Add a tensor of one stage; if an earlier stage has the same tensor, note that the two must be equal."""
         first = into.setdefault(key, entry)
         if first is not entry:
             self._require_equal(joined, first, entry, shown)
@@ -512,7 +521,7 @@ class ShardJoiner:
             joined.twins.append(Twin(first, number, f"{key} of {name} is one number on all ranks"))
 
     def tie(self, joined: JoinedTensors) -> None:
-        """Remove the head of a model with tied embeddings: the last stage's copy, which must equal the embedding."""
+        """For tied embeddings, remove the head: it is the last stage's copy of the embedding, and must equal it."""
         embedding = joined.weights.get(EMBEDDING)
         if embedding is None or HEAD not in joined.weights:
             return
