@@ -25,7 +25,7 @@ import msgspec
 from msgspec.structs import replace
 
 from transaxle.formats.megatron.iterations import WEIGHTS
-from transaxle.formats.pickled.allowed import INERT, GlobalRule
+from transaxle.formats.pickled.allowed import ALLOWED, INERT, GlobalRule, Names
 from transaxle.formats.pickled.descriptors import Object, TensorRef
 from transaxle.formats.registry import HERE
 from transaxle.formats.storage.storage import Storage
