@@ -1,14 +1,15 @@
-"""The codec: encodes matrices of values, and decodes encoded matrices.
+"""The codec: quantizes matrices of values to codes and scales, and decodes them.
 
-Everything here has two dims. A tensor with more dims is a list of matrices: tiles belong to the last two dims. There
-are two implementations, one compiled and one in numpy, with identical bits.
+All functions here take matrices. A tensor with more dims is a list of matrices, because tiles cover the last two dims.
+There are two implementations, one compiled and one in numpy, which give identical bits.
 
 **Decode**: `value = code x scale`, where the scale of a tile is its stored scale times the tensor's factor, multiplied
-in double precision and rounded once to float32. The product is rounded to float32 and then to the requested dtype. This
-is the order of torchao, compressed-tensors and transformers. A NaN has the sign of its code and no payload.
+in double precision and rounded once to float32. The product `code x scale` is rounded to float32 and then to the
+requested dtype. torchao, compressed-tensors and transformers round in the same order. A decoded NaN has the sign of its
+code and no payload bits.
 
-**Encode**: `scaling` gives the scale of a tile, and the float32 multiplier of its values before they are rounded to
-codes: to nearest, ties to even, saturating.
+**Encode**: the module `scaling` computes the scale of a tile and a float32 multiplier. Values are multiplied by it and
+rounded to codes: to nearest, ties to even, saturating.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from transaxle.errors import refuse
 __all__ = ["Path", "active", "amax", "decode_box", "decode_error", "encode_error", "encode_rows"]
 
 Path = Literal["compiled", "numpy"]
-"""Name of an implementation; both give identical bits."""
+"""Name of one of the two implementations, which give identical bits."""
 
 Bytes = NDArray[np.uint8]
 
 
 class _Implementation(Protocol):
-    """Operations of both the compiled kernel and numpy; documented in `vectorised`."""
+    """Functions that both implementations (compiled and numpy) have; the module `vectorised` documents them."""
 
     def largest(self, values: NDArray[Any], tiles: Tiling) -> NDArray[np.float32]: ...
     def cast(
@@ -73,12 +74,12 @@ class _Implementation(Protocol):
 
 
 def active() -> Path:
-    """Return the default implementation: compiled, if the kernel was built."""
+    """Return the name of the default implementation: the compiled one if the kernel was built, else numpy."""
     return "numpy" if kernel.load() is None else "compiled"
 
 
 def amax(values: NDArray[Any], *, path: Path | None = None) -> np.float32:
-    """Return the largest absolute value of a matrix, as float32: NaN if it has one, 0 if it is empty."""
+    """Return the largest absolute value of a matrix, as float32: NaN if the matrix contains a NaN, 0 if it is empty."""
     matrix = _matrix(values)
     if not matrix.size:
         return np.float32(0)
@@ -95,27 +96,28 @@ def encode_rows(
     codes_out: Bytes | None = None,
     path: Path | None = None,
 ) -> tuple[Bytes, NDArray[np.float32] | Bytes]:
-    """Encode rows of a matrix, the first of which starts a tile; the last tile along either dim may be partial.
+    """Encode some rows of a matrix. The first row must be the first of a tile; the last tile along each dim may be
+    partial.
 
     Args:
-        encoding: the encoding to write.
-        values: `[R, C]` of BF16, F16 or F32.
-        amax: amax of the whole tensor. Required for a global scale; an encoding with a single tile uses it instead of
-            the amax of `values`, which may be only some of the rows.
-        over: shape of the blocks that share an amax, a multiple of the encoding's tile: `(16, 16)` for weights in
-            nvfp4, where sixteen rows have equal scales. Default: the tile itself.
-        codes_out: array to write the codes into.
-        path: implementation; default: the fastest available.
+        encoding: the encoding to quantize to.
+        values: the rows, an array `[R, C]` of BF16, F16 or F32.
+        amax: largest absolute value of the whole tensor. It is required for a global scale; for an encoding with one
+            tile per matrix it is used instead of the largest value in these rows.
+        over: shape of the blocks that share an amax, a multiple of the encoding's tile, such as `(16, 16)` for nvfp4
+            weights, where sixteen rows get equal scales. By default each tile has its own amax.
+        codes_out: array to write the codes into; by default a new one.
+        path: name of the implementation to use; by default the fastest one available.
 
     Returns:
         The codes, `u8[R, C]` or `u8[R, C / 2]`, and the scales, one per tile: float32, or u8 with the bits of 8-bit
             scales.
 
     Raises:
-        Refused: SHAPE_MISMATCH where packed codes do not fill bytes, DTYPE_MISMATCH for other values, UNSUPPORTED for
-            scales that can only be read.
-        ValueError: `amax` is missing or not of one tile, `over` is no multiple of the tile, or `codes_out` does not
-            fit.
+        Refused: SHAPE_MISMATCH, if a row of 4-bit codes does not fill whole bytes; DTYPE_MISMATCH, if the values have
+            another dtype; UNSUPPORTED, if the encoding's scales can only be read.
+        ValueError: `amax` is missing or not allowed, `over` is no multiple of the tile, or `codes_out` has the wrong
+            shape.
     """
     matrix, kind, arithmetic = _matrix(values), _kind(encoding), _arithmetic(path)
     shape = _shape(matrix)
@@ -143,25 +145,25 @@ def decode_box(
     out: NDArray[Any] | None = None,
     path: Path | None = None,
 ) -> NDArray[Any]:
-    """Decode a box of a matrix.
+    """Decode a rectangular part (box) of a quantized matrix.
 
     Args:
         encoding: encoding of the codes.
-        codes: `[R, C]`, or `[R, C / 2]` with two codes per byte: u8 or the dtype of the codes.
-        scale: scales of all tiles that the box touches, `[gr, gc]`: of the stored dtype, or u8 with the bits of 8-bit
-            scales.
-        phase: row and column of the box's first element in its tile.
-        factor: factor of all values: the tensor's global scale, as defined by its convention.
-        dtype: dtype to decode to.
-        out: array to write the values into: `[R, C]`, with adjacent elements in each row.
-        path: implementation; default: the fastest available.
+        codes: codes of the box, `[R, C]`, or `[R, C / 2]` with two codes per byte, as u8 or as the dtype of the codes.
+        scale: scales of all tiles with elements in the box, `[gr, gc]`, in their stored dtype, or 8-bit scales as u8.
+        phase: position of the box's first element inside its tile: row and column.
+        factor: number by which all values are multiplied; it follows from the tensor's global scale and its convention.
+        dtype: dtype of the decoded values.
+        out: array `[R, C]` to write the values into, without gaps between elements of a row; by default a new one.
+        path: name of the implementation to use; by default the fastest one available.
 
     Returns:
         The values, `[R, C]`.
 
     Raises:
-        Refused: SHAPE_MISMATCH for scales that do not fit, UNSUPPORTED for scales of a dtype that no encoding has.
-        ValueError: `out` does not fit.
+        Refused: SHAPE_MISMATCH, if there is not one scale per tile; UNSUPPORTED, if no encoding has scales of this
+            dtype.
+        ValueError: `out` has the wrong shape, dtype or strides.
     """
     matrix, tiles, kind = _code_bytes(encoding, codes, phase)
     single, _ = _scale(encoding, scale, tiles, factor)
@@ -179,15 +181,15 @@ def encode_error(
     factor: float = 1.0,
     path: Path | None = None,
 ) -> Error:
-    """Return the difference between the values of codes, decoded to F32, and the values that were encoded.
+    """Return the quantization error: the codes, decoded to F32, against the values that were encoded.
 
     Args:
         encoding: encoding of the codes.
-        values: values passed to `encode_rows`.
-        codes: codes that it returned.
-        scale: scales that it returned.
-        factor: factor of all decoded values, see `decode_box`.
-        path: implementation; default: the fastest available.
+        values: the values that were passed to `encode_rows`.
+        codes: the codes that `encode_rows` returned.
+        scale: the scales that `encode_rows` returned.
+        factor: number by which all decoded values are multiplied, as for `decode_box`.
+        path: name of the implementation to use; by default the fastest one available.
     """
     values_in = _matrix(values)
     matrix, tiles, kind = _code_bytes(encoding, codes, (0, 0))
@@ -207,11 +209,11 @@ def decode_error(
     dtype: Wide = "BF16",
     path: Path | None = None,
 ) -> Error:
-    """Return the difference between decoded values and the real product of code, scale and factor.
+    """Return the rounding error of decoding: decoded values against the exact product of code, scale and factor.
 
-    The product is computed in double precision. The product is exact for a float32 factor, since code, scale and factor
-    have at most 4, 24 and 24 significant bits, and 8-bit scales 4; otherwise it is within a relative 2**-53. The
-    arguments are those of `decode_box`.
+    The product is computed in double precision. It is exact if code, scale and factor together have at most 53
+    significant bits; otherwise its relative error is at most 2**-53. The arguments are the same as those of
+    `decode_box`.
     """
     matrix, tiles, kind = _code_bytes(encoding, codes, phase)
     single, double = _scale(encoding, scale, tiles, factor)
@@ -232,13 +234,13 @@ def _kind(encoding: Encoding) -> Minifloat:
 
 
 def _matrix(values: NDArray[Any]) -> NDArray[Any]:
-    """Return a matrix of values with adjacent elements in each row, copied only where necessary."""
+    """Return a matrix of values without gaps between elements of a row; it is copied only if necessary."""
     wide_code(values.dtype)
     return _adjacent(values)
 
 
 def _adjacent(array: NDArray[Any]) -> NDArray[Any]:
-    """Return a matrix with adjacent elements in each row, copied only where necessary."""
+    """Return a matrix without gaps between elements of a row; it is copied only if necessary."""
     if array.ndim != 2:
         raise ValueError(f"{array.ndim} dims; encodings need matrices")
     strided_rows = array.shape[1] > 1 and array.strides[1] != array.itemsize
@@ -251,7 +253,7 @@ def _shape(matrix: NDArray[Any]) -> tuple[int, int]:
 
 
 def _code_bytes(encoding: Encoding, codes: NDArray[Any], phase: tuple[int, int]) -> tuple[Bytes, Tiling, Minifloat]:
-    """Return the codes as bytes, the tiles over them, and the type of the codes."""
+    """Return the codes as bytes, their tiling, and their minifloat type."""
     kind = _kind(encoding)
     matrix = _adjacent(codes.view(np.uint8) if codes.dtype.itemsize == 1 else codes)
     if matrix.dtype != np.uint8:
@@ -261,7 +263,7 @@ def _code_bytes(encoding: Encoding, codes: NDArray[Any], phase: tuple[int, int])
 
 
 def _codes_of(shape: tuple[int, int], kind: Minifloat, out: Bytes | None) -> Bytes:
-    """Return the array to write codes into: `out`, or a new one."""
+    """Return the array to write codes into: `out` if given, else a new array."""
     rows, columns = shape
     if columns * kind.bits % 8:
         raise refuse("SHAPE_MISMATCH", f"rows of {columns} codes of {kind.code}, two to a byte, do not fill bytes")
@@ -283,7 +285,7 @@ def _tiles_of_blocks(tiles: Tiling, over: tuple[int, int]) -> Tiling:
 
 
 def _repeat(stored: NDArray[Any], shared: Tiling, tiles: Tiling) -> NDArray[Any]:
-    """Return one scale per tile from scales that several tiles share."""
+    """Expand scales that several tiles share to one scale per tile."""
     if shared is tiles:
         return stored
     rows, columns = (size // step for size, step in zip(shared.tile, tiles.tile, strict=True))
@@ -294,7 +296,7 @@ def _repeat(stored: NDArray[Any], shared: Tiling, tiles: Tiling) -> NDArray[Any]
 def _scale(
     encoding: Encoding, scale: NDArray[Any], tiles: Tiling, factor: float
 ) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
-    """Return the total factor of each tile, rounded to float32, and in double precision."""
+    """Return scale times factor for each tile, rounded to float32, and also in double precision."""
     if scale.shape != tiles.grid:
         raise refuse(
             "SHAPE_MISMATCH",

@@ -1,18 +1,18 @@
 """Conventions: how ecosystems name and shape the buffers of an encoded tensor.
 
 The same codes and scales have many names: `X.weight_scale_inv` is DeepSeek's, `X.weight_scale` that of
-compressed-tensors, `X_scales` that of gpt-oss. Tables use a single name, that of the weight. A convention maps it to
-the stored name of each buffer and back, and defines the shape of each buffer on disk and the meaning of its per-tensor
-scale.
+compressed-tensors, `X_scales` that of gpt-oss. Tables use a single name, that of the weight. A convention maps the
+weight's name to the stored name of each buffer and back. It also defines the shape of each buffer on disk and the
+meaning of the per-tensor scale.
 
 `quantization` reads the convention from a config file; `buffer_group` decides whether a checkpoint follows it. Names
-are split at dots, and only the last segment matters.
+are split at dots, and a convention depends only on the last segment.
 
-The pickles of TransformerEngine's tensors contain more than the names show: the tiles of the scales, where these are
-unusual. Readers of pickles keep that in the container's metadata, under `TE_NOTE`.
+Pickled tensors of TransformerEngine may have scales with unusual tiles, which the names do not show. Readers of pickles
+put these tile sizes into the container's metadata, under the key `TE_NOTE`.
 
-Weights saved by training are converted for a hub: its readers' names, the per-tensor number that they expect, and no
-buffers that only the next training step needs.
+Quantized weights saved by training are converted for a model hub: the buffers get the names and the per-tensor scale
+that readers of hub models expect, and buffers that only the next training step needs are dropped.
 """
 
 from __future__ import annotations
@@ -30,44 +30,46 @@ from transaxle.encodings.encoding import ENCODINGS, FLOAT8, MXFP8, WHOLE, Encode
 from transaxle.errors import Refusal, Where, refuse
 
 WEIGHT = "weight"
-"""Last segment of a linear layer's weight, after which its buffers are named."""
+"""Last name segment of a linear layer's weight, from which the names of its buffers are formed."""
 
 DEEPSEEK, COMPRESSED_TENSORS, GPT_OSS = "deepseek", "compressed_tensors", "gpt_oss"
 TORCHAO, MODELOPT = "torchao", "modelopt"
 TE, TE_HALVED = "te", "te_256"
-"""TransformerEngine, and its nvfp4 variant with block scales up to 256 (`nvfp4_e4m3_max`)."""
+"""Names of TransformerEngine's convention, and of its nvfp4 variant with block scales up to 256 (`nvfp4_e4m3_max`)."""
 
 ASIDE = ("columnwise_data", "columnwise_scale_inv", "amax_history", "scaled_for", "rounding_state")
-"""Suffixes of buffers that only training needs, appended to the name of the codes with `_`."""
+"""Name suffixes of buffers that only training needs; they follow the name of the codes after a `_`."""
 
 _BYTES = "U8"
 _E8M0 = "F8_E8M0"
 _REAL = "F32"
 _PAIR = 2
-"""4-bit codes per byte."""
+"""Number of 4-bit codes in one byte."""
 _FLT_MAX = (2 - 2.0**-23) * 2.0**127
 
 Shape = tuple[int, ...]
 Place = tuple[str, Role]
-"""`(table name, role)` of one buffer of an encoded tensor."""
+"""`(tensor name, role)`: which quantized tensor a buffer belongs to, and whether it has its codes or a scale."""
 GlobalMeaning = Literal["factor", "divisor", "amax"]
-"""How the per-tensor scale enters a value; see `Convention.meaning`."""
+"""How a value depends on the per-tensor scale; `Convention.meaning` documents the choices."""
 
 
 class NameForm(msgspec.Struct, frozen=True):
-    """How the last name segment of a buffer follows from that of its tensor."""
+    """How the last name segment of a buffer is formed from the last name segment of its tensor."""
 
     weight: str
-    """The buffer's segment for a tensor whose last segment is `weight`."""
+    """Last name segment of the buffer, if that of the tensor is `weight`."""
     other: str
-    """Template for any other tensor, whose own segment replaces `{}`: `{}_scale_inv`."""
+    """Template for tensors with another last segment, which replaces `{}`, as in `{}_scale_inv`."""
 
     def __call__(self, segment: str) -> str:
-        """Return the buffer's last segment."""
+        """Return the buffer's last name segment for that of a tensor."""
         return self.weight if segment == WEIGHT else self.other.replace("{}", segment)
 
     def back(self, segment: str) -> str | None:
-        """Return the tensor's last segment for a buffer's; None where no tensor has such a buffer."""
+        """Return the tensor's last name segment for that of a buffer; None if the segment is not that of such a
+        buffer.
+        """
         if segment == self.weight:
             return WEIGHT
         before, after = self.other.split("{}")
@@ -78,59 +80,57 @@ class NameForm(msgspec.Struct, frozen=True):
 
 
 def training_only(weights: Iterable[str], names: Container[str]) -> list[str]:
-    """Return the names of buffers of some weights that only the next training step needs.
+    """Return the names of those buffers of quantized weights that only the next training step needs.
 
     Args:
-        weights: names of the weights' codes.
-        names: all stored names.
+        weights: names of the buffers with the weights' codes.
+        names: names of all stored tensors.
     """
     return [buffer for name in weights for suffix in ASIDE if (buffer := f"{name}_{suffix}") in names]
 
 
 def _suffix(end: str) -> NameForm:
-    """Return the form that appends `end` to every segment, including `weight`."""
+    """Return the name form that appends `end` to the tensor's last segment, whatever it is."""
     return NameForm(WEIGHT + end, "{}" + end)
 
 
 class Convention(msgspec.Struct, frozen=True, eq=False):
-    """How one ecosystem names and shapes the buffers of encoded tensors."""
+    """How one ecosystem (such as DeepSeek's) names and shapes the buffers of quantized tensors."""
 
     name: str
-    """Key in `CONVENTIONS`."""
+    """Name of the convention: its key in `CONVENTIONS`."""
     eight: Mapping[Role, NameForm] = msgspec.field(default_factory=dict)
-    """Role -> name form for 8-bit codes; empty where the convention has no 8-bit encoding."""
+    """Role -> name of that buffer for tensors with 8-bit codes; empty if the convention has no 8-bit encoding."""
     four: Mapping[Role, NameForm] = msgspec.field(default_factory=dict)
-    """Role -> name form for 4-bit codes; empty where the convention has no 4-bit encoding."""
+    """Role -> name of that buffer for tensors with 4-bit codes; empty if the convention has no 4-bit encoding."""
     holds: frozenset[str] = frozenset()
-    """Names of the encodings that can be read."""
+    """Names of the encodings that can be read from files of this convention."""
     writes: frozenset[str] = frozenset()
-    """Names of the encodings that can be written."""
+    """Names of the encodings that can be written in this convention."""
     meaning: GlobalMeaning = "factor"
-    """How the per-tensor scale enters a value. `factor`: `code x scale x global`; `divisor`: `code x scale / global`;
-    `amax`: `code x scale x global / (scale_max x code_max)`.
-
-    `code x scale x global`, `code x scale / global`, or `code x scale x global / (scale_max x code_max)`.
+    """How a value depends on the per-tensor scale `global`. With `factor` it is `code x scale x global`; with `divisor`
+    it is `code x scale / global`; with `amax` it is `code x scale x global / (scale_max x code_max)`.
     """
     scale_max: int = 448
-    """Largest value that nvfp4 block scales are computed to reach."""
+    """Largest block scale that an nvfp4 tensor is scaled to."""
     exponents_as_bytes: bool = False
-    """Whether exponent scales (E8M0) are stored as U8."""
+    """Whether E8M0 scales are stored with the dtype U8."""
     one: Shape = ()
-    """Stored shape of a single number per matrix: `[]` or `[1]`."""
+    """Shape with which a single number per matrix is stored: `[]` or `[1]`."""
     block: int = 0
-    """Number of codes per block where blocks have a dim of their own on disk, `[…, K/32, 16]` after packing; 0: they
-    have none.
+    """Number of codes per block, if blocks have a dim of their own on disk (`[…, K/32, 16]` after packing); otherwise
+    0.
     """
     whole_blocks: bool = True
-    """Whether packed rows consist of whole blocks, as file writers ensure; training may have shorter ones."""
+    """Whether packed rows always consist of whole blocks; in training checkpoints the last block may be shorter."""
     flat_rows: bool = False
-    """Whether per-row scales are stored as `[M]` instead of `[M, 1]`."""
+    """Whether the scales of rows are stored with the shape `[M]` instead of `[M, 1]`."""
 
     def forms(self, encoding: Encoding) -> Mapping[Role, NameForm]:
-        """Return role -> name form for the buffers of an encoding.
+        """Return how the buffers of an encoding are named, by role.
 
         Raises:
-            Refused: UNSUPPORTED for an encoding outside of this convention.
+            Refused: UNSUPPORTED, if this convention lacks the encoding.
         """
         if encoding.name not in self.holds:
             readable = ", ".join(sorted(self.holds))
@@ -139,10 +139,11 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         return self.four if encoding.code_bits < 8 else self.eight
 
     def buffers(self, table_name: str, encoding: Encoding) -> dict[Role, str]:
-        """Return the stored names of all buffers that a tensor may have; the input scale may be absent.
+        """Return the stored names of all buffers that a tensor may have, by role; a checkpoint may lack the input
+        scale.
 
         Raises:
-            Refused: UNSUPPORTED for an encoding outside of this convention.
+            Refused: UNSUPPORTED, if this convention lacks the encoding.
         """
         head, dot, segment = table_name.rpartition(".")
         forms = self.forms(encoding).items()
@@ -153,12 +154,11 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         }
 
     def stored(self, table_name: str, role: Role, encoding: Encoding) -> str:
-        """Return the stored name of one buffer of a tensor.
-
-        Inverse: `places(stored)` contains `(table_name, role)`.
+        """Return the stored name of one buffer of a tensor. The inverse is `places`, whose result contains
+        `(table_name, role)`.
 
         Raises:
-            Refused: UNSUPPORTED for an encoding or a buffer without a name in this convention.
+            Refused: UNSUPPORTED, if this convention has no such encoding, or no name for the buffer.
         """
         form = self.forms(encoding).get(role)
         if form is None:
@@ -168,7 +168,7 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         return f"{head}{dot}{form(segment)}"
 
     def places(self, stored: str) -> tuple[Place, ...]:
-        """Return every `(table name, role)` that a stored name may have; for most names only that of codes."""
+        """Return each `(tensor name, role)` that a stored name may stand for; for most names the only role is codes."""
         head, dot, segment = stored.rpartition(".")
         places: dict[Place, None] = {}
         for forms in (self.eight, self.four):
@@ -179,17 +179,18 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         return tuple(places)
 
     def presented(self, encoding: Encoding, shape: Shape, role: Role, stored: str | None = None) -> tuple[str, Shape]:
-        """Return the dtype (safetensors code) and shape with which one buffer is written.
+        """Return the dtype (as a safetensors code) and the shape with which a buffer is written.
 
         Args:
-            encoding: encoding of the tensor.
+            encoding: encoding of the tensor to which the buffer belongs.
             shape: shape of the tensor, in elements.
-            role: role of the buffer.
-            stored: dtype of this buffer in the source, kept where bytes are only copied; None: the convention's own.
+            role: role of the buffer (codes, scale, …).
+            stored: dtype of the buffer in the source, which is kept if bytes are only copied; None: the convention's
+                own dtype.
 
         Raises:
-            Refused: UNSUPPORTED for an encoding outside of this convention; SHAPE_MISMATCH where codes do not fill
-                bytes.
+            Refused: UNSUPPORTED, if this convention lacks the encoding; SHAPE_MISMATCH, if a row of 4-bit codes does
+                not fill whole bytes.
         """
         self.forms(encoding)
         if role is Role.CODES:
@@ -206,9 +207,7 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         return stored or usual_code, grid
 
     def elements(self, encoding: Encoding, dtype: str, shape: Shape) -> Shape | None:
-        """Return the shape of a tensor in elements, from dtype and shape of its stored codes; None where they do not
-        fit.
-        """
+        """Return a tensor's shape in elements from the dtype and shape of its stored codes; None if they do not fit."""
         if encoding.code_bits == 8 or dtype == encoding.code:
             return shape
         if not self.block:
@@ -228,7 +227,9 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         return _BYTES, (*shape[:-1], *packed_dims)
 
     def factor(self, stored: float, encoding: Encoding) -> float:
-        """Return the factor of `code x scale`, in double precision, for a stored per-tensor scale."""
+        """Return the number by which `code x scale` is multiplied, in double precision, for a stored per-
+        tensor scale.
+        """
         if not encoding.has_global:
             return 1.0
         if self.meaning == "factor":
@@ -238,12 +239,12 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         return 1.0 / float(stored) if stored else float("inf")
 
     def global_from_amax(self, amax: float, encoding: Encoding) -> np.float32:
-        """Return the per-tensor scale to store for a tensor with the largest magnitude `amax`.
+        """Return the per-tensor scale to store for a tensor whose largest absolute value is `amax`.
 
         The scale is computed as in TransformerEngine (`core_nvfp4.cuh`): `min(scale_max x code_max / amax, FLT_MAX)`,
-        and 1 where amax or the quotient is 0 or infinite. A convention that multiplies stores its reciprocal, `amax /
-        (448 x 6)`; TransformerEngine itself stores `amax`. For NaN the result is NaN, and the block scales saturate
-        without a meaning.
+        or 1 if amax or the quotient is 0 or infinite. A convention with the meaning `factor` stores the reciprocal,
+        `amax / (448 x 6)`; TransformerEngine stores `amax` itself. An amax of NaN gives NaN, and the block scales
+        become meaningless.
         """
         if self.meaning == "amax":
             return np.float32(amax)
@@ -348,7 +349,7 @@ _ALL = (
 )
 
 CONVENTIONS: Mapping[str, Convention] = MappingProxyType({convention.name: convention for convention in _ALL})
-"""The conventions by name."""
+"""The known conventions, by name."""
 
 PREFERRED: Mapping[str, str] = MappingProxyType(
     {
@@ -359,15 +360,15 @@ PREFERRED: Mapping[str, str] = MappingProxyType(
         "nvfp4": COMPRESSED_TENSORS,
     }
 )
-"""Encoding -> convention in which newly encoded tensors are written."""
+"""Name of an encoding -> name of the convention in which newly quantized tensors are written."""
 
 
 TE_NOTE = "transformer_engine"
-"""Metadata key for notes on TransformerEngine's tensors."""
+"""Metadata key under which readers of pickles describe TransformerEngine's tensors."""
 
 
 class _TensorNote(msgspec.Struct):
-    """The note on one tensor in the metadata."""
+    """The JSON text that describes one tensor in the metadata."""
 
     encoding: Literal["float8", "float8_block", "mxfp8", "nvfp4"]
     codes: str
@@ -377,10 +378,11 @@ class _TensorNote(msgspec.Struct):
 
 
 def te_descriptions(metadata: Mapping[str, object]) -> Mapping[str, tuple[str, Encoding]]:
-    """Return tensor name -> (convention, encoding) for each tensor in the metadata.
+    """Return the convention and the encoding of each TransformerEngine tensor that the metadata describes, by tensor
+    name.
 
     Raises:
-        ValueError: metadata that none of our readers wrote.
+        ValueError: the metadata was not written by one of Transaxle's readers.
     """
     notes = msgspec.convert(metadata.get(TE_NOTE, {}), dict[str, _TensorNote])
     return {name: (_te_convention(note), _te_encoding(note)) for name, note in notes.items()}
@@ -396,38 +398,38 @@ def _te_encoding(note: _TensorNote) -> Encoding:
 
 
 TRAINED = frozenset({DEEPSEEK, TE, TE_HALVED})
-"""Conventions in which training saves quantized weights."""
+"""Names of the conventions in which training programs save quantized weights."""
 _OUT = 'Keep it as it is with to="dcp", or write the decoded values:  transaxle convert --decode bf16 --to hf.'
 _AT_ONCE = 256
-"""Number of matrices compared at a time."""
+"""Number of matrices that are compared at a time, which limits memory."""
 
 
 def hub_convention(encodings: Iterable[Encoding]) -> Convention:
-    """Return the convention for weights of these encodings on a hub, where one config describes all of them.
+    """Return the convention for these encodings on a model hub, where one config must describe all quantized weights.
 
-    The result is the preferred convention of the encodings. An exception is mxfp8 without an encoding that needs
-    compressed-tensors: it becomes DeepSeek's `fp8` method with 1 x 32 blocks and exponent scales. transformers 5.23
-    loads experts stored in this way, and raises for those of compressed-tensors.
+    The result is the preferred convention of the encodings, with one exception: mxfp8, if no other encoding needs
+    compressed-tensors, becomes DeepSeek's `fp8` method with 1 x 32 blocks and E8M0 scales. The reason is that
+    transformers 5.23 loads experts in that form, but not mxfp8 experts of compressed-tensors.
     """
     names = {PREFERRED[encoding.name] for encoding in encodings if encoding.name != MXFP8.name}
     return CONVENTIONS[COMPRESSED_TENSORS if names - {DEEPSEEK} else DEEPSEEK]
 
 
 class HubBuffer(msgspec.Struct, frozen=True):
-    """The counterpart on a hub of one buffer of a trained weight."""
+    """How one buffer of a quantized weight, saved by training, is stored on a model hub."""
 
     stored: str
-    """Name of the buffer in training."""
+    """Name of the buffer in the training checkpoint."""
     name: str
-    """Name in the hub's convention."""
+    """Name of the buffer in the hub's convention."""
     role: Role
-    """Role of the buffer."""
+    """Role of the buffer: codes or a kind of scale."""
     dtype: str | None
-    """Dtype (safetensors code) in the hub's convention; None for codes, which keep their dtype."""
+    """Dtype of the buffer in the hub's convention, as a safetensors code; None for codes, which keep their dtype."""
 
 
 def hub_buffers(tensor: EncodedTensor, to: Convention) -> list[HubBuffer]:
-    """Return the buffers of a trained weight as they are named and stored in a hub's convention."""
+    """Return how the buffers of a quantized weight, saved by training, are named and stored in a hub's convention."""
     return [
         HubBuffer(
             stored,
@@ -442,19 +444,20 @@ def hub_buffers(tensor: EncodedTensor, to: Convention) -> list[HubBuffer]:
 def rescale(
     amax: NDArray[np.float32], encoding: Encoding, to: Convention, dtype: str
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Convert amaxes of matrices to per-tensor scales of a convention, and tell which scales change no value.
+    """Convert largest absolute values (amaxes) to the per-tensor scales of a convention, and tell which scales are
+    exact.
 
     Args:
-        amax: amax of each matrix, in any shape.
-        encoding: encoding of the matrices, with a per-tensor scale.
-        to: the convention.
+        amax: largest absolute value of each matrix, as an array of any shape.
+        encoding: encoding of the matrices; it must have a per-tensor scale.
+        to: the convention whose per-tensor scales are wanted.
         dtype: safetensors code of the dtype in which values are compared.
 
     Returns:
-        the scales, and whether each is exact, both in the shape of `amax`.
+        The scales, and whether each scale is exact (changes no value); both arrays have the shape of `amax`.
 
-    Post-condition: where exact, every product of a code, a block scale and the new scale decodes to the same value as
-    with the amax.
+    Post-condition: with an exact scale, every combination of code and block scale decodes to the same value as with the
+    amax.
     """
     numbers = amax.reshape(-1)
     global_scales = np.array([to.global_from_amax(float(size), encoding) for size in numbers], np.float32)
@@ -466,20 +469,20 @@ def rescale(
             for convention, global_numbers in ((CONVENTIONS[TE], numbers), (to, global_scales))
         )
         unchanged[batch] = (values_under_amax.view(np.uint8) == values_under_target.view(np.uint8)).all(axis=(1, 2))
-    unchanged |= numbers == 0  # where the amax is 0, all codes are 0
+    unchanged |= numbers == 0  # if the amax is 0, all codes are 0
     return global_scales.reshape(amax.shape), unchanged.reshape(amax.shape)
 
 
 def hub_global_scales(
     tensor: EncodedTensor, amax: NDArray[np.float32], to: Convention, dtype: str
 ) -> tuple[NDArray[np.float32], Refusal | None]:
-    """Return the per-tensor scales of a weight's matrices in a hub's convention; with a refusal where they would change
+    """Return the per-tensor scales of a weight's matrices in a hub's convention, and an error if they would change
     values.
 
     Args:
-        tensor: the weight, or a stack of weights.
-        amax: amax of each matrix, in any shape.
-        to: the convention.
+        tensor: the quantized weight, or a stack of weights.
+        amax: largest absolute value of each matrix, as an array of any shape.
+        to: the hub's convention.
         dtype: safetensors code of the dtype in which values are compared.
     """
     scales, unchanged = rescale(amax, tensor.encoding, to, dtype)
@@ -487,7 +490,7 @@ def hub_global_scales(
 
 
 def _values(factors: list[float], encoding: Encoding, dtype: str) -> NDArray[Any]:
-    """Return all values of (unsigned code x block scale), decoded with each factor."""
+    """Return all possible values of unsigned code x block scale, decoded with each of the factors."""
     from transaxle.encodings.arithmetic.minifloat import MINIFLOATS, narrow
 
     blocks, codes = (MINIFLOATS[code] for code in (encoding.scale, encoding.code))
@@ -499,7 +502,7 @@ def _values(factors: list[float], encoding: Encoding, dtype: str) -> NDArray[Any
 
 
 def refusal_for_hub(tensor: EncodedTensor) -> Refusal | None:
-    """Return the refusal of a tensor that no hub config can describe; None where one can."""
+    """Return the error for a tensor that no hub config can describe; None if a hub config can describe it."""
     encoding = tensor.encoding
     if encoding.code_bits < 8 or encoding.code == FLOAT8.code:
         return None
@@ -508,7 +511,7 @@ def refusal_for_hub(tensor: EncodedTensor) -> Refusal | None:
 
 
 def _inexact(tensor: EncodedTensor, amax: float, to: Convention, dtype: str) -> Refusal:
-    """Build the refusal of a tensor whose amax corresponds to no scale of the convention."""
+    """Build the error for a tensor whose amax cannot be expressed exactly as a scale of the convention."""
     factor = f"amax / {tensor.encoding.scale_max * tensor.encoding.code_max:g}"
     message = (
         f"its amax is {amax!r}: values of {dtype} would change, because no float32 scale gives {factor} in {to.name}"

@@ -1,11 +1,11 @@
-"""Rewriting: the quantization section of a config that matches the written tensors.
+"""Rewrites the quantization section of a model's config so that it matches the tensors that are written.
 
-A config with `fp8` for decoded tensors, or without a section for encoded ones, makes a loader read garbage or refuse.
-So the section is rewritten to match the tensors: removed where none is encoded any more, otherwise changed tensor by
-tensor, while everything else in it stays.
+If a config says `fp8` and the tensors are decoded, or has no quantization section and the tensors are encoded, a loader
+fails or reads garbage. So the section is removed if no tensor is encoded any more; otherwise only what no longer
+matches is changed.
 
-Lists of modules keep the entries that are still true. Modules that a conversion has renamed or decoded are added by
-their full names.
+Lists of modules in the section keep the entries that are still true. Modules that a conversion has renamed or decoded
+are added to these lists by their full names.
 """
 
 from __future__ import annotations
@@ -75,26 +75,27 @@ def rewrite_config(
     elsewhere: bool = False,
     in_memory: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the config that matches a target's tensors.
+    """Return a copy of a config, changed to describe the quantization of the target's tensors.
 
     Args:
-        config: the source's config.json, or its `hf_quant_config.json`.
-        encoded: the target's encoded tensors by table name.
-        plain: shapes of the other tensors, in elements, by name.
-        decoded: plain tensors that are quantized according to the source's config.
-        renamed: names of the source's tensors that have other names in the target; entries for only these are dropped.
-        dtype: safetensors code to write as the model's dtype; None: unchanged.
-        elsewhere: whether another file (`hf_quant_config.json`) describes the quantization, so that this one must not.
-        in_memory: names of the encoded tensors in a reader that renames them: no list may match their modules.
+        config: contents of the source's config.json, or of its `hf_quant_config.json`.
+        encoded: the target's quantized tensors, by tensor name without buffer suffixes.
+        plain: shapes of the target's unquantized tensors, by name.
+        decoded: names of unquantized target tensors that the source's config describes as quantized.
+        renamed: names of source tensors that have other names in the target; list entries for only these are dropped.
+        dtype: dtype to write as the model's dtype, as a safetensors code; None: the config's dtype stays.
+        elsewhere: whether another file (`hf_quant_config.json`) describes the quantization, so that `config` must not.
+        in_memory: names that a reader gives to the quantized tensors in memory; no list of unquantized modules may
+            match these.
 
-    Post-condition: `group`, with what `read` returns for the result, gives the same encoded tensors, and decoded
-    modules are listed as plain. Without encoded tensors the result has no section, unless it describes the quantization
-    of keys, values or activations; a `hf_quant_config.json` without a section serves no purpose.
+    Post-condition: `read` of the result, used by `group`, gives the same quantized tensors, and decoded modules are
+    listed as unquantized. If no tensor is quantized, the result has no quantization section, unless the section
+    describes quantized keys, values or activations. A `hf_quant_config.json` without a section serves no purpose.
 
     Raises:
-        Refused: UNSUPPORTED where one config cannot describe all tensors: several conventions, several block sizes of
-            the method fp8; for a convention that can only be read; or where the section describes more than weights,
-            and its method requires encoded ones. Also the errors of `read` for the source's config.
+        Refused: UNSUPPORTED, if one config cannot describe all tensors (several conventions, or several block sizes of
+            the method fp8), if the convention can only be read, or if the section describes more than weights and its
+            method requires quantized weights. `read` may refuse the source's config.
     """
     result = deepcopy(dict(config))
     if dtype is not None:
@@ -114,7 +115,7 @@ def rewrite_config(
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without its quantization section; raises the errors of `read`."""
+    """Return a config without its quantization section; raise the errors of `read` if the config is not valid."""
     result, quantization = deepcopy(dict(config)), read(config)
     for path in () if quantization is None else quantization.paths:
         _put(result, path, None)
@@ -122,7 +123,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_dtype(config: dict[str, Any], name: str) -> None:
-    """Write the model's dtype to every key of the config for it."""
+    """Write the model's dtype to every config key that contains it."""
     holders = [config, *(config[key] for key in NESTED if isinstance(config.get(key), dict))]
     for holder in holders:
         for key in _DTYPE_KEYS:
@@ -142,14 +143,14 @@ def _put(config: dict[str, Any], path: tuple[str, ...], section: Section | None)
 
 
 class _ModuleListing(msgspec.Struct, frozen=True):
-    """How a method lists modules."""
+    """How a quantization method writes lists of modules in its config section."""
 
     modules: Callable[[Iterable[str]], Modules]
-    """Parses a list."""
+    """Function that parses a list of modules."""
     whole: Callable[[str], str]
-    """Returns the entry that matches exactly one module."""
+    """Function that returns the list entry for exactly one module."""
     inside: Callable[[str], str]
-    """Returns the entry that matches every module inside one."""
+    """Function that returns the list entry for all modules inside a given module."""
 
 
 _TRANSFORMERS = _ModuleListing(transformers_modules, lambda name: f"^{re.escape(name)}$", str)
@@ -158,14 +159,14 @@ _WILDCARD = _ModuleListing(wildcard_modules, str, lambda name: f"{name}.*")
 
 
 class _Buffer(msgspec.Struct, frozen=True):
-    """Dtype and shape of a target buffer, as `group` reads them."""
+    """Dtype and shape of a buffer that is written, in the form that `group` reads."""
 
     dtype: str
     shape: Shape
 
 
 class _SectionWriter:
-    """Builds the section for one set of tensors."""
+    """Builds the quantization section for one set of written tensors."""
 
     def __init__(
         self,
@@ -181,7 +182,8 @@ class _SectionWriter:
         self.modules = {module_of(name) for name in encoded}
         self.unencoded = sorted({module_of(name) for name in plain} - self.modules)
         self.encoded_anywhere = self.modules | {module_of(name) for name in in_memory}
-        # The parent of encoded modules is no layer itself: if it has a tensor, that is a parameter of its own.
+        # A module that contains quantized modules is no linear layer itself: a tensor directly in it is a parameter of
+        # its own.
         self._around = _starts(self.encoded_anywhere)
         self.plain = sorted({module_of(name) for name, shape in plain.items() if len(shape) > 1} - self._around - {""})
         self.decoded = sorted({module_of(name) for name in decoded})
@@ -212,7 +214,7 @@ class _SectionWriter:
             raise refuse("UNSUPPORTED", message, file=CONFIG, hint="Remove the section if it is left over.")
 
     def section(self) -> Section:
-        """Return the section."""
+        """Return the quantization section to write."""
         makers = {
             FP8: self._fp8,
             COMPRESSED: self._compressed_sections,
@@ -224,7 +226,8 @@ class _SectionWriter:
                 f"tensors in the convention {next(iter(self.encoded.values())).convention} can be read, but not written"
             )
             raise refuse("UNSUPPORTED", message, file=CONFIG)
-        # Each method yields candidate sections, least change first; the first one that reads back correctly wins.
+        # Each method yields candidate sections, those with the least change first; the first one that reads back
+        # correctly is taken.
         for section in makers[self.method]():
             if self._agrees(section):
                 return section
@@ -235,14 +238,14 @@ class _SectionWriter:
         )
 
     def _agrees(self, section: Section) -> bool:
-        """Tell whether a section, read back, describes exactly the written tensors."""
+        """Tell whether reading a section gives exactly the tensors that are written."""
         try:
             reread = read({SECTION: section})
         except TransaxleError:
             return False
         if reread is None:
             return False
-        for name, tensor in self.encoded.items():  # `group` accepts codes of another width than the config's
+        for name, tensor in self.encoded.items():  # `group` accepts codes of another width than the config states
             if tensor.encoding.code_bits not in {each.code_bits for each in reread.encodings(module_of(name))}:
                 return False
         buffers: dict[str, _Buffer] = {}
@@ -254,7 +257,7 @@ class _SectionWriter:
         return not groups.refusals and groups.encoded == self.encoded
 
     def _kinds(self) -> dict[Encoding, list[str]]:
-        """Return encoding -> its modules; encodings that a config cannot distinguish count as one."""
+        """Return the modules with each encoding; encodings that a config cannot tell apart count as one."""
         modules_of: dict[Encoding, set[str]] = {}
         for name, tensor in self.encoded.items():
             eight = tensor.encoding.code_bits == 8
@@ -313,7 +316,7 @@ class _SectionWriter:
         yield section | {"quant_algo": MIXED, "quantized_layers": layers}
 
     def _relist(self, section: Section, key: str, listing: _ModuleListing) -> None:
-        """Update a method's list of plain modules to match the plain tensors."""
+        """Change the section's list of unquantized modules to match the unquantized tensors."""
         old = list(section.get(key) or ())
         true_entries: list[str] = []
         added = list(self.decoded)
@@ -328,7 +331,8 @@ class _SectionWriter:
                 true_entries.append(text)
             else:
                 relist_all = True
-                # An entry that never matched a tensor may name a module without tensors, such as a tied head.
+                # An entry that matches no tensor is kept, because it may name a module without tensors, such as a tied
+                # head.
                 if not (text in former or _hits(modules, self.renamed)):
                     true_entries.append(text)
         if relist_all:
@@ -342,7 +346,9 @@ class _SectionWriter:
             section[key] = [*true_entries, *new_entries]
 
     def _together(self, modules: Iterable[str], listing: _ModuleListing) -> list[str]:
-        """Return the list entries for some modules; a single one for all experts of a layer if none is encoded."""
+        """Return the list entries for some modules; if no expert of a layer is quantized, one entry covers all
+        experts.
+        """
         listed: dict[str, None] = {}
         for module in modules:
             outer, dot, below = module.partition(f".{_EXPERTS}.")
@@ -361,7 +367,7 @@ class _SectionWriter:
 
 
 def _free(key: str, groups: Container[str]) -> str:
-    """Return a key that is not in `groups`."""
+    """Return a new key that is not yet in `groups`."""
     while key in groups:
         key += "_weights"
     return key
@@ -372,7 +378,7 @@ def _hits(modules: Modules, names: Iterable[str]) -> bool:
 
 
 def _starts(modules: Iterable[str]) -> frozenset[str]:
-    """Return the modules and all of their parents."""
+    """Return the given modules together with all modules that contain them."""
     prefixes: set[str] = set()
     for module in modules:
         while module and module not in prefixes:
@@ -387,7 +393,7 @@ def _in_words(kind: Encoding) -> str:
 
 
 def _weights(kind: Encoding) -> Section:
-    """Return an encoding as arguments of compressed-tensors (`QuantizationArgs`)."""
+    """Return an encoding as the config arguments of compressed-tensors (`QuantizationArgs`)."""
     arguments: Section = {"num_bits": kind.code_bits, "type": "float", "symmetric": True, "dynamic": False}
     if kind.tile == CHANNEL.tile:
         return arguments | {"strategy": "channel"}
@@ -407,8 +413,8 @@ _FORMATS = {
     MXFP4.name: "mxfp4-pack-quantized",
     NVFP4.name: "nvfp4-pack-quantized",
 }
-"""Encoding -> compressed-tensors' name for its packing."""
+"""Name of an encoding -> name of the `format` by which compressed-tensors stores it."""
 _NOT_CONVERTED, _IGNORED = "modules_to_not_convert", "ignored_layers"
-"""Two possible keys for the list of plain modules."""
+"""The two config keys under which the list of unquantized modules may be."""
 _EXPERTS = "experts"
-"""Name segment above the numbers of a layer's experts."""
+"""Name segment before the expert's number in tensor names."""
