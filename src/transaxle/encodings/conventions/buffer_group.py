@@ -1,11 +1,11 @@
-"""Grouping: which stored tensors are the buffers of one encoded tensor.
+"""Finds out which stored tensors (codes, scales) together form one quantized tensor.
 
-A name alone does not show it: torchtitan stores gpt-oss in bf16 under `*_blocks`. A config alone does not either: it
-lists modules and classes. So a tensor is encoded if its name has the form of codes, its dtype is that of codes, and its
-scales exist under the matching name and in the shape that the config's tiles imply. A near miss is refused; anything
-else is a plain tensor.
+Names alone do not show which tensors are quantized: torchtitan stores gpt-oss in bf16 under the names `*_blocks`. The
+config alone does not show it either, because it lists modules and classes instead of tensors. So a tensor counts as
+quantized if its name and dtype are those of codes, and its scales exist under the matching name, in the shape that the
+config's tile size implies. A tensor that almost fits is refused; every other tensor is plain.
 
-Every name is visited once and related names are looked up, so grouping is linear in the number of tensors.
+Each name is visited once, and the names that belong with it are looked up, so grouping takes linear time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Shape = tuple[int, ...]
 _EIGHT = ("F8_E4M3", "F8_E5M2")
 _FOUR = ("U8", "F4")
 CODES = frozenset((*_EIGHT, *_FOUR))
-"""Dtypes of stored codes."""
+"""Dtypes with which codes may be stored."""
 _REALS = ("F32", "BF16", "F16")
 _EXPONENTS = ("F8_E8M0", "U8")
 _SCALES = {
@@ -54,30 +54,28 @@ _SCALES = {
     MXFP4.name: _EXPONENTS,
     NVFP4.name: ("F8_E4M3",),
 }
-"""Encoding -> possible dtypes of its stored scales."""
+"""Name of an encoding -> dtypes that its stored scales may have."""
 _GUESSED = (DEEPSEEK, COMPRESSED_TENSORS, GPT_OSS, MODELOPT, TE, TE_HALVED)
-"""Conventions that names and dtypes suffice to recognise where there is no config."""
+"""Conventions that are recognised by names and dtypes alone if there is no config."""
 _MX_COLUMNS = replace(MXFP8, tile=MXFP8.tile[::-1])
 _LINES = tuple(replace(FLOAT8_BLOCK, tile=tile) for tile in ((1, 128), (128, 1)))
-"""Encodings with tiles of one row or one column, which TransformerEngine stores under DeepSeek's names."""
+"""Encodings whose tiles are parts of one row or one column, which TransformerEngine stores under DeepSeek's names."""
 _OTHERS = ("weight_zero_point", "weight_g_idx")
-"""Further buffers of weights with integer codes, with which a value is more than code x scale."""
+"""Names of buffers that mean that values are more than code x scale (zero points, reordered groups)."""
 _INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32"})
 SPEAKING = CODES | _INTEGERS
-"""Dtypes that codes may have, in supported and in other encodings."""
+"""Dtypes that codes may have, in supported and in unsupported encodings."""
 _PARAMETER = re.compile(r"(?:.*_)?(?:weight|bias|norm)\d*|_extra_state|lora_.*")
-"""Last name segments of parameters other than a linear layer's weight, and of the state of TransformerEngine's
-modules.
-"""
+"""Pattern for the last name segment of ordinary parameters, of LoRA tensors, and of TransformerEngine's extra state."""
 _OF_CACHE = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "output_scale"})
-"""Names of scales for cached keys and values, which belong to no weight."""
+"""Last name segments of scales for cached keys and values, which belong to no weight."""
 _OF_QUANTIZERS = re.compile(r".*(?:scale|zero|g_idx|amax|quant|transform|hadamard|rotat|smooth).*")
-"""Last name segments of tensors that only a quantizer creates."""
+"""Pattern for the last name segment of tensors that only a quantizer creates."""
 _WITH_INTEGERS = frozenset({
     "weight_scale", "weight_scales", "weight_zero_point", "scale", "scales", "zero", "zeros", "biases", "tables", "SCB",
 })  # fmt: skip
-"""Last name segments of tensors next to integer codes called `weight`, as stored by compressed-tensors, EETQ, MLX,
-HIGGS and bitsandbytes.
+"""Last name segments of tensors that compressed-tensors, EETQ, MLX, HIGGS or bitsandbytes store beside integer codes
+named `weight`.
 """
 _PROGRAMS = {
     "qweight": "GPTQ or AWQ",
@@ -88,23 +86,23 @@ _PROGRAMS = {
     "trellis": "EXL3",
     "dense_weights": "SpQR",
 }
-"""Last name segment of integer codes -> program that stores them; other tensors never have these names."""
+"""Last name segment that only integer codes have -> program that stores such codes."""
 _WITH = {"codes": ("codebooks", "AQLM"), "indices": ("centroids.weight", "VPTQ"), "B": ("s", "Marlin")}
-"""Last name segment of integer codes -> (name of another tensor next to them, program that stores both)."""
+"""Last name segment of integer codes -> (name of a second tensor in the same module, program that stores both)."""
 _FLOATS = CONVENTIONS[COMPRESSED_TENSORS].four[Role.CODES].weight
-"""Last name segment of packed codes; codes of floating-point numbers, with other dtypes, have it too."""
+"""Last name segment of packed 4-bit codes in compressed-tensors, for integer and for floating-point codes."""
 _BELOW = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-"""Suffixes that bitsandbytes appends to the name of a weight, after a dot."""
+"""Suffixes that bitsandbytes appends to a weight's name, after a dot, for its buffers."""
 _BELOW_QUANTO = ("_data", "_scale", "_shift", "_zeropoint")
-"""Suffixes that quanto appends to the name of a weight, and ModelOpt to that of the module that quantizes it."""
+"""Suffixes that quanto appends to a weight's name, and ModelOpt to the name of the module that quantizes a weight."""
 _OF_THEMSELVES = re.compile(
     r"(?:.*_)?(?:bias|coords?|counts?|grid|ids?|idx|index|indices|lengths?|map|mask|offsets?|positions?|rng(?:_state)?|shapes?|sizes?)"
 )
-"""Last name segments of integer tensors that are indices, counts or masks: their neighbours are not scales."""
+"""Pattern for the last name segment of integer tensors that are indices, counts or masks, and so are no codes."""
 
 
 class StoredBuffer(Protocol):
-    """A stored tensor, as a catalog lists it."""
+    """Dtype and shape of a stored tensor, as a checkpoint's catalog lists them."""
 
     @property
     def dtype(self) -> str:
@@ -112,18 +110,20 @@ class StoredBuffer(Protocol):
 
     @property
     def shape(self) -> Shape:
-        """Shape as stored."""
+        """Shape of the tensor as stored."""
 
 
 class BufferGroups(msgspec.Struct, frozen=True):
-    """The encoded tensors of a checkpoint, as recognised by names, dtypes and the config together."""
+    """The quantized tensors of a checkpoint, recognised by names, dtypes and the config together."""
 
     encoded: Mapping[str, EncodedTensor]
-    """Encoded tensors by table name; every other stored tensor is plain."""
+    """Quantized tensors, by tensor name without buffer suffixes; every stored tensor outside of them is plain."""
     refusals: tuple[Refusal, ...]
-    """Refusals of tensors that can be neither encoded nor plain."""
+    """Errors for tensors that fit neither as quantized nor as plain tensors."""
     bare: tuple[str, ...] = ()
-    """Plain tensors with a dtype of codes but without scales: they can be moved, but not decoded."""
+    """Names of tensors with a dtype of codes but without scales, which count as plain: they can be moved, but not
+    decoded.
+    """
 
 
 def group(
@@ -131,15 +131,14 @@ def group(
     quantization: Quantization | None = None,
     metadata: Mapping[str, object] | None = None,
 ) -> BufferGroups:
-    """Recognise the encoded tensors of a checkpoint.
+    """Find the quantized tensors of a checkpoint.
 
     Args:
-        entries: stored name -> dtype and shape.
-        quantization: the quantization by the config; None where there is none, so that only names and dtypes count.
-        metadata: metadata of the container, in which torchao and the readers of TransformerEngine's pickles describe
-            tensors.
+        entries: stored tensor name -> dtype and shape.
+        quantization: the quantization that the config describes; None: only names and dtypes are used.
+        metadata: the files' metadata, in which torchao, and readers of TransformerEngine's pickles, describe tensors.
 
-    Post-condition: no stored tensor is part of two encoded ones, and the shape of each part fits its encoding.
+    Post-condition: no stored tensor is part of two quantized tensors, and the shape of each part fits the encoding.
 
     The refusals are MISSING_TENSOR for codes without scales, UNEXPECTED_TENSOR for scales without codes, DTYPE_MISMATCH
     and SHAPE_MISMATCH for buffers that do not fit together, NAME_COLLISION for two tensors with one table name, CORRUPT
@@ -150,12 +149,13 @@ def group(
         for name, description in read_descriptions(metadata or {}).items():
             finder.take_described(name, description)
         for name, (convention, encoding) in te_descriptions(metadata or {}).items():
-            if name in entries and entries[name].dtype in CODES:  # a tensor that was decoded is plain
+            if name in entries and entries[name].dtype in CODES:  # the tensor was decoded before and is plain
                 finder.take(CONVENTIONS[convention], name, [encoding])
         codes_without_scales = [
             name for name, entry in entries.items() if entry.dtype in CODES and not finder.take_codes(name, entry)
         ]
-        # Codes with scales along columns, for the backward pass, repeat the values of the other codes.
+        # Codes with scales along columns, which the backward pass uses, have the same values as the codes with scales
+        # along rows.
         finder.used.update(training_only([each.parts[Role.CODES] for each in finder.encoded.values()], entries))
         for name in codes_without_scales:
             if name not in finder.used:
@@ -169,7 +169,7 @@ def group(
 
 
 class _MisfitError(Exception):
-    """Buffers that do not form a tensor of one encoding."""
+    """Raised if buffers do not fit together as one quantized tensor."""
 
     def __init__(self, code: Code, name: str, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -177,7 +177,7 @@ class _MisfitError(Exception):
 
 
 class _Finder:
-    """Groups the tensors of one checkpoint."""
+    """Finds the quantized tensors among the stored tensors of one checkpoint."""
 
     def __init__(self, entries: Mapping[str, StoredBuffer], quantization: Quantization | None) -> None:
         self.entries = entries
@@ -190,7 +190,7 @@ class _Finder:
         self.conventions = [CONVENTIONS[name] for name in names if name != TORCHAO]
 
     def take_described(self, name: str, description: TensorDescription) -> None:
-        """Add a tensor that torchao's metadata describes."""
+        """Add a quantized tensor that torchao's metadata describes."""
         self.used.update(stored for stored in description.parts if stored in self.entries)
         if description.encoding is None:
             self.refusals.extend(description.refusals)
@@ -198,7 +198,7 @@ class _Finder:
             self.take(CONVENTIONS[TORCHAO], name, [description.encoding])
 
     def take_codes(self, name: str, entry: StoredBuffer) -> bool:
-        """Add a tensor with a dtype of codes if its scales exist, and tell whether they do."""
+        """Add a tensor with a dtype of codes as quantized if its scales exist; return whether they exist."""
         if name in self.used:
             return True
         head, dot, segment = name.rpartition(".")
@@ -218,7 +218,7 @@ class _Finder:
     def _candidates(
         self, convention: Convention, name: str, codes: StoredBuffer, scale: StoredBuffer
     ) -> list[Encoding]:
-        """Return the encodings that a tensor may have, most likely first."""
+        """Return the encodings that a tensor may have, the likeliest first."""
         eight = codes.dtype in _EIGHT
         encodings: tuple[Encoding, ...] = ()
         if self.quantization is not None and self._is_of(convention):
@@ -227,7 +227,7 @@ class _Finder:
         return fitting or _usual_encodings(convention, codes, scale)
 
     def take_codes_without_scales(self, name: str, entry: StoredBuffer) -> None:
-        """Add codes without scales as a plain tensor, unless the config or the name demands scales."""
+        """Add codes without scales as a plain tensor, or refuse them if the config or the name demands scales."""
         if entry.dtype not in _EIGHT:
             self._refuse_packed(name, entry)
             return
@@ -243,7 +243,7 @@ class _Finder:
             self.bare.append(name)
 
     def _refuse_packed(self, name: str, entry: StoredBuffer) -> None:
-        """Refuse packed codes without scales if the shape or the name identifies them as codes."""
+        """Refuse packed codes without scales if the tensor's shape or name shows that it contains codes."""
         segment = _last_segment(name)
         for convention in self.conventions:
             form = convention.four.get(Role.CODES)
@@ -262,11 +262,15 @@ class _Finder:
                 return
 
     def _is_of(self, convention: Convention) -> bool:
-        """Tell whether the config's method writes this convention, and does not merely allow it."""
+        """Tell whether the config's quantization method always writes this convention, as opposed to only
+        allowing it.
+        """
         return self.quantization is not None and self.quantization.conventions[:1] == (convention.name,)
 
     def take_rest(self, name: str) -> None:
-        """Check a tensor outside of encoded ones: it is plain, unless only scales have such a name."""
+        """Check a tensor that is part of no quantized tensor: it is plain, but is refused if only scales have such a
+        name.
+        """
         head, dot, segment = name.rpartition(".")
         if message := self._of_integers(name):
             self._refuse("UNSUPPORTED", name, message)
@@ -293,7 +297,9 @@ class _Finder:
             self._refuse("DTYPE_MISMATCH", name, message, "remove the scales if the tensor has been decoded")
 
     def _of_integers(self, name: str) -> str:
-        """Return why a tensor is, or is next to, integer codes; empty where it is not."""
+        """Return the reason why a tensor counts as integer codes, or as lying beside them; an empty text if it does
+        not.
+        """
         head, dot, segment = name.rpartition(".")
         entry = self.entries[name]
         if segment in _BELOW or ".quant_state." in name or (segment in _BELOW_QUANTO and self._quantizes(head)):
@@ -310,13 +316,13 @@ class _Finder:
         return f"it has codes of integers as {program} stores them, {_dtype_and_shape(entry)}, {_NO_VALUES}"
 
     def _quantizes(self, path: str) -> bool:
-        """Tell whether a path is that of a weight, or of a module that quantizes a weight with codes."""
+        """Tell whether a name is that of a weight with codes, or of a module that quantizes such a weight."""
         siblings = (f"{path}.{_BELOW_QUANTO[0]}", f"{module_of(path)}.{WEIGHT}")
         codes = (self.entries[name].dtype for name in siblings if name in self.entries)
         return _last_segment(path) == WEIGHT or any(dtype in SPEAKING for dtype in codes)
 
     def _changes_values(self, name: str) -> bool:
-        """Tell whether a plain tensor is next to, or inside, a layer's codes without being a known parameter."""
+        """Tell whether a plain tensor lies beside or below a layer's codes and is not a known parameter."""
         module, _, segment = name.rpartition(".")
         if module in self._linears:
             return not (is_parameter(name) or is_of_cache(name))
@@ -330,16 +336,18 @@ class _Finder:
 
     @cached_property
     def _linears(self) -> frozenset[str]:
-        """Modules with encoded weights, once all tensors are grouped."""
+        """Names of the modules with quantized weights; complete once all tensors are grouped."""
         return frozenset(module_of(name) for name in self.encoded if _last_segment(name) == WEIGHT)
 
     @cached_property
     def _stacks(self) -> frozenset[str]:
-        """Modules with other encoded parameters."""
+        """Names of the modules with quantized parameters that are not named `weight`, such as stacked experts."""
         return frozenset(module_of(name) for name in self.encoded if _last_segment(name) != WEIGHT)
 
     def _codes_of(self, segment: str, head: str, entry: StoredBuffer) -> list[str]:
-        """Return the last segments of the codes to which such scales would belong; none for an ambiguous name."""
+        """Return the last name segments of the codes to which a tensor, as scales, would belong; none if its name is
+        ambiguous.
+        """
         inner = CONVENTIONS[DEEPSEEK].eight[Role.SCALE].back(segment)
         if inner is not None:
             return [inner]
@@ -362,7 +370,7 @@ class _Finder:
         self.refusals.append(Refusal(code, message, Where(None, name), hint))
 
     def take(self, convention: Convention, table_name: str, candidates: Sequence[Encoding]) -> None:
-        """Add a tensor whose codes and scales exist, in the first encoding that fits."""
+        """Add a tensor whose codes and scales exist as quantized, with the first encoding that fits."""
         misfit: Refusal | None = None
         for encoding in candidates:
             stored_names = convention.buffers(table_name, encoding)
@@ -372,7 +380,8 @@ class _Finder:
                 exact, shape = self._fit(convention, table_name, encoding, stored_names)
             except _MisfitError as error:
                 self.used.update(name for name in stored_names.values() if name in self.entries)
-                # The first candidate is the most likely one, so its misfit is the best explanation.
+                # The first candidate is the likeliest encoding, so the reason why it does not fit is the best
+                # explanation.
                 misfit = misfit or error.refusal
             else:
                 self.used.update(stored_names.values())
@@ -384,10 +393,10 @@ class _Finder:
     def _fit(
         self, convention: Convention, table_name: str, encoding: Encoding, parts: Mapping[Role, str]
     ) -> tuple[Encoding, Shape]:
-        """Return the exact encoding of some buffers, and the tensor's shape in elements, if they fit together.
+        """Return the exact encoding that some buffers have together, and the tensor's shape in elements.
 
         Raises:
-            _MisfitError: the first problem.
+            _MisfitError: the buffers do not fit together; it has the first reason.
         """
         for role, name in parts.items():
             if name not in self.entries:
@@ -419,11 +428,11 @@ class _Finder:
 
 
 class _Misfit(msgspec.Struct, frozen=True):
-    """Why codes and scales do not fit together."""
+    """The reason why codes and scales do not fit together."""
 
     code: Code
     role: Role
-    """Buffer that the refusal names."""
+    """Role of the buffer that the error names."""
     message: str
 
 
@@ -431,7 +440,9 @@ class _Misfit(msgspec.Struct, frozen=True):
 def _exact(
     convention: Convention, encoding: Encoding, codes: str, packed: Shape, scales: str, stored: Shape
 ) -> tuple[Encoding, Shape] | _Misfit:
-    """Return the exact encoding for codes and scales of these dtypes and shapes, and the tensor's shape in elements."""
+    """Return the encoding, with exact dtypes and tile, for these codes and scales, and the tensor's shape in
+    elements.
+    """
     if codes not in (_EIGHT if encoding.code_bits == 8 else _FOUR):
         message = f"codes of {encoding.name} must be {encoding.code}; found {codes} {list(packed)}"
         return _Misfit("DTYPE_MISMATCH", Role.CODES, message)
@@ -472,42 +483,42 @@ _NO_VALUES = "whose values are not known here"
 
 
 def is_parameter(name: str) -> bool:
-    """Tell whether a tensor has the name of a parameter, not of scales."""
+    """Tell whether a tensor's name is that of a parameter, as opposed to that of scales."""
     segment = _last_segment(name)
     return _PARAMETER.fullmatch(segment) is not None and not _OF_QUANTIZERS.fullmatch(segment)
 
 
 def is_of_cache(name: str) -> bool:
-    """Tell whether a tensor has the name of scales for cached keys and values."""
+    """Tell whether a tensor's name is that of scales for cached keys and values."""
     return _last_segment(name) in _OF_CACHE
 
 
 def may_be_codes(name: str, entry: StoredBuffer) -> bool:
-    """Tell whether a tensor may have codes: integers whose name is not that of indices or counts."""
+    """Tell whether a tensor may contain codes: it has integers, and its name is not that of indices or counts."""
     if prod(entry.shape) < 2 or entry.dtype not in SPEAKING:
         return False
     return entry.dtype not in _INTEGERS or not _OF_THEMSELVES.fullmatch(_last_segment(name))
 
 
 def may_scale(name: str, entry: StoredBuffer, codes: StoredBuffer, *, deeper: bool) -> bool:
-    """Tell whether a plain tensor may be a scale of codes without a description.
+    """Tell whether a plain tensor may be the scale of codes that nothing describes.
 
     Args:
-        name: name of the tensor.
-        entry: its dtype and shape.
+        name: name of the tensor. entry: its dtype and shape.
         codes: codes in the same module, or in a parent of it.
-        deeper: whether the codes are in a parent; then only a tensor with the name of scales counts.
+        deeper: whether the codes are in a parent module; in that case only tensors with a name of scales may be scales.
     """
     if is_parameter(name):
         return False
     if _OF_QUANTIZERS.fullmatch(_last_segment(name)) or (codes.dtype not in _INTEGERS and not deeper):
         return True
-    # Codes of a weight have its dims and are at least as many as their scales, unlike a table of numbers.
+    # A weight's codes have as many dims as the weight, and at least as many elements as the scales; a table of numbers
+    # may not.
     return not deeper and len(codes.shape) > 1 and prod(entry.shape) <= prod(codes.shape)
 
 
 def _last_segment(name: str) -> str:
-    """Return the last segment of a name; without the others, refusals of many tensors are merged into one."""
+    """Return the last segment of a name: errors that show only this segment are merged for many tensors."""
     return name.rpartition(".")[2]
 
 
@@ -516,9 +527,9 @@ def _dtype_and_shape(entry: StoredBuffer) -> str:
 
 
 def _usual_encodings(convention: Convention, codes: StoredBuffer, scale: StoredBuffer) -> list[Encoding]:
-    """Return the encodings that a convention uses for such codes and scales, where the config does not decide.
+    """Return the encodings that a convention uses for these codes and scales, if the config does not determine one.
 
-    Scales of blocks have as many dims as their codes; a scale with fewer dims is for the whole matrix, however small.
+    Scales of blocks have as many dims as the codes; a scale with fewer dims is for the whole matrix, even a small one.
     """
     if codes.dtype not in _EIGHT:
         nvfp4 = replace(NVFP4, scale_max=convention.scale_max)
@@ -534,11 +545,11 @@ def _usual_encodings(convention: Convention, codes: StoredBuffer, scale: StoredB
 
 
 def _tile_of(convention: Convention, tile: Shape, shape: Shape, scale: Shape) -> Shape | None:
-    """Return the tile for a tensor; None where the tensor has fewer dims than the tile.
+    """Return the exact tile size for a tensor; None if the tensor has fewer dims than the tile.
 
-    A single scale of a tensor with one dim, or with more than two, covers the whole tensor. torchao stores the size of
-    a dim where others mean "all of it". transformers gives experts at least two rows of scales, one for each half of
-    `gate_up_proj`, however few rows these have (`_alloc_expert_proj`).
+    If a tensor with one dim, or with more than two, has a single scale, the tile is the whole tensor. For a tile that
+    covers a whole dim, torchao stores the dim's size. transformers gives experts at least two rows of scales, one for
+    each half of `gate_up_proj`, however few rows the halves have (`_alloc_expert_proj`).
     """
     if convention.name == TORCHAO and len(tile) == len(shape) and tile != FLOAT8_BLOCK.tile:
         last_dims = (WHOLE if step == size else step for step, size in zip(tile[-2:], shape[-2:], strict=True))
@@ -555,7 +566,7 @@ def _tile_of(convention: Convention, tile: Shape, shape: Shape, scale: Shape) ->
 
 
 def _same_grid(stored: Shape, grid: Shape) -> bool:
-    """Tell whether the stored shape of scales matches a grid.
+    """Tell whether the stored shape of scales matches the grid of tiles.
 
     `[]` matches `[1, 1]`, and `[M]` matches `[M, 1]`. ModelOpt keeps the dims inside its blocks: `[rows, 1, columns,
     1]`.
@@ -566,14 +577,14 @@ def _same_grid(stored: Shape, grid: Shape) -> bool:
 
 
 def _trim(shape: Shape) -> Shape:
-    """Remove trailing ones from a shape."""
+    """Return a shape without the ones at its end."""
     while shape[-1:] == (1,):
         shape = shape[:-1]
     return shape
 
 
 def _one_number(role: Role, name: str, entry: StoredBuffer, shape: Shape) -> None:
-    """Refuse a per-tensor scale that is not a single number, or in a stack one number per matrix."""
+    """Refuse a per-tensor scale that is not a single number (in a stack of matrices: one number per matrix)."""
     if entry.dtype not in _REALS:
         raise _MisfitError(
             "DTYPE_MISMATCH", name, f"the {role} must be {' or '.join(_REALS)}; found {_dtype_and_shape(entry)}"

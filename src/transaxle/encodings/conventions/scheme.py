@@ -1,13 +1,13 @@
-"""Schemes: the storage of weights as each `quant_method` describes it, parsed from the fields of its config section.
+"""Schemes: parses the config section of each `quant_method` into a description of how weights are stored.
 
-One function per method turns a section into groups of modules with an encoding each. Fields and defaults are those of
-transformers 5.23 (`fp8`, `mxfp4`, `torchao`), compressed-tensors 0.20 and ModelOpt's exports. A field of the wrong type
-is refused as `CORRUPT`. An unknown value of the right type is `UNSUPPORTED`, and so is an unknown field, as it may
-rotate or scale the weights.
+For each method one function turns the section into groups of modules, each group with one encoding. The fields and
+their defaults are those of transformers 5.23 (`fp8`, `mxfp4`, `torchao`), compressed-tensors 0.20 and ModelOpt's
+exports. A field of the wrong type is refused with the code `CORRUPT`. An unknown value is refused with the code
+`UNSUPPORTED`, as is an unknown field, because it may mean that weights are rotated or scaled.
 
-**Lists of modules** in config files are matched as the config's own reader would match them. Three dialects are known:
-that of transformers (an expression that ends at a module boundary, or any suffix), that of compressed-tensors (`re:`
-and an expression, or a whole name), and ModelOpt's wildcards.
+**Lists of modules** in config files are matched as the library that wrote the config would match them. Three ways of
+writing such lists are known. In transformers an entry is a regular expression that ends at a module boundary, or a
+suffix of names. In compressed-tensors it is a whole name, or `re:` and a regular expression. ModelOpt has wildcards.
 """
 
 from __future__ import annotations
@@ -26,26 +26,28 @@ from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVF
 from transaxle.errors import Refusal, Where, gathered, refuse
 
 EXPRESSION = "re:"
-"""Prefix of a regular expression in module lists of compressed-tensors."""
+"""Prefix that marks a regular expression in module lists of compressed-tensors."""
 
 
 class Modules(msgspec.Struct, frozen=True, dict=True):
-    """A list of modules from a config file, matched as the config's own reader would match it."""
+    """A list of modules from a config file, matched as the library that wrote the config would match it."""
 
     names: frozenset[str] = frozenset()
-    """Full names of modules."""
+    """Full names of listed modules."""
     inside: bool = False
-    """Whether a name also matches the modules inside that module, and every name that ends with it."""
+    """Whether an entry of `names` also matches the modules inside that module, and all module names that end
+    with it.
+    """
     expressions: Expressions | None = None
-    """Regular expressions that match further modules."""
+    """Regular expressions by which the list matches modules in addition to `names`."""
     until: Literal["anywhere", "segment", "end"] = "anywhere"
-    """Where the match of an expression must end."""
+    """Where in a module name the match of an expression must end."""
 
     def __contains__(self, module: str) -> bool:
-        """Tell whether the list matches a module.
+        """Tell whether the list matches a module name.
 
         Raises:
-            PatternError: an expression takes too long.
+            PatternError: matching an expression takes too long.
         """
         if self.names and (module in self.names or (self.inside and self._inside(module))):
             return True
@@ -63,7 +65,7 @@ class Modules(msgspec.Struct, frozen=True, dict=True):
         return any(start in self.names for start in starts) or any(module[-n:] in self.names for n in self._lengths)
 
     def _ends(self, module: str) -> Iterator[int]:
-        """Yield the positions at which a match may end."""
+        """Yield the positions in a module name at which the match of an expression may end."""
         yield len(module)
         if self.until == "segment":
             for at, letter in enumerate(module):
@@ -74,11 +76,11 @@ class Modules(msgspec.Struct, frozen=True, dict=True):
 def transformers_modules(texts: Iterable[str]) -> Modules:
     """Parse a list such as `modules_to_not_convert`, as `should_convert_module` of transformers 5.23 does.
 
-    An entry is the name of a module, which includes all modules inside it, or the end of a name; otherwise it is an
+    An entry is the name of a module, which includes all modules inside it, or the end of a module name, or a regular
     expression. A dot in a name matches only a dot, whereas in transformers it matches any character.
 
     Raises:
-        PatternError: an entry is malformed.
+        PatternError: an entry of the list is a malformed regular expression.
     """
     listed = frozenset(text for text in texts if text)
     expressions = sorted(text for text in listed if set(text) & _SPECIAL)
@@ -86,10 +88,10 @@ def transformers_modules(texts: Iterable[str]) -> Modules:
 
 
 def compressed_modules(texts: Iterable[str]) -> Modules:
-    """Parse a module list of compressed-tensors: full names, and expressions after `re:`.
+    """Parse a module list of compressed-tensors: full names, and regular expressions after `re:`.
 
     Raises:
-        PatternError: an entry is malformed.
+        PatternError: an entry of the list is a malformed regular expression.
     """
     listed = frozenset(texts)
     expressions = sorted(text.removeprefix(EXPRESSION) for text in listed if text.startswith(EXPRESSION))
@@ -97,7 +99,7 @@ def compressed_modules(texts: Iterable[str]) -> Modules:
 
 
 def wildcard_modules(texts: Iterable[str]) -> Modules:
-    """Parse a module list of ModelOpt, in which `*` matches any characters and `?` a single one."""
+    """Parse a module list of ModelOpt, in which `*` matches any characters and `?` matches one character."""
     listed = frozenset(texts)
     wild = sorted(text for text in listed if set(text) & _WILD.keys())
     expressions = ["".join(_WILD.get(letter) or _escape(letter) for letter in text) for text in wild]
@@ -113,28 +115,28 @@ def _escape(letter: str) -> str:
 
 
 SECTION = "quantization_config"
-"""Key of the quantization section in config.json."""
+"""Config key of the quantization section in config.json."""
 METHOD = "quant_method"
-"""Key of the method in the section."""
+"""Key of the quantization method inside the section."""
 GROUPS = "config_groups"
-"""Key of the groups in a section of compressed-tensors."""
+"""Key of the groups of modules inside a section of compressed-tensors."""
 LINEAR = "Linear"
-"""Class name that groups usually target."""
+"""Class name that groups in a compressed-tensors section usually target."""
 FP8, COMPRESSED = "fp8", "compressed-tensors"
 MXFP4_METHOD, TORCHAO_METHOD, MODELOPT_METHOD = "mxfp4", "torchao", "modelopt"
 
 CHANNEL = replace(FLOAT8, tile=(1, WHOLE))
-"""Float8 with one scale per row."""
+"""Variant of the float8 encoding with one scale per row."""
 
 CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
-"""Keys for the quantization of cached keys and values. These keys concern no weight, but without them a reader would
-cache differently.
+"""Config keys for the quantization of cached keys and values. They do not affect weights, but without them a reader
+would cache in another precision.
 """
 UNKNOWN_KEY = (
     "To keep the tensors exactly as stored:  --to safetensors:identity.\n"
     "If this says nothing of the weights, remove it from the config."
 )
-"""Hint in the refusal of an unknown key."""
+"""Hint of the error for an unknown config key."""
 _BESIDE_WEIGHTS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         FP8: frozenset({METHOD, CACHE[0], "dequantize"}),
@@ -152,18 +154,20 @@ _BESIDE_WEIGHTS: Mapping[str, frozenset[str]] = MappingProxyType(
         "quantized_layers": frozenset(),
     }
 )  # fmt: skip
-"""Method or part of a section -> keys that do not affect weights, or only repeat what the codes' dtypes show."""
+"""Method, or part of its section -> config keys that may be ignored: they do not affect weights, or repeat the codes'
+dtype.
+"""
 
 _E8M0 = "F8_E8M0"
 _GROUP = 32
-"""Number of elements that share a scale in the MX encodings."""
+"""Number of elements that share one scale in the MX encodings."""
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 _T = TypeVar("_T")
 
 
 def variant(code: str, scale: str, tile: tuple[int, ...], *, has_global: bool = False) -> Encoding:
-    """Return the encoding with these codes, scales and tiles, under the name of the standard encoding nearest to it."""
+    """Return an encoding with these dtypes and this tile, with the name of the most similar standard encoding."""
     if code == MXFP4.code:
         base = MXFP4 if scale == _E8M0 else NVFP4
     elif scale == _E8M0 and tile == MXFP8.tile:
@@ -174,29 +178,31 @@ def variant(code: str, scale: str, tile: tuple[int, ...], *, has_global: bool = 
 
 
 class ModuleGroup(msgspec.Struct, frozen=True):
-    """Modules whose weights have one encoding."""
+    """A group of modules whose weights have the same encoding."""
 
     encoding: Encoding
-    """Encoding according to the config; the dtype of the scales is taken from the file."""
+    """Encoding of the weights according to the config; the dtype of the scales comes from the stored tensors
+    instead.
+    """
     modules: Modules | None
-    """The modules, if the config names them; None: all modules of a class, which names do not show."""
+    """The modules, if the config lists names; None if it lists a class, whose modules cannot be told by names."""
     key: str = ""
-    """Key of the group in the config."""
+    """Key of the group in the config section."""
 
 
 class Scheme(msgspec.Struct, frozen=True):
-    """The parsed contents of one quantization section."""
+    """The parsed contents of a config's quantization section."""
 
     conventions: tuple[str, ...]
-    """Keys of `CONVENTIONS` that the tensors may follow; empty where weights are stored plain."""
+    """Naming conventions (keys of `CONVENTIONS`) that the tensors may follow; empty if weights are stored plain."""
     groups: tuple[ModuleGroup, ...]
-    """Groups of modules, in order of precedence."""
+    """Groups of modules; an earlier group takes precedence over a later one."""
     ignored: Modules
-    """Modules with plain weights."""
+    """Modules whose weights are not quantized."""
 
 
 class _Fp8(msgspec.Struct):
-    """Fields of `FineGrainedFP8Config`; without block size there is one scale per tensor."""
+    """Fields of transformers' `FineGrainedFP8Config`; without a block size there is one scale per tensor."""
 
     weight_block_size: tuple[Positive, Positive] | None = (128, 128)
     activation_scheme: str = "dynamic"
@@ -223,7 +229,7 @@ def _fp8(section: Mapping[str, Any], location: str) -> Scheme:
 
 
 class _Mxfp4(msgspec.Struct):
-    """Fields of `Mxfp4Config`: all experts are encoded, except those in the listed modules."""
+    """Fields of transformers' `Mxfp4Config`: all experts are quantized, except those in the listed modules."""
 
     modules_to_not_convert: list[str] | None = None
 
@@ -234,7 +240,9 @@ def _mxfp4(section: Mapping[str, Any], location: str) -> Scheme:
 
 
 class _TorchAo(msgspec.Struct):
-    """Fields of `TorchAoConfig`; the metadata of each file lists the quantized modules and their encodings."""
+    """Fields of transformers' `TorchAoConfig`; which modules are quantized, and how, is in the metadata of
+    each file.
+    """
 
     modules_to_not_convert: list[str] | None = None
 
@@ -267,7 +275,7 @@ class _CompressedGroup(msgspec.Struct):
 
 
 class _Compressed(msgspec.Struct):
-    """Fields of compressed-tensors' `QuantizationConfig`; a group may be given as the name of a preset with its
+    """Fields of compressed-tensors' `QuantizationConfig`; a group may be written as the name of a preset and its
     targets.
     """
 
@@ -288,7 +296,7 @@ _FORMATS = {
     "mxfp4-pack-quantized": "F4",
     "mixed-precision": None,
 }
-"""Format of compressed-tensors -> dtype of its codes; None: each group has its own."""
+"""`format` of compressed-tensors -> dtype of the codes; None: each group states its own format."""
 
 
 def _float_weights(
@@ -309,7 +317,7 @@ _PRESETS = {
     "MXFP8": msgspec.structs.replace(_float_weights(8, _IN_GROUPS, _GROUP), scale_dtype="torch.uint8"),
     "MXFP8A16": msgspec.structs.replace(_float_weights(8, _IN_GROUPS, _GROUP), scale_dtype="torch.uint8"),
 }
-"""Presets of compressed-tensors 0.20 with a supported weight encoding."""
+"""Names of presets in compressed-tensors 0.20 -> the weight encoding of the preset, if it is supported."""
 
 
 def _parse_compressed(section: Mapping[str, Any], location: str) -> Scheme:
@@ -344,7 +352,9 @@ def _parse_compressed(section: Mapping[str, Any], location: str) -> Scheme:
 
 
 def _is_class(target: str) -> bool:
-    """Tell whether a target is a class (`Linear`): module names are lower case or have dots."""
+    """Tell whether a target is the name of a class (`Linear`), as opposed to a module name (lower case, or
+    with dots).
+    """
     return target[:1].isupper() and "." not in target
 
 
@@ -388,7 +398,7 @@ def _block(blocks: list[int] | str | None, location: str) -> tuple[int, int]:
 
 
 class _ModelOptLayer(msgspec.Struct):
-    """ModelOpt's description of one layer in a mixed checkpoint."""
+    """ModelOpt's description of one layer, if layers have different encodings."""
 
     quant_algo: str | None = None
     group_size: int | None = None
@@ -400,7 +410,7 @@ class _ModelOpt(_ModelOptLayer):
     """Fields of ModelOpt's exports, in `hf_quant_config.json` and, in newer versions, in config.json."""
 
     config_groups: dict[str, dict[str, Any]] | None = None
-    """The same description again, in the format of compressed-tensors."""
+    """Repeats the same description in the format of compressed-tensors."""
     exclude_modules: list[str] | None = None
     ignore: list[str] | None = None
     quantized_layers: dict[str, _ModelOptLayer] | None = None
@@ -414,7 +424,7 @@ ALGORITHMS = {
     "MXFP8": MXFP8,
     "NVFP4": NVFP4,
 }
-"""`quant_algo` of ModelOpt -> encoding of the weights."""
+"""ModelOpt's `quant_algo` -> encoding of the weights."""
 
 
 def _modelopt(section: Mapping[str, Any], location: str) -> Scheme:
@@ -438,7 +448,7 @@ def _modelopt(section: Mapping[str, Any], location: str) -> Scheme:
 
 
 def _check_plain_products(layer: _ModelOptLayer, location: str) -> None:
-    """Refuse a layer whose weights, or inputs, are more than codes times scales."""
+    """Refuse a layer whose values are more than code times scale, in its weights or its inputs."""
     _check_known(layer.has_zero_point or False, (False,), f"{location}.has_zero_point")
     _check_known(layer.pre_quant_scale or False, (False,), f"{location}.pre_quant_scale")
 
@@ -460,11 +470,13 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any], str], Scheme]] = MappingProxy
         MODELOPT_METHOD: _modelopt,
     }
 )
-"""`quant_method` -> parser of its section."""
+"""`quant_method` in the config -> function that parses the section of this method."""
 
 
 def _fields(section: Mapping[str, Any], kind: type[_T], location: str, method: str) -> _T:
-    """Parse the fields of a section; each must be declared, or known not to affect weights."""
+    """Parse the fields of a config section; a field that is neither declared nor known not to affect weights is
+    refused.
+    """
     _check_keys(section, kind, location, method)
     try:
         return msgspec.convert(section, kind)
@@ -473,7 +485,7 @@ def _fields(section: Mapping[str, Any], kind: type[_T], location: str, method: s
 
 
 def _check_groups(groups: object, location: str) -> None:
-    """Refuse unknown keys in groups of compressed-tensors; their types are checked elsewhere."""
+    """Refuse unknown keys in the groups of a compressed-tensors section; the types of values are checked elsewhere."""
     for key, group in groups.items() if isinstance(groups, Mapping) else ():
         if isinstance(group, Mapping):
             spot = f"{location}.{GROUPS}.{key}"
@@ -485,7 +497,7 @@ def _check_groups(groups: object, location: str) -> None:
 
 
 def _check_keys(section: Mapping[str, Any], kind: type[Any], location: str, part: str) -> None:
-    """Refuse non-empty keys that are neither fields of `kind` nor known not to affect weights."""
+    """Refuse keys with a value that are neither fields of `kind` nor known not to affect weights."""
     accepted_keys = {*kind.__struct_fields__, *_BESIDE_WEIGHTS[part]}
     unknown = [key for key, value in section.items() if key not in accepted_keys and not _is_empty(value)]
     if unknown:
@@ -496,7 +508,7 @@ def _check_keys(section: Mapping[str, Any], kind: type[Any], location: str, part
 
 
 def _is_empty(value: object) -> bool:
-    """Tell whether a value is without content, such as `{"config_groups": {}}`, which means no transform."""
+    """Tell whether a config value has no content, such as `{"config_groups": {}}`, which means no transform."""
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else None
     return value is None or (inner is not None and all(map(_is_empty, inner)))
 
@@ -508,7 +520,7 @@ _MEANING = {
 
 
 def _check_known(value: object, accepted: Iterable[object], at: str) -> None:
-    """Refuse a value that is not one of the accepted ones."""
+    """Refuse a config value that is not one of the accepted values."""
     names = list(accepted)
     if value not in names:
         raise refuse("UNSUPPORTED", f"{at} is {value!r}; known: {', '.join(map(str, names))}")
