@@ -1,6 +1,6 @@
 """Arguments that many public functions share: their types, and the functions that read and check them.
 
-`config` means the same in `open`, `save` and `reshard`, and `shard_size` the same in Python and on the command line:
+`config` means the same in `open`, `save` and `reshard`; `shard_size` means the same in Python and on the command line:
 every public function annotates such an argument with a type of this module, and reads it with its `read_…` function.
 """
 
@@ -29,22 +29,22 @@ class Configuration(Protocol):
     """A config object, such as a `PretrainedConfig` of transformers."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as a dict, as config.json has it, including defaults."""
+        """Return the config as a dict with the entries of a config.json, including defaults."""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 PathLike: TypeAlias = str | os.PathLike[str]
 """A path on this machine or a URL."""
 Config: TypeAlias = PathLike | Mapping[str, Any] | Configuration
-"""A model's config: the path of a config.json or of its folder, its content, or an object with `to_dict()`."""
+"""A model's config: path of a config.json or of its folder, its content as a mapping, or an object with `to_dict()`."""
 Axes: TypeAlias = Mapping[str, int] | str | Sequence[str]
-"""Sizes of axes: `{"g": 8}`, or as on the command line "g=8" or ["g=8", "e=4"]."""
+"""Sizes of axes: a mapping `{"g": 8}`, or texts as on the command line: "g=8" or ["g=8", "e=4"]."""
 Size: TypeAlias = int | str
-"""Bytes: 5_000_000_000, or a text such as "5GB" (10^9) or "500MiB" (2^20)."""
+"""A number of bytes: 5_000_000_000, or a text such as "5GB" (GB: 10^9) or "500MiB" (MiB: 2^20)."""
 Patterns: TypeAlias = str | Sequence[str]
-"""Patterns of names, where `*` matches any characters; a single pattern needs no list."""
+"""Patterns of tensor names, in which `*` matches any characters; a single pattern needs no list."""
 DType: TypeAlias = "str | torch.dtype"
-"""An element type: torch's own, its name ("bfloat16"), its short name ("bf16") or its safetensors code ("BF16")."""
+"""An element type: a `torch.dtype`, its name ("bfloat16"), a short name ("bf16") or a safetensors code ("BF16")."""
 EVERYTHING: Literal["everything"] = "everything"
 Overwrite: TypeAlias = bool | Literal["everything"]
 """Whether to replace an existing checkpoint; `everything`: also delete all other files in its folder."""
@@ -59,18 +59,18 @@ _SHORT_NAMES = {
     "fp32": "fp32", "float32": "fp32", "f32": "fp32", "float": "fp32",
     "fp64": "fp64", "float64": "fp64", "f64": "fp64", "double": "fp64",
 }  # fmt: skip
-"""Name of a floating-point type, in lower case -> short name."""
+"""Lower-case name of a floating-point type -> short name of the type."""
 _DIGITS = 9
 """Largest number of digits of a rank or world size in an environment variable."""
 _LONGEST_VALUE = 80
 """Number of characters of a wrong value that an error shows."""
 _LISTED = 5
-"""Number of keywords that an error lists."""
+"""Number of accepted keywords that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Parallel degrees of a target checkpoint that has files for each rank."""
+    """Parallel degrees of a target checkpoint whose format has separate files for each rank."""
 
     tp: int = 1
     """Number of tensor-parallel ranks."""
@@ -79,7 +79,7 @@ class Degrees:
     ep: int = 1
     """Number of expert-parallel ranks."""
     rows: int = 128
-    """The rows of the vocabulary are padded to a multiple of this number times `tp`."""
+    """Divisor of vocabulary rows: they are padded to a multiple of this number times `tp`."""
 
 
 def wrong_type(argument: str, accepted: str, value: object) -> TypeError:
@@ -93,7 +93,7 @@ def _repr_of(value: object) -> str:
 
 
 def suggests(function: _Function) -> _Function:
-    """Decorate a function so that a call with an unknown or a missing keyword suggests the right one.
+    """Decorate a function: the error of a call with an unknown or missing keyword suggests the right keyword.
 
     From 3.13 on Python itself suggests a name for an unknown keyword. The function's signature is preserved.
     """
@@ -119,11 +119,11 @@ def suggests(function: _Function) -> _Function:
 
 
 def read_options(verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the options of a verb, and return those whose value is not the default.
+    """Check the options of a public function, and return the options that differ from their defaults.
 
     Args:
-        verb: one of `options.VERBS`.
-        arguments: all options of the verb, and possibly other arguments.
+        verb: name of the public function, a key of `options.VERBS`.
+        arguments: all options of the public function, and possibly its other arguments.
 
     Raises:
         TypeError: a value of a wrong type, or options that exclude each other.
@@ -138,14 +138,14 @@ def read_options(verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_option(option: Option, value: Any) -> Any:
-    """Check the value of one option, and return it in the form that verbs use; raises as `read_options`."""
+    """Return the value of an option, checked and normalized; raises the errors of `read_options`."""
     if value is None and option.default is None and not option.required:
         return None
     if option.kind == "text":
         return read_text(option.name, value, option.example)
     if option.kind == "choice":
         return _read_choice(option, value)
-    # The verb checks these values with the target, to raise all refusals together.
+    # The public function checks these values with the target, to raise all refusals together.
     if option.kind in {"on", "overwrite"}:
         return value
     if option.kind == "axes":
@@ -156,9 +156,9 @@ def read_option(option: Option, value: Any) -> Any:
 
 
 def _read_choice(option: Option, value: Any) -> str:
-    """Return the choice that a value means, in upper or lower case; floating-point types may have any of their names.
+    """Return the choice that a value means; case does not matter, and a floating-point type may have any of its names.
 
-    Any other text is returned unchanged, and refused later.
+    A text that is no choice is returned unchanged, and refused later.
 
     Raises:
         TypeError: the value is not a str.
@@ -183,7 +183,7 @@ def read_number_of_job(name: str, default: int | None = None) -> int:
 
     Args:
         name: name of the variable, such as `RANK`.
-        default: value if the variable is not set; None: it must be set.
+        default: value if the variable is not set; None: the variable must be set.
 
     Raises:
         UsageError: AMBIGUOUS if the variable is not a non-negative integer.
@@ -199,7 +199,7 @@ def read_path(argument: str, value: object) -> str:
     """Return a path or URL as a str.
 
     Raises:
-        TypeError: the value is neither a `str` nor an `os.PathLike` of one.
+        TypeError: the value is neither a `str` nor an `os.PathLike` of a `str`.
         StorageError: IO if the text has a character that no path can have.
     """
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -215,7 +215,7 @@ def read_path(argument: str, value: object) -> str:
 
 
 def read_source(argument: str, value: object) -> str:
-    """Return the path of a source, which must not be an opened checkpoint; raises as `read_path`."""
+    """Return the path of a source; an opened checkpoint is refused. Raises the errors of `read_path`."""
     if not isinstance(value, str | os.PathLike):
         raise wrong_type(argument, "a path (a str or an os.PathLike), or an opened checkpoint", value)
     return read_path(argument, value)
@@ -238,7 +238,7 @@ def read_text(argument: str, value: object, example: str) -> str:
 
 
 def read_optional_text(argument: str, value: object, example: str) -> str | None:
-    """Return a text, or None for None; raises as `read_text`."""
+    """Return a text, or None for None; raises the errors of `read_text`."""
     return None if value is None else read_text(argument, value, example)
 
 
@@ -271,7 +271,7 @@ def parse_size(text: str) -> int | None:
 
 
 def read_config(value: object) -> str | Mapping[str, Any] | None:
-    """Return a config's content, or its path, which is not read here; None for None.
+    """Return a config's content, or the path of a config, which is not read yet; None for None.
 
     Raises:
         TypeError: the value has none of the types of `Config`.
@@ -345,14 +345,14 @@ def check_flags(**flags: object) -> None:
     """Refuse arguments that are neither True nor False, since a text such as "false" would count as True.
 
     Raises:
-        TypeError: for the first such argument.
+        TypeError: for the first argument that is neither True nor False.
     """
     for argument, value in flags.items():
         read_flag(argument, value)
 
 
 def read_degrees(options: Mapping[str, Any]) -> Degrees | None:
-    """Read the parallel degrees of a target checkpoint; None if no degree is given.
+    """Return the parallel degrees of a target checkpoint; None if no degree is given.
 
     Args:
         options: `tp`, `pp`, `ep` and `make_vocab_size_divisible_by`; each may be missing.
@@ -379,7 +379,7 @@ def read_patterns(argument: str, value: object) -> tuple[str, ...]:
 
 
 def read_float_type(argument: str, value: object) -> str | None:
-    """Return the short name of a floating-point type, such as `bf16`; any other name is returned unchanged.
+    """Return the short name of a floating-point type, such as `bf16`; an unknown name is returned unchanged.
 
     Unsupported types are refused later, when the checkpoint is opened.
 
@@ -396,10 +396,10 @@ def read_float_type(argument: str, value: object) -> str | None:
 
 
 def read_overwrite(overwrite: object) -> Overwrite:
-    """Check the `overwrite` option, and return it.
+    """Check the value of the option `overwrite`, and return it.
 
     Raises:
-        UsageError: AMBIGUOUS for anything but True, False and `everything`.
+        UsageError: AMBIGUOUS for a value other than True, False and `everything`.
     """
     if overwrite is True or overwrite is False:
         return overwrite

@@ -1,12 +1,12 @@
-"""The one exception tree of Transaxle and its closed set of refusal codes.
+"""All exception classes of Transaxle, and the closed set of its refusal codes.
 
 TransaxleError
 ├── Refused     exit 3   one or more refusals: the input is unsafe, corrupt, unsupported or would be lossy
 ├── UsageError  exit 2   the call is wrong: unknown option or axis, the target exists, the dialect is ambiguous
 └── StorageError exit 4  the storage failed: missing or unreadable source, no space
 
-Errors for a missing file, denied access, a folder in place of a file (or the reverse) and an existing target have their
-own classes, which also derive from the built-in FileNotFoundError, PermissionError, IsADirectoryError,
+Errors for a missing file, denied access, a folder in place of a file (or the reverse) and an existing target have
+classes that also derive from the built-in FileNotFoundError, PermissionError, IsADirectoryError,
 NotADirectoryError and FileExistsError.
 
 Every error has a `code` of `CODES`, a `where` (file, tensor) and a `hint` (what to do). Problems are collected and
@@ -50,26 +50,26 @@ CODES: tuple[Code, ...] = get_args(Code)
 
 _USAGE: frozenset[Code] = frozenset({"AMBIGUOUS", "UNKNOWN_FAMILY", "UNKNOWN_AXIS", "EXISTS"})
 _SHOWN = 30
-"""Number of refusals that the text of an error shows."""
+"""Number of refusals that `str(error)` shows."""
 _STORAGE: frozenset[Code] = frozenset({"IO", "NO_SPACE"})
 _MAX_PROBLEMS = 100
 """Maximum number of problems that are collected for one error."""
 LONGEST_NAME = 4_096
 """Maximum length of a tensor's name in characters, as for a path; a hostile file may have names of 100 MB."""
 _LONGEST_TEXT = 10_000
-"""Number of characters of a message that are shown: enough for rules and lists, not for names of megabytes."""
+"""Maximum number of shown characters of a message: enough for lists, too few for a name of megabytes."""
 
 _RUN, _QUOTED = re.compile(r"\S+"), re.compile(r"[^\s'\"]+")
 _URL, _WEB = re.compile(r":\\?/"), re.compile(r"(?i)\bhttps?:\\?/")
 r"""Patterns of a URL; the slashes may be escaped as `\/`, as in some JSON."""
 _PASSWORD = re.compile(r":\\?/[\\/]*[^/@:\s]*:(?!\d{1,5}(?:[/?#\s'\",)]|$))")
-"""Start of a password in a URL; it may contain `/` and `@`, but digits before a `/` are a port."""
+"""Start of a password in a URL; a password may contain `/` and `@`, but digits before a `/` are a port."""
 _KEY = re.compile(r"(?i)\bs3a?:\\?/[\\/]*[^/@:\s]*:")
 """Start of a secret key in an S3 URL, where digits are never a port."""
 _TOKEN = re.compile(r"(?i)(\bhttps?:\\?/[\\/]*)[^\\/@:\s]+@")
-"""A user without a password in a URL, which may be an access token."""
+"""A user name without a password in a URL; this name may be an access token."""
 HIDDEN = "…"
-"""Replacement for a secret in shown texts."""
+"""Text that replaces a secret in shown texts."""
 
 _COMMAND = re.compile(r"(?:torchrun|transaxle)(?: [^\s,;)`]+)+")
 _OPTION = re.compile(r"(--[a-z][a-z0-9-]*[a-z])(=\w+)?")
@@ -79,13 +79,13 @@ _PROSE = frozenset({
     "if", "instead", "is", "leaves", "looks", "lists", "makes", "of", "on", "or", "reads", "says", "takes", "that",
     "the", "there", "what", "where", "which", "with", "writes",
 })  # fmt: skip
-"""English words that can follow an option in a sentence, and so are not its value."""
+"""English words that may follow an option in a sentence without being the option's value."""
 
 
 def in_both_languages(text: str) -> str:
     """Add the equivalent Python keyword, in parentheses, after each command-line option in a hint.
 
-    Complete commands are not changed, nor options whose keyword the text has already.
+    Complete commands, and options whose Python keyword the text already contains, are not changed.
     """
     if "--" not in text:
         return text
@@ -111,7 +111,7 @@ def in_both_languages(text: str) -> str:
 
 
 def _in_python(keyword: str, typed_value: str) -> str:
-    """Return a command-line value in Python syntax."""
+    """Return the value of a command-line option in Python syntax."""
     if keyword == "axes" and typed_value:
         axis, _, size = typed_value.partition("=")
         return f'{{"{axis}": {size}}}'
@@ -122,7 +122,7 @@ def _in_python(keyword: str, typed_value: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Remove passwords, tokens in place of a user, and query strings from the URLs in a text."""
+    """Remove passwords, access tokens (in place of a user name) and query strings from the URLs in a text."""
     if _URL.search(text) is None:
         return text
     text = _TOKEN.sub(rf"\1{HIDDEN}@", _RUN.sub(_without_password, text))
@@ -149,7 +149,7 @@ def _without_query(run: re.Match[str]) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Cut the middle out of a text longer than `limit` characters, and insert its length there."""
+    """Replace the middle of a text longer than `limit` characters by a note of the text's length."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -161,9 +161,9 @@ class Where:
     """File and tensor that a refusal is about."""
 
     file: str | None = None
-    """Path of the file as the user typed it, or its name inside the checkpoint."""
+    """Path of the file as the user typed it, or name of the file inside the checkpoint."""
     tensor: str | None = None
-    """Stored tensor name."""
+    """Stored name of the tensor."""
 
     def __str__(self) -> str:
         return " · ".join(part for part in (self.file, self.tensor) if part)
@@ -176,21 +176,21 @@ class Refusal:
     code: Code
     """Member of the closed set `CODES`."""
     message: str
-    """Description of the problem: the rule's text, the expected and the actual value."""
+    """Description of the problem, such as the table line, and the expected and the actual value."""
     where: Where = field(default_factory=Where)
-    """File and tensor."""
+    """File and tensor where the problem is."""
     hint: str = ""
-    """Advice to the user, for callers from Python and for the command line."""
+    """Advice to the user, both for Python and for the command line."""
     detail: Callable[[], object] | None = field(default=None, compare=False, repr=False)
-    """Computes the data of a figure for reports; None if the refusal has no figure."""
+    """Function that computes the data of a figure for report pages; None if the refusal has no figure."""
     system: type[OSError] | None = field(default=None, compare=False, repr=False)
-    """Built-in exception class from which the error also derives; None: none."""
+    """Built-in exception class from which the error also derives; None: no built-in class."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hint", in_both_languages(self.hint))
 
     def shown(self) -> Refusal:
-        """Return the refusal with texts fit for printing: very long ones are cut, and secrets in URLs removed."""
+        """Return the refusal with texts fit for printing: very long texts are cut, and secrets in URLs removed."""
         file = self.where.file and shortened(without_secrets(self.where.file), LONGEST_NAME)
         tensor = self.where.tensor and shortened(self.where.tensor, LONGEST_NAME)
         message, hint = (shortened(without_secrets(text), _LONGEST_TEXT) for text in (self.message, self.hint))
@@ -218,9 +218,9 @@ class Refusal:
 
 
 class TransaxleError(Exception):
-    """Base class of all errors for bad input, calls or storage; one error lists every problem.
+    """Base class of all errors for bad input, bad calls and storage failures; one error lists every problem.
 
-    `str(error)` shows the first 30 problems: code, place, message and hint of each.
+    `str(error)` shows the first 30 problems: code, file and tensor, message and hint of each.
 
     Attributes:
         refusals: every problem, most important first; never empty.
@@ -249,7 +249,7 @@ class TransaxleError(Exception):
 
     @property
     def where(self) -> Where:
-        """Place of the first refusal."""
+        """File and tensor of the first refusal."""
         return self.refusals[0].where
 
     @property
@@ -269,7 +269,7 @@ class UsageError(TransaxleError):
 
 
 class StorageError(TransaxleError):
-    """A missing or unreadable source, an unwritable target, no space (exit code 4)."""
+    """The storage failed: a missing or unreadable source, an unwritable target, no space (exit code 4)."""
 
     exit_code = 4
 
@@ -310,7 +310,7 @@ OF_SYSTEM: dict[type[OSError], type[StorageError]] = {
     IsADirectoryError: FolderError,
     NotADirectoryError: NoFolderError,
 }
-"""Built-in exception class -> our class that also derives from it."""
+"""Built-in exception class -> Transaxle class that also derives from it."""
 
 
 def refuse(
@@ -322,14 +322,14 @@ def refuse(
     hint: str = "",
     system: type[OSError] | None = None,
 ) -> TransaxleError:
-    """Build (not raise) the error for one refusal; its class depends on `code` and `system`."""
+    """Build (not raise) the error for one refusal; the error's class depends on `code` and `system`."""
     return gathered([Refusal(code, message, Where(file, tensor), hint, system=system)])
 
 
 def gathered(refusals: Iterable[Refusal]) -> TransaxleError:
     """Build the error for several refusals.
 
-    Its class, and so the exit code, follows from the most important refusal, in the order storage, refused, usage: a
+    The most important refusal, in the order storage, refused, usage, determines error class and exit code: a
     broken source explains more than a missing option.
     """
     items = sorted(refusals, key=lambda r: (r.code not in _STORAGE, r.code in _USAGE))
@@ -342,7 +342,7 @@ def gathered(refusals: Iterable[Refusal]) -> TransaxleError:
 
 
 class Faults:
-    """Collects the problems of one input, up to a maximum, so that one error lists them all."""
+    """Collects the problems of one input, up to a maximum number, so that one error lists all problems."""
 
     def __init__(self) -> None:
         self._refusals: list[Refusal] = []
@@ -352,11 +352,11 @@ class Faults:
 
     @property
     def full(self) -> bool:
-        """Whether the maximum is reached, so that the search can stop."""
+        """Whether the maximum number of problems is reached, so that the search for problems can stop."""
         return len(self._refusals) >= _MAX_PROBLEMS
 
     def add(self, code: Code, message: str, file: str | None, tensor: str | None = None, hint: str = "") -> None:
-        """Add one refusal."""
+        """Add one refusal, given by its fields."""
         self.extend(Refusal(code, message, Where(file, tensor), hint))
 
     def extend(self, *refusals: Refusal) -> None:

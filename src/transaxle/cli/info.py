@@ -1,6 +1,6 @@
 """`transaxle info` describes a checkpoint, a family's table, or this installation.
 
-With `--tree` it prints the tensor names as a tree, with numbers folded and the bytes of each branch.
+With `--tree` it prints a tree of tensor names: names that differ only in numbers share a branch, with its bytes.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 _MOST_BRANCHES = 20
 """Number of children of a branch that are printed without `--all`."""
 _WIDE = 4096
-"""Line width in columns without a terminal, in effect unlimited."""
+"""Line width in columns if there is no terminal: practically unlimited."""
 _DEEPEST = 12
-"""Maximum depth of the tree, in segments of a name."""
+"""Maximum depth of the name tree, in segments of a tensor name."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _BAR = 10
-"""Length in columns of a bar for all bytes."""
+"""Length in columns of the bar that stands for all bytes of a checkpoint."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Branch:
     """A node of the name tree: the tensors whose names begin with the same segments."""
 
     name: str
-    """Segments of this node, without those of its parents; numbers are folded."""
+    """Segments of this node's name, without its parents' segments; numbers are replaced by a range or letter."""
     about: str = ""
     """Dtype and shape of the tensors whose names end here; empty if there are none."""
     tensors: int = 0
@@ -62,14 +62,14 @@ class Branch:
     nbytes: int = 0
     """Bytes of the tensors in this branch."""
     branches: dict[str, Branch] = field(default_factory=dict)
-    """Child branches, by their next segment."""
+    """Next name segment -> child branch."""
 
 
 def name_tree(tensors: Mapping[str, StoredTensor], title: str) -> Branch:
     """Return the names of tensors as a tree.
 
     Args:
-        tensors: tensors by name.
+        tensors: tensor name -> tensor.
         title: name of the root.
     """
     names = sorted(tensors, key=natural)
@@ -94,7 +94,7 @@ def print_tree(root: Branch, stream: TextIO, *, all_rows: bool) -> None:
     """Print a tree, the largest branches first.
 
     Args:
-        root: root of the tree.
+        root: root of the tree to print.
         stream: output stream.
         all_rows: print all branches, not only the largest.
     """
@@ -118,7 +118,7 @@ def _add_branches(tree: Tree, branch: Branch, total: int, limit: int | None) -> 
 
 
 def _merge_single_children(branch: Branch) -> Branch:
-    """Merge a branch with its child as long as it has a single child and no tensors of its own."""
+    """Merge a branch with its child, repeatedly, while it has a single child and no tensors of its own."""
     while len(branch.branches) == 1 and not branch.about:
         (only,) = branch.branches.values()
         branch = Branch(f"{branch.name}.{only.name}", only.about, only.tensors, only.nbytes, only.branches)
@@ -141,13 +141,13 @@ def _words(branch: Branch, total: int) -> Iterator[str]:
 
 
 _PRINTED_ELSEWHERE = frozenset({GROUPS, NOTE, MEGATRON, LEFT_BEHIND})
-"""Metadata keys that are printed in other lines: `groups`, `encodings`, `run` and `left`."""
+"""Metadata keys that are not printed under metadata, but in the lines `groups`, `encodings`, `run` and `left`."""
 _RUN_FACTS = ("iteration", "checkpoint_version")
-"""Facts about Megatron's run that are printed first."""
+"""Facts about a Megatron training run that are printed first."""
 _REPLACED = "which replaces the built-in family of this name"
 _SHOWN = 6
 _LABELS = 24
-"""Width in columns of the labels and their margins."""
+"""Width in columns of the labels, including margins."""
 
 
 @click.command(
@@ -193,7 +193,7 @@ def info_command(screen: Screen, path: str | None, tree: bool, options: dict[str
 
 
 def _print_table(screen: Screen, name: str, rules: str | None) -> int:
-    """Print the complete table of a family, with all statements that it takes over from other families."""
+    """Print a family's complete table of tensor names, including statements inherited from other families."""
     family = pick_family(name, settings(rules=rules).families)
     assert family.written is not None  # only families created in memory have no text
     text = family.written.spell_out()
@@ -211,7 +211,7 @@ def _print_table(screen: Screen, name: str, rules: str | None) -> int:
 
 
 def _installation(*, complete: bool) -> JsonFacts:
-    """Return facts about this installation: versions only, or, if `complete`, packages, formats and families too."""
+    """Return facts about this installation: versions, and if `complete` also packages, formats and families."""
     facts: JsonFacts = {"transaxle": __version__, "kernels": active(), "python": platform.python_version()}
     if complete:
         needed = ("numpy", "ml_dtypes", "safetensors", "torch", "transformers")
@@ -241,7 +241,7 @@ def _print(screen: Screen, facts: JsonFacts) -> None:
 
 
 def _wrap(screen: Screen, label: str, text: str) -> list[list[str]]:
-    """Wrap a long text within its own column."""
+    """Break a long text into lines that fit the column right of its label."""
     if screen.width is None:
         return [[label, text]]
     lines = textwrap.wrap(text, max(screen.width - _LABELS, _LABELS), break_on_hyphens=False)
@@ -322,7 +322,7 @@ def _run_lines(screen: Screen, run: JsonFacts) -> list[tuple[str, str]]:
 
 
 def _describe_left_behind(screen: Screen, reasons_by_name: dict[str, str]) -> str:
-    """Describe which entries would be left behind by a conversion, and why."""
+    """Describe which checkpoint entries a conversion would leave behind, and why."""
     names_by_reason: dict[str, list[str]] = {}
     for name, reason in reasons_by_name.items():
         names_by_reason.setdefault(str(reason), []).append(name)
@@ -363,7 +363,7 @@ def _encoding_words(facts: JsonFacts) -> str:
 
 
 def _value(value: Any) -> str:
-    """Write a config value on one line; nested mappings are abbreviated."""
+    """Return a config value as one line of text; nested mappings are abbreviated."""
     if isinstance(value, dict):
         return str(value.get("quant_method", "{…}"))
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,7 +1,7 @@
-"""Output of commands: text or one JSON document to standard output, everything else to standard error.
+"""Output of commands: the result (text or one JSON document) to standard output, other messages to standard error.
 
-Without a terminal, text has no colours, and progress is a line every few seconds. Names and messages may come from
-hostile files, so control characters in them are escaped, never sent to the terminal.
+Without a terminal, text has no colours, and progress is a line every few seconds. Tensor names may come from
+hostile files, so control characters are escaped, never sent to the terminal.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _LONGEST = 20_000
-"""Maximum number of printed characters of one piece of a line."""
+"""Maximum number of printed characters of one text in a line."""
 _SHOWN_ROWS = 20
-"""Number of rows of a list that are shown without `--all`."""
+"""Number of a list's rows that are shown without `--all`."""
 _MOST_MACHINES = 16
-"""Maximum number of machines with a progress bar of their own."""
+"""Maximum number of machines that get their own progress bar."""
 _PERIOD = 120.0
-"""Seconds over which rates of workers are averaged; long, because items finish rarely."""
+"""Seconds over which a worker's speed is averaged; long, because work items finish rarely."""
 _LINE_SECONDS = 5.0
-"""Seconds between two lines of progress without a terminal."""
+"""Seconds between two progress lines if there is no terminal."""
 
 Text = str | tuple[str, str]
 """A text, or (text, name of its style)."""
@@ -48,7 +48,7 @@ Progress = Callable[[int], None]
 
 
 def printable(text: str) -> str:
-    """Escape control characters in a text, such as ESC, and cut the middle out of a very long one."""
+    """Escape control characters in a text, such as ESC; cut the middle out of a very long text."""
     return _CONTROL.sub(lambda match: repr(match[0])[1:-1], shortened(text, _LONGEST))
 
 
@@ -57,9 +57,9 @@ class Screen:
 
     Args:
         as_json: print the result or the error as one JSON document.
-        everything: print lists completely.
+        everything: print every row of lists (`--all`).
         quiet: print only errors and JSON documents.
-        verbose: also print which steps were done, and their times.
+        verbose: also print which steps were done, and how long each took.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class Screen:
         self.quiet = quiet
         self.verbose = verbose
         self.consequence = ""
-        """Consequence if the command fails now, such as `nothing was written`."""
+        """What to print as the consequence if the command fails now, such as `nothing was written`."""
         self.way_on = ""
-        """Advice if the user stops the command now; empty: the consequence is printed instead."""
+        """Advice to print if the user stops the command now; empty: the consequence is printed instead."""
         self.on_opened: Callable[[Sequence[Checkpoint]], None] | None = None
-        """Callback for the checkpoints that a verb has opened."""
+        """Function called with the checkpoints that a public function has opened."""
         self.on_planned: Callable[[CheckedPlan], None] | None = None
-        """Callback for the plan of a conversion."""
+        """Function called with the plan of a conversion."""
 
     def state(self, consequence: str, way_on: str = "") -> None:
-        """Note the consequence if the command fails from now on, and the advice if the user stops it."""
+        """Set what is printed if the command fails from now on, and the advice if the user stops the command."""
         self.consequence, self.way_on = consequence, way_on
 
     def opened(self, *checkpoints: Checkpoint) -> None:
@@ -94,7 +94,7 @@ class Screen:
 
     @property
     def width(self) -> int | None:
-        """Width of the terminal in columns; None without a terminal: lines may have any length."""
+        """Width of the terminal in columns; None if there is no terminal, so that lines may have any length."""
         return shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else None
 
     def line(self, *parts: Text) -> None:
@@ -104,7 +104,7 @@ class Screen:
         self._write(sys.stdout, parts)
 
     def note(self, *parts: Text) -> None:
-        """Print one line to standard error."""
+        """Print one message line to standard error."""
         self._write(sys.stderr, parts)
 
     def document(self, data: Mapping[str, Any]) -> None:
@@ -122,7 +122,7 @@ class Screen:
         Args:
             rows: rows with the same number of cells.
             indent: text before each row.
-            limit: number of rows to print without `--all`; None: all.
+            limit: number of rows to print without `--all`; None: all rows.
 
         Returns:
             The number of rows that were not printed.
@@ -151,10 +151,10 @@ class Screen:
         Args:
             total: total number of bytes.
             label: name of the activity.
-            stays: leave the bar on the screen, and mark the time between its last byte and the end as finishing.
+            stays: leave the bar on the screen, and show `finishing` from its last byte to the end of the `with` block.
 
         Yields:
-            The function to call with each number of bytes done.
+            A function to call with each number of bytes that is newly done.
         """
         counted = _ByteCounter(label, total)
         if self.quiet:
@@ -168,7 +168,7 @@ class Screen:
 
     @contextmanager
     def workers(self) -> Iterator[Watch]:
-        """Show the progress of several workers on standard error: a bar for all, and one per machine.
+        """Show the progress of several workers on standard error: one bar for all workers, and one per machine.
 
         With `--json`, print each event as a line of JSON instead. The context manager yields the function to call with
         each event.
@@ -196,7 +196,7 @@ class Screen:
 
     @contextmanager
     def working(self, activity: str) -> Iterator[None]:
-        """Show an activity on standard error while the block runs."""
+        """Show the name of an activity on standard error while the `with` block runs."""
         began = time.monotonic()
         if self.quiet or not _is_terminal(sys.stderr):
             yield
@@ -244,7 +244,7 @@ class _ByteCounter:
         return self
 
     def pass_to(self, advance: Progress) -> _ByteCounter:
-        """Pass each count on to `advance`; return the counter."""
+        """Pass each number of newly done bytes on to `advance`; return the counter."""
         self._advance = advance
         return self
 
@@ -267,7 +267,7 @@ class _ByteCounter:
 
 
 def _bars(**options: Any) -> Bars:
-    """Return rich's progress display for bytes on standard error, with further options of rich."""
+    """Return a progress display (of the package rich) for bytes on standard error, with options of rich."""
     from rich import progress
     from rich.console import Console
 
@@ -304,7 +304,7 @@ def _number(value: Any) -> object:
 
 
 def _with_words(value: Any) -> Any:
-    """Replace NaN and infinite numbers in JSON data by texts."""
+    """Replace NaN and infinite numbers in JSON data by the texts that stand for them."""
     if isinstance(value, Mapping):
         return {key: _with_words(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,11 +1,11 @@
-"""State dicts of grouped layers in the layouts of frameworks: of one layer, of a whole model, of its optimizer.
+"""Converts state dicts of grouped layers, models and optimizers between the layouts of different frameworks.
 
 `experts_as` converts one layer's experts between the layouts of frameworks and of grouped layers: names, order of gate
 and up, transposes. `transaxle.load`, `transaxle.state_dict_as` and `transaxle.convert` do the same for whole models,
 and support DTensors.
 
-`load_state_dict` loads a whole model on all ranks or on none. torch loads module by module and writes as it goes, so if
-the last module refuses, the others have already changed. `load_state_dict` of this module keeps a copy of the old
+`load_state_dict` loads a whole model on all ranks or on none. torch loads and writes module by module, so if
+the last module refuses, all others have already changed. `load_state_dict` of this module keeps a copy of the old
 values until every module of every rank has loaded.
 
 `optimizer_state_as` regroups optimizer state of grouped parameters: moments follow their parameters from N names to one
@@ -48,14 +48,14 @@ from transaxle.torch_tensors import Ranks, place_like, positions_of, raw_local, 
 
 _TABLE = "experts.rules"
 STACKED = "stacked"
-"""Name of the dialect of two grouped layers `linear_fc1`, `linear_fc2` with one weight each."""
+"""Name of the dialect in which the grouped layers `linear_fc1` and `linear_fc2` have one weight for all experts."""
 SEPARATE = "separate"
-"""Name of the same dialect with one weight per expert."""
+"""Name of the dialect in which the grouped layers `linear_fc1` and `linear_fc2` have one weight per expert."""
 
 
 @cache
 def family() -> Family:
-    """Return the family of expert layouts."""
+    """Return the family whose dialects are the layouts of experts."""
     (table,) = read(files("transaxle.nn").joinpath(_TABLE).read_text("utf-8"), file=_TABLE)
     return table
 
@@ -68,7 +68,7 @@ def _dialect(label: str) -> Dialect:
 
 
 def recognise_layout(names: list[str]) -> Dialect | None:
-    """Return the layout that matches most of the names; None if no layout matches any."""
+    """Return the layout that matches the most tensor names; None if no layout matches any name."""
     grouped = group(split_slot(name)[0] for name in names)
     scored = [(score(grouped, dialect), dialect) for dialect in family().dialects]
     fitting = [(matched, dialect) for (matched, prefix), dialect in scored if matched and not prefix]
@@ -79,14 +79,14 @@ def experts_as(state: Mapping[str, Any], layout: str, *, prefix: str = "", sourc
     """Return a state dict with one layer's experts in another layout; other entries stay as they are.
 
     Args:
-        state: any state dict, which is not changed. Optimizer states are named `optim/<parameter>/<state>`.
+        state: a state dict, which is not changed. Optimizer states are named `optim/<parameter>/<state>`.
         layout: `stacked`, `separate`, `hf`, `transformers`, `torchtitan`, `torchtitan@0.2` or `automodel`.
         prefix: prefix of the experts' names, such as `model.layers.0.mlp.experts.`
-        source: present layout of the experts; None: recognise it by the names.
+        source: present layout of the experts; None: recognised by the tensor names.
 
     Raises:
-        Refused: MISSING_TENSOR for missing experts; SHAPE_MISMATCH; UNSUPPORTED for DTensors, and for codes, which
-            cannot be moved without their scales.
+        Refused: MISSING_TENSOR for missing experts; SHAPE_MISMATCH for wrong shapes; UNSUPPORTED for DTensors, and for
+            codes, which cannot be moved without their scales.
         UsageError: AMBIGUOUS for an unknown layout, or names of no known layout.
     """
     target = _dialect(layout)
@@ -107,7 +107,7 @@ def experts_as(state: Mapping[str, Any], layout: str, *, prefix: str = "", sourc
 
 
 def _split_prefix(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors below a prefix, without the prefix, and all other entries."""
+    """Return (tensors whose names have the prefix, with the prefix removed; all other entries)."""
     tensors, other_entries = {}, {}
     for name, value in state.items():
         parameter, slot = split_slot(name)
@@ -130,8 +130,8 @@ def _refuse_codes(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _translated(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
-    """Convert experts into the layout `stacked`. This hook of torch is a named function, so that a module with the hook
-    can be pickled.
+    """Load hook of torch that converts experts into the layout `stacked`. It is a named function, so that a module
+    with the hook can be pickled.
     """
     names = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
     layout = recognise_layout(names)
@@ -146,10 +146,10 @@ def _translated(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
 def accept_layouts(module: nn.Module) -> nn.Module:
     """Let a module with grouped layers `linear_fc1` and `linear_fc2` load experts in any layout; return the module.
 
-    The hook belongs to this module, since each layer sees only the names below its own.
+    The load hook is on `module`, since each layer sees only the state-dict names below its own.
 
     Args:
-        module: owner of both layers; the first computes gate and up.
+        module: module that owns both layers; `linear_fc1` computes gate and up.
     """
     module.register_load_state_dict_pre_hook(_translated)
     return module
@@ -163,17 +163,17 @@ def load_state_dict(
     assign: bool = False,
     group: Ranks | None = None,
 ) -> Any:
-    """Load a state dict into a module, all of it or nothing, on every rank or on none.
+    """Load a state dict into a module completely on every rank, or change nothing on any rank.
 
     Until it returns, it needs memory for one more copy of this rank's part of the module. If torch.distributed is
     initialized, every rank of the group must call it.
 
     Args:
-        module: any module, also one that is divided or sharded over ranks.
-        state: the module's state dict, as for its own `load_state_dict`. For a tensor that the module has sharded, the
+        module: the module to load into; it may be divided or sharded over ranks.
+        state: a state dict as `module.load_state_dict` takes it. For a tensor that the module has sharded, the
             whole tensor is accepted too, and each rank takes its own part of it.
-        strict: see torch.
-        assign: see torch.
+        strict: as in `torch.nn.Module.load_state_dict`.
+        assign: as in `torch.nn.Module.load_state_dict`.
         group: the ranks that load together, a process group or a mesh of one dim; None: all.
 
     Returns:
@@ -201,8 +201,8 @@ def load_state_dict(
 
 
 def _own_parts(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict in which whole tensors that the module has sharded, which torch would refuse, are replaced by
-    this rank's parts.
+    """Return a state dict in which this rank's parts replace the whole tensors of sharded parameters, which torch would
+    refuse.
     """
     whole = {name: value for name, value in state.items() if type(value) is torch.Tensor}
     entries = module.state_dict() if whole else {}
@@ -233,7 +233,7 @@ class _Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put all tensors and values back."""
+        """Restore the module's original tensors, with their original values."""
         for tensors, before in self._tensor_dicts:
             tensors.clear()
             tensors.update(before)
@@ -249,7 +249,7 @@ def _local_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _first_of(failure: Exception | None, group: dist.ProcessGroup | None) -> Exception | None:
-    """Return the failure of the first rank that failed; None if all ranks have loaded."""
+    """Return the exception of the first rank that failed to load; None if all ranks have loaded."""
     if not dist.is_initialized():
         return failure
     device = torch.device("cuda" if dist.get_backend(group) == dist.Backend.NCCL else "cpu")
@@ -272,7 +272,7 @@ def _first_of(failure: Exception | None, group: dist.ProcessGroup | None) -> Exc
 
 
 def _as_bytes(failure: Exception) -> bytes:
-    """Serialize an error as JSON, which other ranks read without unpickling anything."""
+    """Serialize an error as JSON, so that other ranks can read the error without unpickling."""
     text: object = str(failure) if isinstance(failure, RuntimeError) else repr(failure)
     if isinstance(failure, TransaxleError):
         text = [(r.code, r.message, r.where.file, r.where.tensor, r.hint) for r in failure.refusals]
@@ -289,7 +289,7 @@ def _as_error(octets: bytes) -> Exception:
 
 
 STATE = "state"
-"""Key of the parameters' states in torch's optimizer state dicts."""
+"""Key of the mapping of parameters' states in torch's optimizer state dicts."""
 _FLAT_STATE, _FLAT_GROUPS = f"{STATE}.", f"{GROUPS}."
 """Prefixes of names in flattened state dicts: `state.<parameter>.<state>`, `param_groups.<parameter>.<setting>`."""
 
@@ -300,13 +300,13 @@ def optimizer_state_as(state: Mapping[str, Any], model: nn.Module) -> dict[str, 
     Args:
         state: `{"state": {parameter: {"exp_avg": tensor, …}}, "param_groups": [{"params": [names], …}]}`; it is not
             changed. The flat form of `StateDictOptions(flatten_optimizer_state_dict=True)` works too.
-        model: the model that will load it.
+        model: the model whose optimizer will load the state dict.
 
     Returns:
-        A new dict, flat if `state` was. If N parameters become one, their numbers (a step) must be equal.
+        A new dict, flat if `state` is flat. If N parameters become one, their scalar states (steps) must be equal.
 
     Raises:
-        Refused: UNEQUAL_COPIES for numbers that differ; INCOMPLETE, SHAPE_MISMATCH for another set of experts;
+        Refused: UNEQUAL_COPIES for scalar states that differ; INCOMPLETE or SHAPE_MISMATCH for another set of experts;
             UNSUPPORTED for experts trained with different settings, and for parameters without names.
     """
     if STATE not in state and any(name.startswith((_FLAT_STATE, _FLAT_GROUPS)) for name in state):
@@ -334,7 +334,7 @@ def optimizer_state_as(state: Mapping[str, Any], model: nn.Module) -> dict[str, 
 def _shapes(
     trained: Collection[str], states: Mapping[str, Mapping[str, Any]], prefix: str, layer: Layer
 ) -> dict[str, Shape]:
-    """Return the shapes of a layer's parameters in an optimizer's state dict, inferred from their states.
+    """Return parameter name -> shape for a layer's parameters in an optimizer's state dict, inferred from their states.
 
     Separate experts whose parameters keep their names are left out: experts that were not trained have no state.
     """
@@ -359,7 +359,7 @@ def _move(
     renamed: dict[str, list[str]],
     experts: range,
 ) -> None:
-    """Convert the states of one stem's parameters into the other form, for the experts of this rank."""
+    """Convert the states of one stem's parameters between one stack and N tensors, for the experts of this rank."""
     names = stem.sources
     new_names = [stem.member(expert) for expert in experts] if stem.requested == MEMBERS else stem.targets
     renamed.update(dict.fromkeys(names, new_names))
@@ -378,18 +378,18 @@ def _move(
     for name, value in move(replace(translation, checks=checks), tensors, targets).items():
         parameter, slot = split_slot(name)
         if parameter in new_names:
-            # A step is incremented in place, so each expert needs its own.
+            # The step tensor is incremented in place, so each expert needs its own.
             own_value = value if value.dim() else value.clone()
             states.setdefault(parameter, {})[slot] = own_value.item() if slot in number_slots else own_value
 
 
 def _of_states(check: Check) -> bool:
-    """Tell whether a check compares states; parameters themselves are not in an optimizer's state dict."""
+    """Tell whether a check compares optimizer states, not parameters, which an optimizer's state dict lacks."""
     return all(split_slot(part.origins[0].name)[1] != WEIGHT for part in check.second.parts)
 
 
 def _groups(groups: Iterable[ParamGroup], renamed: Mapping[str, list[str]]) -> list[ParamGroup]:
-    """Return parameter groups with new names; parameters that become one must be in the same group."""
+    """Return parameter groups with new parameter names; parameters that become one must be in the same group."""
     new_groups = renamed_groups(groups, renamed)
     group_of: dict[str, int] = {}
     problems = []
@@ -421,7 +421,7 @@ def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Inverse of `_unflatten`."""
+    """Return a nested optimizer state dict in flattened form: the inverse of `_unflatten`."""
     flat = {name: value for name, value in nested.items() if name not in (STATE, GROUPS)}
     for name, slots in nested[STATE].items():
         flat |= {f"{_FLAT_STATE}{name}.{slot}": value for slot, value in slots.items()}

@@ -1,10 +1,10 @@
-"""`MoE`: a mixture of experts made of two grouped layers, in readable code; it computes the same as Qwen3-MoE's.
+"""`MoE`: a mixture of experts made of two grouped linear layers; computes the same as that of Qwen3-MoE.
 
-Rows are sorted by their experts and back again on the device; the host reads nothing.
+Rows (tokens) are sorted by expert, and sorted back, on the device; the host reads no numbers from it.
 
-With expert parallelism, rows are sent to the ranks of their experts and back. Only the devices know how many rows go
-where, but the collective needs these numbers on the host: this is the one place where a mixture of experts waits for
-the device, and only if its experts are divided over ranks.
+With expert parallelism, rows are sent to the ranks of their experts and back. Only the devices have the row counts,
+but the collective needs these counts on the host. Only here does the host wait for the device,
+and only if experts are divided over ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transaxle.torch_tensors import Device, read_device, read_optional_dtype
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A permutation that sorts rows by group; within a group they keep their order."""
+    """A permutation that sorts rows by group; rows of the same group keep their order."""
 
     places: torch.Tensor
     """Source row of each sorted position, int64 [rows]: `x[places]` is sorted."""
@@ -55,7 +55,7 @@ def order(groups: torch.Tensor, count: int) -> Order:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Send rows to all ranks of a group, and receive rows from them; gradients go the opposite way."""
+    """Send rows to all ranks of a group, and receive rows from all; gradients go the opposite way."""
 
     @staticmethod
     def forward(
@@ -66,15 +66,15 @@ class _AllToAll(torch.autograd.Function):
         send_counts: list[int],
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        """Return the received rows, those of rank 0 first.
+        """Return the received rows, sorted by sending rank.
 
         Args:
             ctx: context of autograd.
-            rows: rows to send, those for rank 0 first.
-            _: requires a gradient but gets none, so that backward runs on every rank, even without trained parameters.
+            rows: rows to send, sorted by receiving rank.
+            _: tensor that requires a gradient, so that backward runs on every rank; it receives no gradient.
             receive_counts: number of rows from each rank.
             send_counts: number of rows for each rank.
-            group: the ranks.
+            group: the ranks that exchange rows.
         """
         ctx.swapped = send_counts, receive_counts, group
         return _exchange(rows, receive_counts, send_counts, group)
@@ -82,7 +82,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Send gradients back to the ranks of their rows."""
+        """Send the gradients of received rows back to the ranks that sent the rows."""
         return _exchange(grads[0], *ctx.swapped), None, None, None, None
 
 
@@ -101,15 +101,15 @@ def across(
     local_experts: int,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """Return the outputs of the experts of all ranks for this rank's rows; every rank of the group calls it.
+    """Return the outputs for this rank's rows, from experts on all ranks; every rank of the group calls this.
 
     Args:
-        experts: this rank's experts: a function of sorted rows and the number of rows of each, which returns as many
-            rows.
+        experts: function that applies this rank's experts to (rows sorted by expert, number of rows of each expert),
+            and returns as many rows.
         rows: [rows, features], sorted by expert.
         counts: number of rows of each expert, int64 [experts]; the experts are divided over ranks as by `torch.chunk`.
         local_experts: number of experts on this rank.
-        group: the ranks.
+        group: the ranks that have the experts.
     """
     ranks = dist.get_world_size(group)
     experts_per_rank = -(-len(counts) // ranks)
@@ -129,15 +129,15 @@ def across(
 
 
 class Experts(nn.Module):
-    """Gated experts: `linear_fc1` computes gate and up, `linear_fc2` the output.
+    """Gated experts: `linear_fc1` computes the gate and up projections, `linear_fc2` the output.
 
-    This is a separate module so that `fully_shard` can use another mesh for it than for the rest.
+    This is a separate module so that `fully_shard` can use a different mesh for experts than for other modules.
 
     Args:
         hidden_size: size of a row.
         intermediate_size: size of a row between the two layers.
         num_experts: number of experts, on all ranks together.
-        single_grouped_weight: one parameter for all experts in place of one for each.
+        single_grouped_weight: one parameter for all experts, not one parameter per expert.
         params_dtype: dtype of the parameters; None: torch's default.
         device: device of the parameters.
     """
@@ -170,7 +170,7 @@ class Experts(nn.Module):
         accept_layouts(self)
 
     def divide(self, mesh: DeviceMesh) -> None:
-        """Divide the experts over ranks, and keep this rank's; see `GroupedLinear.divide`."""
+        """Divide the experts over ranks, and keep only this rank's experts; see `GroupedLinear.divide`."""
         for layer in (self.linear_fc1, self.linear_fc2):
             layer.divide(mesh)
 
@@ -187,7 +187,7 @@ class Experts(nn.Module):
 
 
 class Gated(nn.Module):
-    """A gated feed-forward layer through which every token passes in addition to its experts.
+    """A gated feed-forward layer (shared expert) through which every token passes in addition to its routed experts.
 
     Args:
         hidden_size: size of a row.
@@ -217,9 +217,9 @@ class Gated(nn.Module):
 class MoE(nn.Module):
     """A mixture of experts: a router and its experts, in place of a transformer's feed-forward layer.
 
-    Each token goes to the `top_k` experts with the largest softmax probabilities, and becomes the sum of their outputs,
+    Each token goes to the `top_k` experts with the largest softmax probabilities; the result is the sum of outputs,
     weighted by these probabilities. Names in a state dict are `gate.weight`, `experts.linear_fc1.weight{e}` and
-    `experts.linear_fc2.weight{e}` (without numbers, where experts are one tensor), and `shared_experts.…`; it loads
+    `experts.linear_fc2.weight{e}` (without `{e}` if experts are one tensor), and `shared_experts.…`; the module loads
     experts in the layouts of other frameworks too.
 
     Args:
@@ -227,18 +227,18 @@ class MoE(nn.Module):
         intermediate_size: size of a token inside an expert.
         num_experts: number of experts, on all ranks together.
         top_k: number of experts for each token.
-        norm_topk_prob: let the probabilities of a token's experts sum to one.
-        shared_intermediate_size: inner size of a layer that all tokens pass through, added to the sum; 0: none.
-        single_grouped_weight: one parameter for all experts in place of one for each.
-        ep: mesh of one dim over whose ranks the experts are divided as by `torch.chunk`; None: each rank has all.
-            Tokens for experts of other ranks are sent there and back, for which the host waits once per forward for
-            their numbers.
+        norm_topk_prob: scale the probabilities of a token's chosen experts so that they sum to one.
+        shared_intermediate_size: inner size of a shared layer whose output is added for each token; 0: no shared layer.
+        single_grouped_weight: one parameter for all experts, not one parameter per expert.
+        ep: mesh of one dim whose ranks divide the experts as `torch.chunk` does; None: each rank has all experts.
+            Tokens for experts of other ranks are sent there and back; the host waits for the row counts once per
+            forward.
         params_dtype: dtype of the parameters; None: torch's default.
         device: device of the parameters. On any device but `meta`, each rank briefly has all experts of the layer in
             memory.
 
     Raises:
-        Refused: SHAPE_MISMATCH for more experts per token than there are; UNSUPPORTED for a mesh of several dims.
+        Refused: SHAPE_MISMATCH if `top_k` exceeds `num_experts`; UNSUPPORTED for a mesh of several dims.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class MoE(nn.Module):
         )
 
     def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights and numbers of each token's experts, both [tokens, top_k].
+        """Return (weights, expert numbers) of each token's chosen experts, both [tokens, top_k].
 
         Probabilities are computed in float32; the weights have the dtype of the tokens.
         """
@@ -290,7 +290,7 @@ class MoE(nn.Module):
         return weights.to(scores.dtype), chosen
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [..., hidden]; with `ep`, all its ranks call this, each with its own tokens, or with none."""
+        """Return [..., hidden]; with `ep`, every rank of the mesh calls this, each with its own tokens, or none."""
         tokens = hidden.reshape(-1, self.hidden_size)
         weights, chosen = self.route(tokens)
         sorted_rows = order(chosen.flatten(), self.num_experts)

@@ -2,7 +2,7 @@
 
 Each cut module records how its parameters are cut (`ParameterCut`).
 
-Collectives connect values that all ranks share with values of one rank; each has its transpose as backward.
+Collectives connect values that all ranks share with values of one rank; the backward of each is its transpose.
 
     enter      identity             gradients are summed      before a column-parallel layer
     leave      values are summed    identity                  after a row-parallel layer
@@ -56,7 +56,7 @@ def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _join(part: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Join all ranks' parts along the last dim. gloo and NCCL need parts of equal size, so they are padded."""
+    """Join all ranks' parts along the last dim; parts are padded, since gloo and NCCL need equal sizes."""
     width_max = max(widths)
     padded = torch.nn.functional.pad(part, (0, width_max - part.shape[-1])).contiguous()
     parts = [torch.empty_like(padded) for _ in widths]
@@ -135,23 +135,23 @@ class _SumShared(torch.autograd.Function):
 
 
 def enter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return a tensor that is equal on all ranks; afterwards each rank computes something different with it."""
+    """Return a tensor that is equal on all ranks, for a different computation on each rank; backward sums gradients."""
     entered: Tensor = _Enter.apply(tensor, group)  # type: ignore[no-untyped-call]
     return entered
 
 
 def leave(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over all ranks; afterwards all ranks compute the same with it."""
+    """Return the sum of a tensor over all ranks, for the same computation on each rank; backward keeps gradients."""
     total: Tensor = _Leave.apply(tensor, group)  # type: ignore[no-untyped-call]
     return total
 
 
 def gather(part: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Return all ranks' parts joined along the last dim; afterwards all ranks compute the same with them.
+    """Return all ranks' parts joined along the last dim, for the same computation on each rank.
 
     Args:
         part: this rank's part.
-        widths: length of the last dim on every rank.
+        widths: length of the last dim of each rank's part.
         group: the ranks.
     """
     joined: Tensor = _Gather.apply(part, widths, group)  # type: ignore[no-untyped-call]
@@ -159,19 +159,19 @@ def gather(part: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Ten
 
 
 def scatter(whole: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of the last dim of a tensor that is equal on all ranks; see `gather`."""
+    """Return this rank's part, along the last dim, of a tensor that is equal on all ranks; arguments as in `gather`."""
     local_part: Tensor = _Scatter.apply(whole, widths, group)  # type: ignore[no-untyped-call]
     return local_part
 
 
 def sum_shared(tensor: Tensor, dim: int, positions: Intervals, length: int, group: dist.ProcessGroup) -> Tensor:
-    """Return a parameter some of whose elements other ranks have and use too: their gradients are summed.
+    """Return a parameter of which other ranks have and use some elements too; backward sums these elements' gradients.
 
     Args:
-        tensor: this rank's part.
-        dim: the dim in which ranks have different positions.
-        positions: the positions that this rank has.
-        length: length of that dim in the whole parameter.
+        tensor: this rank's part of the parameter.
+        dim: the dim along which ranks have different indices.
+        positions: the indices along `dim` that this rank has.
+        length: length of `dim` in the whole parameter.
         group: the ranks.
     """
     with_summed_gradient: Tensor = _SumShared.apply(tensor, dim, positions, length, group)  # type: ignore[no-untyped-call]
@@ -190,11 +190,11 @@ class ParameterCut:
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     dim: int
-    """The dim in which ranks may have different positions."""
+    """The dim along which ranks may have different indices."""
     positions_by_rank: tuple[Intervals, ...]
-    """For each rank, the positions of that dim that it has."""
+    """For each rank, the indices along `dim` that it has."""
     shared: bool
-    """Whether several ranks have an element and use it for different heads, so that its gradients are summed."""
+    """Whether several ranks have the same elements and use them for different heads, so that gradients are summed."""
     record: Record
     """The cut as a record of DeepSpeed's metadata."""
 
@@ -214,27 +214,27 @@ class ParameterCut:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Number of positions of the dim on every rank."""
+        """Number of indices along the cut dim on each rank."""
         return tuple(count_positions(each) for each in self.positions_by_rank)
 
     @property
     def first(self) -> bool:
-        """Whether no rank before this one has the same share."""
+        """Whether this rank is the first rank with its share."""
         return self.positions_by_rank.index(self.positions_by_rank[self.rank]) == self.rank
 
     def unshared_spans(self, positions: Intervals) -> list[tuple[int, int]]:
-        """Return the positions of this rank that no rank before it has.
+        """Return which of this rank's indices no earlier rank has.
 
         Args:
-            positions: positions of the dim, in local order.
+            positions: this rank's indices along the cut dim, in local order.
 
         Returns:
-            Spans of local positions.
+            Ranges [start, stop) of local indices.
         """
         before = sorted(span for each in self.positions_by_rank[: self.rank] for span in each)
         spans, at = [], 0
         for start, stop in positions:
-            base, new = at - start, start  # a span of this rank may overlap another rank's only in part
+            base, new = at - start, start  # a range of this rank may overlap a range of another rank partly
             for first, last in before:
                 if new < min(first, stop):
                     spans.append((base + new, base + min(first, stop)))
@@ -246,7 +246,7 @@ class ParameterCut:
 
     @property
     def placement(self) -> Shard | Replicate | None:
-        """The DTensor placement that describes this cut; None if none does."""
+        """The DTensor placement that describes this cut; None if no placement does."""
         count = self.shape[self.dim] if self.shape else 0
         if all(each == whole(count) for each in self.positions_by_rank):
             return Replicate()
@@ -255,7 +255,7 @@ class ParameterCut:
 
     @property
     def share(self) -> Share | None:
-        """This rank's share, for quantized tensors; None if the rank has everything."""
+        """This rank's share, for quantized tensors; None if the rank has the whole parameter."""
         if isinstance(self.placement, Replicate):
             return None
         return Share(self.group, self.shape, self.dim, self.positions_by_rank[self.rank])
@@ -265,7 +265,7 @@ class ParameterCut:
         return None if self.share is None else tile_refusal(quantizer, self.shape, self.dim, self.positions_by_rank)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Copy this rank's share out of a whole tensor; for a quantized tensor, codes and scales."""
+        """Copy this rank's share out of a whole tensor; codes and scales if the tensor is quantized."""
         if isinstance(tensor, QuantizedTensor):
             share = self.share
             return tensor.clone() if share is None else cut_share(tensor, share)
@@ -280,13 +280,13 @@ def record_cut(module: nn.Module, name: str, cut: ParameterCut) -> None:
 
 
 def cuts_of(module: nn.Module) -> Mapping[str, ParameterCut]:
-    """Return how a module's own parameters are cut, by name; empty if the module is not cut."""
+    """Return parameter name -> cut, for a module's own parameters; empty if the module is not cut."""
     by_name: Mapping[str, ParameterCut] = module.__dict__.get(CUTS, {})
     return by_name
 
 
 def cut_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterCut]]:
-    """Yield (name, parameter, its cut) for a cut model; a tied parameter once, under its first name."""
+    """Yield (name, parameter, cut) for each parameter of a cut model; a tied parameter only under its first name."""
     yielded: set[int] = set()
     for path, module in model.named_modules():
         for name, cut in cuts_of(module).items():
@@ -297,10 +297,10 @@ def cut_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Parame
 
 
 def sums_outputs(module: nn.Module) -> bool:
-    """Tell whether ranks that share positions sum the gradients of a layer's outputs, not those of its parameters.
+    """Tell whether ranks with the same outputs of a layer sum the outputs' gradients, not the parameters' gradients.
 
-    Ranks sum the outputs' gradients if these are quantized before they are multiplied: then the sum is quantized, as on
-    a single rank, and not each rank's term.
+    They do if these gradients are quantized before they are multiplied: then the sum is quantized, as on
+    a single rank, not each rank's term.
     """
     cut, weight = cuts_of(module).get(WEIGHT), module._parameters.get(WEIGHT)
     if cut is None or weight is None or not cut.shared:
@@ -310,7 +310,7 @@ def sums_outputs(module: nn.Module) -> bool:
 
 
 def local(module: nn.Module, name: str) -> Tensor | None:
-    """Return this rank's part of a parameter, with which it computes."""
+    """Return this rank's part of a parameter, with which the rank computes."""
     parameter = module._parameters[name]
     if parameter is None:
         return None
@@ -322,12 +322,12 @@ def local(module: nn.Module, name: str) -> Tensor | None:
 
 
 def replace_parameter(parameter: nn.Parameter, cut: ParameterCut, *, dtensor: bool) -> nn.Parameter:
-    """Return the parameter that replaces a whole one.
+    """Return the cut parameter that replaces a whole parameter.
 
     Args:
         parameter: the whole parameter.
         cut: how the parameter is cut.
-        dtensor: make a DTensor if its placements can describe the cut.
+        dtensor: make a DTensor, if a DTensor's placements can describe the cut.
     """
     if isinstance(parameter, DTensor):
         return _within(parameter, cut)
@@ -340,7 +340,7 @@ def replace_parameter(parameter: nn.Parameter, cut: ParameterCut, *, dtensor: bo
 
 
 def _within(parameter: nn.Parameter, cut: ParameterCut) -> nn.Parameter:
-    """Return the cut parameter for experts that are divided over other ranks: each expert is cut separately."""
+    """Return the cut parameter of experts that expert parallelism has divided; each expert is cut separately."""
     assert isinstance(parameter, DTensor)
     if isinstance(cut.placement, Replicate):
         return parameter
@@ -351,8 +351,8 @@ def _within(parameter: nn.Parameter, cut: ParameterCut) -> nn.Parameter:
 
 
 def mark_parts(module: nn.Module) -> None:
-    """Mark a module's parameters with the part of the whole that they are, unless a DTensor on the mesh describes
-    it.
+    """Mark each parameter of a module with the part of the whole parameter that it is, unless the parameter is a
+    DTensor that describes this part.
     """
     for name, cut in cuts_of(module).items():
         parameter = module._parameters[name]
@@ -366,7 +366,7 @@ def mark_parts(module: nn.Module) -> None:
 
 
 def cut_positions(cut: ParameterCut) -> tuple[Intervals, ...]:
-    """Return, for each dim of the whole parameter, the positions that this rank has."""
+    """Return, for each dim of the whole parameter, the indices that this rank has."""
     return tuple(
         cut.positions_by_rank[cut.rank] if dim == cut.dim else whole(count) for dim, count in enumerate(cut.shape)
     )
@@ -377,16 +377,16 @@ class _Sum:
     """Sum of squares of the gradients whose parts are divided over the same ranks."""
 
     squares: Tensor
-    """This rank's sum of squares; after `reduce`, that of all ranks."""
+    """Sum of squares on this rank; after `reduce`, over all ranks."""
     last: dist.ProcessGroup | None
-    """Ranks over which experts are divided, reduced last: a rank without experts takes part, and has no other
-    groups.
+    """Ranks over which experts are divided; reduced last, because ranks without experts take part in this group but
+    in no other.
     """
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    """The other groups, in the order in which all ranks reduce over them."""
+    """All groups but `last`, in the order in which all ranks reduce over them."""
 
     def add_groups(self, groups: list[dist.ProcessGroup]) -> None:
-        """Add groups of ranks that have other parts."""
+        """Add groups of ranks that have other parts of the same parameters."""
         last_ranks = None if self.last is None else dist.get_process_group_ranks(self.last)
         ranks_of_groups = ((dist.get_process_group_ranks(group), group) for group in groups)
         self.groups |= {tuple(ranks): group for ranks, group in ranks_of_groups if ranks != last_ranks}
@@ -399,20 +399,20 @@ class _Sum:
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Clip the gradients of a cut model to a 2-norm, in place; collective over all ranks that have any part of it.
+    """Clip the gradients of a cut model to a 2-norm, in place; all ranks that have a part of the model must call this.
 
-    `torch.nn.utils.clip_grad_norm_` does the same if all parameters are DTensors on one mesh. If only some are, it
-    raises; if none are, it would take this rank's part for the whole model.
+    `torch.nn.utils.clip_grad_norm_` does the same if all parameters are DTensors on one mesh. If only some are, torch's
+    function raises; if none are, it would mistake this rank's part for the whole model.
 
     Args:
         model: a model cut by `tensor_parallel`; its experts may be divided, and `fully_shard` may have sharded it.
         max_norm: the largest 2-norm.
 
     Returns:
-        The norm before clipping.
+        The norm of all gradients before clipping.
 
     Raises:
-        Refused: UNSUPPORTED for a model that is not cut, and for parameters added after the cut.
+        Refused: UNSUPPORTED for a model that `tensor_parallel` has not cut, and for parameters added after the cut.
     """
     mark_all(model)
     trained = [(name, parameter, cut) for name, parameter, cut in cut_parameters(model) if parameter.grad is not None]

@@ -1,8 +1,8 @@
 """State dicts of quantized modules: a quantized weight appears as several plain tensors, each with its own name.
 
-`weight` is the codes and `weight_scale_inv` the scales, as in DeepSeek-V3; `weight_amax` and the others follow the same
-pattern. Files and checkpoints need to know nothing of quantized tensors, and contain real dtypes. Codes are global
-tensors cut like the parameter; buffers that cover several rows are replicated.
+`weight` is the codes and `weight_scale_inv` the scales, as in DeepSeek-V3; `weight_amax` and other names follow this
+pattern. Checkpoint files contain only plain tensors of standard dtypes. Codes are global
+tensors cut like the parameter; buffers whose entries cover several rows are replicated.
 
 This module also determines how a quantized parameter is placed on its mesh, and which ranks share its matrix.
 """
@@ -32,31 +32,31 @@ from transaxle.torch_tensors import TO_LOCAL, as_dtensor, local_of, place_like, 
 
 
 def share_of(parameter: torch.Tensor) -> Share | None:
-    """Return this rank's share of a quantized parameter that tensor parallelism has cut; None if it was not cut."""
+    """Return this rank's share of a quantized parameter; None if tensor parallelism has not cut the parameter."""
     inner = raw_local(parameter)
     assert isinstance(inner, QuantizedTensor)
     return inner.frame.share
 
 
 def cut_along(parameter: DTensor) -> int | None:
-    """Return the mesh dim along which tensor parallelism has cut a quantized parameter; None if its DTensor does not
-    describe that cut.
+    """Return the mesh dim along which tensor parallelism has cut a quantized parameter; None if the parameter's
+    placements do not describe a tensor-parallel cut.
     """
     share = share_of(parameter)
     return None if share is None or tuple(parameter.shape) != share.shape else share.place_in(parameter.device_mesh)
 
 
 def band_of(parameter: torch.Tensor) -> Band | None:
-    """Return the band that this rank has of a quantized parameter; None if it has whole rows, or whole matrices."""
+    """Return this rank's band of a quantized parameter; None if the rank has whole rows or whole matrices."""
     inner = raw_local(parameter)
     assert isinstance(inner, QuantizedTensor)
     return inner.frame.band
 
 
 def group_of(parameter: torch.Tensor) -> dist.ProcessGroup | None:
-    """Return the ranks among which FSDP2 has divided this rank's copy of a parameter; None if it is not divided.
+    """Return the ranks over which FSDP2 has divided this rank's copy of a parameter; None if FSDP2 has not divided it.
 
-    The ranks of a tensor-parallel cut are not included; the tensor's share has those ranks.
+    Tensor-parallel ranks are not included; the field `share` of the frame has those.
     """
     if not isinstance(parameter, DTensor):
         return None
@@ -78,21 +78,21 @@ def group_of(parameter: torch.Tensor) -> dist.ProcessGroup | None:
 
 
 ASSIGN = "assign_to_params_buffers"
-"""Key of the metadata with which torch tells a module to take over the tensors themselves (`assign=True`)."""
+"""Metadata key by which torch tells a module to take over the loaded tensors themselves (`assign=True`)."""
 STATE_SUFFIXES = tuple(f"_{name}" for name in STATE)
-"""Suffixes of the entries with state for scaling or rounding the next values."""
+"""Name suffixes of the entries that are state for scaling or rounding the next values."""
 _ORIGINAL = "_made_of"
-"""Attribute of a class with entries: the class from which it was made."""
+"""Attribute of a class made by `give_entries`: the original class from which it was made."""
 
 
 def entries(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return codes, scales and state of a parameter by the suffix of their names; the suffix of the codes is empty.
+    """Return name suffix -> codes, scales and state of a parameter; the suffix of the codes is empty.
 
     The entries share the parameter's memory: writing into them, as DCP does when it loads, changes the model.
     """
     inner = _local(parameter)
     if inner.device.type != "meta":
-        inner.frame.blank = False  # the frame will not notice writes into its entries, so it counts as written
+        inner.frame.blank = False  # the frame will not notice writes into its entries, so it counts as written now
     by_suffix = {}
     for name, buffer in {**inner.components, **inner.state}.items():
         suffix = suffix_of(name, inner.quantizer)
@@ -104,14 +104,14 @@ def entries(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def parts_of(parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], tuple[Intervals, ...]]]:
-    """Return which parts of whole tensors the entries of a parameter are, if no DTensor describes them.
+    """Return which parts of whole tensors the entries of a parameter are, if no DTensor can describe these parts.
 
     Args:
         parameter: this rank's part, cut by tensor parallelism in a way that no DTensor can describe; FSDP2 may have cut
             it again.
 
     Returns:
-        Suffix -> shape of the whole entry, and per dim the positions that the tensor-parallel rank has.
+        Suffix -> (shape of the whole entry, for each dim the indices that the tensor-parallel rank has).
     """
     inner, share = _local(parameter), share_of(parameter)
     assert share is not None
@@ -124,7 +124,7 @@ def parts_of(parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], tuple[
 def suffix_of(name: str, quantizer: Quantizer) -> str:
     """Return the suffix of an entry's name; empty for the codes.
 
-    Block scales with an unusual largest value give the codes another meaning, so their names end in that value
+    Block scales with an unusual largest value change the meaning of codes, so the entry's name ends in that value
     (`transaxle.encodings.conventions.convention`).
     """
     scale_max = quantizer.encoding.scale_max
@@ -154,7 +154,7 @@ def _buffer_placement(
 
 
 class _Octets(DTensor):
-    """An entry of eight-bit elements. Ranks gather it as uint8, the only eight-bit dtype that gloo supports."""
+    """DTensor of an entry with eight-bit elements, gathered as uint8, the only eight-bit dtype that gloo supports."""
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """See torch."""
@@ -182,7 +182,7 @@ def _entry(buffer: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
 
 
 class QuantizedEntries(nn.Module):
-    """Mixin for modules with quantized parameters: their state dicts contain and accept plain entries."""
+    """Mixin for modules with quantized parameters: makes their state dicts contain and accept plain entries."""
 
     def __getattr__(self, name: str) -> Any:
         """Resolve the names of entries, as torch's `get_model_state_dict` needs."""
@@ -194,12 +194,12 @@ class QuantizedEntries(nn.Module):
         return super().__getattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by the original class, which can be imported."""
+        """Pickle the module under its original class, which can be imported."""
         kind = vars(type(self)).get(_ORIGINAL)
         return super().__reduce_ex__(protocol) if kind is None else (_remade, (kind,), vars(self))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Keep the codes when the dtype changes, also for parameters that are DTensors."""
+        """Apply a function such as a cast to all parameters; a change of dtype keeps quantized codes."""
         parameters: Mapping[str, torch.Tensor | None] = self._parameters
         shards = {
             name: parameter._local_tensor for name, parameter in parameters.items() if isinstance(parameter, DTensor)
@@ -276,7 +276,7 @@ def _remade(kind: Any) -> nn.Module:
 
 
 def is_quantized(parameter: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether a parameter, or this rank's part of it, is a QuantizedTensor."""
+    """Tell whether a parameter, or this rank's part of the parameter, is a QuantizedTensor."""
     return parameter is not None and isinstance(raw_local(parameter), QuantizedTensor)
 
 
@@ -287,25 +287,25 @@ def _local(parameter: torch.Tensor) -> QuantizedTensor:
 
 
 def layout_of(parameter: torch.Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return, by suffix, the dtype and whole shape of each entry of a quantized parameter."""
+    """Return suffix -> (dtype, whole shape) of each entry of a quantized parameter."""
     quantizer = _local(parameter).quantizer
     buffers = buffers_of(quantizer, whole_shape(parameter))
     return {suffix_of(name, quantizer): layout for name, layout in buffers.items()}
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a whole quantized parameter in elements, however it is cut over ranks."""
+    """Return the shape in elements of a whole quantized parameter, whichever part this rank has."""
     share = share_of(parameter)
     return tuple(parameter.shape) if share is None else share.shape
 
 
 def _load_suffixes(parameter: torch.Tensor) -> list[str]:
-    """Return the suffixes of the entries that a load reads, including scaling state that some recipes ignore."""
+    """Return the suffixes of the entries that a load reads, including scaling state that the recipe may ignore."""
     return list(dict.fromkeys((*layout_of(parameter), *STATE_SUFFIXES)))
 
 
 def is_state(suffix: str) -> bool:
-    """Whether an entry is state for scaling the next values, not codes or scales of the present ones."""
+    """Tell whether an entry is state for scaling the next values, rather than codes or scales of present values."""
     return suffix in STATE_SUFFIXES
 
 
@@ -316,14 +316,14 @@ def code_name(name: str) -> str | None:
 
 @torch.no_grad()
 def put_values(parameter: torch.Tensor, values: torch.Tensor) -> int:
-    """Quantize this rank's rows of a matrix into a parameter, replacing whatever was there. Collective.
+    """Quantize this rank's rows of a matrix into a parameter, replacing its codes and scales. Collective.
 
     Args:
         parameter: a QuantizedTensor, or a DTensor of one.
         values: the values of this rank's rows.
 
     Returns:
-        Number of bytes written: codes, scales and state.
+        Number of bytes written into codes, scales and state.
     """
     inner = _local(parameter)
     requantized = _requantize(parameter, values)
@@ -333,7 +333,7 @@ def put_values(parameter: torch.Tensor, values: torch.Tensor) -> int:
 
 @torch.no_grad()
 def reset_scaling_state(parameter: torch.Tensor) -> None:
-    """Clear the scaling state that a loaded source lacks: the next values are then scaled by their own amax.
+    """Clear scaling state that a loaded checkpoint lacks; the next values are then scaled by their own amax.
 
     Stochastic rounding restarts from its first call and keeps its key.
     """
@@ -374,7 +374,7 @@ def _load_rows(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -
     buffers = {names[suffix]: _part(entry, weight, names[suffix]) for suffix, entry in own_entries.items()}
     shape = (inner.height, *frame.row)
     for name, (dtype, size) in buffers_of(frame.quantizer, shape).items():
-        # The source lacks this state, and the old one belongs to other values.
+        # The source lacks this state, and the parameter's old state belongs to other values.
         if name in STATE and name not in buffers:
             zeros = torch.zeros(size, dtype=dtype, device=buffers[DATA].device)
             buffers[name] = fresh(inner.state[name]).to(zeros.device) if name == ROUNDING else zeros
@@ -384,13 +384,13 @@ def _load_rows(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -
 
 
 def _rows(weight: torch.Tensor) -> tuple[int, int]:
-    """Return the first row of this rank and the number of rows, both within the tensor-parallel part."""
+    """Return (first row, number of rows) of this rank, within the tensor-parallel part."""
     inner, share = _local(weight), share_of(weight)
     return inner.frame.start + inner.skip, weight.shape[0] if share is None else share.local[0]
 
 
 def _faults(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -> list[Refusal]:
-    """Return a refusal for each entry that does not fit this quantizer."""
+    """Return a refusal for each loaded entry that does not fit the weight's quantizer."""
     faults = []
     inner, local_shapes = _local(weight), _own_shapes(weight)
     quantizer = inner.quantizer
@@ -409,9 +409,9 @@ def _faults(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -> l
 
 
 def _own_shapes(weight: torch.Tensor) -> dict[str, tuple[int, ...]]:
-    """Return the local shape of each entry by suffix, for a weight whose tensor-parallel cut no DTensor describes.
+    """Return suffix -> local shape of each entry, for a weight whose tensor-parallel cut no DTensor can describe.
 
-    An entry that already has this shape is not cut again. Any other weight gives an empty dict.
+    A loaded entry with this shape is not cut again. For all other weights the result is empty.
     """
     inner = _local(weight)
     if inner.frame.share is None or (isinstance(weight, DTensor) and cut_along(weight) is not None):
@@ -421,7 +421,7 @@ def _own_shapes(weight: torch.Tensor) -> dict[str, tuple[int, ...]]:
 
 
 def _part(entry: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
-    """Return this rank's part of an entry, a buffer or values (`ORIGIN`), which may be whole or already cut."""
+    """Return this rank's part of a loaded entry (a buffer or the values `ORIGIN`), which may already be cut."""
     inner = _local(weight)
     values, share = entry, inner.frame.share
     if isinstance(entry, DTensor):
@@ -450,7 +450,7 @@ def _part(entry: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _full(entry: DTensor) -> torch.Tensor:
-    """Gather an entry, eight-bit elements as uint8: gloo supports no other eight-bit dtype."""
+    """Gather an entry from all ranks; eight-bit elements as uint8, since gloo supports no other such dtype."""
     if entry.dtype.itemsize > 1:
         return entry.full_tensor()
     raw = cast(DTensor, entry.view(torch.uint8))
@@ -458,7 +458,7 @@ def _full(entry: DTensor) -> torch.Tensor:
 
 
 def _quantize_values(key: str, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Quantize plain values from a checkpoint."""
+    """Quantize plain values from a checkpoint with the weight's quantizer."""
     inner = _local(weight)
     if tuple(values.shape) not in (whole_shape(weight), tuple(weight.shape)):
         raise refuse("SHAPE_MISMATCH", f"expected {list(whole_shape(weight))}, got {list(values.shape)}", tensor=key)
@@ -467,7 +467,7 @@ def _quantize_values(key: str, weight: torch.Tensor, values: torch.Tensor) -> to
 
 
 def _write(key: str, weight: torch.Tensor, loaded: torch.Tensor) -> None:
-    """Copy codes and scales into a parameter.
+    """Copy loaded codes and scales into a parameter.
 
     Raises:
         Refused: UNSUPPORTED for a parameter on the meta device, which has no memory.

@@ -1,4 +1,4 @@
-"""NVFP4 training: products whose operands are all quantized, as in TransformerEngine's `NVFP4BlockScaling`.
+"""NVFP4 training: in every matrix product both operands are quantized, as in TransformerEngine's `NVFP4BlockScaling`.
 
 The three products of a linear layer:
 
@@ -9,19 +9,19 @@ The three products of a linear layer:
 | gradient of the weight | gradient of the output by columns, transformed, stochastic rounding | input, transformed |
 
 **Batches.** On its own, a rank numbers its rows from 0 and scales by its own amax. Inside `batch_over` the ranks of a
-group number their rows consecutively and share amaxes, so that each quantizes its rows as one rank with all rows would.
-If several ranks have the same columns of an output, each gets the whole gradient of these columns, but only one of
+group number their rows consecutively and share amaxes, so that codes equal those of one rank with all rows.
+If several ranks have the same columns of an output, each gets the full gradient of these columns, but only one of
 these ranks uses it for the gradient of the input, which is summed over the ranks (`count_columns`).
 
 **The random Hadamard transform.** Both operands of a weight gradient are multiplied along the summed dim, 16 elements
 at a time, with an orthogonal matrix. Exact products stay the same, and outliers are spread over 16 elements before they
 are quantized. The signs are the sixteen that TransformerEngine drew once (`pytorch/tensor/nvfp4_tensor.py`,
-`get_wgrad_sign_vector`). The signs are the same for every tensor, step and rank, since both operands must have them.
+`get_wgrad_sign_vector`). The signs are the same for every tensor, step and rank, since both operands need equal signs.
 
 **Stochastic rounding to E2M1** rounds up with the probability that makes the result equal to the value on average.
 Scales are those of rounding to nearest (`transaxle.encodings.arithmetic.scaling`); only the codes differ. A value
 between two neighbours becomes the one farther from zero if a random 32-bit word is below the value's fraction of the
-step, times 2**32. So a value that has a code keeps it, and a value beyond the largest code becomes the largest.
+step, times 2**32. So a value equal to a code gets this code, and a value beyond the largest code gets the largest.
 
 **Products.** Hardware for NVFP4 multiplies codes scaled by the E4M3 scales of their tiles, accumulates in float32, and
 scales the result by the two amaxes (TransformerEngine, `nvfp4_compute_per_tensor_scale`). Here codes times scales are
@@ -29,8 +29,8 @@ float64. These float64 values are multiples of 2**-10 below 2688, so sums of 102
 much longer sums too: the result depends neither on the order of the sum, nor on how rows or columns are cut.
 
 **Philox4x32-10** computes random numbers from a key and a counter (J. Salmon, M. Moraes, R. Dror, D. Shaw, *Parallel
-random numbers: as easy as 1, 2, 3*, SC 2011). No generator keeps a state, so each element has its own random number, on
-whichever rank and in whatever order it is drawn. 32-bit words are stored in int64, whose products wrap like unsigned
+random numbers: as easy as 1, 2, 3*, SC 2011). No generator has a state: each element has the same random number on
+any rank and in any order of drawing. 32-bit words are stored in int64, whose products wrap like unsigned
 ones.
 """
 
@@ -63,9 +63,9 @@ class Batch:
     """Which rows of a batch this rank has, and which columns of the output it adds to the input gradient."""
 
     group: dist.ProcessGroup | None = None
-    """The ranks with the rows of the batch, in order; None if all rows are here."""
+    """The ranks with the rows of the batch, in row order; None if this rank has all rows."""
     counted: Intervals | None = None
-    """Columns of the output that this rank adds to the gradient of the input; None for all that it has."""
+    """Columns of the output that this rank uses for the input gradient; None: all columns that it has."""
 
     def first_rows(self, counts: Sequence[int], device: torch.device) -> list[int]:
         """Return, for each expert, the index in the whole batch of the first row on this rank. Collective.
@@ -96,14 +96,14 @@ def batch_over(group: Ranks) -> AbstractContextManager[None]:
     """Context manager: inputs of NVFP4 layers are consecutive rows of one batch that the ranks of a group share.
 
     Amaxes of inputs and gradients are reduced over the group, and rows are numbered through, so that codes equal those
-    of one rank with the whole batch, bit for bit, wherever each rank has a multiple of 16 rows. Only forward has to be
-    inside; backward remembers. Every rank of the group has to call the same layers.
+    of one rank with the whole batch, bit for bit, if each rank has a multiple of 16 rows. Only forward has to be
+    inside; backward uses the same batch. Every rank of the group has to call the same layers.
 
     Args:
         group: the ranks over which the batch is divided: a process group or a mesh of one dim.
 
     Raises:
-        Refused: UNSUPPORTED without a group.
+        Refused: UNSUPPORTED if `group` is None.
     """
     ranks = read_group("group", group)
     if ranks is None:
@@ -115,7 +115,7 @@ def count_columns(columns: Intervals) -> AbstractContextManager[None]:
     """Context manager: only some columns of a layer's output count towards the gradient of its input.
 
     Args:
-        columns: the columns of this rank's output that count; other ranks count the rest.
+        columns: columns of this rank's output that count on this rank; the rest must count on other ranks.
     """
     return _inside(replace(current_batch(), counted=columns))
 
@@ -132,7 +132,7 @@ def _inside(batch: Batch) -> Iterator[None]:
 SIZE = 16
 """Number of elements that are transformed together."""
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""The diagonal of random signs."""
+"""Diagonal of the sign matrix: sixteen fixed random signs."""
 
 
 def hadamard_matrix() -> torch.Tensor:
@@ -145,10 +145,10 @@ def hadamard_matrix() -> torch.Tensor:
 
 
 def apply_hadamard(x: torch.Tensor) -> torch.Tensor:
-    """Multiply each 16 adjacent elements of a row with the matrix; return float32, or bfloat16 for bfloat16.
+    """Multiply each 16 adjacent elements of a row by `hadamard_matrix()`; return float32, for bfloat16 input bfloat16.
 
     Sums are computed in float64, where 16 bfloat16 or float16 numbers that differ by less than a factor of 2**40 add up
-    exactly, and rounded to float32. The transform of float16 could overflow float16.
+    exactly, then rounded to float32. The result for float16 is float32, since it could overflow float16.
 
     Args:
         x: [..., 16 n].
@@ -163,7 +163,7 @@ _TOP = 7
 _SIGN = 8
 _WORDS = 2.0**32
 _FINEST = (2.0, 4.0)
-"""Neighbouring E2M1 values are 1/2 apart below the first, 1 apart below the second, and 2 apart beyond it."""
+"""Neighbouring E2M1 values are 1/2 apart below the first number, 1 apart up to the second, and 2 apart beyond."""
 
 
 def quantize(x: torch.Tensor, words: torch.Tensor, amax: torch.Tensor) -> Components:
@@ -186,7 +186,7 @@ def quantize(x: torch.Tensor, words: torch.Tensor, amax: torch.Tensor) -> Compon
 
 
 def _multiplier(scales: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """Return the factor for the values of each tile, by the rule of `scaling`, one float32 operation at a time."""
+    """Return the factor by which each tile's values are multiplied, computed in float32 as in module `scaling`."""
     largest = torch.finfo(torch.float32).max
     limit = amax.new_tensor(largest)
     global_scale = torch.fmin(NVFP4.scale_max * NVFP4.code_max / amax, limit)
@@ -195,7 +195,7 @@ def _multiplier(scales: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
 
 
 def _codes(size: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Return the codes (int64) of magnitudes from 0 to 6."""
+    """Return the codes (int64) of magnitudes from 0 to 6, rounded stochastically."""
     half, two = _FINEST
     step = torch.where(size < half, 0.5, torch.where(size < two, 1.0, 2.0))
     whole = (size / step).floor()
@@ -213,7 +213,7 @@ _UNIT = float(NVFP4.scale_max * NVFP4.code_max)
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One side of a product."""
+    """The left or right operand of a product, quantized."""
 
     units: torch.Tensor
     """Codes times scales, float64 [rows, summed dim]."""
@@ -224,7 +224,7 @@ class Operand:
 def quantize_operand(
     x: torch.Tensor, groups: Sequence[dist.ProcessGroup | None] = (), words: torch.Tensor | None = None
 ) -> Operand:
-    """Quantize an operand along its rows, over which the product sums.
+    """Quantize an operand with tiles along its rows; the product sums along the rows.
 
     Args:
         x: [M, K].
@@ -253,7 +253,7 @@ def transpose_operand(x: torch.Tensor, *, transform: bool) -> torch.Tensor:
 
 
 def weight_operand(frame: Frame, *, columnwise: bool = False) -> Operand:
-    """Return the codes of a whole weight [N, K]; with `columnwise`, as [K, N], the columnwise codes if there are any.
+    """Return a whole weight as operand [N, K]; with `columnwise` as [K, N], using columnwise codes if it has any.
 
     Raises:
         Refused: UNSUPPORTED for a range of rows of a weight: only whole weights are multiplied.
@@ -289,7 +289,7 @@ _STEPS = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 _BITS = 32
 _LANES = 4
-"""Number of words per counter."""
+"""Number of random words per counter."""
 
 
 def philox(
@@ -298,8 +298,8 @@ def philox(
     """Return four random words for each counter.
 
     Args:
-        counter: four words, int64 tensors of shapes that broadcast.
-        key: two words, likewise.
+        counter: the four words of each counter, int64 tensors of shapes that broadcast.
+        key: the two words of the key, int64 tensors that broadcast too.
     """
     first, second, third, fourth = counter
     low, high = key
@@ -328,7 +328,7 @@ def words(state: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, stream
         state: key and number of calls, int64 [2]; see `transaxle.quant.frame`.
         rows: indices of the rows, int64.
         columns: indices of the columns, int64.
-        stream: number of the stream; different streams are independent.
+        stream: number of the random stream; streams with different numbers are independent.
     """
     key, calls = state[0], state[1]
     quads, places = torch.unique(columns // _LANES, return_inverse=True)
@@ -339,9 +339,9 @@ def words(state: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, stream
 
 
 _BY_ROWS, _BY_COLUMNS = 0, 1
-"""Numbers of the streams of random numbers, one for gradients quantized by rows and one for those by columns."""
+"""Numbers of two random streams: for gradients quantized by rows, and for gradients quantized by columns."""
 _OUT, _IN = -2, -1
-"""Dims of a weight."""
+"""Dims of a weight: outputs and inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +355,7 @@ class Products:
     batch: Batch = field(default_factory=Batch)
     """The batch to which the rows belong."""
     first: int = 0
-    """Index in the batch of the first row."""
+    """Index of the first row in the batch."""
 
     def output(self, x: torch.Tensor, weight: Frame, dtype: torch.dtype) -> torch.Tensor:
         """Return the output [M, N] of an input [M, K]."""
@@ -364,7 +364,7 @@ class Products:
     def input_gradient(
         self, grad: torch.Tensor, weight: Frame, state: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the gradient of the input [M, K], from that of the output [M, N]."""
+        """Return the gradient of the input [M, K], given the gradient of the output [M, N]."""
         random = None if state is None else words(state, self._rows(grad), self._columns(grad), _BY_ROWS)
         operand = quantize_operand(grad, self._groups(_OUT), random)
         if self.batch.counted is not None:
@@ -377,7 +377,7 @@ class Products:
     def weight_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, state: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the gradient of the weight [N, K], from that of the output [M, N] and the input [M, K]."""
+        """Return the gradient of the weight [N, K], given the gradient of the output [M, N] and the input [M, K]."""
         transposed = transpose_operand(grad, transform=not self.recipe.disable_rht)
         random = (
             None if state is None else words(state, self._rows(transposed.t()), self._columns(grad), _BY_COLUMNS).t()
@@ -387,7 +387,7 @@ class Products:
         return product(grad_operand, input_operand, dtype)
 
     def _groups(self, dim: int) -> tuple[dist.ProcessGroup | None, ...]:
-        """Return the groups with other parts of a matrix [batch rows, `dim` of the weight], which share its amax."""
+        """Return the groups of ranks with other parts of a matrix [batch rows, `dim` of the weight] and the same amax."""
         cut = self.share is not None and self.share.dim - len(self.share.shape) == dim
         return (self.batch.group, self.share.common if cut and self.share is not None else None)
 

@@ -1,7 +1,7 @@
-"""Quantize the weights of a model, in place or while it is built; convert tensors from and to torchao.
+"""Quantizes a model's weights, in place or while the model is built; converts tensors from and to torchao's classes.
 
-Conversions between torchao's quantized tensors and this package's keep codes and scales; nothing is requantized.
-torchao is imported only to make one of its tensors; a given tensor is recognised by the name of its class.
+Conversions between torchao's and Transaxle's quantized tensors keep codes and scales; nothing is requantized.
+torchao is imported only to make a torchao tensor; a given torchao tensor is recognised by its class name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from transaxle.quant.tp_share import Share
 from transaxle.torch_tensors import place_like, positions_of, raw_local
 
 Filter = Callable[[str, nn.Module], bool]
-"""Function of a name and a module: whether to quantize that linear layer, or that module of stacked experts."""
+"""Function of a module's name and the module (linear layer or stacked experts): whether to quantize the module."""
 
 
 @runtime_checkable
@@ -49,13 +49,13 @@ class Quantizable(Protocol):
     """A module that decides which of its parameters can be quantized, such as `transaxle.nn.GroupedLinear`."""
 
     def quantizable(self) -> Sequence[str]:
-        """Return the names of its own parameters that can be quantized."""
+        """Return the names of the module's own parameters that can be quantized."""
 
     def check_recipe(self, recipe: Quantizer) -> None:
         """Refuse a recipe that the module cannot compute with.
 
         Raises:
-            Refused: UNSUPPORTED.
+            Refused: UNSUPPORTED, if the module cannot compute with the recipe.
         """
 
 
@@ -68,7 +68,7 @@ class Cut(Protocol):
 
     @property
     def share(self) -> Share | None:
-        """This rank's share; None if it has the whole parameter."""
+        """This rank's share of the parameter; None if the rank has the whole parameter."""
 
     def tile_refusal(self, quantizer: Quantizer) -> Refusal | None:
         """Return the refusal of a cut that divides a quantizer's tile; None if all cuts lie between tiles."""
@@ -77,14 +77,14 @@ class Cut(Protocol):
 EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 """Names of parameters with one matrix per expert, [E, out, in], in modules of transformers."""
 CUTS = "_transaxle_cuts"
-"""Attribute of modules that tensor parallelism has cut: name of a parameter -> its `Cut`."""
+"""Attribute of modules that tensor parallelism has cut: maps a parameter's name to its `Cut`."""
 _WEIGHT = "weight"
 _NUMBERED = re.compile(r"(.*\D)(0|[1-9][0-9]*)")
 """Name of an expert's own parameter, split into the part that all experts share and the expert's number."""
 _STACK = 3
 _TRANSPOSED = "is_transposed"
-"""Attribute that transformers sets on experts of shape [E, in, out], as in gpt-oss. Their tiles would run across rows,
-so they are not quantized.
+"""Attribute that transformers sets on experts of shape [E, in, out], as in gpt-oss. Such experts are not quantized,
+because tiles would run across rows.
 """
 
 
@@ -97,16 +97,16 @@ def quantize_(
 ) -> list[str]:
     """Quantize the weights of linear and grouped layers, and stacks of experts, in place; on the meta device too.
 
-    Call it before `fully_shard`, and either before `tensor_parallel` or after it, on all of its ranks. Stacks of
-    experts are parameters with the names in `EXPERTS`, those of transformers.
+    Call it before `fully_shard`, and before or after `tensor_parallel`, on every tensor-parallel rank. Stacks of
+    experts are parameters with the names in `EXPERTS`, which transformers uses.
 
-    A weight that is also used by a module of another kind (a head tied to an embedding) is not quantized. Layers that
-    share a weight also share the quantized one.
+    A weight that a module of another kind uses too (a head tied to an embedding) is not quantized. Layers that
+    share a weight also share the quantized weight.
 
     Args:
         model: the model, which is changed.
         recipe: how weights are quantized.
-        filter: selects layers and modules of experts; without it all are quantized.
+        filter: selects linear layers and modules of experts; None: all are quantized.
         preserve_high_precision_init: keep the values for `MasterWeights`, which otherwise starts from the codes.
 
     Returns:
@@ -114,7 +114,7 @@ def quantize_(
 
     Raises:
         Refused: `UNSUPPORTED` for weights that are already sharded, and for a recipe that a layer cannot compute with;
-            `BLOCK_MISALIGNED` where tensor parallelism has cut a weight inside a tile.
+            `BLOCK_MISALIGNED` if tensor parallelism has cut a weight inside a tile.
     """
     candidates = [
         (name, key, module)
@@ -167,7 +167,7 @@ def _weights(module: nn.Module) -> list[str]:
 
 
 def _cut(module: nn.Module, key: str) -> Cut | None:
-    """Return the tensor-parallel cut of a parameter; None if it is not cut."""
+    """Return the tensor-parallel cut of a module's parameter; None if the parameter is not cut."""
     cuts: Mapping[str, Cut] = module.__dict__.get(CUTS, {})
     return cuts.get(key)
 
@@ -210,7 +210,7 @@ def quantized_init(
     filter: Callable[[nn.Module], bool] | None = None,  # noqa: A002 - the word for it
     preserve_high_precision_init: bool = False,
 ) -> Iterator[None]:
-    """Context manager: when the block ends, quantize the layers and stacks of experts of models built in it.
+    """Context manager: at the end of the block, quantize the layers and stacks of experts of models built inside.
 
     The context manager works for any code that creates `torch.nn.Linear` modules or copies them, as
     `torch.nn.TransformerEncoder` does, including Hugging Face models and `torch.device("meta")`. Weights that the block
@@ -218,7 +218,7 @@ def quantized_init(
 
     Args:
         recipe: how weights are quantized.
-        filter: selects layers; without it all are quantized except those that share a weight with an embedding.
+        filter: selects layers; None: all layers are quantized except those that share a weight with an embedding.
         preserve_high_precision_init: keep the values for `MasterWeights`, which otherwise starts from the codes.
     """
     built: dict[int, nn.Module] = {}
@@ -266,7 +266,7 @@ def quantized_init(
 
 
 def _identity(name: str, module: nn.Module, share: Share | None) -> tuple[str, int]:
-    """Return the name and the global number of the (first) expert, which determine a weight's random numbers.
+    """Return (weight name, global number of the first expert), which determine a weight's random numbers.
 
     Experts in separate parameters (`weight7`) get the same name as experts in one stack (`weight`).
     """
@@ -277,7 +277,7 @@ def _identity(name: str, module: nn.Module, share: Share | None) -> tuple[str, i
 
 
 def _identify(parameter: nn.Parameter, identity: tuple[str, int]) -> None:
-    """Set a weight's identity, and start its rounding state with the key that follows."""
+    """Set a weight's identity, and start its rounding state with the key computed from this identity."""
     inner = raw_local(parameter)
     assert isinstance(inner, QuantizedTensor)
     inner.frame.identity = identity
@@ -294,9 +294,9 @@ def _parameter(old: torch.Tensor, recipe: Quantizer, share: Share | None, *, kee
 
 _CODES: dict[torch.dtype, Any] = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 _TOTAL = NVFP4_ENCODING.code_max * NVFP4_ENCODING.scale_max
-"""Ratio of an amax to the global scale."""
+"""Ratio of a tensor's amax to its global scale in nvfp4."""
 _WIDEST = 1 << 14
-"""Largest number of elements that one scale may cover in a block."""
+"""Largest number of elements that a block with one scale may have."""
 _MATRIX = 2
 
 
@@ -307,8 +307,8 @@ def from_torchao(tensor: torch.Tensor) -> QuantizedTensor:
     row.
 
     Raises:
-        Refused: `UNSUPPORTED` for a tensor without an exact equivalent here, with the reason; `LOSSY` for a global
-            scale of nvfp4 that no float32 amax gives.
+        Refused: `UNSUPPORTED` for a tensor without an exact equivalent in Transaxle, with the reason; `LOSSY` for a
+            global scale of nvfp4 that follows from no float32 amax.
     """
     kind = type(tensor).__name__
     make = _READERS.get(kind)
@@ -324,9 +324,9 @@ def from_torchao(tensor: torch.Tensor) -> QuantizedTensor:
 
 
 def to_torchao(tensor: QuantizedTensor) -> torch.Tensor:
-    """Convert a matrix, rows of one or a stack of them to torchao's class for its encoding, which shares its codes.
+    """Convert a matrix, rows of a matrix, or a stack to torchao's class for the encoding; the result shares the codes.
 
-    Columnwise codes and the history of delayed scaling are not passed on.
+    Columnwise codes and the history of delayed scaling are not converted.
 
     Raises:
         Refused: `UNSUPPORTED` for a tensor without an exact equivalent in torchao, with the reason;
@@ -414,7 +414,7 @@ def _nvfp4(source: Any) -> tuple[Quantizer, dict[str, torch.Tensor]]:
         raise _unequal("NVFP4Tensor", f"it has {source.block_size} elements to a scale, not {NVFP4_ENCODING.tile[1]}")
     leading = source.qdata.shape[:-2]
     global_scale = source.per_tensor_scale
-    if global_scale is None:  # torchao then multiplies by no global scale
+    if global_scale is None:  # torchao then expects no global scale
         global_scale = torch.ones((), device=source.qdata.device)
     if global_scale.numel() not in (1, leading.numel()) or (leading.numel() > 1 and global_scale.numel() == 1):
         raise _unequal(
@@ -432,7 +432,7 @@ def _nvfp4(source: Any) -> tuple[Quantizer, dict[str, torch.Tensor]]:
 
 
 def _scales(source: Any, block: int) -> torch.Tensor:
-    """Return the scales of each row in the order of its tiles; swizzled scales are in blocks of 128 x 4."""
+    """Return a row of scales per row of codes, in the order of tiles; swizzled input scales are in 128 x 4 blocks."""
     *leading, rows, columns = source.shape
     scale: torch.Tensor = source.scale
     across = columns // block

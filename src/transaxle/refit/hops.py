@@ -1,12 +1,12 @@
-"""Hops: the schedule of transfers between ranks, bucket by bucket, computed once for all pushes.
+"""Hops: which rank sends which bytes to which ranks, bucket by bucket; computed once, used by every push of weights.
 
 A parcel contains the bytes that one rank has of a range of one tensor, packed without gaps: receivers get only bytes
 that they need. Bytes that a rank has itself are copied directly from its source to its target.
 
 **Meeting**: a process group across the ranks of several jobs, which share only an address and a secret.
 
-Each job keeps its own torch world; the group is not part of any. A group made in another way, such as by verl or
-OpenRLHF, works as well: `World` finds out which ranks are in it.
+Each job keeps its own torch world; the group is in no world. A group that verl, OpenRLHF or other code has made
+works as well: `World` finds out which ranks are in it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from transaxle.move.transfer import Parcel, Transfer
 from transaxle.move.workers import RANGE_BYTES, Item, Owner
 
 _SMALLEST_RANGE = 1 << 16
-"""Smallest size in bytes of a range; larger ranges are not sent any faster per byte."""
+"""Smallest size in bytes of a range sent as one message; larger ranges take the same time per byte."""
 _RANGES_PER_ROUND = 4
-"""A round has room for at least this many ranges."""
+"""Minimum number of ranges for which one round of sending has room."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Hop:
     """One parcel on its way from one rank to others, with the copies that pack and unpack it."""
 
     key: int
-    """Key of the item (part of a target tensor) that receives the parcel."""
+    """Key of the item (a rank's part of a target tensor) that receives the parcel."""
     name: str
     """Name of the target tensor."""
     parcel: Parcel
     """Sender, receivers and size in bytes."""
     steps: Sequence[tuple[Transfer, Transfer]]
-    """Pairs (copy into the parcel, copy out of it); empty on ranks that neither send nor receive it."""
+    """Pairs (copy into the parcel, copy out of it); empty on ranks that neither send nor receive the parcel."""
 
 
 @dataclass(frozen=True)
@@ -58,27 +58,27 @@ class Schedule:
     """All transfers of one push, on all ranks."""
 
     rounds: Sequence[Sequence[Hop]]
-    """Parcels in the order of sending; those of one round fit into the buckets of every rank."""
+    """Parcels in the order of sending, by round; the parcels of one round fit into every rank's buckets."""
     local_copies: Sequence[tuple[str, int, Sequence[Transfer]]]
     """Copies within this rank: target tensor name, item key, copies from the source into the item."""
     parts: Sequence[tuple[str, int, int]]
-    """Items that this rank receives: target tensor name, item key, bytes of it that only other ranks have."""
+    """Items that this rank receives: target tensor name, item key, bytes of the item that only other ranks have."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """The part of a schedule that one push carries out, for chosen tensors."""
+    """The part of a schedule that a push of chosen tensors carries out."""
 
     schedule: Schedule
     """Transfers of the chosen tensors."""
     route: Route
     """Positions of the parcels in the exchange buckets."""
     names: frozenset[str] | None
-    """Names of the chosen target tensors; None: all."""
+    """Names of the chosen target tensors; None: all target tensors."""
 
     @property
     def keys(self) -> list[int]:
-        """Keys of the items that this rank receives."""
+        """Return the keys of the items that this rank receives."""
         return [key for _, key, _ in self.schedule.parts]
 
     @property
@@ -92,18 +92,18 @@ class Program:
         return sum(size for _, _, size in self.schedule.parts)
 
     def moves(self, name: str) -> bool:
-        """Tell whether this target tensor is moved."""
+        """Tell whether the target tensor of a given name is among the chosen ones."""
         return self.names is None or name in self.names
 
 
 def schedule(items: Sequence[Item], names: Sequence[str], owner: Owner, world: World, bucket: int) -> Schedule:
-    """Compute the transfers of a push; the result differs between ranks only in `steps` and the local copies.
+    """Compute the transfers of a push; results on different ranks differ only in `steps` and the local copies.
 
     Args:
-        items: the parts of the target to fill, each with the ranks that have it.
+        items: the parts of target tensors to fill, each with the ranks that have the part.
         names: target tensor names, indexed by item key.
         owner: returns the rank that has a given part of the source.
-        world: the ranks.
+        world: the ranks that take part.
         bucket: bytes of an exchange bucket.
     """
     capacity, rank = bucket // SHARES, world.rank
@@ -137,7 +137,7 @@ def _remote_bytes(item: Item, owner: Owner, rank: int) -> int:
 
 
 def _grain(capacity: int, target_ranks: int) -> int:
-    """Return the largest size of a range such that several ranges, each once per receiver, fit into `capacity`."""
+    """Return the largest range size at which enough ranges for one round, sent to every receiver, fit `capacity`."""
     return min(
         RANGE_BYTES,
         max(
@@ -151,8 +151,8 @@ def program(full_schedule: Schedule, names: frozenset[str] | None, exchange: Buc
 
     Args:
         full_schedule: the schedule of all tensors.
-        names: names of the chosen target tensors; None: all.
-        exchange: sends the parcels.
+        names: names of the chosen target tensors; None: all target tensors.
+        exchange: object that sends the parcels through buckets.
     """
     part = full_schedule
     if names is not None:
@@ -171,7 +171,7 @@ _TIMEOUT = 300
 SECRET = "TRANSAXLE_REFIT_SECRET"
 """Environment variable with the secret that all jobs of a meeting share."""
 _LEAST_LENGTH = 16
-"""Minimum length of a secret in characters; an eavesdropper could guess a shorter one."""
+"""Minimum length of a secret in characters; an eavesdropper could guess a shorter secret."""
 _SECRET_COMMAND = 'python -c "import secrets; print(secrets.token_hex(32))"'
 _ALL_INTERFACES = frozenset({"0.0.0.0", "::"})
 """Addresses that mean all interfaces of a machine."""
@@ -186,26 +186,26 @@ def meet(
     backend: str | None = None,
     timeout: float = _TIMEOUT,
 ) -> dist.ProcessGroup:
-    """Form a process group with ranks of other jobs, outside each job's torch world; every rank calls this.
+    """Form a process group with ranks of other jobs, outside each job's torch world; every such rank calls this.
 
         group = tx.refit.meet("10.0.0.7:29600", number=rank, size=4 + 2)         # a trainer of 4 ranks
         group = tx.refit.meet("10.0.0.7:29600", number=4 + rank, size=4 + 2)     # an engine of 2
 
     Args:
-        address: `HOST:PORT` on the machine of rank 0 of the group, where that rank listens until all have connected.
+        address: `HOST:PORT` on the machine of the group's rank 0, which listens there until all ranks have connected.
         number: this rank's number in the group, from 0 to `size - 1`, different on every rank.
         size: number of ranks in the group.
         secret: a text of at least 16 characters that only the ranks of the group know. Each rank and rank 0 prove to
-            each other that they know it, without sending it. None: the value of TRANSAXLE_REFIT_SECRET.
-        backend: `gloo` or `nccl`, the same on all ranks; None: `nccl` where torch has a GPU, else `gloo`.
-        timeout: seconds that a rank waits for the others, both here and in each later exchange. With gloo, ranks that
-            are communicating with a lost rank notice at once; the others notice after this time.
+            each other that they know the secret, without sending it. None: the value of TRANSAXLE_REFIT_SECRET.
+        backend: `gloo` or `nccl`, the same on all ranks; None: `nccl` if torch finds a GPU, else `gloo`.
+        timeout: seconds that a rank waits for other ranks, both here and in each later exchange. With gloo, ranks that
+            are communicating with a lost rank notice the loss at once; all others notice after this time.
 
     Raises:
         TypeError, ValueError: an invalid argument, or no secret.
-        StorageError: IO where the other ranks do not connect in time, or rank 0 cannot listen at the address.
-        Refused: UNSUPPORTED where the process that listens at the address has another secret.
-        UsageError: AMBIGUOUS where ranks disagree about size or backend, or two have the same number.
+        StorageError: IO if other ranks do not connect in time, or rank 0 cannot listen at the address.
+        Refused: UNSUPPORTED if the process that listens at the address has a different secret.
+        UsageError: AMBIGUOUS if ranks give different sizes or backends, or two ranks give the same number.
     """
     host, port = _read_address(address)
     size = read_count("size", size)
@@ -245,11 +245,11 @@ def _read_address(address: object) -> tuple[str, int]:
 
 
 def read_secret(secret_option: object) -> bytes:
-    """Return the secret of a meeting as bytes, from the argument or the environment; errors do not show it.
+    """Return the secret of a meeting as bytes, from the argument or the environment; errors do not show the secret.
 
     Raises:
         TypeError: the secret is not a str.
-        ValueError: there is no secret, or it is too short.
+        ValueError: neither argument nor environment has a secret, or the secret is too short.
     """
     if secret_option is not None and not isinstance(secret_option, str):
         raise TypeError(f"secret must be a text or None; got a {type(secret_option).__name__}")
@@ -273,7 +273,7 @@ def _create_group(
         store: store through which the ranks exchange their addresses.
         place: (this rank's number, number of ranks).
         patience: timeout of every exchange.
-        host: address of this machine at which gloo listens; "": torch chooses one.
+        host: address of this machine at which gloo listens; "": torch chooses an address.
     """
     group = dist.ProcessGroup(store, *place)
     backend_group: Any
@@ -288,7 +288,7 @@ def _create_group(
     group._set_default_backend(backend_type)
     for device in _BACKENDS[backend]:
         group._register_backend(torch.device(device), backend_type, backend_group)
-    # torch asks for the backend of a group whose operation failed, and hides the failure if it does not find one. And
+    # torch looks up the backend of a group whose operation failed, and hides the failure if it finds no backend. And
     # the store must live as long as the group.
     distributed_c10d._world.pg_map[group] = backend, store
     return group
@@ -298,7 +298,7 @@ def _create_gloo(store: SharedStore, place: tuple[int, int], patience: timedelta
     """Create the gloo backend of a group; it listens at `host`, unless GLOO_SOCKET_IFNAME names networks."""
     if not host or os.environ.get("GLOO_SOCKET_IFNAME"):
         return dist.ProcessGroupGloo(store, *place, patience)
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # it is there
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # exists, but undeclared
     options._timeout = patience
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     return dist.ProcessGroupGloo(store, *place, options)

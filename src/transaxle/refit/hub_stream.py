@@ -1,8 +1,8 @@
-"""Stream of whole tensors under a hub's names, assembled bucket by bucket from the parts on all ranks.
+"""Stream of whole tensors under a dialect's names, assembled bucket by bucket from the parts on all ranks.
 
-The stream is for engines that take whole tensors and shard them themselves. Where the engine's sharding is known,
-`Refit` sends much less. `carry` moves the bytes: each rank packs its parts, sends them, and copies received ones into
-their place.
+The stream is for engines that take whole tensors and shard them themselves. If the engine's sharding is known,
+`Refit` sends much less. `carry` moves the bytes: each rank packs and sends its parts, and copies received parts
+to where they belong.
 
 `VllmSource` gives the stream to the trainer engines that vLLM itself has, such as `nccl`, which broadcast every tensor
 to every worker. `VllmRefit` sends each worker only its own part.
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
 
 
 def carry(program: Program, source: SourceReader, target: TargetMemory, exchange: BucketExchange) -> None:
-    """Carry out a program: send this rank's parcels, receive and unpack those for its target; collective.
+    """Carry out a program: send this rank's parcels; receive and unpack parcels for its target. Collective.
 
     Raises:
-        StorageError: IO where a rank is lost.
+        StorageError: IO, if the connection to a rank is lost.
         Exception: an error of this rank's source or target, raised on this rank only, after all exchanges.
     """
     rounds = program.schedule.rounds
@@ -76,7 +76,7 @@ def carry(program: Program, source: SourceReader, target: TargetMemory, exchange
         for _, spreading in hop.steps:
             target.lay(hop.key, spreading, buffer)
 
-    # An error of this rank must not end the collective calls, or the others would wait for it.
+    # An error of this rank must not end its collective calls, or the other ranks would wait for it.
     later = DeferredErrors()
     later(copy_own)()
     exchange.run(program.route, later(pack), later(take))
@@ -84,10 +84,10 @@ def carry(program: Program, source: SourceReader, target: TargetMemory, exchange
 
 
 _BUCKET = 64_000_000
-"""Bytes of the exchange buckets."""
+"""Size in bytes of each exchange bucket."""
 _FORMAT = "safetensors:"
 Bucket = list[tuple[str, torch.Tensor]]
-"""Pairs (name, whole tensor) that are yielded together."""
+"""Pairs (tensor name, whole tensor) that are yielded together."""
 
 
 STREAMING = ("family", "dialect", "config", "rules", "dtype", "device")
@@ -96,14 +96,14 @@ STREAMING = ("family", "dialect", "config", "rules", "dtype", "device")
 
 @dataclass(frozen=True)
 class Stream:
-    """Plan of a stream; the same on all ranks, apart from `parts`."""
+    """Plan of a stream; equal on all ranks, apart from `parts`."""
 
     planned: Sequence[PlannedTensor]
     """The whole tensors to assemble, in order."""
     parts: Leaves
     """This rank's parts of the source tensors."""
     sent_as: Mapping[str, str]
-    """Source tensor name -> safetensors dtype code to which it is cast before it is sent."""
+    """Source tensor name -> safetensors dtype code to which the tensor is cast before it is sent."""
     replicas: Replicas
     """Which ranks have copies of the same parts."""
 
@@ -123,7 +123,7 @@ def named_tensors(
     dtype: DType | None = None,
     device: Device | None = None,
 ) -> Iterator[Bucket]:
-    """Yield whole tensors in a dialect's names, bucket by bucket; collective: all ranks must iterate to the end.
+    """Yield whole tensors under a dialect's names, bucket by bucket; all ranks must iterate to the end (collective).
 
         for tensors in tx.refit.named_tensors(model, bucket="1GB"):
             engine.update_weights_from_tensor(tensors)
@@ -133,21 +133,21 @@ def named_tensors(
 
     Args:
         state: a model under any parallelism, or a state dict whose leaves are tensors or DTensors.
-        to: the dialect.
+        to: dialect of the yielded tensor names.
         bucket: bytes of the tensors that are yielded together; a tensor larger than that is yielded alone.
-        on: ranks that get the tensors, while all others get empty buckets; None: all.
-        group: ranks that have the state, a process group or a mesh of one dim; None: all.
-        family: model family; None: recognised.
-        dialect: dialect of the model's names; None: recognised.
-        config: the model's config; None: `model.config`, where it has one.
-        rules: path of a table of your own.
+        on: ranks that get the tensors, while other ranks get empty buckets; None: all ranks.
+        group: ranks that have the state: a process group or a mesh of one dim; None: all ranks.
+        family: model family; None: recognised from config and names.
+        dialect: dialect of the model's tensor names; None: recognised from the names.
+        config: the model's config; None: the attribute `config` of the model, if it has one.
+        rules: path of the user's own table of tensor names.
         dtype: `bf16`, `fp16` or `fp32`: plain weights are cast to it before they are sent, except those that the table
             marks as precise; None: no cast.
-        device: device of the yielded tensors; None: that of the model's tensors.
+        device: device of the yielded tensors; None: the device of the model's tensors.
 
     Raises:
         TypeError: an argument of a wrong type.
-        TransaxleError: on every rank, with every problem of every rank.
+        TransaxleError: on every rank, listing every problem of every rank.
     """
     options = select(locals(), STREAMING)
     world = World(group)
@@ -162,11 +162,11 @@ def named_tensors(
 
 
 def read_streaming(options: Mapping[str, Any]) -> tuple[str | None, Settings]:
-    """Read the options of `STREAMING`: return the dtype to cast weights to, and the settings of the model.
+    """Read the options listed in `STREAMING`; return the dtype to cast weights to, and the model's settings.
 
     Raises:
         TypeError: an option of a wrong type.
-        Refused: UNSUPPORTED for a `dtype` that parameters cannot be cast to; see `settings`.
+        Refused: UNSUPPORTED for a `dtype` that parameters cannot be cast to; also errors of `settings`.
     """
     dtype = read_float_type("dtype", options.get("dtype"))
     if dtype is not None:
@@ -184,12 +184,12 @@ def plan_stream(state: State, to: str, options: Mapping[str, Any], world: World)
 
     Args:
         state: model or state dict of this rank.
-        to: the dialect.
+        to: dialect of the yielded tensor names.
         options: see `named_tensors`.
-        world: the ranks.
+        world: the ranks that take part.
 
     Raises:
-        TransaxleError: on every rank, with every problem of every rank.
+        TransaxleError: on every rank, listing every problem of every rank.
     """
     with world.together():
         dtype, model_settings = read_streaming(options)
@@ -224,7 +224,7 @@ def plan_stream(state: State, to: str, options: Mapping[str, Any], world: World)
 
 
 def _scales(source: Checkpoint) -> set[str]:
-    """Return the stored names of all buffers of encoded tensors: neither codes nor scales are cast."""
+    """Return the stored names of the codes and scales of all encoded tensors; these buffers are not cast."""
     return {stored for encoded in source.catalog.encoded.values() for stored in encoded.parts.values()}
 
 
@@ -237,8 +237,8 @@ def assemble(
         stream: the plan.
         target_ranks: ranks that get the tensors.
         size: bytes of the tensors that are yielded together.
-        device: device of the yielded tensors; None: that of the model's tensors.
-        world: the ranks.
+        device: device of the yielded tensors; None: the device of the model's tensors.
+        world: the ranks that take part.
     """
     source, exchange = SourceReader(stream.parts, stream.sent_as), BucketExchange(world)
     place = device or next((local_of(tensor).device for tensor in stream.parts.tensors.values()), torch.device("cpu"))
@@ -279,25 +279,25 @@ Named = tuple[str, torch.Tensor]
 
 
 class VllmSource:
-    """A model as a `WeightSource` of vLLM 0.32, for vLLM's trainer engines; collective to create and to iterate.
+    """Makes a model a `WeightSource` of vLLM 0.32, for vLLM's trainer engines; all ranks must create and iterate it.
 
         source = tx.refit.VllmSource(model, dtype="bf16")
         trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
-    The source yields the tensors that `tx.save(model, ..., to=to)` writes. All ranks must iterate to the end, as vLLM's
-    engines do. The trainer's environment must have vLLM.
+    The source yields the tensors that `tx.save(model, ..., to=to)` would write. All ranks must iterate to the end, as
+    vLLM's engines do. The trainer's environment must have vLLM.
 
     Args:
         state: a model under any parallelism, or a state dict.
-        to: the dialect.
+        to: dialect of the yielded tensor names.
         bucket: bytes of the tensors that are assembled together.
-        group: ranks that have the state, a process group or a mesh of one dim; None: all.
+        group: ranks that have the state: a process group or a mesh of one dim; None: all ranks.
 
     The other arguments are those of `tx.refit.named_tensors`.
 
     Raises:
         TypeError: an argument of a wrong type.
-        TransaxleError: on every rank, with every problem of every rank.
+        TransaxleError: on every rank, listing every problem of every rank.
     """
 
     @suggests
@@ -337,7 +337,7 @@ class VllmSource:
             yield from tensors
 
     def held_names(self) -> None:
-        """Return None: every rank gets every tensor."""
+        """Return None, which tells vLLM that every rank gets every tensor."""
 
     def groups(self) -> list[list[str]]:
         """Return the tensor names, one list per layer."""

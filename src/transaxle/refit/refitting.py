@@ -46,7 +46,7 @@ _SMALLEST_BUCKET = 1 << 20
 """Smallest bucket in bytes."""
 _ANEW = "Make a new Refit when all ranks run again."
 Pause = Callable[[], AbstractContextManager[Any]]
-"""Returns a context manager that is active while the target is written; see `Refit`."""
+"""Function that returns a context manager, active while the target is written; see the option `pause` of `Refit`."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class RefitReport:
     tensors: int
     """Number of pushed target tensors of which this rank has a part."""
     bytes_needed: int
-    """Bytes of these parts that only other ranks have."""
+    """Bytes of the pushed parts on this rank that only other ranks have."""
     bytes_received: int
     """Bytes received from other ranks."""
     bytes_written: int
-    """Bytes written into the target."""
+    """Bytes written into the target on this rank."""
     buffers: int
-    """Bytes of this rank's exchange buckets, of which there are at most two."""
+    """Bytes of memory in this rank's exchange buckets (at most two)."""
     seconds: float
     """Wall-clock seconds of the push."""
 
@@ -79,34 +79,34 @@ class Refit:
         refit = tx.Refit(trainer, {}, group)    # on the trainer's ranks
         refit.push()
 
-        refit = tx.Refit({}, engine, group)     # on the engine's
+        refit = tx.Refit({}, engine, group)     # on the engine's ranks
         refit.pull()
 
     Args:
-        src_state: model or state dict to read; `{}` on a rank that has no part of it.
-        dst_state: model or state dict to write; `{}` on a rank that has no part of it.
+        src_state: model or state dict to read; `{}` on a rank that has no part of the source.
+        dst_state: model or state dict to write; `{}` on a rank that has no part of the target.
         group: ranks of both sides, a process group (`tx.refit.meet` makes one across two jobs) or a mesh of one dim;
             None: all.
         in_place: receive values directly in the target. This saves the memory of a second copy of this rank's part, but
             a reader can see a mixture of old and new weights, and a failed push leaves such a mixture.
-        family: model family; None: recognised.
-        dialect: dialect of the target's names; None: recognised.
-        config: the model's config; None: `config` of the model, where it has one.
-        rules: path of a table of your own.
+        family: model family; None: recognised from config and names.
+        dialect: dialect of the target's tensor names; None: recognised from the names.
+        config: the model's config; None: the attribute `config` of the model, if it has one.
+        rules: path of the user's own table of tensor names.
         dtype: `bf16`, `fp16` or `fp32`: parameters of this dtype accept plain floating-point tensors of other dtypes,
             which are cast before they are sent; None: other dtypes are refused.
-        strict: refuse names that only one side has, and configs that differ; the second name of a tied weight may be
-            missing on one side.
-        bucket: bytes of an exchange bucket, of which each rank has two.
+        strict: refuse tensor names that only source or target has, and differing configs; the second name of a tied
+            weight may be missing in one of the two.
+        bucket: size of an exchange bucket; each rank has two buckets.
         adapter: for a peft model as source: `merged` sends the base weights with the active adapter merged in, as a
             model without peft; `alone` sends only the adapter, under the names of its files; None: all tensors of the
             model, under its own names.
-        pause: called on ranks with a target; returns a context manager that is active while the target is written,
-            such as one that stops requests.
+        pause: function called on ranks with a target; returns a context manager, active while the target is written,
+            such as one that stops inference requests.
 
     Raises:
         TypeError: an argument of a wrong type.
-        TransaxleError: on every rank, with every problem of both sides.
+        TransaxleError: on every rank, listing every problem of source and target.
     """
 
     @suggests
@@ -161,41 +161,41 @@ class Refit:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all target tensors that are moved, including those on other ranks."""
+        """Names of all target tensors that receive values, on all ranks."""
         return tuple(dict.fromkeys(self._plan.names))
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Names that only the target has (`strict=False`); their values are unchanged."""
+        """Tensor names that only the target has (with `strict=False`); these tensors are not written."""
         return self._plan.match.missing
 
     @property
     def unexpected(self) -> tuple[str, ...]:
-        """Names that only the source has (`strict=False`), translated into the target's dialect."""
+        """Tensor names that only the source has (with `strict=False`), translated into the target's dialect."""
         return self._plan.match.unexpected
 
     def push(self, *, only: Patterns = (), skip: Patterns = ()) -> RefitReport:
-        """Move the current values; collective: every rank calls this, or `pull`.
+        """Copy the source's current values into the target; every rank must call this or `pull` (collective).
 
-        All ranks receive their values first. Only when all have succeeded, each rank writes its target.
+        First all ranks receive their values. Only if that succeeds on all ranks, each rank writes its target.
 
         Args:
-            only: patterns of target names to move; none: all.
-            skip: patterns of target names to leave out, such as those of frozen parameters.
+            only: patterns of target tensor names to push; empty: all tensors.
+            skip: patterns of target tensor names to leave out, such as the names of frozen parameters.
 
         Raises:
             TypeError: an argument of a wrong type.
-            TransaxleError: on every rank. Targets are unchanged then, unless `in_place`. If a rank is lost just when
-                the others begin to write, their `version` shows which of them have written.
+            TransaxleError: on every rank; targets are unchanged, unless `in_place`. If a rank is lost just when
+                other ranks begin to write, `version` of each rank shows whether it has written.
         """
         return self._move((read_patterns("only", only), read_patterns("skip", skip)))
 
     def pull(self) -> RefitReport:
-        """Take part in a push, and leave the choice of tensors to the ranks that call `push`; collective."""
+        """Take part in a push in which the ranks that call `push` choose the tensors; collective."""
         return self._move(None)
 
     def close(self) -> None:
-        """Free the exchange buckets; another push allocates them again."""
+        """Free the exchange buckets; a later push allocates new buckets."""
         self._exchange.close()
         self._programs.clear()
 
@@ -235,7 +235,7 @@ class Refit:
         )
 
     def _choose_names(self, patterns: _Patterns | None) -> frozenset[str] | None:
-        """Return the target names that the pushing ranks have chosen; None: all. Collective."""
+        """Return the target tensor names that the pushing ranks have chosen; None: all names. Collective."""
         world = self._world
         answers = world.gather((self._version, patterns))
         if len({version for version, _ in answers}) > 1:
@@ -253,7 +253,7 @@ class Refit:
         return self._chosen[only, skip]
 
     def _program(self, names: frozenset[str] | None) -> Program:
-        """Return the program for a choice of names; collective on the first call for this choice."""
+        """Return the transfers for chosen tensor names; collective on the first call with these names."""
         if names not in self._programs:
             self._programs[names] = program(self._schedule, names, self._exchange)
         return self._programs[names]
@@ -301,7 +301,7 @@ class Refit:
         return buffers
 
     def _stop_requests(self, stack: ExitStack, endpoints: _Endpoints) -> None:
-        """Enter the user's `pause` on ranks with a target; it ends with the stack."""
+        """Enter the user's `pause` on ranks with a target; the pause ends when `stack` is closed."""
         with self._world.together():
             if self._pause is not None and endpoints.target:
                 stack.enter_context(self._pause())
@@ -331,9 +331,9 @@ class _Endpoints:
     target: TargetMemory
     """Receives values for this rank's target."""
     values: Mapping[str, torch.Tensor]
-    """Received values of parameters that quantize them once all have arrived, by parameter name."""
+    """Parameter name -> received values, for parameters that quantize new values once all have arrived."""
     encoded: Mapping[str, torch.Tensor]
-    """Received values that are encoded for the target, by logical tensor name."""
+    """Logical tensor name -> received values, for tensors that are encoded into the target's codes and scales."""
 
 
 _Patterns = tuple[tuple[str, ...], tuple[str, ...]]

@@ -1,4 +1,4 @@
-"""The page of a comparison: where in the model two checkpoints differ, by how much, and names that only one has."""
+"""Report page of a comparison: where two checkpoints differ, by how much, and tensor names that only one has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transaxle.engine.wording import fold, plural
 from transaxle.reports.html_page import Column, Figure, Page, Section, Table, limit_rows
 
 MOST_GROUPS, MOST_LAYERS = 60, 256
-"""Maximum number of rows and columns of the heat map; its table has all."""
+"""Maximum number of rows (tensor groups) and columns (layers) of the heat map; the table below it has no maximum."""
 _ONE_SIDED = frozenset({"only_first", "only_second"})
 _RELATIVE = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 _CHANGED = (0.001, 0.01, 0.1, 0.5, 1)
@@ -24,7 +24,7 @@ _CHANGED = (0.001, 0.01, 0.1, 0.5, 1)
 _NO_LAYER = "no layer"
 _EXPONENT_BIAS = 1023
 _LOWEST_EXPONENT, _HIGHEST_EXPONENT = -40, 12
-"""Exponents of two at which the histogram ends; smaller and larger differences have one bar each."""
+"""Exponents of two at which the histogram ends; all smaller differences share one bar, all larger ones another."""
 
 
 def difference_page(comparison: Comparison) -> Page:
@@ -103,14 +103,14 @@ def _sections(comparison: Comparison, survey: SurveyResult) -> Iterator[Section]
 
 
 class _Cell:
-    """Sums over the tensors of one group and layer, a cell of the heat map."""
+    """Cell of the heat map: sums of measures over the tensors of one group in one layer."""
 
     def __init__(self) -> None:
         self.tensors = self.differing = self.elements = self.changed = 0
         self.largest = self._squares = self._of = 0.0
 
     def add(self, measure: Measure) -> None:
-        """Add the measures of a tensor."""
+        """Add the measured differences of a tensor to the sums."""
         self.tensors += 1
         self.differing += measure.differs
         self.elements += measure.elements
@@ -121,7 +121,7 @@ class _Cell:
 
     @property
     def relative(self) -> float:
-        """Norm of the difference divided by the norm of the second side's values."""
+        """Norm of the difference divided by the norm of the second checkpoint's values."""
         if not self._of:
             return math.inf if self._squares else 0.0
         return math.sqrt(self._squares / self._of) if math.isfinite(self._of) else math.nan
@@ -135,7 +135,7 @@ def _cells(survey: SurveyResult) -> dict[tuple[str, int | None], _Cell]:
 
 
 def _map_section(comparison: Comparison, survey: SurveyResult) -> Section:
-    """Return the heat map: a row for each logical tensor, a column for each layer."""
+    """Return the section with the heat map: a row for each logical tensor, a column for each layer."""
     cells = _cells(survey)
     layers = sorted({layer for _, layer in cells if layer is not None})
     columns: list[int | None] = [*([None] if any(layer is None for _, layer in cells) else []), *layers]
@@ -193,7 +193,7 @@ def _map_section(comparison: Comparison, survey: SurveyResult) -> Section:
 
 
 def _by_change(cells: Mapping[tuple[str, int | None], _Cell]) -> list[str]:
-    """Sort the groups by their largest relative change; ties keep their order."""
+    """Return the names of the tensor groups, sorted by each group's largest relative change."""
     largest: dict[str, float] = {}
     for (group, _), cell in cells.items():
         largest[group] = max(largest.get(group, -1.0), _sort_key(cell.relative))
@@ -223,7 +223,7 @@ def _worst_section(comparison: Comparison, survey: SurveyResult) -> Section:
 
 
 def _histogram_section(survey: SurveyResult) -> Section:
-    """Return the histograms of absolute differences, and of differences relative to the second side's value."""
+    """Return the section with histograms of absolute and relative differences (relative to the second checkpoint)."""
     total = sum(survey.counts.values(), np.zeros((2, EXPONENTS), np.int64))
     titles = ("|A - B|", "|A - B| / |B|")
     labels: list[str] = []
@@ -245,7 +245,7 @@ def _histogram_section(survey: SurveyResult) -> Section:
 
 
 def _bars(counts: np.ndarray) -> list[tuple[float, float, int]]:
-    """Return bars (from, below, elements): 0, one per power of two, infinite; the outermost powers are joined."""
+    """Return histogram bars (from, below, number of elements): for 0, each power of two, and infinity."""
     counts_by_exponent = {
         exponent - _EXPONENT_BIAS: int(counts[exponent]) for exponent in range(1, EXPONENTS - 1) if counts[exponent]
     }
@@ -286,7 +286,7 @@ def _errors_section(survey: SurveyResult) -> Section:
 
 
 def _sections_without_measures(comparison: Comparison) -> Iterator[Section]:
-    """Yield the sections of differences without measures, and of names on one side only."""
+    """Yield the sections of differences without measured values, and of tensor names in only one checkpoint."""
     unmeasured = [each for each in comparison.differences if each.kind not in _ONE_SIDED and each.relative is None]
     if unmeasured:
         keys = [(each.kind, each.detail) for each in unmeasured]

@@ -1,7 +1,7 @@
-"""Pages: sections of tables and figures, rendered into one HTML file that loads nothing from elsewhere.
+"""Report pages: sections of tables and figures, rendered into one HTML file that loads no other file.
 
-Names and metadata may come from hostile files. So they are embedded as JSON without characters that HTML interprets,
-and the page's script shows them as text. A content security policy allows only the embedded scripts to run.
+Tensor names and metadata may come from hostile files. They are embedded as JSON without characters special in HTML,
+and the page's script shows the texts literally. A content security policy allows only the embedded scripts to run.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from transaxle.formats.storage.local import storage_error
 from transaxle.formats.store.access import open_draft
 
 MARK = b"<!doctype html><!-- a report of transaxle -->"
-"""First bytes of every report; a file that begins otherwise is never replaced."""
+"""First bytes of every report file; a file with other first bytes is never replaced."""
 _HIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 _MOST_TEXT, _LONG_TEXT = 2_000_000, 240
-"""Maximum length of all texts of a page; beyond it, each text is cut to the second length."""
+"""Maximum total length of a page's texts; if they are longer, each text is cut to the second length."""
 MOST_ROWS = 4000
-"""Maximum number of rows of a table; only checkpoints with irregular names have so many."""
+"""Maximum number of rows of a table; only checkpoints with irregular tensor names have more."""
 SHADES = 6
-"""Number of colours of a map."""
+"""Number of colours in a heat map."""
 _ASSETS = "assets"
 
 
@@ -43,8 +43,8 @@ class Column:
     title: str
     """Heading of the column."""
     kind: str = "text"
-    """Kind of its values: `text`, `name` (shown as code), `count`, `bytes`, `share` (bytes, shown as a bar of their
-    share of the total), or `number` (any other number)."""
+    """Kind of the column's values: `text`, `name` (shown as code), `count`, `bytes`, `share` (bytes, shown as a bar
+    of their share of the total), or `number` (any other number)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +52,27 @@ class Table:
     """A table of plain values, which readers can sort, search, copy and download."""
 
     id: str
-    """Unique id in the page; also the name of the downloaded file."""
+    """Unique id of the table in the page, and name of the downloaded file."""
     title: str
     """Title of the table."""
     columns: tuple[Column, ...]
-    """The columns, one per value of a row."""
+    """Columns of the table, one per value of a row."""
     rows: Sequence[Sequence[Any]]
-    """Rows of texts and numbers."""
+    """Rows of the table, each with one text or number per column."""
     left_out: str = ""
     """Sentence about omitted rows; empty if the table is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure, as data for the page's script that draws this kind of figure."""
+    """A figure, given as data for the page's script that draws figures of this kind."""
 
     kind: str
-    """`treemap`, `sankey`, `heat` (a map of cells), `moves` (axes in names and dims) or `bars`."""
+    """Kind of figure: `treemap`, `sankey`, `heat` (a map of cells), `moves` (axes in names and dims) or `bars`."""
     label: str
     """Description of the figure for screen readers."""
     data: Mapping[str, Any]
-    """Data of the figure, in the form that its script expects."""
+    """Data of the figure, in the form that the drawing script expects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Section:
     """A part of a page with a heading."""
 
     id: str
-    """Unique id in the page."""
+    """Unique id of the section in the page."""
     title: str
     """Heading of the section."""
     text: str = ""
@@ -96,31 +96,31 @@ class Page:
     """Content of a page, before it is rendered to HTML."""
 
     kind: str
-    """Subject: `checkpoint`, `plan`, `conversion`, `difference`, `sharding` or `refusal`."""
+    """Subject of the page: `checkpoint`, `plan`, `conversion`, `difference`, `sharding` or `refusal`."""
     title: str
-    """Name of the subject, such as its path."""
+    """Name of the page's subject, such as the path of a checkpoint."""
     headline: str
-    """Summary on one line."""
+    """Summary of the page on one line."""
     tiles: tuple[tuple[str, str], ...]
-    """Main numbers, as pairs (value, label)."""
+    """Main numbers of the page, as pairs (value, label)."""
     first: str
-    """Heading of the notices."""
+    """Heading above the notices."""
     notices: tuple[tuple[str, str], ...]
     """Most important messages, as pairs (title, text)."""
     quiet: str
-    """Text below the notices, shown also if there are none."""
+    """Text below the notices, shown even if there are no notices."""
     sections: tuple[Section, ...]
-    """Sections in reading order."""
+    """Sections of the page in reading order."""
     lead: tuple[str, ...] = ()
     """Summary sentences at the top of the page."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Further data for programs that read the page."""
+    """Data embedded for programs that read the page."""
 
 
 def limit_rows(
     label: str, title: str, columns: tuple[Column, ...], rows: Sequence[tuple[Any, ...]], by: int | None = None
 ) -> Table:
-    """Return a table of at most `MOST_ROWS` rows: those with the largest values in column `by`, or the first."""
+    """Return a table of at most `MOST_ROWS` rows: the largest by the value in column `by`; without `by` the first."""
     if len(rows) <= MOST_ROWS:
         return Table(label, title, columns, rows)
     ordered = rows if by is None else sorted(rows, key=lambda row: -row[by])
@@ -130,14 +130,14 @@ def limit_rows(
 
 
 def shades(values: Sequence[float], words: str, times: int) -> dict[str, Any]:
-    """Return the bounds between colours of a map, and a label per colour.
+    """Return the bounds between the colours of a heat map, and a label per colour.
 
-    Few distinct values get a colour each; more are divided into groups of equal size.
+    If values are few, each distinct value gets a colour; otherwise each colour gets a group of equal size.
 
     Args:
-        values: values of the cells.
-        words: format string of a value in the labels.
-        times: factor by which a value is multiplied in the labels.
+        values: values of the map's cells.
+        words: format string that makes a label from a value.
+        times: factor by which values are multiplied before they are formatted.
     """
     distinct = sorted({round(value, 6) for value in values})
     if len(distinct) <= SHADES:
@@ -149,10 +149,10 @@ def shades(values: Sequence[float], words: str, times: int) -> dict[str, Any]:
 
 
 def check_jinja() -> None:
-    """Refuse if Jinja2, which renders the page, is not installed.
+    """Refuse to make a page if Jinja2, which renders pages, is not installed.
 
     Raises:
-        Refused: UNSUPPORTED.
+        Refused: UNSUPPORTED, if Jinja2 is missing.
     """
     try:
         import jinja2  # noqa: F401 - checks only that it is installed
@@ -164,7 +164,7 @@ def check_jinja() -> None:
 
 
 def visible(text: str) -> str:
-    """Escape characters in a text that are invisible, or that reorder the text around them."""
+    """Escape the characters of a text that are invisible or reorder the text around them."""
     return _HIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
@@ -193,7 +193,7 @@ def _asset(name: str) -> str:
 
 
 def _policy(style: str, scripts: Sequence[str]) -> str:
-    """Return the content security policy that allows only this style and these scripts."""
+    """Return the content security policy that allows only the given style and scripts."""
     hashes = " ".join(_hash(script) for script in scripts)
     forbidden = " ".join(f"{kind} 'none';" for kind in ("default-src", "base-uri", "form-action"))
     return f"{forbidden} script-src {hashes}; style-src {_hash(style)}"
@@ -204,7 +204,7 @@ def _hash(text: str) -> str:
 
 
 def _data_json(page: Page) -> str:
-    """Return the data of a page as JSON, with all characters escaped that HTML interprets."""
+    """Return the data of a page as JSON, with all characters special in HTML escaped."""
     tables = [asdict(table) for section in page.sections for table in section.tables]
     figures = {section.id: asdict(section.figure) for section in page.sections if section.figure is not None}
     data: Any = {"kind": page.kind, "title": page.title, "facts": page.facts, "tables": tables, "figures": figures}
@@ -249,7 +249,7 @@ def check_destination(path: str, *, overwrite: bool | None) -> None:
 
     Args:
         path: path of the report.
-        overwrite: whether an existing report may be replaced; None: never, because there is no such option.
+        overwrite: whether an existing report may be replaced; None: no, and the error suggests no such option.
 
     Raises:
         UsageError: EXISTS for an existing file, unless it is a report that may be replaced.
@@ -288,10 +288,10 @@ def _is_report(target: Path) -> bool:
 
 
 def write_page(html: bytes, path: str, *, overwrite: bool) -> None:
-    """Write a page; the file appears complete or not at all.
+    """Write a page to a file, which appears complete or not at all.
 
     Raises:
-        TransaxleError: EXISTS, UNSUPPORTED, IO, NO_SPACE.
+        TransaxleError: errors of `check_destination`; IO or NO_SPACE, if the file cannot be written.
     """
     check_destination(path, overwrite=overwrite)
     target = Path(path)
