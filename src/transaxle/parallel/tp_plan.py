@@ -1,13 +1,13 @@
-"""The plan of a tensor-parallel model: which parameter is cut along which axis, each rank's part, each module's role.
+"""The plan of a tensor-parallel model: how each parameter is cut over the ranks, and the role of each module.
 
-The model is read through its family's table, which says which logical tensors its parameters contain. The table decides
-which axes may be cut, which tensors have them, and in which dim; the user's rules only choose among these cuts. Modules
-between which activations of a cut axis flow (q, k, v and o of one layer) form a group: they are cut alike or not at
+The model is read through its family's table of tensor names, which says which logical tensors each parameter contains
+and which axes may be cut in which dims; the user's rules only choose among these cuts. Modules
+between which activations of a cut axis flow (q, k, v and o of one layer) form a group: all are cut alike or not at
 all.
 
 An index of an axis is never split: one index of `g` is a group of query heads with the key and value head that they
-share. If there are more ranks than groups, several ranks share a group: each has some of its query heads, and all of
-them have its key and value head.
+share. If there are more ranks than such groups of heads, several ranks share a group: each rank has some of the query
+heads, and all these ranks have the key and value head.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ class Weight:
     """One parameter of one module, as described by the table."""
 
     module: str
-    """Path of the module that owns it."""
+    """Path of the module that owns the parameter."""
     parameter_name: str
-    """Name of the parameter in that module."""
+    """Name of the parameter in its module."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     expression: Expression
-    """The logical tensors that it contains."""
+    """The logical tensors that the parameter contains, and how."""
     index: tuple[tuple[str, int], ...]
-    """Axis in the name -> index, such as the layer."""
+    """Axis in the tensor name -> index of this parameter, such as its layer."""
     sizes: Mapping[str, int]
-    """Axis -> size, in that layer."""
+    """Axis -> size of the axis in this layer."""
     options: tuple[Option, ...]
-    """The possible cuts; `auto` takes the first."""
+    """The possible cuts of the parameter; `auto` takes the first."""
 
     @property
     def name(self) -> str:
@@ -74,9 +74,9 @@ class Reading:
     """A model's parameters as described by its family's table."""
 
     family: Family
-    """The family."""
+    """The model's family."""
     weights: tuple[Weight, ...]
-    """Every parameter of every module; a tied one once for each module."""
+    """Every parameter of every module; a tied parameter occurs once for each module."""
 
 
 def read(model: nn.Module) -> Reading:
@@ -86,9 +86,9 @@ def read(model: nn.Module) -> Reading:
         model: the whole model, equal on every rank, of a family that has a table; its config gives the sizes.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
+        UsageError: UNKNOWN_FAMILY, AMBIGUOUS or UNKNOWN_AXIS, if no table, or no single table, fits the model.
         Refused: UNSUPPORTED for parameters that are sharded or quantized already, and for tables without `cut`;
-            UNEXPECTED_TENSOR for parameters that are not in the table; SHAPE_MISMATCH.
+            UNEXPECTED_TENSOR for parameters that are not in the table; SHAPE_MISMATCH for other shapes than its.
     """
     config = _config(model)
     owners = {f"{path}.{name}" if path else name: (path, name) for path, name in _parameters(model)}
@@ -153,7 +153,7 @@ def _is_shared_out(owner: nn.Module, parameter: DTensor) -> bool:
 
 
 def _check(name: str, parameter: nn.Parameter, expression: Expression, sizes: Mapping[str, int]) -> Iterator[Refusal]:
-    """Yield the reasons why a parameter cannot be cut at all."""
+    """Yield the reasons why a parameter cannot be cut along any axis."""
     where, shape = Where(None, name), list(parameter.shape)
     missing = sorted(axis for axis in expression.axes if axis not in sizes)
     if missing:
@@ -169,7 +169,7 @@ def _check(name: str, parameter: nn.Parameter, expression: Expression, sizes: Ma
 
 
 def _options(expression: Expression, cuts: tuple[Cuttable, ...]) -> Iterator[Option]:
-    """Yield the cuts that a table allows for a tensor; a `cut` statement must cover all of the tensor."""
+    """Yield the cuts that a table allows for a tensor; a `cut` statement must apply to all logical tensors in it."""
     for cut in cuts:
         if len(cut.axes) > 1 or (cut.tensors is not None and not cut.tensors.issuperset(expression.components)):
             continue
@@ -185,7 +185,7 @@ class Shares:
     axis: str
     """The axis."""
     ranges: tuple[Ranges, ...]
-    """For each rank, its indices of the axis, and of the inner axis if ranks share an index."""
+    """For each rank, its indices of the axis, and indices of the inner axis if several ranks share an index."""
 
 
 def share_out(
@@ -197,14 +197,14 @@ def share_out(
         axis: the axis.
         sizes: axis -> size.
         ranks: tensor-parallel degree.
-        inner: the axis within it that several ranks may divide; None: there is none.
-        widths: number of indices for each rank, if the user gives them.
+        inner: axis inside `axis` that several ranks may divide if they share an index; None: no such axis.
+        widths: number of indices for each rank, if the user gives these numbers.
 
     Returns:
-        The chunks of `torch.chunk`; if that leaves a rank nothing, shares whose sizes differ by one at most.
+        The chunks of `torch.chunk`; if these leave a rank nothing, shares whose sizes differ by at most one.
 
     Raises:
-        Refused: SHAPE_MISMATCH if a rank would have nothing, or the widths do not sum to the axis.
+        Refused: SHAPE_MISMATCH if a rank would have nothing, or `widths` do not sum to the size of the axis.
     """
     count = sizes[axis]
     if widths is not None:
@@ -255,17 +255,17 @@ class Role(Enum):
     LOCAL = auto()
     """No additional task: the module's own forward computes with this rank's parts."""
     COLUMN = auto()
-    """The module's input is whole on every rank, its output is this rank's part."""
+    """The module's input is whole on every rank; its output is only this rank's part."""
     GATHERED = auto()
-    """Like `COLUMN`, and the ranks' outputs are joined."""
+    """Like `COLUMN`, but the ranks' outputs are joined into the whole output."""
     ROW = auto()
-    """The module's input is this rank's part, and the ranks' results are summed."""
+    """The module's input is only this rank's part; the ranks' results are summed."""
     SLICED = auto()
-    """Like `ROW`, but the input is whole and each rank takes its part of it."""
+    """Like `ROW`, but the input is whole, and each rank takes its part of the input."""
     VOCABULARY = auto()
-    """The module looks up the words that this rank has, and the ranks' results are summed."""
+    """The embedding looks up the words that this rank has; the ranks' results are summed."""
     HIDDEN = auto()
-    """The module looks up this rank's columns of every word, and all ranks' columns are joined."""
+    """The embedding looks up this rank's columns of every word; the ranks' columns are joined."""
     REGION = auto()
     """The cut axis occurs only inside the module: its input is whole, and the ranks' results are summed."""
     GROUPED_COLUMN = auto()
@@ -281,14 +281,14 @@ class Cut:
     weight: Weight
     """The parameter."""
     option: Option | None
-    """The axis and dim that are cut; None if every rank has the whole parameter."""
+    """The axis and dim along which the parameter is cut; None if every rank has the whole parameter."""
     positions_by_rank: tuple[Intervals, ...]
-    """For each rank, the positions of the dim that it has."""
+    """For each rank, the indices along the cut dim that it has."""
     shares: Shares | None
-    """How its axis is divided over ranks."""
+    """How the cut axis is divided over ranks; None if every rank has the whole parameter."""
     inside: bool
-    """Whether every rank has the whole parameter and uses it for its own heads, so that the ranks' gradients are
-    summed.
+    """Whether every rank has the whole parameter but uses it only for the rank's own heads, so that gradients are
+    summed over ranks.
     """
 
     @property
@@ -312,7 +312,7 @@ class Heads:
     whole: tuple[int, int]
     """Numbers of query heads, and of key and value heads, in the whole model."""
     local: tuple[tuple[int, int], ...]
-    """The same numbers on every rank."""
+    """For each rank, its numbers of query heads, and of key and value heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ class Plan:
     roles: Mapping[str, Role]
     """Path of a module -> its role."""
     heads: tuple[Heads, ...]
-    """The attention modules."""
+    """The attention modules, with their numbers of heads."""
 
 
 def make_plan(model: nn.Module, reading: Reading, ranks: int, rules: Rules | None) -> Plan:
@@ -339,7 +339,7 @@ def make_plan(model: nn.Module, reading: Reading, ranks: int, rules: Rules | Non
         rules: the cuts that the user wants; None: the table's first option for each parameter.
 
     Raises:
-        Refused: with every problem: MISSING_TENSOR for rules of modules that do not exist, UNSUPPORTED for cuts that
+        Refused: with every problem: MISSING_TENSOR for rules for modules that do not exist, UNSUPPORTED for cuts that
             the table does not allow or that go through a head, and for modules that cannot be cut.
     """
     return _Planner(model, reading, ranks, rules or {}).plan()
@@ -399,7 +399,7 @@ class _Planner:
         return by_module
 
     def _choose_option(self, weight: Weight) -> Option | None:
-        """Return the option by which a parameter is cut; a bias follows the weight of its module."""
+        """Return the option by which a parameter is cut; a bias is cut like the weight of its module."""
         if weight.module not in self._rule_of:
             return weight.options[0] if weight.options else None
         rule, kind, _ = self._rule_of[weight.module]
@@ -422,7 +422,7 @@ class _Planner:
     # Groups.
 
     def _groups(self) -> dict[Group, list[Weight]]:
-        """Return the parameters of each group; groups of which only some parameters are cut are refused."""
+        """Return group -> parameters; refuse a group of which only some parameters are cut."""
         groups: dict[Group, list[Weight]] = defaultdict(list)
         for weight in self._weights:
             option = self._chosen[weight.name]
@@ -466,7 +466,7 @@ class _Planner:
         return None if option is None else option.dim
 
     def _shares(self, group: Group, members: Sequence[Weight]) -> Shares | None:
-        """Return how a group's axis is divided over ranks; None if that is refused."""
+        """Return how a group's axis is divided over ranks; None if the division is refused."""
         axis, _ = group
         sizes = members[0].sizes
         widths = {each.module: rows for each in members for rows in [self._indices(each, axis)] if rows is not None}
@@ -495,7 +495,7 @@ class _Planner:
         return tuple(count // unit for count in rows)
 
     def _inner(self, groups: Mapping[Group, Sequence[Weight]]) -> frozenset[str]:
-        """Return the axes that exist once for each index of a cut axis: those of a head."""
+        """Return the axes inside a head: axes that exist once for each index of a cut axis."""
         inner_axes: set[str] = set()
         for (axis, _), members in groups.items():
             for member in members:
@@ -544,7 +544,7 @@ class _Planner:
     def _heads(
         self, groups: Mapping[Group, Sequence[Weight]], shares: Mapping[Group, Shares | None]
     ) -> Iterator[Heads]:
-        """Yield the modules with heads; refuse axes of heads that the table does not describe."""
+        """Yield the attention modules with heads; refuse head axes that the table does not describe."""
         for group, members in groups.items():
             axis, _ = group
             nested = [m for m in members if len(axes_in(m.expression.dims[self._dim(m) or 0])) > 1]

@@ -387,7 +387,7 @@ class Products:
         return product(grad_operand, input_operand, dtype)
 
     def _groups(self, dim: int) -> tuple[dist.ProcessGroup | None, ...]:
-        """Return the groups of ranks with other parts of a matrix [batch rows, `dim` of the weight] and the same amax."""
+        """Return the groups of ranks with other parts of a matrix [batch rows, weight's `dim`] and the same amax."""
         cut = self.share is not None and self.share.dim - len(self.share.shape) == dim
         return (self.batch.group, self.share.common if cut and self.share is not None else None)
 

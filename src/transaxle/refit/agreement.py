@@ -1,13 +1,13 @@
-"""Agreement on the data that a refit moves: all ranks of both sides agree once, when the refit is made; later pushes
-reuse the agreement.
+"""Agreement on the data that a refit moves: all ranks of source and target agree once, when the refit is made; pushes
+reuse this agreement.
 
 Values are cast before they are sent, so the target is compared with the source tensors after the cast. A target
-parameter that quantizes receives plain values, and quantizes them once all have arrived.
+parameter that quantizes new values receives plain values, and quantizes them once all have arrived.
 
 **Encoded targets** are an engine's plain tensors of codes and scales, encoded on arrival from the source's values.
 
 Each rank receives the values of every whole tile that overlaps its codes and scales, and encodes these tiles: the
-result equals that of encoding the whole tensor. Where an encoding has one scale per matrix, the ranks exchange their
+result equals that of encoding the whole tensor. If an encoding has one scale per matrix, the ranks exchange their
 largest magnitudes.
 """
 
@@ -59,9 +59,9 @@ from transaxle.torch_tensors import (
 
 _ROLES = frozenset({Role.CODES, Role.SCALE, Role.GLOBAL})
 Buffers = Mapping[str, np.ndarray]
-"""Encoded bytes of this rank's codes and scales, by tensor name."""
+"""Tensor name -> encoded bytes of this rank's codes or scales."""
 Maxima = Mapping[str, np.ndarray]
-"""amax (largest magnitude) of each matrix of a tensor, by tensor name."""
+"""Tensor name -> amax (largest magnitude) of each matrix of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,15 @@ class EncodedTarget:
     tensor: EncodedTensor
     """The tensor's encoding, logical shape and buffer names."""
     buffers: Mapping[Role, GlobalTensor]
-    """Each buffer (codes, scales, global scale) with its placement on the ranks."""
+    """Role (codes, scales, global scale) -> the buffer, with its placement on the ranks."""
 
     @property
     def spec(self) -> Encoding:
-        """The built-in encoding of this tensor."""
+        """The built-in encoding of the tensor."""
         return ENCODINGS[self.tensor.encoding.name]
 
     def value_intervals(self, rank: int) -> Positions | None:
-        """Return the box of values, in whole tiles, that a rank needs; None if it has neither codes nor scales."""
+        """Return the indices of values along each dim that a rank needs, in whole tiles; None if it needs none."""
         spans: list[list[tuple[int, int]]] = [[] for _ in self.tensor.shape]
         for role in (Role.CODES, Role.SCALE):
             intervals_by_dim = self.buffers[role].positions.get(rank)
@@ -91,13 +91,13 @@ class EncodedTarget:
         return tuple(_join_intervals(each) for each in spans) if spans[-1] else None
 
     def unit(self, role: Role, dim: int) -> int:
-        """Return how many values along a dim share one element of a buffer."""
+        """Return how many values along a dim one element of a buffer (a code or scale) covers."""
         if role is Role.SCALE:
             return self.spec.tiles(self.tensor.shape)[dim]
         return self.tensor.shape[dim] // max(self.buffers[role].shape[dim], 1) or 1
 
     def stand_in(self, rank: int, code: str, device: str) -> torch.Tensor | None:
-        """Return an empty tensor for the values that a rank receives; None if it needs none."""
+        """Return an uninitialized tensor for the values that a rank receives; None if the rank needs no values."""
         needed_box = self.value_intervals(rank)
         if needed_box is None:
             return None
@@ -108,7 +108,7 @@ class EncodedTarget:
 def find_encodable(
     targets: Census, config: Mapping[str, Any] | None, aside: Container[str], rank: int
 ) -> dict[str, EncodedTarget]:
-    """Return the target's encoded tensors that this module can encode, by logical tensor name.
+    """Return logical tensor name -> encoded tensor of the target, for those that this module can encode.
 
     Args:
         targets: the target's tensors on all ranks.
@@ -117,7 +117,7 @@ def find_encodable(
         rank: this rank.
 
     Raises:
-        Refused: INCOMPLETE where the ranks together lack some codes of a tensor.
+        Refused: INCOMPLETE if the ranks together lack some codes of a tensor.
     """
     entries = {name: tensor for name, tensor in targets.items() if name not in aside}
     encodable = {}
@@ -131,7 +131,7 @@ def find_encodable(
 
 
 def _is_encodable(target: EncodedTarget) -> bool:
-    """Tell whether `encode` can produce this tensor's buffers, in their stored dtypes and shapes."""
+    """Tell whether `encode` can produce the codes and scales of a target in their stored dtypes and shapes."""
     tensor, encoding = target.tensor, ENCODINGS.get(target.tensor.encoding.name)
     if encoding is None or encoding.name not in METHODS or not _ROLES.issuperset(tensor.parts) or len(tensor.shape) < 2:
         return False
@@ -160,7 +160,7 @@ def gather_maxima(targets: Mapping[str, EncodedTarget], values: Mapping[str, tor
 
     Args:
         targets: the tensors encoded in this push, the same on all ranks.
-        values: the values that this rank has received, by tensor name.
+        values: tensor name -> values that this rank has received.
         world: the ranks.
     """
     names = [name for name, one in targets.items() if one.spec.has_global]
@@ -190,7 +190,7 @@ def _merge_maxima(
 
 
 def encode(target: EncodedTarget, values: torch.Tensor, maxima: np.ndarray | None, rank: int) -> Buffers:
-    """Encode the values that a rank has received of a tensor.
+    """Encode the received values of a tensor into this rank's codes and scales.
 
     Args:
         target: the tensor to encode.
@@ -202,7 +202,7 @@ def encode(target: EncodedTarget, values: torch.Tensor, maxima: np.ndarray | Non
         The bytes of this rank's codes and scales.
     """
     needed_box = target.value_intervals(rank)
-    assert needed_box is not None  # only ranks that receive values call this function
+    assert needed_box is not None  # only ranks that have received values call this function
     convention, codes, scales = CONVENTIONS[target.tensor.convention], [], []
     matrix_maxima = None
     if maxima is not None:
@@ -249,7 +249,7 @@ def put(buffers: Buffers, tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def _matrices(values: torch.Tensor) -> Iterator[np.ndarray]:
-    """Yield each matrix of a stack as a numpy array, with no copy."""
+    """Yield each matrix of a stack as a numpy array, without a copy."""
     array = as_bytes(values).view(numpy_dtype(code_of(values.dtype)))
     rows, columns = values.shape[-2:]
     yield from array.reshape(prod(values.shape[:-2]), rows, columns)
@@ -281,7 +281,7 @@ _CONFIGS = "Give the engine the trainer's config; if it differs on purpose, use 
 
 @dataclass(frozen=True)
 class RefitOptions:
-    """Options of a refit, as the user gave them to `Refit`, which documents them."""
+    """Options of a refit, as the user gave them; documented at `Refit`."""
 
     family: str | None
     """Model family."""
@@ -290,11 +290,11 @@ class RefitOptions:
     config: Config | None
     """The model's config."""
     rules: PathLike | None
-    """Path of the user's own table."""
+    """Path of the user's own table of tensor names."""
     dtype: str | None
-    """Type that values may be cast to, a key of `CASTS`."""
+    """Dtype to which values may be cast, a key of `CASTS`."""
     strict: bool
-    """Whether names that only one side has, and differing configs, are refused."""
+    """Whether to refuse tensor names that only source or target has, and differing configs."""
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ class Agreement:
     names: list[str]
     """Target tensor name of each item; the index is the item's key."""
     parts: list[str]
-    """Name of each item's part on the ranks that have it; the index is the item's key."""
+    """Tensor name of each item's part on the ranks that have the part; the index is the item's key."""
 
 
 def agree(source: tuple[State, Leaves], target: tuple[State, Leaves], world: World, options: RefitOptions) -> Agreement:
@@ -410,7 +410,7 @@ class _Translator:
     config: Mapping[str, Any] | None
     """The model's config."""
     settings: Settings
-    """Family, config and rules of the source, as the user gave them."""
+    """Family, config and table of the source, as the user gave them."""
     options: RefitOptions
     """Options of the refit."""
     weights: Weights
@@ -429,7 +429,7 @@ class _Translator:
         view = self._view(sources, _with_values(targets, codes))
         stored = view.tensors()
         encodable = {name: target for name, target in codes.items() if name in stored and stored[name].dtype in WIDE}
-        if encodable.keys() != codes.keys():  # codes that the source has already are moved as they are
+        if encodable.keys() != codes.keys():  # codes that the source already has are moved unchanged
             codes, view = encodable, self._view(sources, _with_values(targets, encodable))
         sent_as = self._casts(view, sources, targets, codes)
         if sent_as:
@@ -449,7 +449,7 @@ class _Translator:
     def _casts(
         self, view: View, sources: Census, targets: Census, codes: Mapping[str, EncodedTarget]
     ) -> dict[str, str]:
-        """Return source tensor name -> dtype code, for tensors that must be cast for a target of the option `dtype`."""
+        """Return source tensor name -> dtype code, for tensors that must be cast to the target's `dtype`."""
         if self.options.dtype is None:
             return {}
         to = CASTS[self.options.dtype]
@@ -462,14 +462,14 @@ class _Translator:
 
 
 def _with_values(targets: Census, codes: Mapping[str, EncodedTarget]) -> Census:
-    """Replace the buffers of encoded targets by one tensor of values each."""
+    """Replace the codes and scales of each encoded target by one tensor of values."""
     parts = {stored for target in codes.values() for stored in target.tensor.parts.values()}
     values = {name: GlobalTensor(name, "", target.tensor.shape, {}) for name, target in codes.items()}
     return {name: tensor for name, tensor in targets.items() if name not in parts} | values
 
 
 def _stand_ins(target_leaves: Leaves, translation: _Translation, rank: int) -> dict[str, torch.Tensor]:
-    """Return meta tensors for the values that this rank's target quantizes or encodes."""
+    """Return name -> meta tensor for the values that this rank will quantize or encode."""
     tensors = {
         name: stand_in(target_leaves.weights[name], code, meta=True)
         for name, code in translation.quantized.anew.items()
@@ -500,7 +500,7 @@ def _config_differences(source: Mapping[str, Any] | None, target: Mapping[str, A
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the integers of a model's config, except token ids: its sizes and counts."""
+    """Return the sizes and counts of a model's config: all integers except token ids."""
     nested = config.get("text_config")
     flat = {**config, **nested} if isinstance(nested, Mapping) else config
     return {key: value for key, value in flat.items() if type(value) is int and not key.endswith(_TOKENS)}

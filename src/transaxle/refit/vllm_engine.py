@@ -1,13 +1,13 @@
-"""Weight transfer engine that vLLM's workers call where `weight_transfer_config` names the backend `transaxle`.
+"""Weight transfer engine that vLLM's workers call if `weight_transfer_config` names the backend `transaxle`.
 
 The engine has the methods of vLLM's `WeightTransferEngine` (0.32) without inheriting from it. `update_weights` receives
-values in staging memory, beside the running model. Once all ranks of trainer and engines have received theirs, the
-trainer calls `finish_weight_update`, which copies them into the model.
+values in staging memory, beside the running model. Once all ranks of trainer and engines have received values, the
+trainer calls `finish_weight_update`, which copies the values into the model.
 
-If one worker fails, all do, but only the last one raises the error: vLLM reads its workers' answers in order, stops at
-the first error, and would take the unread answers for those of the next call.
+If one worker fails, all fail, but only the last worker raises the error: vLLM reads workers' answers in order, stops at
+the first error, and would mistake unread answers for answers to the next call.
 
-`VllmWeights` knows which part of which tensor each parameter of a worker is, and how new values enter the running
+`VllmWeights` knows of which tensor, and of which part, each worker parameter consists, and how values enter the running
 model. vLLM repacks parameters after loading: they may get another shape, be quantized, or exist only inside a kernel.
 vLLM's layer-wise reload remembers the shapes before repacking, and repacks new values into the same memory. The values
 of a push, already sharded, go through this reload, and so are processed as loaded values are.
@@ -52,13 +52,13 @@ class Ranks:
     tp_rank: int
     """This worker's tensor-parallel rank."""
     ep: int = 1
-    """Number of expert-parallel ranks; 1 where each rank has a part of every expert."""
+    """Number of expert-parallel ranks; 1 if each rank has a part of every expert."""
     ep_rank: int = 0
     """This worker's expert-parallel rank."""
 
 
 class Staged(dict[str, torch.Tensor]):
-    """Staging tensors for a worker's parameters, by name; meta tensors, without memory, between two updates.
+    """Parameter name -> staging tensor of a worker; between two updates these are meta tensors without memory.
 
     Args:
         config: config of vLLM's model, which is compared with the trainer's.
@@ -70,7 +70,7 @@ class Staged(dict[str, torch.Tensor]):
 
 
 class _Config:
-    """A config with `to_dict()`, as the `config` of a transformers model has it."""
+    """A config with the method `to_dict()`, like the `config` of a transformers model."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -81,33 +81,33 @@ class _Config:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A parameter or buffer of one layer, in its form before vLLM repacked it."""
+    """A parameter or buffer of one layer, with its shape and dtype before vLLM repacked it."""
 
     layer: nn.Module
     """Layer that owns the parameter or buffer."""
     name: str
-    """Name of the attribute of the layer."""
+    """Attribute name of the parameter or buffer in the layer."""
     form: torch.Tensor
     """Tensor with the original shape and dtype; a meta tensor, unless vLLM never repacks it."""
 
     @property
     def live(self) -> torch.Tensor | None:
-        """The tensor that the running model has now; None if there is none."""
+        """The tensor that the running model uses now; None if repacking has removed it."""
         tensor: torch.Tensor | None = getattr(self.layer, self.name, None)
         return tensor
 
 
 class VllmWeights:
-    """The parameters of a worker's model, as parts of whole tensors, and their staging memory.
+    """The parameters of a worker's model, described as parts of whole tensors, with staging memory for new values.
 
     Args:
         model: vLLM's model on this worker.
         config: config of the model, as vLLM read it.
         ranks: the worker's parallel ranks.
-        device: device of its parameters.
+        device: device of the parameters.
 
     Raises:
-        TransaxleError: with every parameter whose part of the model is unknown.
+        TransaxleError: lists every parameter for which it is unknown which part of the model it is.
     """
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any], ranks: Ranks, device: torch.device) -> None:
@@ -141,7 +141,7 @@ class VllmWeights:
             raise gathered(problems)
 
     def begin(self, names: Iterable[str]) -> None:
-        """Allocate staging memory for the values of these parameters."""
+        """Allocate staging memory for the new values of the named parameters."""
         for name in names:
             share = self._shares[name]
             memory = torch.empty(share.shape, dtype=share.dtype, device=self._device)
@@ -182,7 +182,7 @@ class VllmWeights:
         self.drop()
 
     def _values(self) -> dict[str, torch.Tensor]:
-        """Return all tensors of each layer that has a new value; vLLM reloads whole layers, so the rest are copied."""
+        """Return all tensors of each layer with a new value; unchanged ones are copied: vLLM reloads whole layers."""
         values: dict[str, torch.Tensor] = {name: tensor for name, tensor in self.staged.items() if not tensor.is_meta}
         values |= {twin: values[name] for twin, name in self._twins.items() if name in values}
         touched = {id(self._slots[name].layer) for name in values}
@@ -194,7 +194,7 @@ class VllmWeights:
 
 
 def split_layers(names: Iterable[str], chosen_names: Collection[str]) -> None:
-    """Refuse a choice with only some parameters of a layer: vLLM repacks a layer as a whole.
+    """Refuse a choice that splits the parameters of a layer: vLLM repacks a layer as a whole.
 
     Args:
         names: names of all parameters.
@@ -211,7 +211,7 @@ def split_layers(names: Iterable[str], chosen_names: Collection[str]) -> None:
 
 
 def _names(layer: nn.Module, *, buffers: bool) -> dict[str, torch.Tensor]:
-    """Return the tensors that vLLM loads into a layer, in their form before repacking, by attribute name."""
+    """Return attribute name -> tensor that vLLM loads into a layer, with its shape and dtype before repacking."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
@@ -229,7 +229,7 @@ def _find_slots(model: nn.Module) -> Iterator[tuple[str, _Slot]]:
 
 
 def _twins(slots: Mapping[str, _Slot], table_names: Collection[str]) -> dict[str, str]:
-    """Return, for names of tied parameters: name -> first name of the same tensor that the table knows."""
+    """Return, for tied parameters, name -> first name of the same tensor that the table of tensor names has."""
     first: dict[int, str] = {}
     for name in table_names:
         if slots[name].live is not None:
@@ -245,10 +245,10 @@ def _is_scale(slot: _Slot) -> bool:
 
 
 def _share(shape: tuple[int, ...], part: tuple[int, tuple[Intervals, ...]] | None, ranks: Ranks) -> Part | None:
-    """Return the part of a whole tensor that a worker's parameter is; None if it is the whole tensor.
+    """Return which part of a whole tensor a worker's parameter is; None if the parameter is the whole tensor.
 
     Raises:
-        ValueError: the parameter's size differs from that of the part that the table gives it.
+        ValueError: the size of the parameter differs from the size of this part according to the table.
     """
     if part is None:
         return None
@@ -265,7 +265,7 @@ def _share(shape: tuple[int, ...], part: tuple[int, tuple[Intervals, ...]] | Non
 def _prepares_experts(layer: nn.Module) -> bool:
     """Tell whether vLLM packs a layer's experts while it creates their kernel, a step that its reload skips.
 
-    On a CPU this engine lets vLLM create the kernel anew, as at the first load; on other devices it refuses such
+    On a CPU this engine lets vLLM create the kernel again, as at the first load; on other devices it refuses such
     layers.
     """
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
@@ -280,7 +280,7 @@ def _prepares_experts(layer: nn.Module) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence vLLM's warnings about layers without new values, such as position tables: these are intended."""
+    """Silence vLLM's warnings about layers without new values, such as position tables, which need none."""
     log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -292,7 +292,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _load_shards(slots: Iterable[_Slot]) -> Iterator[None]:
-    """Let parameters load values that are sharded already; outside the block vLLM's loaders shard whole ones."""
+    """Inside the `with` block, let parameters load values that are already sharded; vLLM's loaders would shard them."""
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     loaders = [(each.form, getattr(each.form, _LOADER, None)) for each in slots]
@@ -350,11 +350,11 @@ class Meeting:
     backend: str
     """Backend of the common group, `gloo` or `nccl`."""
     timeout: float
-    """Seconds that ranks wait for each other."""
+    """Seconds that each rank waits for other ranks."""
     secret: str = field(default="", repr=False)
-    """Secret that each rank must prove to know."""
+    """Secret that each rank must prove that it knows."""
     dtype: str | None = None
-    """Option `dtype` of `Refit`; the fields below are options of `Refit` too."""
+    """Option `dtype` of `Refit`; the following fields are options of `Refit` too."""
     family: str | None = None
     strict: bool = True
     bucket: Size = "64MB"
@@ -373,15 +373,15 @@ class Update:
     """Message with which a trainer announces a push; plain JSON."""
 
     only: list[str]
-    """Patterns of the parameter names to push; none: all."""
+    """Patterns of the parameter names to push; empty: all parameters."""
     skip: list[str]
     """Patterns of the parameter names to leave out."""
     forget: bool
-    """Receive nothing, and drop values that were received before."""
+    """Whether to receive nothing, and drop the values received so far."""
 
 
 class VllmEngine:
-    """Receives weights for one worker's model.
+    """Receives new weights for the model of one vLLM worker.
 
     Args:
         config: vLLM's `WeightTransferConfig`.
@@ -403,7 +403,7 @@ class VllmEngine:
         self._complete = False
 
     def parse_init_info(self, init_dict: Mapping[str, Any]) -> Meeting:
-        """Read a trainer's invitation; `init_transfer_engine` refuses one of another version."""
+        """Read a trainer's invitation; `init_transfer_engine` refuses an invitation of another version."""
         if init_dict.get("version") != VERSION:
             return Meeting(-1, "", 0, 0, "", 0)
         field_names = {each.name for each in fields(Meeting)}
@@ -414,7 +414,7 @@ class VllmEngine:
         return Update(list(update_dict.get("only", ())), list(update_dict.get("skip", ())), "forget" in update_dict)
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
-        """Analyse the model's parameters, and meet the trainer where the invitation has an address."""
+        """Analyse the model's parameters; meet the trainer if the invitation has an address."""
 
         def begin() -> None:
             if init_info.version != VERSION:
@@ -460,13 +460,13 @@ class VllmEngine:
         """Do nothing: the main model is the only target."""
 
     def start_weight_update(self) -> None:
-        """Begin an update; values left by an earlier one are dropped."""
+        """Begin an update; values left by an earlier update are dropped."""
         self._open, self._complete = True, False
         if self._weights is not None:
             self._weights.drop()
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        """Receive the trainer's values; an error is raised in the trainer, not here."""
+        """Receive the trainer's values; an error is raised in the trainer, not in the worker."""
         info = self.parse_update_info(update_info)
         self._complete = not info.forget and self._as_one(lambda: self._receive(info), silent=True)
 
@@ -483,7 +483,7 @@ class VllmEngine:
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """Copy the received values into the running model, if the update is complete; otherwise drop them."""
+        """Copy the received values into the running model, if the update is complete; otherwise drop the values."""
         complete, self._open, self._complete = self._complete, False, False
         weights = self._weights
         if weights is None:
@@ -504,11 +504,11 @@ class VllmEngine:
         self._refit, self._world, self._complete = None, None, False
 
     def _as_one(self, action: Callable[[], None], *, silent: bool = False) -> bool:
-        """Run an action on every worker; return whether it succeeded on all of them.
+        """Run an action on every worker; return whether the action succeeded on all workers.
 
         Args:
             action: called on this worker.
-            silent: only log errors, and raise none.
+            silent: only log errors, without raising them.
 
         Raises:
             RuntimeError: on the last worker, if the action has failed on any worker.

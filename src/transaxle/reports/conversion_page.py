@@ -1,7 +1,7 @@
-"""Pages of a plan, a finished conversion and a refusal.
+"""Report pages of a plan, of a finished conversion and of a refusal.
 
-The page of a plan shows which rules become which, how axes move between names and dims, and its refusals. The page of a
-finished conversion adds the bytes and times of files, names that were left out, and the values that changed. If there
+The page of a plan shows which table lines become which, how axes move between names and dims, and refusals. That of a
+finished conversion adds the bytes and times of files, tensor names left out, and changed values. If there
 is no plan, because a checkpoint cannot be opened or planned, the page lists the reasons.
 """
 
@@ -38,7 +38,7 @@ from transaxle.reports.html_page import SHADES, Column, Figure, Page, Section, l
 
 _MOST_BARS = 200
 _MOVE_SECTIONS = ("flow", "axes", "rules")
-"""Ids of the sections of a plan's page about the moves of tensors."""
+"""Ids of a plan page's sections that show how tensors move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Finished:
     report: Report
     """Report of the conversion."""
     times: Mapping[str, FileTime] = field(default_factory=dict)
-    """File -> its bytes and times of writing; empty if they were not recorded."""
+    """File -> its size and the times of writing it; empty if these were not recorded."""
 
 
 def result_page(finished: Finished, plan: Page | None = None) -> Page:
@@ -56,7 +56,7 @@ def result_page(finished: Finished, plan: Page | None = None) -> Page:
 
     Args:
         finished: result of the conversion.
-        plan: the page of its plan; None: only the report is known.
+        plan: page of the conversion's plan; None: the plan is not known, only the report.
     """
     report = finished.report
     rate = f"{size(round(report.bytes_written / report.seconds))}/s" if report.seconds else ""
@@ -106,7 +106,7 @@ def _notices(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _result_sections(finished: Finished, plan: Page | None) -> Iterator[Section]:
-    """Yield the sections of changed values, of moves and of times, then all others of the plan's page."""
+    """Yield the sections of changed values, moves and times, then the other sections of the plan's page."""
     conversion_sections = {section.id: section for section in _conversion_sections(finished)}
     plan_sections = {} if plan is None else {section.id: section for section in plan.sections}
     ids = dict.fromkeys(("recoded", *_MOVE_SECTIONS, *conversion_sections, *plan_sections))
@@ -134,7 +134,7 @@ def _changed_values(recoded: Sequence[MeasuredTensor]) -> Section:
     keys = [(each.what.action, each.what.encoding, each.what.convention, each.what.dtype) for each in recoded]
     steps = {
         (each.what.name, key): each for each, key in zip(recoded, keys, strict=True)
-    }  # the key is part of the index, because one tensor may be changed in several steps
+    }  # the step is part of the key, because one tensor may be changed in several steps
     rows: list[tuple[Any, ...]] = []
     for row in fold([each.what.name for each in recoded], keys):
         assert isinstance(row.key, tuple)
@@ -186,22 +186,22 @@ def _other_names_section(report: Report) -> Iterator[Section]:
 
 
 _MOST_LINKS = 40
-"""Number of links that the figure shows; all smaller ones are one link."""
+"""Number of links that the flow figure shows; all smaller links are joined into one."""
 _IN_NAME = "name"
-"""Place of an axis in tensor names: each of its indices is a tensor of its own."""
+"""Text for an axis that is in tensor names, so that each index of the axis is a separate tensor."""
 _EXPERTS = "experts"
-"""Meaning of the axis whose place the page always states, even if it does not move."""
+"""Meaning of the axis (experts) whose position the page always states, even if the axis does not move."""
 _MOST_REFUSALS = 50
 _MOST_MOVES = 12
-"""Maximum number of rules whose axes are drawn."""
+"""Maximum number of table lines whose axes are drawn."""
 _MOST_TILES = 16
-"""Maximum number of tiles that are drawn, one per rule."""
+"""Maximum number of tiles that are drawn, one per table line."""
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 _AMOUNTS = (Column("tensors", "count"), Column("bytes", "bytes"), Column("share", "share"))
 
 
 def conversion_page(plan: Plan, finished: Finished | None = None) -> Page:
-    """Return the page of a plan or, if it was executed, of the finished conversion.
+    """Return the page of a plan or, if the plan was executed, of the finished conversion.
 
     Args:
         plan: the plan.
@@ -280,7 +280,7 @@ def refusal_page(source: str, error: TransaxleError) -> Page:
 
 
 def _refusal_text(refusal: Refusal) -> str:
-    """Return place, message and hint of a refusal, as lines of text."""
+    """Return file and tensor, message and hint of a refusal as lines of text."""
     shown = refusal.shown()
     return "\n".join(filter(None, (visible(str(shown.where)), shown.message, shown.hint)))
 
@@ -299,7 +299,7 @@ def _plan_sections(plan: Plan) -> Iterator[Section]:
 
 
 def _split_tiles(refusals: Sequence[Refusal]) -> Iterator[Section]:
-    """Yield the section of target tiles that would mix several source tiles: one example per rule."""
+    """Yield the section of target tiles that would mix several source tiles: one example per table line."""
     tiles: dict[str, tuple[str, SplitTile]] = {}
     for refusal in refusals:
         rule = refusal.message.partition("\n")[0]
@@ -350,7 +350,7 @@ def _split_tiles(refusals: Sequence[Refusal]) -> Iterator[Section]:
 
 
 def _amounts(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Return rule of the target -> (number of tensors, bytes)."""
+    """Return table line of the target -> (number of tensors, bytes)."""
     count: Counter[str] = Counter()
     amount: Counter[str] = Counter()
     for tensor in plan.tensors:
@@ -364,7 +364,7 @@ def _routes(plan: Plan) -> dict[str, Route]:
 
 
 def _flow_section(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
-    """Return the flow figure: rules of the source on the left, rules of the target on the right."""
+    """Return the section with the flow figure: the source's table lines on the left, the target's on the right."""
     routes = _routes(plan)
     links: list[tuple[str, str, str, int]] = []
     joined: list[tuple[str, str, int, int]] = []
@@ -434,7 +434,7 @@ def _join_words(names: Sequence[str]) -> str:
 
 
 def _meanings(plan: Plan) -> dict[str, str]:
-    """Return axis -> meaning, if the family is built in and has all axes of the plan; otherwise empty."""
+    """Return axis -> meaning; empty unless the family is built in and has all axes of the plan."""
     family = builtin().get(plan.family or "")
     if family is None or not plan.axes.keys() <= family.axes.keys():
         return {}
@@ -487,7 +487,7 @@ def _axes_section(plan: Plan) -> Section:
 
 
 def _moves_figure(plan: Plan, meanings: Mapping[str, str]) -> Figure | None:
-    """Return a drawing of the axes before and after, for the rules with the most bytes; None if no axis moves."""
+    """Return a figure of axes before and after, for the table lines with the most bytes; None if no axis moves."""
     amounts = _amounts(plan)
     moving = [(route, words(route, plan.axes)) for route in plan.routes]
     moving = [
@@ -529,7 +529,7 @@ def _tensors_section(plan: Plan) -> Section:
 
 
 def _other_tensors(plan: Plan) -> Iterator[Section]:
-    """Yield the sections that only some plans have."""
+    """Yield the sections about tensors that only some plans have, such as ignored ones."""
     listed: tuple[tuple[str, Sequence[str]], ...] = (
         ("name unchanged: no rule in the target dialect", plan.kept),
         ("file copied", plan.carried),
