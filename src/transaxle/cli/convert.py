@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def _describe_change(recoded: RecodedTensor) -> str:
-    """Describe a change of values: averaging, merging, a cast, or a change of encoding."""
+    """Describe how a conversion changes a tensor's values: averaging, merging, a cast, or another encoding."""
     if recoded.action == "averaged":
         return f"replicas that differ, {recoded.dtype}"
     if recoded.action == "merged":
@@ -56,7 +56,7 @@ def print_recoded(screen: Screen, recoded: Sequence[RecodedTensor]) -> None:
 
 
 def print_measured(screen: Screen, measured: Sequence[MeasuredTensor]) -> None:
-    """Print which tensors' values have changed, and by how much."""
+    """Print for which tensors values have changed, and by how much."""
     ordered = sorted(measured, key=lambda item: natural(item.what.name))
     for (action, change), count in _counts([item.what for item in ordered]).items():
         items_by_name = {
@@ -76,7 +76,7 @@ def print_measured(screen: Screen, measured: Sequence[MeasuredTensor]) -> None:
 
 
 def _largest_errors(measured: Sequence[MeasuredTensor]) -> str:
-    """Describe the largest changes of values among these tensors."""
+    """Describe the largest changes of values among the given tensors."""
     if all(measurement.error.exact for measurement in measured):
         return "exact"
     largest, rms = (
@@ -90,7 +90,7 @@ def _largest_errors(measured: Sequence[MeasuredTensor]) -> str:
 
 
 def print_stayed(screen: Screen, stayed: tuple[str, ...]) -> None:
-    """Print the plain tensors that keep their dtype although others are cast."""
+    """Print the names of plain tensors that keep their dtype although other tensors are cast."""
     if stayed:
         rows = [f"{row.name}  {row.times}".rstrip() for row in fold(sorted(stayed, key=natural))]
         screen.some(f"  {plural(len(stayed), 'plain tensor')} not cast (--only PATTERN chooses what is)", rows)
@@ -105,7 +105,7 @@ def _counts(recoded: Sequence[RecodedTensor]) -> dict[tuple[str, str], int]:
 
 
 def print_counted(screen: Screen, counted: Mapping[str, int]) -> None:
-    """Print axis sizes that were counted from tensor names, because no config states them."""
+    """Print the axis sizes that were counted from tensor names because no config states the sizes."""
     for axis, count in counted.items():
         screen.line(
             f"  size of {axis} unknown: counted {count} from the names (with --axis {axis}=N or --config FILE a "
@@ -116,7 +116,7 @@ def print_counted(screen: Screen, counted: Mapping[str, int]) -> None:
 def print_others(
     screen: Screen, unconverted: tuple[str, ...], ignored: tuple[str, ...], carried: tuple[str, ...]
 ) -> None:
-    """Print tensors that keep their names, entries that are left behind, and files that are copied."""
+    """Print tensors that keep their names, checkpoint entries that are left behind, and files that are copied."""
     if unconverted:
         count = plural(len(unconverted), "tensor")
         screen.some(
@@ -138,7 +138,7 @@ def print_others(
 
 
 def print_notes(screen: Screen, notes: tuple[str, ...]) -> None:
-    """Print notes for users of the target."""
+    """Print the plan's notes for users of the target checkpoint."""
     for note in notes:
         if note.startswith(NO_CONFIG):  # without a config the target cannot be loaded
             screen.note(f"warning: {note}")
@@ -191,7 +191,7 @@ _EXTRA = "._extra_state"
 @with_screen
 @with_derive
 def convert_command(screen: Screen, src: str, dst: str, options: dict[str, Any]) -> int:
-    """Convert a checkpoint."""
+    """Convert a checkpoint to another layout or format."""
     with _print_once(together := options["on"] == "torchrun"):
         try:
             report = verbs.convert(src, dst, watch=screen, **options)
@@ -204,7 +204,7 @@ def convert_command(screen: Screen, src: str, dst: str, options: dict[str, Any])
 
 @contextmanager
 def _print_once(together: bool) -> Iterator[None]:
-    """Let only the first rank of a job print an error that all ranks raise."""
+    """In the `with` block, let only the first rank of a job print an error that all ranks raise."""
     try:
         yield
     except TransaxleError as error:
@@ -268,7 +268,7 @@ def print_report(screen: Screen, report: Report) -> None:
 
 
 def print_workers(screen: Screen, workers: Mapping[str, int]) -> None:
-    """Print the bytes written by each machine if there are several; otherwise, or with `--all`, by each process."""
+    """Print the bytes written by each machine; by each process with `--all`, or if there is only one machine."""
     from transaxle.engine.distribute.driver import node_of
 
     nodes: dict[str, list[int]] = {}
@@ -292,7 +292,7 @@ _OF_REFIT = frozenset({
     "src", "dst", "meshes", "together", "ranks_per_node", "config", "family", "axes", "rules", "dtype", "as_json",
     "everything", "quiet", "verbose",
 })  # fmt: skip
-"""Parameters of the command that apply to planning a refit."""
+"""Parameters of the command `plan` that apply only to planning a refit."""
 
 
 @click.command(
@@ -353,7 +353,7 @@ def plan_command(
     together: bool,
     ranks_per_node: int | None,
 ) -> int:
-    """Plan a conversion, or a refit."""
+    """Plan a conversion of a checkpoint, or a refit of an engine."""
     context = click.get_current_context()
     if meshes or together or ranks_per_node:
         return _plan_refit(screen, context, (src, dst), options, (meshes, together, ranks_per_node))
@@ -372,8 +372,8 @@ def _show(screen: Screen, prepared: CheckedPlan, dst: str, options: Mapping[str,
 
     Args:
         screen: where to print.
-        prepared: the plan, with the state of its target.
-        dst: path or URL of the target, as typed.
+        prepared: the plan, with the state of the target path.
+        dst: path or URL of the target, as the user typed it.
         options: options of the verb `plan`.
     """
     plan, limit = prepared.plan, limits(options["jobs"], options["memory"])
@@ -399,7 +399,7 @@ def _show(screen: Screen, prepared: CheckedPlan, dst: str, options: Mapping[str,
     return 0 if error is None else error.exit_code
 
 
-# `--to` is left out where a refit is planned.
+# `--to` is omitted when a refit is planned.
 next(each for each in plan_command.params if each.name == "to").required = False
 
 
@@ -410,7 +410,7 @@ def _plan_refit(
     options: Mapping[str, Any],
     refit: tuple[tuple[str, ...], bool, int | None],
 ) -> int:
-    """Print how many bytes a refit would send; return the exit code.
+    """Print how many bytes a refit would send between ranks; return the exit code.
 
     Args:
         screen: where to print.
@@ -466,7 +466,7 @@ def _print_plan(screen: Screen, plan: Plan, limit: Limits) -> None:
 
 
 def _print_routes(screen: Screen, plan: Plan) -> None:
-    """Print one row per rule of the plan; unchanged rules share one line."""
+    """Print one row per table line of the plan; unchanged lines share one row."""
     moving = [(route, words(route, plan.axes)) for route in plan.routes]
     unchanged = [route.component for route, movement in moving if movement == UNCHANGED]
     moving = [(route, movement) for route, movement in moving if movement != UNCHANGED]
@@ -493,7 +493,7 @@ def _print_routes(screen: Screen, plan: Plan) -> None:
 
 
 _RUNS = 3
-"""Number of ranges of ranks that one cell lists."""
+"""Number of rank ranges that one cell of the printed table lists."""
 
 
 def print_traffic(screen: Screen, traffic: Traffic, ranks_per_node: int | None) -> None:
@@ -540,7 +540,7 @@ def _spread(counts: Matrix) -> tuple[str, str, str]:
 
 
 def _fold_pairs(matrix: Matrix) -> list[tuple[int, int, str, str]]:
-    """Return (bytes, number of pairs, senders, receivers), largest first; pairs with equal bytes share a row."""
+    """Return rows (bytes, number of rank pairs, senders, receivers), largest first; equal pairs share a row."""
     sources, columns = _group_equal_rows(matrix), _group_equal_rows(matrix.T)
     rows = []
     for source in sources:
@@ -556,7 +556,7 @@ def _fold_pairs(matrix: Matrix) -> list[tuple[int, int, str, str]]:
 
 
 def _group_equal_rows(matrix: Matrix) -> list[list[int]]:
-    """Group the indices of equal rows."""
+    """Return the indices of the matrix rows, grouped by equal rows."""
     groups: dict[bytes, list[int]] = {}
     for number, row in enumerate(np.ascontiguousarray(matrix)):
         groups.setdefault(row.tobytes(), []).append(number)
@@ -564,7 +564,7 @@ def _group_equal_rows(matrix: Matrix) -> list[list[int]]:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Write ascending ranks as text: `0-7`, `0-3, 8-11`, `0, 8, … 248 (32 ranks)`."""
+    """Return ascending ranks as text, such as `0-7`, `0-3, 8-11` or `0, 8, … 248 (32 ranks)`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] + 1 == rank:

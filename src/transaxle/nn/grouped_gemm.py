@@ -1,6 +1,6 @@
-"""The product of rows with the weights of their experts, as one autograd function.
+"""Multiplies rows by the weights of their experts, in one autograd function.
 
-The product is one `grouped_mm` if the path allows it, or a grouped product of codes, otherwise one product per expert;
+The product is one `grouped_mm` if possible, or a grouped product of codes, otherwise one product per expert;
 gradients of weights are never products of codes. Between forward and backward only the input, the weights themselves
 (codes if they are quantized) and the offsets are saved.
 
@@ -11,8 +11,8 @@ of an expert without rows is not written (pytorch #172439).
 **NVFP4 training** quantizes all operands. Each expert's rows are a separate matrix with its own amax, so there is one
 product per expert.
 
-**Delayed gradients of weights**: by the time they are computed, FSDP2 has sharded the parameters again, so this module
-reduces them itself.
+**Delayed gradients of weights**: when they are computed, FSDP2 has already sharded the parameters again, so this module
+reduces these gradients over the ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from transaxle.torch_tensors import as_dtensor, place_like, raw_local
 
 @dataclass(frozen=True, slots=True)
 class QuantizedProducts:
-    """Products whose operands are all quantized: how the rows of experts and their gradients become codes."""
+    """Products in which both operands are quantized: says how rows of experts, and gradients, become codes."""
 
     recipe: NVFP4BlockScaling
     """Recipe of the weights."""
@@ -61,15 +61,15 @@ class QuantizedProducts:
     share: Share | None
     """This rank's share of each weight, if tensor parallelism has cut it."""
     batch: Batch
-    """The ranks that have other rows of these experts."""
+    """The batch, with the ranks that have other rows for the same experts."""
     firsts: tuple[int, ...]
-    """For each expert, the index among all its rows of the first one on this rank."""
+    """For each expert, the index of this rank's first row among the expert's rows on all ranks."""
     frames: tuple[Frame, ...]
-    """Frames of the parameters: one for all experts, or one for each. Their rounding counters are used even if hooks
-    replace the weights for backward.
+    """Frames of the parameters: one for all experts, or one per expert. Backward uses the frames' rounding counters
+    even if hooks replace the weights.
     """
     states: torch.Tensor | None = None
-    """During backward, the experts' rounding states, int64 [experts, 2]."""
+    """The experts' rounding states, int64 [experts, 2]; set only during backward."""
 
     def output(
         self, x: torch.Tensor, weight: QuantizedTensor, biases: torch.Tensor | None, features: int
@@ -104,7 +104,7 @@ class QuantizedProducts:
             weights: the parameters as autograd saved them.
 
         Raises:
-            Refused: UNSUPPORTED for values in place of codes.
+            Refused: UNSUPPORTED if a hook has replaced the saved codes by values.
         """
         if not all(isinstance(weight, QuantizedTensor) for weight in weights):
             raise refuse(
@@ -117,7 +117,7 @@ class QuantizedProducts:
         return replace(self, states=torch.cat([count_rounding(frame).view(-1, 2) for frame in self.frames]))
 
     def _experts(self) -> Iterator[tuple[int, slice, Products, torch.Tensor | None]]:
-        """Yield (expert, rows, products, rounding state) for each expert that has rows, on this rank or on others."""
+        """Yield (expert, rows, products, rounding state) for each expert that has rows on any rank."""
         common = self.batch.group is not None
         for expert, start, stop in spans_of(self.counts):
             if start < stop or common:
@@ -126,7 +126,7 @@ class QuantizedProducts:
 
 
 def spans_of(counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (expert, first row, row after the last) for each expert."""
+    """Return (expert, first row, last row + 1) for each expert."""
     ends = list(accumulate(counts))
     return [(expert, end - count, end) for expert, (count, end) in enumerate(zip(counts, ends, strict=True))]
 
@@ -134,10 +134,10 @@ def spans_of(counts: Sequence[int]) -> list[tuple[int, int, int]]:
 def codes_of(
     weights: Sequence[torch.Tensor], counts: Sequence[int] | None, device: torch.device
 ) -> QuantizedProducts | None:
-    """Return how rows are quantized for the weights; None if their recipe does not quantize rows.
+    """Return how rows are quantized for the weights; None if the weights' recipe does not quantize rows.
 
     Args:
-        weights: one parameter for all experts, or one for each.
+        weights: one parameter for all experts, or one per expert.
         counts: number of rows of each expert.
         device: device of the rows.
     """
@@ -156,32 +156,32 @@ def codes_of(
 _BYTES = 16
 """Strides of operands must be multiples of this many bytes."""
 _ROWS = 8
-"""Rows of ones that sum the rows of a group; only the first result is used, the others are for alignment."""
+"""Rows in a matrix of ones that sums the rows of a group; the first result is used, the rest is for alignment."""
 _WRITES_EMPTY = 9
-"""Highest major compute capability at which the kernel writes zeros for experts without rows."""
+"""Highest major compute capability on which torch's kernel writes a zero gradient for experts without rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Rows, dtypes and method of one grouped product."""
+    """Settings of one grouped product: rows, dtype and method."""
 
     splits: Splits
     """The rows of each expert."""
     way: Way
-    """One grouped product of values or of codes, or one product per expert."""
+    """How to multiply: one grouped product of values or of codes, or one product per expert."""
     features: tuple[int, int]
     """Number of output and of input features."""
     dtype: torch.dtype
     """Dtype of the product."""
     codes: QuantizedProducts | None = None
-    """How inputs and gradients are quantized; None unless the weights' recipe says so."""
+    """How inputs and gradients are quantized; None if the weights' recipe does not quantize them."""
 
 
 def weights_of(parameters: Sequence[torch.Tensor], operands: Operands) -> torch.Tensor:
     """Return the weights as one plain tensor [experts, out, in] of the product's dtype, copied only if necessary.
 
-    For a grouped product both dims are padded to multiples of 16 bytes. For a scaled product, and if inputs are
-    quantized too, the result is codes.
+    For a grouped product both dims are padded to multiples of 16 bytes. For a scaled product, or if inputs are
+    quantized too, the result consists of codes.
     """
     if (operands.way == SCALED or operands.codes is not None) and operands.splits.offsets.shape[0]:
         return stack_codes(parameters)
@@ -261,7 +261,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, 
 
 
 def _zero_tail(result: torch.Tensor, splits: Splits) -> torch.Tensor:
-    """Zero the rows after the last expert's, in place; return all rows."""
+    """Set the rows after the last expert's rows to zero, in place; return all rows."""
     return result if splits.complete else result.masked_fill_(splits.past(), 0)
 
 
@@ -276,7 +276,7 @@ def _multiply_each(
 
 
 def spans(splits: Splits) -> list[tuple[int, int, int]]:
-    """Return (expert, first row, row after the last) for each expert that has rows."""
+    """Return (expert, first row, last row + 1) for each expert that has rows."""
     assert splits.counts is not None
     return [span for span in spans_of(splits.counts) if span[1] < span[2]]
 
@@ -343,10 +343,10 @@ def bias_gradient(grad: torch.Tensor, operands: Operands) -> torch.Tensor:
 
 
 class Sink(Protocol):
-    """Receives gradients of weights that do not go to `.grad` at once: delayed ones, and those for `main_grad`."""
+    """Receiver of weight gradients that do not go to `.grad` at once: delayed gradients, and those for `main_grad`."""
 
     def take(self, pending: PendingGradients) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Accept gradients; return those of weights and biases that autograd must still receive."""
+        """Accept pending gradients; return the gradients of weights and of biases that autograd must still receive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,10 +360,10 @@ class PendingGradients:
     operands: Operands
     """Rows, dtypes and method of the product."""
     trained: tuple[bool, bool]
-    """Whether weights, and whether biases, are trained."""
+    """(whether weights are trained, whether biases are trained)."""
 
     def versions(self) -> tuple[int, ...]:
-        """Return the tensors' version numbers, which change if one of them is changed in place."""
+        """Return the tensors' version numbers, which change if a tensor is changed in place."""
         return tuple(0 if tensor.is_inference() else tensor._version for tensor in (self.grad, self.x))
 
     def weight(self) -> torch.Tensor | None:
@@ -377,24 +377,24 @@ class PendingGradients:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The settings of one call."""
+    """The settings of one call of the product."""
 
     way: Way
-    """One grouped product of values or of codes, or one product per expert."""
+    """How to multiply: one grouped product of values or of codes, or one product per expert."""
     features: tuple[int, int]
     """Number of output and of input features."""
     dtype: torch.dtype
     """Dtype of the product."""
     counts: tuple[int, ...] | None
-    """Number of rows of each expert; None if only the device knows."""
+    """Number of rows of each expert; None if these numbers are only on the device."""
     weights: int
-    """Number of parameters that are weights: one, or one per expert; the parameters after them are biases."""
+    """Number of parameters that are weights (one, or one per expert); the remaining parameters are biases."""
     original: bool = False
-    """Whether to save the input as given, not as it is multiplied."""
+    """Whether to save the given input for backward, rather than the cast or quantized input."""
     sink: Sink | None = None
-    """Receiver of the gradients of weights; None: autograd."""
+    """Receiver of the gradients of weights; None: autograd gets the gradients."""
     codes: QuantizedProducts | None = None
-    """How inputs and gradients are quantized; None unless the weights' recipe says so."""
+    """How inputs and gradients are quantized; None if the weights' recipe does not quantize them."""
 
 
 class Product(torch.autograd.Function):
@@ -454,7 +454,7 @@ class Product(torch.autograd.Function):
             (pending.weight(), pending.bias()) if setting.sink is None else setting.sink.take(pending)
         )
         if input_grad is not None and ctx.dgrad_out is not None:
-            # Last, because the caller's buffer may share memory with the input or the output's gradient.
+            # Written last, because the caller's buffer may share memory with the input or the output's gradient.
             input_grad = ctx.dgrad_out.copy_(input_grad)
         gradients = (*_split_gradient(of_weights, weights), *_split_gradient(of_biases, parameters[setting.weights :]))
         needed_gradients = (
@@ -475,14 +475,14 @@ def apply_product(
     """Return [rows, out]; see `Product.forward`. If no gradients are needed, autograd is bypassed.
 
     Args:
-        inp: see `Product.forward`.
-        offsets: see `Product.forward`.
-        cached: see `Product.forward`.
-        dgrad_out: see `Product.forward`.
-        setting: see `Product.forward`.
-        weights: one parameter for all experts, or one for each.
-        biases: one parameter for all experts, one for each, or none. Biases are small, so stacking them costs less than
-            passing each one to autograd.
+        inp: [rows, in]; may be quantized.
+        offsets: see `Splits.offsets`.
+        cached: an earlier result of `weights_of`; None: make one.
+        dgrad_out: buffer for the gradient of the input; None: allocate a buffer.
+        setting: the settings of the call.
+        weights: one parameter for all experts, or one per expert.
+        biases: one parameter for all experts, one per expert, or none. Biases are small, so stacking them costs less
+            than passing each bias to autograd.
     """
     stacked_biases = torch.stack(list(biases)) if len(biases) > 1 else None
     parameters = (*weights, *(biases if stacked_biases is None else (stacked_biases,)))
@@ -499,7 +499,7 @@ def _multiply(
     setting: Setting,
     parameters: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the product, and the input as it was multiplied."""
+    """Return (product, cast or quantized input that was multiplied)."""
     x = values(inp, setting.dtype)
     operands = _operands(setting, offsets, x.shape[0])
     weights, biases = parameters[: setting.weights], parameters[setting.weights :]
@@ -514,7 +514,7 @@ def _operands(setting: Setting, offsets: torch.Tensor, rows: int) -> Operands:
 
 
 def _split_gradient(grad: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Split a gradient over its parameters: all of it for one parameter, or each expert's part."""
+    """Split a gradient over its parameters: one parameter gets all of it, several get their expert's part."""
     if grad is None or not parameters:
         return [None] * len(parameters)
     if parameters[0].dim() == grad.dim():
@@ -527,7 +527,7 @@ _IGNORED = "_ddp_ignored"
 
 
 def refuse_data_parallel(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse delayed gradients inside DistributedDataParallel, which reduces gradients before these exist.
+    """Refuse delayed gradients inside DistributedDataParallel, which reduces gradients before the delayed ones exist.
 
     Args:
         parameters: the parameters with delayed gradients. Parameters that DDP ignores are accepted.
@@ -545,15 +545,15 @@ def refuse_data_parallel(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
-    """Return the mesh of a parameter; None if it is not a DTensor."""
+    """Return the mesh of a parameter; None if the parameter is not a DTensor."""
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def place_gradient(grad: torch.Tensor, parameter: torch.Tensor, before: DeviceMesh | None) -> torch.Tensor:
-    """Give a gradient the present placements of its parameter; collective if the parameter was sharded in between.
+    """Give a gradient the present placements of its parameter; collective if it was sharded after the product.
 
-    The result is the mean over the mesh dims that the parameter did not have during the product. FSDP2 added these mesh
-    dims; each of their ranks computed the gradient from its own rows only.
+    The result is the mean over the mesh dims that FSDP2 has added to the parameter since the product; each rank along
+    these dims has computed the gradient from its own rows only.
 
     Args:
         grad: gradient of everything that this rank multiplied, in the parameter's dtype.

@@ -1,19 +1,19 @@
-"""Torch operations and functions on quantized tensors, including the linear layer.
+"""What torch operations and functions do with quantized tensors; includes the linear layer.
 
-**Operations.** One table serves all formats. An operation is *raw* (codes and scales are moved, and the result is
-quantized), *dequantizes* (it gets the values, and its result is a plain tensor) or *raises*. For operations that are
+**Operations.** One table serves all encodings. An operation is *raw* (codes and scales are moved, and the result is
+quantized), *dequantizes* (the operation gets the values; the result is a plain tensor) or *raises*. For operations
 not in the table, the schema decides: an operation that writes into a quantized tensor, or returns a view of one,
 raises, because the written values would be lost; any other operation dequantizes.
 
-**Collectives** send codes, and the scales that are cut with them, as bytes.
+**Collectives** send codes, and scales that are cut like the codes, as bytes.
 
 **The linear layer**, forward and backward. If the device multiplies float8 (`scaled_mm`, from compute capability 8.9
 on) and the weight has one scale, inputs and gradients are quantized too, by current scaling, and all three products are
 float8 with float32 sums. Otherwise the weight is dequantized and multiplied in the input's dtype. With the recipe
 `NVFP4BlockScaling` all operands of all three products are quantized, on every device.
 
-**Torch functions** above these operations are overridden only if they access a tensor's storage, which is empty here,
-or are not made of operations.
+**Torch functions** above these operations are overridden only if they access a tensor's storage, which is empty in
+quantized tensors, or are not made of operations.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from transaxle.torch_tensors import with_plain_bytes
 
 
 def pad_rows(tensor: QuantizedTensor, rows: int) -> QuantizedTensor:
-    """Return a copy with rows of zeros appended, up to a number of rows."""
+    """Return a copy with rows of zeros appended, so that it has the given number of rows."""
 
     def pad_buffer(buffer: torch.Tensor) -> torch.Tensor:
         with_padding = torch.zeros((rows, *buffer.shape[1:]), dtype=buffer.dtype, device=buffer.device)
@@ -55,12 +55,12 @@ def pad_rows(tensor: QuantizedTensor, rows: int) -> QuantizedTensor:
 
 
 def all_gather(tensor: QuantizedTensor, group_size: int, group: Any) -> QuantizedTensor:
-    """Gather the rows of a matrix, or the matrices of a stack; each rank has the same number, with padding at the end.
+    """Gather the rows of a matrix, or the matrices of a stack; each rank sends equally many, with padding at its end.
 
-    Scales of tiles of several rows are already on every rank.
+    Scales whose tiles span several rows are already on every rank.
 
     Raises:
-        Refused: `BLOCK_MISALIGNED` for a view of another shape, or a range of columns; `UNSUPPORTED` for a part that
+        Refused: `BLOCK_MISALIGNED` for a view with another shape or a range of columns; `UNSUPPORTED` for a part that
             tensor parallelism has cut.
     """
     frame = tensor.frame
@@ -88,7 +88,7 @@ def all_gather(tensor: QuantizedTensor, group_size: int, group: Any) -> Quantize
 aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
 _WAITS = ("wait_tensor", "_wrap_tensor_autograd")
-"""Operations that wait for a functional collective; the second one exists from torch 2.13 on."""
+"""Operations that wait for a functional collective; `_wrap_tensor_autograd` exists from torch 2.13 on."""
 Class = Literal["raw", "dequantizes", "raises"]
 """How an operation treats quantized tensors."""
 Handler = Callable[..., Any]
@@ -100,7 +100,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out an operation with quantized arguments.
 
     Raises:
-        Refused: UNSUPPORTED if the operation is possible neither on codes and scales nor on values.
+        Refused: UNSUPPORTED if the operation can use neither codes and scales nor values.
     """
     handler = TABLE.get(func)
     if handler is not None:
@@ -115,8 +115,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def operation_class(func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Class:
-    """Return how an operation treats quantized tensors, given the arguments, which decide whether it writes into
-    one.
+    """Return how an operation treats quantized tensors; the arguments decide whether it writes into a quantized
+    tensor.
     """
     if func in TABLE:
         return "raw"
@@ -158,7 +158,7 @@ def _detach(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _view(tensor: QuantizedTensor, size: Sequence[int], **_: Any) -> QuantizedTensor:
-    """View the same elements in another shape."""
+    """Return a view of the same elements with another shape."""
     fixed = prod(step for step in size if step != -1)
     shape = tuple(tensor.numel() // fixed if step == -1 and fixed else max(step, 0) for step in size)
     if prod(shape) != tensor.numel():
@@ -207,7 +207,7 @@ def _slice(
 
 
 def _select(tensor: QuantizedTensor, dim: int, index: int) -> torch.Tensor:
-    """Return one matrix of a stack as a view; for other dims, the dequantized values."""
+    """Return one matrix of a stack as a view; for any dim but the first, dequantized values."""
     matrix = tensor.frame.matrix
     if matrix is None or dim % tensor.dim() or not is_whole(tensor):
         return cast(torch.Tensor, _on_values(aten.select.int, (tensor, dim, index), {}))
@@ -225,7 +225,7 @@ def _unbind(tensor: QuantizedTensor, dim: int = 0) -> list[torch.Tensor]:
 
 
 def _band(tensor: QuantizedTensor, dim: int, first: int, size: int) -> QuantizedTensor:
-    """Return a range of columns, or of rows of every matrix of a stack, as a view; it must be whole tiles."""
+    """Return a range of columns, or of rows of every matrix of a stack, as a view; the range must be whole tiles."""
     frame, shape, last = tensor.frame, list(tensor.shape), first + size
     kind = "columns" if dim == tensor.dim() - 1 else "rows of each matrix"
     step = tile_of(tensor.quantizer, shape, dim, columnwise=frame.columnwise)
@@ -245,7 +245,7 @@ def _band(tensor: QuantizedTensor, dim: int, first: int, size: int) -> Quantized
         blank=False,
         of=None,
         band=cut if old_band is None else replace(cut, start=old_band.start + first, whole=old_band.whole),
-        used=frame.rows + 1,  # more than there are: no copy is complete, as elements outside the band share its scales
+        used=frame.rows + 1,  # more than exist: no copy is complete, as elements outside the band may share scales
     )
     return QuantizedTensor(band_frame, tensor.skip, tensor.height, tensor.dtype)
 
@@ -278,7 +278,7 @@ def _to_copy(
     non_blocking: bool = False,
     **_: Any,
 ) -> torch.Tensor:
-    """Copy or move; the result stays quantized unless the dtype changes, which makes it a plain tensor."""
+    """Copy or move a tensor; the result is quantized unless the dtype changes, which makes a plain tensor."""
     target = tensor.device if device is None else torch.device(device)
     if dtype is not None and dtype != tensor.dtype:
         values = tensor.dequantize(dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else None)
@@ -290,7 +290,7 @@ def _to_copy(
 
     copy = _map_buffers(tensor, move_buffer)
     state = state_of(tensor.frame)
-    # FSDP2 makes such a copy before it gathers.
+    # FSDP2 makes a copy with another dtype before it gathers.
     if state is not None and (tensor.device.type, target.type) == ("cpu", "cuda"):
         state_rows = state if tensor.frame.matrix is None else state[tensor.skip : tensor.skip + tensor.height]
         copy.frame.echoes = (*tensor.frame.echoes, state_rows)
@@ -321,7 +321,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 
 def _zero(tensor: QuantizedTensor) -> QuantizedTensor:
-    """Zero the codes and the scales that are cut with them; other scales only if no other rows depend on them."""
+    """Zero the codes, and the scales that are cut like them; shared scales only if no other rows use them."""
     for name, buffer in tensor.frame.cut.items():
         if name in STATE:
             continue
@@ -336,11 +336,11 @@ def _zero(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _new(tensor: QuantizedTensor, size: Sequence[int], device: Any, pin_memory: bool | None) -> QuantizedTensor:
-    """Return a quantized tensor of zeros. Three dims make a stack; otherwise the last dim is the row, and no dims mean
-    one element.
+    """Return a quantized tensor of zeros. A shape of three dims makes a stack; otherwise the last dim is the row, and
+    an empty shape means one element.
 
-    If the new tensor has rows of the same shape as the given one's, and at most as many, it may become a part of the
-    same matrix. So it gets the given tensor's position and shared buffers, because FSDP2 never copies any into a rank
+    If the new tensor has rows like those of the given tensor, and at most as many, it may become a part of the
+    same matrix. So it gets the given tensor's position and shared buffers, because FSDP2 copies nothing into a rank
     that it leaves without rows.
     """
     shape = tuple(size) if len(size) == _STACK else (prod(size[:-1]), size[-1]) if size else (1, 1)
@@ -399,7 +399,7 @@ def _pin(tensor: QuantizedTensor, *_: Any, **__: Any) -> QuantizedTensor:
 
 
 def _pad(tensor: QuantizedTensor, pad: Sequence[int], value: float = 0) -> torch.Tensor:
-    """Append rows of zeros, as DTensor does before it gathers; any other padding dequantizes."""
+    """Append rows of zeros, as DTensor does before a gather; any other padding dequantizes."""
     last = 2 * tensor.dim() - 1
     if len(pad) != last + 1 or any(pad[:last]) or pad[last] < 0 or value or not is_whole(tensor):
         return cast(torch.Tensor, _on_values(aten.constant_pad_nd.default, (tensor, pad, value), {}))
@@ -439,7 +439,7 @@ TABLE: Mapping[Any, Handler] = MappingProxyType(
         **{getattr(collectives, name).default: _wait for name in _WAITS if hasattr(collectives, name)},
     }
 )
-"""Operations that work on codes and scales."""
+"""Operation -> function that carries it out on codes and scales."""
 
 COPIES = frozenset({aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default})
 """Operations that return views in torch but plain copies here: a write into the result does not change the codes."""
@@ -448,13 +448,13 @@ OPERATIONS[:] = [run]
 
 
 _STEP = 16
-"""Sizes of float8 products must be multiples of this."""
+"""All sizes in a float8 product must be multiples of this number."""
 _CAPABLE = (8, 9)
-"""Lowest compute capability with float8 products."""
+"""Lowest CUDA compute capability with float8 products."""
 
 
 def multiplies(x: torch.Tensor, weight: QuantizedTensor) -> bool:
-    """Whether the device can multiply this weight's codes directly."""
+    """Tell whether the input's device can multiply the weight's codes directly."""
     matrix = weight.frame.matrix is None and weight.dim() == 2
     if not matrix or x.device.type != "cuda" or weight.frame.encoding.tile != (WHOLE, WHOLE):
         return False
@@ -464,11 +464,11 @@ def multiplies(x: torch.Tensor, weight: QuantizedTensor) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `x @ weight.T + bias` in the input's dtype, or autocast's; gradients are plain tensors, also the weight's.
+    """Return `x @ weight.T + bias` in the input's dtype, or autocast's; all gradients are plain tensors.
 
     Args:
         x: [..., K], plain.
-        weight: [N, K], quantized; with a plain weight this is torch's linear.
+        weight: [N, K], quantized; a plain weight is passed to torch's linear.
         bias: [N].
     """
     if not isinstance(weight, QuantizedTensor):
@@ -502,7 +502,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        x, weight = ctx.saved_tensors  # the weight may be values: `save_on_cpu(pin_memory=True)` does not copy codes
+        x, weight = ctx.saved_tensors  # it may be values: `save_on_cpu(pin_memory=True)` does not copy codes
         rows, grad = x.reshape(-1, x.shape[-1]), grads[0].reshape(-1, weight.shape[0])
         needs_x, needs_weight = ctx.needs_input_grad
         float8 = isinstance(weight, QuantizedTensor) and multiplies(x, weight)
@@ -558,7 +558,7 @@ def _as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _products(x: torch.Tensor, weight: QuantizedTensor, recipe: NVFP4BlockScaling) -> Products:
-    """Return the products with a weight.
+    """Return the three products (forward and backward) with a weight.
 
     Raises:
         Refused: UNSUPPORTED for a view of a weight, and for a weight that is not one matrix.
@@ -615,10 +615,10 @@ def _is_shared(tensor: QuantizedTensor) -> bool:
 
 
 def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
-    """Assign to an index if it is a view. An index that is a view in torch but a copy here would lose the values.
+    """Assign to an index that yields a view; an index that yields a copy only here would lose the values.
 
     Raises:
-        Refused: `UNSUPPORTED` for elements, and for single rows of a matrix, whose values are copies.
+        Refused: `UNSUPPORTED` for elements and single rows of a matrix, because indexing copies their values.
     """
     if not isinstance(tensor, QuantizedTensor):
         with torch._C.DisableTorchFunctionSubclass():
@@ -641,7 +641,7 @@ def _set_data(tensor: QuantizedTensor, source: torch.Tensor) -> None:
     Plain values in another dtype keep the codes if they equal the dequantized values; other values are quantized.
 
     Raises:
-        Refused: `UNSUPPORTED` for other values of a part that tensor parallelism has cut: another rank may have none.
+        Refused: `UNSUPPORTED` for new values of a tensor-parallel part: other ranks may have none.
     """
     if not isinstance(source, QuantizedTensor):
         source = tensor.with_dtype_of(source)

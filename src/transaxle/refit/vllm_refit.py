@@ -1,7 +1,7 @@
-"""The trainer's side of the vLLM plugin: it connects to running engines, and pushes its weights into them.
+"""The trainer's side of the vLLM plugin: connects to running engines, and pushes the trainer's weights into them.
 
-A trainer controls an engine over HTTP, through an `LLM` object in this process, or through a client with the methods of
-vLLM's own.
+A trainer controls an engine over HTTP, through an `LLM` object in this process, or through a client object with the
+methods of vLLM's `VLLMWeightSyncClient`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from transaxle.torch_tensors import Ranks
 _LOCAL = "127.0.0.1"
 _PORTS = {"http": 80, "https": 443}
 _LONGEST_ANSWER = 1 << 20
-"""Longest accepted answer in bytes; vLLM's have a few hundred."""
+"""Maximum bytes of an engine's answer; vLLM's answers have a few hundred."""
 _SHOWN_CHARACTERS = 2000
-"""Number of characters of an answer that an error shows."""
+"""Number of characters of an engine's answer that an error shows."""
 _MOST_WORKERS = 1 << 20
 """Largest accepted number of workers of an engine."""
 _CHECK_SERVER = "Is it there, and was it started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config?"
@@ -69,26 +69,26 @@ class Control(Protocol):
         """Return an address of this machine that the engine can reach."""
 
     def init(self, info: Payload) -> None:
-        """Send the fields of a `Meeting`."""
+        """Send the fields of a `Meeting` to the engine."""
 
     def pause(self) -> None:
-        """Wait until running requests have finished, and hold back new ones."""
+        """Wait until running requests have finished, and hold back new requests."""
 
     def start(self) -> None:
         """Begin an update."""
 
     def update(self, info: Payload) -> None:
-        """Send the fields of an `Update`; return when the engine has received all values."""
+        """Send the fields of an `Update` to the engine; return when the engine has received all values."""
 
     def finish(self, version: str | None) -> None:
-        """End the update: the engine's model gets the received values, if they are complete."""
+        """End the update: the engine's model gets the received values, if all have arrived."""
 
     def resume(self) -> None:
         """Clear caches computed with older weights, and serve requests again."""
 
 
 class _Server:
-    """Controls a server, `vllm serve`, over HTTP. Errors show neither secrets of its URL nor the meeting's secret.
+    """Controls a server (`vllm serve`) over HTTP. Errors hide secrets in the URL and the meeting's secret.
 
     Args:
         url: address of the server; a user and password in it are sent as HTTP basic authentication.
@@ -96,7 +96,7 @@ class _Server:
 
     Raises:
         ValueError: `url` is not an HTTP URL.
-        Refused: UNSUPPORTED where httpx is not installed.
+        Refused: UNSUPPORTED if httpx is not installed.
     """
 
     def __init__(self, url: str, timeout: float) -> None:
@@ -117,7 +117,7 @@ class _Server:
         self._trusted = ssl.create_default_context() if parsed.scheme == "https" else False
         self._login = httpx.BasicAuth(parsed.username, parsed.password) if parsed.userinfo else None
         encoded = base64.b64encode(f"{parsed.username}:{parsed.password}".encode()).decode()
-        credential = parsed.password or parsed.username  # a user without a password may be a token
+        credential = parsed.password or parsed.username  # a user name without a password may be an access token
         raw = parsed.userinfo.decode("ascii")
         forms = (
             credential,
@@ -131,7 +131,7 @@ class _Server:
         self._secrets = {each for each in forms if each} if parsed.userinfo else set[str]()
 
     def _ask(self, path: str, payload: Payload | None = None, *, post: bool = True) -> Mapping[str, Any]:
-        """Send a request, and return the answer's JSON object; {} if the answer is other JSON."""
+        """Send a request, and return the answer's JSON object; {} if the answer is JSON but no object."""
         import httpx
 
         content = json.dumps(payload).encode() if payload is not None else b""
@@ -309,17 +309,17 @@ class _Client:
 
 
 def control(engine: object, workers: int | None, timeout: float) -> Control:
-    """Return the control of an engine, by the engine's type.
+    """Return the `Control` that fits the type of an engine.
 
     Args:
-        engine: URL of a server, `LLM`, or client.
-        workers: number of workers behind a client; None: not given.
+        engine: URL of a server, an `LLM` object, or a client object.
+        workers: number of vLLM workers behind a client; None: not given.
         timeout: seconds within which a server must answer.
 
     Raises:
-        TypeError: `engine` is none of the three.
+        TypeError: `engine` is neither a URL nor an `LLM` nor a client.
         ValueError: `engine` is a str, but not an HTTP URL.
-        Refused: UNSUPPORTED where httpx is not installed.
+        Refused: UNSUPPORTED if httpx is not installed.
     """
     if isinstance(engine, str):
         return _Server(engine, timeout)
@@ -341,7 +341,7 @@ _ANEW = "Make a new VllmRefit; the engine serves the weights it had."
 _OPTIONS = (
     "family", "config", "dtype", "strict", "bucket", "adapter", "backend", "workers", "timeout", "pause",
 )  # fmt: skip
-"""Keyword arguments of `VllmRefit` that say how weights are moved."""
+"""Keyword arguments of `VllmRefit` that say how weights are sent."""
 
 
 class VllmRefit:
@@ -350,22 +350,22 @@ class VllmRefit:
         refit = tx.refit.VllmRefit(model, "http://10.0.0.8:8000", dtype="bf16")
         refit.push()
 
-    Start the engines with `weight_transfer_config={"backend": "transaxle"}`, in an environment that has this package.
-    Requests in flight finish with the old weights; later ones wait for the new weights.
+    Start the engines with `weight_transfer_config={"backend": "transaxle"}`, in an environment that has Transaxle.
+    Requests in flight finish with the old weights; later requests wait for the new weights.
 
     Args:
         src_state: the trainer's model or state dict.
         engine: URL of a server (`vllm serve` with `VLLM_SERVER_DEV_MODE=1`), an `LLM`, a client with the four methods
             of vLLM's `VLLMWeightSyncClient`; or a list of these. Only the first rank's value is used.
-        group: the trainer's ranks; None: all.
-        address: `HOST:PORT` on which the first rank waits for the engines; None: chosen automatically.
-        family: see `Refit`, also for `config`, `dtype`, `strict` and `bucket`.
+        group: the trainer's ranks; None: all ranks of the job.
+        address: `HOST:PORT` at which the first rank waits for the engines; None: chosen automatically.
+        family: as in `Refit`; so are `config`, `dtype`, `strict` and `bucket`.
         adapter: `merged`: send the base weights of a peft model with its active adapter merged in.
-        backend: `gloo` or `nccl`; None: `nccl` where torch has a GPU, else `gloo`.
-        workers: number of workers behind a client; not needed for a URL or an `LLM`.
+        backend: `gloo` or `nccl`; None: `nccl` if torch finds a GPU, else `gloo`.
+        workers: number of vLLM workers behind a client; not needed for a URL or an `LLM`.
         timeout: seconds that trainer and engines wait for each other.
-        pause: returns a context manager that is active on the first rank while engines switch to the new weights; None:
-            servers hold back requests, and an `LLM` must have none.
+        pause: function that returns a context manager, active on the first rank while engines switch weights; None:
+            servers hold back requests, and an `LLM` must have no running requests.
 
     Raises:
         TypeError: an argument of a wrong type.
@@ -418,15 +418,15 @@ class VllmRefit:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all parameters that are moved, as vLLM calls them."""
+        """vLLM's names of all parameters that receive values."""
         return self._refit.names
 
     def push(self, *, only: Patterns = (), skip: Patterns = ()) -> RefitReport:
-        """Push the current values; collective on the trainer's ranks.
+        """Push the trainer's current weights into the engines; collective on the trainer's ranks.
 
         Args:
-            only: patterns of vLLM's parameter names to push, which must choose layers as a whole; none: all.
-            skip: patterns of parameter names to leave out.
+            only: patterns of vLLM's parameter names to push, which must choose whole layers; empty: all parameters.
+            skip: patterns of vLLM's parameter names to leave out.
 
         Raises:
             TypeError: an argument of a wrong type.
@@ -456,7 +456,7 @@ class VllmRefit:
         return report
 
     def close(self) -> None:
-        """Free the exchange buckets; another push needs a new `VllmRefit`."""
+        """Free the exchange buckets; for a later push make a new `VllmRefit`."""
         self._refit.close()
         self._lost = "it was closed"
 
@@ -468,7 +468,7 @@ class VllmRefit:
 
     @contextmanager
     def _while_engines(self, action: Callable[[Control, int], None]) -> Iterator[None]:
-        """Run an action on all engines during the block; an error of one engine is raised on all ranks."""
+        """Run an action on all engines during the `with` block; an error of one engine is raised on all ranks."""
         futures = self._engines.begin(action)
         try:
             yield
@@ -499,18 +499,18 @@ class _Engines:
         self._open: set[Control] = set()
 
     def note_open(self, open_by_rank: Sequence[bool]) -> None:
-        """Note which engines have an update that a lost trainer left open.
+        """Remember which engines have an unfinished update of a lost trainer.
 
         Args:
-            open_by_rank: for each rank of the common group, whether its engine has an open update.
+            open_by_rank: for each rank of the common group, whether its engine has an unfinished update.
         """
-        # One end per engine; none on ranks that control no engine.
+        # The rank after the last of each engine; empty on ranks that control no engine.
         ends = [*self._firsts[1:], len(open_by_rank)][: len(self._firsts)]
         spans = zip(self._controls, self._firsts, ends, strict=True)
         self._open = {each for each, first, last in spans if any(open_by_rank[first:last])}
 
     def prepare(self, address: str | None, trainers: int, invitation: Meeting) -> Meeting | None:
-        """Check that all engines can take weights; return the complete invitation, None without engines."""
+        """Check that all engines can take weights; return the complete invitation, None if this rank has no engines."""
         if not self._controls:
             return None
         size = trainers
@@ -525,11 +525,11 @@ class _Engines:
     def begin(
         self, action: Callable[[Control, int], None], only: Container[Control] | None = None
     ) -> list[Future[None]]:
-        """Start an action on several engines at once; return the futures.
+        """Start an action on several engines at once; return one future per engine.
 
         Args:
-            action: called in a thread with an engine's control and the rank of its first worker.
-            only: controls of the engines to use; None: all.
+            action: function called in a thread with an engine's control and the rank of the engine's first worker.
+            only: controls of the engines to use; None: all engines.
         """
 
         def run(control: Control, first: int) -> None:
@@ -548,14 +548,14 @@ class _Engines:
         return [self._pool.submit(run, control, first) for control, first in engines if only is None or control in only]
 
     def each(self, action: Callable[[Control, int], None], only: Container[Control] | None = None) -> None:
-        """Run an action on several engines at once, and wait for all; see `begin`."""
+        """Run an action on several engines at once, and wait for all of them; arguments as in `begin`."""
         futures = self.begin(action, only)
         wait(futures)
         for future in futures:
             future.result()
 
     def start(self) -> None:
-        """Begin an update; abandon one that a lost trainer has left open."""
+        """Begin an update on all engines; abandon an update that a lost trainer has left unfinished."""
         self.abandon()
 
         def begin(control: Control, _: int) -> None:
@@ -565,17 +565,17 @@ class _Engines:
         self.each(begin)
 
     def switch(self, version: str) -> None:
-        """Let the engines switch to the received values, while they serve no requests."""
+        """Let the engines switch to the received values while no requests are served."""
 
         def finish(control: Control, _: int) -> None:
-            self._open.discard(control)  # also if `finish` fails, which leaves that model in an unknown state
+            self._open.discard(control)  # even if `finish` fails, which leaves that engine's model in an unknown state
             control.finish(version)
 
         with self._pause_requests():
             self.each(finish)
 
     def abandon(self) -> None:
-        """End a failed update: engines that still run keep their weights."""
+        """End a failed update; engines that still run keep their old weights."""
         for action in (lambda control, _: control.update({"forget": True}), lambda control, _: control.finish(None)):
             with suppress(TransaxleError):
                 self.each(action, self._open)
@@ -591,14 +591,14 @@ class _Engines:
             self.each(lambda control, _: control.pause())
             yield
         except BaseException:
-            with suppress(TransaxleError):  # report the first error
+            with suppress(TransaxleError):  # the first error is reported, not this one
                 self.each(lambda control, _: control.resume())
             raise
         self.each(lambda control, _: control.resume())
 
 
 def _invitation(options: Mapping[str, Any]) -> Meeting:
-    """Return the invitation to the engines, without address, size and secret.
+    """Return the trainer's invitation to the engines, without address, size and secret.
 
     Raises:
         TypeError, ValueError: an invalid option.
@@ -620,7 +620,7 @@ def _invitation(options: Mapping[str, Any]) -> Meeting:
 
 
 def _of_refit(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of the trainer's `Refit`."""
+    """Return the keyword arguments for the trainer's `Refit`."""
     refit_options = {key: value for key, value in options.items() if key not in _OWN_OPTIONS}
     return {"in_place": True, "dialect": DIALECT, **refit_options}
 

@@ -1,8 +1,8 @@
-"""The page of a checkpoint: where its bytes are, its layout in the notation, and anything unusual about it.
+"""Report page of a checkpoint: where its bytes are, its layout in the notation, and anything unusual about it.
 
-`layout_rows` puts the tensors into few rows: each stands for tensors that differ only in their indices, such as layer
-and expert, for every combination of these indices. 70,000 tensors are some twenty rows, from which the treemap is drawn
-without a list of all tensors. `find_unusual` lists findings that a reader should look at first.
+`layout_rows` puts the tensors into few rows. A row stands for tensors whose names differ only in indices, such as layer
+and expert, with every combination of these indices. 70,000 tensors make some twenty rows; the treemap is drawn from
+these rows. `find_unusual` lists what a reader should look at first.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ class RowKey:
     """Properties that all tensors of a row share."""
 
     kind: Kind
-    """`table`: a line of the table reads them; `ignored`: listed by the table, but not weights; `unknown`: neither."""
+    """`table`: a table line reads the tensors; `ignored`: the table lists them as no weights; `unknown`: neither."""
     rule: str
-    """Line of the table; for names outside the table the name, with `*` for its indices."""
+    """Table line of the tensors; for tensors outside the table their name, with `*` for indices."""
     component: str
-    """Names of the logical tensors; outside the table the same as `rule`."""
+    """Names of the logical tensors in each tensor; for tensors outside the table the same as `rule`."""
     slot: str
     """Name of the optimizer state, such as `exp_avg`; empty for weights."""
     role: str
-    """Role of the buffer in its encoded tensor; empty for plain tensors."""
+    """Role (codes, scales, …) of the buffer in its encoded tensor; empty for plain tensors."""
     encoding: str
     """Name of the encoding; empty for plain tensors."""
     axes: tuple[str, ...]
-    """Axes in the names, one per index; empty texts outside the table."""
+    """Axis of each index in the names; for tensors outside the table empty texts."""
     dtype: str
     """Safetensors code of the dtype."""
     shape: tuple[int, ...]
-    """Shape in logical elements."""
+    """Shape of each tensor in logical elements (unpacked)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutRow:
-    """Tensors whose names differ only in their indices, and that are otherwise alike."""
+    """Tensors whose names differ only in indices, and that are alike in all else."""
 
     key: RowKey
-    """Properties that all of them share."""
+    """Properties that all tensors of the row share."""
     sets: Indices
     """Indices along each axis; the row has a tensor for every combination."""
     count: int
@@ -72,15 +72,15 @@ class LayoutRow:
     example: str
     """Stored name of the first tensor."""
     misfit: str = ""
-    """How their shape differs from the table's, for the sizes of the config; empty if it does not."""
+    """How the tensors' shape differs from the one that table and config give; empty if the shapes agree."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Line, logical tensors and indices that the table gives to one stored tensor."""
+    """Table line, logical tensors and indices of one stored tensor."""
 
     line: int
-    """Number of the line, in table order."""
+    """Number of the table line, in the order of the table."""
     rule: str
     component: str
     slot: str
@@ -91,7 +91,7 @@ class _Place:
 
 
 def layout_rows(checkpoint: Checkpoint) -> list[LayoutRow]:
-    """Return rows for all stored tensors: those of the table in its order, then all others.
+    """Return rows for all stored tensors: first tensors in the table, in table order, then all other tensors.
 
     Args:
         checkpoint: the checkpoint as stored.
@@ -121,7 +121,7 @@ def _first(sets: Indices) -> Position:
 
 
 def _misfit(checkpoint: Checkpoint, line: int, key: RowKey, index: Position) -> str:
-    """Return why a conversion would refuse the shape of a row's first tensor; empty if it would not."""
+    """Return why a conversion would refuse the shape of a row's first tensor; empty if the shape is accepted."""
     if key.slot != WEIGHT or key.encoding:
         return ""
     expression = checkpoint.bound.dialect.lines[line].expression
@@ -162,7 +162,7 @@ def _parts(group: EncodedTensor | None) -> Iterator[tuple[Role, str]]:
 
 
 def _other_rows(checkpoint: Checkpoint, names: list[str]) -> Iterator[LayoutRow]:
-    """Yield rows of tensors that no line reads; their indices are the numbers in their names."""
+    """Yield rows of tensors that no table line reads; the numbers in their names are the indices."""
     ignored = frozenset(checkpoint.bound.ignored) if checkpoint.family is not None else frozenset()
     kinds: Mapping[bool, Kind] = {True: "ignored", False: "unknown"}
     keys = [(kinds[name in ignored], checkpoint[name].dtype, checkpoint[name].shape) for name in names]
@@ -190,7 +190,7 @@ _MOST_NOTICES = 30
 _LARGE_FACTOR = 2
 """A file is unusual if it is larger than the median file by this factor."""
 _FEW = 3
-"""Number of listed values of a property; also the number of files up to which none counts as unusual."""
+"""Number of listed values of a property; also the number of files up to which no file counts as unusual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class Notice:
 
 
 def search_text(values: CheckpointValues | None) -> str:
-    """Return the sentence that lists which unusual things were searched for."""
+    """Return the sentence of the page that lists which unusual things were searched for."""
     return f"{_SEARCHED} {_NO_VALUES if values is None else 'And NaN and infinite values.'}"
 
 
@@ -218,7 +218,7 @@ def find_unusual(
 
     Args:
         facts: facts about the checkpoint, see `checkpoint_facts`.
-        rows: the checkpoint's tensors.
+        rows: the checkpoint's tensors as rows.
         tensor_bytes: file -> bytes of tensors in it.
         values: statistics of the values, if they were measured.
     """
@@ -313,7 +313,7 @@ def _rule_notices(rows: Sequence[LayoutRow]) -> Iterator[Notice]:
 
 
 def _difference_notice(properties: str, name: str, valued: Sequence[tuple[str, LayoutRow]]) -> Iterator[Notice]:
-    """Yield a notice if the rows of a rule differ in a property: counts, and an example of the rarest value."""
+    """Yield a notice if rows of a table line differ in a property: number of tensors per value, and an example."""
     count: Counter[str] = Counter()
     for value, row in valued:
         count[value] += row.count
@@ -330,9 +330,9 @@ _FACTS = (
     "format", "family", "dialect", "prefix", "names", "read", "tensors", "parameters", "bytes", "dtypes", "encodings",
     "axes",
 )  # fmt: skip
-"""Keys of `transaxle info --json` that the page also has, for programs that read it."""
+"""Keys of `transaxle info --json` that are also embedded in the page, for programs that read the page."""
 _MOST_GROUPS, _MOST_LAYERS, _SHOWN = 60, 256, 12
-"""Maximum number of rows and columns of the map of values, and of channels listed per tensor."""
+"""Maximum number of rows and of columns of the map of values, and of channels listed for each tensor."""
 _INDEX_NOUNS = {"layers": "layer", "experts": "expert"}
 """Meaning of an axis -> noun for one index; other axes are called by their letter."""
 _AMOUNTS = (Column("tensors", "count"), Column("bytes", "bytes"), Column("share", "share"))
@@ -342,7 +342,7 @@ def checkpoint_page(opened: Checkpoint, values: CheckpointValues | None = None) 
     """Return the page of a checkpoint; only headers are read.
 
     Args:
-        opened: the checkpoint in any view; the page shows it as stored.
+        opened: the opened checkpoint; the page shows its stored tensor names.
         values: statistics of the values, if they were measured.
 
     Raises:
@@ -381,7 +381,7 @@ def checkpoint_page(opened: Checkpoint, values: CheckpointValues | None = None) 
 
 
 def _bytes_section(checkpoint: Checkpoint, facts: JsonFacts, rows: Sequence[LayoutRow]) -> Section:
-    """Return the treemap, with one leaf per tensor, as large as its bytes."""
+    """Return the section with the treemap, which has one leaf per tensor, sized by the tensor's bytes."""
     words = {axis: _INDEX_NOUNS.get(meaning, axis) for axis, meaning in _meanings(checkpoint).items()}
     largest = sorted(rows, key=lambda row: -row.bytes)[:MOST_ROWS]
     shown = {id(row) for row in largest}
@@ -456,7 +456,7 @@ def _indices_text(row: LayoutRow) -> str:
 
 
 def _meanings(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return axis -> its meaning, for the axes of the family."""
+    """Return axis -> meaning of the axis, for the axes of the family."""
     if checkpoint.family is None:
         return {}
     return {each.axis: each.meaning for each in axes_of(checkpoint.reading.family)}
@@ -480,12 +480,12 @@ def _formats_section(facts: JsonFacts) -> Section:
 
 
 def _tensors_by_file(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
-    """Return file -> (number of tensors, bytes of tensors); a tensor in several files counts in each."""
+    """Return file -> (number of tensors, bytes of tensors); a tensor in several files counts once in each file."""
     count: Counter[str] = Counter()
     amount: Counter[str] = Counter()
     for entry in checkpoint.container.entries.values():
         elements = prod(entry.shape)
-        # Numbers are stored inside a pickle, so they have no bytes of their own.
+        # Scalar entries are stored inside a pickle, so they take no bytes of tensor data.
         extents = [extent for extent in entry.extents if extent.file != NUMBERS]
         count.update({extent.file for extent in extents})
         for extent in extents:
@@ -539,7 +539,7 @@ def _optional_sections(checkpoint: Checkpoint, facts: JsonFacts) -> Iterator[Sec
 
 
 def _values_section(values: CheckpointValues) -> Iterator[Section]:
-    """Yield the section of values: a map by tensor and layer, and tables of tensors and of channels that stand out."""
+    """Yield the section of value statistics: a map by tensor and layer, and tables of tensors and outlier channels."""
     places_by_name = tensor_places(values.view)
     cells: dict[tuple[str, int | None], list[TensorValues]] = {}
     for name, tensor_values in values.tensors.items():
@@ -576,7 +576,7 @@ def _values_section(values: CheckpointValues) -> Iterator[Section]:
 
 
 def _value_cell(inside: Sequence[TensorValues]) -> tuple[str, tuple[float, float], tuple[str, ...]]:
-    """Return (state, (largest absolute value, RMS), lines of text) of a cell of the map."""
+    """Return (state, (largest absolute value, RMS), lines of text) for a cell of the map of values."""
     finite = [(each, each.elements - each.nans - each.infinite) for each in inside]
     count = sum(number for _, number in finite)
     odd = sum(each.nans + each.infinite for each in inside)
