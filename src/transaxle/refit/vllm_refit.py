@@ -418,7 +418,7 @@ class VllmRefit:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """VLLM's names of all parameters that receive values."""
+        """Names, in vLLM, of all parameters that receive values."""
         return self._refit.names
 
     def push(self, *, only: Patterns = (), skip: Patterns = ()) -> RefitReport:

@@ -504,7 +504,8 @@ def may_scale(name: str, entry: StoredBuffer, codes: StoredBuffer, *, deeper: bo
     """Tell whether a plain tensor may be the scale of codes that nothing describes.
 
     Args:
-        name: name of the tensor. entry: its dtype and shape.
+        name: name of the plain tensor.
+        entry: dtype and shape of the plain tensor.
         codes: codes in the same module, or in a parent of it.
         deeper: whether the codes are in a parent module; in that case only tensors with a name of scales may be scales.
     """
