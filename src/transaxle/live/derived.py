@@ -1,10 +1,12 @@
-"""State dict entries that are not the model's own memory, and ways in which loaded values still reach the model.
+"""State dict entries that are not in the model's own memory, and how values loaded into them still reach the model.
 
-**Derived entries**: entries of a state dict that a module computes from its parameters, instead of showing these.
+**Derived entries**: entries of a state dict that a module computes from its parameters, instead of showing the
+parameters.
 
 torchtitan's fused attention shows one weight as `wq`, `wk` and `wv`; state dict hooks rename and pack entries. Values
-written into such an entry reach the model only through its own `load_state_dict`. An entry counts as a parameter only
-if both are the same memory (`Extent`): a copy looks alike, but values written into it are lost.
+written into a derived entry reach the model only through the module's own `load_state_dict`. An entry counts as a
+parameter only if both are the same memory (`Extent`): a copy looks like the parameter, but values written into the copy
+are lost.
 
 FSDP1 keeps flat parameters, and its state dict shows unflattened copies, in a form that the user can choose. This
 module always asks for the full state dict on every rank: the names and values in that dict do not depend on the
@@ -12,17 +14,18 @@ wrapping, and `load_state_dict` accepts it.
 
 **Settling**: the module's own `load_state_dict` moves loaded values from derived entries into the parameters.
 
-A trial proves beforehand that this works: write test values into the module, take its state dict, write different
-values, and load the state dict. An entry that does not come back equal would be lost in a load. The module's original
-values are restored in the end. After the real load, the state dict must show the loaded values.
+Before the load, a trial shows whether this works: write test values into the module, take its state dict, write
+different values, and load the state dict. If an entry does not come back equal, a load would lose its values. At the
+end of the trial, the module's original values are restored. After the real load, the module's state dict must show the
+loaded values.
 
-**Keepers**: libraries that keep the values of a model's parameters outside the parameters.
+**Keepers**: libraries that keep the values of a model's parameters elsewhere, not in the parameters.
 
 Such a library silently overwrites the parameter at the next forward pass or optimizer step. These libraries are
 recognised by attributes that they set; none of them is imported.
 
 DeepSpeed ZeRO-3 empties the module's parameters and gives each rank a range of their elements, in the dtype that the
-model computes with. Saving reads these ranges.
+model computes with. A save reads these ranges.
 """
 
 from __future__ import annotations
@@ -71,11 +74,11 @@ class Extent:
     """The memory range of a plain tensor."""
 
     storage: int
-    """Identity of the storage, also of a meta tensor; valid while the tensor lives."""
+    """Identity of the tensor's storage (meta tensors have one too); valid while the tensor lives."""
     start: int
     """Offset of the first byte in the storage."""
     layout: tuple[Any, ...]
-    """Shape, strides, dtype, and whether values are read conjugated or negated."""
+    """Shape, strides, dtype, and the tensor's lazy conjugate and negative flags."""
     size: int
     """Bytes from the first to the last element if the tensor is dense; otherwise 0."""
 
@@ -96,18 +99,20 @@ def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part; calls the `to_local` of a wrapper that has one, and avoids making new tensors."""
+    """Return this rank's part of a tensor, through `to_local` if the tensor has that method; makes no new tensor if
+    possible.
+    """
     to_local = None if isinstance(tensor, DTensor) else getattr(tensor, TO_LOCAL, None)
     return raw_local(tensor) if to_local is None else to_local()
 
 
 def extent(piece: torch.Tensor) -> Extent:
-    """Return the memory range of a plain tensor; one without its own storage is identified by the object."""
+    """Return the memory range of a plain tensor; a tensor without a storage of its own is identified by its object."""
     kind = (tuple(piece.shape), piece.dtype, piece.device.type)
     try:
         storage = int(piece.untyped_storage()._cdata)
         strides = piece.stride()
-    except (NotImplementedError, RuntimeError):  # a sparse tensor, or a class that does not show its memory
+    except (NotImplementedError, RuntimeError):  # a sparse tensor, or a tensor class that does not show its memory
         return Extent(id(piece), 0, kind, 0)
     item = piece.element_size()
     reads = (piece.is_conj(), piece.is_neg())
@@ -117,7 +122,7 @@ def extent(piece: torch.Tensor) -> Extent:
 
 
 def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Tell whether elements fill a range without holes, in any order of dims."""
+    """Tell whether a tensor's elements fill a memory range without holes, in any order of dims."""
     expected = 1
     for stride, length in sorted(zip(strides, shape, strict=True)):
         if length > 1:
@@ -128,11 +133,11 @@ def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def find_cover(whole: Extent, parts: Iterable[Extent]) -> list[Extent] | None:
-    """Return the parts that together fill the whole, each byte once; None where no such parts exist.
+    """Return the parts that together fill the whole, with no byte covered twice; None if there are no such parts.
 
     Args:
         whole: memory of a parameter.
-        parts: memory of entries.
+        parts: memory of state dict entries.
     """
     contained = sorted(
         {
@@ -158,17 +163,19 @@ class CustomModule:
     """The smallest module whose state dict has derived entries or hides parameters."""
 
     path: str
-    """Path of the module in the model, wrapper segments included."""
+    """Path of the module in the model, including wrapper segments such as `_orig_mod`."""
     module: nn.Module
     """The module itself."""
     derived: tuple[str, ...]
-    """Names, in the module's state dict, of entries that are copies."""
+    """Names, in the module's state dict, of its derived entries, which are copies."""
     hidden: Mapping[str, torch.Tensor]
-    """Parameters and persistent buffers that are no entry of the state dict, by their names in the module."""
+    """Name in the module -> parameter or persistent buffer that is in no entry of the state dict."""
 
     @property
     def is_flat(self) -> bool:
-        """Whether FSDP1 wraps the module: its entries are then gathered copies, which need no trial load."""
+        """Whether FSDP1 wraps the module; if so, its state dict entries are gathered copies, which need no trial
+        load.
+        """
         return is_fsdp1(self.module)
 
     @property
@@ -185,26 +192,26 @@ class CustomModule:
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Call the module's `load_state_dict`, without strictness.
+        """Call the module's `load_state_dict` with `strict=False`.
 
         Raises:
-            RuntimeError: raised by the module's `load_state_dict`.
+            RuntimeError: the module's `load_state_dict` raises it.
         """
         with whole_states(self.module):
             self.module.load_state_dict(dict(state), strict=False)
 
     def full(self, name: str) -> str:
-        """Return the full name in the model for a name in the module."""
+        """Return the full name, in the model, of a tensor with the given name in the module."""
         return join_path(self.path, name)
 
 
 def join_path(path: str, name: str) -> str:
-    """Join a path, which may be empty, and a name."""
+    """Join a module path, which may be empty, and a name with a dot."""
     return f"{path}{_SEPARATOR}{name}" if path else name
 
 
 def persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for parameters and persistent buffers; a tied tensor under each of its names."""
+    """Yield (name, tensor) for parameters and persistent buffers; a tied tensor is yielded under each of its names."""
     for path, owner in module.named_modules(remove_duplicate=False):
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None and name not in owner._non_persistent_buffers_set:
@@ -244,7 +251,7 @@ def _smallest_modules(
 
 
 def _differences(module: nn.Module, state: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[str, torch.Tensor]]:
-    """Return the entries of a state dict that are copies, and the module's tensors that are in no entry."""
+    """Return the names of state dict entries that are copies, and the module's tensors that are in no entry."""
     own_tensors = dict(persistent(module))
     tensors = {id(tensor): tensor for tensor in (*own_tensors.values(), *module.buffers())}
     entries = {id(value) for value in state.values() if id(value) in tensors}
@@ -269,7 +276,7 @@ def _differences(module: nn.Module, state: Mapping[str, Any]) -> tuple[tuple[str
 
 
 def _is_entry(name: str, value: Any) -> bool:
-    """Tell whether a load fills an entry: it is a tensor and no extra state."""
+    """Tell whether a load fills a state dict entry: the entry is a tensor, but no extra state."""
     return isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE)
 
 
@@ -287,13 +294,13 @@ _HINT = "Load into the module before it is wrapped or fused, or report this to t
 
 
 def find_unloadable(custom_modules: Iterable[CustomModule]) -> tuple[list[Refusal], tuple[str, ...]]:
-    """Find entries that the modules' own `load_state_dict` cannot load; meta modules are tried once they have memory.
+    """Find entries that the modules' own `load_state_dict` cannot load; modules on the meta device are skipped here.
 
     Args:
         custom_modules: the modules of a model, see `Leaves`.
 
     Returns:
-        refusals; and the names of parameters and buffers that the state dict omits and a load leaves unchanged.
+        refusals, and the names of parameters and buffers that the state dict omits and a load leaves unchanged.
     """
     problems, omitted = [], list[str]()
     for custom_module in custom_modules:
@@ -306,7 +313,8 @@ def find_unloadable(custom_modules: Iterable[CustomModule]) -> tuple[list[Refusa
 
 
 def indirectly_filled(custom_modules: Iterable[CustomModule], loaded: Container[str]) -> set[str]:
-    """Return the names of parameters and buffers that are no entries, but that a module fills from loaded entries.
+    """Return the names of parameters and buffers that are not in the state dict, but that a module fills from loaded
+    entries.
 
     Args:
         custom_modules: the modules of a model.
@@ -328,7 +336,7 @@ def settle(custom_modules: Iterable[CustomModule], tensors: Mapping[str, torch.T
         tensors: the model's tensors by name, see `Leaves`; derived entries are copies with the loaded values.
 
     Raises:
-        Refused: UNSUPPORTED where the state dict shows other values afterwards.
+        Refused: UNSUPPORTED, if a module's state dict does not show the loaded values afterwards.
     """
     problems = []
     for custom_module in custom_modules:
@@ -349,13 +357,13 @@ def settle(custom_modules: Iterable[CustomModule], tensors: Mapping[str, torch.T
 def find_unnamed(
     parameters: Iterable[torch.Tensor], custom_modules: Sequence[CustomModule], entries: Container[str]
 ) -> list[Refusal]:
-    """Return a refusal for each optimizer parameter without a name of its own: FSDP1 has flattened it, or the state
-    dict uses its name for another form of it.
+    """Return a refusal for each optimizer parameter without a name of its own: FSDP1 has flattened the parameter, or
+    the state dict shows a different form under its name.
 
     Args:
         parameters: the optimizer's parameters.
         custom_modules: the modules of the model.
-        entries: names of the model's state dict.
+        entries: names of the entries in the model's state dict.
     """
     places = {
         id(tensor): (custom_module, name)
@@ -375,13 +383,14 @@ def find_unnamed(
 
 
 def try_loading(custom_module: CustomModule) -> tuple[list[Refusal], tuple[str, ...]]:
-    """Try whether a module loads its own state dict, and restore its values; collective over the ranks that share it.
+    """Test whether a module can load its own state dict, and restore its values; collective over the ranks that share
+    it.
 
     Args:
-        custom_module: the module, with no tensor on the meta device.
+        custom_module: the module; none of its tensors may be on the meta device.
 
     Returns:
-        refusals; and the names, in the module, of the tensors that its `load_state_dict` leaves unchanged.
+        refusals, and the names, in the module, of the tensors that its `load_state_dict` leaves unchanged.
     """
     own_tensors = {id(tensor): (name, tensor) for name, tensor in persistent(custom_module.module)}
     memory = [piece for _, tensor in own_tensors.values() for piece in pieces(tensor)]
@@ -405,8 +414,8 @@ def _compare_after_load(
     Args:
         custom_module: the module.
         own_tensors: the module's tensors by name.
-        memory: the plain tensors that `own_tensors` consists of, in the same order.
-        before: copies of the original entries.
+        memory: the plain tensors of which `own_tensors` consist, in the same order.
+        before: copies of the state dict's original entries.
     """
     for number, piece in enumerate(memory):
         piece.copy_(_values(piece, number))
@@ -414,7 +423,7 @@ def _compare_after_load(
     for number, piece in enumerate(memory):
         piece.copy_(_different_values(_values(piece, number)))
     custom_module.load(shown)
-    numbers = iter(range(len(memory)))  # numbers the pieces of all tensors consecutively, as above
+    numbers = iter(range(len(memory)))  # number the pieces of all tensors consecutively, as above
     untouched, lost = list[str](), list[str]()
     for name, tensor in own_tensors:
         pairs = [(piece, _values(piece, number)) for piece, number in zip(pieces(tensor), numbers, strict=False)]
@@ -426,7 +435,7 @@ def _compare_after_load(
     unlike = [name for name, entry in after.items() if name not in shown or not same(entry, shown[name])]
     unlike += [name for name in before if name not in after]
     if not unlike and not lost:
-        # An entry that does not depend on any parameter may have its value elsewhere, so test it on its own.
+        # An entry that depends on no parameter may get its value from elsewhere, so test such an entry separately.
         fixed = [name for name in after if name in before and same(after[name], before[name]) and after[name].numel()]
         unlike = _find_not_loaded(custom_module, fixed, shown)
     if unlike:
@@ -442,7 +451,7 @@ def _compare_after_load(
 
 
 def _find_not_loaded(custom_module: CustomModule, names: list[str], shown: dict[str, Any]) -> list[str]:
-    """Return the names, among entries independent of all parameters and buffers, that do not show loaded values."""
+    """Of entries that depend on no parameter or buffer, return the names of those that do not show loaded values."""
     if not names:
         return []
     original = {name: shown[name].clone() for name in names}
@@ -459,7 +468,7 @@ def _find_not_loaded(custom_module: CustomModule, names: list[str], shown: dict[
 
 @contextmanager
 def _restore_afterwards(custom_module: CustomModule, memory: list[torch.Tensor]) -> Iterator[None]:
-    """Restore a module's tensors and their values after the block."""
+    """After the block, restore a module's tensors and their values."""
     owners = [(m, dict(m._parameters), dict(m._buffers)) for m in custom_module.module.modules()]
     values = [piece.clone() for piece in memory]
     try:
@@ -485,17 +494,17 @@ def _copy_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tell whether two tensors of one kind have equal bits on this rank."""
+    """Tell whether two tensors of the same type, shape and dtype have equal bits on this rank."""
     first_pieces, second_pieces = pieces(first), pieces(second)
     return len(first_pieces) == len(second_pieces) and all(map(same_bytes, first_pieces, second_pieces))
 
 
 def _values(piece: torch.Tensor, number: int) -> torch.Tensor:
-    """Return reproducible test values for a tensor, equal on all ranks that have the same part."""
+    """Return reproducible test values for a tensor; they are equal on all ranks that have the same part."""
     generator = torch.Generator().manual_seed(_SEED + number)
     if piece.dtype.itemsize > 1 and (piece.dtype.is_floating_point or piece.dtype.is_complex):
         exact = torch.rand(tuple(piece.shape), generator=generator, dtype=torch.float64) + _LOWEST
-        return exact.to(piece.dtype).to(piece.device)  # such values use every bit of the mantissa
+        return exact.to(piece.dtype).to(piece.device)  # these values use every bit of the mantissa
     integers = torch.randint(_LOWEST, _LOWEST + _COUNT, tuple(piece.shape), generator=generator, dtype=torch.int16)
     if piece.dtype == torch.bool:
         return (integers % 2 == 0).to(piece.device)
@@ -505,7 +514,7 @@ def _values(piece: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _different_values(values: torch.Tensor) -> torch.Tensor:
-    """Return values that all differ from the given ones."""
+    """Return values each of which differs from the given value at the same position."""
     if values.dtype == torch.bool:
         return ~values
     flipped = byte_view(values.detach().contiguous()) ^ 1
@@ -513,16 +522,17 @@ def _different_values(values: torch.Tensor) -> torch.Tensor:
 
 
 _HOOK, _HOOKS, _OFFLOAD = "_hf_hook", "hooks", "offload"
-"""accelerate: attribute with a module's hook, a sequential hook's list, and a hook's flag for offloaded weights."""
+"""Names of accelerate's attributes: a module's hook, the list of hooks in a sequential hook, and a hook's flag for
+offloading."""
 _MASTER = "_hp_mapping"
-"""DeepSpeed (ZeRO-1 and 2, bf16): attribute of a parameter that links to the optimizer's copy."""
+"""DeepSpeed (ZeRO-1 and 2, bf16): attribute that links a parameter to the optimizer's copy of it."""
 _DEEPSPEED = "deepspeed.runtime"
 _MEGATRON, _MEGATRON_STATE = "megatron.core.", "megatron.core.parallel_state"
-"""Megatron: package prefix of its modules, and the module that has the degrees of parallelism."""
+"""Megatron: prefix of its Python modules, and the Python module that knows the degrees of parallelism."""
 _FSDP, _STATES = "torch.distributed.fsdp._fully_shard._fsdp_state", "torch.distributed._composable_state"
-"""FSDP2: Python modules with the class of its state, and with the registry of all states."""
+"""FSDP2: the Python module with the class of its state, and the one with the registry of all states."""
 _WHILE_GATHERED = ("_unsharded_param", "_sharded_post_forward_param")
-"""FSDP2: attributes that replace a parameter from its forward pass until it is sharded again."""
+"""FSDP2: attributes with the tensors that replace a parameter from its forward pass until it is sharded again."""
 _BEFORE = (
     "Load into the model before deepspeed.initialize; to resume an engine, use a universal checkpoint (--to deepspeed)."
 )
@@ -534,7 +544,8 @@ _AVAILABLE = "AVAILABLE"
 def find_gathered(parameters: Mapping[str, torch.Tensor]) -> list[Refusal]:
     """Refuse parameters that FSDP2 has gathered for a forward pass: it will free them, with any loaded values.
 
-    `model.state_dict()` shards them again, so this happens only to callers who collect the parameters themselves.
+    `model.state_dict()` shards such parameters again, so only callers who collect the parameters themselves are
+    refused.
 
     Args:
         parameters: parameters in a state dict, by name.
@@ -552,7 +563,7 @@ def find_gathered(parameters: Mapping[str, torch.Tensor]) -> list[Refusal]:
 
 
 def _memory_of_gathered() -> Iterator[int]:
-    """Yield the addresses of parameters that FSDP2 has gathered, in all models of this process."""
+    """Yield the memory addresses of the gathered parameters of all FSDP2 models in this process."""
     for reference in list(sys.modules[_STATES]._module_state_mapping.values()):
         state = reference()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -580,7 +591,9 @@ def find_partitioned(model: nn.Module) -> list[Refusal]:
 
 
 def find_model_parallel(model: nn.Module) -> list[Refusal]:
-    """Refuse a Megatron model under model parallelism: its state dict does not say which part each rank has."""
+    """Refuse a Megatron model under model parallelism: its state dict does not show which part of a tensor each rank
+    has.
+    """
     state = sys.modules.get(_MEGATRON_STATE)
     if state is None or not state.model_parallel_is_initialized():
         return []
@@ -630,7 +643,7 @@ def is_partitioned(value: object) -> bool:
 
 
 def find_unreadable(model: nn.Module) -> list[Refusal]:
-    """Return a refusal for each partitioned parameter whose range this rank cannot read."""
+    """Return a refusal for each ZeRO-3 parameter whose range of elements this rank cannot read."""
     problems = []
     for name, parameter in model.named_parameters():
         partition: Any = getattr(parameter, "ds_tensor", None)
@@ -647,7 +660,7 @@ def find_unreadable(model: nn.Module) -> list[Refusal]:
 
 
 def own_range(parameter: Any) -> torch.Tensor:
-    """Return this rank's range of a partitioned parameter, as a flat tensor marked as that part."""
+    """Return this rank's range of a ZeRO-3 parameter, as a flat tensor that is marked as a part of the whole."""
     whole, partition = int(parameter.ds_numel), parameter.ds_tensor
     first = min(dist.get_rank(parameter.ds_process_group) * int(partition.ds_numel), whole)
     stop = min(first + int(partition.ds_numel), whole)

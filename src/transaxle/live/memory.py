@@ -63,7 +63,7 @@ def file_of(rank: int, name: str) -> str:
 
 
 def rank_of(file: str) -> int:
-    """Return the rank whose memory a file stands for."""
+    """Return the rank whose memory a virtual file stands for."""
     return int(file.partition(_SEPARATOR)[0])
 
 
@@ -131,7 +131,7 @@ class Memory(Storage):
         return lent[offset : offset + size]
 
     def owner(self, name: str) -> int:
-        """Return the rank whose memory a file stands for."""
+        """Return the rank whose memory a virtual file stands for."""
         return rank_of(name)
 
     def recheck(self) -> None:
@@ -184,7 +184,7 @@ def container(
     """Present the live tensors of all ranks as one container.
 
     Args:
-        global_tensors: all ranks' tensors and parts.
+        global_tensors: all ranks' tensors, and which rank has which part.
         tensors: this rank's local tensors, by the names of the parts (`local_parts`).
         rank: this rank.
         config: the model's config, which becomes the checkpoint's config.json.
@@ -283,7 +283,7 @@ class Replicas:
     values.
 
     Args:
-        global_tensors: all ranks' tensors and parts.
+        global_tensors: all ranks' tensors, and which rank has which part.
     """
 
     def __init__(self, global_tensors: Census) -> None:
@@ -334,7 +334,7 @@ def compare_copies(global_tensors: Census, tensors: Mapping[str, torch.Tensor], 
     """Refuse copies that differ between ranks; collective. Each set of ranks exchanges one combined hash.
 
     Args:
-        global_tensors: all ranks' tensors and parts.
+        global_tensors: all ranks' tensors, and which rank has which part.
         tensors: this rank's local tensors, by the names of the parts (`local_parts`).
         world: the ranks.
 

@@ -1,17 +1,16 @@
 """The background process of one rank: it writes one snapshot after another from shared memory.
 
-The processes of all ranks form a process group of their own, so they do not disturb collectives of the training.
+The processes of all ranks form a process group of their own, so their collectives do not disturb those of the training.
 
-multiprocessing would run the program's main script in a spawned process, up to `if __name__ == "__main__"`, and a
-script without that line would train a second time. So the main script is hidden from multiprocessing. The process ends
-when its parent ends, for whatever reason, and ignores signals: Ctrl-C and launchers signal the whole process group, but
-a program that reacts by a clean shutdown still needs its save.
+In a spawned process, multiprocessing would run the program's main script up to `if __name__ == "__main__"`; a script
+without that line would train a second time. So the main script is hidden from multiprocessing. The process ends when
+its parent ends, for whatever reason, and ignores signals: Ctrl-C and launchers signal the whole process group, but a
+program that reacts by a clean shutdown still needs its save.
 
-**Rendezvous**: a store through which the background processes find each other, and report that one is lost.
+**Rendezvous**: a key-value store through which the background processes find each other, and report lost processes.
 
 The first rank's training process serves the store, protected by a secret that only the ranks know. The store exists
-before the background processes start, on any machine. A rank whose process waits for a lost one learns of the loss from
-the store.
+before any background process starts. A rank whose process waits for a lost process learns of the loss from the store.
 """
 
 from __future__ import annotations
@@ -50,21 +49,23 @@ _HERE = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Address of the store, with the secret."""
+    """Address of the rendezvous store, and the secret for connecting to it."""
 
     host: str
     """Host name or IP address of the first rank's machine."""
     port: int
     """TCP port."""
     secret: bytes = field(repr=False)
-    """Secret that every client must prove to know."""
+    """Secret that every client of the store must prove to know."""
 
     def connect(self, number: int, timeout: timedelta) -> SharedStore:
-        """Connect to the store as client `number`."""
+        """Connect to the store as the client with this number."""
         return SharedStore((self.host, self.port), self.secret, number, "", timeout)
 
     def join(self, number: int, size: int, timeout: timedelta) -> SharedStore:
-        """Form the processes' own group, as number `number` of `size`; return its store, which must outlive it."""
+        """Form the background processes' own group, as rank `number` of `size`; return its store, which must outlive
+        the group.
+        """
         store = self.connect(size + number, timeout)  # the first `size` numbers belong to the ranks' training processes
         prefixed = PrefixStore(_GROUP, store)
         dist.init_process_group("gloo", store=prefixed, timeout=timeout, rank=number, world_size=size)
@@ -73,11 +74,11 @@ class StoreAddress:
 
 
 class Rendezvous:
-    """The store as a rank's training process uses it; collective to create.
+    """The rendezvous store as a rank's training process uses it; creating the object is collective.
 
     Args:
         world: the ranks.
-        timeout: the longest wait for another process.
+        timeout: the longest wait for the process of a different rank.
     """
 
     def __init__(self, world: World, timeout: timedelta) -> None:
@@ -93,14 +94,14 @@ class Rendezvous:
             self._store = self.address.connect(number, timeout)
 
     def report_loss(self, message: str) -> str:
-        """Report a lost process to all ranks; return the first report, which all ranks will raise."""
-        with suppress(RuntimeError):  # the store has ended with the first rank
+        """Report a lost process to all ranks; return the first such report, which all ranks will raise."""
+        with suppress(RuntimeError):  # the store has ended together with the first rank
             return str(self._store.compare_set(_LOST, "", message).decode())
         return message
 
     @property
     def loss(self) -> str | None:
-        """The reported loss of a process; None if there is none."""
+        """Message about a lost process; None if no loss has been reported."""
         with suppress(RuntimeError):
             if self._store.check([_LOST]):
                 return str(self._store.get(_LOST).decode())
@@ -108,13 +109,13 @@ class Rendezvous:
 
 
 Answer = SaveReport | TransaxleError
-"""Answer of the background process to an order."""
+"""Answer of the background process to an order: the save's report or its error."""
 READY = "ready"
 """Answer of the background process to an empty order."""
 _SCRIPT = ("__spec__", "__file__")
-"""Attributes of `__main__` by which multiprocessing finds the main script."""
+"""Attributes of the module `__main__` by which multiprocessing finds the main script."""
 _PROGRAM_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-"""Signals that address the program, and that the background process ignores."""
+"""Signals that are meant for the program; the background process ignores them."""
 _SET_PDEATHSIG = 1
 _LOOK = 1.0
 """Seconds between two checks that the parent process exists."""
@@ -122,10 +123,10 @@ _LOOK = 1.0
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """The place of a tensor's snapshot in shared memory."""
+    """Where in shared memory a tensor's snapshot is, and its shape and dtype."""
 
     start: int
-    """Offset of the first byte."""
+    """Offset of the snapshot's first byte in the shared memory."""
     shape: tuple[int, ...]
     """Shape of the local tensor."""
     dtype: torch.dtype
@@ -133,45 +134,45 @@ class TensorSlot:
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
+        """Size of the tensor's snapshot in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def tensor(self, region: Region) -> torch.Tensor:
-        """Return the tensor as a view of the shared memory."""
+        """Return the tensor's snapshot as a view of the shared memory."""
         octets = torch.from_numpy(region.bytes[self.start : self.start + self.size])
         return octets.view(self.dtype).view(self.shape) if self.size else torch.empty(self.shape, dtype=self.dtype)
 
 
 Layout = Mapping[str, TensorSlot]
-"""Place of each tensor of a snapshot, by name."""
+"""Tensor name -> place of its snapshot in shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotForm:
-    """The description of a snapshot that seldom changes between two saves."""
+    """Description of a snapshot's tensors, which is often equal for two saves in a row, and then sent only once."""
 
     global_tensors: Census
-    """All ranks' tensors and parts."""
+    """All ranks' tensors, and which rank has which part."""
     layout: Layout
     """Place of each of this rank's tensors in the shared memory."""
     size: int
-    """Bytes of the shared memory."""
+    """Size of the shared memory in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A save that the background process should carry out."""
+    """A message that orders the background process to save a snapshot."""
 
     settings: SaveSettings
     """The validated arguments of the save."""
     state: CollectedState
     """The collected state without its tensors, which are in shared memory."""
     form: SnapshotForm | None
-    """Description of the tensors; None: same as in the last order."""
+    """Description of the snapshot's tensors; None: the same as in the last order."""
     new_region: bool
     """Whether a descriptor of new shared memory follows in the pipe."""
     environment: Mapping[str, str]
-    """The training process's present environment variables, in which storage clients find credentials."""
+    """The training process's present environment variables; storage clients find credentials there."""
 
 
 def serve(
@@ -182,15 +183,15 @@ def serve(
     pipe: Connection,
     timeout: timedelta,
 ) -> None:
-    """Carry out the orders from a pipe until it closes.
+    """Carry out the orders that arrive through a pipe until it closes.
 
     Args:
         parent: the training process.
         rank: the rank that this process serves.
         ranks: all ranks that save together.
-        rendezvous: address of the store; None for a single rank.
-        pipe: carries orders in and answers out.
-        timeout: the longest wait for another process.
+        rendezvous: address of the rendezvous store; None for a single rank.
+        pipe: connection from which orders are received, and to which answers are sent.
+        timeout: the longest wait for the process of a different rank.
     """
     parent.follow()
     torch.set_num_threads(1)
@@ -223,7 +224,7 @@ class _Inbox:
     """Receives the orders of a background process.
 
     Args:
-        pipe: carries the orders.
+        pipe: connection from which orders are received.
     """
 
     def __init__(self, pipe: Connection) -> None:
@@ -237,7 +238,7 @@ class _Inbox:
         """Wait for the next order, and return its settings and state.
 
         Raises:
-            EOFError: the pipe was closed.
+            EOFError: the training process has closed the pipe.
         """
         order: Order | None = self._pipe.recv()
         while order is None:
@@ -254,7 +255,7 @@ class _Inbox:
 
 
 def _apply_environment(environment: Mapping[str, str], former: Mapping[str, str]) -> None:
-    """Apply changed environment variables, and drop storage clients that were created with the former ones."""
+    """Apply changed environment variables, and drop storage clients that were created with the former values."""
     changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
     gone = former.keys() - environment.keys()
     os.environ.update(changed)
@@ -266,7 +267,7 @@ def _apply_environment(environment: Mapping[str, str], former: Mapping[str, str]
 
 
 class _ServedWorld(World):
-    """The background processes as a world, numbered like the ranks that they serve.
+    """The world of the background processes, which have the numbers of the ranks that they serve.
 
     Args:
         rank: the rank that this process serves.
@@ -284,7 +285,7 @@ class _ServedWorld(World):
 
 @contextmanager
 def without_main_script() -> Iterator[None]:
-    """Start processes within this block that do not run the main script; each must call `Parent.follow`.
+    """Within the block, start processes that do not run the main script; each process must call `Parent.follow`.
 
     Within the block the main script cannot be found, and signals are blocked.
     """
@@ -305,7 +306,7 @@ def _block_signals() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # if it started with a process inside the block, it would unblock the signals
+    resource_tracker.ensure_running()  # a tracker that is first started inside the block would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _PROGRAM_SIGNALS)
     try:
         yield
@@ -315,15 +316,16 @@ def _block_signals() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """The process that starts a background process; created in the parent and passed to the child."""
+    """Describes the parent of a background process; the object is created in the parent and passed to the child."""
 
     pid: int = field(default_factory=os.getpid)
     """Process id of the parent."""
     by_main: bool = field(default_factory=lambda: threading.current_thread() is threading.main_thread())
-    """Whether the parent's main thread starts the child: Linux takes the end of that thread for the parent's end."""
+    """Whether the parent's main thread starts the child; Linux takes the end of the starting thread for the parent's
+    end."""
 
     def follow(self) -> None:
-        """Make this process end with the parent, and ignore signals that address the program."""
+        """Make this process end when the parent ends, and ignore signals that are meant for the program."""
         for number in _PROGRAM_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         if hasattr(signal, "pthread_sigmask"):
@@ -333,7 +335,9 @@ class Parent:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        """End this process after the parent; poll as well, because a forked process may keep the sentinel pipe open."""
+        """End this process once the parent has ended; also poll for that, because a forked process may keep the
+        sentinel pipe open.
+        """
         above = parent_process()
         while above is not None and self._is_alive():
             if wait([above.sentinel], _LOOK):
@@ -341,5 +345,5 @@ class Parent:
         os._exit(1)
 
     def _is_alive(self) -> bool:
-        """Tell whether the parent still exists, as far as the system shows."""
+        """Tell whether the parent still exists, as far as the operating system shows."""
         return sys.platform == "win32" or os.getppid() == self.pid

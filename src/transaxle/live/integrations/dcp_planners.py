@@ -1,27 +1,27 @@
-"""Planners for `torch.distributed.checkpoint`: they read and write any dialect, and handle every placement correctly.
+"""Planners for `torch.distributed.checkpoint` that read and write any dialect, and handle every placement correctly.
 
     dcp.save(state, checkpoint_id=..., planner=SavePlanner("hf"))
     dcp.load(state, checkpoint_id=..., planner=LoadPlanner("hf"))
 
-`state` has the model's names, and the checkpoint the dialect's; without a dialect both have the same names. The
-planners also fix errors of torch's own planners: parts of several runs, differing dtypes (torch copies fp8 codes into
-bf16 as if they were values), and pickles in the checkpoint that run code.
+`state` has the model's tensor names, the checkpoint has the dialect's names; without a dialect, both have the same
+names. The planners also avoid errors of torch's own planners: with tensor parts of several runs, with differing dtypes
+(torch copies fp8 codes into bf16 as if they were values), and with pickles in the checkpoint that run code.
 
-**Experts** may be separate tensors or one stack, in the checkpoint as in the model. A checkpoint may also store them in
-both forms, and these copies are compared before anything is loaded (`DualFormCheck`). torch calls a planner only after
-a tensor was read. So all tensors of such a checkpoint are read into separate memory, and copied into the caller's
-tensors once all copies have proved equal. The separate memory is a second copy of the model; with `trust_copies` only
-one form is read, in place.
+**Experts** may be separate tensors or one stacked tensor, in the checkpoint as in the model. A checkpoint may also
+store experts in both forms; then the two copies are compared before anything is loaded (`DualFormCheck`). torch calls a
+planner only after a tensor was read. So all tensors of such a checkpoint are read into separate memory, and copied into
+the caller's tensors once all copies have proved equal. The separate memory is a second copy of the model; with
+`trust_copies` only one form is read, in place.
 
-If the experts are distributed over ranks, each rank loads its own as a slice of the stack (`ExpertSlices`).
+If the experts are distributed over ranks, each rank loads its own experts as a slice of the stack (`ExpertSlices`).
 
-Settings of an optimizer contain names of parameters, with experts in the model's form (`ParamGroupNames`):
+Optimizer settings in a state dict list parameters by name, with experts in the model's form (`ParamGroupNames`):
 
     {"param_groups": [{"lr": 0.1, "params": ["fc1.weight0", "fc1.weight1"]}]}       one value for all groups
     {"param_groups.fc1.weight0.lr": 0.1, "param_groups.fc1.weight1.lr": 0.1}        one for each parameter, flattened
 
-torch gives a group the settings of a stored group with a parameter of the same name, and silently none if there is no
-such group.
+torch gives a parameter group the settings of a stored group that has a parameter of the same name, and silently keeps
+the present settings if no stored group has one.
 """
 
 from __future__ import annotations
@@ -64,23 +64,23 @@ from transaxle.quant.entries import code_name
 from transaxle.torch_tensors import code_of, local_of, mark, part_of, placement_of, same_bytes, take, whole_shape
 
 _LISTED = re.compile(rf"(?:.*\.)?{GROUPS}")
-"""Flattened key of the list of all groups."""
+"""Pattern of the flattened key of the list of all parameter groups."""
 _NAMES = re.compile(rf"((?:.*\.)?{GROUPS})\.[0-9]+\.{PARAMS}")
-"""Key of the names of one group's parameters, in a list that torch flattened because a setting is a tensor; match group
-1 ends before the number of the parameter group.
+"""Pattern of the key of one group's parameter names, if torch flattened the list of groups because a setting is a
+tensor; match group 1 ends before the number of the parameter group.
 """
 _ONE = re.compile(rf"((?:.*\.)?{GROUPS}\.)(.+)(\.[^.]+)")
-"""Flattened key of one setting of one parameter."""
+"""Pattern of the flattened key of one setting of one parameter."""
 _HINT = "Build the optimizer with the groups that the source has."
 
 
 class DualFormCheck:
-    """Compares experts that are stored in both forms before a load changes any tensor.
+    """Before a load changes any tensor, compares the copies of experts that are stored both separately and stacked.
 
     Args:
         stems: the sets of experts stored in both forms.
-        stored: the checkpoint's tensors, by our names.
-        requested: the tensors to fill, by our names, in the checkpoint's form.
+        stored: the checkpoint's tensors, by Transaxle's names.
+        requested: the tensors to fill, in the checkpoint's form, by Transaxle's names.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class DualFormCheck:
         names = dict.fromkeys(name for copy in self._copies for name in (copy.stack, copy.name))
         self._whole = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
         self.read = {name: _like(tensor) for name, tensor in requested.items()} | self._whole
-        """Tensors for torch to fill, by our names."""
+        """Tensors that torch should fill, by Transaxle's names."""
 
     def finish(self) -> None:
         """Compare the copies, and fill the requested tensors.
 
         Raises:
-            Refused: UNEQUAL_COPIES; no tensor is then changed.
+            Refused: UNEQUAL_COPIES, if the two copies of an expert differ; then no requested tensor is changed.
         """
         unequal = [copy for copy in self._copies if not self._is_equal(copy)]
         if unequal:
@@ -115,7 +115,7 @@ class DualFormCheck:
 
     def _is_equal(self, copy: MemberCopy) -> bool:
         stack, member, count = self._whole[copy.stack], self._whole[copy.name], copy.stem.count
-        # A stack has one 0-d step for all experts.
+        # A stack's optimizer state has one 0-d step for all experts.
         is_stacked = member.dim() and stack.numel() == count * member.numel()
         return same_bytes(stack.view(count, *member.shape)[copy.place] if is_stacked else stack, member)
 
@@ -125,10 +125,11 @@ def without_other_forms(
 ) -> dict[str, TensorStorageMetadata]:
     """Return a checkpoint's tensors with only one form of each set of experts that is stored in both.
 
-    The requested form stays; if it lacks a state or an expert, the other form stays, provided that it is complete.
+    The requested form is kept; if it lacks a state or an expert, the second form is kept instead, provided that it is
+    complete.
 
     Args:
-        stored: the checkpoint's tensors, by our names.
+        stored: the checkpoint's tensors, by Transaxle's names.
         requested: the names that this rank requests.
     """
     numbered, dropped = members_by_stack(stored), set[str]()
@@ -175,21 +176,21 @@ class _Slice:
     """This rank's experts as a slice of a stacked tensor of the checkpoint."""
 
     read: torch.Tensor
-    """Stand-in for the stacked tensor, with this rank's experts as its local part."""
+    """Tensor that is read in place of the stacked tensor; its local part is this rank's experts."""
     values: torch.Tensor
-    """Memory that the read fills: the stacked local parts of `members`, or one number for all."""
+    """Memory into which torch reads: the stacked local parts of `members`, or one number for all of these."""
     members: tuple[torch.Tensor, ...]
     """The experts' tensors, which receive the values."""
 
 
 class ExpertSlices:
-    """Stand-ins for a rank's experts: they are read as slices of stacks, and copied into the experts afterwards.
+    """Reads a rank's experts as slices of stacked tensors, and copies the values into the experts afterwards.
 
-    A rank with all experts needs no stand-in.
+    This is not needed for a rank that has all experts.
 
     Args:
         tensors: this rank's tensors, optimizer state included.
-        stored: names and shapes of the checkpoint's tensors.
+        stored: name -> shape of the checkpoint's tensors.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Shape]) -> None:
@@ -197,7 +198,7 @@ class ExpertSlices:
         stored_shapes = parameter_shapes(stored)
         self._slices: dict[str, _Slice] = {}
         self.members: dict[str, torch.Tensor] = {}
-        """Experts' tensors with a stand-in, by name."""
+        """Name -> tensor of an expert that is read as a slice of a stack."""
         for stack, names in members_by_stack(name for name in tensors if name not in stored).items():
             shape = stored_shapes.get(split_slot(stack)[0], ())  # an optimizer's step is 0-d
             is_stack = len(shape) == len(wanted_shapes[split_slot(names[min(names)])[0]]) + 1
@@ -212,7 +213,7 @@ class ExpertSlices:
             **whole_tensors,
             **{name: expert_slice.read for name, expert_slice in self._slices.items()},
         }
-        """All tensors to read, stand-ins included."""
+        """Name -> tensor, for all tensors that torch should read, including slices of stacks."""
 
     def finish(self) -> None:
         """Copy the values that were read into the experts."""
@@ -226,7 +227,7 @@ class ExpertSlices:
 
 def _slice(name: str, count: int, numbers: list[int], members: list[torch.Tensor]) -> _Slice:
     first = members[0]
-    if not first.dim():  # each expert has its own step here, but the stored stack has one for all
+    if not first.dim():  # each expert has its own step here, but the stored stack has one step for all experts
         return _Slice(first, first, tuple(members))
     local, rank = local_of(first), World().rank
     intervals = placement_of(first, rank, name).positions(whole_shape(first))[rank]
@@ -237,11 +238,12 @@ def _slice(name: str, count: int, numbers: list[int], members: list[torch.Tensor
 
 
 class ParamGroupNames:
-    """The optimizer settings to read from a checkpoint, and their translation to the names of a state dict.
+    """Selects the optimizer settings to read from a checkpoint, and translates them to the parameter names of a state
+    dict.
 
     Args:
-        non_tensors: non-tensor values of the state dict, by flattened key.
-        stored: flattened keys of the checkpoint.
+        non_tensors: flattened key -> value, for values of the state dict that are not tensors.
+        stored: flattened keys of the checkpoint's entries.
     """
 
     def __init__(self, non_tensors: Mapping[str, Any], stored: Collection[str]) -> None:
@@ -251,16 +253,17 @@ class ParamGroupNames:
         self.requested: dict[str, Any] = {
             n: value for n, value in non_tensors.items() if n not in self._sources
         } | read_instead
-        """Entries to read, by flattened key."""
+        """Flattened key -> entry that torch should read."""
 
     def to_state_dict(self, read: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values by the keys of the state dict.
+        """Return key in the state dict -> value that was read.
 
         Args:
-            read: values that were read, by the keys of `requested`.
+            read: key in `requested` -> value that was read.
 
         Raises:
-            Refused: UNSUPPORTED for experts that are one parameter here but were trained with different settings.
+            Refused: UNSUPPORTED, if experts that are one parameter in the state dict were trained with different
+                settings.
         """
         problems: list[Refusal] = []
         values = {name: value for name, value in read.items() if name in self._state_dict}
@@ -293,7 +296,9 @@ class ParamGroupNames:
 
 
 def _sources(lacking: Iterable[str], stored: Iterable[str]) -> dict[str, list[str]]:
-    """Return key -> keys of the same experts in the other form, for settings that the checkpoint lacks."""
+    """For settings that the checkpoint lacks, return key -> keys of the same experts' settings in the checkpoint's
+    form.
+    """
     by_stack: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for name in stored:
         if (setting := _of_stack(name)) is not None:
@@ -303,7 +308,9 @@ def _sources(lacking: Iterable[str], stored: Iterable[str]) -> dict[str, list[st
 
 
 def _of_stack(name: str) -> tuple[str, str, str] | None:
-    """Split the key of a parameter's setting into prefix, parameter and setting; an expert becomes its stack."""
+    """Split the key of a parameter's setting into prefix, parameter and setting; an expert's name becomes its stack's
+    name.
+    """
     split = _ONE.fullmatch(name)
     return None if split is None else (split[1], stack_name(split[2]), split[3])
 
@@ -319,12 +326,12 @@ def _are_names(value: Any) -> bool:
 def _rename_experts(
     own_groups: Iterable[ParamGroup], stored: Sequence[ParamGroup], problems: list[Refusal]
 ) -> list[ParamGroup]:
-    """Return the stored groups, with the optimizer's names of experts.
+    """Return the stored parameter groups, with experts named as in the optimizer.
 
     Args:
-        own_groups: groups of the optimizer.
-        stored: groups of the checkpoint.
-        problems: collects UNSUPPORTED for a parameter that would belong to several groups.
+        own_groups: parameter groups of the optimizer.
+        stored: parameter groups of the checkpoint.
+        problems: list to which refusals are appended: UNSUPPORTED for a parameter that would belong to several groups.
     """
     group_of = group_numbers(stored)
     by_stack: dict[str, list[str]] = defaultdict(list)
@@ -345,13 +352,14 @@ def _rename_experts(
 
 
 _STATE = re.compile(r"((?:.*?\.)?optim(?:izer)?\.state\.).+\.[^.]+")
-"""Flattened key of an optimizer's state, `app.optim.state.<parameter>.<state>`; group 1 is the prefix."""
+"""Pattern of the flattened key of optimizer state, `app.optim.state.<parameter>.<state>`; match group 1 is the
+prefix."""
 _HOME = "optimizer.state."
-"""Prefix of optimizer state, if the state dict has no optimizer entry that shows it."""
+"""Prefix of optimizer state's keys, if the state dict has no optimizer entry that shows the prefix."""
 
 
 class _Translating:
-    """Arguments that both planners have in addition to those of torch's planners."""
+    """Base class with the arguments that both planners have in addition to the arguments of torch's planners."""
 
     def __init__(
         self,
@@ -375,8 +383,8 @@ class _Translating:
 class SavePlanner(_Translating, DefaultSavePlanner):
     """A planner for `dcp.save` that writes a state dict under the names and in the shapes of a dialect.
 
-    Its arguments are the `dialect` of the checkpoint (None: that of the state dict), `family`, `source` and `config` as
-        for `state_dict_as`, and the arguments of torch's `DefaultSavePlanner`.
+    Its arguments are the `dialect` of the checkpoint (None: the state dict's dialect), `family`, `source` and `config`
+    as for `state_dict_as`, and the arguments of torch's `DefaultSavePlanner`.
     """
 
     @suggests
@@ -411,7 +419,7 @@ class SavePlanner(_Translating, DefaultSavePlanner):
         """Prepare to save a state dict, in the dialect of the checkpoint.
 
         Raises:
-            TransaxleError: as raised by `state_dict_as`.
+            TransaxleError: the refusals of `state_dict_as`.
         """
         if self._dialect is not None:
             flat = flatten_state_dict(state_dict)[0]
@@ -423,16 +431,18 @@ class SavePlanner(_Translating, DefaultSavePlanner):
 
 
 class LoadPlanner(_Translating, DefaultLoadPlanner):
-    """A planner for `dcp.load` that reads a checkpoint in any dialect; its arguments begin as those of `SavePlanner`.
+    """A planner for `dcp.load` that reads a checkpoint in any dialect; its first arguments are the same as for
+    `SavePlanner`.
 
     If a tensor of the checkpoint corresponds to several tensors of the model or to a part of one, the planner reads it
-    into separate memory, and fills the model's tensors when the last one has arrived. Without a dialect, experts of
-    grouped layers may be in another form; the planner refuses another number of experts (counted on all ranks), a part
-    of them, and two forms that differ.
+    into separate memory, and fills the model's tensors once all tensors have arrived. Without a dialect, experts of
+    grouped layers may still be separate tensors in the checkpoint and a stack in the model, or the reverse; the planner
+    refuses a checkpoint with a different number of experts (counted on all ranks), with only a part of them, or with
+    experts in two forms whose values differ.
 
-    To find copies that differ, every rank reads all experts stored in both forms whole, into separate memory. With
-        `trust_copies` the planner assumes that they are equal, and each rank reads its own part of one form: the
-            requested one, if that is complete.
+    To find differing copies, every rank reads all experts that are stored in both forms completely, into separate
+    memory. With `trust_copies` the planner assumes that the copies are equal, and each rank reads its own part of one
+    form: the requested form, if that is complete.
     """
 
     _state_dict: dict[str, Any]
@@ -476,7 +486,8 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         """Prepare to load into a state dict, in the dialect of the checkpoint.
 
         Raises:
-            TransaxleError: as raised by `state_dict_as`; SHAPE_MISMATCH and INCOMPLETE for another set of experts.
+            TransaxleError: the refusals of `state_dict_as`; SHAPE_MISMATCH or INCOMPLETE, if the checkpoint has a
+                different set of experts.
         """
         self._state_dict, self._bytes, self._final_steps, self._lock = state_dict, {}, [], threading.Lock()
         flat, self._paths = flatten_state_dict(state_dict)
@@ -525,7 +536,9 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         stems: Sequence[Regrouping],
         stored: Mapping[str, TensorStorageMetadata],
     ) -> Mapping[str, torch.Tensor]:
-        """Leave out scaling histories that the checkpoint lacks although it has the codes: they start at zero."""
+        """Leave out scaling histories that the checkpoint lacks although it has the codes; such histories start at
+        zero.
+        """
         available = {*stored, *(name for stem in stems for name in stem.targets)}
         lacking = [
             name for name in read_into if name in tensors and name not in stored and code_name(name) in available
@@ -542,10 +555,10 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         return {name: tensor for name, tensor in read_into.items() if name not in lacking}
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan this rank's reads; check that every tensor fits.
+        """Plan this rank's reads, and check that every stored tensor fits the requested one.
 
         Raises:
-            Refused: MISSING_TENSOR, SHAPE_MISMATCH, DTYPE_MISMATCH: everything at once.
+            Refused: MISSING_TENSOR, SHAPE_MISMATCH or DTYPE_MISMATCH; one error has the refusals of all tensors.
         """
         stored_items = {} if self.metadata is None else self.metadata.state_dict_metadata
         problems = []
@@ -571,10 +584,11 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         return replace(super().create_local_plan(), planner_data=self._experts)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Check all ranks' plans together: they must request the experts that the checkpoint stores.
+        """Check all ranks' plans together: the ranks must request exactly the experts that the checkpoint stores.
 
         Raises:
-            Refused: SHAPE_MISMATCH, INCOMPLETE for another set of experts, before anything is read.
+            Refused: SHAPE_MISMATCH or INCOMPLETE, before anything is read, if the checkpoint has a different set of
+                experts.
         """
         requested_experts: dict[str, tuple[int, ...]] = {}
         for plan in global_plan:
@@ -591,7 +605,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         """Load an entry that is not a tensor; reading never runs code from the checkpoint.
 
         Raises:
-            Refused: UNSAFE_PICKLE.
+            Refused: UNSAFE_PICKLE, if the entry's pickle would run code.
         """
         name = read_item.dest_index.fqn
         try:
@@ -602,12 +616,12 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         self._count_finished()
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Record that torch has filled a tensor."""
+        """Count a tensor as finished, once torch has filled it."""
         super().commit_tensor(read_item, tensor)
         self._count_finished()
 
     def _count_finished(self) -> None:
-        """Count a finished item; after the last one, fill the caller's entries."""
+        """Count a finished item of the plan; after the last item, fill the caller's state dict."""
         with self._lock:
             self._items_left -= 1
             if self._items_left:
@@ -626,7 +640,7 @@ def _home(flat: Iterable[str]) -> str:
 
 
 def _split_tensors(flat: Mapping[str, Any], home: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Split a flattened state dict into tensors by our names, and other entries by their keys."""
+    """Split a flattened state dict into tensors by Transaxle's names, and non-tensor entries by their keys."""
     tensors = {_slot_name(name, home): value for name, value in flat.items() if isinstance(value, torch.Tensor)}
     return tensors, {name: value for name, value in flat.items() if not isinstance(value, torch.Tensor)}
 
@@ -636,7 +650,7 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _tensors_of(metadata: Metadata | None, home: str) -> dict[str, TensorStorageMetadata]:
-    """Return the tensors of a checkpoint by our names."""
+    """Return the tensors of a checkpoint by Transaxle's names."""
     items = {} if metadata is None else metadata.state_dict_metadata
     return {_slot_name(name, home): item for name, item in items.items() if isinstance(item, TensorStorageMetadata)}
 
@@ -646,12 +660,14 @@ def _sizes(stored: Mapping[str, TensorStorageMetadata]) -> dict[str, tuple[int, 
 
 
 def _slot_name(name: str, home: str) -> str:
-    """Return our name: torch's `optimizer.state.<parameter>.<state>` becomes `optim/<parameter>/<state>`."""
+    """Return Transaxle's name of a tensor: torch's `optimizer.state.<parameter>.<state>` becomes
+    `optim/<parameter>/<state>`.
+    """
     parameter, dot, slot = name.removeprefix(home).rpartition(".")
     return join_slot(parameter, slot) if name.startswith(home) and dot else name
 
 
 def _flat(name: str, home: str) -> str:
-    """Return torch's name for a tensor; inverse of `_slot_name`."""
+    """Return torch's name of a tensor; the inverse of `_slot_name`."""
     parameter, slot = split_slot(name)
     return name if not slot else f"{home}{parameter}.{slot}"

@@ -83,7 +83,7 @@ class TrainerCheckpoints:
         background: whether to write the files while training continues, as `async_save` does.
         resume: the `checkpoint-N` to resume from, if it is neither in the Trainer's `output_dir` nor under `url`: the
             Trainer does not pass such a path to callbacks.
-        group: the ranks that train, and save, together; None: all.
+        group: the ranks that train and save together; None: all ranks.
         url: a folder or URL for the checkpoints.
         keep: number of checkpoints to keep, in addition to the Trainer's best checkpoint; None: keep all.
 
@@ -414,7 +414,7 @@ class AccelerateHooks:
         extra: further objects to save, as for `save`; `load_state` restores objects that have `load_state_dict`.
         background: with `url`, whether to write files while training continues, as `async_save` does; call `wait` at
             the end.
-        group: the ranks that train, and save, together; None: all.
+        group: the ranks that train and save together; None: all ranks.
         url: a folder or URL for the checkpoints.
         keep: number of checkpoints to keep, in addition to the one that `keep_best` protects; None: keep all. With
             `keep`, the folder names passed to `save_state` must end in the step's number.

@@ -65,7 +65,7 @@ class _EncodedWeight:
     tensor: EncodedTensor
     """Names of the weight's codes and scales."""
     dtype: str
-    """Safetensors code of its decoded values."""
+    """Safetensors code of the dtype of the decoded values."""
 
 
 wire.tellable(_EncodedWeight, EncodedTensor, Encoding, Role)
@@ -222,7 +222,7 @@ class _TypedWeight:
     quantizer: str
     """Description of the parameter's quantizer, for messages."""
     dtype: str
-    """Safetensors code of its decoded values."""
+    """Safetensors code of the dtype of the decoded values."""
     shape: tuple[int, ...]
     """Shape of the whole decoded tensor."""
     entries: Mapping[str, tuple[str, tuple[int, ...]]]

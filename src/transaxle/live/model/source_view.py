@@ -1,9 +1,9 @@
-"""Re-express the source in the model's dialect, which the model's names decide, never its shapes. Then tensors are
-matched by name, and every difference is reported before any byte moves.
+"""Re-express the source in the model's dialect, which is recognised by the model's tensor names, never by shapes. Then
+tensors are matched by name, and every difference is reported before any byte moves.
 
-**Grouped parameters**: N separate tensors on one side may be one stack on the other, also in models that no table
-knows. The names of both sides show these parameters, and a table is built for them. Codes and scales of quantized
-parameters are moved unchanged, like other tensors.
+**Grouped parameters**: the source may have N separate tensors that are one stack in the model, or the reverse, also in
+models of unknown families. Such parameters are found by the names in source and model, and a table of tensor names is
+built for them. Codes and scales of quantized parameters are moved unchanged, like other tensors.
 """
 
 from __future__ import annotations
@@ -47,26 +47,27 @@ from transaxle.live.model.destination import decode_hint, may_become
 
 @dataclass(frozen=True, slots=True)
 class Restacked:
-    """A checkpoint with its grouped parameters in the model's form."""
+    """A checkpoint whose grouped parameters are in the model's form: separate tensors or stacks."""
 
     checkpoint: Checkpoint
-    """The checkpoint, re-expressed where a form changes; sets of experts that do not match stay as stored."""
+    """The checkpoint, with changed forms; sets of experts that do not match the model's stay as they are stored."""
     changed: bool
-    """Whether any parameter changes its form."""
+    """Whether the form of any parameter was changed."""
     complete: bool
     """Whether every requested name now exists, or belongs to a set of experts that does not match."""
 
 
 def restack(checkpoint: Checkpoint, model_shapes: Mapping[str, Shape], optional_names: Iterable[str] = ()) -> Restacked:
-    """Return a checkpoint with its grouped parameters in the model's form.
+    """Return a checkpoint with its grouped parameters in the model's form (separate tensors or stacks).
 
     Args:
         checkpoint: the checkpoint under its stored names.
-        model_shapes: the model's names with whole shapes, without optimizer state.
-        optional_names: names of the model that may be absent.
+        model_shapes: tensor name in the model -> shape of the whole tensor, without optimizer state.
+        optional_names: names of the model's tensors that the source may lack.
 
     Raises:
-        Refused: refusals of the translation; UNEQUAL_COPIES where both forms exist with different shapes.
+        Refused: the translation between names fails (its own code), or UNEQUAL_COPIES, if the source has both forms
+            with different shapes.
     """
     entries = {name: entry.shape for name, entry in checkpoint.container.entries.items()}
     arrangement = arrange(groups(model_shapes, entries), entries)
@@ -80,14 +81,14 @@ def restack(checkpoint: Checkpoint, model_shapes: Mapping[str, Shape], optional_
 
 
 def change_form(checkpoint: Checkpoint, stems: Sequence[Regrouping]) -> Checkpoint:
-    """Return a checkpoint with grouped parameters in their other form.
+    """Return a checkpoint with the given grouped parameters changed from stack to separate tensors, or the reverse.
 
     Args:
         checkpoint: the checkpoint under its stored names.
-        stems: the sets of parameters that change their form.
+        stems: the sets of parameters whose form is changed.
 
     Raises:
-        Refused: see `restack`.
+        Refused: the refusals of `restack`.
     """
     family, container = table(stems), checkpoint.container
     table_settings = msgspec.structs.replace(
@@ -108,11 +109,11 @@ def change_form(checkpoint: Checkpoint, stems: Sequence[Regrouping]) -> Checkpoi
 
 
 class _TableNames(StoredNames):
-    """Names under a table of their own, in which codes and scales are separate tensors.
+    """Stored names that are read by a table made for one checkpoint, in which codes and scales are separate tensors.
 
     Args:
         container: the container of the stored tensors.
-        settings: settings with the table as the only family.
+        settings: settings whose only family has the table.
         undecoded: as for `StoredNames`.
         names: the stored names that the table reads.
     """
@@ -125,12 +126,12 @@ class _TableNames(StoredNames):
 
     @cached_property
     def catalog(self) -> Catalog:
-        """Every stored tensor as it is stored."""
+        """Catalog of all stored tensors, none of them decoded."""
         return Catalog(self._container, self._container.entries, {}, None, ())
 
     @cached_property
     def bound(self) -> BoundNames:
-        """The names that the table reads."""
+        """The stored names that the table reads, bound to its lines."""
         family = self._settings.families[FAMILY]
         return bind(self._table_names, family, family.dialects[0], self.sizes)
 
@@ -139,9 +140,9 @@ _UNREAD: Code = "UNKNOWN_FAMILY"
 _UNDECIDED: Code = "AMBIGUOUS"
 _LACKS = "A shard may be missing. Use strict=False to load the tensors that exist."
 _SHOWN = 3
-"""Maximum number of names of each side that an error lists."""
+"""Maximum number of model names, and of source names, that an error lists."""
 _COMPARED, _LIKE = 8, 0.6
-"""Maximum number of names for which a closest match is suggested, and the minimum similarity of a match."""
+"""Maximum number of names for which the closest match is suggested, and the minimum similarity of such a match."""
 _UNKNOWN_ROWS = "Nothing says which rows are padding: give config= with the vocab_size."
 _OTHER_SIZES = "Build the model with the sizes that the source has."
 
@@ -151,24 +152,26 @@ class View:
     """A checkpoint re-expressed in the model's dialect."""
 
     checkpoint: Checkpoint
-    """The checkpoint in that dialect."""
+    """The checkpoint, re-expressed in the model's dialect."""
     dialect: str
-    """Label of the dialect; `identity` where both sides have the same names and no table is needed."""
+    """Label of the model's dialect; `identity` if source and model have the same names, so that no table is needed."""
     prefix: str
-    """Prefix of the model's names before the dialect's names."""
+    """Prefix that the model's names have in front of the dialect's names."""
     other_names: Mapping[str, str] = field(default_factory=dict)
-    """Name in the checkpoint -> name in the model, for parameters with two names that the dialect treats as one."""
+    """Name in the checkpoint -> name in the model, for parameters that have two names, which the dialect treats as
+    one."""
     numbers: Mapping[str, Shape] = field(default_factory=dict)
-    """Model name -> shape, for scales with one number per matrix, which conventions store as `[]`, `[1]` or `[1, 1]`.
+    """Name in the model -> shape, for scales with one number per matrix; quantization conventions store these as `[]`,
+    `[1]` or `[1, 1]`.
     """
 
     def model_name(self, name: str) -> str:
-        """Return the model's name for a tensor of the checkpoint."""
+        """Return the name in the model of a tensor of the checkpoint."""
         parameter, slot = split_slot(name)
         return join_slot(self.other_names.get(parameter) or self.prefix + parameter, slot)
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return the checkpoint's tensors by the model's names."""
+        """Return name in the model -> tensor of the checkpoint."""
         tensors = {self.model_name(name): self.checkpoint[name] for name in self.checkpoint}
         for name, shape in self.numbers.items():
             if name in tensors and prod(tensors[name].shape) == prod(shape):
@@ -190,18 +193,18 @@ def view(
 
     Args:
         checkpoint: the source, under its own names.
-        names: the model's names, of all ranks together, with whole shapes.
-        family: the family that the user gave.
-        dialect: the dialect of the model's names that the user gave.
-        neutral_names: names that say nothing about the dialect.
-        partial: leave out tensors of which the source has only a part.
-        trained: parameters with optimizer state that are not in `names`, because the state dict shows parts of them;
-            None: unknown.
+        names: tensor name in the model -> whole shape, of all ranks together.
+        family: the family, if the user gave one.
+        dialect: dialect of the model's names, if the user gave it.
+        neutral_names: names that do not help to recognise the dialect.
+        partial: leave out tensors of which the source has only some pieces.
+        trained: parameters with optimizer state that are not in `names`, because the state dict shows only parts of
+            these parameters; None: unknown.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY, AMBIGUOUS where no table reads the names and the source has others; with the closest
-            dialect.
-        Refused: refusals of the translation.
+        UsageError: UNKNOWN_FAMILY or AMBIGUOUS, if no table reads the model's names and the source's names differ; the
+            message shows the closest dialect.
+        Refused: the translation into the dialect fails, with its own code.
     """
     if dialect == IDENTITY:
         return View(checkpoint, IDENTITY, "")
@@ -223,7 +226,7 @@ def view(
     except TransaxleError as error:
         common_count = sum(name in identity_view.checkpoint for name in weight_names) + len(identity_view.other_names)
         if not is_explicit and ((error.code == _UNREAD and common_count) or 2 * common_count > len(weight_names)):
-            return identity_view  # both sides share names, so the names that differ are reported instead
+            return identity_view  # source and model share names, so the names that differ are reported instead
         if checkpoint.family is None or family is not None:
             raise _show_both_sides(error, weight_names, checkpoint, is_explicit) from None
         try:
@@ -246,7 +249,9 @@ def view(
 
 
 def _same_trained(checkpoint: Checkpoint, names: AbstractSet[str], trained: Collection[str] | None) -> bool:
-    """Tell whether optimizer state needs no other names: it belongs to the model's parameters, fused ones included."""
+    """Tell whether optimizer state already has the model's names: all of it belongs to parameters of the model,
+    including fused ones.
+    """
     model_parameters = names | set(trained or ())
     stated = {parameter for parameter, slot in map(split_slot, checkpoint) if slot != WEIGHT}
     return trained is None or not stated or (stated <= model_parameters and stated.issuperset(trained))
@@ -270,8 +275,8 @@ def _match_unwrapped(source_view: View, model_names: Sequence[str]) -> dict[str,
 def _other_names(source_view: View, dialect: Dialect, weight_names: Sequence[str]) -> dict[str, str]:
     """Return name in the view -> name in the model, where the dialect reads both as the same tensor.
 
-    A table may read several names of one tensor and write one of them: Megatron's norms with and without Transformer
-        Engine.
+    A table may read several names of one tensor, of which it writes one: Megatron's norms have different names with and
+    without Transformer Engine.
     """
     model_names = set(weight_names)
     free = {name for name in source_view.checkpoint if source_view.prefix + name not in model_names}
@@ -294,7 +299,7 @@ def _other_names(source_view: View, dialect: Dialect, weight_names: Sequence[str
 
 
 def _one_tensor(first: Line, second: Line) -> bool:
-    """Tell whether two lines are two names for one tensor."""
+    """Tell whether two table lines are two names for one tensor."""
     same_numbers = first.name.holes == second.name.holes
     same_values = (first.expression.text, first.lossy) == (second.expression.text, second.lossy)
     return first is not second and same_numbers and same_values
@@ -313,7 +318,7 @@ def _of_family(checkpoint: Checkpoint, family: str) -> Checkpoint:
 
 
 def _translate(checkpoint: Checkpoint, label: str, *, partial: bool) -> Checkpoint:
-    """Return a source in another dialect; with `partial`, without tensors that lack something."""
+    """Return a source in another dialect; with `partial`, without tensors of which the source lacks a piece."""
     try:
         return checkpoint.view_as(label)
     except TransaxleError as error:
@@ -327,7 +332,7 @@ def _translate(checkpoint: Checkpoint, label: str, *, partial: bool) -> Checkpoi
 def _show_both_sides(
     error: TransaxleError, model_names: Sequence[str], checkpoint: Checkpoint, is_explicit: bool
 ) -> TransaxleError:
-    """Return an error that shows names of both sides, if no table reads the names of one."""
+    """Return an error that shows names of source and model, if no table reads the source's names or the model's."""
     if is_explicit or error.code != _UNREAD or any(name in checkpoint for name in model_names):
         return error
     shown_of_model, shown_of_source = (
@@ -349,20 +354,21 @@ def match_tensors(
     encoded: Collection[str] = (),
     rows: object = None,
 ) -> tuple[list[Refusal], tuple[str, ...], tuple[str, ...]]:
-    """Match the model's tensors with the source's; return refusals, names that the source lacks, and names that the
-    model lacks.
+    """Match the model's tensors with the source's; return refusals, names that only the model has, and names that only
+    the source has.
 
-    A different number of experts, or a part of them, is one refusal; their names do not count as lacking.
+    If the source has a different number of experts, or only a part of them, that is one refusal; the experts' names are
+    not listed as missing.
 
     Args:
         targets: the model's tensors.
         stored: the source's tensors by the model's names.
-        optimizer: report optimizer state that only the source has.
-        decode: dtype of parameters that take encoded tensors, decoded.
-        sizes: returns how the two configs differ, or ""; called where a shape differs.
-        dtype: dtype of parameters that take plain tensors of other dtypes, cast.
-        encoded: names, as catalogs have them, of tensors that are decoded.
-        rows: the source's vocabulary size, if known: further rows are padding.
+        optimizer: whether to report optimizer state that only the source has.
+        decode: dtype of parameters that may be loaded from encoded tensors.
+        sizes: returns a text on how the two configs' sizes differ, or ""; called only if a shape differs.
+        dtype: dtype of parameters that may be loaded from plain tensors of other dtypes.
+        encoded: names of encoded tensors that are decoded, as the catalog spells them.
+        rows: the source's vocabulary size, if known; rows beyond it are padding.
     """
     stored_shapes = {name: source.shape for name, source in stored.items()}
     experts = arrange(groups({name: tensor.shape for name, tensor in targets.items()}, stored_shapes), stored_shapes)
@@ -370,7 +376,7 @@ def match_tensors(
     extra_names = (name for name in stored if name not in targets and name not in experts.broken)
     extra_names = (
         name for name in extra_names if stored[name].origins
-    )  # tensors without origins are zero, and a model need not have them
+    )  # tensors that are made from no stored tensor are zero, and a model need not have them
     unexpected = tuple(name for name in extra_names if optimizer or split_slot(name)[1] == WEIGHT)
     problems = list(experts.problems)
     for name, tensor in targets.items():
@@ -392,7 +398,7 @@ def match_tensors(
 
 
 def refuse_unmatched(missing: Sequence[str], unexpected: Sequence[str], source: Iterable[str] = ()) -> list[Refusal]:
-    """Return a refusal for every name that only one side has, with the closest name of the other side.
+    """Return a refusal for every tensor name that only the model or only the source has, with the other's closest name.
 
     Args:
         missing: names that only the model has.
@@ -415,8 +421,8 @@ def refuse_unmatched(missing: Sequence[str], unexpected: Sequence[str], source: 
 
 
 def _closest(names: Sequence[str], candidates: Iterable[str], side: str) -> dict[str, str]:
-    """Return name -> hint with the closest name of the other side, for the first few names; equal last segments match
-    better.
+    """Return name -> hint with the closest of the candidates, for the first few names; candidates with an equal last
+    segment are preferred.
     """
     by_end: dict[str, list[str]] = {}
     for candidate in dict.fromkeys(candidates):

@@ -302,7 +302,7 @@ class SharedStore(Store):
     Args:
         address: host and port of the store's server, which rank number 0 runs.
         secret: secret that all ranks know.
-        number: number of this rank.
+        number: number of this rank among the clients of the store.
         expectation: description of the meeting that this rank expects.
         timeout: the longest wait for the server, and for keys.
 
@@ -485,7 +485,7 @@ def check_connections(group: dist.ProcessGroup, store: SharedStore, secret: byte
         group: the ranks.
         store: the store through which these ranks have met.
         secret: secret that all ranks know.
-        number: number of this rank.
+        number: number of this rank among the clients of the store.
         size: number of ranks.
 
     Raises:

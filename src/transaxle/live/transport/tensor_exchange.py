@@ -1,10 +1,12 @@
-"""Exchange of tensors' bytes between ranks: through shared memory on one machine, over the process group otherwise.
+"""Exchange of tensors' bytes between ranks: through shared memory within a machine, over the process group otherwise.
 
-All ranks compute the same sizes, so no headers are sent. Bytes are sent as uint8, which every backend supports.
+All ranks compute the sizes of all parcels (blocks of bytes from one rank to others), so no headers are sent. Bytes are
+sent as uint8, which every backend supports.
 
 **Buckets**: the same rounds of parcels are sent many times, in bounded memory, so their offsets are computed once.
-Every rank has two buckets: while one is read or sent, the next one is packed. A third of a bucket is shared memory for
-other ranks of the machine, a third is for bytes to send over the network, and a third for received bytes.
+Every rank has two buckets (buffers): while one bucket is read or sent, the other is packed. A third of a bucket is
+shared memory for other ranks of the machine, a third is for bytes to send over the network, and a third for received
+bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from transaxle.torch_tensors import of_bytes
 def begin_all_to_all(
     world: World, received: torch.Tensor, outgoing: torch.Tensor, receive_sizes: list[int], send_sizes: list[int]
 ) -> Callable[[], None]:
-    """Start sending bytes from every rank to every other rank; the returned function waits for the end; collective.
+    """Start an all-to-all exchange of bytes, and return a function that waits for its end; collective.
 
     Args:
         world: the ranks.
@@ -35,7 +37,7 @@ def begin_all_to_all(
         send_sizes: bytes for each rank.
 
     Raises:
-        StorageError: IO where a rank is lost; also raised by the returned function.
+        StorageError: IO, if a rank is lost; the returned function may also raise it.
     """
     with collective():
         work = dist.all_to_all_single(received, outgoing, receive_sizes, send_sizes, group=world.group, async_op=True)
@@ -48,7 +50,7 @@ def begin_all_to_all(
 
 
 class RankExchange:
-    """Exchanges parcels in rounds, through shared memory on one machine, otherwise over the process group.
+    """Exchanges parcels in rounds, through shared memory within a machine, otherwise over the process group.
 
     Args:
         world: the ranks.
@@ -64,15 +66,16 @@ class RankExchange:
         """Bytes that this rank has received from other ranks."""
 
     def round(self, parcels: Sequence[Parcel], fill: Fill, take: Take) -> int:
-        """Exchange parcels, all at once; collective over the world, with equal parcels on every rank.
+        """Exchange parcels in one round; collective over the world, with the same list of parcels on every rank.
 
         Args:
-            parcels: the parcels; a rank that is both sender and receiver gets its own without sending.
-            fill: called on the sender, once per parcel.
-            take: called on each receiver, once per parcel; the bytes are valid until the next round begins.
+            parcels: the parcels of all ranks; if a rank sends a parcel to itself, the bytes are only copied locally.
+            fill: writes a parcel's bytes into a buffer; called on the sender, once per parcel.
+            take: receives a parcel's bytes; called on each receiver, once per parcel. They are valid until the next
+                round begins.
 
         Returns:
-            bytes that this rank received from other ranks.
+            number of bytes that this rank received from other ranks.
         """
         rank = self._world.rank
         places = self._place_parcels(parcels)
@@ -103,13 +106,13 @@ class RankExchange:
 
     @property
     def _shm(self) -> ShmTransport:
-        """The shared memory, created for the first round."""
+        """The ranks' shared memory, which the first round creates."""
         if self._opened is None:
             self._opened = ShmTransport(self._world)
         return self._opened
 
     def _place_parcels(self, parcels: Sequence[Parcel]) -> list[int]:
-        """Return each parcel's offset in its sender's region, and provide memory for all."""
+        """Return each parcel's offset in the sender's shared memory, after making room for all parcels."""
         ends: dict[int, int] = {}
         places = []
         for parcel in parcels:
@@ -137,7 +140,7 @@ class RankExchange:
     def _take_far(
         self, parcels: Sequence[Parcel], numbers: Sequence[int], packed: Mapping[int, np.ndarray], take: Take
     ) -> int:
-        """Exchange over the process group the parcels that shared memory does not carry."""
+        """Exchange, over the process group, the parcels whose receivers cannot read the sender's shared memory."""
         world = self._world
         places = {rank: place for place, rank in enumerate(world.ranks)}
         outgoing: list[list[np.ndarray]] = [[] for _ in range(world.size)]
@@ -168,41 +171,43 @@ class RankExchange:
 Work = Callable[[int, int, torch.Tensor], None]
 """`work(round, parcel, buffer)`: pack a parcel's bytes into the buffer, or read them from it; it must not raise."""
 SHARES = 3
-"""Number of parts of a bucket; a round may send, and may receive, at most one part's bytes."""
+"""Number of equal parts of a bucket; in one round a rank may send, and may receive, at most as many bytes as a part
+has."""
 
 
 @dataclass
 class _Round:
-    """One round as one rank sees it; places are byte offsets in a bucket."""
+    """What one rank sends and receives in one round; places are byte offsets in a bucket."""
 
     packs: list[tuple[int, int, int | None, list[int]]] = field(default_factory=list)
-    """For each parcel to send: number, size, place in shared memory, places in the network buffer."""
+    """For each parcel that this rank sends: parcel number, size, place in shared memory, places in the network
+    buffer."""
     near: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """For each parcel to read from shared memory: number, size, sender, place."""
+    """For each parcel that this rank reads from shared memory: parcel number, size, sender, place."""
     far: list[tuple[int, int, int]] = field(default_factory=list)
-    """For each parcel received over the network: number, size, place."""
+    """For each parcel that this rank receives over the network: parcel number, size, place."""
     send_sizes: list[int] = field(default_factory=list)
-    """Bytes to send to each rank."""
+    """Number of bytes to send to each rank over the network."""
     receive_sizes: list[int] = field(default_factory=list)
-    """Bytes to receive from each rank."""
+    """Number of bytes to receive from each rank over the network."""
     meets: bool = False
-    """Whether any rank reads another rank's shared memory."""
+    """Whether any rank reads another rank's shared memory in this round."""
     sends: bool = False
-    """Whether any rank sends bytes over the network."""
+    """Whether any rank sends bytes over the network in this round."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """Rounds with a place for every parcel."""
+    """Rounds of parcels, with the place of every parcel in a bucket."""
 
     rounds: Sequence[_Round]
-    """The rounds in order."""
+    """The rounds, in the order in which they are run."""
     received: int
     """Bytes that this rank receives in all rounds."""
 
 
 class BucketExchange:
-    """Exchanges parcels of bytes along routes.
+    """Exchanges parcels of bytes in the rounds of routes, which are computed once and run many times.
 
     Args:
         world: the ranks.
@@ -216,11 +221,11 @@ class BucketExchange:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of this rank's buckets."""
+        """Size of this rank's buckets in bytes."""
         return self._shm.size + self._sent.size + self._arrived.size
 
     def route(self, rounds: Sequence[Sequence[Parcel]]) -> Route:
-        """Compute the places of all parcels; collective over the world, with equal parcels on every rank."""
+        """Compute the places of all parcels; collective over the world, with the same list of parcels on every rank."""
         if self._device.type == "cpu":
             need = max((max(_region_sizes(parcels).values(), default=0) for parcels in rounds), default=0)
             if need:
@@ -232,10 +237,10 @@ class BucketExchange:
         return Route(placed_rounds, received)
 
     def run(self, route: Route, pack: Work, take: Work) -> None:
-        """Exchange the parcels of a route; collective over the world, with routes for the same parcels.
+        """Exchange the parcels of a route; collective over the world: all ranks pass their routes of the same parcels.
 
         Raises:
-            StorageError: IO where a rank is lost.
+            StorageError: IO, if a rank is lost.
         """
         waiting: tuple[int, _Round, Callable[[], None], torch.Tensor] | None = None
         for number, route_round in enumerate(route.rounds):
@@ -277,7 +282,7 @@ class BucketExchange:
                 copy.copy_(buffers[0])
 
     def _place_parcels(self, parcels: Sequence[Parcel]) -> _Round:
-        """Compute the places of one round."""
+        """Compute the places of one round's parcels."""
         world, placed = self._world, _Round()
         position = {rank: number for number, rank in enumerate(world.ranks)}
         outgoing: list[list[int]] = [[] for _ in range(world.size)]
@@ -311,7 +316,7 @@ class BucketExchange:
 
 
 class _Halves:
-    """Two buffers used in turn, which grow as needed."""
+    """Two buffers that rounds use in turn, and that grow as needed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -323,7 +328,7 @@ class _Halves:
         return sum(map(len, self._halves))
 
     def half(self, number: int, size: int) -> torch.Tensor:
-        """Return `size` bytes of the buffer for a round."""
+        """Return the first `size` bytes of the buffer that a round uses."""
         turn = number % 2
         if len(self._halves[turn]) < size:
             self._halves[turn] = torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -336,7 +341,7 @@ def _take_out(number: int, route_round: _Round, arrived: torch.Tensor, take: Wor
 
 
 def _region_sizes(parcels: Sequence[Parcel]) -> dict[int, int]:
-    """Return rank -> bytes of shared memory that it needs if all ranks can map each other's regions."""
+    """Return rank -> bytes of shared memory that the rank needs if all ranks can map each other's regions."""
     ends: dict[int, int] = {}
     for parcel in parcels:
         if any(rank != parcel.sender for rank in parcel.receivers):
@@ -347,7 +352,9 @@ def _region_sizes(parcels: Sequence[Parcel]) -> dict[int, int]:
 def _lay_out(
     by_rank: Sequence[Sequence[int]], parcels: Sequence[Parcel], sizes: list[int]
 ) -> Iterator[tuple[int, list[int]]]:
-    """Place the parcels for each rank one after the other; yield (number, places), and append the sizes per rank."""
+    """Place parcels one after the other, ordered by receiving rank; yield (parcel number, places), and append the sizes
+    per rank.
+    """
     places: dict[int, list[int]] = {}
     at = 0
     for numbers in by_rank:
