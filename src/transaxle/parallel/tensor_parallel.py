@@ -1,22 +1,22 @@
-"""Tensor parallelism: cut a model whose family has a table over the ranks of a mesh, and the modules that it becomes.
+"""Tensor parallelism: cuts a model whose family has a table of tensor names over the ranks of a mesh.
 
-**Cut modules** have a class derived from the module's own, with a forward around the original. During forward,
+**Cut modules** have a class derived from the module's own class, with a forward around the original. During forward,
 `self.weight` is this rank's part as an ordinary tensor; at any other time it is the parameter, which is a DTensor if a
 DTensor can describe how it is cut.
 
 **Guards** refuse calls in which torch would take a rank's part of a parameter for the whole. DeepSpeed needs ordinary
 tensors in a state dict, and pickles them. `torch.distributed.checkpoint` would save such a tensor as if it were the
 whole parameter, so that only one rank's part would be saved. Optimizer moments of a part are ordinary tensors too, and
-nothing marks them. But torch's `get_optimizer_state_dict` asks the modules for their names before it returns, and is
-refused there.
+nothing marks them as parts. But torch's `get_optimizer_state_dict` asks modules for parameter names before it returns;
+that request is refused.
 
 **Proven model types.** A table says which axes may be cut, but not how a model computes between its layers: statistics
-over a cut axis, or heads that work in pairs, make a cut model compute something else, without an error. So each model
-type of transformers is tried, and the types with the same logits and gradients are listed in the package.
+over a cut axis, or heads that work in pairs, make a cut model compute wrong results without an error. So each model
+type of transformers is tried; types with the same logits and gradients when cut are listed in the package.
 
-**Dropout** of activations that are equal on all ranks must drop the same elements on each. Each rank draws from its own
-generator, and attention dropout on uneven heads makes these diverge even after equal seeds. Ranks that drop different
-elements of a residual stream would each compute another model.
+**Dropout** of activations that are equal on all ranks must drop the same elements on each. Every rank has its own
+random generator, and attention dropout on uneven heads makes generators diverge even after equal seeds. Ranks that drop
+different elements of a residual stream would compute different models.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ from transaxle.torch_tensors import (
 _CONFIG = "config"
 _EXPERTS, _EAGER = "_experts_implementation", "eager"
 _ALIGNED, _NARROWEST = 16, 2
-"""`torch.nn.functional.grouped_mm` needs rows and columns of a multiple of this many bytes; and the size in bytes of a
-bf16 element, which models of fp32 may compute with under autocast.
+"""(`torch.nn.functional.grouped_mm` needs rows and columns of a multiple of this many bytes; bytes of a bf16 element,
+with which even a fp32 model computes under autocast).
 """
 _NOW = "_transaxle_computing"
 
@@ -153,7 +153,7 @@ class _Region(nn.Module):
 
 class _Grouped(nn.Module):
     def positions(self, name: str) -> Positions:
-        """Return this rank's positions of a parameter, however it is cut; see `GroupedLinear`."""
+        """Return, for each dim of a whole parameter, the indices that this rank has; see `GroupedLinear`."""
         mark_all(self)
         parameter, rank = self._parameters[name], dist.get_rank()
         assert parameter is not None
@@ -198,8 +198,8 @@ _CLASSES_BY_KEY: dict[tuple[type, Role, tuple[str, ...]], type[nn.Module]] = {}
 
 
 def _class(kind: type[nn.Module], role: Role, names: tuple[str, ...]) -> type[nn.Module]:
-    """Return the class of a cut module, derived from the original; during forward its parameters are this rank's
-    parts.
+    """Return the class of a cut module, derived from the module's class; during forward the module's parameters are
+    this rank's parts.
     """
 
     def read(name: str) -> property:
@@ -213,7 +213,7 @@ def _class(kind: type[nn.Module], role: Role, names: tuple[str, ...]) -> type[nn
 
 
 def cut_module(module: nn.Module, role: Role) -> None:
-    """Let a module compute with this rank's parts.
+    """Change a module in place so that it computes with this rank's parts of its parameters.
 
     Args:
         module: a module whose own parameters are already cut and recorded (`cutting.record_cut`).
@@ -240,7 +240,7 @@ def cut_module(module: nn.Module, role: Role) -> None:
 
 
 def _align(module: nn.Module) -> None:
-    """Let stacked experts compute one by one if torch's grouped products do not support the length of their rows."""
+    """Let stacked experts compute one by one if torch's grouped products do not support their row length."""
     config = module.__dict__.get(_CONFIG)
     parts = [part for name in cuts_of(module) if (part := local(module, name)) is not None]
     widths = ((size, min(part.element_size(), _NARROWEST)) for part in parts for size in part.shape[1:])
@@ -250,18 +250,18 @@ def _align(module: nn.Module) -> None:
 
 
 class LocalConfig:
-    """A model's config for modules of one rank: the same values, except for numbers of heads and similar settings.
+    """A model's config as one rank's modules see it: numbers of heads and similar settings are those of the rank.
 
     Args:
-        config: the model's config; later changes to it are visible here.
-        local: the values that differ.
+        config: the model's config; later changes of the model's config are visible in the `LocalConfig`.
+        local: the values that differ on this rank.
     """
 
     def __init__(self, config: Any, local: Mapping[str, Any]) -> None:
         self._config, self._own = config, dict(local)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the local value, or else the config's."""
+        """Return the local value of a setting or, if there is none, the config's value."""
         if name.startswith("__") or "_own" not in self.__dict__:
             raise AttributeError(name)
         return self._own[name] if name in self._own else getattr(self._config, name)
@@ -273,12 +273,12 @@ _RATIO = ("num_key_value_groups",)
 
 
 def count_heads(module: nn.Module, whole: tuple[int, int], local: tuple[int, int]) -> None:
-    """Set the numbers of heads of an attention module to this rank's.
+    """Set the numbers of heads of an attention module to this rank's numbers.
 
     Args:
-        module: attention module of transformers; the numbers are its attributes, or those of its config.
+        module: attention module of transformers; the numbers are attributes of the module or of its config.
         whole: numbers of query heads, and of key and value heads, in the whole model.
-        local: the same numbers on this rank.
+        local: numbers of query heads, and of key and value heads, on this rank.
     """
     ratios = (whole[0] // whole[1], local[0] // local[1])
     counts = [(_QUERIES, whole[0], local[0]), (_KEYS, whole[1], local[1]), (_RATIO, *ratios)]
@@ -293,7 +293,7 @@ def count_heads(module: nn.Module, whole: tuple[int, int], local: tuple[int, int
 
 
 def is_cut(module: nn.Module) -> bool:
-    """Tell whether a module is cut."""
+    """Tell whether `tensor_parallel` has cut a module."""
     return bool(cuts_of(module))
 
 
@@ -303,10 +303,10 @@ _NOISE = ("jitter_noise", "router_jitter_noise")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ranks:
-    """The ranks that must drop the same elements."""
+    """The ranks on which dropout must drop the same elements."""
 
     mesh: DeviceMesh
-    """Their mesh, of one dim."""
+    """Mesh of these ranks, with one dim."""
 
     def __deepcopy__(self, _: Any) -> _Ranks:
         """Return the same object: a copy of the model is on the same mesh."""
@@ -314,10 +314,10 @@ class _Ranks:
 
 
 class CutDropout(nn.Dropout):
-    """Dropout with the first rank's random mask on all ranks."""
+    """Dropout that uses the first rank's random mask on all ranks."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch names it
-        """Apply the first rank's mask, scaled, to activations that are equal on all ranks."""
+        """Multiply activations that are equal on all ranks by the first rank's mask, and rescale them."""
         if not self.training or not self.p:
             return input
         mask = nn.functional.dropout(torch.ones_like(input), self.p)
@@ -326,7 +326,7 @@ class CutDropout(nn.Dropout):
 
 
 def drop_alike(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Let dropout of activations that all ranks share drop the same elements on each."""
+    """Let dropout of activations that are equal on all ranks drop the same elements on every rank."""
     for module in model.modules():
         for child in module.children():
             if type(child) is nn.Dropout and not _is_between(module, model, plan):
@@ -353,16 +353,16 @@ def random_refusals(model: nn.Module, plan: Plan) -> Iterator[Refusal]:
 
 
 def _is_between(module: nn.Module, model: nn.Module, plan: Plan) -> bool:
-    """Tell whether a module has cut layers: activations between them may differ by rank, and so may dropout."""
+    """Tell whether a module contains cut layers: between these layers, activations and dropout may differ by rank."""
     names = {child: path for path, child in model.named_modules()}
     return any(plan.roles.get(names[child], Role.LOCAL) is not Role.LOCAL for child in module.children())
 
 
 class LocalPart(torch.Tensor):
-    """A rank's part, or a tensor computed from it; `torch.distributed.checkpoint` cannot save or load it."""
+    """A rank's part of a parameter, or a tensor computed from a part; refuses `torch.distributed.checkpoint`."""
 
     def new_empty(self, *args: Any, **kwargs: Any) -> LocalPart:
-        """See torch; `deepcopy` calls this, and needs the same class."""
+        """Return an uninitialized tensor of the same class, as `deepcopy` needs."""
         empty: LocalPart = super().new_empty(*args, **kwargs).as_subclass(LocalPart)
         return empty
 
@@ -389,26 +389,26 @@ class LocalPart(torch.Tensor):
 
 
 NAMES_HOOK = "_fqn_modifiers"
-"""Attribute of a module that only `torch.distributed.checkpoint.state_dict` looks up and calls."""
+"""Name of a module attribute that only `torch.distributed.checkpoint.state_dict` looks up and calls."""
 _OPTIMIZER = "_get_optim_state_dict"
 """Name of torch's function that collects an optimizer's state."""
 _MODEL, _FULL = "_get_model_state_dict", "full_state_dict"
-"""Name of torch's function that collects a model's state, and of its option to assemble whole tensors, which is
-impossible here.
+"""Names of torch's function that collects a model's state, and of its option to assemble whole tensors, which is
+impossible for cut models.
 """
 _METHODS = {
     "save_pretrained": 'Call tx.save(model, path, to="hf") instead.',
     "resize_token_embeddings": "Resize the embeddings before the model is cut.",
 }
-"""Methods of a transformers model that would take a rank's part for the whole -> hint with an alternative."""
+"""Method of a transformers model that would mistake a rank's part for the whole -> hint with an alternative."""
 
 
 def no_names(name: str, *, always: bool) -> Mapping[str, str]:
-    """Serve as the `NAMES_HOOK` attribute of a module that has parts.
+    """Function for the `NAMES_HOOK` attribute of a module with parts: refuses torch's calls that would misread parts.
 
     Args:
-        name: name of a part in the module.
-        always: refuse weights too; otherwise the module's state dict describes the parts.
+        name: name of a parameter in the module of which the rank has a part.
+        always: refuse weights too; False if the module's state dict describes the parts.
 
     Raises:
         Refused: UNSUPPORTED.
@@ -423,7 +423,7 @@ def no_names(name: str, *, always: bool) -> Mapping[str, str]:
 
 
 def refuse_methods(model: nn.Module) -> None:
-    """Let a cut model refuse methods of its class that would take parts for whole parameters."""
+    """Make a cut model refuse calls of methods that would mistake parts for whole parameters."""
     for name, hint in _METHODS.items():
         if hasattr(model, name):
             model.__dict__[name] = partial(_no_method, name, hint)
@@ -448,12 +448,12 @@ _OWNER = "transformers.models."
 
 @cache
 def proven_types() -> frozenset[str]:
-    """Return the model types whose cut models were shown to compute the same."""
+    """Return the model types for which tests have shown that a cut model computes the same as a whole one."""
     return frozenset(json.loads(files(__package__).joinpath(RECORD_NAME).read_text("utf-8"))["types"])
 
 
 def check_type(model: nn.Module) -> None:
-    """Refuse a model of transformers whose type is not proven; for other models their owners are responsible.
+    """Refuse a transformers model whose type is not proven; other models are accepted at the user's own risk.
 
     Raises:
         Refused: UNSUPPORTED.
@@ -475,11 +475,11 @@ _SAMPLE = 64
 def tensor_parallel(
     model: nn.Module, mesh: DeviceMesh, plan: Literal["auto"] | Rules = "auto", *, dtensor: bool = True
 ) -> nn.Module:
-    """Cut a model over the ranks of a mesh, in place; collective over them.
+    """Cut a model over the ranks of a mesh, in place; every rank of the mesh must call this.
 
-    Every rank gives the same whole model (on the meta device, if its weights are loaded afterwards) and keeps its part.
-    Values that differ between ranks, as in models built without a seed, become the first rank's.
-    Inputs and outputs keep their shapes and are the same on all ranks. The model's table says which axes may be cut.
+    Every rank passes the same whole model (on the meta device if weights are loaded afterwards) and keeps its part.
+    Parameters whose values differ between ranks, as in models built without a seed, get the first rank's values.
+    Inputs and outputs keep their shapes and are equal on all ranks. The family's table says which axes may be cut.
 
     Args:
         model: a model of a family that has a table, not sharded yet except for experts divided over another mesh. Codes
@@ -487,9 +487,9 @@ def tensor_parallel(
         mesh: a mesh of one dim with the tensor-parallel ranks.
         plan: `auto`, or a mapping of module paths (`*` stands for one part of a path) to kinds of cut: `column`, `row`,
             `vocabulary`, `hidden`, `replicate`, or a pair of a kind and the rows of each rank. Modules without an entry
-            are cut as by `auto`.
-        dtensor: make parameters DTensors on the mesh where a DTensor can describe the cut. Others are ordinary tensors
-            with this rank's part, which `model.state_dict()` describes. With False all are ordinary tensors, in
+            are cut as `auto` cuts them.
+        dtensor: make parameters DTensors on the mesh if a DTensor can describe the cut. The rest are ordinary tensors
+            with this rank's part, which `model.state_dict()` describes. If False, all are ordinary tensors, in
             state dicts too, as DeepSpeed's engine needs; then only `tx.save` and `tx.load` can handle the model, and
             `torch.distributed.checkpoint` is refused.
 
@@ -497,11 +497,11 @@ def tensor_parallel(
         The model.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
+        UsageError: UNKNOWN_FAMILY, AMBIGUOUS or UNKNOWN_AXIS, if no table, or no single table, fits the model.
         Refused: before anything is changed, with every problem: cuts that the table does not allow, or that go through
             a head or a tile of a quantized parameter (BLOCK_MISALIGNED); missing or unknown modules; parameters that
-            the table does not have; ranks with another plan than the first one; a model of transformers whose type is
-            not among those that were shown to compute the same when they are cut.
+            the table does not have; ranks whose plan differs from the first rank's; a transformers model whose type is
+            not among those that were shown to compute the same when cut.
     """
     if not isinstance(mesh, DeviceMesh):
         raise wrong_type("mesh", "a DeviceMesh of one dim", mesh)
@@ -528,7 +528,7 @@ def tensor_parallel(
 
 
 def _check_experts(model: nn.Module, mesh: DeviceMesh, *, dtensor: bool) -> None:
-    """Refuse experts that are divided over the same ranks, and experts that cannot be ordinary tensors."""
+    """Refuse experts that are already divided over the mesh's ranks, and experts that cannot be ordinary tensors."""
     problems = []
     for path, module in model.named_modules():
         if not isinstance(module, GroupedLinear) or module.ep is None:
@@ -547,7 +547,7 @@ def _check_experts(model: nn.Module, mesh: DeviceMesh, *, dtensor: bool) -> None
 
 
 def _check_ties(model: nn.Module, plan: Plan) -> None:
-    """Refuse tied parameters that would be cut in two ways."""
+    """Refuse tied parameters that would be cut in two different ways."""
     first_cuts: dict[int, Any] = {}
     problems = []
     for cut in plan.cuts:
@@ -577,8 +577,8 @@ def _check_tiles(model: nn.Module, plan: Plan) -> None:
 
 
 def _check_ranks(model: nn.Module, plan: Plan, world: World) -> list[str]:
-    """Refuse ranks whose plan differs from the first one's; return the parameters whose values differ from the first
-    rank's.
+    """Refuse ranks whose plan differs from the first rank's; return the names of the parameters whose values differ
+    from the first rank's.
     """
     crcs: dict[str, tuple[int, int | None]] = {}
     for cut in plan.cuts:
@@ -619,7 +619,7 @@ def _share_values(model: nn.Module, names: Iterable[str], world: World) -> None:
 
 
 def _first_values(parameter: torch.Tensor) -> int | None:
-    """Return a checksum of a parameter's first values; None on the meta device, 0 for codes, which are not compared."""
+    """Return a checksum of a parameter's first values; None on the meta device, 0 for codes (never compared)."""
     row = local_of(parameter).detach()
     if row.is_meta:
         return None
@@ -659,8 +659,8 @@ def _apply(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, dtensor: bool) -> 
 
 
 def _as_runs(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Describe in a state dict which part of the whole each tensor is, so that `torch.distributed.checkpoint` can save
-    it.
+    """Describe in a state dict which part of a whole parameter each tensor is, so that `torch.distributed.checkpoint`
+    can save the tensor.
     """
     mark_all(module)
     for name, _part in parts_in(module):
@@ -672,7 +672,7 @@ def _as_runs(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> N
 
 
 def _as_alone(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Make `torch.distributed.checkpoint` refuse tensors that it would take for the whole."""
+    """Make `torch.distributed.checkpoint` refuse tensors that it would mistake for whole parameters."""
     mark_all(module)
     for name, _part in parts_in(module):
         value, parameter = state.get(prefix + name), module._parameters[name]
@@ -684,7 +684,7 @@ def _as_alone(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> 
 
 
 def _entries(parameter: torch.Tensor, state: dict[str, Any], name: str) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, entry) for a quantized part in a state dict; each entry is marked with its part of the whole."""
+    """Return (name, entry) of a quantized part in a state dict; each entry is marked with its part of the whole."""
     parts = ((name + suffix, Part(*part)) for suffix, part in parts_of(parameter).items())
     return [(key, mark(state[key].detach(), part)) for key, part in parts]
 
@@ -692,7 +692,7 @@ def _entries(parameter: torch.Tensor, state: dict[str, Any], name: str) -> list[
 def _from_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replace whole tensors, or tensors that describe their parts, in a state dict by this rank's parts.
 
-    Otherwise torch would assign whole tensors in place of this rank's parts (`assign=True`). Quantized parameters are
+    Without this, torch would put whole tensors in place of this rank's parts (`assign=True`). Quantized parameters are
     left out, because `QuantizedEntries` loads them.
     """
     for name, cut in cuts_of(module).items():
@@ -706,6 +706,6 @@ def _from_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 
 
 def _place_part(value: torch.Tensor, cut: ParameterCut, parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a whole tensor, with the placements of its parameter."""
+    """Return this rank's part of a whole tensor, with the placements of the parameter that it is for."""
     of_whole = isinstance(parameter, DTensor) and parameter.shape == cut.shape  # otherwise a tensor of this rank's part
     return place_like(parameter, take(value if of_whole else cut.take(value), positions_of(parameter)))

@@ -1,17 +1,17 @@
-"""`QuantizedTensor`: a matrix, or a stack of them, stored as codes and scales and usable as a tensor of values.
+"""`QuantizedTensor`: a matrix, or stack of matrices, that is stored as codes and scales and used as a tensor of values.
 
-The wrapper has no memory of its own: its storage is empty and its data pointer 0. `transaxle.quant.dispatch` defines
-what operations do with it.
+The wrapper tensor has no memory: its storage is empty and its data pointer 0. `transaxle.quant.dispatch` defines
+what torch operations do with a `QuantizedTensor`.
 
-**Columnwise codes** are stored in the same order as rowwise ones, so a cut between two rows cuts both; only their tiles
-run down the columns. A kernel reads them as rows of the transposed matrix, and TransformerEngine stores those of nvfp4
+**Columnwise codes** are stored in the same order as rowwise codes, so a cut between two rows cuts both; but their tiles
+run down the columns. A kernel reads columnwise codes as rows of the transposed matrix; TransformerEngine stores nvfp4
 in that form: packed along the columns, with transposed scales. `transpose_frame` returns these bytes. If square tiles
 share a scale (nvfp4 weights), an element has the same code and scale in both directions, and columnwise codes are
-copied from the rowwise ones. Otherwise the two are rounded separately, which needs the values.
+copied from the rowwise ones. Otherwise rowwise and columnwise codes are rounded separately, which needs the values.
 
 **FSDP2** gathers quantized parameters as bytes: codes, and scales that are cut with them. Scales of tiles of several
 rows are on every rank already and are not sent. Ranks with fewer rows than the first send padding, which is dropped on
-arrival. If FSDP2 cuts another dim than the first, torch assembles the gathered bytes as if they had the parameter's
+arrival. If FSDP2 cuts a dim after the first, torch assembles the gathered bytes as if they had the parameter's
 shape. For eight-bit codes that is correct. Four-bit codes are sent, with their scales, in a buffer of the size that
 torch expects, and split again on arrival; buffers that do not fit into it are gathered in this module.
 """
@@ -55,19 +55,19 @@ from transaxle.quant.tp_share import Band, Share
 from transaxle.torch_tensors import Ranks, raw_local, read_dtype, read_group, same_bytes, with_plain_bytes
 
 _PACKED = 4
-"""Bits of codes that are stored two to a byte."""
+"""Number of bits of codes that are stored two in a byte."""
 
 
 def both_ways(frame: Frame, skip: int, rows: int) -> Frame:
-    """Return the frame with columnwise codes added if they follow from the rowwise ones; otherwise the frame itself.
+    """Return the frame with columnwise codes added, if these follow from the rowwise codes; otherwise the frame itself.
 
-    For a shard they never follow: the first and last square tile may continue on other ranks, which need their scales
+    For a shard they never follow: the first and last square tile may continue on other ranks, which need the scales
     too but do not call this function.
     """
     square, columnwise_encoding = frame.quantizer.over, columnwise_of(frame.encoding)
     if square is None or columnwise_encoding is None or square != (columnwise_encoding.tile[0], frame.encoding.tile[1]):
         return frame
-    # A matrix of one row may be a shard too: the other ranks have no rows.
+    # A matrix of one row may also be a shard, whose other ranks have no rows.
     if frame.matrix is None and ((frame.start, skip, rows) != (0, 0, frame.whole) or rows == 1):
         return frame
     high, wide = square
@@ -75,7 +75,7 @@ def both_ways(frame: Frame, skip: int, rows: int) -> Frame:
     squares = scale[..., ::high, :]
     if scale.device.type != "meta":
         repeated = squares.repeat_interleave(high, -2)[..., : scale.shape[-2], :]
-        if not torch.equal(repeated, scale):  # the scales are not those of square tiles
+        if not torch.equal(repeated, scale):  # these are not the scales of square tiles
             return frame
     columnwise_buffers = {
         COLUMN_DATA: frame.cut[DATA],
@@ -90,8 +90,8 @@ def both_ways(frame: Frame, skip: int, rows: int) -> Frame:
 def transpose_frame(frame: Frame, skip: int, shape: tuple[int, ...]) -> Frame:
     """Return the frame of a matrix's transpose, or of the transposes of a stack's matrices, as a copy.
 
-    The new rowwise codes are the frame's columnwise ones. If the frame has stored columnwise codes, its rowwise ones
-    become columnwise in turn. One nvfp4 amax serves both directions; only random Hadamard transforms need two.
+    The new rowwise codes are the frame's columnwise codes. If the frame has stored columnwise codes, its rowwise codes
+    become the new columnwise codes. One nvfp4 amax serves both directions; only random Hadamard transforms need two.
 
     Args:
         frame: buffers of the matrix, or of the stack.
@@ -99,8 +99,8 @@ def transpose_frame(frame: Frame, skip: int, shape: tuple[int, ...]) -> Frame:
         shape: shape of the tensor: [M, K] or [E, M, K].
 
     Raises:
-        Refused: `UNSUPPORTED` without columnwise codes that are stored or can be derived; `BLOCK_MISALIGNED` for some
-            rows of a matrix, and for views of another shape; `SHAPE_MISMATCH` for an odd number of rows of 4-bit codes.
+        Refused: `UNSUPPORTED` if columnwise codes are neither stored nor derivable; `BLOCK_MISALIGNED` for only some
+            rows of a matrix, and for views with another shape; `SHAPE_MISMATCH` for an odd row count of 4-bit codes.
     """
     height = shape[0]
     if shape != (height, *frame.row) or (frame.matrix is None and (frame.start + skip, height) != (0, frame.whole)):
@@ -128,7 +128,7 @@ def transpose_frame(frame: Frame, skip: int, shape: tuple[int, ...]) -> Frame:
 
 
 def _transpose_codes(buffer: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return matrices of codes or scales transposed; four-bit codes are packed again."""
+    """Return the transposes of matrices of codes or scales; four-bit codes are packed again."""
     raw = buffer.view(torch.uint8)
     if bits == _PACKED:
         if raw.shape[-2] % 2:
@@ -148,22 +148,22 @@ class GatherInput:
     """A rank's shard and bytes for a gather, from which the whole matrix is assembled on arrival."""
 
     shard: Frame
-    """This rank's rows, and the shared buffers."""
+    """Frame of this rank's rows, including the shared buffers."""
     buffers: tuple[tuple[str, torch.Tensor], ...]
-    """Name and sent bytes of each buffer that is gathered."""
+    """(name, bytes to send) of each buffer that torch gathers."""
     extra: torch.Tensor | None = None
-    """Gathered bytes [ranks, bytes] of a band's buffers that torch does not gather; None without any."""
+    """Gathered bytes [ranks, bytes] of a band's buffers that torch does not gather; None if there are none."""
     world: int = 1
-    """Number of ranks among which the matrix is cut."""
+    """Number of ranks over which the matrix is cut."""
 
 
 def prepare_gather(
     frame: Frame, skip: int, height: int, mesh: DeviceMesh
 ) -> tuple[tuple[torch.Tensor, ...], GatherInput]:
-    """Return the bytes to gather, padded to the first rank's size, and the context for assembling them.
+    """Return the bytes to gather, padded to the first rank's size, and the context that `assemble_gathered` needs.
 
     Raises:
-        Refused: `UNSUPPORTED` for rows other than those that FSDP2 cuts for this rank.
+        Refused: `UNSUPPORTED` if the rows are not those that FSDP2 gives this rank.
     """
     world = mesh.size()
     if frame.band is not None:
@@ -188,7 +188,7 @@ def prepare_gather(
 
 
 def assemble_gathered(outputs: tuple[torch.Tensor, ...], context: GatherInput) -> Frame:
-    """Return the frame of the whole matrix around the gathered bytes.
+    """Return the frame of the whole matrix, made from the gathered bytes.
 
     In a world of one rank torch copies only the first output; the other buffers are taken from the input.
     """
@@ -216,10 +216,10 @@ def assemble_gathered(outputs: tuple[torch.Tensor, ...], context: GatherInput) -
 def _prepare_band_gather(
     frame: Frame, band: Band, skip: int, height: int, mesh: DeviceMesh
 ) -> tuple[tuple[torch.Tensor, ...], GatherInput]:
-    """Return the band's bytes that torch gathers; the other buffers are gathered here.
+    """Gather the band's buffers that torch cannot gather; return the bytes that torch gathers, and the context.
 
     Raises:
-        Refused: `UNSUPPORTED` for a band other than the one that FSDP2 cuts for this rank.
+        Refused: `UNSUPPORTED` if the band is not the one that FSDP2 gives this rank.
     """
     world, rank = mesh.size(), mesh.get_local_rank()
     expected = (rank * band.size, band.size * world)
@@ -250,14 +250,14 @@ def _pad_bytes(octets: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _band_bytes(frame: Frame, band: Band) -> Mapping[str, torch.Tensor]:
-    """Return the buffers that are cut with a band, as bytes."""
+    """Return name -> bytes of the buffers that are cut like the band."""
     names = [name for name in (*frame.cut, *frame.shared) if name != ORIGIN and band.step(frame.quantizer, name)]
     buffers = {**frame.cut, **frame.shared}
     return {name: buffers[name].contiguous().view(torch.uint8) for name in names}
 
 
 def _assemble_bands(outputs: tuple[torch.Tensor, ...], context: GatherInput, band: Band) -> Frame:
-    """Return the frame of the whole matrix, or stack, around the gathered bytes of its bands."""
+    """Return the frame of the whole matrix or stack, made from the gathered bytes of its bands."""
     shard, world = context.shard, context.world
     shape = (shard.rows, *shard.row)
     whole = tuple(size * world if dim == band.dim else size for dim, size in enumerate(shape))
@@ -291,9 +291,9 @@ def _assemble_bands(outputs: tuple[torch.Tensor, ...], context: GatherInput, ban
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""Torch functions with an implementation for quantized tensors; `transaxle.quant.dispatch` registers them."""
+"""Torch function -> implementation for quantized tensors; `transaxle.quant.dispatch` registers the implementations."""
 OPERATIONS: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
-"""The function that carries out operations, once `transaxle.quant.dispatch` has appended it."""
+"""List whose only element carries out torch operations; `transaxle.quant.dispatch` appends it."""
 
 
 class QuantizedTensor(torch.Tensor):
@@ -304,17 +304,17 @@ class QuantizedTensor(torch.Tensor):
     """
 
     frame: Frame
-    """The buffers, which views share."""
+    """The buffers, which a tensor and its views share."""
     skip: int
-    """Row of the frame at which this tensor starts; in a stack, matrix."""
+    """Row (in a stack, matrix) of the frame at which this tensor starts."""
     height: int
-    """Number of rows; in a stack, of matrices."""
+    """Number of rows (in a stack, of matrices) of this tensor."""
 
     @staticmethod
     def __new__(
         cls, frame: Frame, skip: int, height: int, dtype: torch.dtype, shape: tuple[int, ...] | None = None
     ) -> QuantizedTensor:
-        """Make a wrapper without memory."""
+        """Make the wrapper tensor, which has no memory."""
         return torch.Tensor._make_wrapper_subclass(
             cls,
             (height, *frame.row) if shape is None else shape,
@@ -343,30 +343,30 @@ class QuantizedTensor(torch.Tensor):
     def components(self) -> dict[str, torch.Tensor]:
         """Codes and scales as plain tensors that share this tensor's memory: `data`, `scale_inv`; for nvfp4 `amax`.
 
-        If the quantizer makes columnwise codes, `columnwise_data` and `columnwise_scale_inv` follow. All are compact:
-        not padded and not swizzled. A shard has the whole matrix's scales where tiles span several rows. In a stack
-        each has a leading dim E: `scale_inv` of float8 is [E, 1].
+        If the quantizer makes columnwise codes, `columnwise_data` and `columnwise_scale_inv` follow. No buffer is
+        padded or swizzled. If tiles span several rows, a shard has the whole matrix's scales. In a stack
+        each buffer has a leading dim E: `scale_inv` of float8 is [E, 1].
         """
         buffers = self.frame.buffers(self.skip, self.height)
         return {name: buffers[name] for name in COMPONENTS if name in buffers}
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """Buffers that determine the next values: `amax_history` and `scaled_for` for delayed scaling, `rounding_state`
-        for NVFP4 training; otherwise empty.
+        """State buffers for the next quantization: `amax_history` and `scaled_for` for delayed scaling, or
+        `rounding_state` for NVFP4 training; otherwise empty.
         """
         buffers = self.frame.buffers(self.skip, self.height)
         return {name: buffers[name] for name in STATE if name in buffers}
 
     def dequantize(self, dtype: DType | None = None, *, columnwise: bool = False) -> torch.Tensor:
-        """Return the values as a plain tensor, in this tensor's dtype or another: code times scale, rounded once.
+        """Return the values as a plain tensor, code times scale, rounded once to the dtype.
 
         Args:
-            dtype: dtype of the values: bfloat16, float16 or float32; None: this tensor's.
-            columnwise: read the columnwise codes instead of the rowwise ones.
+            dtype: dtype of the values: bfloat16, float16 or float32; None: this tensor's dtype.
+            columnwise: read the columnwise codes, not the rowwise codes.
 
         Raises:
-            Refused: `DTYPE_MISMATCH` for any other dtype; `MISSING_TENSOR` without columnwise codes.
+            Refused: `DTYPE_MISMATCH` for any other dtype; `MISSING_TENSOR` if there are no columnwise codes.
         """
         if columnwise and not self.frame.columnwise:
             raise refuse("MISSING_TENSOR", f"{self.quantizer}: the tensor has no columnwise codes", tensor=COLUMN_DATA)
@@ -385,11 +385,11 @@ class QuantizedTensor(torch.Tensor):
 
         Args:
             values: a plain tensor of this shape.
-            group: the ranks that have the other rows of the matrix, or its other bands; all of them must call this.
+            group: the ranks that have the matrix's other rows or bands; every rank of the group must call this.
                 None if this tensor is whole.
 
         Raises:
-            Refused: `SHAPE_MISMATCH`; `UNSUPPORTED` for a shard without `group` whose scales depend on other rows.
+            Refused: `SHAPE_MISMATCH`; `UNSUPPORTED` for a shard without `group`, if scales depend on other ranks' rows.
         """
         group = read_group("group", group)
         if values.shape != self.shape:
@@ -412,7 +412,7 @@ class QuantizedTensor(torch.Tensor):
         rows = values.detach().reshape(self.height, *frame.row)
         if rows.dtype not in kernels.VALUES:
             rows = rows.to(self.dtype)
-        if frame.matrix is not None and frame.quantizer.state_sizes:  # each matrix has its own history
+        if frame.matrix is not None and frame.quantizer.state_sizes:  # each matrix has its own amax history
             for index, matrix in enumerate(rows, self.skip):
                 member = QuantizedTensor(frame.member(index), 0, frame.matrix[0], self.dtype)
                 member.quantize_(matrix, group=None if band is None else group)
@@ -427,10 +427,10 @@ class QuantizedTensor(torch.Tensor):
         return self
 
     def with_dtype_of(self, values: torch.Tensor) -> QuantizedTensor:
-        """Return this tensor in the dtype and on the device of `values`; values that differ from its own are quantized.
+        """Return a quantized tensor of `values`, with their dtype and device; codes are kept if the values are equal.
 
         Raises:
-            Refused: `UNSUPPORTED` for differing values of a tensor-parallel part: other ranks might not get any.
+            Refused: `UNSUPPORTED` for new values of a tensor-parallel part: other ranks might get none.
         """
         moved = cast(QuantizedTensor, self.detach().to(values.device))
         if not values.is_meta and not torch.equal(values, moved.dequantize(values.dtype)):
@@ -445,7 +445,7 @@ class QuantizedTensor(torch.Tensor):
         """Copy codes and scales of another frame with the same encoding into this tensor's buffers.
 
         Raises:
-            Refused: `BLOCK_MISALIGNED` or `UNEQUAL_COPIES` if other rows of this frame would be left with wrong scales.
+            Refused: `BLOCK_MISALIGNED` or `UNEQUAL_COPIES` if other rows of this frame would then have wrong scales.
         """
         frame = self.frame
         if frame.columnwise and not source.columnwise:
@@ -486,17 +486,17 @@ class QuantizedTensor(torch.Tensor):
         for name in list(frame.cut):
             if name in source.cut:
                 frame.cut[name][self.skip : self.skip + rows].copy_(source.cut[name][skip : skip + rows])
-            elif name in (COLUMN_DATA, COLUMN_SCALE):  # the source has none, and the old ones are outdated
+            elif name in (COLUMN_DATA, COLUMN_SCALE):  # the source has none, and the old codes are outdated
                 frame.drop(name)
         _refresh(frame, source)
 
     def transposed(self) -> QuantizedTensor:
-        """Return the transpose without requantizing: its codes are the columnwise ones."""
+        """Return the transpose without requantizing: its codes are this tensor's columnwise codes."""
         transpose = transpose_frame(self.frame, self.skip, tuple(self.shape))
         return QuantizedTensor(transpose, 0, transpose.rows, self.dtype)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Called by FSDP2: return codes, and scales that are cut with the rows, as bytes to gather."""
+        """Called by FSDP2: return codes, and scales that are cut like the rows, as bytes to gather."""
         return prepare_gather(self.frame, self.skip, self.height, mesh)
 
     def fsdp_post_all_gather(
@@ -507,7 +507,7 @@ class QuantizedTensor(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Called by FSDP2: return the whole matrix made from the gathered bytes, or put it into an earlier `out`."""
+        """Called by FSDP2: make the whole matrix from gathered bytes; return it, or put it into an earlier `out`."""
         frame = assemble_gathered(all_gather_outputs, metadata)
         if out is None:
             return QuantizedTensor(frame, 0, frame.whole, param_dtype), ()
@@ -540,7 +540,7 @@ class QuantizedTensor(torch.Tensor):
         return cast("QuantizedTensor", memo[id(self)])
 
     def _as(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the given tensor with `requires_grad` of this tensor, as a parameter if this tensor is a parameter."""
+        """Return the given tensor with this tensor's `requires_grad`, as a parameter if this tensor is a parameter."""
         if getattr(self, "_is_param", False):
             return torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
         return tensor.requires_grad_(self.requires_grad)
@@ -549,7 +549,7 @@ class QuantizedTensor(torch.Tensor):
         return self.pickle_parts(torch.clone)
 
     def pickle_parts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
-        """Return the content of a pickle: a function of this module, plain numbers, and the buffers after `change`.
+        """Return what a pickle contains: a function of this module, plain numbers, and buffers changed by `change`.
 
         Raises:
             Refused: `UNSUPPORTED` for a tensor-parallel part: its process group cannot be pickled.
@@ -561,7 +561,7 @@ class QuantizedTensor(torch.Tensor):
             raise refuse("UNSUPPORTED", message, hint="Save state_dict(), which has its codes and scales.")
         frame = self.frame.map_rows(self.skip, self.height, change)
         settings = {name: getattr(frame.quantizer, name) for name in _settings(frame.quantizer)}
-        # plain pickle cannot read float8 tensors back
+        # Python's pickle cannot read float8 tensors back
         buffers = {name: with_plain_bytes(buffer) for name, buffer in frame.buffers(0, self.height).items()}
         flags = (self.requires_grad, bool(getattr(self, "_is_param", False)))
         at = (frame.start, frame.whole)
@@ -574,7 +574,7 @@ class QuantizedTensor(torch.Tensor):
 
 
 def _reduce_shared(tensor: QuantizedTensor) -> tuple[Any, ...]:
-    """Return the pickle for another process: it refers to the buffers' shared memory, without copies."""
+    """Return the pickle content for another process, which refers to the buffers' shared memory, without copies."""
     return tensor.pickle_parts(lambda buffer: buffer)
 
 
@@ -591,7 +591,7 @@ def same_buffers(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.T
 
 
 def _adopt_position(frame: Frame, source: Frame, start: int) -> None:
-    """Give a blank frame the position in the whole of the frame from which its buffers are copied."""
+    """Set the position of a blank frame in the whole matrix to that of the frame from which its buffers are copied."""
     frame.start, frame.whole, frame.blank, frame.used = start, source.whole, False, 0
     frame.identity = source.identity
     if source.band is not None:
@@ -616,7 +616,7 @@ def _refresh(frame: Frame, source: Frame) -> None:
 def dequantize_stack(
     frame: Frame, first: int, count: int, dtype: torch.dtype, *, columnwise: bool = False
 ) -> torch.Tensor:
-    """Return the values of a stack's matrices; in one launch if the matrices' tiles line up."""
+    """Return the values of some matrices of a stack; in one kernel launch if tiles do not cross matrices."""
     assert frame.matrix is not None
     rows, columns = frame.matrix
     encoding, last = frame.encoding, first + count
@@ -646,10 +646,10 @@ def make_quantized(
     share: Share | None = None,
     band: Band | None = None,
 ) -> QuantizedTensor:
-    """Quantize a matrix, a stack of them or, with a group, this rank's part of one; see `Quantizer.quantize`.
+    """Quantize a matrix, a stack of matrices or, with a group, this rank's part of a matrix; see `Quantizer.quantize`.
 
-    With a share, `x` is that part of a whole matrix or stack, and every rank of the share's group calls this. With a
-    band, `x` is that part of every row, and the ranks of the group have the other bands.
+    With a share, `x` is the share's part of a whole matrix or stack, and every rank of its group calls this. With a
+    band, `x` is the band's part of every row, and other ranks of the group have the other bands.
     """
     if x.dim() not in (2, 3):
         raise refuse(
@@ -677,18 +677,18 @@ def from_components(
     start: int = 0,
     whole: int | None = None,
 ) -> QuantizedTensor:
-    """Make a quantized tensor from codes and scales; it shares their memory.
+    """Make a quantized tensor from codes and scales; the tensor shares their memory.
 
     Args:
-        quantizer: the quantizer that made them.
-        components: the entries of `QuantizedTensor.components` and `.state`; missing state starts new.
+        quantizer: the quantizer that made the codes and scales.
+        components: the entries of `QuantizedTensor.components` and `.state`; missing state is initialized.
         shape: [M, K], or [E, M, K] for a stack, whose components all have a leading dim E.
         dtype: dtype of the values: bfloat16, float16 or float32.
-        start: for a shard, the row of the whole matrix at which it begins; in a stack, the matrix.
-        whole: for a shard, the rows of the whole matrix; scales of tiles of several rows are those of the whole.
+        start: for a shard, the row of the whole matrix (in a stack, the matrix) at which the shard begins.
+        whole: for a shard, the number of rows of the whole matrix; scales of multi-row tiles are those of the whole.
 
     Raises:
-        Refused: `MISSING_TENSOR`, `UNEXPECTED_TENSOR`, `DTYPE_MISMATCH` or `SHAPE_MISMATCH`: every problem at once.
+        Refused: `MISSING_TENSOR`, `UNEXPECTED_TENSOR`, `DTYPE_MISMATCH` or `SHAPE_MISMATCH`; lists every problem.
     """
     dtype = read_dtype("dtype", dtype)
     if len(shape) not in (2, 3) or dtype not in kernels.VALUES:
@@ -733,7 +733,7 @@ def rebuilt(
     """Make a tensor from the content of a pickle: names, plain numbers and buffers.
 
     Raises:
-        Refused: `UNSUPPORTED` for an unknown quantizer; refusals of `from_components`.
+        Refused: `UNSUPPORTED` for an unknown quantizer; also errors of `from_components`.
     """
     if kind not in QUANTIZERS:
         raise refuse("UNSUPPORTED", f"the pickle names the quantizer {kind}; known are {', '.join(QUANTIZERS)}")
