@@ -1,8 +1,8 @@
-"""Reads the files of each rank (parameters, flat buffers, numbers, settings) and merges the shards of tensors.
+"""Reads the files of each rank (parameters, flat buffers, counters, settings), and merges the shards of tensors.
 
-ZeRO concatenates the parameters of a group into one vector and gives every rank an interval of it (stages 1 and 2), or
-gives every rank an equal interval of each parameter (stage 3). Either way a rank has an interval of a parameter's
-row-major elements, which is a few boxes. Padding belongs to no parameter.
+In stages 1 and 2, ZeRO concatenates the parameters of a group into one vector, and gives every rank an interval of the
+vector. In stage 3, ZeRO gives every rank an equal interval of each parameter. In all stages a rank has an interval of a
+parameter's row-major elements, which consists of a few boxes. Padding belongs to no parameter.
 
 `merge_shards` joins the shards on all tensor-parallel ranks to the whole tensor, along its spread. `run_of` and the
 functions after it collect the facts about the training run: counters, versions, and optimizer settings by parameter
@@ -45,10 +45,10 @@ class FlatBuffer:
 
 @dataclass(frozen=True, slots=True)
 class FlatInterval:
-    """An interval of a parameter's row-major elements, with its place in a rank's flat buffer."""
+    """An interval of a parameter's row-major elements, and where it is in a rank's flat buffer."""
 
     start: int
-    """First element of the interval, counted in the parameter; `stop` is the end."""
+    """First element of the interval, counted in the parameter; `stop` is one past the last element."""
     stop: int
     part: int
     """Index of the flat buffer that contains the interval."""
@@ -58,7 +58,7 @@ class FlatInterval:
 
 @dataclass(frozen=True, slots=True)
 class FlatPosition:
-    """The place of a parameter in the vector of its group."""
+    """The place of a parameter in the concatenated vector of its parameter group."""
 
     name: str
     shape: Shape
@@ -72,7 +72,7 @@ class FlatPosition:
 
 
 def lay_out(shapes: Mapping[str, Shape], paddings: Sequence[int]) -> tuple[list[FlatPosition], int]:
-    """Lay parameters out one after the other in a vector, each followed by its padding.
+    """Place parameters one after another in a vector, each followed by its padding.
 
     Returns:
         the position of each parameter, and the length of the vector in elements.
@@ -86,7 +86,7 @@ def lay_out(shapes: Mapping[str, Shape], paddings: Sequence[int]) -> tuple[list[
 
 
 def rank_intervals(position: FlatPosition, width: int, parts: int) -> Iterator[FlatInterval]:
-    """Yield the intervals of a parameter in a vector that is cut into equal parts, one per rank.
+    """Yield the intervals of a parameter in a group's vector that is cut into equal parts, one per rank.
 
     Args:
         position: the parameter's place in the vector.
@@ -96,20 +96,20 @@ def rank_intervals(position: FlatPosition, width: int, parts: int) -> Iterator[F
     parameter_end = position.start + position.size
     if not width or position.start >= parameter_end:
         return
-    # Only the parts that the parameter touches, and none beyond the last rank's.
+    # Only the parts that overlap the parameter, up to the last rank's part.
     for dp_rank in range(position.start // width, min((parameter_end - 1) // width + 1, parts)):
         start, end = max(position.start, dp_rank * width), min(parameter_end, (dp_rank + 1) * width)
         yield FlatInterval(start - position.start, end - position.start, dp_rank, start - dp_rank * width)
 
 
 def shard_width(size: int, parts: int) -> int:
-    """Return the elements of a parameter on each rank under ZeRO-3, padding included."""
+    """Return how many elements of a parameter each rank has under ZeRO-3, including padding."""
     # Rounded up: the last ranks may have fewer real elements than this, or none.
     return -(-size // parts)
 
 
 def chunks(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, int]]:
-    """Split an interval of a row-major array into boxes that are contiguous in it.
+    """Split an interval of a row-major array into boxes that are contiguous in the array.
 
     Yields:
         first index and shape of the box, and its first element counted from the beginning of the interval.
@@ -142,12 +142,12 @@ _MAX_DEPTH, _MAX_VALUES = 8, 1_000_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupBuffers:
-    """One rank's part of one optimizer group: its flat buffers and its numbers."""
+    """One rank's part of an optimizer group: its flat buffers, and numbers such as the step."""
 
     vectors: Mapping[str, FlatBuffer]
-    """Flat buffer by optimizer state; the state `fp32` is the master weights."""
+    """Name of the optimizer state -> flat buffer; the state `fp32` is the master weights."""
     numbers: Mapping[str, Entry]
-    """Numbers of the whole group, such as `step`, by optimizer state."""
+    """Name of the optimizer state -> number of the whole group, such as `step`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,7 +162,8 @@ class RankState:
     settings: tuple[tuple[tuple[int, ...], CheckedValue], ...]
     """For each optimizer group, the indices of its flat buffers, and its settings."""
     unread: Mapping[str, str]
-    """Values that are not read, being neither a tensor of the group nor a number: description by path."""
+    """Path in the file -> description, for values that are neither tensors of a group nor numbers, and so are not
+    read."""
     checksums: tuple[Checksum, ...] = ()
 
 
@@ -175,20 +176,20 @@ class RankModel:
     shapes: tuple[Mapping[str, Shape], ...]
     """For each optimizer group, the shapes of its parameters on this rank, in the order of the flat buffer."""
     frozen: Mapping[str, Shape]
-    """Shapes of the frozen parameters, as far as the file lists them."""
+    """Name -> shape of the frozen parameters that the file lists."""
     fragments: Mapping[str, Entry]
-    """Values of the frozen parameters; under ZeRO-3, this rank's interval of each."""
+    """Name -> tensor of the frozen parameters; under ZeRO-3, only this rank's interval."""
     module: Mapping[str, Entry]
-    """The module's own tensors, in low precision; under ZeRO-3 its parameters are empty."""
+    """Tensors of the module's state dict, in low precision; under ZeRO-3 the parameters among them are empty."""
     buffers: frozenset[str]
     shared: Mapping[str, str]
-    """First name of a shared parameter by its second name."""
+    """Second name of a shared parameter -> its first name."""
     checksums: tuple[Checksum, ...] = ()
 
 
 @dataclass(slots=True)
 class TensorReader:
-    """Reads the tensors and numbers of one file.
+    """Reads the tensors and numbers in one file.
 
     Args:
         inline: receives numbers whose bytes are in the pickle itself.
@@ -203,7 +204,7 @@ class TensorReader:
         """Return a tensor as an entry of the catalog.
 
         Raises:
-            Refused: CORRUPT for anything but a tensor; UNSUPPORTED for tensors that are no plain views.
+            Refused: CORRUPT, if the value is not a tensor; UNSUPPORTED, if it is not a strided view of its storage.
         """
         value = node.value
         if not isinstance(value, TensorRef | Object):
@@ -222,7 +223,7 @@ class TensorReader:
         """Return a tensor as a flat buffer.
 
         Raises:
-            Refused: CORRUPT for a tensor that is no contiguous vector.
+            Refused: CORRUPT, if the tensor is not a contiguous vector.
         """
         entry = self.tensor(" > ".join(node.path), node)
         if len(entry.shape) != 1 or any(extent.strides not in (None, (1,)) for extent in entry.extents):
@@ -234,7 +235,7 @@ class TensorReader:
         return FlatBuffer(entry.dtype, entry.shape[0], extent.file, extent.offset)
 
     def number(self, name: str, node: CheckedValue) -> Entry | None:
-        """Return a number as a 0-dim entry; None for anything else."""
+        """Return a number as a 0-dim catalog entry; None if the value is not a number."""
         value = node.value
         if isinstance(value, TensorRef | Object):
             entry = self.tensor(name, node)
@@ -255,8 +256,8 @@ def read_state(inline: NumbersInMemory, file: str) -> RankState:
     """Read an optimizer file.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED.
-        StorageError: IO.
+        Refused: UNSAFE_PICKLE, CORRUPT or UNSUPPORTED, if the file cannot be read as DeepSpeed's.
+        StorageError: IO, if the file cannot be read.
     """
     saved = read_saved(inline, file)
     root = CheckedValue(saved.value, file)[keys.STATE]
@@ -292,14 +293,14 @@ def read_state(inline: NumbersInMemory, file: str) -> RankState:
 
 
 def _note_unread(reader: TensorReader, settings: CheckedValue) -> None:
-    """Record the settings of a group that are not plain data as unread."""
+    """List the group's settings that are not plain data as unread."""
     for _, node in settings.string_items():
         if plain_setting(node.value) is NOTHING:
             reader.unread[".".join(node.path)] = describe(node.value)
 
 
 def _stage(root: CheckedValue) -> int:
-    """Return the ZeRO stage, which is stored as a number or as a member of DeepSpeed's enum."""
+    """Return the ZeRO stage, which a file stores as a number or as a member of DeepSpeed's enum."""
     stage = root.get(keys.ZERO_STAGE)
     if stage is None:
         return 1
@@ -310,9 +311,7 @@ def _stage(root: CheckedValue) -> int:
 
 
 def _common_step(root: CheckedValue, settings: list[tuple[tuple[int, ...], CheckedValue]]) -> CheckedValue | None:
-    """Return the step that all groups share, as fused optimizers and elastic checkpoints store it; None if there is
-    none.
-    """
+    """Return the step that is stored once for all groups, as fused optimizers and elastic checkpoints do; else None."""
     step = root.get(keys.BASE_STEP)
     if step is None and settings:
         step = settings[0][1].get(keys.STEP)
@@ -346,8 +345,8 @@ def read_model(inline: NumbersInMemory, file: str) -> RankModel:
     """Read a model file.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED.
-        StorageError: IO.
+        Refused: UNSAFE_PICKLE, CORRUPT or UNSUPPORTED, if the file cannot be read as DeepSpeed's.
+        StorageError: IO, if the file cannot be read.
     """
     saved = read_saved(inline, file)
     root = CheckedValue(saved.value, file)
@@ -380,15 +379,15 @@ def read_layer(inline: NumbersInMemory, file: str) -> tuple[Mapping[str, Entry],
     """Read the file of one pipeline layer: its tensors, and the checksums of their bytes.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED.
-        StorageError: IO.
+        Refused: UNSAFE_PICKLE, CORRUPT or UNSUPPORTED, if the file cannot be read as DeepSpeed's.
+        StorageError: IO, if the file cannot be read.
     """
     saved = read_saved(inline, file)
     return dict(_tensors(TensorReader(inline, file), CheckedValue(saved.value, file))), saved.checksums
 
 
 def _shapes_by_group(shapes: CheckedValue | None) -> list[CheckedValue]:
-    """Return the dicts of shapes, one per group; old files have a single dict."""
+    """Return a dict from name to shape for each optimizer group; old files have a single dict."""
     if shapes is None:
         return []
     return [shapes] if shapes.is_dict else shapes.list()
@@ -415,10 +414,11 @@ def _alias_pairs(node: CheckedValue) -> Iterator[tuple[str, str]]:
 
 
 def plain(node: CheckedValue) -> Any:
-    """Return a setting as plain data: numbers, strings, lists and dicts; None for anything else.
+    """Return a setting as plain data (numbers, strings, lists, dicts); None if the setting is not plain data.
 
     Raises:
-        Refused: CORRUPT for more values than any real setting has: a pickle may repeat one list exponentially often.
+        Refused: CORRUPT, if there are more values than real settings have: a pickle can repeat one list exponentially
+            often.
     """
     return _plain(node, _MAX_DEPTH, [_MAX_VALUES])
 
@@ -447,9 +447,9 @@ class RankShard:
     dtype: str
     shape: Shape
     extents: tuple[Extent, ...]
-    """Extents that tile the shard."""
+    """Byte ranges in files that together tile the shard."""
     file: str
-    """A file that describes the shard, for errors."""
+    """Name of a file that describes the shard, for error messages."""
 
 
 def merge_shards(name: str, shards: Sequence[RankShard], spread: Spread) -> tuple[Entry, list[Twin]]:
@@ -464,7 +464,7 @@ def merge_shards(name: str, shards: Sequence[RankShard], spread: Spread) -> tupl
         the whole tensor, and the pairs of blocks that must be equal because several ranks have them.
 
     Raises:
-        Refused: DTYPE_MIXED for shards of different dtypes; INCOMPLETE where no rank has an element.
+        Refused: DTYPE_MIXED, if shards have different dtypes; INCOMPLETE, if there is an element that no rank has.
     """
     # A rank without elements has an empty tensor, whose dtype does not matter.
     holders = [shard for shard, blocks in zip(shards, spread.blocks, strict=True) if blocks]
@@ -500,7 +500,7 @@ def _block_entry(name: str, dtype: str, shards: Sequence[RankShard], holding: Ra
 
 
 def _block_extents(shards: Sequence[RankShard], holding: RankBlock, start: Shape) -> Iterator[Extent]:
-    """Yield the extents of a rank's block, for a tensor in which the block begins at index `start`."""
+    """Yield the extents of a rank's block as extents of a tensor in which the block begins at index `start`."""
     shard, block = shards[holding.rank], holding.block
     for extent in shard.extents:
         low = tuple(map(max, extent.start, block.at))
@@ -511,7 +511,7 @@ def _block_extents(shards: Sequence[RankShard], holding: RankBlock, start: Shape
             continue
         sizes = tuple(stop_index - start_index for start_index, stop_index in zip(low, high, strict=True))
         strides = extent.strides or row_major(extent.shape)
-        # Number of elements of the extent before the first one taken.
+        # Number of elements in the extent before the first element that is used.
         skipped = sum((a - b) * step for a, b, step in zip(low, extent.start, strides, strict=True))
         yield Extent(
             tuple(s + a - b for s, a, b in zip(start, low, block.at, strict=True)),
@@ -527,12 +527,12 @@ def _is_row_major(shape: Shape, strides: Shape) -> bool:
 
 
 def block_with_scale(spread: Spread) -> ShardBlock | None:
-    """Return the first block whose values are scaled; None if there is none."""
+    """Return the first block whose stored values include a factor; None if no block is scaled."""
     return next((block for blocks in spread.blocks for block in blocks if block.scale != 1), None)
 
 
 def moment_refusal(name: str, block: ShardBlock, file: str) -> TransaxleError:
-    """Return the refusal of optimizer state whose parameter is stored scaled."""
+    """Return the `Refused` error for optimizer state whose parameter is stored multiplied by a factor."""
     message = (
         f"its parameter is stored multiplied by {block.scale}: the moments could be divided too, but the optimizer's "
         "settings could not, so training would continue differently"
@@ -582,7 +582,7 @@ def run_of(model: RankModel, settings: CheckedValue | None) -> dict[str, Any]:
 
 
 def state_groups(states: Sequence[Sequence[RankState]], models: Sequence[RankModel]) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, each with its settings and its parameter names.
+    """Return the optimizer's groups, each with the group's settings and parameter names.
 
     Args:
         states: the optimizer files of each model rank.
@@ -596,7 +596,7 @@ def state_groups(states: Sequence[Sequence[RankState]], models: Sequence[RankMod
 
 
 def universal_groups(settings: Sequence[CheckedValue], models: Sequence[RankModel]) -> list[dict[str, Any]]:
-    """Return the optimizer groups of a universal checkpoint, without the empty ones that only pad the list."""
+    """Return the optimizer groups of a universal checkpoint, without the empty groups that only fill up the list."""
     groups = [
         _settings_of_group(group_settings, _indices(group_settings, group_index), models)
         for group_index, group_settings in enumerate(settings)
@@ -605,7 +605,7 @@ def universal_groups(settings: Sequence[CheckedValue], models: Sequence[RankMode
 
 
 def _indices(settings: CheckedValue, number: int) -> tuple[int, ...]:
-    """Return the indices of a group's flat buffers: several under ZeRO-3, else its own number."""
+    """Return the indices of a group's flat buffers: several under ZeRO-3, else one, equal to the group's number."""
     listed = settings.get(keys.PARAMS)
     return (number,) if listed is None else listed.naturals()
 

@@ -1,11 +1,12 @@
-"""Opens DeepSpeed checkpoints: the files of all ranks as one catalog of whole tensors, read in place.
+"""Opens DeepSpeed checkpoints: joins the files of all ranks into one catalog of whole tensors, without copying bytes.
 
-A plain name is a weight in full precision, `optim/<parameter>/<state>` its optimizer state. Nothing is guessed:
-lengths, maps, shapes and metadata of all files must agree, and parts that several ranks have must be equal.
+A tensor under a parameter's name is the weight in full precision; `optim/<parameter>/<state>` is optimizer state.
+Nothing is guessed: lengths, maps, shapes and metadata of all files must agree, and parts that several ranks have must
+be equal.
 
-Some parameters are stored multiplied by a factor: in a row-parallel layer every rank adds the bias, so each stores it
-divided by the number of ranks. Such a parameter is small, so its values are read and rescaled when the checkpoint is
-opened, if rescaling is exact.
+Some parameters are stored multiplied by a factor: in a row-parallel layer every rank adds the bias, so each rank stores
+the bias divided by the number of ranks. Scaled parameters are small, so their values are read and rescaled when the
+checkpoint is opened, if this is exact.
 
 Without ZeRO, the optimizer's state is whole in the model file, under numbers of parameters. The file does not say which
 parameter has which number, and parameters are never paired by shape or order: the state keeps its numbers,
@@ -70,8 +71,8 @@ def unscale(entry: Entry, factor: float, inline: NumbersInMemory) -> Entry:
     """Return a tensor divided by the factor that its stored values include.
 
     Raises:
-        Refused: LOSSY where the division is not exact; UNSUPPORTED for a large tensor, or one without floating-point
-            numbers.
+        Refused: LOSSY, if the division is not exact; UNSUPPORTED, if the tensor is large or does not have a
+            floating-point dtype.
     """
     dtype = numpy_dtype(entry.dtype)
     if entry.nbytes > _LARGEST or entry.dtype not in ("F32", "F16", "BF16", "F64"):
@@ -79,7 +80,7 @@ def unscale(entry: Entry, factor: float, inline: NumbersInMemory) -> Entry:
         raise refuse("UNSUPPORTED", message, tensor=entry.name)
     stored = _values(entry, dtype, inline)
     with np.errstate(all="ignore"):
-        # In extended precision, then rounded to the stored dtype.
+        # Divide in extended precision, then round to the stored dtype.
         divided = (stored.astype(np.longdouble) / np.longdouble(factor)).astype(dtype)
         rescaled = (divided.astype(np.longdouble) * np.longdouble(factor)).astype(dtype)
         # Rounding back to the same bits is not enough: the division itself must have been exact.
@@ -114,17 +115,17 @@ def _extent_view(extent: Extent, strides: tuple[int, ...], kind: np.dtype, inlin
 def read_numbered_state(
     model: RankModel, inline: NumbersInMemory
 ) -> tuple[Mapping[str, Entry], Mapping[str, str], Sequence[ParamGroup]]:
-    """Read the numbered optimizer state in a model file of a run without ZeRO.
+    """Read the optimizer state by parameter number in a model file of a run without ZeRO.
 
     Args:
         model: the model file.
         inline: receives numbers whose bytes are in the pickle itself.
 
     Returns:
-        the state by name, a description of each unread value by path, and the optimizer's groups.
+        name -> tensor of optimizer state, path -> description of each unread value, and the optimizer's groups.
 
     Raises:
-        Refused: CORRUPT; UNSUPPORTED for tensors that are no plain views.
+        Refused: CORRUPT, if the state is malformed; UNSUPPORTED, if a tensor is not a strided view of its storage.
     """
     node = model.root.get(keys.OPTIMIZER)
     if node is None:
@@ -159,7 +160,7 @@ def _entry(reader: TensorReader, name: str, leaf: Leaf) -> Entry:
 TIES = "ties"
 """Key of the ties in the metadata: a dict from second names to the names of the tensors that they share."""
 SCRIPTS = frozenset({keys.LATEST, keys.LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py"})
-"""Files beside the step folders that are not copied, because only DeepSpeed uses them."""
+"""Files next to the step folders that a conversion does not copy, because only DeepSpeed uses them."""
 _TIED = "tied_modules."
 _LAYER_NUMBER = re.compile(r"(\d{1,6})\.")
 _WITHOUT_ZERO = "state of an optimizer without ZeRO"
@@ -169,7 +170,7 @@ _NO_LOW_PRECISION = "ZeRO-3 saves no weights in low precision; the module in its
 
 @dataclass(slots=True)
 class _Assembly:
-    """The tensors of all pipeline stages, as far as they have been added."""
+    """Collects the tensors of all pipeline stages."""
 
     weights: dict[str, Entry] = field(default_factory=dict)
     low: dict[str, Entry] = field(default_factory=dict)
@@ -181,7 +182,7 @@ class _Assembly:
     ties: dict[str, str] = field(default_factory=dict)
 
     def add(self, stage: Stage, number: int) -> None:
-        """Add a pipeline stage; tensors that an earlier stage has too must be equal."""
+        """Add the tensors of a pipeline stage; a tensor that an earlier stage has too must be equal in both."""
         for first_entries, stage_entries in ((self.weights, stage.weights), (self.low, stage.low)):
             for name, entry in stage_entries.items():
                 self._require_equal(first_entries.setdefault(name, entry), entry, number)
@@ -202,18 +203,19 @@ class _Assembly:
 def open_deepspeed(
     storage: Storage, path: str, member: str, weights: Weights = "fp32", cutter: Cutter = refuse_unknown_cuts
 ) -> Container:
-    """Open the checkpoint of one step.
+    """Open the checkpoint in one step folder.
 
     Args:
-        storage: the files.
-        path: the path as typed.
+        storage: the checkpoint's files.
+        path: the checkpoint's path as the user typed it.
         member: name of the step folder; `HERE` for the path itself.
-        weights: which weights the plain names mean: the optimizer's master weights, or the module's in low precision.
-        cutter: gives the tensor-parallel cuts of parameters where the files do not.
+        weights: which weights get the plain parameter names: the optimizer's master weights, or the module's
+            low-precision weights.
+        cutter: finds how parameters are cut over tensor-parallel ranks, if the files do not say.
 
     Raises:
-        Refused: every problem with the files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
-        StorageError: IO.
+        Refused: with every problem in the files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
+        StorageError: IO, if a file cannot be read.
     """
     prefix = "" if member == HERE else f"{member}/"
     listing = storage.listing(prefix.rstrip("/"))
@@ -232,12 +234,12 @@ def open_deepspeed(
     pp, tp = degrees(models, files.layers.values(), len(files.optimizer.get(0, {})))
     catalog = _Assembly()
     table_cuts = _table_cuts(models, layers, storage, cutter) if tp > 1 else None
-    # Model ranks are numbered stage by stage: stage * tp + tensor-parallel rank.
+    # Model-parallel ranks are numbered stage by stage: stage * tp + tensor-parallel rank.
     for stage in range(pp):
         numbers = [stage * tp + rank for rank in range(tp)]
         catalog.add(_stage([(models[n], states.get(n, ())) for n in numbers], table_cuts, faults), stage)
     catalog.twins.extend(_steps_of_stages([states[stage * tp][0] for stage in range(pp) if states.get(stage * tp)]))
-    # Layer files come last: full-precision weights from the optimizer's files have precedence.
+    # Layer files are added last, because full-precision weights from the optimizer's files have precedence.
     _add_layers(catalog, layers, _info(models[0], table_cuts, tp), tp, faults)
     if pp > 1 or layers:
         _check_layers(catalog, models, layers, faults)
@@ -264,7 +266,9 @@ _Layers = Mapping[int, Sequence[Mapping[str, Entry]]]
 def _read(
     inline: NumbersInMemory, files: RankFiles, prefix: str, faults: Faults
 ) -> tuple[_Models, _States, _Layers, list[Checksum]]:
-    """Read model, optimizer and layer files, and collect their checksums; every unreadable file is a fault."""
+    """Read the model, optimizer and layer files, and collect the checksums in them; every unreadable file is a
+    fault.
+    """
     models: dict[Rank, list[RankModel]] = {}
     states: dict[Rank, list[RankState]] = {}
     layers: dict[int, list[Mapping[str, Entry]]] = {}
@@ -302,7 +306,7 @@ def _read(
 def _add_expert_tensors(
     inline: NumbersInMemory, models: _Models, files: RankFiles, prefix: str, checksums: list[Checksum], faults: Faults
 ) -> _Models:
-    """Return the model files, each with the tensors from its expert files."""
+    """Return the model files, each completed with the tensors from the rank's expert files."""
     models_by_rank = dict(models)
     for rank, expert_files in files.experts.items():
         read: dict[str, Mapping[str, Entry]] = {}
@@ -326,7 +330,7 @@ def check_one_save(models: Sequence[RankModel]) -> None:
     """Check that all model files were saved after the same number of steps.
 
     Raises:
-        Refused: CORRUPT where the folder mixes files of two saves.
+        Refused: CORRUPT, if the folder mixes files of two saves.
     """
     first_file, first_steps = "", None
     for model in models:
@@ -340,10 +344,11 @@ def check_one_save(models: Sequence[RankModel]) -> None:
 
 
 def _refuse_copies(storage: Storage, models: _Models, states: _States) -> None:
-    """Check that no optimizer file of ZeRO-3 is a copy of another rank's: the files do not name their rank.
+    """Check that no two ranks' optimizer files of ZeRO-3 are identical: the files do not record the rank that wrote
+    them.
 
     Raises:
-        Refused: CORRUPT.
+        Refused: CORRUPT, if two ranks' files are identical.
     """
     faults = Faults()
     for number, parts in states.items():
@@ -363,10 +368,10 @@ def _refuse_copies(storage: Storage, models: _Models, states: _States) -> None:
 
 
 def _steps_of_stages(states: Sequence[RankState]) -> Iterator[Twin]:
-    """Yield pairs of steps that must be equal: each group's step in the first pipeline stage and in every other.
+    """Yield pairs of steps that must be equal: a group's step in the first pipeline stage, and in each later stage.
 
     Args:
-        states: one optimizer file of each stage.
+        states: one optimizer file of each pipeline stage.
     """
     for state in states[1:]:
         if len(state.groups) != len(states[0].groups):
@@ -378,22 +383,22 @@ def _steps_of_stages(states: Sequence[RankState]) -> Iterator[Twin]:
 
 
 def degrees(models: _Models, layers: Collection[Mapping[int, str]], parts: int = 0) -> tuple[int, int]:
-    """Return pipeline and tensor-parallel degree; their product is the number of model ranks.
+    """Return the pipeline degree and the tensor-parallel degree; their product is the number of model-parallel ranks.
 
     Args:
-        models: model files by model rank.
-        layers: the files of each pipeline layer, by tensor-parallel rank.
+        models: model-parallel rank -> model file.
+        layers: pipeline layer -> tensor-parallel rank -> layer file.
         parts: number of data-parallel ranks with optimizer files; 0 without such files.
 
     Raises:
-        Refused: CORRUPT where the files contradict each other; INCOMPLETE for missing ranks.
+        Refused: CORRUPT, if the files contradict each other; INCOMPLETE, if files of ranks are missing.
     """
     first_model = models[0][0]
     dimensions = first_model.root.get(keys.DIMENSIONS)
     ranks = len(models)
     if dimensions is not None:
         pp, tp = (dimensions[key].natural() for key in (keys.PP_DEGREE, keys.TP_DEGREE))
-    else:  # files of earlier versions: the files of a layer are those of its tensor-parallel ranks
+    else:  # files of earlier versions record no degree, but each layer has one file per tensor-parallel rank
         tp = len(next(iter(layers))) if layers else ranks
         pp = ranks // max(tp, 1)
     if pp * tp != ranks:
@@ -411,7 +416,9 @@ def degrees(models: _Models, layers: Collection[Mapping[int, str]], parts: int =
 
 
 def _table_cuts(models: _Models, layers: _Layers, storage: Storage, cutter: Cutter) -> TableCuts | None:
-    """Return the tensor-parallel cuts from the tables; None where all files have metadata about the cuts."""
+    """Return the tensor-parallel cuts according to the family's table; None if all files have metadata about the
+    cuts.
+    """
     firsts = [ranks[0] for _, ranks in sorted(models.items())]
     # The run itself wrote the metadata, so it has precedence over any table.
     if all(model.root.get(keys.INFO) is not None for model in firsts):
@@ -453,7 +460,7 @@ def _stage(
 
 
 def _info(models: Sequence[RankModel], table_cuts: TableCuts | None, tp: int) -> UniversalInfo | TableCuts | None:
-    """Return the source of tensor-parallel cuts: the files' own metadata, or the tables."""
+    """Return the source of tensor-parallel cuts: the metadata in the files, or the family's table."""
     node = models[0].root.get(keys.INFO)
     return table_cuts if node is None or tp == 1 else UniversalInfo(node, tp)
 
@@ -473,7 +480,7 @@ def _add_layers(
             shared = next(
                 (weight for weight in catalog.weights if weight.startswith(_TIED) and weight.endswith(f".{name}")), None
             )
-            # A tied layer stores its weight again under the layer's number, but trains it under the tied name only.
+            # A tied layer stores its weight again under the number of the layer, but trains it only under the tied name.
             tied = own_weight is None and shared is not None and not _trains(catalog, number)
             entry_name = shared if tied and shared is not None else full_name
             if tied:
@@ -491,7 +498,7 @@ def _add_layers(
 
 
 def _check_layers(catalog: _Assembly, models: _Models, layers: _Layers, faults: Faults) -> None:
-    """Report layers of a pipeline that have parameters but no file."""
+    """Add a fault for each pipeline layer that has parameters but no file."""
     frozen = (name for ranks in models.values() for name in ranks[0].frozen)
     numbers = {int(match[1]) for name in (*catalog.states, *frozen) if (match := _LAYER_NUMBER.match(name))}
     for number in sorted(numbers - layers.keys()):
@@ -552,7 +559,7 @@ def _entries(catalog: _Assembly, inline: NumbersInMemory, weights: Weights, file
             if name in entries:
                 raise refuse("NAME_COLLISION", f"a parameter has the same name as a state of {parameter}", tensor=name)
             entries[name] = Entry(name, entry.dtype, entry.shape, entry.extents)
-    # States of an optimizer without ZeRO; at most one of the two kinds exists.
+    # Optimizer state without ZeRO is in model files or in numbered files, never in both.
     entries |= catalog.numbered
     return {name: entry for name, entry in entries.items() if prod(entry.shape) or entry.extents or entry.shape}
 
@@ -560,10 +567,10 @@ def _entries(catalog: _Assembly, inline: NumbersInMemory, weights: Weights, file
 def _add_numbered(
     catalog: _Assembly, models: _Models, states: _States, inline: NumbersInMemory, files: RankFiles
 ) -> dict[str, str]:
-    """Add the state of an optimizer without ZeRO; return descriptions of unread values by path.
+    """Add the state of an optimizer without ZeRO; return path -> description of each unread value.
 
-    Each model rank numbers its state separately. So with several model ranks nothing tells which parts of the state
-    belong together, and no state is read.
+    Each model-parallel rank numbers its parameters separately. So with several model-parallel ranks it is unknown which
+    shards belong to one parameter, and no optimizer state is read.
     """
     left_behind = dict.fromkeys(files.numbered, f"{_WITHOUT_ZERO}, of one expert-parallel rank")
     if states or models[0][0].root.get(keys.OPTIMIZER) is None:

@@ -1,14 +1,14 @@
-"""Lays out Megatron checkpoints with one folder for each rank (`--ckpt-format torch`).
+"""Lays out new Megatron checkpoints with one folder for each rank (`--ckpt-format torch`).
 
     OUT/latest_checkpointed_iteration.txt             `release`, or the iteration if the optimizer's state is there
     OUT/release/mp_rank_00_001/model_optim_rng.pt     tensor-parallel rank 0, pipeline stage 1
 
-A tensor that several ranks have is written to each of their files. The optimizer is the plain one, since the buffers of
-`--use-distributed-optimizer` have a layout that depends on the job.
+A tensor that several ranks have is written to the file of each of these ranks. Optimizer state is written as Megatron's
+plain optimizer stores it, because the flat buffers of `--use-distributed-optimizer` depend on the job.
 
-Local names are those of Megatron's modules. Their order matters, because the optimizer numbers its parameters in it.
-Norms and experts are written under several names, so that Transformer Engine's modules and the local ones can both load
-them.
+Local names are the tensor names in Megatron's modules. Their order matters, because the optimizer numbers its
+parameters in this order. Norms and experts are written under several names, so that both Transformer Engine's modules
+and Megatron's local modules can load them.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ from transaxle.formats.training_state import GROUPS, MASTER, OPTIMIZER, PARAMS
 STEP = "step"
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 _EXPERT = re.compile(r"(.+\.experts\.linear_fc[12]\.(?:weight|bias))(\d{1,6})((?:_[a-z_]+)?)")
-"""Name of one expert's parameter, or of a buffer of its encoding: `weight3`, `weight3_scale_inv`."""
+"""Regex for the name of one expert's parameter (`weight3`), or of a buffer of its encoding (`weight3_scale_inv`)."""
 _ONE_BY_ONE = re.compile(r"(.+\.experts\.)(linear_fc[12]\.)(weight|bias)(\d+)")
 _LAST = ("decoder.final_layernorm.", HEAD, "mtp.")
 _NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-"""Name of a norm as a separate module, by its name inside a linear layer of Transformer Engine."""
+"""Name of a norm inside a linear layer of Transformer Engine -> its name as a separate module."""
 _ORDER = (
     "input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.q_layernorm",
     "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.router", "mlp.experts.linear_fc1",
@@ -81,23 +81,23 @@ _ORDER = (
 )  # fmt: skip
 """Modules of a layer, in the order in which Megatron creates them."""
 _MODULE_PARAMETERS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
-"""Parameters of a module, in their order."""
+"""Last name segments of a module's parameters, in the order in which the module registers them."""
 _TOPS = ("embedding.", "decoder.layers.", "decoder.", "mtp.", "output_layer.")
-"""Name prefixes of the parts of a model, in their order."""
+"""Name prefixes of a model's top-level modules, in the order in which Megatron creates them."""
 _TOP_PARAMETERS = (EMBEDDING, "decoder.final_layernorm.weight", "decoder.final_layernorm.bias", HEAD)
 _EXPERTS = "is_expert_parallel"
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterRanks:
-    """The ranks that have a parameter, and its local names."""
+    """The ranks that have a parameter, and the parameter's local names on them."""
 
     stages: tuple[int, ...]
-    """Pipeline stages with the parameter; all but the first have copies."""
+    """Pipeline stages with the parameter; all stages but the first have copies."""
     expert: int | None
-    """The expert-parallel rank that has the parameter; None where all have it."""
+    """The expert-parallel rank that has the parameter; None if all expert-parallel ranks have it."""
     names: tuple[str, ...]
-    """Local name of the parameter in each of the stages."""
+    """Local name of the parameter in each stage of `stages`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class ModelDivision:
         """Return the ranks that have a parameter.
 
         Raises:
-            Refused: UNSUPPORTED for a parameter whose pipeline stage is unknown.
+            Refused: UNSUPPORTED, if the parameter's name does not show its pipeline stage.
         """
         last = self.degrees.pp - 1
         match, expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
@@ -141,7 +141,7 @@ def divide_model(names: Sequence[str], degrees: Degrees) -> ModelDivision:
     """Divide a model's layers and experts among ranks, given its parameter names.
 
     Raises:
-        Refused: UNSUPPORTED where they do not divide evenly.
+        Refused: UNSUPPORTED, if layers or experts do not divide evenly among the ranks.
     """
     layers = 1 + max((int(match[1]) for name in names if (match := _LAYER.fullmatch(name))), default=-1)
     experts = 1 + max((int(match[2]) for name in names if (match := _EXPERT.fullmatch(name))), default=-1)
@@ -165,16 +165,16 @@ class RankContents:
 
     place: MeshPlace
     storages: list[int | bytes] = field(default_factory=list)
-    """Size of each storage in bytes."""
+    """Size of each tensor storage in the file, in bytes."""
     model: dict[str, TensorRef] = field(default_factory=dict)
     """Weights by local name."""
     parameters: dict[str, tuple[str, Shape]] = field(default_factory=dict)
     """Dtype and shape of each weight, by local name."""
     states: dict[str, dict[str, TensorRef]] = field(default_factory=dict)
-    """Optimizer state by local name and name of the state."""
+    """Local name -> name of the state -> optimizer state."""
 
     def add(self, local: str, state: str, dtype: str, shape: Shape) -> int:
-        """Add a weight, or with `state` an optimizer state; return the number of its storage."""
+        """Add a weight, or an optimizer state if `state` is given; return the number of the new storage."""
         key = len(self.storages)
         self.storages.append(nbytes(dtype, shape))
         if state:
@@ -185,7 +185,7 @@ class RankContents:
         return key
 
     def state_dict(self) -> OrderedMap:
-        """Return the model's state dict, in the module's order, with further names."""
+        """Return the model's state dict in the module's order, with the names that other kinds of modules use."""
         state_dict = OrderedMap()
         for name in sorted(self.model, key=_module_order):
             state_dict[name] = self.model[name]
@@ -193,16 +193,16 @@ class RankContents:
         return state_dict
 
     def optimizer(self, groups: Sequence[Mapping[str, Any]], *, apart: bool, torch_steps: bool) -> dict[str, Any]:
-        """Return the optimizer's entries of the file: states by number, and full-precision copies by group.
+        """Return the file's entries for the optimizer: states by parameter number, and full-precision copies by group.
 
         Args:
             groups: settings of each group.
-            apart: whether experts have an optimizer of their own.
-            torch_steps: store the step in each parameter's state, as torch's optimizers do; otherwise it is in the
-                groups, and the step tensors get an entry of their own.
+            apart: whether experts have a separate optimizer.
+            torch_steps: whether to store the step in each parameter's state, as torch's optimizers do; otherwise the
+                step is in the groups' settings, and the step tensors get a separate entry.
 
         Raises:
-            Refused: UNSUPPORTED where the order of the parameters is unknown, or a full-precision copy is missing.
+            Refused: UNSUPPORTED, if the order of the parameters is unknown, or a full-precision copy is missing.
         """
         parts, steps = [], []
         for experts in (False, True) if apart else (None,):
@@ -217,15 +217,15 @@ class RankContents:
         return entries if torch_steps else {**entries, STEPS: steps}
 
     def _is_low(self, names: Sequence[str]) -> bool:
-        """Tell whether Megatron's optimizer of these parameters stores full-precision copies, as one without parameters
-        does.
+        """Tell whether Megatron's optimizer stores full-precision copies of these parameters; True if there are no
+        parameters.
         """
         return not names or any(self.parameters[name][0] in LOW for name in names)
 
     def _part(
         self, groups: Sequence[Mapping[str, Any]], names: Sequence[str], *, experts: bool
     ) -> tuple[dict[str, Any], dict[int, TensorRef]]:
-        """Return one of the chained optimizers, and the steps of its parameters by number."""
+        """Return the entry of one chained optimizer, and parameter number -> step for this optimizer."""
         unknown = next((name for name in names if not _has_order(name)), None)
         if unknown is not None:
             raise _no_order(f"the place of {unknown} among Megatron's parameters is not known")
@@ -280,7 +280,7 @@ def _module_order(name: str) -> tuple[int, int, int, int, int, str]:
 
 
 def _has_order(name: str) -> bool:
-    """Tell whether a parameter's position in the order is known."""
+    """Tell whether a parameter's position in the module's order is known."""
     in_layer, _, in_module = _module_order(name)[2:5]
     return name in _TOP_PARAMETERS or (
         _LAYER.fullmatch(name) is not None and in_layer < len(_ORDER) and in_module < len(_MODULE_PARAMETERS)
@@ -288,7 +288,7 @@ def _has_order(name: str) -> bool:
 
 
 def _other_names(name: str) -> Iterator[str]:
-    """Yield the names that a tensor has in other kinds of modules."""
+    """Yield the names that a tensor has in other implementations of its module."""
     match = _LAYER.fullmatch(name)
     if match is not None and match[2] in _NORMS:
         yield f"decoder.layers.{match[1]}.{_NORMS[match[2]]}"
@@ -298,7 +298,8 @@ def _other_names(name: str) -> Iterator[str]:
 
 
 Parts = Mapping[str, tuple[int, tuple[Intervals, ...]] | None]
-"""Cut of each parameter: the dim, and each tensor-parallel rank's intervals in it; None for a replicated one."""
+"""Parameter name -> (cut dim, intervals of each tensor-parallel rank along this dim); None for a replicated
+parameter."""
 _GLOBAL_STEPS = "global_steps"
 _EXPERT_GROUP = "is_expert_parallel"
 _TRAINED = frozenset({*LOW, "F32", "F64"})
@@ -306,7 +307,7 @@ _TRAINED = frozenset({*LOW, "F32", "F64"})
 
 
 class _StorageBox(NamedTuple):
-    """A box of a tensor, with its place in a storage of a rank's file."""
+    """A box of a tensor, and where the box is in a tensor storage of a rank's file."""
 
     place: MeshPlace
     storage: int
@@ -328,21 +329,21 @@ def draft(
     run: Mapping[str, Any] | None = None,
     read: Callable[[str], bytes] | None = None,
 ) -> Draft:
-    """Lay out the folders of all ranks: weights as a release, or an iteration with optimizer state.
+    """Lay out the folders of all ranks: weights alone become a `release`; weights with optimizer state, an iteration.
 
     Args:
         tensors: the tensors to write, under Megatron's global names.
         metadata: ignored, because the format has no place for free text.
-        shard_size: ignored, because a rank has one file.
-        degrees: the parallel degrees; None for one rank.
+        shard_size: ignored, because each rank has exactly one file.
+        degrees: the parallel degrees for which to write; None for a single rank.
         parts: tensor-parallel cut of each parameter.
         config: the model's config.json.
         run: facts about the source's run.
         read: returns the bytes of a tensor by name; called for the optimizer's steps.
 
     Raises:
-        Refused: with every tensor that cannot be stored: UNSUPPORTED, NAME_COLLISION, SHAPE_MISMATCH; with UNSUPPORTED
-            for an optimizer that Megatron cannot load.
+        Refused: with every tensor that cannot be stored: UNSUPPORTED, NAME_COLLISION or SHAPE_MISMATCH; or UNSUPPORTED,
+            if Megatron could not load the optimizer state.
     """
     del metadata, shard_size
     degrees = degrees or Degrees()
@@ -381,7 +382,7 @@ def draft(
 
 
 def _refuse_codes(tensors: Sequence[Spec], weights: Mapping[str, Spec]) -> None:
-    """Refuse quantized weights that have optimizer state, since Megatron's optimizer needs plain values.
+    """Refuse quantized weights that have optimizer state, because Megatron's optimizer needs unquantized values.
 
     Raises:
         Refused: UNSUPPORTED for each such weight.
@@ -410,7 +411,7 @@ def _distribute(
     """Distribute every tensor over the ranks.
 
     Returns:
-        the contents of each rank's file; the boxes of each tensor; and boxes on other ranks that repeat these.
+        the contents of each rank's file; the boxes of each tensor; and the boxes that further ranks repeat.
 
     Raises:
         Refused: with every tensor that cannot be stored.
@@ -448,7 +449,7 @@ def _distribute(
 
 
 def _rank_names(holders: ParameterRanks, degrees: Degrees) -> Iterator[tuple[MeshPlace, str]]:
-    """Yield the ranks that have a parameter, each with the local name."""
+    """Yield the ranks that have a parameter, each with the parameter's local name."""
     for stage, local in zip(holders.stages, holders.names, strict=True):
         for expert in range(degrees.ep) if holders.expert is None else (holders.expert,):
             for rank in range(degrees.tp):
@@ -456,16 +457,17 @@ def _rank_names(holders: ParameterRanks, degrees: Degrees) -> Iterator[tuple[Mes
 
 
 _PartBoxes = list[tuple[Shape, Shape, int, Shape | None]]
-"""Boxes of a rank's part, each as first index in the whole tensor, shape, and first element and strides in the part."""
+"""Boxes in a rank's part of a tensor, each as (first index in the whole tensor, shape, first element in the part,
+strides)."""
 
 
 def _parts_of(
     spec: Spec, parameter: str, state: str, weights: Mapping[str, Spec], parts: Parts, degrees: Degrees
 ) -> list[tuple[Shape, _PartBoxes]]:
-    """Return the part of a tensor on each tensor-parallel rank: its shape and boxes; one shared object for copies.
+    """Return for each tensor-parallel rank the shape and boxes of its part of a tensor; copies are one shared object.
 
     Raises:
-        Refused: UNSUPPORTED, SHAPE_MISMATCH.
+        Refused: UNSUPPORTED or SHAPE_MISMATCH, if the cut does not fit the tensor.
     """
     weight = weights.get(parameter)
     if weight is None:
@@ -486,7 +488,7 @@ def _parts_of(
 
 
 def _cut_of(weight: Spec, parts: Parts, degrees: Degrees) -> tuple[int, Sequence[Intervals]] | None:
-    """Return the tensor-parallel cut of a weight; None where every rank has the whole weight."""
+    """Return the tensor-parallel cut of a weight; None if every rank has the whole weight."""
     rows = weight.shape[0] if weight.shape else 0
     if is_cut_by_rows(weight.name):
         if rows % degrees.tp:
@@ -502,7 +504,7 @@ def _cut_of(weight: Spec, parts: Parts, degrees: Degrees) -> tuple[int, Sequence
 
 
 def _part(whole: Shape, dim: int, intervals: Intervals) -> tuple[Shape, _PartBoxes]:
-    """Return the shape of one rank's part of a tensor, and its boxes."""
+    """Return the shape of one rank's part of a tensor, and the boxes in this part."""
     shape = (*whole[:dim], sum(stop - start for start, stop in intervals), *whole[dim + 1 :])
     strides = row_major(shape)
     inside: _PartBoxes = []
@@ -523,12 +525,12 @@ def _settings(
     degrees: Degrees,
     read: Callable[[str], bytes] | None,
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the settings of the optimizer's groups, and notes for the user on arguments to give to Megatron.
+    """Return the settings of the optimizer's groups, and notes for the user about arguments for Megatron.
 
     With expert parallelism, experts have separate groups.
 
     Raises:
-        Refused: UNSUPPORTED where the parameters have different numbers of steps.
+        Refused: UNSUPPORTED, if the parameters have taken different numbers of steps.
     """
     states = [(spec, *split_slot(spec.name)) for spec in tensors if spec.name.startswith(OPTIMIZER)]
     parameters = dict.fromkeys(parameter for _, parameter, _ in states)
@@ -554,21 +556,22 @@ def _settings(
 def _value(
     rank: RankContents, state: Mapping[str, Any], settings: Mapping[str, Any] | None, degrees: Degrees
 ) -> dict[str, Any]:
-    """Return the object that a rank's file contains."""
+    """Return the object to pickle into a rank's file."""
     content = {**state, "model": rank.state_dict()}
     if settings is None:
         return content
     groups = settings["param_groups"]
-    # If the groups of the source have no step, its optimizer stores it for each parameter, as torch's optimizers do.
+    # If the source's groups have no step, the source's optimizer stores it per parameter, as torch's optimizers do.
     torch_steps = all("step" not in group for group in groups)
     return content | rank.optimizer(groups, apart=degrees.ep > 1, torch_steps=torch_steps)
 
 
 def _args(config: Mapping[str, Any], weights: Mapping[str, Spec], degrees: Degrees) -> dict[str, Any]:
-    """Return Megatron's arguments for these parallel degrees; empty where the model's sizes are unknown.
+    """Return Megatron's arguments for these parallel degrees; empty if the config does not give the model's sizes.
 
     Raises:
-        Refused: UNSUPPORTED where the ranks need unknown sizes, or attention heads do not divide evenly.
+        Refused: UNSUPPORTED, if there are several ranks but the sizes are unknown, or attention heads do not divide
+            evenly.
     """
     rows = weights[EMBEDDING].shape[0] if EMBEDDING in weights else None
     args = arguments(config, list(weights), rows)
@@ -590,6 +593,6 @@ def _args(config: Mapping[str, Any], weights: Mapping[str, Spec], degrees: Degre
 
 
 def _rank_args(args: Mapping[str, Any], place: MeshPlace, degrees: Degrees) -> Mapping[str, Any]:
-    """Return the arguments of one rank, with its number, so that a reader notices files in the wrong folders."""
+    """Return the arguments of one rank, with the rank's number, so that a reader notices a file in a wrong folder."""
     rank = (place.pp * degrees.ep + place.ep) * degrees.tp + place.tp
     return {**args, "rank": rank, "world_size": degrees.pp * degrees.ep * degrees.tp} if args else args
