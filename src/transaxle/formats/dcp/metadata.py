@@ -1,12 +1,12 @@
-"""Reads a `.metadata` file into plain values: the items, their chunks, and the byte range of each part.
+"""Reads a `.metadata` file into plain values: the items, their chunks, and the byte ranges of chunks and objects.
 
-torch unpickles this file without any restriction. Here a restricted interpreter reads it, which allows only torch's
-classes, under all names that they have had, and Megatron's. No field is trusted: dtypes, counts and names are checked,
-and every problem is reported with its item. Older forms of the file are read too. A field that an old torch did not
-write, or whose type is not the one that torch writes, counts as absent.
+torch unpickles this file without any restriction. Here a restricted pickle interpreter reads it, which allows only
+classes of torch (under all names that these have had) and of Megatron. No field is trusted: dtypes, counts and names
+are checked, and every problem is reported with its item. Older forms of the file are read too. A field that is missing,
+or does not have the type that torch writes, counts as absent.
 
-Items have the keys of the state dict that torch saves and loads. Model tensors have their names. The optimizer's state
-has torchtitan's keys, `optimizer.state.<parameter>.<state>`, to which torch also flattens `{"optimizer":
+An item's key is its key in the state dict that torch saves and loads: for a weight, the parameter's name; for optimizer
+state, torchtitan's `optimizer.state.<parameter>.<state>`, to which torch also flattens `{"optimizer":
 get_optimizer_state_dict(...)}`.
 """
 
@@ -37,21 +37,21 @@ from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state import GROUPS, KeyPath, join_path
 
 MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
-"""Package of torch's classes: its name now, and before torch 2.0."""
+"""Package of torch's DCP classes: the current name, and the name before torch 2.0."""
 _PROPERTIES = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.sharded_tensor.metadata")
-"""Module of `TensorProperties`: its name now, and before torch 2.3."""
+"""Module with `TensorProperties`: the current name, and the name before torch 2.3."""
 _CLASSES = {
     "Metadata": "metadata", "TensorStorageMetadata": "metadata", "BytesStorageMetadata": "metadata",
     "ChunkStorageMetadata": "metadata", "MetadataIndex": "metadata", "StorageMeta": "metadata",
     "_StorageInfo": "filesystem",
 }  # fmt: skip
-"""Module inside torch's package, by class name."""
+"""Class name -> module inside torch's DCP package."""
 TENSOR_PROPERTIES = frozenset((module, "TensorProperties") for module in _PROPERTIES)
 _MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 GLOBALS = {name: tuple(Global(f"{package}.{module}", name) for package in MODULES) for name, module in _CLASSES.items()}
-"""All globals under which a class can be pickled, by class name."""
+"""Class name -> all (module, name) pairs under which the class can be pickled."""
 GLOBALS["Metadata"] += (Global(_MEGATRON, "MCoreMetadata"),)  # megatron-core 0.15
 _PLANNER = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
 """Classes of torch's planner: Megatron stores the plans of all ranks in the same file."""
@@ -78,10 +78,10 @@ def _names() -> Iterator[tuple[str, str]]:
 NAMES: Names = {
     **ALLOWED,
     **dict.fromkeys(_names(), INERT),
-    # All mentions of a name give the same object of `GLOBALS`: comparing identities takes a tenth of the time.
+    # Every mention of a class gives the same object of `GLOBALS`: comparing identities takes a tenth of the time.
     **{(each.module, each.name): GlobalRule(each) for possible in GLOBALS.values() for each in possible},
 }
-"""Globals that the metadata file may name; data files may not."""
+"""Globals that may be in the pickle of a metadata file, but not of a data file."""
 
 
 MAX_DIMS = 64
@@ -90,12 +90,12 @@ _MAX_COUNT = 2**63 - 1
 
 
 def fields_of(value: object, name: str, *, bare: bool = False) -> Mapping[str, Any] | None:
-    """Return the fields of a pickled dataclass by name; None if the value is not of that class.
+    """Return the fields of a pickled dataclass by name; None if the value is not an instance of the class.
 
     Args:
         value: any value from the pickle.
         name: name of the class.
-        bare: accept an object without fields.
+        bare: whether to accept an object without fields.
     """
     if not isinstance(value, Object) or value.args or value.items or value.pairs or value.cls not in GLOBALS[name]:
         return None
@@ -123,7 +123,7 @@ def properties_of(value: object) -> tuple[DType | None, str | None]:
 
 
 def layout_of(value: object) -> str:
-    """Return the name of a layout; a missing one means dense."""
+    """Return the name of a tensor's layout; a missing layout means dense."""
     if value is None:
         return "torch.strided"
     if isinstance(value, Object) and len(value.args) == 1 and isinstance(value.args[0], str):
@@ -132,7 +132,7 @@ def layout_of(value: object) -> str:
 
 
 def counts_of(value: object) -> Shape | None:
-    """Return a shape or index as a tuple of counts; None if the value is neither. Old versions of torch wrote lists."""
+    """Return a shape or index as a tuple of ints; None if the value is neither. Old versions of torch wrote lists."""
     if isinstance(value, list):
         value = tuple(value)
     if not isinstance(value, tuple) or len(value) > MAX_DIMS + 1:
@@ -144,14 +144,14 @@ def counts_of(value: object) -> Shape | None:
 
 
 def kind_of(value: object) -> str:
-    """Return the type of a value for a message, without any of its contents."""
+    """Return the type of a value for an error message, without any of the value's contents."""
     if isinstance(value, Object):
         return f"a {value.cls.module[:100]}.{value.cls.name[:100]}"
     return "a compound key" if isinstance(value, Key) else f"a {type(value).__name__}"
 
 
 METADATA = DCP_METADATA
-"""Name of the common metadata file; also the suffix of file names where each rank wrote its own."""
+"""Name of the common metadata file; if each rank wrote a metadata file, the suffix of these files."""
 DATA_FILE = DCP_DATA
 
 _DEEPEST = 100
@@ -166,7 +166,7 @@ _FLATTENED = "nd_reformulated_orig_global_shape"
 
 
 class Payload(NamedTuple):
-    """The byte range of a stored part: a chunk of a tensor, or an object."""
+    """The byte range of a stored chunk of a tensor, or of a stored object."""
 
     file: str
     """Name of the data file, relative to the folder."""
@@ -208,7 +208,7 @@ class SavedItem(msgspec.Struct, frozen=True, gc=False):
     payload: Payload | None = None
     """Byte range of an object; None for a tensor."""
     unflattened: Shape | None = None
-    """Original shape, where Megatron saved a flattened tensor; None if the item is not flattened."""
+    """Original shape of a tensor that Megatron saved flattened; None if the tensor is not flattened."""
 
 
 def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem]:
@@ -217,14 +217,14 @@ def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem
     Args:
         storage: the folder's files.
         file: name of the metadata file.
-        faults: receives the problems of single items; such items are left out.
+        faults: list of faults; receives the problems of single items, which are then left out.
 
     Returns:
         the items, in the order of the file.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED where the file as a whole is refused.
-        StorageError: IO.
+        Refused: UNSAFE_PICKLE, CORRUPT or UNSUPPORTED, if the file as a whole cannot be read.
+        StorageError: IO, if the file cannot be read.
     """
     bounds = Bounds()
     size = storage.size(file)
@@ -235,7 +235,7 @@ def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem
         with suppress(Unread):
             columns, parts = _scan_columns(storage.read(file, 0, size), bounds.memory)
             places = _places_of_columns(parts)
-            del parts  # frees memory that the items may need
+            del parts  # frees the scan's memory, which the items may need
             return _items_of_columns(columns, places, file)
         # The fast scan gave up: the interpreter reads the file again and reports what is wrong.
         pickled = read_pickle(storage.read(file, 0, size), file=file, bounds=bounds, allowed=NAMES)
@@ -251,7 +251,7 @@ def _items(top: object, file: str, faults: Faults) -> list[SavedItem]:
     """Return the items that a file describes.
 
     Raises:
-        Refused: CORRUPT where the file is not a checkpoint's metadata.
+        Refused: CORRUPT, if the file is not a checkpoint's metadata.
     """
     fields = fields_of(top, "Metadata")
     if fields is None:
@@ -273,9 +273,9 @@ class _Places:
 
     def __init__(self) -> None:
         self.objects: dict[str, Payload] = {}
-        """Byte range of each object, by key."""
+        """Key of an object -> its byte range."""
         self.chunks: defaultdict[str, dict[Shape, Payload]] = defaultdict(dict)
-        """Byte range of each chunk, by key of the tensor and first index of the chunk."""
+        """Key of a tensor -> first index of a chunk -> byte range of the chunk."""
 
     @property
     def keys(self) -> set[str]:
@@ -284,7 +284,7 @@ class _Places:
 
 
 class _ItemReader:
-    """Checks the items of one metadata file and builds their records; problems become faults."""
+    """Checks the items of one metadata file and builds a `SavedItem` for each; problems become faults."""
 
     def __init__(self, file: str, faults: Faults, places: _Places, notes: Mapping[Any, Any]) -> None:
         self._file = file
@@ -355,7 +355,7 @@ class _ItemReader:
         return self.tensor_item(key, path, dtype, shape, starts, shapes)
 
     def dtype(self, key: str, properties: object, shape: Shape | None) -> DType | None:
-        """Return a tensor's dtype; None, with a fault, where its dtype, layout or shape is not supported."""
+        """Return a tensor's dtype; if its dtype, layout or shape is not supported, add a fault and return None."""
         dtype, layout = properties_of(properties)
         if dtype is None:
             self._fault(key, "its dtype is missing")
@@ -394,9 +394,9 @@ class _ItemReader:
         return SavedItem(key, path, dtype, shape, chunks, unflattened=unflattened)
 
     def path(self, key: str, paths: object) -> KeyPath | None:
-        """Return the state-dict path of a key; None, with a fault, for a bad path.
+        """Return the state-dict path of a key; if the path is malformed, add a fault and return None.
 
-        `paths` may be private data of another planner: then the key itself is the path.
+        `paths` may be private data of a custom planner; then the key itself is the path.
         """
         if not paths or not isinstance(paths, dict):
             return (key,)
@@ -422,7 +422,7 @@ class _ItemReader:
 
 
 def _read_places(storage_data: Mapping[Any, Any], file: str, faults: Faults) -> _Places:
-    """Read the byte ranges of all parts; malformed ones become faults."""
+    """Read the byte ranges of all chunks and objects; malformed byte ranges become faults."""
     places = _Places()
     for index, info in storage_data.items():
         if faults.full:
@@ -453,7 +453,7 @@ def _read_places(storage_data: Mapping[Any, Any], file: str, faults: Faults) -> 
 
 
 def _payload(info: Mapping[str, Any] | None, file: str, key: str, faults: Faults) -> Payload | None:
-    """Return the byte range of a part; None, with a fault, for an impossible or transformed one."""
+    """Return the byte range of a chunk or object; if it is impossible or transformed, add a fault and return None."""
     if info is None or not isinstance(info.get("relative_path"), str):
         faults.add("CORRUPT", "its place is not a byte range in a file", file, key)
         return None
@@ -488,7 +488,7 @@ class _Columns(NamedTuple):
     paths: object
     notes: object
     properties: list[object]
-    """Pickled `TensorProperties` of each tensor; the columns below have one row per tensor or chunk, too."""
+    """Pickled `TensorProperties` of each tensor; each column below also has one row per tensor or chunk."""
     shapes: Sizes
     chunk_counts: list[int]
     chunk_starts: Sizes
@@ -496,10 +496,10 @@ class _Columns(NamedTuple):
 
 
 class _PartColumns(NamedTuple):
-    """The stored parts of a metadata file (chunks and objects) as columns."""
+    """The stored chunks and objects of a metadata file as columns."""
 
     keys: list[str]
-    """Flat key of the item to which each part belongs."""
+    """Flat key of the item to which each chunk or object belongs."""
     are_chunks: list[bool]
     starts: Sizes
     """First index of each chunk, one row per chunk; objects have no row here."""
@@ -509,10 +509,10 @@ class _PartColumns(NamedTuple):
 
 
 def _columns(graph: Graph) -> tuple[_Columns, _PartColumns]:
-    """Return the items and the stored parts of a metadata file.
+    """Return the columns of items, and the columns of chunks and objects, of a metadata file.
 
     Raises:
-        Unread: something is wrong, or has a form that today's torch does not write.
+        Unread: the file is wrong, or has a form that current torch does not write.
     """
     top = np.array([graph.root], np.uint32)
     item_metadata, storage_data, paths, notes = (
@@ -587,7 +587,7 @@ def _items_of_columns(columns: _Columns, places: _Places, file: str) -> list[Sav
 
 
 def _objects_of_columns(columns: _Columns, places: _Places, reader: _ItemReader) -> Iterator[SavedItem]:
-    """Build the items that are objects, in bulk: Megatron saves one for every expert."""
+    """Build the items that are objects, in bulk, because Megatron saves an object for every expert."""
     keys = list(compress(columns.keys, columns.are_objects))
     paths = [reader.path(key, columns.paths) for key in keys] if columns.paths else zip(keys, strict=True)
     if not (places.objects.keys() >= set(keys) and places.chunks.keys().isdisjoint(keys)):
@@ -597,11 +597,7 @@ def _objects_of_columns(columns: _Columns, places: _Places, reader: _ItemReader)
 
 
 def _places_of_columns(parts: _PartColumns) -> _Places:
-    """Return the byte ranges of all parts.
-
-    Raises:
-        Unread: a part has two byte ranges.
-    """
+    """Return the byte ranges of all chunks and objects. Raises: Unread: a chunk or object has two byte ranges."""
     offsets, lengths = parts.offsets.tolist(), parts.lengths.tolist()
     payloads = list(map(_new_payload, zip(parts.files, offsets, lengths, strict=True)))
     places = _Places()
@@ -624,10 +620,10 @@ _WRAPPER = "app"
 
 
 def path_of(name: str) -> KeyPath:
-    """Return the state-dict path under which a tensor is written.
+    """Return the state-dict path under which a tensor of a catalog is written to DCP.
 
-    `optim/<parameter>/<state>` becomes `optimizer`, `state`, parameter, state; a parameter that is only a number,
-    `#<i>`, is that number. Any other name is one key.
+    `optim/<parameter>/<state>` becomes the path (`optimizer`, `state`, parameter, state), where a numbered parameter
+    `#<i>` becomes the number. A tensor under any other name has a path of one key.
     """
     path = optimizer_path(name)
     return (name,) if path is None else tuple(map(str, path))
@@ -639,10 +635,10 @@ def flat_path(parameter: str, setting: str) -> KeyPath:
 
 
 def paths_within(paths: Sequence[KeyPath]) -> tuple[list[KeyPath], str | None]:
-    """Return each item's path without torch's wrapper, and the wrapper's name if there was one.
+    """Return each item's path without torch's wrapper, and the wrapper's name (empty if there is no wrapper).
 
-    torch's own wrapper is `{"app": AppState(...)}`. A flat key without a recorded path stays whole, except that an
-    optimizer's state is recognised and split.
+    torch's own wrapper is `{"app": AppState(...)}`. A flat key without a recorded path stays one key, but a key of
+    optimizer state is recognised and split.
     """
     split_paths = [_split(path[0]) if len(path) == 1 else path for path in paths]
     if split_paths and all(len(path) > 1 and path[0] == _WRAPPER for path in split_paths):

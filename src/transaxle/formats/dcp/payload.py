@@ -1,14 +1,15 @@
-"""Reads the stored bytes of items: small torch archives, thousands in a file, or safetensors data at the file's end.
+"""Reads the stored bytes of DCP items: small torch archives, thousands in one file, or safetensors data at a file's
+end.
 
-The metadata may be wrong about a chunk, so every archive must be read: its dtype, its shape and the place of its bytes
-are taken from the archive itself and then compared with the metadata. Reading one archive strictly takes a while, and a
-checkpoint may have a hundred thousand. But archives of one shape differ only in the tensor, its checksum and a serial
-number. So an archive that was read strictly serves as a stencil for others.
+The metadata may be wrong about a chunk, so every archive must be read: dtype, shape and byte offset of its tensor are
+taken from the archive and then compared with the metadata. Reading one archive with all checks is slow, and a
+checkpoint may have a hundred thousand archives. But archives of tensors of one shape differ only in the tensor, its
+checksum and a serial number. So an archive that was read with all checks serves as a stencil for similar archives.
 
 The frame of an archive is its bytes around the tensor (head and tail), and its skeleton is the frame without checksums
-and serial number. An archive whose
-skeleton equals that of one read before, byte for byte, describes the same tensor: the bytes left out describe no place.
-The two copies of the tensor's checksum must still agree.
+and serial number. If two archives have the same skeleton, byte for byte, their tensors have the same dtype, shape and
+offset, because checksums and serial number do not affect these. The two copies of the tensor's checksum must still
+agree.
 """
 
 from __future__ import annotations
@@ -52,20 +53,20 @@ _SERIAL = ".data/serialization_id"
 _MAX_SKELETONS = 10_000
 """Cap on the skeletons that are remembered; a checkpoint has a few hundred."""
 _MAX_ARRANGEMENTS = 8
-"""Cap on the arrangements that are tried for archives of one length."""
+"""Cap on the arrangements (see `_Arrangement`) that are tried for archives of one length."""
 _MAX_WHOLE_READ = 1 << 14
-"""Size in bytes up to which an archive is read whole; of larger ones only the bytes around the tensor are read."""
+"""Size in bytes up to which an archive is read whole; of a larger archive only the bytes around the tensor are read."""
 _BLOCK = 1 << 18
 """Batch size in bytes: for reading neighbouring archives, and for comparing skeletons."""
 _MAX_CONTENTS = 4
-"""Cap on the skeletons that are looked for in one batch of archives; archives with others are matched one by one."""
+"""Cap on the skeletons that are looked for in one batch; archives with further skeletons are matched one by one."""
 _CRC = struct.Struct("<I")
 _CRC_IN_CENTRAL, _CRC_IN_LOCAL, _CRC_IN_DESCRIPTOR = 16, 14, 4
 
 Result = TypeVar("Result")
 
 _MIN_BATCH = 8
-"""Fewest similar chunks that are matched in one batch."""
+"""Smallest number of similar chunks that are matched as a batch rather than one by one."""
 _AGAIN = "Copy the file again, or save the checkpoint again."
 
 
@@ -81,25 +82,25 @@ class _Arrangement(NamedTuple):
     tail: int
     """Offset in the archive of the first byte after the tensor."""
     fixed_spans: tuple[tuple[int, int], ...]
-    """Spans (start, stop) of the bytes that must be equal in all archives of this arrangement."""
+    """Spans (start, stop) of the frame's bytes that must be equal in all archives of this arrangement."""
     checksums: tuple[tuple[int, int], ...]
-    """Positions of both copies of each CRC-32; the pair of the tensor comes first."""
+    """Pairs of positions in the frame of the two copies of each CRC-32; the tensor's CRC-32 comes first."""
 
 
 class Match(NamedTuple, Generic[Result]):
-    """Result of matching one archive with those read before: it has the skeleton of one of them."""
+    """A match: an archive has the same skeleton as an archive that was read before."""
 
     result: Result
-    """Contents of the archive with the same skeleton that was read before."""
+    """Contents of the earlier archive with the same skeleton."""
     crc32: int
     """CRC-32 of this archive's tensor; 0 if it has no tensor or no checksum."""
 
 
 class Matches(NamedTuple, Generic[Result]):
-    """Archives with the same known skeleton."""
+    """Archives of a batch that all have one known skeleton."""
 
     result: Result
-    """Contents of the archive with this skeleton that was read before."""
+    """Contents of the earlier archive with this skeleton."""
     which: NDArray[np.intp]
     """Positions of the matching archives in the batch."""
     crc32: NDArray[np.uint32] | None
@@ -107,7 +108,7 @@ class Matches(NamedTuple, Generic[Result]):
 
 
 class Stencils(Generic[Result]):
-    """Remembers the skeletons of archives that were read, with their contents."""
+    """Remembers the skeletons of archives that were read, with the archives' contents."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -117,7 +118,7 @@ class Stencils(Generic[Result]):
         self._buffer: NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def match(self, payload: Payload) -> Match[Result] | None:
-        """Return the contents of an archive whose skeleton is known; None if it must be read."""
+        """Return the contents of an archive if its skeleton is known; None if the archive must be read."""
         for arrangement, contents in self._by_length.get(payload.length, ()):
             frame = self._frame(payload, arrangement)
             result = contents.get(_skeleton_of(frame, arrangement))
@@ -132,7 +133,7 @@ class Stencils(Generic[Result]):
         return None
 
     def matches(self, file: str, length: int, offsets: Sequence[int]) -> Iterator[Matches[Result]]:
-        """Match many archives of one length at once; archives in none of the matches must be read singly.
+        """Match many archives of one length at once; an archive that is in none of the matches must be read by itself.
 
         Args:
             file: name of the file that contains the archives.
@@ -175,7 +176,7 @@ class Stencils(Generic[Result]):
         return read(file, offset, head) + read(file, offset + tail, length - tail)
 
     def _frames(self, file: str, length: int, offsets: Sequence[int], arrangement: _Arrangement) -> NDArray[np.uint8]:
-        """Read the frame of each archive, one row per archive."""
+        """Read the frame of each archive; return an array with one row per archive."""
         if length > _MAX_WHOLE_READ:
             return self._distant_frames(file, length, offsets, arrangement)
         head, tail = arrangement.head, arrangement.tail
@@ -188,7 +189,7 @@ class Stencils(Generic[Result]):
             begin, stop = offsets[first], ends[bisect_right(ends, first)]
             stop = first + int(places[first:stop].searchsorted(begin + _BLOCK))
             size = offsets[stop - 1] + length - begin
-            if size > len(self._buffer):  # reused: fresh memory costs a page fault for each page
+            if size > len(self._buffer):  # the array is reused, because fresh memory costs a page fault for each page
                 self._buffer = np.empty(size, np.uint8)
             data = self._buffer[:size]
             self._storage.read_into(file, begin, data.data)
@@ -200,7 +201,7 @@ class Stencils(Generic[Result]):
     def _distant_frames(
         self, file: str, length: int, offsets: Sequence[int], arrangement: _Arrangement
     ) -> NDArray[np.uint8]:
-        """Read the frames of long archives, one row per archive; evenly spaced archives take few calls."""
+        """Read the frames of long archives, one row per archive; evenly spaced archives need few read calls."""
         head, tail = arrangement.head, arrangement.tail
         width = length - (tail - head)
         rows = np.empty((len(offsets), width), np.uint8)
@@ -208,7 +209,9 @@ class Stencils(Generic[Result]):
             buffer = rows[first : first + count].reshape(-1).data
             begin, end = offsets[first], offsets[first + count - 1]
             reads = [(begin, 0, head, count), (begin + tail, head, length - tail, count)]
-            if step == length:  # a tail and the next head are adjacent, both in the file and in `rows`
+            if (
+                step == length
+            ):  # the tail of an archive and the head of the next are adjacent, both in the file and in `rows`
                 middle = (begin + tail, head, width, count - 1)
                 reads = [(begin, 0, head, 1), middle, (end + tail, (count - 1) * width + head, length - tail, 1)]
             with Steps() as steps:
@@ -219,7 +222,9 @@ class Stencils(Generic[Result]):
 
 
 def _cut_out(data: NDArray[np.uint8], length: int, offsets: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return `length` bytes from each offset of `data`, one row per offset; without a copy where the steps are even."""
+    """Return `length` bytes from each offset of `data`, one row per offset; no copy is made if offsets are evenly
+    spaced.
+    """
     steps = np.diff(offsets)
     if (steps == steps[:1]).all():
         return np.ndarray((len(offsets), length), np.uint8, data, strides=(int(steps[0]) if len(steps) else length, 1))
@@ -227,7 +232,7 @@ def _cut_out(data: NDArray[np.uint8], length: int, offsets: NDArray[np.int64]) -
 
 
 def _progressions(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Split offsets into arithmetic progressions; yield position of the first, count and step of each."""
+    """Split offsets into arithmetic progressions; yield (position of the first offset, count, step) of each."""
     first = 0
     while first < len(offsets):
         stop = first + 1
@@ -241,12 +246,12 @@ def _progressions(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 def _matches(
     frames: NDArray[np.uint8], arrangement: _Arrangement, contents: dict[bytes, Result]
 ) -> Iterator[Matches[Result]]:
-    """Yield the groups of rows whose skeleton is among the known ones.
+    """Yield the groups of rows that have a known skeleton.
 
     Args:
         frames: the frames, one row per archive.
         arrangement: how the archives are divided.
-        contents: contents by skeleton.
+        contents: known skeleton -> contents of the archive.
     """
     agree = np.ones(len(frames), bool)
     for first, second in arrangement.checksums:
@@ -270,13 +275,13 @@ def _matches(
 
 
 def _numbers(frames: NDArray[np.uint8], at: int) -> NDArray[np.uint32]:
-    """Return the 32-bit number at a byte position of each row."""
+    """Return the 32-bit number at one byte position, for each row."""
     return np.ndarray(len(frames), "<u4", frames, at, frames.strides[:1])
 
 
 def _are_all(frames: NDArray[np.uint8], model: NDArray[np.uint8], arrangement: _Arrangement) -> bool:
     """Tell whether the frames in all rows have the same skeleton as the frame `model`."""
-    filled = frames.copy()  # then compared as bytes, which takes a tenth of the time of comparing arrays
+    filled = frames.copy()  # compared as bytes objects, which takes a tenth of the time of comparing arrays
     for (_, start), (stop, _) in pairwise(arrangement.fixed_spans):
         filled[:, start:stop] = model[start:stop]
     return filled.tobytes() == model.tobytes() * len(filled)
@@ -288,7 +293,7 @@ def _skeleton_of(frame: bytes, arrangement: _Arrangement) -> bytes:
 
 
 def _arrangement_of(archive: Archive) -> _Arrangement | None:
-    """Return how an archive is divided; None if it has several storages, or needs zip64."""
+    """Return the arrangement of an archive; None if the archive has several storages, or needs zip64."""
     tensors = [record for name, record in archive.records.items() if name.startswith(DATA)]
     if len(tensors) > 1:
         return None
@@ -322,7 +327,9 @@ def _arrangement_of(archive: Archive) -> _Arrangement | None:
 
 
 def _directory(archive: Archive) -> Iterator[tuple[str, int, int, int]]:
-    """Yield name, checksum position, local header position and flags of each entry of the central directory."""
+    """Yield (name, position of the checksum, position of the local header, flags) of each entry in the zip central
+    directory.
+    """
     area = archive.window
     *_, count, size, begin, _ = END_FORM.unpack(area.read(area.size - END_FORM.size, END_FORM.size))
     if MAX32 in (size, begin) or count == MAX16:
@@ -338,7 +345,7 @@ def _directory(archive: Archive) -> Iterator[tuple[str, int, int, int]]:
 
 
 class _TensorArchive(NamedTuple):
-    """Contents of an archive that holds one dense tensor."""
+    """Contents of an archive with a single dense tensor."""
 
     dtype: str
     """torch's name of the tensor's dtype."""
@@ -347,7 +354,7 @@ class _TensorArchive(NamedTuple):
     place: Extent
     """Extent of the tensor in logical elements; its offset counts from the archive's first byte."""
     repeated: int
-    """Bytes of the tensor that are not stored, because strides of zero repeat others."""
+    """Bytes of the tensor that are not stored, because strides of zero repeat stored bytes."""
     stored: tuple[int, int]
     """Offset of the tensor's storage from the archive's first byte, and size of the storage in bytes."""
 
@@ -358,7 +365,7 @@ class QuantizedChunk(NamedTuple):
     layout: PlainLayout
     """How the tensor's values are computed from its buffers."""
     parts: Mapping[str, Entry]
-    """This chunk's buffers by suffix of the tensor's name."""
+    """Suffix of the tensor's name -> buffer of this chunk."""
     dtype: str
     """torch's name of the dtype that the tensor reports, such as `bfloat16`."""
 
@@ -370,19 +377,19 @@ class _ObjectArchive(NamedTuple):
 
 
 class _Blob(NamedTuple):
-    """Safetensors data at the end of a data file: its tensors, and the first index of each in its whole tensor."""
+    """Safetensors data at the end of a data file: its tensors, each with its first index in the whole tensor."""
 
     entries: Mapping[str, Entry]
     starts: Mapping[str, Shape]
 
 
 class Payloads:
-    """Reads the archives of items, and checks them against the metadata.
+    """Reads the archives of DCP items, and checks them against the metadata.
 
     Args:
         storage: the folder's files.
         sizes: size of each data file in bytes.
-        faults: receives every problem, with file and item.
+        faults: list of faults; receives every problem, with file and item.
     """
 
     def __init__(self, storage: Storage, sizes: Mapping[str, int], faults: Faults) -> None:
@@ -395,10 +402,10 @@ class Payloads:
         self._occupied: dict[str, list[tuple[int, int, str]]] = {}
         self._repeated = 0
         self.checksums: list[Checksum] = []
-        """CRC-32 of each tensor's stored bytes, as the archives record them."""
+        """CRC-32 of each tensor's stored bytes, as the archives record it."""
 
     def chunk(self, item: SavedItem, chunk: SavedChunk) -> Extent | QuantizedChunk | None:
-        """Return the place of a chunk's bytes; None, with a fault, if the chunk has a problem."""
+        """Return where a chunk's bytes are; if the chunk has a problem, add a fault and return None."""
         payload = chunk.payload
         if payload is None or not self._inside(item.key, payload):
             return None
@@ -420,7 +427,7 @@ class Payloads:
         return self._extent(item, chunk, payload, archive)
 
     def chunks(self, item: SavedItem, chunks: Sequence[SavedChunk]) -> list[Extent | QuantizedChunk | None]:
-        """Return the place of each chunk's bytes; None, with a fault, for a chunk with a problem."""
+        """Return where each chunk's bytes are; for a chunk with a problem, add a fault and return None."""
         places: list[Extent | QuantizedChunk | None] = [None] * len(chunks)
         checksums: list[Sequence[Checksum]] = [()] * len(chunks)
         similar_chunks = _similar_chunks(chunks) if len(chunks) >= _MIN_BATCH else {}
@@ -430,7 +437,7 @@ class Payloads:
                 continue
             places[at] = self.chunk(item, chunk)
             checksums[at], self.checksums = self.checksums, []
-            # The archive just read may be a stencil for the similar ones.
+            # The archive just read may be a stencil for the remaining similar archives.
             similar = (
                 similar_chunks.pop((chunk.payload.file, chunk.payload.length, chunk.shape), ()) if chunk.payload else ()
             )
@@ -452,9 +459,9 @@ class Payloads:
 
         Args:
             item: the tensor of the chunks.
-            chunks: all of its chunks.
-            which: positions in `chunks` of those to be matched.
-            places: receives the place of each chunk that matches; the others must be read singly.
+            chunks: all chunks of the tensor.
+            which: positions in `chunks` of the chunks to match.
+            places: receives where each matching chunk's bytes are; a chunk that does not match must be read by itself.
             checksums: receives the checksum of each chunk that matches.
         """
         assert item.dtype is not None
@@ -495,7 +502,7 @@ class Payloads:
                     checksums[at] = checksum
 
     def leaf(self, item: SavedItem) -> Leaf | None:
-        """Return the value of an object; None, with a fault, if its archive has a problem.
+        """Return the value of an object; if the object's archive has a problem, add a fault and return None.
 
         Unlike tensors, objects of equal value may share an archive.
         """
@@ -523,7 +530,7 @@ class Payloads:
         return leaf
 
     def check_overlaps(self) -> None:
-        """Add a fault for each archive that overlaps another one."""
+        """Add a fault for each archive whose byte range overlaps an earlier archive's."""
         for file, ranges in self._occupied.items():
             ranges.sort()
             reached, holder = 0, ""
@@ -535,7 +542,7 @@ class Payloads:
                     reached, holder = end, key
 
     def _inside(self, key: str, payload: Payload) -> bool:
-        """Tell whether a byte range is inside its file; add a fault if not. A missing file has its fault already."""
+        """Tell whether a byte range is inside its file, and add a fault if not; a missing file already has a fault."""
         size = self._sizes.get(payload.file)
         if size is not None and payload.offset + payload.length > size:
             end = payload.offset + payload.length
@@ -548,7 +555,9 @@ class Payloads:
         return self._storage.read(payload.file, payload.offset, min(len(LOCAL), payload.length)) == LOCAL
 
     def _read(self, key: str, payload: Payload) -> _TensorArchive | QuantizedChunk | _ObjectArchive | None:
-        """Read an archive in full, and remember its skeleton; None, with faults, if it has problems."""
+        """Read an archive with all checks, and remember its skeleton; if the archive has problems, add faults and
+        return None.
+        """
         try:
             saved = read_saved(self._storage, *payload)
         except TransaxleError as error:
@@ -585,7 +594,7 @@ class Payloads:
         return _TensorArchive(dtype.name, value.shape, relative, repeated, (stored.offset - base, stored.nbytes))
 
     def _quantized_chunk(self, key: str, payload: Payload, value: Quantized) -> QuantizedChunk | None:
-        """Return the buffers of a quantized tensor; None, with a fault, if they have a problem."""
+        """Return the buffers of a quantized tensor's chunk; if a buffer has a problem, add a fault and return None."""
         parts: dict[str, Entry] = {}
         repeated = 0
         try:
@@ -602,7 +611,7 @@ class Payloads:
         )
 
     def _agrees(self, item: SavedItem, chunk: SavedChunk, payload: Payload, dtype: str, shape: Shape) -> bool:
-        """Tell whether dtype and shape of an archive's tensor are those in the metadata; add a fault if not."""
+        """Tell whether an archive's tensor has the dtype and shape that the metadata gives; add a fault if not."""
         assert item.dtype is not None
         if dtype != item.dtype.name:
             message = f"the metadata says {item.dtype.name}, but the file holds {dtype}"
@@ -615,7 +624,7 @@ class Payloads:
         return True
 
     def _is_stored(self, key: str, payload: Payload, repeated: int) -> bool:
-        """Count bytes that strides of zero only repeat; tell whether their number in all files is below the cap."""
+        """Add up the bytes that strides of zero repeat; tell whether the sum over all files is below the cap."""
         self._repeated += repeated
         if self._repeated > REPEATED:
             message = f"with strides of zero the files claim more than {REPEATED} bytes that they do not hold"
@@ -624,7 +633,9 @@ class Payloads:
         return True
 
     def _extent(self, item: SavedItem, chunk: SavedChunk, payload: Payload, archive: _TensorArchive) -> Extent | None:
-        """Return the place of an archive's tensor; None, with a fault, if it differs from the metadata."""
+        """Return the extent of an archive's tensor; if dtype or shape differ from the metadata, add a fault and return
+        None.
+        """
         assert item.dtype is not None
         if not self._agrees(item, chunk, payload, archive.dtype, archive.shape):
             return None
@@ -635,7 +646,7 @@ class Payloads:
         return Extent(start, extent.shape, payload.file, payload.offset + extent.offset, extent.strides)
 
     def _in_blob(self, item: SavedItem, chunk: SavedChunk, payload: Payload) -> Extent | None:
-        """Return the place of a chunk in the safetensors data that begins at the chunk's offset."""
+        """Return the extent of a chunk in the safetensors data that begins at the chunk's offset."""
         assert item.dtype is not None
         code = item.dtype.code
         size = nbytes(code, elements_shape(chunk.shape, code))
@@ -667,7 +678,9 @@ class Payloads:
         return Extent(start, in_file.shape, in_file.file, in_file.offset)
 
     def _blob(self, file: str, begin: int) -> _Blob | None:
-        """Read the header of the safetensors data from `begin` to the end of a file; None if it has a problem."""
+        """Read the header of the safetensors data from `begin` to the end of a file; None if the header has a
+        problem.
+        """
         read_before = self._blobs.get((file, begin))
         if read_before is not None or (file, begin) in self._blobs:
             return read_before
@@ -696,12 +709,14 @@ class Payloads:
 
 
 def _similar_chunks(chunks: Sequence[SavedChunk]) -> dict[tuple[str, int, Shape], list[int]]:
-    """Return the positions of the chunks that have a byte range, by file, length in bytes and shape."""
+    """Return (file, length in bytes, shape) -> positions of the chunks, for the chunks that have a byte range."""
     if None not in map(_place, chunks):
         shapes = list(map(_shape, chunks))
         files, _, lengths = zip(*map(_place, chunks), strict=True)
         kinds = files, lengths, shapes
-        if all(kind.count(kind[0]) == len(chunks) for kind in kinds):  # the usual case: very many chunks, all similar
+        if all(
+            kind.count(kind[0]) == len(chunks) for kind in kinds
+        ):  # the usual case: very many chunks that agree in file, length and shape
             return {(files[0], lengths[0], shapes[0]): list(range(len(chunks)))}
     alike: dict[tuple[str, int, Shape], list[int]] = {}
     for at, (_, shape, payload) in enumerate(chunks):

@@ -1,15 +1,16 @@
-"""Opens folders of torch.distributed.checkpoint as one catalog of whole tensors, each with its chunks.
+"""Opens folders of torch.distributed.checkpoint (DCP) as a catalog of whole tensors, each with its chunks.
 
-When torch loads, it trusts the metadata: elements that no chunk covers keep their old values. Here the chunks of every
-tensor must cover it exactly once, every chunk's own description must agree, and every byte must exist.
+torch trusts the metadata when it loads: elements that no chunk covers silently keep their old values. Here the chunks
+of every tensor must cover it exactly once, the description in each chunk's archive must agree with the metadata, and
+every byte must exist.
 
-For a quantized tensor, each rank saved its part with the scales of that part; together the parts are one tensor. The
-metadata gives the dtype and shape that the tensor reports to torch. Codes are cut like any tensor; the scales of a
-chunk begin at the chunk's first index divided by the tile. A number for the whole tensor is in every chunk and must be
-equal in all of them, which the container's `twins` require.
+Of a quantized tensor, each rank saved a chunk of codes with the scales of these codes. The metadata gives the dtype and
+shape that the tensor reports to torch. Codes are cut like an unquantized tensor; the scales of a chunk begin at the
+chunk's first index divided by the tile. A scale of the whole tensor is in every chunk and must be equal in all chunks,
+which the container's `twins` require.
 
-Shards of torch's `HuggingFaceStorageWriter` look like a safetensors checkpoint but are none: each file lists the parts
-on one rank as if they were whole tensors. A note in each header says which parts they are.
+Shards of torch's `HuggingFaceStorageWriter` look like a safetensors checkpoint, but each file lists the parts on one
+rank as if they were whole tensors. A note in each header says which parts of the tensors are in the file.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _UNEQUAL_RANKS = "different from rank to rank"
 
 
 def metadata_files(names: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the metadata files: the common one, or one per rank, in order of ranks."""
+    """Return the names of the metadata files: a common file, or one file per rank, in the order of ranks."""
     if METADATA in names:
         return (METADATA,)
     ranks = sorted((int(match[1]), name) for name in names if (match := _RANK.fullmatch(name)))
@@ -67,20 +68,20 @@ def metadata_files(names: Collection[str]) -> tuple[str, ...]:
 
 
 def open_dcp(storage: Storage, path: str, member: str) -> Container:
-    """Open the folder that a metadata file describes.
+    """Open the DCP folder that a metadata file describes.
 
-    Ranks that saved without coordination wrote a metadata file each; all of them are read together. Parts that several
-    ranks saved must be equal, which the container's `twins` require.
+    Ranks that saved without coordination wrote one metadata file each; all these files are read together. Parts that
+    several ranks saved must be equal, which the container's `twins` require.
 
     Args:
-        storage: the files.
-        path: the path as typed.
+        storage: the checkpoint's files.
+        path: the checkpoint's path as the user typed it.
         member: `.metadata`, or the `__<rank>.metadata` of any rank.
 
     Raises:
         Refused: UNSAFE_PICKLE, CORRUPT, DTYPE_MISMATCH, INCOMPLETE, NAME_COLLISION, OVERLAP, PATH_ESCAPE,
             SHAPE_MISMATCH, UNSUPPORTED: every problem found, each with file and item.
-        StorageError: IO.
+        StorageError: IO, if a file cannot be read.
     """
     metadata_names = (member,) if member == METADATA else metadata_files(set(storage.names()) - {METADATA})
     return read_folder(storage, path, metadata_names, Conventions())
@@ -90,14 +91,14 @@ def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conv
     """Read the checkpoint that metadata files describe.
 
     Args:
-        storage: the files.
-        path: the path as typed.
+        storage: the checkpoint's files.
+        path: the checkpoint's path as the user typed it.
         metadata_names: names of the metadata files: `.metadata`, or one per rank.
-        conventions: conventions of the program that saved the folder.
+        conventions: how the program that saved the folder names its items.
 
     Raises:
         Refused: see `open_dcp`.
-        StorageError: IO.
+        StorageError: IO, if a file cannot be read.
     """
     faults = Faults()
     member = metadata_names[0]
@@ -110,7 +111,7 @@ def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conv
     leaves_of_items = (conventions.known_leaf(item.item) or _leaf(item, payloads, faults) for item in items)
     leaves = list(
         {id(leaf): leaf for leaf in leaves_of_items if leaf is not None}.values()
-    )  # several items may share a leaf
+    )  # several items may be listed as one leaf
     payloads.check_overlaps()
     if faults:
         raise faults.error()
@@ -155,7 +156,7 @@ def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conv
 
 
 def _read_it(item: SavedItem) -> None:
-    """Skip no item: return None, so that each item is read."""
+    """Return None: every item must be read, whatever its key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +166,12 @@ class Conventions:
     format: str = DCP.name
     """Name of the container format."""
     paths: Callable[[Sequence[KeyPath]], tuple[list[KeyPath], str | None]] = paths_within
-    """Returns each item's path without the program's wrapper, and the wrapper's name if there was one."""
+    """Function that returns each item's path without the program's wrapper, and the wrapper's name."""
     known_leaf: Callable[[SavedItem], Leaf | None] = _read_it
-    """Returns the leaf of an item that need not be read, or None for an item that must be."""
+    """Function that returns the leaf to list for an item that need not be read, or None for an item that must be
+    read."""
     select: Callable[[Sequence[SavedItem]], Sequence[SavedItem]] = list
-    """Selects the items of a metadata file that belong to the checkpoint."""
+    """Function that selects the items of a metadata file that belong to the checkpoint."""
 
 
 class _ItemOfRanks(NamedTuple):
@@ -179,16 +181,16 @@ class _ItemOfRanks(NamedTuple):
     file: str
     """The first metadata file that lists the key."""
     duplicates: tuple[SavedItem, ...] = ()
-    """The key's items in the other metadata files."""
+    """The items under this key in the metadata files after the first."""
 
 
-# There are very many of them: this constructor takes a third of the time of the class itself.
+# There are very many of these records, and this constructor takes a third of the time of the generated one.
 _new_item: Callable[[Iterable[Any]], _ItemOfRanks] = partial(tuple.__new__, _ItemOfRanks)
 
 
 @dataclass(frozen=True, slots=True)
 class _WholeTensor:
-    """A dense tensor whose chunks cover it, with the copies of chunks that must be equal."""
+    """A dense tensor that its chunks cover exactly once, with pairs of copies of chunks that must be equal."""
 
     entry: Entry
     twins: tuple[Twin, ...]
@@ -204,7 +206,7 @@ def _items(storage: Storage, files: Sequence[str], conventions: Conventions, fau
             break
         try:
             items = conventions.select(read_metadata(storage, file, faults))
-            if len(files) == 1:  # a single file lists each key once
+            if len(files) == 1:  # a single metadata file lists each key only once
                 return list(map(_new_item, zip(items, repeat(file), repeat(()), strict=False)))
             for item in items:
                 items_by_key.setdefault(item.key, []).append((item, file))
@@ -233,7 +235,7 @@ def _items(storage: Storage, files: Sequence[str], conventions: Conventions, fau
 
 
 def _sizes(storage: Storage, items: Sequence[_ItemOfRanks], member: str, faults: Faults) -> dict[str, int]:
-    """Return the size of every data file; a missing or unreadable one is a fault."""
+    """Return the size of every data file; a missing or unreadable file is a fault."""
     described = [item.item for item in items]
     if any(item.duplicates for item in items):
         described = [each for item in items for each in (item.item, *item.duplicates)]
@@ -258,7 +260,7 @@ def _sizes(storage: Storage, items: Sequence[_ItemOfRanks], member: str, faults:
 
 
 def _leaf(item_of_ranks: _ItemOfRanks, payloads: Payloads, faults: Faults) -> Leaf | None:
-    """Read an item; None, with a fault, if it has a problem."""
+    """Read the object of an item; if the item has a problem, add a fault and return None."""
     if faults.full:
         return None
     if item_of_ranks.item.dtype is not None:
@@ -291,7 +293,7 @@ def _differ(first: Leaf, second: Leaf) -> bool:
 def _tensor(
     item_of_ranks: _ItemOfRanks, code: str, payloads: Payloads, faults: Faults
 ) -> _WholeTensor | AssembledTensor | None:
-    """Collect the chunks of a tensor; None, with a fault, if they do not cover it exactly once."""
+    """Collect the chunks of a tensor; if they do not cover it exactly once, add a fault and return None."""
     item = item_of_ranks.item
     if code not in ITEM_BITS:
         faults.add("UNSUPPORTED", f"its elements are {code}, which cannot be read", item_of_ranks.file, item.key)
@@ -386,7 +388,7 @@ def _number(name: str, value: Number | Scalar, inline: NumbersInMemory) -> Entry
 
 
 def _bytes(value: Number | Scalar) -> tuple[str, bytes]:
-    """Return the dtype code and the bytes of a number that some dtype can represent."""
+    """Return a dtype that can represent a number, and the number's bytes in this dtype."""
     code_and_bytes = (value.code, value.data) if isinstance(value, Scalar) else number(value)
     assert code_and_bytes is not None
     return code_and_bytes
@@ -403,13 +405,13 @@ class AssembledTensor:
     """A quantized tensor that was joined from its chunks."""
 
     kind: StoringKind
-    """How the tensor's values are computed from its buffers."""
+    """Encoding: how the tensor's values are computed from its buffers."""
     parts: Mapping[str, Entry]
-    """The buffers by suffix of the tensor's name; codes still have the dtype that the file gives."""
+    """Suffix of the tensor's name -> buffer; codes still have the dtype that the file gives."""
     twins: tuple[Twin, ...]
     """Pairs of entries that must be equal, such as a number that every chunk repeats."""
     unread: Mapping[str, str]
-    """Buffers that are not read: description by suffix of the tensor's name."""
+    """Suffix of the tensor's name -> description, for buffers that are not read."""
 
 
 def assemble(
@@ -420,13 +422,13 @@ def assemble(
     Args:
         key: name of the tensor.
         shape: shape of the tensor.
-        chunks: its chunks, at least one; they cover it exactly once.
-        file: the file that describes it, for refusals.
-        faults: receives DTYPE_MIXED for chunks that are stored differently, BLOCK_MISALIGNED for a cut inside a tile,
-            UNSUPPORTED for a stack of matrices that is cut and has one number per matrix.
+        chunks: chunks of the tensor, at least one; together they cover it exactly once.
+        file: name of the file that describes the tensor, for error messages.
+        faults: list of faults; receives DTYPE_MIXED, if chunks have different encodings; BLOCK_MISALIGNED, if a cut is
+            inside a tile; UNSUPPORTED, if a stack of matrices with one scale per matrix is cut.
 
     Returns:
-        the joined tensor; None if the chunks have a problem.
+        the joined tensor; None if there is a fault.
     """
     kinds = {archive.layout.kind for _, archive in chunks}
     if len(kinds) > 1:
@@ -464,7 +466,9 @@ def assemble(
 
 
 def _split_tile(shape: Shape, tile: Shape, start: Shape, chunks: Sequence[SavedChunk]) -> SplitTile | None:
-    """Describe the tile inside which a chunk begins, along the first such dim; None if it is too large to draw."""
+    """Describe the tile that a chunk's first index splits, along the first dim with a split; None if too large to
+    draw.
+    """
     from transaxle.axes.layout.tile import DRAWN, SplitTile
 
     dim = next(each for each, step in enumerate(tile) if start[each] % step)
@@ -493,14 +497,14 @@ def _contains(chunk: SavedChunk, place: Shape) -> bool:
 
 
 def copies(key: str, first: QuantizedChunk, second: QuantizedChunk, why: str, faults: Faults) -> Iterator[Twin]:
-    """Yield the pairs of buffers of two copies of a chunk, which must be equal.
+    """Yield the pairs of buffers that must be equal because two ranks saved copies of one chunk.
 
     Args:
         key: name of the tensor.
         first: the chunk that is read.
-        second: the copy of that chunk.
-        why: template of the message for unequal copies: two file names and the key are filled in.
-        faults: receives DTYPE_MIXED if the copies have different encodings.
+        second: the copy of the chunk, from a different rank.
+        why: template of the error message for unequal copies; two file names and the key are filled in.
+        faults: list of faults; receives DTYPE_MIXED, if the copies have different encodings.
     """
     files = [chunk.parts[CODES].extents[0].file for chunk in (first, second)]
     if first.layout.kind != second.layout.kind:
@@ -513,16 +517,17 @@ def copies(key: str, first: QuantizedChunk, second: QuantizedChunk, why: str, fa
 def buffers(
     quantized: Mapping[str, AssembledTensor], plain: Collection[str], file: str, metadata: dict[str, Any]
 ) -> dict[str, Entry]:
-    """Return the buffers of quantized tensors by name, and describe the tensors in the metadata.
+    """Return the buffers of quantized tensors by name, and add a description of these tensors to the metadata.
 
     Args:
-        quantized: the tensors by name.
+        quantized: the quantized tensors by name.
         plain: names of the tensors that are not quantized.
-        file: the file that describes them, for refusals.
-        metadata: metadata of the container; changed in place.
+        file: name of the file that describes the tensors, for error messages.
+        metadata: metadata of the container, to which the description is added.
 
     Raises:
-        Refused: NAME_COLLISION with another tensor; UNSUPPORTED for dtypes that codes cannot have.
+        Refused: NAME_COLLISION, if a buffer's name is also a tensor's name; UNSUPPORTED, if codes have an unknown
+            dtype.
     """
     faults = Faults()
     old = any(tensor.kind.is_old for tensor in quantized.values())
@@ -547,7 +552,9 @@ def buffers(
 
 
 def _tile(kind: StoringKind, end: str, first: Entry, shape: Shape) -> Shape | None:
-    """Return the tile that shares one element of a buffer, in elements along each dim; None for the whole tensor."""
+    """Return the shape of the tile of codes that shares one element of a buffer; None if the tile is the whole
+    tensor.
+    """
     if end == CODES:
         return (*(1 for _ in shape[:-1]), 2 if kind.packed else 1) if shape else ()
     if len(first.shape) != len(shape) or not all(kind.tile):
@@ -574,16 +581,16 @@ def shard_files(names: Collection[str]) -> tuple[str, ...]:
 
 
 def open_shards(storage: Storage, path: str, member: str) -> Container:
-    """Open all safetensors shards of a folder that torch has not consolidated.
+    """Open a folder of safetensors shards that were saved per rank and not consolidated.
 
     Args:
-        storage: the files.
-        path: the path as typed.
-        member: name of any one of the shards.
+        storage: the checkpoint's files.
+        path: the checkpoint's path as the user typed it.
+        member: file name of one of the shards.
 
     Raises:
         Refused: CORRUPT, DTYPE_MISMATCH, INCOMPLETE, NAME_COLLISION, OVERLAP, UNSUPPORTED: every problem found.
-        StorageError: IO.
+        StorageError: IO, if a file cannot be read.
     """
     faults = Faults()
     headers: dict[str, Header] = {}
@@ -610,7 +617,9 @@ def open_shards(storage: Storage, path: str, member: str) -> Container:
 
 
 def _join_parts(name: str, parts: list[tuple[Entry, Extent]], faults: Faults) -> Entry | None:
-    """Return the tensor that consists of these parts; None, with a fault, if they do not fit together."""
+    """Return the tensor that consists of the given parts; if the parts do not fit together, add a fault and return
+    None.
+    """
     (model, _), (_, first_extent) = parts[0], parts[0]
     for entry, extent_here in parts[1:]:
         if entry.dtype != model.dtype:
@@ -633,7 +642,7 @@ def _join_parts(name: str, parts: list[tuple[Entry, Extent]], faults: Faults) ->
 
 
 def _notes(headers: Mapping[str, Header]) -> dict[str, str]:
-    """Return the metadata entries that are equal in all headers, without the notes about parts."""
+    """Return the metadata entries that are equal in all headers, without the notes about which parts a file has."""
     texts = [header.metadata for header in headers.values()]
     first_text = texts[0] if texts else {}
     return {

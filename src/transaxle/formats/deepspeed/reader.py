@@ -480,7 +480,7 @@ def _add_layers(
             shared = next(
                 (weight for weight in catalog.weights if weight.startswith(_TIED) and weight.endswith(f".{name}")), None
             )
-            # A tied layer stores its weight again under the number of the layer, but trains it only under the tied name.
+            # A tied layer stores its weight again under the layer number, but trains it only under the tied name.
             tied = own_weight is None and shared is not None and not _trains(catalog, number)
             entry_name = shared if tied and shared is not None else full_name
             if tied:
