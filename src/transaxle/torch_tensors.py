@@ -1,26 +1,27 @@
-"""Parts of tensors on a rank: local values, their bytes, their placements, and arguments of torch's types.
+"""A rank's parts of tensors (values, bytes, placements), and validation of arguments that are dtypes, devices or
+groups.
 
-A DTensor has the shape of the whole tensor and stores one part of it; the local part of any other tensor is the tensor
+A DTensor has the shape of the whole tensor and stores one part of it; the local part of a plain tensor is the tensor
 itself.
 
-**Copies.** A `BoxCopy` gives offsets and strides in elements. In torch a `BoxCopy` becomes one `copy_` between two
-strided views, which is one kernel on a GPU. This is the only module that computes strides for torch.
+**Copies.** A `BoxCopy` gives offsets and strides in elements. In torch, a `BoxCopy` becomes one `copy_` between two
+strided views, and so a single kernel on a GPU. This is the only module that computes strides for torch.
 
-**Placements**: which positions of a tensor each rank of a mesh has, as interval lists. DTensor placements become the
-chunk rules of `axes`, so one implementation serves `Shard`, `Shard(-1)`, `_StridedShard` and every order of mesh dims.
-torch is asked for placements, never for offsets.
+**Placements**: which positions of a tensor each rank of a mesh has, as one interval list per dim. DTensor placements
+become the chunk rules of `axes`, so one implementation serves `Shard`, `Shard(-1)`, `_StridedShard` and every order of
+mesh dims. torch is only asked for placements; offsets are always computed here.
 
 **Parts.** Some tensor-parallel cuts cannot be described by a DTensor. Such a parameter is an ordinary tensor, or under
-FSDP2 a DTensor over the data-parallel ranks only, and its shape is not that of the whole. The module that owns it marks
-it with a `Part`; optimizer state takes the mark over. Loading and saving then see the whole tensor with an interval
-list per dim, as for any other placement.
+FSDP2 a DTensor over the data-parallel ranks only, and has a smaller shape than the whole. The module that owns the
+parameter marks it with a `Part`; optimizer state inherits the mark. Loading and saving then see the whole tensor with
+an interval list per dim, as for any other placement.
 
-**Shard grids.** A `ShardGrid` is one tensor of which this rank stores several parts, each a tensor of its own, such as
-the layers of a stack. Megatron's parameters have this form: layer 3 is row 3 of a tensor of all layers, and half of an
+**Shard grids.** A `ShardGrid` is one tensor of which this rank stores several parts as separate tensors, such as the
+layers of a stack. Megatron's parameters have this form: layer 3 is row 3 of a tensor of all layers, and half of an
 MLP's rows are the gate, half the up projection. Nothing in this module is specific to Megatron.
 
-**Arguments**: dtypes, devices, process groups and models, by any of the names that people use. Checkpoints name dtypes
-with safetensors codes; a model may come in the wrappers of a trainer.
+**Arguments**: reads dtypes, devices and process groups under the various names that users pass, and unwraps models from
+trainers' wrappers. Checkpoints name dtypes by safetensors codes.
 """
 
 from __future__ import annotations
@@ -58,28 +59,32 @@ from transaxle.axes.notation.name import CHECKPOINTED, COMPILED, FSDP1
 from transaxle.errors import refuse
 
 TO_LOCAL = "to_local"
-"""Name of the method that returns the local part: DTensors have it, and so do the tensors that
+"""Name of the method that returns the local part: DTensors have this method, and so do the tensors that
 `torch.distributed.checkpoint` saves chunk by chunk (`transaxle.live.global_tensors`).
 """
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor: detached, sharing its storage."""
+    """Return this rank's part of a tensor, detached and in the same storage."""
     to_local = getattr(tensor, TO_LOCAL, None)
     if to_local is None:
         return tensor.detach()
-    with torch.no_grad():  # without grad a DTensor returns its local tensor, not a view: four times as fast
+    with torch.no_grad():  # without grad a DTensor returns its local tensor, not a view, which is four times as fast
         local: torch.Tensor = to_local()
     return local.detach()
 
 
 def local_with_grad(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor as a differentiable view: gradients flow back into the tensor."""
+    """Return this rank's part of a tensor as a differentiable view, through which gradients flow back into the
+    tensor.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def raw_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor object inside a DTensor, of whatever subclass; any other tensor is returned itself."""
+    """Return the local tensor object (maybe of a subclass) inside a DTensor; a tensor that is no DTensor is returned
+    itself.
+    """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -104,7 +109,7 @@ def as_dtensor(
 
 
 def place_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Wrap this rank's part of new values so that it has the shape and the placements of `tensor`."""
+    """Wrap this rank's part of new values as a tensor with the whole shape and the placements of `tensor`."""
     if not isinstance(tensor, DTensor):
         return local
     return as_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
@@ -115,24 +120,27 @@ Bytes = np.ndarray
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor on any device, in one dim, sharing its storage."""
+    """Return the bytes of a contiguous tensor on any device as a one-dimensional uint8 view."""
     return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
 
 
 def as_bytes(tensor: torch.Tensor) -> Bytes:
-    """Return the bytes of a contiguous CPU tensor, sharing its storage."""
+    """Return the bytes of a contiguous CPU tensor as a numpy view."""
     return byte_view(tensor).numpy()
 
 
 def with_own_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory has its values: lazy conjugates and negatives of torch are resolved by a copy."""
+    """Return a tensor whose memory contains its actual values: a tensor with torch's lazy conjugate or negative flag is
+    copied.
+    """
     return tensor.resolve_conj().resolve_neg()
 
 
 def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy on the CPU: from a GPU into page-locked memory, which takes a tenth of the time.
+    """Return a contiguous copy on the CPU; from a GPU, the copy goes into page-locked memory, which takes a tenth of
+    the time.
 
-    A contiguous tensor of the CPU is returned as it is.
+    A tensor that is already contiguous on the CPU is returned itself.
     """
     local = with_own_bytes(tensor.detach()).contiguous()
     if not local.is_cuda:
@@ -143,8 +151,8 @@ def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 def copy_into(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy values into a contiguous CPU tensor of the same dtype and shape.
 
-    A single thread copies bytes in two thirds of the time in which torch copies elements, because it bypasses the
-    cache. From a GPU into a page-locked target the copy is only started here, not awaited.
+    If torch has one thread, numpy copies the bytes: it bypasses the cache, and needs two thirds of the time of torch's
+    copy. From a GPU into a page-locked target the copy is only started here; the caller must wait for it.
     """
     source = with_own_bytes(source.detach())
     if source.device.type == "cpu" and source.is_contiguous() and torch.get_num_threads() == 1:
@@ -154,18 +162,18 @@ def copy_into(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def with_plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View eight-bit elements as uint8; return any other tensor as it is.
+    """View a tensor of eight-bit elements as uint8; return a tensor of wider elements itself.
 
-    Few kernels support float8, and no collective of gloo does.
+    This is needed because few kernels support float8, and no gloo collective does.
     """
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tell whether two tensors have equal dtypes, shapes and bytes; NaNs are equal if their bits are.
+    """Tell whether two tensors have equal dtypes, shapes and bytes; NaNs are equal if their bits are equal.
 
-    The tensors may be on different devices and need not be contiguous. Meta tensors have no bytes: they are equal if
-    dtype and shape are.
+    The tensors may be on different devices and need not be contiguous. Meta tensors have no bytes: two are equal if
+    their dtypes and shapes are equal.
     """
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
@@ -186,7 +194,7 @@ class _Shown:
 def of_bytes(array: Bytes) -> torch.Tensor:
     """Return a tensor that shares the memory of a numpy array of bytes. Do not write into it if the array is read-only.
 
-    torch warns about read-only arrays, so they are passed on as writable.
+    torch warns about read-only arrays, so such arrays are passed to torch as writable.
     """
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Shown(array)))
 
@@ -196,7 +204,9 @@ _ALIGNED = 64
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor flattened to one dim; it shares storage if the part is contiguous."""
+    """Return this rank's part of a tensor, flattened to one dim; the result shares storage if the part is
+    contiguous.
+    """
     return local_of(tensor).contiguous().view(-1)
 
 
@@ -204,7 +214,7 @@ def copy_box(move: BoxCopy, source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy one box from source to target.
 
     Args:
-        move: offsets and strides on both sides, in elements.
+        move: offsets and strides in source and target, in elements.
         source: flat tensor to read.
         target: flat tensor of the same dtype to write.
     """
@@ -237,7 +247,7 @@ def assemble_boxes(
         shape: shape of the new tensor.
         dtype: dtype of the new tensor and of the sources.
         device: device of the new tensor; on the meta device nothing is copied.
-        boxes: copies into the row-major new tensor, each with the flat tensor that it reads.
+        boxes: box copies into the new row-major tensor, each paired with the flat tensor from which it reads.
     """
     size = torch.Size(shape).numel()
     covered = sum(move.size for move, _ in boxes) == size
@@ -249,17 +259,19 @@ def assemble_boxes(
 
 
 def stack_view(first: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a view of adjacent tensors of one shape as one stacked tensor.
+    """Return a stacked view of tensors of the same shape that are adjacent in memory.
 
     Args:
-        first: the first of them, contiguous.
-        count: number of tensors that follow each other in its storage, the first one included.
+        first: the first of the tensors, contiguous.
+        count: number of tensors that follow one another in the storage, including the first.
     """
     return first.as_strided((count, *first.shape), (first.numel(), *first.stride()))
 
 
 def same_views(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return uninitialized tensors in one new buffer whose views overlap in the same way as the given ones."""
+    """Return uninitialized tensors in one new buffer, which share memory with each other in the same way as the given
+    tensors do.
+    """
     first = min(tensor.data_ptr() for tensor in tensors.values()) // _ALIGNED * _ALIGNED
     extent = {
         name: 1 + sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -281,55 +293,57 @@ _PART = "_transaxle_part"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rank's part of a whole tensor."""
+    """Describes which part of a whole tensor a rank's tensor is."""
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     positions: tuple[Intervals, ...]
-    """Per dim, the positions of the whole that this tensor-parallel rank has, in local order. If there is one interval
-    list although the whole has several dims, it is a range of row-major elements.
+    """Per dim, the positions of the whole tensor that this tensor-parallel rank has, in local order. If there is only
+    one interval list although the whole tensor has several dims, it is a range of row-major elements.
     """
 
 
 def part_of(tensor: torch.Tensor) -> Part | None:
-    """Return the part of a whole that a tensor was marked with; None if it is whole, or a DTensor that describes its
-    part.
+    """Return the `Part` with which a tensor was marked; None if the tensor is whole, or a DTensor whose placements
+    describe its part.
     """
     part: Part | None = getattr(tensor, _PART, None)
     return part
 
 
 def mark(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
-    """Mark a tensor with the part of the whole that it is; return the tensor."""
+    """Mark a tensor as the given part of a whole tensor, unless `part` is None; return the tensor."""
     if part is not None:
         setattr(tensor, _PART, part)
     return tensor
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole tensor, whatever part of it this rank has."""
+    """Return the shape of the whole tensor of which this rank has a part."""
     part = part_of(tensor)
     return tuple(tensor.shape) if part is None else part.shape
 
 
 def record_part(module: nn.Module, name: str, part: Part) -> None:
-    """Record on a module which part of the whole one of its parameters is.
+    """Record on a module which part of a whole tensor one of its parameters is.
 
     Args:
         module: module that owns the parameter.
         name: name of the parameter in the module.
-        part: this rank's part.
+        part: describes this rank's part.
     """
     module.__dict__.setdefault(_PARTS, {})[name] = part
 
 
 def parts_in(module: nn.Module) -> Iterator[tuple[str, Part]]:
-    """Yield (name, part) for the module's own parameters that are parts of a whole."""
+    """Yield (name, part) for the module's own parameters that were recorded as parts of a whole tensor."""
     yield from module.__dict__.get(_PARTS, {}).items()
 
 
 def mark_all(model: nn.Module) -> None:
-    """Mark all parts among a model's parameters again, because sharding or materialising it makes new parameters."""
+    """Mark all recorded parts among a model's parameters again, because sharding or materialising makes new
+    parameters.
+    """
     for module in model.modules():
         for name, part in parts_in(module):
             parameter = module._parameters.get(name)
@@ -338,17 +352,18 @@ def mark_all(model: nn.Module) -> None:
 
 
 Cell = tuple[Intervals, ...]
-"""Per dim, the one interval that a part covers."""
+"""Per dim, the single interval of positions that a part of a shard grid covers."""
 
 
 class ShardGrid(torch.Tensor):
-    """Shape, dtype and device of a whole tensor, with this rank's parts of it. A grid can only be loaded and saved.
+    """A tensor with the shape and dtype of a whole tensor, of which it contains this rank's parts; it can only be
+    loaded and saved.
 
     Attributes:
         positions: per dim, the intervals that this rank has; every combination of them is a part.
-        cells: the parts, each with as many dims as the whole, in the order of `cells_of(positions)`.
-        spare: whether another rank has the same parts and saves them.
-        padded: whether the first dim may be longer than in a checkpoint; the rows beyond it are padding.
+        cells: tensors of the parts, each with as many dims as the whole, in the order of `cells_of(positions)`.
+        spare: whether a different rank has the same parts and saves them.
+        padded: whether the first dim may be longer than in a checkpoint; the additional rows are padding.
     """
 
     positions: tuple[Intervals, ...]
@@ -366,7 +381,7 @@ class ShardGrid(torch.Tensor):
         spare: bool = False,
         padded: bool = False,
     ) -> ShardGrid:
-        """Make a grid; see the attributes of the class."""
+        """Make a grid; the arguments are explained at the class's attributes."""
         first = cells[0]
         grid: ShardGrid = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=first.dtype, device=first.device
@@ -376,11 +391,12 @@ class ShardGrid(torch.Tensor):
         return grid
 
     def iter_parts(self, name: str, shape: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) for the parts, without rows beyond those of a tensor of another shape.
+        """Yield (name, tensor) for the grid's parts, without padding rows that a tensor of the given shape lacks.
 
         Args:
             name: name of the grid.
-            shape: shape of the tensor that is copied into the grid; with the grid's own shape no rows are left out.
+            shape: shape of the tensor that is copied into the grid; if it is the grid's own shape, no rows are left
+                out.
         """
         for cell, part in zip(cells_of(self.positions), self.cells, strict=True):
             rows = count_inside(cell, shape) if self.padded else part.shape[0]
@@ -388,7 +404,7 @@ class ShardGrid(torch.Tensor):
                 yield cell_name(name, cell), part.narrow(0, 0, rows)
 
     def clear_beyond(self, shape: Sequence[int]) -> None:
-        """Zero the padding rows: those beyond the rows of a tensor of this shape."""
+        """Set the padding rows to zero, which are all rows beyond those of a tensor of this shape."""
         with torch.no_grad():
             for cell, part in zip(cells_of(self.positions), self.cells, strict=True):
                 part[count_inside(cell, shape) :].zero_()
@@ -397,10 +413,10 @@ class ShardGrid(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes it for an ordinary method
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Refuse every operation.
+        """Refuse every torch operation on a grid.
 
         Raises:
-            Refused: UNSUPPORTED.
+            Refused: UNSUPPORTED, always.
         """
         message = f"this stands for a rank's shards of a tensor, and does not support {func}"
         raise refuse("UNSUPPORTED", message, hint="A sharded state dict can be given to tx.load and tx.save.")
@@ -415,7 +431,7 @@ def cells_of(positions: Sequence[Intervals]) -> Iterator[Cell]:
 
 
 def cell_name(name: str, cell: Cell) -> str:
-    """Return the name of the part that starts at a cell's offsets: `weight[0, 128]`."""
+    """Return the name of the part that begins at a cell's offsets, such as `weight[0, 128]`."""
     return f"{name}[{', '.join(str(start) for ((start, _),) in cell)}]"
 
 
@@ -426,38 +442,39 @@ def inside(cell: Cell, shape: Sequence[int]) -> Cell:
 
 
 def count_inside(cell: Cell, shape: Sequence[int]) -> int:
-    """Return how many of a cell's rows a tensor of this shape has."""
+    """Return how many of a cell's rows also exist in a tensor of this shape."""
     ((start, stop),) = inside(cell, shape)[0]
     return stop - start
 
 
 Positions = tuple[Intervals, ...]
-"""Per dim, the positions of a tensor that a rank has, in local order."""
+"""Per dim, the intervals of positions of a tensor that a rank has, in the order of the rank's local tensor."""
 _SHOWN = 8
-"""Number of ranks that a message lists at most."""
+"""Maximum number of ranks that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a tensor is divided over a mesh; equal on all ranks of the mesh."""
+    """How a tensor is divided over a device mesh; equal on all ranks of the mesh."""
 
     mesh: tuple[int, ...]
     """Number of ranks along each mesh dim."""
     ranks: tuple[int, ...]
     """Global ranks of the mesh, row-major."""
     cuts: tuple[tuple[int | None, ChunkRule], ...]
-    """For each mesh dim, the tensor's dim that it cuts (None if it replicates) and the chunk rule."""
+    """For each mesh dim, the tensor's dim that is sharded along it (None if replicated), and the rule that divides it
+    into chunks."""
     base: Positions | None = None
-    """Positions that the ranks of the mesh have together; None for the whole tensor."""
+    """Positions of the tensor that all ranks of the mesh have together; None: the whole tensor."""
     apart: bool = False
-    """Whether every combination of this rank's intervals is a separate tensor (`ShardGrid`)."""
+    """Whether the rank stores a separate tensor for every combination of its intervals (`ShardGrid`)."""
     spare: bool = False
-    """Whether another rank has the same part and saves it."""
+    """Whether a different rank has the same part and saves it."""
     padded: bool = False
     """Whether the tensor may have more rows than a checkpoint; the additional rows are padding."""
 
     def positions(self, shape: tuple[int, ...]) -> Mapping[int, Positions]:
-        """Return, by global rank, the positions that each rank of the mesh has of a tensor of this shape."""
+        """Return global rank -> positions that the rank has, for a tensor of this shape and every rank of the mesh."""
         positions: dict[int, Positions] = {}
         for number, rank in enumerate(self.ranks):
             remainder, coordinates = number, []
@@ -471,7 +488,7 @@ class Placement:
 
 
 def plain_placement(rank: int) -> Placement:
-    """Return the placement of a plain tensor, which is whole on this rank."""
+    """Return the placement of a plain tensor, all of which is on this rank."""
     return Placement((1,), (rank,), ((None, Replicated()),))
 
 
@@ -482,10 +499,10 @@ def placement_of(tensor: torch.Tensor, rank: int, name: str, numbers: Mapping[in
         tensor: a tensor or DTensor.
         rank: rank of this process.
         name: name of the tensor, for refusals.
-        numbers: new number of each rank of its mesh; None: keep the ranks' numbers.
+        numbers: global rank -> number to use for it instead; None: use global ranks.
 
     Raises:
-        Refused: UNSUPPORTED for `Partial` placements, and for a mesh with ranks that have no number.
+        Refused: UNSUPPORTED, if a placement is `Partial`, or if a rank of the tensor's mesh is not in `numbers`.
     """
     part = part_of(tensor)
     base = None if part is None else part.positions
@@ -504,7 +521,8 @@ def placement_of(tensor: torch.Tensor, rank: int, name: str, numbers: Mapping[in
 
 
 _MESH_RANKS: WeakKeyDictionary[DeviceMesh, tuple[tuple[int, ...], tuple[int, ...]]] = WeakKeyDictionary()
-"""Shape and ranks of each mesh; torch computes the ranks anew at each access, which would double the time here."""
+"""Mesh -> its shape and ranks, cached: torch computes the ranks anew at each access, which would double the time
+here."""
 
 
 def _mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -519,11 +537,13 @@ def _mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def local_parts(
     tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]] | None = None
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield (name, name of the part, tensor) for this rank's parts: the tensors themselves, or the parts of grids.
+    """Yield (tensor name, part name, tensor) for this rank's parts, which are whole entries, or the parts of shard
+    grids.
 
     Args:
         tensors: tensors or grids by name.
-        shapes: by name, shapes of the tensors that are copied into them; rows of grids beyond these are left out.
+        shapes: name -> shape of the tensor that is copied into the one of this name; rows of a grid beyond that shape
+            are left out.
     """
     for name, tensor in tensors.items():
         if isinstance(tensor, ShardGrid):
@@ -534,24 +554,25 @@ def local_parts(
 
 
 def local_shape(positions: Positions) -> tuple[int, ...]:
-    """Return the shape of the local tensor that has these positions."""
+    """Return the shape of a local tensor with these positions of a whole tensor."""
     return tuple(sum(stop - start for start, stop in intervals) for intervals in positions)
 
 
 def elements(positions: Positions) -> int:
-    """Return the number of elements at these positions."""
+    """Return the number of elements of a local tensor with these positions."""
     return prod(local_shape(positions))
 
 
 def cut_of(placement: TorchPlacement, name: str) -> tuple[int | None, ChunkRule]:
-    """Return the tensor's dim that a torch placement cuts (None if it replicates), and the chunk rule.
+    """Return the tensor dim that a torch placement shards (None if it replicates), and the rule that divides the dim
+    into chunks.
 
     Args:
         placement: placement on one mesh dim.
         name: name of the tensor, for refusals.
 
     Raises:
-        Refused: UNSUPPORTED for `Partial`.
+        Refused: UNSUPPORTED, if the placement is `Partial`.
     """
     if isinstance(placement, _StridedShard):
         return placement.dim, StridedShard(int(placement.split_factor))
@@ -569,14 +590,14 @@ def positions_of(parameter: torch.Tensor) -> tuple[Intervals, ...]:
         return tuple(map(whole, parameter.shape))
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None  # only ranks of the mesh have such a parameter
+    assert coordinate is not None  # only ranks of the mesh have a DTensor parameter
     rules = (cut_of(placement, "") for placement in parameter.placements)
     steps = zip(rules, mesh.shape, coordinate, strict=True)
     return place(tuple(parameter.shape), [MeshCut(dim, size, at, rule) for (dim, rule), size, at in steps])
 
 
 def take(values: torch.Tensor, positions: Sequence[Intervals]) -> torch.Tensor:
-    """Select positions of a whole tensor, dim by dim; the tensor itself is returned if they are all of it."""
+    """Select positions of a whole tensor, dim by dim; if all positions are selected, return the tensor itself."""
     for dim, intervals in enumerate(positions):
         if intervals != whole(values.shape[dim]):
             values = along(values, dim, intervals)
@@ -584,7 +605,7 @@ def take(values: torch.Tensor, positions: Sequence[Intervals]) -> torch.Tensor:
 
 
 def along(values: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
-    """Copy the positions of one dim that lie in the given intervals, in their order."""
+    """Return a copy of the positions of one dim that are in the given intervals, in the order of the intervals."""
     return torch.cat([values.narrow(dim, start, stop - start) for start, stop in intervals or ((0, 0),)], dim)
 
 
@@ -600,7 +621,9 @@ _CODES = {dtype: code for code, dtype in _TORCH.items()}
 
 
 def code_of(dtype: torch.dtype) -> str:
-    """Return the safetensors code of a torch dtype; a dtype without a code keeps torch's name, in capitals."""
+    """Return the safetensors code of a torch dtype; for a dtype without such a code, return torch's name of it in
+    capitals.
+    """
     return _CODES.get(dtype) or str(dtype).removeprefix("torch.").upper()
 
 
@@ -608,7 +631,7 @@ def torch_dtype(code: str, *, tensor: str | None = None) -> torch.dtype:
     """Return the torch dtype of a safetensors code.
 
     Raises:
-        Refused: UNSUPPORTED if torch has no such dtype; `tensor` is the tensor that the refusal names.
+        Refused: UNSUPPORTED, if torch has no such dtype; the refusal names the tensor `tensor`.
     """
     if code not in _TORCH:
         raise refuse("UNSUPPORTED", f"torch has no dtype for {code}", tensor=tensor)
@@ -617,19 +640,20 @@ def torch_dtype(code: str, *, tensor: str | None = None) -> torch.dtype:
 
 
 Device: TypeAlias = torch.device | str | int
-"""A device: a `torch.device`, its name ("cuda:1"), or the number of an accelerator."""
+"""Argument type for a device: a `torch.device`, its name ("cuda:1"), or the number of an accelerator."""
 Ranks: TypeAlias = dist.ProcessGroup | DeviceMesh
-"""Ranks that act together: a process group, or a mesh of one dim. A mesh of several dims must have all ranks."""
+"""Argument type for ranks that work together: a process group or a device mesh. A mesh of several dims must have all
+ranks."""
 
 _TORCH_NAMES = {
     "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",
     "f8_e4m3": "float8_e4m3fn", "f8_e5m2": "float8_e5m2", "f8_e8m0": "float8_e8m0fnu",
 }  # fmt: skip
-"""Short names of dtypes -> torch's names."""
+"""Short name of a dtype -> torch's name."""
 
 
 def read_dtype(argument: str, value: object) -> torch.dtype:
-    """Return a dtype given as a `torch.dtype` or by name.
+    """Return the dtype that an argument gives as a `torch.dtype` or by name.
 
     Raises:
         TypeError: the value is neither a `torch.dtype` nor a string.
@@ -647,12 +671,12 @@ def read_dtype(argument: str, value: object) -> torch.dtype:
 
 
 def read_optional_dtype(argument: str, value: DType | None) -> torch.dtype | None:
-    """Return a dtype, or None for None; raises as `read_dtype` does."""
+    """Return the dtype that an argument gives, or None for None; raises the errors of `read_dtype`."""
     return None if value is None else read_dtype(argument, value)
 
 
 def read_device(argument: str, value: Device | None) -> torch.device | None:
-    """Return a device, or None for None.
+    """Return the device that an argument gives, or None for None.
 
     Raises:
         TypeError: the value is neither a `torch.device` nor the name or number of a device.
@@ -670,11 +694,11 @@ def read_device(argument: str, value: Device | None) -> torch.device | None:
 
 
 def read_group(argument: str, value: Any) -> dist.ProcessGroup | None:
-    """Return the process group of ranks that act together; None stands for all ranks.
+    """Return the process group that an argument gives; None stands for all ranks.
 
     Raises:
         TypeError: the value is neither a process group nor a mesh.
-        ValueError: this rank is not in the group, or it is a mesh of several dims that does not have all ranks.
+        ValueError: this rank is not in the group, or `value` is a mesh of several dims that lacks some ranks.
     """
     if value is None or isinstance(value, dist.ProcessGroup):
         return value
@@ -695,7 +719,7 @@ def read_group(argument: str, value: Any) -> dist.ProcessGroup | None:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers of DDP and `torch.compile`.
 
-    An FSDP1 wrapper stays: its parameters are flat, and only its own state dict has those of the model.
+    An FSDP1 wrapper is kept: its parameters are flattened, and only its own state dict has the model's parameters.
     """
     while True:
         inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get(COMPILED)
@@ -705,7 +729,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def innermost(model: nn.Module) -> nn.Module:
-    """Return the module that the user wrote, without any wrapper: use it for its class and attributes only."""
+    """Return the module that the user wrote, without any wrapper; use the result only to look at its class and
+    attributes.
+    """
     while True:
         model = unwrap(model)
         inner = [module for name in (FSDP1, CHECKPOINTED) if (module := model._modules.get(name)) is not None]

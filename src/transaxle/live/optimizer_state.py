@@ -1,15 +1,15 @@
 """Optimizer state by parameter name, `optim/<parameter>/<state>` in every container.
 
-Nothing is matched by position. A new optimizer creates its state in its first step; a load creates it before, with the
-shape and placement of the parameter.
+State is never matched by position. A new optimizer would create its state in its first step; a load creates the state
+before that, with the shape and placement of the parameter.
 
 A checkpoint stores only tensors, so it does not tell whether a 0-d value was a Python number or a tensor. To find out,
 a twin of the optimizer, with the same settings, makes one step on a small zero parameter with a zero gradient. The
 optimizer itself stays unchanged.
 
-Settings of parameter groups are matched by the names of the parameters too.
+Settings of parameter groups are also matched by parameter names.
 
-Settings for the implementation (`foreach`, `fused`, `capturable`, `differentiable`) are not restored.
+Settings that only select an implementation (`foreach`, `fused`, `capturable`, `differentiable`) are not restored.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ _OWN = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _HINT = "Build the optimizer with the groups that the source has."
 _IN_ORDER = "Build the optimizer with its groups in the order that they had at the save."
 _FIRST_RATE, _BASE_RATES, _SCHEDULES = "initial_lr", "base_lrs", "_schedulers"
-"""Key of a group's initial learning rate; keys of the initial rates and of inner schedules in a schedule's state."""
+"""Key of a group's initial learning rate; keys, in a schedule's state, of the initial rates and of inner schedules."""
 _UNTIE = "Build the model without the tie."
 
 
 def groups_of(optimizers: Optimizers, parameters: Mapping[str, torch.Tensor]) -> list[ParamGroup]:
-    """Return this rank's parameter groups with names of parameters; several optimizers' groups follow one another.
+    """Return this rank's parameter groups, of all optimizers one after another, with parameters given by name.
 
     Args:
         optimizers: the optimizers.
         parameters: the optimizers' parameters by name.
 
     Raises:
-        Refused: UNSUPPORTED for settings that are not plain data, and where a wrapper's settings differ from those of
-            the wrapped optimizer.
+        Refused: UNSUPPORTED, if a setting is not plain data, or a wrapper's settings differ from the wrapped
+            optimizer's settings.
     """
     names = {id(parameter): name for name, parameter in reversed(list(parameters.items()))}
     groups: list[ParamGroup] = []
@@ -83,7 +83,7 @@ def all_groups(own_groups: Sequence[ParamGroup], world: World) -> list[ParamGrou
     """Merge the groups of all ranks, which may have different parameters (pipeline stages); collective.
 
     Raises:
-        Refused: UNEQUAL_COPIES where ranks train one parameter with different settings.
+        Refused: UNEQUAL_COPIES, if two ranks train one parameter with different settings.
     """
     merged: dict[tuple[int, str], ParamGroup] = {}
     settings_by_name: dict[str, str] = {}
@@ -105,10 +105,10 @@ def all_groups(own_groups: Sequence[ParamGroup], world: World) -> list[ParamGrou
 
 
 def find_unlike_tied(other_names: Mapping[str, str], stored: Iterable[ParamGroup]) -> list[Refusal]:
-    """Return a refusal for each tied parameter that the source trains with different settings under its names.
+    """Return a refusal for each tied parameter for which the source has different settings under its several names.
 
     Args:
-        other_names: further names of tied parameters -> the name that the optimizers use.
+        other_names: further name of a tied parameter -> the name that the optimizers use.
         stored: the source's groups, with the model's names of parameters.
     """
     of = {name: settings_of(group) for group in stored for name in group[PARAMS]}
@@ -138,8 +138,8 @@ def settings_for(
         stored: the source's groups, with the model's names of parameters.
 
     Returns:
-        For each group (`Optimizers.every_group`) the settings to restore, if the source has any; and a refusal for each
-        group whose parameters were trained with different settings.
+        The settings to restore for each group (`Optimizers.every_group`), empty if the source has none; and a refusal
+        for each group whose parameters were trained with different settings.
     """
     of = {name: settings_of(group) for group in stored for name in group[PARAMS]}
     names = {id(parameter): name for name, parameter in reversed(list(parameters.items()))}
@@ -165,7 +165,7 @@ def settings_for(
 
 
 def _describe_difference(first: tuple[str, ParamGroup], second: tuple[str, ParamGroup]) -> str:
-    """Describe two parameters, each (name, settings), that the source trains with different settings."""
+    """Describe how the settings of two parameters differ, each given as (name, settings in the source)."""
     (name, first_settings), (second_name, second_settings) = first, second
     differing_keys = [
         key
@@ -181,14 +181,14 @@ def _describe_difference(first: tuple[str, ParamGroup], second: tuple[str, Param
 def find_misordered(
     optimizers: Optimizers, settings: Sequence[Mapping[str, Any]], schedules: Mapping[str, tuple[object, Any]]
 ) -> list[Refusal]:
-    """Return a refusal for each schedule that would assign its learning rates to the wrong groups.
+    """Return a refusal for each learning rate schedule that would assign its rates to the wrong parameter groups.
 
-    A schedule stores them in the order of the groups, while the groups' own settings are matched by names.
+    A schedule stores rates in the order of the groups, while the groups' own settings are matched by parameter names.
 
     Args:
         optimizers: the optimizers.
         settings: the settings to restore for each group, see `settings_for`.
-        schedules: name -> (object, state to restore); objects that are no schedules are skipped.
+        schedules: name -> (object, state to restore); an object that is no schedule is skipped.
     """
     rates, problems, begin = [_number(group_settings.get(_FIRST_RATE)) for group_settings in settings], [], 0
     for optimizer in optimizers.members:
@@ -214,14 +214,16 @@ def find_misordered(
 
 
 def _optimizers_of(schedule: object) -> tuple[Optimizer, ...]:
-    """Return the torch optimizers whose rates a schedule sets, inside wrappers such as accelerate's."""
+    """Return the torch optimizers whose learning rates a schedule sets, unwrapped from wrappers such as
+    accelerate's.
+    """
     inner = getattr(schedule, "scheduler", schedule)
     optimizer = getattr(inner, "optimizer", None)
     return () if optimizer is None else inner_optimizers(optimizer)
 
 
 def _base_rates(state: Any) -> Iterator[list[float]]:
-    """Yield the lists of initial learning rates in a schedule's state, nested schedules included."""
+    """Yield the lists of initial learning rates in the state of a schedule and of its nested schedules."""
     if isinstance(state, Mapping):
         rates, inner = state.get(_BASE_RATES), state.get(_SCHEDULES)
         if isinstance(rates, list) and all(isinstance(rate, int | float | torch.Tensor) for rate in rates):
@@ -231,10 +233,10 @@ def _base_rates(state: Any) -> Iterator[list[float]]:
 
 
 def restore(optimizers: Optimizers, settings_by_group: Sequence[Mapping[str, Any]]) -> None:
-    """Set the settings of the optimizers' groups.
+    """Restore settings into the optimizers' parameter groups.
 
-    A tensor setting stays the same object; only a tensor that several groups share, such as an initial learning rate,
-    is cloned where the groups get different values.
+    A setting that is a tensor stays the same object; only a tensor that several groups share, such as an initial
+    learning rate, is cloned if the groups get different values.
     """
     groups = list(zip(optimizers.every_group(), settings_by_group, strict=True))
     values = [
@@ -268,7 +270,9 @@ def _number(value: Any) -> Any:
 
 
 def _both(settings: ParamGroup, shown: ParamGroup) -> dict[str, Any]:
-    """Return the settings that a wrapper's group has too: a wrapper of different optimizers has only common ones."""
+    """Return the settings that a wrapper's group `shown` also has; a wrapper of different optimizers has only common
+    settings.
+    """
     return {key: value for key, value in settings.items() if key in shown}
 
 
@@ -287,17 +291,18 @@ _TOO_EARLY = (
     "Build the optimizer from this model's parameters, after fully_shard or parallelize_module has replaced them"
 )
 _NUMBERS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
-"""Python's number types, and the dtypes of the tensors that store them."""
+"""Python number type -> dtype of the 0-d tensor that stores such a number."""
 _STATE, _DEFAULTS, _STEP, _RATE = "state", "defaults", "step", "lr"
 _HOOKS = "_optimizer_"
 _OFF = ("foreach", "fused", "capturable")
-"""Settings that do not affect which state exists, but need a GPU or a kernel: a twin has them off."""
+"""Settings that are switched off in a twin: they need a GPU or a special kernel, and do not affect which state
+exists."""
 _TWIN_SIZE = 2
 """Size of each dim of a twin's parameter."""
 
 
 class OptimizerLoad:
-    """The part of a load that goes into optimizers; empty without an optimizer.
+    """The part of a load that fills optimizers; it does nothing if there is no optimizer.
 
     Args:
         optimizer: the model's optimizer, or several; None: nothing to load.
@@ -308,12 +313,12 @@ class OptimizerLoad:
         parameters: the optimizers' parameters by name.
         states: name -> tensor to fill, for all state that the source has.
         stale_states: names of state that the optimizers have and the source lacks.
-        second_copies: pairs of names of one state of a tied parameter: the name that is loaded, and a further one in
+        second_copies: pairs of names of one state of a tied parameter: the name that is loaded, and a second name in
             the source.
         names_without_optimizer: names of parameters that require gradients but are in no optimizer.
 
     Raises:
-        TransaxleError: as raised by `by_name`, `buffers_for` and `states_of`.
+        TransaxleError: raised by `by_name`, `buffers_for` or `states_of`.
     """
 
     def __init__(self, optimizer: AnyOptimizer | None, leaves: Leaves, stored: Mapping[str, StoredTensor]) -> None:
@@ -344,13 +349,13 @@ class OptimizerLoad:
         stored: Mapping[str, StoredTensor],
         schedules: Mapping[str, tuple[object, Any]],
     ) -> list[Refusal]:
-        """Find the source's settings for each parameter group; return refusals where optimizers cannot continue with
-        them.
+        """Find the source's settings for each parameter group; return a refusal for each setting with which an
+        optimizer cannot continue.
 
         Args:
             groups: the source's groups, with the model's names of parameters.
             stored: the source's tensors by the model's names.
-            schedules: see `find_misordered`.
+            schedules: as for `find_misordered`.
         """
         if self._optimizers is None:
             return []
@@ -360,10 +365,10 @@ class OptimizerLoad:
         return [*problems, *find_misordered(self._optimizers, self._settings, schedules)]
 
     def follow(self, leaves: Leaves, stored: Mapping[str, StoredTensor]) -> None:
-        """Switch to the new parameters of a model that was given memory, and create their state again.
+        """Switch to the new parameters of a model that has left the meta device, and create their state again.
 
         Args:
-            leaves: this rank's tensors of the model now.
+            leaves: this rank's present tensors of the model.
             stored: the source's tensors by the model's names.
         """
         if self._optimizers is None:
@@ -373,11 +378,11 @@ class OptimizerLoad:
         self.parameters, self.states = parameters, buffers_for(self._optimizers, parameters, stored)
 
     def install(self, weights: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-        """Give the optimizers the loaded settings and state.
+        """Put the loaded settings and state into the optimizers.
 
         Args:
             weights: quantized parameters by name.
-            values: the loaded values of parameters that were quantized during the load, by name.
+            values: name -> loaded values of a parameter that was quantized during the load.
         """
         if self._optimizers is None:
             return
@@ -401,8 +406,8 @@ def by_name(optimizer: AnyOptimizer, leaves: Leaves) -> tuple[Optimizers, dict[s
         leaves: this rank's tensors of the model.
 
     Raises:
-        Refused: UNSUPPORTED for parameters that the model's state dict does not show, and for a Megatron sharded state
-            dict; see `names_of`.
+        Refused: UNSUPPORTED, if the model's state dict does not show a parameter, or is a Megatron sharded state dict;
+            also the refusals of `names_of`.
     """
     if leaves.sharded:
         message = "the shards of a Megatron model are no parameters of an optimizer, so its state cannot be matched"
@@ -423,7 +428,7 @@ def names_of(optimizers: Optimizers, tensors: Mapping[str, torch.Tensor]) -> dic
         tensors: the model's tensors by name.
 
     Raises:
-        Refused: UNEXPECTED_TENSOR for a parameter that the model does not have.
+        Refused: UNEXPECTED_TENSOR, if an optimizer has a parameter that the model does not have.
     """
     by_identity = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     parameters: dict[str, torch.Tensor] = {}
@@ -449,14 +454,15 @@ def names_without_optimizer(
 
 
 def states_of(optimizers: Optimizers, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the optimizers' state as tensors by name; a Python number becomes a 0-d tensor, None is left out.
+    """Return the optimizers' state as tensors by name; a Python number becomes a 0-d tensor, and None values are left
+    out.
 
     Args:
         optimizers: the optimizers.
         parameters: the optimizers' parameters by name, see `names_of`; other ranks' parameters have no state here.
 
     Raises:
-        Refused: UNSUPPORTED for state that is neither a tensor nor a number.
+        Refused: UNSUPPORTED, if a state value is neither a tensor nor a number.
     """
     tensors, problems = {}, []
     owners = optimizers.owners()
@@ -501,7 +507,7 @@ def find_other_kind(
     settings: Sequence[Mapping[str, Any]],
     stored: Collection[str],
 ) -> list[Refusal]:
-    """Refuse state with which a new optimizer could not continue: it comes from another kind of optimizer.
+    """Refuse state with which a new optimizer could not continue, because a different kind of optimizer wrote it.
 
     Args:
         optimizers: the optimizers.
@@ -533,7 +539,7 @@ def find_other_kind(
 
 
 def find_missing_state(checkpoint: Checkpoint) -> list[Refusal]:
-    """Refuse a source without optimizer state, or one whose files with that state are missing."""
+    """Refuse a source that has no optimizer state, or whose files with optimizer state are missing."""
     if checkpoint.has_state:
         return list(checkpoint.container.unread)
     manifest = checkpoint.manifest
@@ -545,21 +551,21 @@ def find_missing_state(checkpoint: Checkpoint) -> list[Refusal]:
 
 
 def other_names(optimized: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return further names of the optimizers' parameters -> the name that the optimizers use.
+    """Return further name of a tied parameter -> name that the optimizers use.
 
     Args:
         optimized: the optimizers' parameters by name.
-        parameters: the model's parameters; a tied one has several names.
+        parameters: the model's parameters by name; a tied parameter has several names.
     """
     first = {id(parameter): name for name, parameter in optimized.items()}
     return {name: first[id(p)] for name, p in parameters.items() if name not in optimized and id(p) in first}
 
 
 def second_copies(other_names: Mapping[str, str], stored: Collection[str]) -> Iterator[NamePair]:
-    """Yield (name, further name) for each state that the source also has under another name of a tied parameter.
+    """Yield (name, second name) for each state that the source also stores under a second name of a tied parameter.
 
     Args:
-        other_names: see `other_names`.
+        other_names: the result of the function `other_names`.
         stored: the source's tensors by the model's names.
     """
     for full in stored:
@@ -569,7 +575,9 @@ def second_copies(other_names: Mapping[str, str], stored: Collection[str]) -> It
 
 
 def as_tensor(value: object) -> torch.Tensor | None:
-    """Convert a Python number to a 0-d tensor; None for other values and for integers beyond 64 bits."""
+    """Convert a Python number to a 0-d tensor; return None for values that are no numbers, and for integers beyond 64
+    bits.
+    """
     kind = _NUMBERS.get(type(value))
     if kind is None or (isinstance(value, int) and not -(1 << 63) <= value < 1 << 63):
         return None
@@ -579,7 +587,8 @@ def as_tensor(value: object) -> torch.Tensor | None:
 def buffers_for(
     optimizers: Optimizers, parameters: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]
 ) -> dict[str, torch.Tensor]:
-    """Return tensors to fill with the source's state: the optimizers' own, or new ones where state does not exist yet.
+    """Return tensors to fill with the source's state: the optimizers' own tensors, or new ones if the state does not
+    exist yet.
 
     Args:
         optimizers: the optimizers.
@@ -587,7 +596,7 @@ def buffers_for(
         stored: the source's tensors by the model's names.
 
     Raises:
-        Refused: UNSUPPORTED for state that is not a plain tensor.
+        Refused: UNSUPPORTED, if a state value is not a plain tensor.
     """
     on_device = {
         id(parameter)
@@ -630,7 +639,7 @@ def _refuse_encoded(name: str, state: torch.Tensor) -> Refusal:
 
 
 def follow(optimizers: Optimizers, former: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Replace parameters in the optimizers' groups: materialising a meta model creates new parameters.
+    """Replace former parameters in the optimizers' groups, since materialising a meta model creates new parameters.
 
     Args:
         optimizers: the optimizers.
@@ -645,10 +654,10 @@ def follow(optimizers: Optimizers, former: Mapping[str, torch.Tensor], tensors: 
 def install(optimizers: Optimizers, parameters: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor]) -> None:
     """Put loaded state into the optimizers, as Python numbers where an optimizer keeps numbers.
 
-    The kind of a 0-d value is that of the optimizer's present state, or of the state that a twin creates (`Twins`).
-    Where no twin works, a value becomes a number if its dtype is one in which only Python numbers are stored, except
-    floats of 0-d parameters. In the end, the optimizer's `__setstate__` may convert the state. Call this after the
-    settings are restored.
+    Whether a 0-d value becomes a tensor or a number depends on the optimizer's present state, or on the state that a
+    twin creates (`Twins`). If no twin works, a value becomes a number if only Python numbers are stored in its dtype,
+    except floats of 0-d parameters. Finally, the optimizer's `__setstate__` may convert the state. Call this after
+    restoring the settings.
     """
     owners, twins = optimizers.owners(), Twins()
     for full, value in states.items():
@@ -668,11 +677,11 @@ def install(optimizers: Optimizers, parameters: Mapping[str, torch.Tensor], stat
 
 
 def _to_kind(value: torch.Tensor, reference: object, parameter: torch.Tensor) -> torch.Tensor | bool | int | float:
-    """Convert a stored 0-d value to the type that an optimizer keeps.
+    """Convert a stored 0-d value to the type in which the optimizer keeps it: a tensor or a Python number.
 
     Args:
         value: the stored value.
-        reference: the optimizer's present value, or a twin's; None: unknown.
+        reference: the same state value in the optimizer at present, or in its twin; None: unknown.
         parameter: the parameter that the value belongs to.
     """
     unsure = value.dtype in _NUMBERS.values() and value.dtype != torch.get_default_dtype()
@@ -684,28 +693,30 @@ def _to_kind(value: torch.Tensor, reference: object, parameter: torch.Tensor) ->
         of_kind = type(reference)(number)
         return of_kind if of_kind == number else number
     if isinstance(reference, torch.Tensor) and unsure and not reference.dim() and counts:
-        cast = value.to(reference.dtype)  # the saved optimizer kept a number where this one keeps a tensor
+        cast = value.to(reference.dtype)  # the saved optimizer kept a number, but this one keeps a tensor
         return cast if bool(cast.to(value.dtype) == value) else value
     return value
 
 
 class Twins:
-    """Twins of the optimizers of one load, see the module; each kind of parameter costs one step."""
+    """Twins (small copies) of the optimizers of one load, which make one step per kind of parameter to show its
+    state.
+    """
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, int, int, torch.dtype], Mapping[str, Any]] = {}
         self._numbers: dict[int, dict[int, int]] = {}
-        """Identity of an optimizer -> identity of its parameter -> number of the parameter's group."""
+        """`id(optimizer)` -> `id(parameter)` -> number of the parameter's group."""
 
     def state(
         self, optimizer: Optimizer, parameter: torch.Tensor, settings: Mapping[str, Any] | None = None
     ) -> Mapping[str, Any]:
-        """Return state like that which an optimizer creates for a parameter; empty where no twin works.
+        """Return state of the kind that an optimizer creates for a parameter; empty if no twin works.
 
         Args:
             optimizer: the optimizer.
             parameter: a parameter of this optimizer.
-            settings: settings that the parameter's group will have; None: its present settings.
+            settings: settings that the parameter's group will have; None: the group's present settings.
         """
         groups = optimizer.param_groups
         if id(optimizer) not in self._numbers:
@@ -752,7 +763,9 @@ def _twin(
 
 
 def _twin_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a group's settings so that a step changes nothing and needs no GPU."""
+    """Copy a group's settings for a twin, with learning rate 0 and on the CPU, so that a step changes nothing and needs
+    no GPU.
+    """
     settings = {
         key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
@@ -765,7 +778,9 @@ def _twin_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any] | None:
-    """Return the attributes that a twin needs; None if a twin could reach objects that are not its own."""
+    """Return the attributes that a twin needs; None if a twin could change objects that are not its own through
+    them.
+    """
     if hasattr(type(optimizer), "__del__"):
         return None
     attributes = {}

@@ -1,16 +1,16 @@
-"""Saving live models: every rank writes its own byte ranges straight into the final files of one checkpoint.
+"""Saving live models: every rank writes its own byte ranges directly into the final files of one checkpoint.
 
-All ranks compute the same plan from the census of their tensors, and write in one pass; nothing is consolidated
-afterwards.
+All ranks compute the same plan from the census (the list of all ranks' tensors), and write in one pass; files are not
+consolidated afterwards.
 
 **In a folder**, rank 0 creates the files, and all ranks write into them. A tensor that one rank writes is hashed while
 it is written; any other tensor is read back from the files to be hashed. Rank 0 writes headers and the manifest, and
 commits.
 
-**To a storage service**, a file can only be sent from beginning to end. So one rank sends each file, and receives the
-other ranks' parts of it. No file appears before all are sent. Then the files of other ranks appear, and at last those
-of rank 0, among them the index and the manifest. If a rank fails, every rank deletes its files again, unless the
-manifest has already appeared.
+**To a storage service**, a file can only be sent from beginning to end. So each file is sent by one rank, which
+receives other ranks' parts of the file. No file becomes visible before all files are sent. Then the files of ranks 1,
+2, … become visible, and finally those of rank 0, which include the index and the manifest. If a rank fails, every rank
+deletes its files again, unless the manifest is already visible.
 """
 
 from __future__ import annotations
@@ -80,14 +80,15 @@ if TYPE_CHECKING:
 
 
 _FOLDED = 16 << 20
-"""A tensor of at most this many bytes may be written by one rank, even if the ranks then write unequally much."""
+"""A tensor of at most this many bytes may be written by one rank, even if that rank then writes more than other
+ranks."""
 _Hashes = dict[str, str]
 
 
 def write(
     prepared: Prepared, dst: str, world: World, clock: Clock, *, overwrite: Overwrite, sync: bool
 ) -> tuple[int, int]:
-    """Carry out a plan from all ranks' memory, and commit the whole result or nothing; collective.
+    """Write the planned files from all ranks' memory, and commit either all files or nothing; collective.
 
     Args:
         prepared: the plan, the same on all ranks.
@@ -98,7 +99,7 @@ def write(
         sync: make all files durable before the commit.
 
     Returns:
-        bytes received from other ranks, and bytes written by this one.
+        number of bytes that this rank received from other ranks, and number of bytes that it wrote.
 
     Raises:
         TransaxleError: on every rank; the target is then unchanged.
@@ -149,16 +150,17 @@ class _RankShare:
         self._world = world
         self._clock = clock
         self.received = 0
-        """Bytes received from other ranks."""
+        """Bytes that this rank received from other ranks."""
         self.written = 0
-        """Bytes of tensors written, or sent to a service."""
+        """Bytes of tensors that this rank wrote into files, or sent to a storage service."""
 
     def _move(self, target_ranks: Sequence[tuple[int, ...]], files: Writable | None, *, ordered: bool) -> _Hashes:
-        """Move the plan's tensors from memory to the files; collective.
+        """Move the tensors of the plan from all ranks' memory into the files; collective.
 
         Args:
-            target_ranks: for each tensor the rank that writes it; empty: each rank writes its own part.
-            files: destination of this rank's bytes; None: only hash them.
+            target_ranks: for each tensor, the rank that writes it; an empty tuple: each rank writes its own part of the
+                tensor.
+            files: where this rank writes its bytes; None: only hash the bytes.
             ordered: write the bytes of each file in order, on all ranks; one rank then writes all tensors of a file.
 
         Returns:
@@ -179,7 +181,7 @@ class _RankShare:
         return {name: each.hash for name, each in results.items()}
 
     def seal(self, stage: Stage, hashes: _Hashes, foretold: _Hashes | None = None) -> None:
-        """Write headers, hashes and the manifest; on rank 0 only."""
+        """Write headers, hashes and the manifest; called on rank 0 only."""
         seal(
             self._prepared,
             stage,
@@ -193,9 +195,9 @@ class _RankShare:
         """Write every run of bytes from its owner into the files, and return the hashes of all tensors; collective.
 
         Args:
-            folder: the hidden staging folder.
-            run: the mark of this run in the folder.
-            sync: make all files durable.
+            folder: hidden staging folder with the new files.
+            run: mark by which this save recognises its own staging folder.
+            sync: make all files durable on disk.
         """
         world, clock, tensors = self._world, self._clock, self._prepared.plan.tensors
         target_ranks = owners(tensors, world)
@@ -203,7 +205,7 @@ class _RankShare:
         with (
             clock.stage("prepare"),
             world.together(),
-        ):  # on another machine the folder may be missing, or a different folder may have its path
+        ):  # on a different machine the folder may be missing, or an unrelated folder may have the same path
             writer = Writer(folder, sync=sync, run=run)
 
         def produce() -> _Hashes:
@@ -219,13 +221,13 @@ class _RankShare:
         return hashes
 
     def send(self, dst: str, lead: Upload | None, ranks: tuple[int, ...], *, overwrite: Overwrite) -> None:
-        """Send the plan's files to a service, where all of them appear or none; collective.
+        """Send the planned files to a storage service, where either all files become visible or none; collective.
 
         Args:
-            dst: URL.
-            lead: on rank 0, its upload, which has begun; None on other ranks.
+            dst: URL of the target.
+            lead: on rank 0, its upload, which has already begun; None on all other ranks.
             ranks: the ranks that can send files.
-            overwrite: as for `lead`.
+            overwrite: whether the upload replaces an existing checkpoint.
         """
         plan, draft, world, clock = self._prepared.plan, self._prepared.draft, self._world, self._clock
         owner = senders(self._prepared, ranks)
@@ -278,7 +280,7 @@ class _RankShare:
                     world.pool(lambda: stage.recheck(owner if stage is lead else None) if stage is not None else None)
                 except TransaxleError as error:
                     if is_loss(error) and stage is not None and stage.is_whole:
-                        stage.keep()  # a rank was lost after everything had appeared
+                        stage.keep()  # a rank was lost after all files had become visible
                     raise
             if stage is not None:
                 stage.keep()
@@ -289,10 +291,12 @@ def _merge_hashes(of_ranks: Iterable[Mapping[str, str]]) -> _Hashes:
 
 
 def owners(tensors: Sequence[PlannedTensor], world: World) -> list[tuple[int, ...]]:
-    """Choose the rank that gathers and writes each tensor, so that all ranks write about equally much.
+    """Choose for each tensor the rank that gathers and writes it, so that all ranks write about the same number of
+    bytes.
 
     Returns:
-        For each tensor its rank; empty where several ranks have long runs, which each writes itself.
+        For each tensor a tuple with its rank; the tuple is empty if several ranks have long runs of the tensor, and
+        each rank writes its own.
     """
     load = Load.of(world.ranks)
     writers: dict[int, tuple[int, ...]] = {}
@@ -311,7 +315,7 @@ def owners(tensors: Sequence[PlannedTensor], world: World) -> list[tuple[int, ..
     for number in from_several:
         size, rank = tensors[number].nbytes, load.least()
         if size > _FOLDED and load[rank] + size > fair + _FOLDED:
-            writers[number] = ()  # one rank would still be writing this tensor while the others wait
+            writers[number] = ()  # one rank would still be writing this tensor while all others wait
             for writer in world.ranks:
                 load.add(writer, size // world.size)
         else:
@@ -320,7 +324,7 @@ def owners(tensors: Sequence[PlannedTensor], world: World) -> list[tuple[int, ..
 
 
 def senders(prepared: Prepared, ranks: tuple[int, ...]) -> dict[str, int]:
-    """Assign each file a rank that sends it, so that all ranks send about equally many bytes.
+    """Assign each file to a rank that sends it, so that all ranks send about the same number of bytes.
 
     Files that share a tensor go to one rank. The index, the manifest and files without tensors go to the first rank.
     """
@@ -351,10 +355,10 @@ def _hash_share(tensors: Sequence[PlannedTensor], folder: str, world: World) -> 
 
 
 def _check_copies(checks: Sequence[PlannedCheck], memory: Memory, world: World) -> None:
-    """Compare the pairs of tensors that the plan stores as one; each pair is compared by one rank, which gets both.
+    """Compare the pairs of tensors that the plan stores as one tensor; for each pair, one rank receives both tensors.
 
     Raises:
-        Refused: UNEQUAL_COPIES, UNEXPECTED_TENSOR, on the rank that has compared them.
+        Refused: UNEQUAL_COPIES or UNEXPECTED_TENSOR, on the rank that compared a pair with different values.
     """
     items = []
     for number, check in enumerate(checks):
@@ -373,39 +377,39 @@ def _check_copies(checks: Sequence[PlannedCheck], memory: Memory, world: World) 
 
 
 SAVING = ("family", "dialect", "config", "axes", "rules", "shard_size", "sync", "check_copies", "verify")
-"""Options of `save` that every integration which saves the steps of a run also has."""
+"""Names of options of `save` that the integrations with trainers have too."""
 _UNFINISHED: dict[tuple[int, str], Callable[[], object]] = {}
 """(process id, target) -> function that waits for the last background save there; unused after a fork."""
 
 
 @dataclass(frozen=True)
 class SaveSettings:
-    """The validated arguments of `save`, without the tensors."""
+    """The validated arguments of `save`, without the state to save."""
 
     dst: str
-    """Target folder or URL, as typed."""
+    """Target folder or URL, as the user gave it."""
     to: str
-    """Format and dialect, `FORMAT[:DIALECT]`."""
+    """Format and dialect of the target, `FORMAT[:DIALECT]`."""
     family: str | None
     """Model family; None: recognised from the names."""
     dialect: str | None
     """Dialect of the model's names; None: recognised from the names."""
     config: Mapping[str, Any] | None
-    """The config that the user gave; None: the model's own."""
+    """The config that the user gave; None: the model's own config."""
     optimizer: bool
     """Whether optimizer state is saved too."""
     shard_size: int
-    """Bytes of tensors per file."""
+    """Maximum bytes of tensors per file."""
     overwrite: Overwrite
     """Whether an existing target is replaced."""
     sync: bool
     """Whether all files are made durable before the commit."""
     check_copies: bool
-    """Whether copies on several ranks are compared."""
+    """Whether copies of a tensor on several ranks are compared with each other."""
     verify: bool
-    """Whether the checkpoint is read back and compared."""
+    """Whether the saved checkpoint is read back and compared with the written bytes."""
     axes: Mapping[str, int]
-    """Axis sizes that the user gave."""
+    """Axis name -> size, as the user gave it."""
     rules: str | None
     """Path of a file with the user's own families and dialects."""
 
@@ -415,19 +419,19 @@ class CollectedState:
     """The state to save, collected from all ranks."""
 
     local_tensors: Mapping[str, torch.Tensor]
-    """This rank's tensors or their local parts, by the names of the parts (`local_parts`)."""
+    """Part name (`local_parts`) -> this rank's local part of a tensor."""
     global_tensors: Census
-    """All ranks' tensors and parts."""
+    """All ranks' tensors, and which rank has which part."""
     config: Mapping[str, Any] | None
-    """The model's config, the same on all ranks."""
+    """The model's config, equal on all ranks."""
     groups: Sequence[ParamGroup]
-    """Parameter groups of the optimizers, with names of parameters."""
+    """Parameter groups of the optimizers, which list parameters by name."""
     files: Mapping[str, bytes]
-    """Other files for the checkpoint, with their contents."""
+    """Name -> contents, for further files of the checkpoint."""
     left_out: tuple[str, ...]
-    """Names of entries that are not saved."""
+    """Names of entries of the state that are not saved."""
     untrained: tuple[str, ...]
-    """This rank's parameters that require gradients but are in no optimizer."""
+    """Names of this rank's parameters that require gradients but are in no optimizer."""
 
 
 @suggests
@@ -454,25 +458,26 @@ def save(
 
     Args:
         state: a model under any parallelism, or a state dict whose leaves are tensors, DTensors or numpy arrays.
-        dst: folder or URL; it must not exist unless `overwrite`, and then stays readable until the new one is complete.
-            To a service, one rank sends each file from beginning to end, and receives the other ranks' parts of it.
+        dst: target folder or URL. It must not exist, unless `overwrite`; then the old checkpoint stays readable until
+            the new one is complete. To a storage service, each file is sent by one rank, which receives other ranks'
+            parts.
         to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
-        optimizer: the model's optimizer, whose state and groups are saved too, beside the weights. Also a list or dict
-            of several, or a wrapper or container (ZeRO, accelerate, torchtitan).
+        optimizer: the model's optimizer, whose state and groups are saved too. A list or dict of optimizers, or a
+            wrapper or container of them (ZeRO, accelerate, torchtitan), is accepted too.
         extra: other state that the run must remember, by name: plain data, or objects with `state_dict` and
             `load_state_dict` whose state is plain data, such as `Random()`, a scheduler, a data loader.
-        overwrite: replace the checkpoint at `dst`. If its folder contains anything else, True refuses, and
-            `"everything"` removes that too.
-        group: the ranks that save together, a process group or a mesh of one dim; None: all.
-        family: the model's family, such as `qwen3_moe`; None: recognised.
-        dialect: dialect of the model's names, such as `hf`; None: recognised.
-        config: the model's config: a path, a mapping or an object with `to_dict()`; None: `model.config`, where it has
-            one.
-        axes: axis -> size, which overrides everything, such as `{"g": 8}`.
+        overwrite: replace the checkpoint at `dst`. If its folder contains unrelated files, True refuses, and
+            `"everything"` deletes these too.
+        group: the ranks that save together, a process group or a mesh of one dim; None: all ranks.
+        family: the model's family, such as `qwen3_moe`; None: recognised by the tensor names.
+        dialect: dialect of the model's tensor names, such as `hf`; None: recognised by the names.
+        config: the model's config: a path, a mapping or an object with `to_dict()`; None: `model.config`, if it exists.
+        axes: axis -> size, such as `{"g": 8}`, which overrides sizes from configs and shapes.
         rules: path of a rules file with families and dialects of your own.
         shard_size: bytes of tensors per file, 5_000_000_000 or "5GB".
         sync: make all files durable on disk before `dst` appears.
-        check_copies: compare copies that several ranks have and no mesh keeps equal, and refuse those that differ.
+        check_copies: compare copies on several ranks that no mesh guarantees to be equal, and refuse copies that
+            differ.
         verify: read the complete checkpoint back on one rank, and compare every byte with the written ones; the report
             has the verification.
 
@@ -507,12 +512,12 @@ def check_savable(
     check_copies: bool = True,
     verify: bool = False,
 ) -> None:
-    """Plan a save without optimizer, and write nothing: call it early to see whether a save would be refused.
+    """Plan a save without optimizer, and write nothing; call it early, to learn whether a save would be refused.
 
-    Collective. The arguments are those of `save`.
+    Collective. The arguments are the same as for `save`.
 
     Raises:
-        TransaxleError: on every rank, as from `save`.
+        TransaxleError: raised on every rank, if `save` would raise it.
     """
     world = World(group)
     settings_of = partial(
@@ -540,7 +545,7 @@ def read_settings(
     check_copies: bool,
     verify: bool,
 ) -> SaveSettings:
-    """Validate the arguments of `save` with the same names; `optimizer`: whether an optimizer is given.
+    """Validate arguments of `save`, which have the same names here; `optimizer` tells whether an optimizer is given.
 
     Raises:
         TypeError: an argument of a wrong type.
@@ -593,16 +598,16 @@ def collect(
     """Collect the state of all ranks for a save; collective.
 
     Args:
-        settings_of: returns this rank's settings; if the call raises, all ranks raise, so that none waits for this
-            rank.
-        state: see `save`.
-        optimizer: see `save`.
-        extra: see `save`.
+        settings_of: returns this rank's settings; if it raises an error, all ranks do, so that no rank waits for this
+            one.
+        state: as for `save`.
+        optimizer: as for `save`.
+        extra: as for `save`.
         world: the ranks.
 
     Raises:
         TypeError: an argument of a wrong type.
-        TransaxleError: on every rank, with every problem of every rank.
+        TransaxleError: the state cannot be saved; raised on every rank, with every problem of every rank.
     """
     groups: list[ParamGroup] = []
     states: dict[str, torch.Tensor] = {}
@@ -643,11 +648,11 @@ def collect(
 
 
 def _contents(settings: SaveSettings) -> dict[str, str | None]:
-    """Return hashes of the rules and the config, since ranks may have copies of these under different paths.
+    """Return hashes of the rules file and the config, to compare the ranks' copies, whose paths may differ.
 
     Raises:
-        Refused: UNSUPPORTED for rules that are no regular file or too long.
-        StorageError: IO where the rules cannot be read.
+        Refused: UNSUPPORTED, if the rules file is no regular file, or too long.
+        StorageError: IO, if the rules file cannot be read.
     """
     table = None if settings.rules is None else read_file(settings.rules, LONGEST_TABLE)
     contents = {"rules": table, "config": None if settings.config is None else comparable(settings.config)}
@@ -666,11 +671,11 @@ def _numbers(state: State, non_tensors: Mapping[str, Any]) -> tuple[dict[str, to
 
 
 def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World, clock: Clock) -> SaveReport:
-    """Write the state of all ranks; collective.
+    """Write the checkpoint with the collected state of all ranks; collective.
 
     Args:
-        settings: the validated arguments; the same on all ranks.
-        state: the state of all ranks.
+        settings: the validated arguments, equal on all ranks.
+        state: the collected state of all ranks.
         world: the ranks.
         clock: records the time of each stage.
 
@@ -707,7 +712,7 @@ def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World
 
 
 def _plan_files(settings: SaveSettings, state: CollectedState, rank: int) -> Prepared:
-    """Plan the target's files, with the memory of all ranks as the source."""
+    """Plan the target's files, which are made from the tensors in all ranks' memory."""
     if is_one_file(settings.dst) and state.files:
         message = "states that are not tensors need separate files, but the target is a single file"
         raise refuse("UNSUPPORTED", message, file=settings.dst, hint="Give a folder.")
@@ -729,7 +734,7 @@ def _read_back(target: str, world: World) -> Verification:
     """Read the saved checkpoint back on the first rank; collective.
 
     Raises:
-        Refused: CORRUPT, on every rank.
+        Refused: CORRUPT, on every rank, if a byte differs from the written one.
     """
     from transaxle.engine.read_back import check_saved
     from transaxle.engine.verification import Verification
@@ -747,10 +752,10 @@ def _read_back(target: str, world: World) -> Verification:
 def add_unfinished(target: str, wait: Callable[[], object]) -> None:
     """Let later saves to a target wait for a background save that has begun.
 
-    Otherwise the earlier save could be committed last, and its older values would replace the newer ones.
+    Otherwise, the background save could be committed last, and its older values would replace newer ones.
 
     Args:
-        target: folder or URL, as typed.
+        target: folder or URL, as the user gave it.
         wait: returns when the save has ended, successfully or not.
     """
     _UNFINISHED[_key(target)] = wait
