@@ -1,21 +1,20 @@
-"""The safetensors format, in one file or shards: eight bytes of length, a JSON header with the place of each tensor,
-and the tensors.
+"""The safetensors format, in one file or shards: a file has eight bytes of length, a JSON header with the place of each
+tensor, then the tensors.
 
-- Headers are parsed here. The safetensors library maps the file, keeps the last of two equal names, and stops at the
-first
-  fault with a message that names no file. This parser trusts nothing, reports all faults together, and reads a header
+- Headers are parsed by this module, not by the safetensors library. The library maps the file, keeps the last of two
+equal names, and stops at the first fault with a message that names no file. This parser trusts nothing, reports all
+faults together, and parses a header
   of 70,000 tensors in a fraction of a second. What it accepts, the library accepts.
-- Parts: torch can save parts of tensors in such files, with a note about the parts in the header. The header lists
-  each part as if it were a tensor; the note has the part's start in the whole tensor. The shape of the whole is not
-  recorded:
-  it extends as far as the parts do. If the last parts of all tensors are missing, this cannot be detected.
-- Opening: one file, or the shards that an index names. transformers trusts the index: a path in it is
+- Parts: torch can save parts of tensors in such files, with a note about the parts in the header. The header lists each
+part as if it were a tensor; the note gives the part's start in the whole tensor. The shape of the whole tensor is
+  not recorded: the tensor extends as far as its parts. So it cannot be detected if the last part of every tensor is
+  missing. - Opening: one file, or the shards that an index names. transformers trusts the index: a path in it is
   followed, a tensor that moved to another shard is looked for in the wrong one, a tensor that is missing stays at its
   random initial value. Here the headers decide which tensors exist, and an index that contradicts them is refused.
 - Drafts: each tensor of files to be written gets its file and offset before any byte moves. The files equal those that
-  Hugging Face's writers make of the same tensors: shards are filled in the given order, and in each file the
-  widest dtypes come first, then by name. So each tensor begins at a multiple of its item size, and converting back
-  gives the original file byte for byte.
+Hugging Face's writers would write: shards are filled in the given order, and in each file the widest dtypes come first,
+then by name. As a result, each tensor begins at a multiple of its item size, and converting
+  back gives the original file byte for byte.
 """
 
 from __future__ import annotations
@@ -64,10 +63,10 @@ from transaxle.formats.storage.storage import (
 from transaxle.formats.training_state import GROUPS, KEPT, KEPT_RUN, ParamGroup, decode, encode, facts_as_text, facts_in
 
 METADATA = "__metadata__"
-"""The only key of a header that is not a tensor."""
+"""The only key of a header that does not name a tensor."""
 SEALED = ("transaxle.digest", "transaxle.digests")
-"""Metadata keys for the digest of all bytes outside the tensors, and for the tensors' digests in file order. There are
-two keys so that damage to one of them does not make a sealed file look like an ordinary one.
+"""Metadata keys: one for the digest of all bytes outside the tensors, one for the tensors' digests in file order. Two
+keys are used so that damage to one key does not make a sealed file look like an ordinary one.
 """
 LENGTH_BYTES = 8
 MAX_HEADER = 100_000_000
@@ -77,7 +76,7 @@ MAX_NOTES = 100_000
 MAX_DIMS = 64
 """Maximum number of dims in numpy."""
 ALIGNMENT = 8
-"""The data begins at a multiple of this many bytes."""
+"""The data of a file begins at a multiple of this number of bytes."""
 
 _MAX_COUNT = 2**63 - 1
 _MAX_ITEM_BYTES = max(BITS.values()) // 8
@@ -89,7 +88,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
 
 
 class _TensorInfo(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=False):
-    """A header's entry for one tensor."""
+    """The entry of one tensor in a header's JSON."""
 
     dtype: str
     shape: tuple[Count, ...]
@@ -105,26 +104,26 @@ class Header(msgspec.Struct, frozen=True):
     """The parsed header of one safetensors file."""
 
     entries: Mapping[str, Entry]
-    """Tensors by name, in file order; each has one extent, with its offset in the file."""
+    """Tensors by name, in file order; each entry has one extent, with the tensor's offset in the file."""
     metadata: Mapping[str, str]
-    """Strings under `__metadata__`, without digests."""
+    """Strings under the header's `__metadata__`, without digests."""
     size: int
-    """Number of bytes before the data: length field and JSON."""
+    """Number of bytes before the tensors' data: the length field and the JSON."""
     seal: Seal | None = None
-    """Places of the digests of the file's bytes; None: it has none."""
+    """Locations of the digests of the file's bytes; None if the file has no digests."""
 
 
 def read_header(storage: Storage, file: str, begin: int = 0) -> Header:
-    """Read the header of a safetensors file, or of safetensors data at the end of another file.
+    """Read the header of a safetensors file, or of safetensors data at the end of a larger file.
 
     Args:
         storage: storage of the file.
         file: name of the file.
-        begin: offset of the header in the file.
+        begin: offset in the file at which the header begins.
 
     Raises:
-        Refused: CORRUPT, NAME_COLLISION, OVERLAP, UNSUPPORTED: every problem found, each with file and tensor.
-        StorageError: IO.
+        Refused: CORRUPT, NAME_COLLISION, OVERLAP or UNSUPPORTED; the refusal lists every problem, with file and tensor.
+        StorageError: IO, if the file cannot be read.
     """
     size = storage.size(file) - begin
     start = storage.read(file, begin, min(size, len(_LFS_POINTER)))
@@ -151,13 +150,13 @@ def parse_header(text: bytes, file: str, data_size: int, begin: int = 0) -> Head
     """Parse the JSON of a header.
 
     Args:
-        text: the JSON, without the length field.
+        text: the header's JSON, without the length field.
         file: name of the file, for extents and error messages.
         data_size: number of bytes in the file after the header.
-        begin: first byte of the header in the file.
+        begin: offset in the file at which the header begins.
 
     Raises:
-        Refused: CORRUPT, NAME_COLLISION, OVERLAP, UNSUPPORTED: every problem found, each with file and tensor.
+        Refused: CORRUPT, NAME_COLLISION, OVERLAP or UNSUPPORTED; the refusal lists every problem, with file and tensor.
     """
     pair_count = pairs_in(text)
     if pair_count > MAX_PAIRS:
@@ -192,10 +191,10 @@ def parse_header(text: bytes, file: str, data_size: int, begin: int = 0) -> Head
 
 
 def _seal(text: bytes, metadata: Mapping[str, str], entries: Mapping[str, Entry], file: str, begin: int) -> Seal | None:
-    """Return the places of the digests in a header; None if it has none.
+    """Return the places of the digests in a header; None if the header has none.
 
     Raises:
-        Refused: CORRUPT if some digests are missing.
+        Refused: CORRUPT if some of the digests are missing.
     """
     digest_texts = [metadata.get(key) for key in SEALED]
     if digest_texts == [None, None]:
@@ -215,7 +214,7 @@ def _seal(text: bytes, metadata: Mapping[str, str], entries: Mapping[str, Entry]
 
 
 def _value_at(text: bytes, key: str) -> int | None:
-    """Return the offset of a metadata value in a header that this module wrote; None without this key."""
+    """Return the offset of a metadata value in a header that this module wrote; None if the header lacks the key."""
     key_text = f'"{key}":"'.encode()
     at = text.find(key_text)
     while at > 0 and text[at - 1 : at] == b"\\":
@@ -224,10 +223,10 @@ def _value_at(text: bytes, key: str) -> int | None:
 
 
 def seal_from_header(header: bytes, file: str, offsets: Sequence[int]) -> Seal:
-    """Return the seal of a header whose metadata includes `blank_seal`.
+    """Return the seal (locations of the digests) of a header whose metadata includes `blank_seal`.
 
     Args:
-        header: result of `encode_header`.
+        header: the bytes that `encode_header` returned.
         file: name of the file.
         offsets: offsets in the file of the tensors that are not empty, in file order.
     """
@@ -238,7 +237,7 @@ def seal_from_header(header: bytes, file: str, offsets: Sequence[int]) -> Seal:
 
 
 def blank_seal(count: int) -> dict[str, str]:
-    """Return metadata with space for the digests of `count` tensors; empty tensors do not count."""
+    """Return metadata with space for the digests of `count` tensors; `count` does not include empty tensors."""
     return dict(zip(SEALED, ("0" * DIGITS, "0" * DIGITS * count), strict=True))
 
 
@@ -246,9 +245,9 @@ def encode_header(tensors: Iterable[tuple[Spec, int, int]], metadata: Mapping[st
     """Return the bytes of a header: length field, JSON, and spaces up to a multiple of eight bytes.
 
     Args:
-        tensors: `(tensor, first byte, one past the last byte)` in file order, with offsets from the end of
-            the header.
-        metadata: strings for `__metadata__`; omitted when empty.
+        tensors: `(tensor, first byte, offset after the last byte)` in file order, with offsets from the end of the
+            header.
+        metadata: strings for the key `__metadata__`, which is omitted if there are none.
 
     Raises:
         Refused: UNSUPPORTED for names or metadata that are not Unicode, and for a header over 100 MB.
@@ -269,7 +268,7 @@ def encode_header(tensors: Iterable[tuple[Spec, int, int]], metadata: Mapping[st
 
 
 def _metadata_of(top: dict[str, msgspec.Raw], pair_count: int, file: str, faults: Faults) -> dict[str, str]:
-    """Remove `__metadata__` from the header's members, and return it; `pair_count` counts all keys of the header."""
+    """Remove `__metadata__` from a header's members, and return its value; `pair_count` counts the header's keys."""
     raw = top.pop(METADATA, None)
     if raw is None:
         return {}
@@ -292,11 +291,11 @@ def _add_repeated(text: bytes, file: str, faults: Faults) -> None:
 
 
 class _CheckedShape(NamedTuple):
-    """A validated shape, computed once for all tensors that have it."""
+    """A validated shape, with values computed once for all tensors of this shape."""
 
     dims: tuple[int, ...]
     start: tuple[int, ...]
-    """A zero for each dim: the start of a tensor's only extent."""
+    """One zero for each dim: the start of a tensor's only extent."""
     elements: int
     fault: tuple[Code, str] | None
 
@@ -314,12 +313,12 @@ def _check_shape(dims: tuple[int, ...]) -> _CheckedShape:
 
 
 class _DataLayout(NamedTuple):
-    """Byte ranges of the tensors of one file, relative to its data."""
+    """Byte ranges of the tensors of one file, counted from the start of its data."""
 
     begins: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
     order: npt.NDArray[np.intp]
-    """Indices that sort the tensors by `begins`, then `ends`."""
+    """Indices that sort the tensors by their `begins`, then by their `ends`."""
 
 
 class _HeaderRows:
@@ -332,11 +331,11 @@ class _HeaderRows:
         self._dtypes: list[str] = []
         self._shapes: list[_CheckedShape] = []
         self._offsets = array("q")
-        # A hundred thousand tensors have a few dozen shapes: each is checked and kept once.
+        # A hundred thousand tensors have a few dozen shapes: each shape is checked and stored once.
         self._shapes_by_dims: dict[tuple[int, ...], _CheckedShape] = {}
 
     def add(self, name: str, raw: msgspec.Raw) -> None:
-        """Decode and append one entry; a malformed one becomes a fault instead."""
+        """Decode and append one entry; a malformed entry becomes a problem instead."""
         if len(name) > LONGEST_NAME:
             self._faults.add(*too_long(name), self.file, name)
             return
@@ -366,7 +365,7 @@ class _HeaderRows:
         return _DataLayout(begins, ends, np.lexsort((ends, begins)))
 
     def entries(self, order: Sequence[int], base: int) -> dict[str, Entry]:
-        """Return the entries in this order; check that each dtype and shape matches its number of bytes."""
+        """Return the entries in the given order; check that each dtype and shape matches its number of bytes."""
         entries: dict[str, Entry] = {}
         codes = {code: code for code in BITS}
         file, faults = self.file, self._faults
@@ -398,7 +397,7 @@ def _add_layout(rows: _HeaderRows, layout: _DataLayout, data_size: int, faults: 
     begins, ends, order = layout
     file, names = rows.file, rows.names
     if (ends < begins).any():
-        return  # negative sizes have been refused already, and the checks below would be meaningless
+        return  # a tensor of negative size was refused already, and would make the checks below meaningless
     starts, stops = begins[order], ends[order]
     covered = np.concatenate((np.zeros(1, np.int64), np.maximum.accumulate(stops)))
     for at in np.flatnonzero(starts != covered[:-1]).tolist():
@@ -426,31 +425,31 @@ def _add_layout(rows: _HeaderRows, layout: _DataLayout, data_size: int, faults: 
 
 
 _PART_NOTE = "DCP_SHARDING_INFO"
-"""Metadata key for torch's note about parts of tensors."""
+"""Metadata key of the note that torch writes about parts of tensors."""
 PART_NOTES = frozenset({_PART_NOTE, "DCP_VERSION"})
-"""Metadata keys that describe parts of tensors, and so are wrong for whole tensors."""
+"""Metadata keys that describe parts of tensors, and so would be wrong for whole tensors."""
 
 
 class _PartNote(msgspec.Struct, frozen=True):
-    """torch's note about one part of a tensor."""
+    """The note that torch writes about one part of a tensor."""
 
     saved_offsets: list[int]
-    """First index of the part in each dim of the whole tensor."""
+    """Index of the part's first element in the whole tensor, one number for each dim."""
 
 
 def part_starts(
     entries: Mapping[str, Entry], metadata: Mapping[str, str], file: str, faults: Faults
 ) -> dict[str, Shape] | None:
-    """Return the start of each part of a file in its whole tensor.
+    """Return, for each part in a file, where the part starts in its whole tensor.
 
     Args:
         entries: the tensors that the file's header lists.
         metadata: the strings under `__metadata__`.
         file: name of the file, for error messages.
-        faults: receives the problems.
+        faults: receives the problems of the note.
 
-    Returns:
-        Tensor name -> first index of the part in each dim, in elements; None if the note is missing or malformed.
+    Returns: The index of each part's first element in its whole tensor, by name; None if the note is missing or
+        malformed.
     """
     text = metadata.get(_PART_NOTE)
     if text is None:
@@ -478,21 +477,21 @@ def part_starts(
 
 
 def open_safetensors(storage: Storage, path: str, member: str) -> Container:
-    """Open one safetensors file, or all shards of an index, and also the optimizer's state in its sub-folder.
+    """Open one safetensors file, or all shards of an index, and also the optimizer's state in the sub-folder for it.
 
-    The sizes in the index's metadata are ignored: many published ones are wrong, because tied
-    weights were counted twice. The container's metadata has the headers' strings and
-    the other strings of the index; a key on which shards differ appears once per shard, as `<file>:<key>`.
+    The sizes in the index's metadata are ignored: many published sizes are wrong, because tied weights were counted
+    twice. The container's metadata consists of the headers' strings and the index's strings (without sizes); a key on
+    which shards differ appears once per shard, as `<file>:<key>`.
 
     Args:
-        storage: storage of the files.
+        storage: storage of the files to read.
         path: the path as the user typed it.
         member: name of a `*.safetensors` file or of an index, `*.safetensors.index.json`.
 
     Raises:
         Refused: for all problems of the index and the headers together: CORRUPT, INCOMPLETE for a missing shard or
             tensor, NAME_COLLISION, OVERLAP, PATH_ESCAPE, UNSUPPORTED.
-        StorageError: IO.
+        StorageError: IO, if a file cannot be read.
     """
     read = read_files(storage, member, lambda file: read_header(storage, file))
     _check_whole(read.parts)
@@ -522,7 +521,7 @@ def _check_whole(headers: Mapping[str, Header]) -> None:
     """Refuse files in which torch saved only parts of tensors.
 
     Raises:
-        Refused: INCOMPLETE; CORRUPT for a malformed note.
+        Refused: INCOMPLETE for a file with parts of tensors; CORRUPT for a malformed note about parts.
     """
     faults = Faults()
     for file, header in headers.items():
@@ -536,9 +535,9 @@ def _check_whole(headers: Mapping[str, Header]) -> None:
 
 
 def _merge_metadata(headers: Mapping[str, Header]) -> dict[str, str]:
-    """Merge the metadata of all headers; see `open_safetensors` for keys on which they differ.
+    """Merge the metadata of all headers; see `open_safetensors` for keys on which the headers differ.
 
-    torch's notes about parts are omitted: they would be wrong for the same tensors under other names.
+    torch's notes about parts are omitted: the notes would be wrong once tensors have different names.
     """
     texts_by_file: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for file, header in headers.items():
@@ -569,16 +568,16 @@ def draft(
     sealed: bool = False,
     stem: str = _STEM,
 ) -> Draft:
-    """Lay out safetensors files.
+    """Lay out safetensors files: decide where each tensor's bytes go.
 
     Args:
         tensors: the tensors to write; shards are filled in this order.
         metadata: strings for the header of each file.
-        shard_size: bytes of tensors in one file; a larger tensor gets a file of its own. Without a shard size, or if
-            everything fits, there is one file `model.safetensors` and no index.
+        shard_size: maximum bytes of tensors in one file; a larger tensor gets a file of its own. Without a shard size,
+            or if everything fits, there is one file `model.safetensors` and no index.
         groups: parameter groups of the optimizer, stored as text in the header of the first file.
-        run: facts about the training run, stored likewise if there is optimizer state.
-        sealed: reserve space for digests in the header; requires a single file.
+        run: facts about the training run, stored in the same way if there is optimizer state.
+        sealed: reserve space for digests in the header; only possible for a single file.
         stem: beginning of the file names.
 
     Raises:
@@ -586,7 +585,7 @@ def draft(
             NAME_COLLISION, SHAPE_MISMATCH (packed elements do not fill whole bytes).
     """
     faults = Faults()
-    if _are_plain(tensors):  # fast path for very many tensors
+    if _are_plain(tensors):  # a fast path for drafts of very many tensors
         sized = list(zip(tensors, map(nbytes, map(_dtype, tensors), map(_shape, tensors)), strict=True))
     else:
         sized, names_so_far = [], set[str]()
@@ -613,7 +612,7 @@ def draft(
 
 
 def _are_plain(tensors: Sequence[Spec]) -> bool:
-    """Tell whether all tensors can surely be stored, and their elements fill whole bytes."""
+    """Return whether all tensors can certainly be stored, and their elements fill whole bytes."""
     names = set(map(_name, tensors))
     kinds = set(zip(map(_dtype, tensors), map(len, map(_shape, tensors)), strict=True))
     has_places = all(dtype in _WHOLE_BYTES and dims <= MAX_DIMS for dtype, dims in kinds)
@@ -621,7 +620,7 @@ def _are_plain(tensors: Sequence[Spec]) -> bool:
 
 
 def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
-    """Return the size of a tensor in bytes; add a fault for each reason that it cannot be stored."""
+    """Return the size of a tensor in bytes; for each reason that it cannot be stored, add a problem."""
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     if spec.name == METADATA:
         faults.add("NAME_COLLISION", "safetensors uses this name for its metadata", None, shown)
@@ -643,7 +642,7 @@ def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
 
 
 def _lay_out(file: str, shard: Iterable[Sized], metadata: Mapping[str, str]) -> tuple[list[Entry], list[Fragment], int]:
-    """Lay out one file: return its entries, its header as a fragment, and its size in bytes."""
+    """Lay out one file; return its catalog entries, its header as a fragment, and its size in bytes."""
     items = list(shard)
     names = [spec.name for spec, _ in items]
     by_type: dict[str, list[Sized]] = {}

@@ -1,13 +1,13 @@
 """The restricted pickle interpreter: it runs a pickle's opcodes, but never imports or calls anything.
 
-Python's own unpickler imports and calls the names in a pickle. This one has a table of names (`allowed`): a name in
-it becomes a `Global`, and calling that gives a description (`descriptors`). A pickle with any other name is refused.
-The number of opcodes, the memory and the size of numbers are limited, and there is no recursion. So any pickle costs at
-most the memory that it was granted.
+Python's own unpickler imports and calls the names in a pickle. This interpreter has a table of names (`allowed`): a
+name in the table becomes a `Global`, and a call of a `Global` becomes a description (see `descriptors`). A pickle that
+names any other class or function is refused. The number of opcodes, the memory and the size of numbers are limited, and
+there is no recursion. So reading a pickle costs at most the memory that it was granted.
 
-The opcodes of protocols 1 to 5 are supported, and of protocol 0 those that name globals. Opcodes that refer to objects
-outside of the pickle (extension codes, out-of-band buffers) are refused. Numbers as text come from
-`torch.save(pickle_protocol=1)` and from Python 2.
+The opcodes of protocols 1 to 5 are supported, and those of protocol 0 that name globals. Opcodes that refer to objects
+outside of the pickle (extension codes, out-of-band buffers) are refused. Numbers in text form occur in pickles of
+`torch.save(pickle_protocol=1)` and of Python 2.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _NESTED_CALLS = 8
 _SHOWN = 200
 _MAX_NAMES = 100
 _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-"""Module name in Python 2, which protocol 2 still writes -> name in Python 3."""
+"""Maps a module's name in Python 2, which protocol 2 still writes, to its name in Python 3."""
 
 PersistentId = Callable[[object], object]
-"""`persistent(pid)`: return the value for a persistent id; may raise PickleFault."""
+"""`persistent(pid)` returns the value for a persistent id; it may raise PickleFault."""
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -55,16 +55,16 @@ class Bounds(msgspec.Struct, frozen=True):
     size: int = 256 * _MIB
     """Maximum size of the pickle in bytes."""
     memory: int = 768 * _MIB
-    """Maximum estimated bytes of the objects that it builds."""
+    """Maximum estimated bytes of memory for the objects that the pickle builds."""
 
 
 class UnpickledValue(msgspec.Struct, frozen=True):
     """The result of reading a pickle."""
 
     value: Any
-    """The value: plain data and descriptors; parts may be shared, and may contain themselves."""
+    """The unpickled value: plain data and descriptors; parts may be shared, and may contain themselves."""
     end: int
-    """Position after its last byte."""
+    """Position in the data after the pickle's last byte."""
     protocol: int
     """Pickle protocol, 0 to 5; 0 if the pickle states none."""
 
@@ -87,15 +87,16 @@ def read_pickle(
         file: name of the file, for error messages.
         record: name of the pickle's record in the file, for error messages.
         start: position of the pickle in `data`.
-        complete: whether `data` is all of the file; if not, a pickle that continues beyond it raises PickleEnds.
+        complete: whether `data` extends to the end of the file; if not, a pickle that continues beyond `data` raises
+            PickleEnds.
         bounds: limits on size and memory; None: the defaults.
-        allowed: table of the names that the pickle may use.
-        persistent: resolves persistent ids.
+        allowed: table of the globals that the pickle may name.
+        persistent: function that resolves persistent ids.
 
     Raises:
-        Refused: UNSAFE_PICKLE that names each forbidden global; CORRUPT; UNSUPPORTED for buffers
-            outside of the pickle.
-        PickleEnds: see `complete`.
+        Refused: UNSAFE_PICKLE, which names each forbidden global; CORRUPT for a malformed pickle; UNSUPPORTED for
+            buffers outside of the pickle.
+        PickleEnds: if the pickle continues beyond `data`, see `complete`.
     """
     record_prefix = f"record {record}: " if record else ""
     machine = Machine(data, start, bounds or Bounds(), allowed, persistent)
@@ -128,11 +129,11 @@ class Machine:
 
     Attributes:
         begin: position of the current opcode.
-        at: position of the next byte.
-        unsafe: forbidden name -> position of its first use.
+        at: position of the next byte to read.
+        unsafe: maps each forbidden name to the position of its first use.
         protocol: protocol that the pickle states.
         budget: remaining estimated bytes of memory.
-        limit: position that the interpreter must not reach.
+        limit: position at which the readable data ends.
     """
 
     def __init__(self, data: bytes, start: int, bounds: Bounds, allowed: Names, persistent: PersistentId) -> None:
@@ -150,7 +151,7 @@ class Machine:
         self._nested = 0
 
     def charge(self, amount: int) -> None:
-        """Subtract estimated bytes from the budget.
+        """Subtract estimated bytes from the memory budget.
 
         Raises:
             PickleFault: CORRUPT if the budget is exceeded.
@@ -160,7 +161,7 @@ class Machine:
             raise malformed(_TOO_MUCH)
 
     def take(self, count: int) -> bytes:
-        """Return the next bytes."""
+        """Return the next bytes of the pickle."""
         if count < 0:
             raise malformed("a length is negative")
         end = self.at + count
@@ -172,7 +173,7 @@ class Machine:
         return data
 
     def octet(self) -> int:
-        """Return the next byte as a number."""
+        """Return the next byte of the pickle as a number."""
         value = self.data[self.at]
         self.at += 1
         return value
@@ -211,7 +212,7 @@ class Machine:
         return items
 
     def find(self, module: str, name: str) -> Any:
-        """Return the representation of a global; record a forbidden name in `unsafe`, and return a plain `Global`."""
+        """Return the value that represents a global; record a forbidden name in `unsafe`, and return a `Global`."""
         module = _PYTHON2.get(module, module)
         rule = self._allowed.get((module, name))
         if rule is None:
@@ -222,10 +223,10 @@ class Machine:
         return Global(module, name) if rule.value is NOTHING else rule.value
 
     def call(self, function: object, args: object, *, new: bool = False) -> Any:
-        """Return the result, or a description of the result, of calling a global.
+        """Return the result, or a description, of a call of a global.
 
         Raises:
-            PickleFault: CORRUPT if `function` is not a global, or cannot have these arguments.
+            PickleFault: CORRUPT if `function` is not a global, or cannot be called with these arguments.
         """
         if type(args) is not tuple:
             raise malformed(f"the arguments of a call are a {type(args).__name__}")
@@ -259,21 +260,22 @@ class Machine:
 Step = Callable[[Machine], None]
 _STEPS: list[Step | None] = [None] * 256
 _COSTS = [16] * 256
-"""Estimated bytes of memory for each opcode, without bytes that depend on lengths, which the opcode charges itself."""
+"""Estimated bytes of memory for each opcode, without bytes that depend on lengths, which the opcode itself
+subtracts."""
 _STOP = ord(".")
 _PROTOCOL = 5
 _OLDEST = "it uses the step {!r} of protocol 0, which no framework writes"
 _OBSOLETE = frozenset(b"FSVPpgldo")
 _MEMOIZED = frozenset({"BINPUT", "LONG_BINPUT", "MEMOIZE", "FRAME"})
 _LONGEST_INT = 512
-"""Maximum bytes of an integer; the largest in real files are the 128 bits of numpy's random generators."""
+"""Maximum bytes of an integer; the largest integers in real files are the 128 bits of numpy's random generators."""
 _LONGEST_NUMBER = 1300
 """Maximum characters of a number in text form."""
 _U16, _U32, _I32, _U64, _F64 = (struct.Struct(form) for form in ("<H", "<I", "<i", "<Q", ">d"))
 
 
 def _perform(machine: Machine) -> None:
-    """Run all opcodes of a pickle; leave the result on the stack.
+    """Run all opcodes of a pickle, which leave the result on the stack.
 
     Raises:
         PickleFault: for any fault; forbidden names are only recorded in `machine.unsafe`.
@@ -315,8 +317,8 @@ def _run(machine: Machine) -> None:
 
 
 def _record_names(machine: Machine) -> None:
-    """Record the globals in the rest of a refused pickle: forbidden names are a more important reason to refuse."""
-    stream = BytesIO(machine.data)  # the stream shares the bytes
+    """Record the globals in the rest of a refused pickle: a forbidden name is a more important reason to refuse it."""
+    stream = BytesIO(machine.data)  # the stream shares the bytes, without a copy
     stream.seek(machine.begin)
     texts: list[str] = []
     with suppress(ValueError, IndexError):
@@ -328,7 +330,7 @@ def _record_names(machine: Machine) -> None:
             if isinstance(argument, str):
                 texts.append(argument)
             elif opcode.name not in _MEMOIZED:
-                texts = []  # the opcode may push strings that are unknown here, such as those in the memo
+                texts = []  # the opcode may push strings whose text is unknown here, such as strings in the memo
 
 
 def _step(opcode: bytes, cost: int = 16) -> Callable[[Step], Step]:
@@ -344,7 +346,7 @@ def _constant(opcode: bytes, value: object) -> None:
     _step(opcode)(lambda m: m.stack.append(value))
 
 
-# Frames and marks.
+# Opcodes for frames and marks.
 
 
 @_step(b"\x80")
@@ -385,7 +387,7 @@ def _dup(m: Machine) -> None:
     m.stack.append(m.stack[-1])
 
 
-# Numbers and constants.
+# Opcodes for numbers and constants.
 
 _constant(b"N", None)
 _constant(b"\x88", True)
@@ -446,7 +448,7 @@ def _binfloat(m: Machine) -> None:
     m.stack.append(m.number(_F64))
 
 
-# Texts and bytes.
+# Opcodes for texts and bytes.
 
 
 @_step(b"T", 60)
@@ -460,7 +462,7 @@ def _short_binstring(m: Machine) -> None:
 
 
 def _python2(octets: bytes) -> str | bytes:
-    """Decode a string of Python 2; if it is not UTF-8, return its bytes."""
+    """Decode a string of Python 2; return its bytes if they are not UTF-8."""
     try:
         return octets.decode()
     except UnicodeDecodeError:
@@ -616,7 +618,7 @@ def _long_binget(m: Machine) -> None:
     m.stack.append(m.memo[m.number(_U32)])
 
 
-# Globals, calls and state.
+# Opcodes for globals, calls and state.
 
 
 @_step(b"c", 64)

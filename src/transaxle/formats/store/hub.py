@@ -1,12 +1,12 @@
 """Reads repositories of a Hugging Face hub at a fixed commit, by range requests.
 
-The revision is resolved to a commit when the repository is opened, and all later requests name the commit: a branch
-that moves meanwhile has no effect. The hub stores large files on other hosts, under signed addresses that are valid for
-about an hour: each is requested once per file, and again when it has expired.
+The revision is resolved to a commit when the repository is opened, and all later requests name the commit: it does not
+matter if a branch moves meanwhile. The hub stores large files on other hosts, under signed addresses that are valid for
+about an hour: an address is requested once per file, and again after it has expired.
 
-`huggingface_hub` provides the hub's address and the login; the requests are made here with httpx. (Its own file
-system has one client per process, which follows any redirect, even from https to http, reads responses
-of any length, accepts bytes of another range, and waits as long as a server says.)
+`huggingface_hub` provides the hub's address and the login; the requests are made here with httpx. (Its own file system
+has one client per process, which follows any redirect, even from https to http, reads responses of any length, accepts
+bytes of a wrong range, and waits as long as a server says.)ays.)
 
 - The token is sent only to the hub's own address: same scheme, host and port.
 - Redirects are followed only to http or https, and never from https to http.
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 _DEFAULT = "main"
 _MODELS = "models"
 _KINDS = (_MODELS, "datasets", "spaces")
-"""Kinds of repositories; `models` may be omitted in URLs."""
+"""Kinds of repositories on a hub; `models` may be omitted in URLs."""
 _OTHERS = ("buckets", "kernels")
-"""Other kinds of storage on a hub, which are not read."""
+"""Kinds of storage on a hub that this package does not read."""
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _FORM = re.compile(
     rf"(?P<repository>{_NAME}/{_NAME})(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]*))?(?:/(?P<inside>.*))?",
@@ -51,12 +51,12 @@ _HINT = "Write hf://OWNER/NAME, hf://OWNER/NAME@REVISION or hf://OWNER/NAME@REVI
 
 
 def is_commit(text: str) -> bool:
-    """Tell whether a string is a full commit hash."""
+    """Return whether a string is a full commit hash."""
     return _COMMIT.fullmatch(text) is not None
 
 
 class HubUrl(msgspec.Struct, frozen=True):
-    """A parsed `hf://` URL: a repository, a revision, and a path in it."""
+    """A parsed `hf://` URL: a repository, a revision, and a path inside the repository."""
 
     kind: str
     """Kind of repository: `models`, `datasets` or `spaces`."""
@@ -65,7 +65,7 @@ class HubUrl(msgspec.Struct, frozen=True):
     revision: str
     """Branch, tag or commit; `main` by default."""
     inside: str
-    """Path of a folder or file in the repository; empty for the whole repository."""
+    """Path of a folder or file inside the repository; empty for the whole repository."""
 
     @property
     def _prefix(self) -> str:
@@ -94,7 +94,7 @@ class HubUrl(msgspec.Struct, frozen=True):
         return f"{self.api}/revision/{quote(self.revision, safe='')}"
 
     def at(self, commit: str) -> str:
-        """Return the `hf://` URL of the same place at a commit."""
+        """Return the `hf://` URL with the commit as revision."""
         return f"{HUB}://{self._prefix}{self.repository}@{commit}{'/' if self.inside else ''}{self.inside}"
 
 
@@ -102,7 +102,7 @@ def parse_hub_url(url: str) -> HubUrl:
     """Parse an `hf://` URL.
 
     Raises:
-        Refused: UNSUPPORTED for a URL without a repository; PATH_ESCAPE for a path that leads out of it.
+        Refused: UNSUPPORTED for a URL without a repository; PATH_ESCAPE for a path that leads out of the repository.
     """
     body = url.partition("://")[2]
     first, _, rest_of_path = body.partition("/")
@@ -128,7 +128,7 @@ _MAX_SECONDS = 600.0
 """Maximum duration of one response in seconds."""
 _MAX_REDIRECTS = 10
 OF_FILE = ("X-Repo-Commit", "X-Linked-Size", "X-Linked-ETag")
-"""Response headers that identify a file: commit, size in bytes, hash."""
+"""Response headers that identify a file: its commit, size in bytes, and hash."""
 _AGAIN = frozenset({408, 429, 500, 502, 503, 504})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _RATE = re.compile(r";\s*r=0\b.*?;\s*t=([0-9]+)")
@@ -139,31 +139,31 @@ class Answer(msgspec.Struct, frozen=True):
     """A server's response."""
 
     status: int
-    """HTTP status code."""
+    """HTTP status code of the response."""
     headers: Mapping[str, str]
-    """Response headers; names are case-insensitive."""
+    """Headers of the response; header names are case-insensitive."""
     body: bytes
-    """Body of the response."""
+    """Body of the response, up to the permitted size."""
     url: str
     """URL of the response; it may be signed, so it is never shown in full."""
     had_token: bool
-    """Whether the request included the token."""
+    """Whether the request included the user's token."""
     message: str = ""
     """The server's error message, without secrets."""
     location: str | None = None
     """Target of a redirect that was not followed; None without a redirect."""
 
     def says(self, header: str) -> str:
-        """Return the value of a header; empty if it is missing."""
+        """Return the value of a response header; empty if the header is missing."""
         return self.headers.get(header, "")
 
 
 def redirect_target(url: str, location: str) -> str:
-    """Return the absolute address of a redirect's target.
+    """Return the absolute address to which a redirect leads.
 
     Args:
-        url: address that redirects.
-        location: the `Location` header, absolute or relative.
+        url: address that was requested.
+        location: the redirect's `Location` header, absolute or relative.
 
     Raises:
         StorageError: IO for a scheme other than http and https, or a redirect from https to http.
@@ -193,7 +193,7 @@ class HubRequests:
         shown: URL of the repository, for error messages.
 
     Raises:
-        Refused: UNSUPPORTED if a package is missing, the network is forbidden, or the hub's address is not http(s).
+        Refused: UNSUPPORTED if a package is missing, network access is forbidden, or the hub's address is not http(s).
     """
 
     def __init__(self, shown: str) -> None:
@@ -220,7 +220,7 @@ class HubRequests:
         self._data_timeout = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
 
     def is_home(self, url: str) -> bool:
-        """Tell whether a URL has the hub's scheme, host and port."""
+        """Return whether a URL has the hub's own scheme, host and port."""
         import httpx
 
         try:
@@ -232,13 +232,13 @@ class HubRequests:
         """Make a GET request, and follow redirects.
 
         Args:
-            url: the address.
+            url: address to request.
             file: name of the file, for error messages.
             max_bytes: maximum size of the response in bytes.
-            span: `(first byte, one past the last byte)`; None for the whole file.
+            span: `(first byte, offset after the last byte)` of the range; None for the whole file.
 
         Raises:
-            StorageError: IO.
+            StorageError: IO, if the request fails.
         """
         headers = {} if span is None else {"Range": f"bytes={span[0]}-{span[1] - 1}"}
         for _ in range(_MAX_REDIRECTS):
@@ -249,14 +249,14 @@ class HubRequests:
         raise refuse("IO", f"{_host(url)} redirects without end", file=file)
 
     def head(self, url: str, file: str) -> Answer:
-        """Make a HEAD request for a file; `location` of the response is the address of the file's bytes, if they are at
-        another address.
+        """Make a HEAD request for a file; the response's `location` is the address of the file's bytes, if it differs.
 
         Redirects (of a renamed repository, or from a mirror to the hub) are followed until a response identifies the
-        file.         Later redirects may lead to addresses that are signed for GET requests only.
+        file by its headers.         Redirects of that response are not followed, as they may lead to addresses signed
+        for GET requests only.
 
         Raises:
-            StorageError: IO.
+            StorageError: IO, if the request fails.
         """
         for _ in range(_MAX_REDIRECTS):
             answer = self._request("HEAD", url, {}, file, 0)
@@ -269,7 +269,7 @@ class HubRequests:
         """Make one request, and retry it after temporary failures."""
         for attempt in range(1, ATTEMPTS + 1):
             last = attempt == ATTEMPTS
-            # partly random, so that workers do not all retry at the same time
+            # the delay is partly random, so that workers do not all retry at the same time
             pause = 2 ** (attempt - 2) * (1 + random.random() / 4)
             try:
                 answer = self._request_once(method, url, headers, file, max_bytes)
@@ -329,7 +329,7 @@ class HubRequests:
 
 
 CLIENTS: dict[int, httpx.Client] = {}
-"""Process id -> HTTP client, shared by all repositories and threads, but not with forked processes."""
+"""Process id -> HTTP client, shared by all repositories and threads of a process, but not with forked processes."""
 
 
 def _client() -> httpx.Client:
@@ -340,7 +340,7 @@ def _client() -> httpx.Client:
 
 
 class _TemporaryError(Exception):
-    """A temporary failure, which may be retried."""
+    """Raised for a temporary failure, after which the request may be retried."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -367,7 +367,7 @@ def _without(token: str, text: str) -> str:
 
 
 def _read_body(response: httpx.Response, max_bytes: int, status: int, file: str) -> bytes:
-    """Read the raw body of a response; refuse one that is too long, or truncate it if it is an error response."""
+    """Read the raw body of a response; refuse a body that is too long, or truncate the body of an error response."""
     start, data = time.monotonic(), bytearray()
     if response.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
         raise refuse("IO", "the server compresses what was requested as it is", file=file, hint=RANGES)
@@ -385,7 +385,7 @@ def _read_body(response: httpx.Response, max_bytes: int, status: int, file: str)
 
 
 def _wait(answer: Answer) -> float:
-    """Return the delay in seconds that a server asks for before a retry; 0 without one."""
+    """Return the delay in seconds that a server asks for before a retry; 0 if it asks for none."""
     after = answer.says("Retry-After").strip()
     rate = _RATE.search(answer.says("RateLimit")) if answer.status == 429 else None
     return max(float(after) if after.isdecimal() else 0.0, float(rate[1]) if rate else 0.0)
@@ -408,8 +408,8 @@ def refusal(answer: Answer, place: HubUrl, endpoint: str, file: str) -> Transaxl
     """Return the error for an error response of the hub.
 
     Args:
-        answer: the response.
-        place: the URL that is read.
+        answer: the hub's response.
+        place: the URL that is being read.
         endpoint: address of the hub.
         file: name of the file, for the message.
     """
@@ -445,7 +445,7 @@ def refusal(answer: Answer, place: HubUrl, endpoint: str, file: str) -> Transaxl
 
 
 def refusal_elsewhere(answer: Answer, file: str) -> TransaxleError:
-    """Return the error for an error response of another host to which the hub redirected; otherwise as `refusal`."""
+    """Return the error for an error response of a host to which the hub redirected; arguments as in `refusal`."""
     message = f"the hub redirects to {urlsplit(answer.url).hostname}, which answers {answer.status}"
     return refuse("IO", message, file=file, hint="Run it again later. What the hub gives out is signed for some time.")
 
@@ -453,7 +453,8 @@ def refusal_elsewhere(answer: Answer, file: str) -> TransaxleError:
 _FOLDER = "directory"
 _LARGEST_PAGE = 16 << 20
 _LARGEST_WHOLE = 16 << 20
-"""Maximum size in bytes of a file for which a response may be the whole file instead of the requested range."""
+"""Maximum size in bytes of a file for which a response with the whole file instead of the requested range is
+accepted."""
 _MAX_PAGES = 100
 """Maximum number of pages of a listing; a page of the hub has a thousand files."""
 _NEXT = re.compile(r'<([^>]*)>\s*;\s*rel="?next"?')
@@ -491,17 +492,18 @@ class HubService:
     """The repository of one URL, at one commit (see `service.Readable`).
 
     Args:
-        url: `hf://OWNER/NAME`, with a revision and a folder or file if wanted.
+        url: `hf://OWNER/NAME`, optionally with a revision and with a folder or file.
 
     Raises:
-        Refused: UNSUPPORTED if the URL names no repository, or the network is forbidden; PATH_ESCAPE.
+        Refused: UNSUPPORTED if the URL names no repository, or network access is forbidden; PATH_ESCAPE if its path
+            leads out of the repository.
         StorageError: IO if the repository does not exist, this user has no access, or the hub cannot be reached.
     """
 
     scheme = HUB
-    """Scheme of the URLs, `hf`."""
+    """URL scheme of hubs, `hf`."""
     pinned = True
-    """The content of a commit never changes."""
+    """True, since the content of a commit never changes."""
 
     def __init__(self, url: str) -> None:
         self._place = parse_hub_url(url)
@@ -519,25 +521,25 @@ class HubService:
             raise refuse("CORRUPT", message, file=url)
         self._commit = revision.sha
         self.shown = self._place.at(self._commit)
-        """The URL, at the resolved commit."""
+        """The URL with the resolved commit as revision."""
         self.path = f"/{self._place.inside}" if self._place.inside else ""
         """Path of the URL in the repository, with a leading `/`; empty for the whole repository."""
 
     def info(self, path: str, file: str) -> Info | None:
-        """Return the listing's information on a file or folder; None if it does not exist.
+        """Return the listing's information on a file or folder; None if the path does not exist.
 
         Raises:
-            StorageError: IO.
+            StorageError: IO, if the hub cannot be read.
         """
         if not path:
             return {"name": path, "type": _FOLDER}
         return self._list(path.rpartition("/")[0], file).get(path)
 
     def members(self, path: str, file: str) -> list[Info]:
-        """Return the direct contents of a folder; empty if it does not exist.
+        """Return the direct contents of a folder; empty if the folder does not exist.
 
         Raises:
-            StorageError: IO.
+            StorageError: IO, if the hub cannot be read.
         """
         return list(self._list(path, file).values())
 
@@ -545,8 +547,8 @@ class HubService:
         """Return a range of a file's bytes.
 
         Raises:
-            Refused: CORRUPT if it is not the listed file.
-            StorageError: IO.
+            Refused: CORRUPT if the file at the address is not the listed file.
+            StorageError: IO, if the hub cannot be read.
         """
         if start >= stop:
             return b""
@@ -565,7 +567,7 @@ class HubService:
         return self._check_range(answer, start, stop, size, file)
 
     def _locate(self, path: str, info: Info, file: str) -> str:
-        """Return the address of a file's bytes, after checking that it is the listed file."""
+        """Return the address of a file's bytes, after checking that the response describes the listed file."""
         address = self._requests.endpoint + self._place.file(self._commit, path.removeprefix("/"))
         answer = self._requests.head(address, file)
         if answer.location is None:
@@ -624,7 +626,7 @@ class HubService:
         raise refuse("UNSUPPORTED", f"the folder has more than {_MAX_PAGES:,} pages of files", file=file)
 
     def _require_success(self, answer: Answer, file: str) -> Answer:
-        """Return a successful response; raise the error for any other."""
+        """Return a successful response; raise the error for any other response."""
         if answer.status not in (200, 206):
             if self._requests.is_home(answer.url):
                 raise refusal(answer, self._place, self._requests.endpoint, file)

@@ -1,18 +1,20 @@
-"""The place of a target checkpoint: whether its present contents may be replaced, and the atomic move into place.
+"""The place where a checkpoint is to be written: whether its present contents may be replaced, and the atomic
+replacement.
 
-A target is a folder or, if its name has the ending of a tensor file, one file. While needed it has two hidden
-neighbours: `.<name>.transaxle-partial`, the work in progress, and `.<name>.transaxle-old`, the replaced
-checkpoint, for an instant on file systems that cannot exchange two names.
+A target is a folder or, if its name ends like that of a tensor file, a single file. While needed it has two hidden
+neighbours: `.<name>.transaxle-partial`, the work in progress, and `.<name>.transaxle-old`, the replaced checkpoint,
+needed for an instant on file systems that cannot exchange two names.systems that cannot exchange two names.
 
-A folder with weights may also contain notes, adapters or a `.git`. Replacing a checkpoint deletes only the files of
-the checkpoint: unchanged files that our manifest lists, and files with names that frameworks write. Sub-folders are
-entered only if a format has them. All other files are foreign, and are reported before anything is deleted.
+A folder with weights may also contain the user's notes, adapters or a `.git`. Replacing a checkpoint deletes only the
+files of the
+checkpoint: unchanged files that Transaxle's manifest lists, and files with names that frameworks write. Sub-folders are
+entered only if a format uses them. All other files are foreign, and are reported before any file is deleted.
 
 Python lacks three Linux calls, which are here, with fallbacks for systems and file systems without them: reserving
 space for a file before it is written, so that a full disk is noticed before the work and not during it
 (`os.posix_fallocate` does not help: where the file system cannot reserve, it writes to every block instead); renaming
-only if the target does not exist; and exchanging two names atomically, so that there is no moment without the old or
-the new checkpoint.
+only if the target does not exist; and exchanging two names atomically, so that at every moment the old or the new
+checkpoint is in place.
 """
 
 from __future__ import annotations
@@ -55,19 +57,19 @@ from transaxle.formats.store.service import FILE, Service
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
 _IN_MEMORY = frozenset({0x01021994, 0x858458F6})
-"""Type numbers in `statfs` of the in-memory file systems tmpfs and ramfs."""
+"""Numbers that `statfs` returns as type of the in-memory file systems tmpfs and ramfs."""
 _STATFS = 256
-"""Size in bytes of a buffer for `statfs`, large enough for every Linux; its first word is the type."""
+"""Size in bytes of a buffer for `statfs`, large enough for every Linux; the buffer's first word is the type."""
 _NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY})
 
 
 def reserve(fd: int, size: int) -> bool:
-    """Reserve disk space for the first `size` bytes of an open file; return False if impossible or pointless.
+    """Reserve disk space for the first `size` bytes of an open file; return False if that is impossible or pointless.
 
-    For an in-memory file system it is pointless: one thread would allocate all pages before the workers begin.
+    Reserving is pointless on an in-memory file system: one thread would allocate all pages before the workers begin.
 
     Raises:
-        OSError: ENOSPC, EFBIG, EIO, ….
+        OSError: ENOSPC, EFBIG, EIO and so on, if the system cannot reserve the space.
     """
     if _is_in_memory(fd):
         return False
@@ -82,10 +84,10 @@ def _is_in_memory(fd: int) -> bool:
 
 
 def rename_new(old: str, new: str) -> None:
-    """Rename to a name that does not exist yet.
+    """Rename a file or folder to a name that does not exist yet.
 
-    Where the file system cannot check and rename in one step, another process that creates the name in between loses
-    a file or an empty folder.
+    Where the file system cannot check and rename in one step, a file or empty folder that another process creates in
+    between is lost.
 
     Raises:
         FileExistsError: if the new name exists.
@@ -99,7 +101,7 @@ def rename_new(old: str, new: str) -> None:
 
 
 def exchange(first: str, second: str) -> bool:
-    """Exchange two existing names atomically; return False if the file system cannot.
+    """Exchange two existing names atomically; return False if the file system does not support it.
 
     Raises:
         OSError: for any other failure.
@@ -117,7 +119,7 @@ def _renameat2(old: str, new: str, flags: int) -> bool:
 
 @cache
 def _linux(name: str, *types: type) -> Callable[..., int] | None:
-    """Return a function of Linux's C library; None if it does not exist."""
+    """Return a function of Linux's C library; None if the library does not have it."""
     if sys.platform != "linux":
         return None
     try:
@@ -129,7 +131,7 @@ def _linux(name: str, *types: type) -> Callable[..., int] | None:
 
 
 def _call_succeeds(call: Callable[[], int]) -> bool:
-    """Call a C function; return True if it worked, False if it is not supported; raise OSError for any other
+    """Call a C function; return True if it succeeded, False if it is not supported; raise OSError for any other
     failure.
     """
     while call() != 0:
@@ -154,7 +156,7 @@ _BESIDE = frozenset({
 _LONGEST_TAG = 4096
 _LONGEST_MANIFEST = 1 << 30
 _COMPARED = 64 << 20
-"""Maximum size in bytes of a file whose content is compared with the manifest."""
+"""Maximum size in bytes of a file whose content is compared with its hash in the manifest."""
 _SHOWN = 8
 _WAY_OUT = f'--overwrite={EVERYTHING} (overwrite="{EVERYTHING}").'
 ELSEWHERE = "Choose another place."
@@ -162,22 +164,20 @@ _HEAD = 16
 
 
 class ReplaceableFolder(Protocol):
-    """A folder that may be replaced, local or remote."""
+    """Interface of a folder, local or remote, that may be replaced by a new checkpoint."""
 
     def top(self) -> Mapping[str, EntryKind]:
-        """Return the direct contents: name -> kind."""
+        """Return the direct contents of the folder: name -> kind."""
 
     def inside(self, name: str) -> Iterable[str]:
-        """Return the paths of all files below a sub-folder, `a/b/c`; paths of other members than regular files end in
-        `/`.
-        """
+        """Return the paths of all files below a sub-folder, `a/b/c`; a path that is no regular file ends in `/`."""
 
     def read(self, name: str, max_bytes: int) -> bytes | None:
-        """Return the bytes of a file; None if it has more than `max_bytes`."""
+        """Return the bytes of a file; None if the file has more than `max_bytes`."""
 
 
 class _ListedFile(msgspec.Struct):
-    """The manifest's record of a file."""
+    """The record of one file in a manifest."""
 
     size: int
     head: int
@@ -191,17 +191,17 @@ class _ManifestFiles(msgspec.Struct):
 
 
 def several_files(target: str) -> TransaxleError:
-    """Return the refusal to write several files to a single-file target."""
+    """Return the refusal of several files for a target that is a single file."""
     return refuse(
         "UNSUPPORTED", "the target is a single file, but several are to be written", file=target, hint="Give a folder."
     )
 
 
 def irreplaceable(folder: ReplaceableFolder, overwrite: Overwrite) -> tuple[str, str]:
-    """Return `(reason, hint)` why a folder must not be replaced; two empty strings if it may be.
+    """Return `(reason, hint)` why a folder must not be replaced; two empty strings if it may be replaced.
 
     Raises:
-        StorageError: IO.
+        StorageError: IO, if the folder cannot be read.
     """
     top = folder.top()
     if not top:
@@ -220,11 +220,11 @@ def irreplaceable(folder: ReplaceableFolder, overwrite: Overwrite) -> tuple[str,
 
 
 def when_kept(reason: str, hint: str) -> tuple[str, str]:
-    """Return the end of an error message about an existing target, and its hint, for a run without overwriting.
+    """Return the end of the error about an existing target, and its hint, for a run without `--overwrite`.
 
     Args:
-        reason: why overwriting would be refused too; empty if it would not be.
-        hint: hint for that reason.
+        reason: why overwriting would be refused too; empty if overwriting would be allowed.
+        hint: the hint that belongs to `reason`.
     """
     if not reason:
         return "", "Choose another place, or replace it with --overwrite (overwrite=True)."
@@ -235,10 +235,11 @@ def foreign_files(folder: ReplaceableFolder) -> list[str]:
     """Return the files of a folder that do not belong to a checkpoint; names of sub-folders end in `/`.
 
     Raises:
-        StorageError: IO.
+        StorageError: IO, if the folder cannot be read.
     """
     unknown = _unknown_to(builtin().values(), folder)
-    # Files unknown to the built-in formats may belong to a plugin format; plugins are loaded only then.
+    # Files unknown to the built-in formats may belong to a plugin format; plugins are loaded only if there are such
+    # files.
     return _unknown_to(every_format(), folder) if unknown and plugin_formats() else unknown
 
 
@@ -277,13 +278,13 @@ def _is_of(kind: Format, path: str) -> bool:
 
 
 def _tag(folder: ReplaceableFolder, name: str) -> str:
-    """Return the sub-folder that a tag file names; empty without a valid name."""
+    """Return the sub-folder that a tag file names; empty if the name in it is invalid."""
     tag = (folder.read(name, _LONGEST_TAG) or b"").decode("utf-8", "replace").strip()
     return tag if is_plain(tag) else ""
 
 
 def _manifest_files(folder: ReplaceableFolder) -> Mapping[str, _ListedFile]:
-    """Return name -> record of the files in the manifest; empty if the manifest cannot be read."""
+    """Return the manifest's records of files, by name; empty if the manifest cannot be read."""
     text = folder.read(MANIFEST, _LONGEST_MANIFEST)
     try:
         return {} if text is None else parse_json_as(text, _ManifestFiles).files
@@ -292,7 +293,7 @@ def _manifest_files(folder: ReplaceableFolder) -> Mapping[str, _ListedFile]:
 
 
 def _is_unchanged(folder: ReplaceableFolder, name: str, record: _ListedFile) -> bool:
-    """Tell whether a file still has its recorded content; an edited file is the user's."""
+    """Tell whether a file still has the content recorded in the manifest; a file edited since then is the user's."""
     if record.head != record.size or record.size > _COMPARED:
         return True
     data = folder.read(name, record.size)
@@ -300,7 +301,7 @@ def _is_unchanged(folder: ReplaceableFolder, name: str, record: _ListedFile) -> 
 
 
 class LocalFolder:
-    """A local folder.
+    """A local folder that may be replaced.
 
     Args:
         path: path of the folder.
@@ -310,12 +311,12 @@ class LocalFolder:
         self._path = path
 
     def top(self) -> Mapping[str, EntryKind]:
-        """See `ReplaceableFolder`; a link counts as a file, since removing it does not affect its target."""
+        """Return the direct contents; a symbolic link counts as a file, as removing it does not affect its target."""
         with os.scandir(self._path) as entries:
             return {entry.name: _kind(entry) for entry in entries}
 
     def inside(self, name: str) -> Iterator[str]:
-        """See `ReplaceableFolder`."""
+        """Return the paths of all files below a sub-folder; see `ReplaceableFolder.inside`."""
         with os.scandir(self._path / name) as entries:
             contents = sorted((entry.name, _kind(entry)) for entry in entries)
         if not contents:
@@ -327,7 +328,7 @@ class LocalFolder:
                 yield f"{name}/{child}" + "/" * (kind == "special")
 
     def read(self, name: str, max_bytes: int) -> bytes | None:
-        """See `ReplaceableFolder`."""
+        """Return the bytes of a file; see `ReplaceableFolder.read`."""
         path = self._path / name
         if not path.is_file() or path.stat().st_size > max_bytes:
             return None
@@ -336,17 +337,17 @@ class LocalFolder:
 
 
 class RemoteFolder:
-    """A folder on a remote service.
+    """A folder on a remote service that may be replaced.
 
     Args:
-        service: the service; its path is the folder.
+        service: storage service whose path is the folder.
     """
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def top(self) -> Mapping[str, EntryKind]:
-        """See `ReplaceableFolder`."""
+        """Return the direct contents of the folder; see `ReplaceableFolder.top`."""
         contents: dict[str, EntryKind] = {}
         for member in self._service.members(self._service.path, self._service.shown):
             name = str(member["name"]).rstrip("/").rpartition("/")[2]
@@ -355,12 +356,12 @@ class RemoteFolder:
         return contents
 
     def inside(self, name: str) -> list[str]:
-        """See `ReplaceableFolder`."""
+        """Return the paths of all files below a sub-folder; see `ReplaceableFolder.inside`."""
         start = f"{self._service.path}/"
         return [path.removeprefix(start) for path in self._service.below(f"{start}{name}", name)]
 
     def read(self, name: str, max_bytes: int) -> bytes | None:
-        """See `ReplaceableFolder`."""
+        """Return the bytes of a file; see `ReplaceableFolder.read`."""
         path = f"{self._service.path}/{name}"
         info = self._service.info(path, name)
         size = None if info is None else info.get("size")
@@ -370,11 +371,11 @@ class RemoteFolder:
 
 
 def irreplaceable_file(name: str, head: bytes, overwrite: Overwrite) -> tuple[str, str]:
-    """Return `(reason, hint)` why a file must not be replaced; like `irreplaceable` for a folder.
+    """Return `(reason, hint)` why a single file must not be replaced; see `irreplaceable`.
 
     Args:
         name: name of the file.
-        head: its first bytes, from `head_of` or `remote_head_of`.
+        head: the file's first bytes, from `head_of` or `remote_head_of`.
         overwrite: the user's `overwrite` option.
     """
     if overwrite == EVERYTHING or has_right_signature(name, head):
@@ -389,7 +390,7 @@ def head_of(path: Path) -> bytes:
 
 
 def remote_head_of(service: Service, size: int) -> bytes:
-    """Return the first bytes of the remote file of `size` bytes at the service's path."""
+    """Return the first bytes of the remote file at the service's path; `size` is the file's size."""
     return service.fetch(service.path, 0, min(size, _HEAD), service.shown) if size else b""
 
 
@@ -401,15 +402,15 @@ def _kind(entry: os.DirEntry[str]) -> EntryKind:
 
 
 PARTIAL, OLD = "partial", "old"
-"""Suffixes of the two hidden neighbours."""
+"""Suffixes of the two hidden neighbours of a target."""
 
 
 OURS = re.compile(rf"\.(.+)\.transaxle-({PARTIAL}|{OLD})", re.DOTALL)
-"""Pattern for the name of a hidden neighbour; its groups are the target's name and the suffix."""
+"""Pattern for the name of a hidden neighbour; its groups match the target's name and the suffix."""
 
 
 _LONGEST = 200
-"""Maximum bytes of a target's name, so that with our suffix it fits into the file systems' 255 bytes."""
+"""Maximum bytes of a target's name, so that with a suffix it has at most 255 bytes, the limit of file systems."""
 
 
 _EXISTS = "the target already exists"
@@ -420,30 +421,31 @@ that describes the work items.
 
 
 class TargetPlace:
-    """The place of a checkpoint to be written.
+    """The place of a checkpoint that is to be written.
 
     Args:
-        target: the path as the user typed it; a link is followed, so that its target is replaced, not the link.
-        overwrite: whether an existing checkpoint may be replaced; `everything`: with all other files in its folder.
+        target: the path as the user typed it; a symbolic link is followed, so that the target of the link is replaced.
+        overwrite: whether an existing checkpoint may be replaced; `everything`: together with all other files in the
+            folder.
 
     Raises:
         UsageError: EXISTS for the root of the file system; AMBIGUOUS for an invalid `overwrite`.
         Refused: NAME_COLLISION for a name that is reserved for hidden neighbours.
-        StorageError: IO if it is not a path, or its parent folder is missing.
+        StorageError: IO if the target is not a valid path, or its parent folder is missing.
     """
 
     def __init__(self, target: str | os.PathLike[str], *, overwrite: Overwrite) -> None:
         self.typed = os.fspath(target)
-        """The path as the user typed it."""
+        """The target's path as the user typed it."""
         if not self.typed or "\0" in self.typed:
             raise refuse("IO", f"{self.typed!r} is not a path", file=self.typed)
         try:
             self.target = Path(os.path.realpath(self.typed))
-            """Path of the target, without links."""
+            """Path of the target, without symbolic links."""
             is_file = is_one_file(self.typed) and not self.target.is_dir()
             has_parent = self.target.parent.is_dir()
             with suppress(FileNotFoundError):
-                self.target.lstat()  # raises now, not after the work, if the name is too long
+                self.target.lstat()  # this raises now, not after the work, if the name is too long
         except OSError as error:
             raise storage_error(error, "reading its status", self.typed) from error
         if not self.target.name:
@@ -460,23 +462,25 @@ class TargetPlace:
             raise refuse("IO", message, file=self.typed, hint=hint, system=FileNotFoundError)
         self._overwrite = read_overwrite(overwrite)
         self.single = self.target.name if is_file else None
-        """Name of the file to write; None for a folder."""
+        """Name of the file to write; None if the target is a folder."""
         self.partial = neighbour(self.target, PARTIAL)
-        """Folder for the work in progress."""
+        """Hidden folder for the work in progress."""
         self.old = neighbour(self.target, OLD)
-        """Folder for the replaced checkpoint."""
+        """Hidden folder for the replaced checkpoint."""
 
     def check(self, leftover_hint: str = "") -> None:
-        """Check that a checkpoint may be put here; a folder is replaced only if it is empty or contains a checkpoint.
+        """Check that a checkpoint may be written here; a folder is replaced only if it is empty or contains a
+        checkpoint.
 
-        The user can override this with `everything`. By default, a typing error in the path must not cost a project.
+        The user can override this check with `everything`. By default, a typing error in the path must not delete a
+        project.
 
         Args:
             leftover_hint: text about leftovers next to the target, for the error message.
 
         Raises:
-            UsageError: EXISTS.
-            StorageError: IO if it cannot be examined.
+            UsageError: EXISTS, if the target may not be replaced.
+            StorageError: IO if the target cannot be examined.
         """
         if not os.path.lexists(self.typed if not self._overwrite else self.target):
             return
@@ -486,7 +490,7 @@ class TargetPlace:
         self._refuse(*self._irreplaceable(self._overwrite))
 
     def recover(self) -> None:
-        """Put back the old checkpoint that a run moved aside before it was killed."""
+        """Move back the old checkpoint that a run moved aside before it was killed."""
         try:
             if os.path.lexists(self.old):
                 if os.path.lexists(self.target):
@@ -499,18 +503,18 @@ class TargetPlace:
 
     @property
     def replaced(self) -> Path | None:
-        """Path that a commit would replace; None if nothing is there."""
+        """Path that a commit would replace; None if there is none."""
         return next((path for path in (self.target, self.old) if os.path.lexists(path)), None)
 
     @property
     def moved_aside(self) -> bool:
-        """Whether `recover` will put back an old checkpoint."""
+        """Whether `recover` will move back an old checkpoint."""
         return os.path.lexists(self.old) and not os.path.lexists(self.target)
 
     def foresee(self) -> None:
-        """Raise what `recover` and `check` would raise, without changing anything.
+        """Raise the errors that `recover` and `check` would raise, without changing anything.
 
-        Raises as `check`.
+        Raises the errors of `check`.
         """
         if not self.moved_aside:
             partial_exists = os.path.lexists(self.partial)
@@ -528,24 +532,25 @@ class TargetPlace:
         """Check that files can be created next to the target.
 
         Raises:
-            OSError: EROFS, EACCES.
+            OSError: EROFS or EACCES, if files cannot be created.
         """
         folder = self.target.parent
-        by_effect = os.geteuid() != os.getuid()  # if the ids are equal, the plain system call is more reliable
+        by_effect = os.geteuid() != os.getuid()  # with equal ids, the plain system call is more reliable
         if not os.access(folder, os.W_OK | os.X_OK, effective_ids=by_effect):
             read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
             number = errno.EROFS if read_only else errno.EACCES
             raise OSError(number, os.strerror(number))
 
     def publish(self, work: Path) -> None:
-        """Move the finished work to the target. Afterwards a replaced folder is in a hidden neighbour; see `sweep`.
+        """Move the finished work to the target. Afterwards a replaced folder has the name of a hidden neighbour; see
+        `sweep`.
 
         Args:
-            work: `partial`, or the single file in it, with its final access rights.
+            work: path of the finished work: `partial`, or the single file in it, with its final access rights.
 
         Raises:
             UsageError: EXISTS if the target appeared in the meantime.
-            StorageError: IO.
+            StorageError: IO, if the rename fails.
         """
         try:
             if self.single:
@@ -559,7 +564,7 @@ class TargetPlace:
             raise storage_error(error, "moving the finished checkpoint into place", self.typed) from error
 
     def sweep(self) -> None:
-        """Remove the hidden neighbours: abandoned work, or a replaced checkpoint. Failures are ignored."""
+        """Remove the hidden neighbours (abandoned work, or a replaced checkpoint); failures are ignored."""
         shutil.rmtree(self.partial, ignore_errors=True)
         if os.path.lexists(self.target):
             shutil.rmtree(self.old, ignore_errors=True)
@@ -569,10 +574,10 @@ class TargetPlace:
             raise refuse("EXISTS", f"the target is not replaced: {reason}", file=self.typed, hint=hint)
 
     def _if_overwritten(self, look: Callable[[Overwrite], tuple[str, str]]) -> tuple[str, str]:
-        """Return the end of a message and a hint; they say whether `--overwrite` would help.
+        """Return the end of a message and a hint; both say whether `--overwrite` would help.
 
         Args:
-            look: returns why a target must stay, as `irreplaceable` does.
+            look: function that returns why a target must not be replaced, as `irreplaceable` does.
         """
         try:
             return when_kept(*look(True))
@@ -580,9 +585,9 @@ class TargetPlace:
             return when_kept("it cannot be examined", ELSEWHERE)
 
     def _irreplaceable(self, overwrite: Overwrite) -> tuple[str, str]:
-        """Return `(reason, hint)` why an existing target must not be replaced; two empty strings if it may be."""
+        """Return `(reason, hint)` why an existing target must not be replaced; two empty strings if it may."""
         try:
-            if not os.path.lexists(self.target):  # a dangling link
+            if not os.path.lexists(self.target):  # a symbolic link without a target
                 return "", ""
             mode = os.lstat(self.target).st_mode
             if self.single:
@@ -616,8 +621,8 @@ class TargetPlace:
                 exchange(str(work), str(self.target))
                 raise
         else:
-            # Not atomic, as there are two renames. If the run is killed between them, `recover` puts the old checkpoint
-            # back.
+            # The replacement is not atomic, as it takes two renames. If the run is killed between the two renames,
+            # `recover` moves the old checkpoint back.
             self.target.rename(self.old)
             try:
                 self._refuse(*irreplaceable(LocalFolder(self.old), self._overwrite))
@@ -628,11 +633,11 @@ class TargetPlace:
 
 
 def neighbour(target: Path, ending: str) -> Path:
-    """Return a hidden neighbour of a target.
+    """Return the path of a hidden neighbour of a target.
 
     Args:
-        target: path of the target, without links.
-        ending: `PARTIAL` or `OLD`.
+        target: path of the target, without symbolic links.
+        ending: suffix of the neighbour, `PARTIAL` or `OLD`.
     """
     name = target.name
     if len(os.fsencode(name)) > _LONGEST:
@@ -643,10 +648,10 @@ def neighbour(target: Path, ending: str) -> Path:
 
 
 def make_durable(folder: Path) -> None:
-    """Write a folder's directory entries to the disk, on file systems that can.
+    """Write a folder's directory entries to the disk, on file systems that support it.
 
     Raises:
-        StorageError: IO.
+        StorageError: IO, if the sync fails.
     """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,13 +1,15 @@
-"""An upload whose files several workers send; a driver begins and commits it, perhaps in different processes.
+"""An upload whose files several workers send; a driver process begins the upload, and the same or a later driver
+commits it.
 
-The driver begins a multipart upload for each file that workers write, and records this in an object next to the target.
-Each file has one worker, which sends its parts and writes a result there. The driver compares the results with the
-parts that the service has, and completes the uploads in the order of `Upload`. Before that it records the commit: a run
-that resumes after a crash recognises the files that are already visible by their tags, and continues.
+The driver begins a multipart upload for each file that workers write, and records the uploads in an object next to the
+target. Each file has one worker, which sends the file's parts and writes its result next to the target. The driver
+compares the results with the parts that the service has, and completes the uploads in the same order as `Upload`.
+Before that it records the commit, so that a run that resumes after a crash can recognise by their tags the files that
+are already visible, and continue.
 
-A worker's bytes may come in any order and from several threads. A part is sent when it is full, by separate threads,
-while the next part is filled. A part that a killed worker has sent already, with an ETag that is the MD5 sum of these
-bytes, is not sent again.
+A worker's bytes may come in any order and from several threads. A full part is sent by separate threads while the next
+part is filled. A part that a killed worker has sent already is not sent again if its ETag is the MD5 sum of the part's
+bytes.
 """
 
 from __future__ import annotations
@@ -53,22 +55,22 @@ class SharedUpload(Upload):
     """A checkpoint that several workers write under a URL; used like `Staging`.
 
     Args:
-        target: URL of a folder or a file.
-        overwrite: as for `Upload`.
+        target: URL of the target folder or file.
+        overwrite: replace an existing checkpoint; see `Upload`.
         resume: continue an earlier run's upload, and keep this run's work if it fails too. Without `resume`, an earlier
-            upload is refused, since its run may still be active.
-        part: usual size of a part in bytes.
+            upload is refused, since the run that began it may still be active.
+        part: usual size in bytes of a part; the last part may be smaller.
 
-    Raises:
-        UsageError, Refused, StorageError: as `Upload`; UNSUPPORTED for services whose uploads belong to one process.
+    Raises: UsageError, Refused, StorageError as in `Upload`; UNSUPPORTED for a service on which an upload belongs to
+        one process.
     """
 
     def __init__(self, target: str, *, overwrite: Overwrite = False, resume: bool = False, part: int = PART) -> None:
         super().__init__(target, overwrite=overwrite, part=part)
         self.calls: S3Multipart = multipart(self._service)
-        """Multipart calls of the service."""
+        """The multipart calls of the service."""
         self.hidden = HiddenObjects(self._service, self.calls)
-        """Objects next to the target that record the upload."""
+        """The objects next to the target that record the upload."""
         self._resume = resume
         self._record: UploadRecord | None = None
         self._sizes: Mapping[str, int] = {}
@@ -80,25 +82,25 @@ class SharedUpload(Upload):
 
     @property
     def record(self) -> UploadRecord:
-        """Record of the upload; ValueError before `begin_or_continue`."""
+        """Record of the upload; raises ValueError before `begin_or_continue`."""
         if self._record is None:
             raise ValueError("nothing has begun")
         return self._record
 
     def share(self) -> None:
-        """See `Staging.share`; a service needs nothing here."""
+        """Do nothing, as a service needs no lock; see `Staging.share`."""
 
     def take_back(self) -> None:
-        """See `Staging.take_back`; a service needs nothing here, as late workers send equal parts."""
+        """Do nothing, as late workers send equal parts; see `Staging.take_back`."""
 
     def _check(self, info: Info | None) -> None:
-        """Accept files that an interrupted commit of this work has made visible; otherwise as `Upload`."""
+        """Accept files that an interrupted commit of this work made visible; check all other files as `Upload` does."""
         if info is not None and self._resume and not self._overwrite and self._is_ours(info):
             return
         super()._check(info)
 
     def _is_ours(self, info: Info) -> bool:
-        """Tell whether the interrupted commit made all files at the target visible."""
+        """Return whether the interrupted commit made all files at the target visible."""
         self._interrupted_record = self._interrupted_record or self._interrupted_commit()
         if self._interrupted_record is None:
             return False
@@ -115,7 +117,7 @@ class SharedUpload(Upload):
         return commit if begun is not None and commit is not None and commit.token == begun.token else None
 
     def was_committed(self, name: str) -> bool:
-        """Tell whether the interrupted commit has made a file visible, by its ETag."""
+        """Return whether the interrupted commit has made a file visible, to judge by the file's ETag."""
         tags = {} if self._interrupted_record is None else self._interrupted_record.tags
         tag = tags.get(name) or (next(iter(tags.values()), "") if self._single else "")
         return bool(tag) and self._tag_of(name) == tag
@@ -125,17 +127,17 @@ class SharedUpload(Upload):
         return "" if info is None else str(info.get("ETag", "")).strip('"')
 
     def begin_or_continue(self, sizes: Mapping[str, int], task: str, division: str = "", items: int = 0) -> None:
-        """Begin the uploads, or continue those of an earlier run.
+        """Begin the uploads of all files, or continue the uploads of an earlier run.
 
         Args:
-            sizes: file -> size in bytes, for all files that workers write.
+            sizes: maps each file that workers write to its size in bytes.
             task: the conversion, as text.
-            division: hash of the assignment of files to work items.
+            division: hash of the division of the files into work items.
             items: number of work items.
 
         Raises:
-            UsageError: EXISTS for an upload of other work, or without `resume`.
-            StorageError: IO.
+            UsageError: EXISTS if there is an upload of different work, or any upload without `resume`.
+            StorageError: IO, if the service fails or refuses.
         """
         self._sizes = sizes
         if self._single and len(sizes) > 1:
@@ -156,7 +158,7 @@ class SharedUpload(Upload):
             places = {file: self._place(file) for file in sizes}
             token = secrets.token_hex(8)
             record = UploadRecord(token=token, task=task, division=division, uploads={}, places=places, items=items)
-            self._claim(record)  # recorded before the uploads begin: a killed run must not leave unknown uploads
+            self._claim(record)  # before the uploads begin: a killed run must not leave unknown uploads
             self._stored = {file: {} for file in sizes}
             try:
                 self._record = self._with_uploads(record, sizes)
@@ -169,19 +171,19 @@ class SharedUpload(Upload):
         else:
             self._record = record
             self._interrupted_record = self._interrupted_commit()
-            with suppress(TransaxleError):  # the credentials may not permit listing uploads
+            with suppress(TransaxleError):  # the service may forbid these credentials to list uploads
                 self._remove_unnamed(record)
             self._record = self._with_uploads(msgspec.structs.replace(record, continued=True), self.look_again())
 
     def _claim(self, record: UploadRecord) -> None:
-        """Write the record of the upload, unless another run has done so meanwhile."""
+        """Write the record of the upload, unless another run has written one meanwhile."""
         try:
             self.hidden.begin(record, new=True)
         except TransaxleError as error:
             raise _refuse_unfinished(self._shown) if error.code == "EXISTS" else error from None
 
     def _with_uploads(self, record: UploadRecord, files: Iterable[str]) -> UploadRecord:
-        """Begin uploads of files, and add them to the record."""
+        """Begin uploads of files, and add these uploads to the record."""
         uploads = self._uploads(files)
         record = msgspec.structs.replace(record, uploads={**record.uploads, **uploads})
         try:
@@ -192,9 +194,10 @@ class SharedUpload(Upload):
         return record
 
     def _remove_unnamed(self, record: UploadRecord) -> None:
-        """Remove uploads of the record's files that are not in the record: the run was killed, or lost the response.
+        """Remove uploads of the record's files that are not in the record, because their run was killed or lost a
+        response.
 
-        Their ids are unknown, so they have no parts. An upload with parts is another run's.
+        No run knows the ids of these uploads, so they have no parts. An upload that has parts belongs to another run.
         """
         places, recorded = frozenset(record.places.values()), frozenset(record.uploads.values())
         for upload in list(self.calls.list_uploads(self._service.path, self._shown)):
@@ -202,12 +205,12 @@ class SharedUpload(Upload):
                 abort_empty(self.calls, upload, self._shown)
 
     def _remove_unanswered(self) -> None:
-        """See `Upload`."""
+        """Remove this run's uploads whose first request got no response; see `Upload`."""
         if self._record is not None:
             self._remove_unnamed(self._record)
 
     def _uploads(self, files: Iterable[str]) -> dict[str, str]:
-        """Begin uploads of files, all or none; return file -> upload id."""
+        """Begin uploads of files, either all or none; return a mapping from file to upload id."""
         upload_ids: dict[str, str] = {}
 
         def begin(file: str) -> None:
@@ -221,7 +224,7 @@ class SharedUpload(Upload):
         return upload_ids
 
     def _abandon(self, places: Mapping[str, str], uploads: Mapping[str, str]) -> None:
-        """Abort uploads, as far as the service permits."""
+        """Abort uploads, as far as the service permits this."""
 
         def abort(file: str) -> None:
             with suppress(TransaxleError):
@@ -234,7 +237,7 @@ class SharedUpload(Upload):
         return None if upload is None else self.calls.list_parts(self._place(file), upload, file)
 
     def look_again(self) -> list[str]:
-        """List the stored parts; return the files whose uploads no longer exist although they are not visible."""
+        """List the stored parts; return the files that are not visible and whose uploads no longer exist."""
         parts_by_file = self._at_once(self._look_up, self._sizes)
         ended = [file for file, parts in parts_by_file.items() if parts is None]
         self._over = frozenset(file for file in ended if self.was_committed(file))
@@ -242,21 +245,21 @@ class SharedUpload(Upload):
         return [file for file in ended if file not in self._over]
 
     def holds(self, part_tags: Mapping[str, Sequence[str]]) -> bool:
-        """Tell whether the last listing has all parts that a worker has sent.
+        """Return whether the last listing includes all parts that a worker has sent.
 
         Args:
-            part_tags: file -> ETags of its parts, in order.
+            part_tags: maps each file to the ETags of its parts, in order.
         """
         for file, tags in part_tags.items():
             if self.is_visible(file):
-                continue  # the file is visible, so it is complete
+                continue  # the file is visible, so its upload is complete
             parts = zip(tags, part_sizes(self._sizes[file]), strict=True)
             if not dict(enumerate((StoredPart(*part) for part in parts), 1)).items() <= self._stored[file].items():
                 return False
         return True
 
     def prepare(self, files: Mapping[str, int]) -> frozenset[str]:
-        """Register all files; see `Upload`."""
+        """Register the sizes of all files; see `Upload`."""
         if self._single and len(files) > 1:
             raise several_files(self._shown)
         for name, size in files.items():
@@ -274,7 +277,7 @@ class SharedUpload(Upload):
         self._streams[name] = file
 
     def take(self, part_tags: Mapping[str, Sequence[str]]) -> None:
-        """Register the parts that a worker has sent; see `holds`."""
+        """Register the parts that a worker has sent, with their ETags; see `holds`."""
         for file, tags in part_tags.items():
             self._shared[file].tags = tags
 
@@ -289,16 +292,16 @@ class SharedUpload(Upload):
         self.hidden.begin_commit(CommitRecord(token=record.token, tags={name: self._final_tag(name) for name in names}))
 
     def appear(self) -> None:
-        """Make the files visible, several at a time if their order does not matter; see `Upload`.
+        """Make the files visible, several at once if their order does not matter; see `Upload`.
 
-        The first file is completed alone: of two runs with one target, one of them fails there.
+        The first file is completed alone, so that of two runs with one target one run fails there.
         """
         names = sorted(self._streams, key=turn)
         for _, group in itertools.groupby(names, key=lambda name: (name == names[0], turn(name)[0])):
             self._at_once(self._appear_one, group)
 
     def _looks(self, names: Sequence[str]) -> dict[str, str]:
-        """See `Upload`."""
+        """Return the version stamps of the visible files; see `Upload`."""
         return self._at_once(lambda name: super(SharedUpload, self)._looks([name])[name], names)
 
     def _final_tag(self, name: str) -> str:
@@ -307,11 +310,11 @@ class SharedUpload(Upload):
         return self._streams[name].future_tag
 
     def is_visible(self, file: str) -> bool:
-        """Tell whether an interrupted commit has already made a file visible."""
+        """Return whether an interrupted commit has already made a file visible."""
         return file in self._over
 
     def keep(self) -> None:
-        """Keep the files, and delete the records next to the target."""
+        """Keep the visible files, and delete the records next to the target."""
         super().keep()
         self.hidden.delete(finished=True)
         self._record = None
@@ -324,7 +327,7 @@ class SharedUpload(Upload):
         if self._record is None:
             return
         if self._resume:
-            if appeared:  # the files that had appeared were deleted again
+            if appeared:  # the commit failed, and the files that it made visible were deleted again
                 self._interrupted_record = None
             return
         with suppress(TransaxleError):
@@ -332,32 +335,32 @@ class SharedUpload(Upload):
         self._record = None
 
     def _remove(self, record: UploadRecord) -> None:
-        """Abort uploads, and delete the records next to the target, unless these are of a later run."""
+        """Abort uploads, and delete the records next to the target, unless the records belong to a later run."""
         self._abandon(record.places, record.uploads)
         current = self.hidden.upload_record()
         if current is None or current.token == record.token:
             self.hidden.delete()
 
     def _at_once(self, work: Callable[[_Item], _Result], items: Iterable[_Item]) -> dict[_Item, _Result]:
-        """Call `work` for each item, several at a time; return item -> result."""
+        """Call `work` for each item, several at a time; return a mapping from item to result."""
         all_items = list(items)
         with ThreadPoolExecutor(_THREADS, "transaxle-upload") as pool:
             return dict(zip(all_items, pool.map(work, all_items), strict=True))
 
 
 class _SharedFile:
-    """A file that a worker sends, in place of the `StreamedFile` of `Upload`.
+    """A file that a worker sends; it replaces the `StreamedFile` of `Upload`.
 
     Args:
         upload: the upload of the checkpoint.
         name: name of the file.
-        place: the client's path of the file.
-        size: size in bytes.
+        place: path of the file, as the client spells it.
+        size: size of the file in bytes.
     """
 
     def __init__(self, upload: SharedUpload, name: str, place: str, size: int) -> None:
         self.size = size
-        """Size in bytes."""
+        """Size of the file in bytes."""
         self.tags: Sequence[str] = ()
         """ETags of the file's parts, in order."""
         self.name = name
@@ -366,26 +369,26 @@ class _SharedFile:
 
     @property
     def future_tag(self) -> str:
-        """Future ETag of the file; empty if it cannot be computed."""
+        """ETag that the file will have; empty if it cannot be computed."""
         return expected_tag(self.tags) or ""
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Do nothing, as the worker sends all bytes of the file."""
+        """Do nothing, as the worker sends all bytes of this file."""
 
     def close(self) -> None:
-        """Check that a worker has sent the file."""
+        """Check that a worker has sent all bytes of the file."""
         if not self.tags and not self._upload.is_visible(self.name):
             raise ValueError(f"{self.name}: no worker has sent it")
 
     def commit(self, *, new: bool) -> str:
-        """Make the file visible, unless an interrupted commit has done so."""
+        """Make the file visible, unless an interrupted commit has already made it visible."""
         if self._upload.is_visible(self.name):
             return ""
         upload = self._upload.record.uploads[self.name]
         return self._upload.calls.complete(self._place, upload, self.tags, self.name, new=new)
 
     def discard(self) -> None:
-        """Do nothing, as the upload is kept or aborted as a whole."""
+        """Do nothing, as the uploads of all files are kept or aborted together."""
 
 
 def _refuse_unfinished(target: str) -> TransaxleError:
@@ -393,29 +396,29 @@ def _refuse_unfinished(target: str) -> TransaxleError:
 
 
 class _OwnFile:
-    """A small file that the driver writes and sends by one request.
+    """A small file that the driver itself writes and sends by one request.
 
     Args:
         upload: the upload of the checkpoint.
         name: name of the file.
-        place: the client's path of the file.
-        size: size in bytes.
+        place: path of the file, as the client spells it.
+        size: size of the file in bytes.
     """
 
     def __init__(self, upload: SharedUpload, name: str, place: str, size: int) -> None:
         self.size = size
-        """Size in bytes."""
+        """Size of the file in bytes."""
         self._upload, self._name, self._place = upload, name, place
         self._data = bytearray(size)
         self._written: dict[int, int] = {}
 
     @property
     def future_tag(self) -> str:
-        """Future ETag of the file, unless the service computes its own."""
+        """ETag that the file will have; empty if the service computes ETags in a different way."""
         return hashlib.md5(self._data, usedforsecurity=False).hexdigest()
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Store bytes of the file."""
+        """Store bytes of the file in memory until the commit."""
         octets = view.cast("B")
         self._data[offset : offset + octets.nbytes] = octets
         self._written[offset] = octets.nbytes
@@ -423,21 +426,21 @@ class _OwnFile:
             raise ValueError(f"{self._name}: more than its {self.size} bytes were written")
 
     def close(self) -> None:
-        """Check that all bytes were written."""
+        """Check that all bytes of the file were written."""
         if sum(self._written.values()) != self.size:
             raise ValueError(f"{self._name}: only {sum(self._written.values())} of {self.size} bytes were written")
 
     def commit(self, *, new: bool) -> str:
-        """Make the file visible; replace a file of an interrupted commit."""
+        """Make the file visible; it may replace a file of an interrupted commit."""
         new = new and not self._upload.was_committed(self._name)
         return self._upload.calls.put(self._place, bytes(self._data), self._name, new=new)
 
     def discard(self) -> None:
-        """Do nothing, as nothing was sent yet."""
+        """Do nothing, as no bytes were sent yet."""
 
 
 def part_sizes(size: int) -> list[int]:
-    """Return the sizes of a file's parts; all but the last are equal, as some services require."""
+    """Return the sizes of a file's parts; all sizes but the last are equal, as some services require."""
     usual = part_size(size)
     return [min(usual, size - start) for start in range(0, size, usual)]
 
@@ -446,11 +449,11 @@ class FileSender:
     """Sends the files of a work item in parts, as a worker writes them.
 
     Args:
-        calls: multipart calls of the service.
-        record: record of the upload.
-        sizes: file -> size in bytes; writes to other files are ignored.
-        fragments: bytes of the files outside the tensors.
-        stored: file -> number -> part that the service already has.
+        calls: the multipart calls of the service.
+        record: the record of the upload.
+        sizes: maps each file of the work item to its size in bytes; writes to any other file are ignored.
+        fragments: the files' bytes that belong to no tensor.
+        stored: the parts that the service already has, by file and number.
     """
 
     def __init__(
@@ -478,7 +481,7 @@ class FileSender:
         """Copy bytes into the parts of a file, and send full parts.
 
         Raises:
-            StorageError: IO, also for parts that failed earlier.
+            StorageError: IO, if this part or an earlier one could not be sent.
         """
         if file not in self._parts:
             return
@@ -493,7 +496,7 @@ class FileSender:
                 at = stop
 
     def _part(self, file: str, number: int) -> _FilledPart:
-        """Return an open part; a new part is created with the fragments in it."""
+        """Return an open part; if the part is new, it is created with its fragments."""
         with self._lock:
             if (file, number) in self._sent_parts:
                 raise ValueError(f"{file}: part {number} was full already")
@@ -541,11 +544,11 @@ class FileSender:
             self._room.release()
 
     def flush(self) -> dict[str, tuple[str, ...]]:
-        """Wait until all parts are sent; return file -> ETags of its parts, in order.
+        """Wait until all parts are sent; return each file's ETags of its parts, in order.
 
         Raises:
-            StorageError: IO.
-            ValueError: if the worker has not written all of a file.
+            StorageError: IO, if a part could not be sent.
+            ValueError: if the worker has not written all bytes of a file.
         """
         tags = dict[str, tuple[str, ...]]()
         for file, sizes in self._parts.items():
@@ -553,7 +556,7 @@ class FileSender:
             for number in numbers:
                 if (file, number) in self._sent_parts:
                     continue
-                part = self._part(file, number)  # creates a part without bytes of tensors, such as a large header's
+                part = self._part(file, number)  # creates a part without bytes of tensors, as in a large header
                 if part.missing:
                     raise ValueError(f"{file}: {part.missing} bytes of part {number} were not written")
                 self._send(part)
@@ -561,7 +564,7 @@ class FileSender:
         return tags
 
     def close(self) -> None:
-        """Cancel pending parts, and wait for those in progress."""
+        """Cancel the parts that wait to be sent, and wait for those being sent."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._open.clear()
 
@@ -571,17 +574,17 @@ class _FilledPart:
 
     Args:
         file: name of the file.
-        number: number of the part, from 1.
-        start: offset of the part in the file.
-        size: size in bytes.
+        number: number of the part, counted from 1.
+        start: offset in the file at which the part begins.
+        size: size of the part in bytes.
     """
 
     def __init__(self, file: str, number: int, start: int, size: int) -> None:
         self.file, self.number = file, number
         self.data = bytearray(size)
-        """Size in bytes."""
+        """The part's bytes."""
         self.missing = size
-        """Number of bytes that are still missing."""
+        """Number of bytes of the part that are still missing."""
         self._start = start
         self._lock = Lock()
 

@@ -1,11 +1,12 @@
-"""Writes a local checkpoint to a hidden folder and moves it into place; opens and creates checkpoints by path or URL.
+"""Writes a local checkpoint to a hidden folder and moves it into place; chooses by path or URL how to open and create
+checkpoints.
 
 **Staging**: a checkpoint is written next to its target and moved there as a whole; until then the target is unchanged.
 
-Everything is written to a hidden folder next to the target. A commit makes it durable (files, folders, and the rename
-itself) and renames it atomically. A process that is killed leaves the target unchanged; a run that resumes
-continues the hidden folder, and any other run is refused if finished work is in it, unless it overwrites. The
-hidden name is always the same, so leftovers do not accumulate, and its lock excludes a second run.
+All files are written to a hidden folder next to the target. A commit makes this folder durable (files, folders, and the
+rename itself) and renames it atomically. A process that is killed leaves the target unchanged; a run that resumes
+continues the hidden folder, and any other run is refused if the folder contains finished work, unless that run
+overwrites. The hidden name is always the same, so leftovers do not accumulate, and its lock excludes a second run.
 
 A `Writer` writes byte ranges into files that the `Staging` of another process has created.
 
@@ -58,24 +59,24 @@ _REOPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Staging:
-    """A checkpoint that is being written: a context that leaves nothing behind unless `commit` is called.
+    """A local checkpoint that is being written; as a context, it leaves nothing behind unless `commit` is called.
 
-    Several threads may write. After `commit` the target contains the new checkpoint and nothing of the old one.
+    Several threads may write to it. After `commit` the target contains the new checkpoint and no file of the old one.
 
     Args:
-        target: a folder, or one file if it ends in `.safetensors`, `.bin`, `.pt` or `.pth`.
+        target: path of a folder, or of one file if the path ends in `.safetensors`, `.bin`, `.pt` or `.pth`.
         overwrite: replace an existing checkpoint, which stays readable until the new one is complete. `everything`:
-            also delete everything else in its folder; otherwise such a folder is refused.
+            also delete all other files in its folder; otherwise a folder with other files is refused.
         resume: continue the work of an earlier run, and keep this run's work if it fails too.
-        sync: make everything durable before the rename. Without syncing, a power failure may leave damaged files.
+        sync: make all files durable before the rename. Without syncing, a power failure may leave damaged files.
 
     Raises:
-        UsageError: EXISTS if the target exists and may not be replaced, or another run is writing it.
+        UsageError: EXISTS if the target exists and may not be replaced, or another run is writing to it.
         StorageError: IO if the parent folder is missing or not writable.
     """
 
     ordered: Literal[False] = False
-    """The bytes of a file may come in any order, and from several threads."""
+    """False, as the bytes of a file may come in any order, and from several threads."""
 
     def __init__(
         self, target: str | os.PathLike[str], *, overwrite: Overwrite = False, resume: bool = False, sync: bool = True
@@ -93,12 +94,12 @@ class Staging:
         self._file_mode = 0o666 if replaced is None or is_empty(replaced) else PRIVATE_FILE
         self._claim = Claim(self._place.partial, self._place.typed, self._folder_mode)
         self.found: tuple[str, ...] = ()
-        """Notes about leftovers of killed runs and what was done with them."""
+        """Notes about leftovers of killed runs, and what happened to the leftovers."""
         self._given_up = False
 
     @property
     def path(self) -> Path:
-        """The hidden folder of the files until the commit."""
+        """The hidden folder that contains the files until the commit."""
         return self._place.partial
 
     @property
@@ -113,17 +114,17 @@ class Staging:
 
     @property
     def moved_aside(self) -> bool:
-        """Whether a run was killed while it replaced the target; entering the context puts the old checkpoint back."""
+        """Whether a run was killed while replacing the target; entering the context moves the old checkpoint back."""
         return self._place.moved_aside
 
     def look(self, folder: Mapping[str, int], file: Mapping[str, int]) -> None:
-        """Raise what entering the context and `prepare` would raise, without creating or removing anything.
+        """Raise the errors that entering the context and `prepare` would raise, without creating or removing anything.
 
         Args:
-            folder: name -> size of the files, if the target is a folder.
-            file: name -> size of the single file, if the target is a file.
+            folder: size of each file by name, if the target is a folder.
+            file: size of the single file by name, if the target is a file.
 
-        Raises their errors.
+        Raises the errors of both.
         """
         files = folder if self.single is None else file
         if self.single and len(files) > 1:
@@ -161,7 +162,7 @@ class Staging:
         return self
 
     def _refuse_unfinished(self) -> None:
-        """Refuse to discard finished work of another run, unless the user overwrites or resumes."""
+        """Refuse to discard finished work of another run, unless the user chose to overwrite or resume."""
         finished = "" if self._resume or self._overwrite else describe_progress(self.scratch)
         if finished:
             clean = f"transaxle clean {shlex.quote(self._place.typed)}"
@@ -170,7 +171,7 @@ class Staging:
             raise refuse("EXISTS", message, file=self._place.typed, hint=hint)
 
     def _describe_leftovers(self, *, created: bool) -> tuple[str, ...]:
-        """Return notes about the leftovers of an earlier run, before they are put back, continued or removed."""
+        """Return notes about the leftovers of an earlier run; called before anything is done with the leftovers."""
         place, notes = self._place, []
         if os.path.lexists(place.old):
             leftover = leftover_at(place.old, place.target)
@@ -196,7 +197,7 @@ class Staging:
         """Create a marker file that identifies this run's folder for a `Writer`, and return its name.
 
         Raises:
-            StorageError: NO_SPACE, IO.
+            StorageError: NO_SPACE on a full disk, IO for other failures.
         """
         run = f"run-{os.urandom(8).hex()}"
         with _as_storage_error(_MAKING, str(self.path)):
@@ -204,18 +205,18 @@ class Staging:
         return run
 
     def share(self) -> None:
-        """Let other processes write into the prepared files, each with a `Writer` that joins the claim.
+        """Let other processes write into the prepared files, each with a `Writer` that shares this run's lock.
 
         Raises:
-            UsageError: EXISTS if another run took the claim meanwhile.
+            UsageError: EXISTS if another run took the lock meanwhile.
         """
         self._claim.share()
 
     def take_back(self) -> None:
-        """Wait until the processes that joined the claim have closed their writers, and exclude other writers.
+        """Wait until the processes that share the lock have closed their writers, then exclude all writers.
 
         Raises:
-            UsageError: EXISTS if a process does not close its writer in time, or another run took the claim meanwhile.
+            UsageError: EXISTS if a process does not close its writer in time, or another run took the lock meanwhile.
         """
         self._claim.take_back()
 
@@ -223,14 +224,14 @@ class Staging:
         """Create all files with known sizes, and reserve their disk space if the file system can.
 
         Args:
-            files: name (`a` or `folder/a`) -> size in bytes.
+            files: maps each file name (`a` or `folder/a`) to its size in bytes.
 
-        Returns:
-            The files that an earlier run created with exactly this size; they still have the bytes that it wrote.
+        Returns: The files that an earlier run created with exactly this size; they still have the bytes that the
+            earlier run wrote.
 
         Raises:
-            Refused: PATH_ESCAPE; UNSUPPORTED for several files if the target is a single file.
-            StorageError: NO_SPACE, IO.
+            Refused: PATH_ESCAPE for a name that leads out of the target; UNSUPPORTED for several files if the target is
+                a single file.        StorageError: NO_SPACE on a full disk, IO for other failures.
         """
         paths = {name: self._path(name) for name in files}
         self._remove_others(frozenset(paths.values()))
@@ -241,10 +242,9 @@ class Staging:
         return frozenset(reused)
 
     def _check_space(self, needed: int, folder: Path, freed: int) -> None:
-        """Refuse files that do not fit, before space is reserved: on some file systems reserved space takes memory at
-        once.
+        """Refuse files that do not fit before any space is reserved, as on some file systems reserving takes memory.
 
-        Some FUSE file systems report a total size of 0 bytes; there this check is skipped.
+        Some FUSE file systems report a total size of 0 bytes; for these the check is skipped.
         """
         space = shutil.disk_usage(folder)
         free = space.free + freed
@@ -260,7 +260,7 @@ class Staging:
         """Write a contiguous view into a prepared file.
 
         Raises:
-            StorageError: NO_SPACE, IO.
+            StorageError: NO_SPACE on a full disk, IO for other failures.
         """
         if not view.nbytes:
             return
@@ -269,13 +269,13 @@ class Staging:
             write_at(fd, octets, offset, file)
 
     def add_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
-        """Add a write of a contiguous view to `steps`; otherwise as `pwrite`."""
+        """Add a write of a contiguous view to `steps`; errors and arguments are those of `pwrite`."""
         if view.nbytes:
             self._mark(file, offset, view)
             steps.write(steps.open_file(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
 
     def _mark(self, file: str, offset: int, view: memoryview) -> None:
-        """Mark a file as not synced, after checking that the bytes are inside it."""
+        """Mark a file as not synced, after checking that the written bytes are inside the file."""
         if offset < 0 or offset + view.nbytes > self._sizes[file]:
             raise ValueError(
                 f"{file}: bytes {offset} to {offset + view.nbytes} lie outside its {self._sizes[file]} bytes"
@@ -284,20 +284,20 @@ class Staging:
             self._unsynced.add(file)
 
     def write(self, file: str, data: bytes) -> None:
-        """Create a file with this content; for files whose size was not known to `prepare`.
+        """Create a whole file with the given content; for files whose size was not known to `prepare`.
 
         Raises:
-            Refused: PATH_ESCAPE.
-            StorageError: NO_SPACE, IO.
+            Refused: PATH_ESCAPE, for a file name that leads out of the target.
+            StorageError: NO_SPACE on a full disk, IO for other failures.
         """
         self._create(file, self._path(file), len(data))
         self.pwrite(file, 0, memoryview(data))
 
     def flush(self, file: str) -> None:
-        """Make a file durable and close it; call it when the file is complete, so that `commit` need not wait.
+        """Make a file durable and close it; called when the file is complete, so that `commit` need not wait.
 
         Raises:
-            StorageError: NO_SPACE, IO.
+            StorageError: NO_SPACE on a full disk, IO for other failures.
         """
         with self._unsynced_lock:
             dirty = file in self._unsynced
@@ -308,11 +308,12 @@ class Staging:
         self._handles.drop(file)
 
     def commit(self) -> None:
-        """Make everything durable and move it into place. All threads must have finished writing.
+        """Make all files durable and move the checkpoint to its target. All threads must have finished writing.
 
         Raises:
             UsageError: EXISTS if the target appeared in the meantime.
-            StorageError: NO_SPACE; IO, also if a file was removed or changed its size in the meantime.
+            StorageError: NO_SPACE on a full disk; IO for other failures, also if a file was removed or changed its size
+                meanwhile.
         """
         self._place.check()
         for file in sorted(self._sizes):
@@ -334,7 +335,7 @@ class Staging:
         if self._sync:
             for folder in sorted(folders, reverse=True):
                 make_durable(folder)
-        # An exchange turns the old target into the hidden folder: the lock protects it until it is swept.
+        # The exchange gives the hidden folder's name to the old target: the lock protects it until it is removed.
         with _lock_if_exists(self._place.target):
             self._place.publish(finished)
             if self._sync:
@@ -349,7 +350,7 @@ class Staging:
         return self.path.joinpath(*parts)
 
     def _create(self, name: str, path: Path, size: int) -> bool:
-        """Create a file, or reuse an existing one of the same size; return whether it was reused."""
+        """Create a file, or reuse an existing one of the same size; return whether the file was reused."""
         if self.single and self._sizes.keys() - {name}:
             raise several_files(self._place.typed)
         with _as_storage_error(f"creating it with {size} bytes", name):
@@ -372,7 +373,7 @@ class Staging:
             return os.open(self._path(name), _REOPEN)
 
     def _close(self, name: str, fd: int) -> None:
-        """Close a descriptor, after a sync that reports delayed write errors."""
+        """Close a file descriptor, after a sync that reports delayed write errors."""
         try:
             with self._unsynced_lock:
                 dirty = name in self._unsynced and not self._given_up
@@ -389,7 +390,7 @@ class Staging:
                 if path == self.scratch or self.scratch in path.parents or path in needed:
                     continue
                 if path.is_dir() and not path.is_symlink():
-                    with suppress(OSError):  # the folder still contains a needed file
+                    with suppress(OSError):  # the folder cannot be removed: it still contains a needed file
                         path.rmdir()
                 else:
                     path.unlink()
@@ -418,12 +419,12 @@ def write_at(fd: int, octets: memoryview, offset: int, file: str) -> None:
 
     Args:
         fd: descriptor of the file.
-        octets: the bytes.
-        offset: offset in the file.
-        file: its name, for errors.
+        octets: the bytes to write.
+        offset: offset in the file at which to write.
+        file: name of the file, for error messages.
 
     Raises:
-        StorageError: NO_SPACE, IO; also if the system writes no bytes without an error.
+        StorageError: NO_SPACE on a full disk; IO for other failures, also if the system silently writes no bytes.
     """
     written = 0
     while written < octets.nbytes:
@@ -452,18 +453,19 @@ _CREATE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXE
 class Writer:
     """Writes into the files of another process's staging folder.
 
-    The folder is kept open, and each file must be in it: if it was removed and created again, nothing is written.
+    The hidden folder is kept open, and each file must be in it: if the folder is removed and created again, nothing is
+    written.
 
     Args:
-        folder: the hidden folder.
-        sync: make written bytes durable in `finish`.
-        shared: join the claim that `Staging.share` has shared: until this writer is closed, no run commits, continues
-            or
+        folder: path of the hidden folder.
+        sync: make all written bytes durable in `finish`.
+        shared: share the lock that `Staging.share` offers: until this writer is closed, no run commits, continues or
             removes the work, if the file system has locks.
-        run: result of `Staging.mark`; the folder of another run with the same name is refused. Empty: no check.
+        run: name of the marker file that `Staging.mark` returned; the folder of a different run is refused. An empty
+            name skips this check.
 
     Raises:
-        UsageError: EXISTS if another run has claimed the folder.
+        UsageError: EXISTS if another run has locked the folder.
         StorageError: IO if the folder does not exist.
     """
 
@@ -490,14 +492,14 @@ class Writer:
         """Write a contiguous view into an existing file.
 
         Raises:
-            StorageError: NO_SPACE, IO.
+            StorageError: NO_SPACE on a full disk, IO for other failures.
         """
         with view.cast("B") as octets, self._handles.use(file) as fd:
             self._dirty.add(file)
             write_at(fd, octets, offset, file)
 
     def add_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
-        """Add a write of a contiguous view to `steps`; otherwise as `pwrite`."""
+        """Add a write of a contiguous view to `steps`; errors and arguments are those of `pwrite`."""
         if view.nbytes:
             self._dirty.add(file)
             steps.write(steps.open_file(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
@@ -506,7 +508,7 @@ class Writer:
         """Make all bytes durable that this writer has written.
 
         Raises:
-            StorageError: NO_SPACE, IO, including delayed write errors.
+            StorageError: NO_SPACE on a full disk; IO for other failures, including delayed write errors.
         """
         for file in sorted(self._dirty) if self._sync else ():
             with self._handles.use(file) as fd:
@@ -520,9 +522,9 @@ class Writer:
         """Create or replace a small file atomically.
 
         Raises:
-            StorageError: NO_SPACE, IO; also if its folder does not exist.
+            StorageError: NO_SPACE on a full disk; IO for other failures, also if the file's folder does not exist.
         """
-        import secrets  # imported late: only workers need it
+        import secrets  # imported late: only workers need this module
 
         draft = f"{file}.{secrets.token_hex(8)}"
         try:
@@ -538,16 +540,16 @@ class Writer:
             raise storage_error(error, "creating it", file) from error
 
     def finish(self) -> None:
-        """Call `flush` and `close`; raises as `flush`."""
+        """Call `flush` and `close`; the errors are those of `flush`."""
         try:
             self.flush()
         finally:
             self.close()
 
     def close(self) -> None:
-        """Close the files, and leave the claim."""
+        """Close the files, and release the shared lock."""
         self._handles.close()
-        with suppress(OSError):  # the folder is closed already
+        with suppress(OSError):  # the folder's descriptor is closed already
             os.close(self._folder)
         self._folder = -1
 
@@ -567,10 +569,10 @@ _PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?
 
 
 def storage_at(path: str | os.PathLike[str]) -> Storage:
-    """Open a path or URL for reading; raises as `LocalStorage`, `RemoteStorage` or `HubService`.
+    """Open a path or URL for reading; the errors are those of `LocalStorage`, `RemoteStorage` and `HubService`.
 
     Raises:
-        Refused: UNSUPPORTED for the web page of a repository, which has no files.
+        Refused: UNSUPPORTED for the web page of a repository: a page has no checkpoint files.
     """
     path = as_local_path(os.fspath(path))
     if not is_url(path):
@@ -590,9 +592,9 @@ def storage_at(path: str | os.PathLike[str]) -> Storage:
 def staging_at(
     target: str | os.PathLike[str], *, overwrite: Overwrite = False, resume: bool = False, sync: bool = True
 ) -> Stage:
-    """Return the stage for writing a checkpoint at a path or URL; raises as `Staging` or `Upload`.
+    """Return the stage for writing a checkpoint at a path or URL; the errors are those of `Staging` and `Upload`.
 
-    `sync` concerns local targets only: bytes that a service has accepted are durable.
+    `sync` matters for local targets only, as bytes that a service has accepted are durable.
     """
     target = as_local_path(os.fspath(target))
     if is_url(target):
@@ -609,7 +611,7 @@ def staging_at(
 def shared_staging_at(
     target: str | os.PathLike[str], *, overwrite: Overwrite = False, resume: bool = False, sync: bool = True
 ) -> SharedStage:
-    """Return the stage for a checkpoint that several workers write; raises as `Staging` or `SharedUpload`."""
+    """Return the stage for a checkpoint of several workers; the errors are those of `Staging` and `SharedUpload`."""
     target = as_local_path(os.fspath(target))
     if is_url(target):
         from transaxle.formats.store.shared_upload import SharedUpload
@@ -620,14 +622,14 @@ def shared_staging_at(
 
 
 def takes_parts(target: str) -> bool:
-    """Tell whether several processes can send parts of one file to a target's service."""
+    """Return whether several processes can send parts of one file to the service of a target."""
     if not is_url(target):
         return False
     return scheme(target).lower() in S3
 
 
 def as_local_path(path: str) -> str:
-    """Return the local path of a `file://` URL; any other path or URL unchanged."""
+    """Return the local path of a `file://` URL; return any other path or URL unchanged."""
     if not is_url(path) or scheme(path).lower() != "file":
         return path
     local = local_path(path)
@@ -637,5 +639,5 @@ def as_local_path(path: str) -> str:
 
 
 def display_path(path: str) -> str:
-    """Return a path for reports and errors: a URL without secrets, any other path unchanged."""
+    """Return the form of a path or URL for reports and errors: a URL without secrets, any other path unchanged."""
     return without_secrets(path) if is_url(path) else path

@@ -1,17 +1,17 @@
-"""Uploads a checkpoint to a service: files are sent in parts, and no file is visible before all are complete.
+"""Uploads a checkpoint to a service: files are sent in parts, and no file becomes visible before all files are sent.
 
-Services have no rename, but they have multipart uploads: parts are sent, and the final call makes the file visible. So
-all files are sent first. The commit then makes them visible: files that complete a checkpoint, such as an index, after
-the files that they refer to, and the manifest last. A run that fails deletes everything; a killed run leaves parts that
-are invisible, and that the service deletes if it is configured to.
+Services have no rename, but they have multipart uploads: parts are sent, and the final call makes the file visible.
+Therefore all bytes of all files are sent first. The commit then makes the files visible: files that complete a
+checkpoint, such as an index, after the files that they refer to, and the manifest last. A run that fails deletes
+everything it sent; a killed run leaves invisible parts, which the service deletes if configured so.
 
-Without `overwrite`, requests to S3 are conditional on a missing file: of two runs with one target, the second one
-is refused. On other services each run checks the target before, and its own files afterwards.
+Without `overwrite`, requests to S3 are conditional on the file's absence: of two runs with one target, the second one
+is refused. On any other service each run checks the target beforehand, and its own files afterwards.
 
-A stream is written from beginning to end, by one thread at a time (`ordered`).
+A file is written from beginning to end, by one thread at a time (`ordered`).
 
-Each file is a stream of the service's client. On S3 a stream has a multipart upload, which is completed by
-`S3Multipart`: its calls handle lost responses, and requests that must not replace a file.
+For this, each file is a stream of the service's client. On S3 a stream has a multipart upload, which `S3Multipart`
+completes, as its calls handle lost responses, and requests that must not replace a file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from transaxle.formats.store.service import FILE, S3, Info, Service, Stream
 from transaxle.formats.store.unfinished_uploads import remove_unanswered_uploads
 
 _MAX_BUFFERED = 64 << 20
-"""Maximum bytes of a file that are buffered because they came too early."""
+"""Maximum bytes of a file that are buffered because they were written too early."""
 
 
 class SentFile(Protocol):
@@ -56,28 +56,28 @@ class SentFile(Protocol):
         """Take bytes."""
 
     def close(self) -> None:
-        """Check that all bytes were written, and send the last part."""
+        """Check that all bytes of the file were written, and send the last part."""
 
     @property
     def future_tag(self) -> str:
-        """Future ETag of the file, if it follows from its bytes; otherwise empty."""
+        """ETag that the file will have, if it follows from the bytes; otherwise empty."""
 
     def commit(self, *, new: bool) -> str:
         """Make the file visible; the result is that of `S3Multipart.complete`."""
 
     def discard(self) -> None:
-        """Abandon the file, unless it is visible."""
+        """Abandon the file, unless it is visible already."""
 
 
 class StreamedFile:
     """A file that is uploaded through a stream of the service's client.
 
     Args:
-        service: the service.
-        stream: the client's stream.
+        service: the service to which the file is uploaded.
+        stream: the client's stream for the file.
         name: name of the file, for error messages.
         size: size of the file in bytes.
-        part: size in bytes of all parts but the last.
+        part: size in bytes of each part but the last.
     """
 
     def __init__(self, service: Service, stream: Stream, name: str, size: int, part: int) -> None:
@@ -90,10 +90,10 @@ class StreamedFile:
         self._copied = 0
         self._buffered: dict[int, memoryview] = {}
         self.beginning: OpenUpload | None = None
-        """The multipart upload of the file, once it is over; None before, or without one."""
+        """The multipart upload of the file, set once it is over; None before, or if there was none."""
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Send bytes in order; buffer bytes that come too early."""
+        """Send bytes in order; bytes that come too early are buffered."""
         octets = view.cast("B")
         if offset < self._sent_bytes or offset + octets.nbytes > self.size:
             message = (
@@ -121,7 +121,8 @@ class StreamedFile:
     def _send(self, octets: memoryview) -> None:
         count_sent = 0
         while count_sent < octets.nbytes:
-            # Never across the end of a part: some services require that all parts but the last have equal sizes.
+            # A write never crosses the end of a part, since some services require equal sizes of all parts but the
+            # last.
             count = min(octets.nbytes - count_sent, self._part - self._sent_bytes % self._part)
             with self._service.as_storage_error(f"sending {count} bytes at offset {self._sent_bytes}", self._name):
                 self._open.write(octets[count_sent : count_sent + count])
@@ -135,7 +136,7 @@ class StreamedFile:
         return self._stream
 
     def close(self) -> None:
-        """Check that all bytes were written, and send the last part."""
+        """Check that all bytes of the file were written, and send the last part."""
         if self._sent_bytes != self.size:
             raise ValueError(f"{self._name}: only {self._sent_bytes} of {self.size} bytes were written")
         with self._service.as_storage_error("sending the last part", self._name):
@@ -143,12 +144,12 @@ class StreamedFile:
 
     @property
     def future_tag(self) -> str:
-        """See `SentFile`."""
+        """ETag that the file will have; see `SentFile`."""
         tags = _tags_of(self._stream)
         return expected_tag(tags) or "" if tags else ""
 
     def commit(self, *, new: bool) -> str:
-        """Make the file visible; after a lost response, check whether it is."""
+        """Make the file visible; after a lost response, check whether the file is visible."""
         tag = _complete(self._service, self._open, self._name, new=new)
         if tag is None:
             with self._service.as_storage_error("completing the upload", self._name):
@@ -157,7 +158,7 @@ class StreamedFile:
         return tag or ""
 
     def discard(self) -> None:
-        """Abandon the file, unless it is visible; errors of the service are ignored."""
+        """Abandon the file, unless it is visible already; errors of the service are ignored."""
         if self._stream is None:
             return
         stream = self._stream
@@ -166,7 +167,7 @@ class StreamedFile:
             try:
                 stream.discard()
             finally:
-                stream.closed = True  # otherwise garbage collection would send the bytes
+                stream.closed = True  # otherwise the stream would send its bytes when it is garbage-collected
         self._buffered.clear()
 
     def _end(self, stream: Stream) -> None:
@@ -177,17 +178,16 @@ def _complete(service: Service, stream: Any, file: str, *, new: bool) -> str | N
     """Complete the multipart upload of a client's stream on S3.
 
     Args:
-        service: the service.
-        stream: a stream of fsspec, all of whose bytes were sent.
+        service: the service to which the stream belongs.
+        stream: a stream of fsspec whose bytes have all been sent.
         file: name of the file, for error messages.
-        new: only if the file does not exist.
+        new: fail if the file exists.
 
-    Returns:
-        As `S3Multipart.complete`; None if the stream must complete itself.
+    Returns: The result of `S3Multipart.complete`; None if the stream must complete itself.
 
     Raises:
-        UsageError: EXISTS, with `new`.
-        StorageError: IO.
+        UsageError: EXISTS, if `new` is set and the file exists.
+        StorageError: IO, if the service fails or refuses.
     """
     upload = getattr(stream, "mpu", None)
     if service.scheme not in S3 or not upload:
@@ -195,7 +195,7 @@ def _complete(service: Service, stream: Any, file: str, *, new: bool) -> str | N
     calls, path = S3Multipart(service), str(stream.path)
     if tags := _tags_of(stream):
         return calls.complete(path, str(upload["UploadId"]), tags, file, new=new)
-    calls.abort(path, str(upload["UploadId"]), file)  # an empty file has no parts, but an upload needs one
+    calls.abort(path, str(upload["UploadId"]), file)  # an empty file has no parts, but an upload needs one part
     return calls.put(path, b"", file, new=new)
 
 
@@ -205,10 +205,10 @@ def _tags_of(stream: Any) -> list[str]:
 
 
 def _upload_of(service: Service, stream: Any) -> OpenUpload | None:
-    """Return the multipart upload of a client's stream; None if it has none.
+    """Return the multipart upload of a client's stream; None if the stream has none.
 
     Args:
-        service: the service.
+        service: the service to which the stream belongs.
         stream: the client's stream, neither committed nor discarded, or just committed.
     """
     upload = getattr(stream, "mpu", None)
@@ -219,13 +219,13 @@ def _upload_of(service: Service, stream: Any) -> OpenUpload | None:
 
 
 PART = 8 << 20
-"""Default size of a part in bytes; larger if the file would have too many parts."""
+"""Default size of a part in bytes; files that would have too many parts get larger ones."""
 _MAX_PARTS = 10_000
 _GRAIN = 1 << 20
 _IN_MEMORY = "memory"
-"""Scheme of fsspec's in-memory store."""
+"""URL scheme of fsspec's in-memory store."""
 _PAUSES = (0.25, 0.5, 1.0, 2.0, 0.0)
-"""Seconds between checks of a new file, since a service may show it late."""
+"""Seconds between checks of a new file, since a service may show the file late."""
 
 
 class Upload:
@@ -233,19 +233,20 @@ class Upload:
 
     Args:
         target: URL of a folder, or of one file if it ends in `.safetensors`, `.bin`, `.pt` or `.pth`.
-        overwrite: replace an existing checkpoint, which stays readable until everything is sent. `everything`: also
-            delete all other files under the URL; otherwise these are refused.
-        resume: refused: another run cannot continue an upload.
-        part: size of a part in bytes; larger for files that would have more than 10,000 parts. S3 requires 5 MiB.
+        overwrite: replace an existing checkpoint, which stays readable until the new checkpoint is sent. `everything`:
+            also delete all other files under the URL; otherwise other files are refused.
+        resume: always refused, since another run cannot continue an upload.
+        part: size of a part in bytes; larger for files that would have more than 10,000 parts. S3 requires parts of at
+            least 5 MiB.
 
     Raises:
         UsageError: EXISTS if the target exists and may not be replaced.
-        Refused: UNSUPPORTED for `resume`, and for services without multipart uploads.
-        StorageError: IO.
+        Refused: UNSUPPORTED if `resume` is set, or the service has no multipart uploads.
+        StorageError: IO, if the service fails or refuses.
     """
 
     ordered: Literal[True] = True
-    """The bytes of a file must come in order, and from one thread at a time."""
+    """True, as the bytes of a file must come in order, and from one thread at a time."""
 
     def __init__(self, target: str, *, overwrite: Overwrite = False, resume: bool = False, part: int = PART) -> None:
         self._service = Service(target, writing=True)
@@ -256,7 +257,7 @@ class Upload:
         if not self._service.path.strip("/").partition("/")[2] and self._service.scheme != _IN_MEMORY:
             raise refuse("EXISTS", "this is the root of the store", file=self._shown, hint="Name a folder in it.")
         self.found: tuple[str, ...] = ()
-        """Always empty, as parts of a killed run are not visible; see `Staging.found`."""
+        """Always empty, as a killed run leaves no visible parts; see `Staging.found`."""
         self._overwrite = read_overwrite(overwrite)
         self._part = part
         self._single: str | None = None
@@ -267,7 +268,7 @@ class Upload:
 
     @property
     def path(self) -> Path:
-        """A local temporary folder for files outside the checkpoint."""
+        """A local temporary folder for files that are not part of the checkpoint."""
         if self._scratch is None:
             raise ValueError("this upload has not begun, or has already ended")
         return self._scratch
@@ -283,20 +284,21 @@ class Upload:
         return self._single
 
     def look(self, folder: Mapping[str, int], file: Mapping[str, int]) -> None:  # noqa: ARG002 - as in `Staging`
-        """Raise what entering the context and `prepare` would raise, as far as known without sending anything.
+        """Raise the errors that entering the context and `prepare` would raise, as far as known without sending
+        anything.
 
         Args:
-            folder: name -> size of the files, if the target is a folder.
-            file: name -> size of the single file, if the target is a file.
+            folder: size of each file by name, if the target is a folder.
+            file: size of the single file by name, if the target is a file.
 
-        Raises their errors.
+        Raises the errors of both.
         """
         self._begin_at()
         if self._single and len(file) > 1:
             raise several_files(self._shown)
 
     def _begin_at(self) -> None:
-        """Determine whether the target is a single file, and check that it may be written."""
+        """Determine whether the target is a single file, and check that the target may be written."""
         info = self._service.info(self._service.path, self._shown)
         is_file = info is not None and info.get("type") == FILE
         if is_one_file(self._shown) and (info is None or is_file):
@@ -315,7 +317,7 @@ class Upload:
             file.discard()
         with suppress(TransaxleError):
             self._remove_unanswered()
-        for name in reversed(self._appeared):  # the commit failed half-way: delete visible files
+        for name in reversed(self._appeared):  # the commit failed half-way: delete the visible files
             with suppress(TransaxleError):
                 if not self._is_of_another(name):
                     self._service.delete(self._place(name), name)
@@ -325,14 +327,13 @@ class Upload:
         """Open a stream for each file of known size.
 
         Args:
-            files: name (`a` or `folder/a`) -> size in bytes.
+            files: maps each file name (`a` or `folder/a`) to its size in bytes.
 
-        Returns:
-            An empty set: no file was started by an earlier run.
+        Returns: An empty set, since no earlier run can have started a file.
 
         Raises:
-            Refused: PATH_ESCAPE; UNSUPPORTED for several files if the target is a single file, or a read-only service.
-            StorageError: IO.
+            Refused: PATH_ESCAPE; UNSUPPORTED for several files with a single-file target, or for a read-only service.
+            StorageError: IO, if the service fails or refuses.
         """
         for name, size in files.items():
             self._begin(name, size)
@@ -341,27 +342,27 @@ class Upload:
     def pwrite(self, file: str, offset: int, view: memoryview) -> None:
         """Write a contiguous view into a prepared file.
 
-        Bytes that come too early are buffered; this is meant for headers and indexes, not for tensors. A
+        Bytes that come too early are buffered; the buffer is meant for headers and indexes, not for tensors. A
         read-only view is kept without a copy, so its bytes must not change.
 
         Raises:
-            StorageError: IO.
+            StorageError: IO, if the service fails or refuses.
         """
         if view.nbytes:
             self._streams[file].write(offset, view)
 
     def write(self, file: str, data: bytes) -> None:
-        """Write a file with this content; for files whose size was not known to `prepare`.
+        """Write a whole file with the given content; for files whose size was not known to `prepare`.
 
         Raises:
-            Refused: PATH_ESCAPE.
-            StorageError: IO.
+            Refused: PATH_ESCAPE, for a file name that leads out of the target.
+            StorageError: IO, if the service fails or refuses.
         """
         self._begin(file, len(data))
         self.pwrite(file, 0, memoryview(data))
 
     def flush(self, file: str) -> None:
-        """Do nothing, as a file is closed after its last byte."""
+        """Do nothing, as a file is flushed after its last byte."""
 
     @property
     def shared(self) -> bool:
@@ -371,11 +372,12 @@ class Upload:
     def commit(self) -> None:
         """Make all files visible. All threads must have finished writing.
 
-        A replaced checkpoint is deleted first, starting with its manifest, so that no reader sees a mixture of both.
+        A replaced checkpoint is deleted first, starting with its manifest, so that no reader sees a mixture of old and
+        new files.
 
         Raises:
             UsageError: EXISTS if the target appeared in the meantime.
-            StorageError: IO, also if the service does not have all bytes that were sent.
+            StorageError: IO, if the service fails or does not have all bytes that were sent.
         """
         self.complete()
         self.make_way()
@@ -384,20 +386,20 @@ class Upload:
         self.keep()
 
     def complete(self) -> None:
-        """First step of `commit`, for callers that upload together with other ranks: send the remaining bytes.
+        """First step of `commit`, for callers whose checkpoint several ranks upload: send the remaining bytes.
 
         Raises:
-            StorageError: IO.
+            StorageError: IO, if the service fails or refuses.
         """
         for file in self._streams.values():
             file.close()
 
     def make_way(self) -> None:
-        """Second step, on one rank only: check the target again, and delete the replaced checkpoint.
+        """Second step of `commit`, on one rank only: check the target again, and delete the replaced checkpoint.
 
         Raises:
             UsageError: EXISTS if the target appeared in the meantime.
-            StorageError: IO.
+            StorageError: IO, if the service fails or refuses.
         """
         info = self._service.info(self._service.path, self._shown)
         self._check(info)
@@ -405,18 +407,20 @@ class Upload:
             self._delete_old()
 
     def appear(self) -> None:
-        """Third step: make the files visible. The files are deleted again if the context fails before `keep`.
+        """Third step of `commit`: make the files visible. If the context fails before `keep`, the files are deleted
+        again.
 
         Raises:
-            UsageError: EXISTS if another run has written one of them since `make_way`, and nothing may be replaced.
-            StorageError: IO, also if the service does not have all bytes that were sent.
+            UsageError: EXISTS if another run has written one of the files since `make_way`, and nothing may be
+                replaced.
+            StorageError: IO, if the service fails or does not have all bytes that were sent.
         """
         for name in sorted(self._streams, key=turn):
             self._appear_one(name)
 
     def _appear_one(self, name: str) -> None:
         file = self._streams[name]
-        self._appeared.append(name)  # even if the commit fails, the file may be visible
+        self._appeared.append(name)  # the file may be visible even if the commit fails
         self._stamps[name] = file.future_tag
         try:
             self._stamps[name] = file.commit(new=not self._overwrite)
@@ -427,17 +431,17 @@ class Upload:
         self._compare(name)
 
     def recheck(self, other_files: Collection[str] | None = None) -> None:
-        """Fourth step, when all files of the checkpoint are visible: check that they are still this run's.
+        """Fourth step of `commit`, when all files are visible: check that this run wrote each of them.
 
-        There is no lock, so another run may have written to the same place meanwhile. The run that writes its manifest
-        last finds the other run's files here; they are not deleted.
+        There is no lock, so another run may have written to the same place meanwhile. Of two such runs, the one that
+        writes its manifest last finds the other run's files here, and does not delete them.
 
         Args:
-            other_files: names of the files of other ranks; any further file is then refused. None: these names are
-                unknown.
+            other_files: names of the files that other ranks write; any unknown file is then refused. None means that
+                their names are unknown.
 
         Raises:
-            StorageError: IO.
+            StorageError: IO, if the service fails or refuses.
         """
         names = list(self._appeared)
         foreign = [name for name, stamp in self._looks(names).items() if stamp != self._stamps.get(name)]
@@ -462,34 +466,34 @@ class Upload:
         raise refuse("IO", message, file=strays[0], hint=hint)
 
     def _is_of_another(self, name: str) -> bool:
-        """Tell whether another run has replaced one of this run's visible files."""
+        """Return whether another run has replaced one of this run's visible files."""
         own_stamp, current_stamp = self._stamps.get(name, ""), self._looks([name])[name]
         return bool(own_stamp and current_stamp and own_stamp != current_stamp)
 
     def _looks(self, names: Sequence[str]) -> dict[str, str]:
-        """Return name -> current version stamp of the file."""
+        """Return the current version stamp of each visible file, by name."""
         return {name: _stamp(self._service.info(self._place(name), name)) for name in names}
 
     @property
     def is_whole(self) -> bool:
-        """Whether the manifest, the last file, is visible; False if the service does not answer."""
+        """Whether the manifest, which becomes visible last, is visible; False if the service does not answer."""
         with suppress(TransaxleError):
             return self._service.info(self._place(MANIFEST), MANIFEST) is not None
         return False
 
     def keep(self) -> None:
-        """Last step: keep the visible files."""
-        with suppress(TransaxleError):  # the credentials may not permit listing uploads
+        """Last step of `commit`: keep the visible files even if the context fails later."""
+        with suppress(TransaxleError):  # the service may forbid these credentials to list uploads
             self._remove_unanswered()
         self._streams.clear()
         self._appeared.clear()
         self._finish()
 
     def _remove_unanswered(self) -> None:
-        """Remove uploads whose begin requests got no response, so that the client began another one.
+        """Remove uploads whose first request got no response, after which the client began a second upload.
 
         Raises:
-            StorageError: IO.
+            StorageError: IO, if the service fails or refuses.
         """
         uploads = [
             file.beginning for file in self._streams.values() if isinstance(file, StreamedFile) and file.beginning
@@ -498,7 +502,7 @@ class Upload:
             remove_unanswered_uploads(self._service, uploads)
 
     def _place(self, name: str) -> str:
-        """Return the client's path of a file of the checkpoint."""
+        """Return the path of a file of the checkpoint, as the client spells it."""
         parts = split_name(name)
         return self._service.path if self._single else "/".join((self._service.path, *parts))
 
@@ -512,7 +516,7 @@ class Upload:
         self._streams[name] = StreamedFile(self._service, self._service.create(place, part, name), name, size, part)
 
     def _check(self, info: Info | None) -> None:
-        """Check that a checkpoint may be put here; only an empty folder or a checkpoint is replaced.
+        """Check that a checkpoint may be written to the target; only an empty folder or a checkpoint is replaced.
 
         Args:
             info: the service's information on the target.
@@ -527,7 +531,7 @@ class Upload:
             raise refuse("EXISTS", f"the target is not replaced: {reason}", file=self._shown, hint=hint)
 
     def _irreplaceable(self, info: Info, overwrite: Overwrite) -> tuple[str, str]:
-        """Return `(reason, hint)` why an existing target must not be replaced; two empty strings if it may be."""
+        """Return `(reason, hint)` why an existing target must not be replaced; two empty strings if it may."""
         if info.get("type") != FILE:
             return irreplaceable(RemoteFolder(self._service), overwrite)
         if self._single:
@@ -547,7 +551,7 @@ class Upload:
         return False
 
     def _compare(self, name: str) -> None:
-        """Check that the service has as many bytes as were sent, with the ETag that it returned."""
+        """Check that the service has as many bytes as were sent, and shows the same ETag that it returned before."""
         size, tag, info = self._streams[name].size, self._stamps[name], None
         for pause in _PAUSES:
             info = self._service.info(self._place(name), name)
@@ -567,7 +571,7 @@ class Upload:
 
 
 def _stamp(info: Info | None) -> str:
-    """Return the ETag of a file, or its creation time without one; empty if there is no file."""
+    """Return the ETag of a file, or if it has none its creation time; empty if there is no file."""
     return str((info or {}).get("ETag") or (info or {}).get("created") or "").removeprefix("W/").strip('"')
 
 
@@ -578,11 +582,11 @@ def _replaced_error(file: str) -> TransaxleError:
 
 
 def part_size(size: int, part: int = PART) -> int:
-    """Return the size of a part in bytes, so that the file has at most 10,000 parts, the limit of services.
+    """Return the size of a part in bytes, such that the file has at most 10,000 parts, as services require.
 
     Args:
         size: size of the file in bytes.
-        part: preferred size of a part.
+        part: preferred size in bytes of a part.
     """
     least = -(-size // _MAX_PARTS)
     return max(part, -(-least // _GRAIN) * _GRAIN)
@@ -596,7 +600,7 @@ def opens(name: str) -> bool:
 def turn(name: str) -> tuple[int, str]:
     """Return a sort key for the order in which files become visible: sidecars, tensors, indexes, the manifest.
 
-    The optimizer's state comes before the model, which is a checkpoint without it.
+    The optimizer's state comes before the model, since a model without optimizer state is a whole checkpoint.
     """
     if name == MANIFEST:
         return 3, name
