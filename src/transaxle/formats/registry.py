@@ -1,19 +1,19 @@
-"""The table of all container formats, and questions about file names that need all formats.
+"""The table of all container formats, and functions on file names that concern all formats.
 
 Formats of installed packages (plugins) are loaded only if no built-in format matches: for an unknown format name, a
 folder that no built-in format recognises, or a file with an unknown ending.
 
 
-Sidecars are the other files of a checkpoint's folder. A model's config, tokenizer and chat template are copied with its
-weights. A second set of weights (another format or precision) is not, and neither is a link out of the folder. Both
-lists are shown to the user.
+Sidecars are the files of a checkpoint's folder that contain none of its tensors. Those with a model's config, tokenizer
+and chat template are copied with its weights. A second set of weights (in another format or precision) is not copied,
+nor is a symbolic link that leads out of the folder. The copied and the ignored files are both listed for the user.
 
 
-Each format is one record. Its reader and draft are named by module path, and imported when the format is used: a look
-at a folder of safetensors files imports nothing of DCP, pickles or DeepSpeed.
+Each format is described by one record. A format's reader and draft are named by module path, and imported when the
+format is used: a look at a folder of safetensors files imports nothing of DCP, pickles or DeepSpeed.
 
 The order of the clues decides which checkpoint is read in a folder that contains two: clues for a whole folder come
-before those for single files, and Hugging Face's names before others.
+before clues for single files, and Hugging Face's names before names of other tools.
 """
 
 from __future__ import annotations
@@ -39,46 +39,47 @@ if TYPE_CHECKING:
 
 
 _LONGEST_TAG = 4096
-"""Maximum bytes that are read of a file that names the newest step."""
+"""Maximum number of bytes read of the tag file, which names the newest step."""
 _SHOWN = 10
 """Maximum number of names that an error message lists."""
 INDEX = ".index.json"
-"""Suffix of an index, which maps tensors to shards."""
+"""Suffix of the name of an index, which maps tensors to shards."""
 HERE = "."
-"""Candidate that stands for the path itself, if that is the folder of one step."""
+"""Candidate that stands for the folder itself, if it is the folder of one training step."""
 LAST = 100
-"""`place` of a clue that is tried after the clues of all built-in formats."""
+"""The `place` of a clue that is tried after the clues of all built-in formats."""
 
 
 class Folder(msgspec.Struct, frozen=True):
-    """The file and folder names of a place, from which formats are detected."""
+    """The file and folder names at a path, from which its format is detected."""
 
     storage: Storage
     inside: str
-    """Sub-folder of the storage, with a trailing `/`; empty for the folder itself."""
+    """Path of the sub-folder in the storage, with a trailing `/`; empty for the top folder."""
     names: tuple[str, ...]
-    """Files directly in the folder, or the single file that was given."""
+    """Names of the files directly in the folder, or of the single file that was given."""
     folders: tuple[str, ...]
-    """Sub-folders; empty if a single file was given."""
+    """Names of the sub-folders; empty if a single file was given."""
 
 
 Candidates = Callable[[Folder], tuple[str, ...]]
-"""`candidates(folder)`: return the members of a folder each of which may be a checkpoint."""
+"""`candidates(folder)` returns those files and sub-folders that may each be a checkpoint."""
 
 
 class Clue(msgspec.Struct, frozen=True):
     """One way to recognise a format."""
 
     candidates: Candidates | str
-    """Function that returns the candidates; or its `module:function`, imported only if `hint` matches."""
+    """Function that returns the candidates, or its name `module:function`, which is imported only if `hint` matches."""
     place: int = LAST
-    """Sort key: clues with a smaller place are tried first. Two candidates of equal place are refused as ambiguous."""
+    """Sort key: clues with a smaller place are tried first. Two candidates whose clues have equal places are refused as
+    ambiguous."""
     hint: str = ""
-    """Regular expression; the clue is tried only if it matches the whole name of a file or sub-folder."""
+    """Regular expression; the clue is tried only if `hint` matches the whole name of a file or sub-folder."""
     reader: str = ""
-    """`module:function` that opens its candidates, if that is not the format's own reader."""
+    """`module:function` that opens the clue's candidates, if not the format's own reader."""
     all_shards: bool = False
-    """Whether a candidate stands for all shards in its folder, so that its name may be `…-00001-of-00002`."""
+    """Whether a candidate stands for all shards in its folder; then its name may be `…-00001-of-00002`."""
 
     def find_candidates(self, folder: Folder) -> tuple[str, ...]:
         """Return the candidates of the clue in a folder."""
@@ -91,67 +92,70 @@ class Clue(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A container format."""
+    """The record of one container format."""
 
     name: str
-    """Name of the format in `--format`, `--to` and plans."""
+    """Name of the format, as in `--format`, `--to` and plans."""
     title: str
     """Description of a checkpoint in this format, with an article, for messages."""
     clues: tuple[Clue, ...]
-    """Clues that recognise the format."""
+    """Clues by which the format is recognised."""
     reader: str
-    """`module:function(storage, path, member)`, which returns a `Container`; `member` is a clue's candidate."""
+    """`module:function(storage, path, member)`, which returns a `Container`; `member` is the candidate to open."""
     draft: str = ""
-    """`module:function(tensors, *, metadata, shard_size)`, which returns a `Draft`; empty: it cannot be written."""
+    """`module:function(tensors, *, metadata, shard_size)`, which returns a `Draft`; empty: the format cannot be
+    written."""
     reader_takes: frozenset[str] = frozenset()
-    """Optional keywords of the reader: `weights` (which precision), `cutter` (how ranks cut parameters),
+    """Optional keyword arguments of the reader: `weights` (which precision), `cutter` (how ranks cut parameters),
     `optimizer` (whether to read its state)."""
     draft_takes: frozenset[str] = frozenset()
-    """Optional keywords of the draft: `groups` (an optimizer's settings), `training` (other plain data
-    by its paths), `run` and `read` (facts about a training run, and a reader of small tensors), `sealed` (leave space
-    for digests in a single file), `nesting` (how the state dict in a single file is nested), `stem` (beginning of file
+    """Optional keyword arguments of the draft: `groups` (an optimizer's settings), `training` (other plain data by its
+    paths), `run` and `read` (facts about a training run, and a reader of small tensors), `sealed` (leave space for
+    digests in a single file), `nesting` (how the state dict in a single file is nested), `stem` (beginning of file
     names), `config` (of the model), `cuts` (where tensors of several layers or experts are cut into chunks), `degrees`
     and `parts` (the parallel degrees, and each tensor-parallel rank's part of a tensor)."""
     dialects: tuple[str, ...] = ()
-    """Default dialects for writing; the first that the family has is used. Empty: the names of the source."""
+    """Default dialects for writing; the first dialect that the model's family has is used. Empty: by default the
+    source's names are kept."""
     full_precision: bool = False
-    """Whether a checkpoint's weights are the optimizer's full-precision copies, where there are any."""
+    """Whether a checkpoint's weights are the optimizer's full-precision copies, if it has such copies."""
     dtypes: frozenset[str] | None = None
-    """Dtypes that the format can store, as safetensors codes; None: its draft refuses other dtypes itself."""
+    """Dtypes that the format can store, as safetensors codes; None: the draft itself refuses other dtypes."""
 
     one_file: tuple[str, ...] = ()
-    """Endings of files that can be a whole checkpoint; empty: a checkpoint is always a folder."""
+    """Name endings of files that can be a whole checkpoint; empty: a checkpoint is always a folder."""
     heads: tuple[tuple[int, bytes], ...] = ()
-    """`(offset, bytes)` signatures of such a file; one must match. Empty: no check."""
+    """Signatures `(offset, bytes)` of a single-file checkpoint, one of which must match. Empty: signatures are not
+    checked."""
     parts: tuple[str, ...] = ()
-    """Endings of other files of the format that contain tensors or describe them."""
+    """Name endings of the format's other files, which contain tensors or describe them."""
     openers: tuple[str, ...] = ()
-    """Endings of files that complete a checkpoint, such as an index; they must be written last."""
+    """Name endings of files that complete a checkpoint, such as an index; these files must be written last."""
     files: str = r"(?!)"
-    """Regular expression for the paths of all its files inside the folder of a checkpoint."""
+    """Regular expression for the paths of all of the format's files inside a checkpoint's folder."""
     sidecars: frozenset[str] = frozenset()
-    """Names of small files that frameworks write with this format."""
+    """Names of small additional files that frameworks write with this format."""
     steps: str = ""
-    """Regular expression for the names of step folders, each of them a checkpoint; empty: no step folders."""
+    """Regular expression for the names of step folders, each of which is a checkpoint; empty: no step folders."""
     newest: str = ""
-    """Name of the file next to the step folders that names the newest one; empty: none."""
+    """Name of the file next to the step folders that names the newest step; empty: there is no such file."""
     inner: str = ""
-    """Sub-folder of a step folder for some of its files; empty: none."""
+    """Sub-folder of a step folder for some of its files; empty: there is none."""
     package: str = ""
-    """Python distribution that provides the format; empty: it is built in."""
+    """Python distribution that provides the format; empty: the format is built in."""
 
     def open(self, clue: Clue | None, storage: Storage, path: str, member: str, **options: Any) -> Container:
         """Open a checkpoint of this format.
 
         Args:
             clue: the clue that matched; None if the user named the format.
-            storage: storage of the files.
+            storage: storage of the checkpoint's files.
             path: the path as the user typed it.
-            member: the candidate.
-            **options: keyword arguments from `reader_takes`.
+            member: the candidate to open: a file or sub-folder.
+            **options: keyword arguments for the reader, as `reader_takes` lists them.
 
         Raises:
-            TransaxleError: from the reader.
+            TransaxleError: if the reader raises it.
         """
         reader = self._import((clue.reader if clue is not None else "") or self.reader)
         with self.answerable("its reader", member):
@@ -163,8 +167,8 @@ class Format:
         """Turn an unexpected exception of a plugin format into a refusal that names its package.
 
         Args:
-            what: the part of the format that runs, for the message.
-            file: the file that is read.
+            what: the part of the format that is run (such as its reader), for the message.
+            file: name of the file that is read.
         """
         try:
             with aside() if self.package else nullcontext():
@@ -180,18 +184,18 @@ class Format:
 
     @cached_property
     def drafter(self) -> Callable[..., Draft]:
-        """The function named by `draft`, imported on first use."""
+        """The function that `draft` names, imported on first use."""
         drafter: Callable[..., Draft] = self._import(self.draft)
         return drafter
 
     @cached_property
     def file_pattern(self) -> re.Pattern[str]:
-        """`files`, compiled."""
+        """The regular expression `files`, compiled."""
         return re.compile(self.files)
 
     @cached_property
     def step_pattern(self) -> re.Pattern[str]:
-        """`steps`, compiled; without step folders it matches nothing."""
+        """The regular expression `steps`, compiled; a format without step folders gets one that never matches."""
         return re.compile(self.steps or r"(?!)")
 
     def _import(self, where: str) -> Any:
@@ -200,7 +204,7 @@ class Format:
                 return import_object(where)
         except BaseException as error:
             if not self.package or is_users(error):
-                raise  # in one of our own modules this is a bug, not a refusal
+                raise  # in a module of this package the exception is a bug, not a refusal
             message = f"format {self.name} of the package {self.package}: {where} cannot be imported: {error!r}"
             raise refuse("UNSUPPORTED", message, hint=f"Repair the package, or remove {self.package}.") from error
 
@@ -209,18 +213,18 @@ def import_object(where: str) -> Any:
     """Import and return the object at `module:name`.
 
     Raises:
-        Exception: from the import of the module; AttributeError if the module has no such name.
+        Exception: if the module cannot be imported; AttributeError if the module has no object of this name.
     """
     module, _, name = where.partition(":")
     return getattr(import_module(module), name)
 
 
 def ending(*ends: str, unless: str = r"(?!)") -> Candidates:
-    """Return a `Candidates` function for files with these endings.
+    """Return a `Candidates` function for files whose names have given endings.
 
     Args:
         ends: endings of file names.
-        unless: regular expression for names to skip, unless the user gave that file itself.
+        unless: regular expression for names to skip, except for a file that the user gave.
     """
     skipped = re.compile(unless)
 
@@ -233,13 +237,13 @@ def ending(*ends: str, unless: str = r"(?!)") -> Candidates:
 
 
 def named(name: str) -> Candidates:
-    """Return a `Candidates` function for the file with this name."""
+    """Return a `Candidates` function for the file with a given name."""
     return lambda folder: (name,) if name in folder.names else ()
 
 
 def first_of(pattern: str) -> Candidates:
-    """Return a `Candidates` function for the first file, by the numbers in its name, that matches a pattern
-    entirely.
+    """Return a `Candidates` function for the first of the files that match a pattern entirely, by the numbers in their
+    names.
     """
     compiled = re.compile(pattern)
 
@@ -252,7 +256,7 @@ def first_of(pattern: str) -> Candidates:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Pause Python's cyclic garbage collector, which is slow with millions of new objects and would find no cycles."""
+    """Pause Python's cyclic garbage collector, which is slow with millions of new objects, where it would find no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -271,7 +275,7 @@ def newest_step(folder: Folder, file: str) -> str | None:
 
 
 def check_newest(folder: Folder, file: str) -> None:
-    """Refuse a tag file that names a missing sub-folder, instead of reading another step.
+    """Refuse a tag file that names a missing sub-folder, as reading a different step would be wrong.
 
     Raises:
         Refused: PATH_ESCAPE for a path out of the folder; CORRUPT for an empty tag; INCOMPLETE for a missing
@@ -305,7 +309,7 @@ def _tag_in(folder: Folder, file: str) -> str:
 
 
 _HUB = "(?:diffusion_pytorch_model|pytorch_model|model|consolidated)"
-"""Pattern for the beginnings of model file names of Hugging Face's libraries and of Meta."""
+"""Pattern for how model files of Hugging Face's libraries and of Meta begin."""
 
 
 def _shards_and_index(*ends: str) -> str:
@@ -337,14 +341,14 @@ SAFETENSORS = Format(
 
 _TORCH_FILES = (".bin", ".pt", ".pth")
 _NO_WEIGHTS = r"(training_args|(optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state)(_\d+)?)\.(bin|pt|pth)"
-"""Pattern for training state of transformers' Trainer and accelerate, which are not weights."""
+"""Pattern for training state of transformers' Trainer and accelerate, whose files contain no weights."""
 TORCH = Format(
     name="torch",
     title="a torch checkpoint",
     clues=(
         Clue(ending(*(f"{end}{INDEX}" for end in _TORCH_FILES), unless=_NO_WEIGHTS), 60),
         Clue(ending(*_TORCH_FILES, unless=_NO_WEIGHTS), 80),
-        Clue(ending(".ckpt"), 90),  # the ending of Lightning's files; Transaxle writes none
+        Clue(ending(".ckpt"), 90),  # the ending of Lightning's files; Transaxle writes no such files
     ),
     reader="transaxle.formats.torch_file.reader:open_torch",
     draft="transaxle.formats.torch_file.draft:draft",
@@ -380,11 +384,11 @@ DCP = Format(
     parts=(DCP_DATA, DCP_METADATA),
     openers=(DCP_METADATA,),
     files=rf"\.metadata|__\d+_\d+{re.escape(DCP_DATA)}",
-    sidecars=frozenset({"common.pt", "metadata.json"}),  # files of Megatron's distributed checkpoints
+    sidecars=frozenset({"common.pt", "metadata.json"}),  # patterns for files of Megatron's distributed checkpoints
 )
 
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
-"""Name of the file next to Megatron's iteration folders that names the newest one."""
+"""Name of the file next to Megatron's iteration folders that names the newest iteration."""
 _ITERATIONS = r"iter_\d{7,}|release"
 TORCH_DIST = Format(
     name="torch_dist",
@@ -408,9 +412,10 @@ TORCH_DIST = Format(
 )
 
 MEGATRON_RANK = r"mp_rank_\d{2,6}(?:_\d{3,6}){0,2}"
-"""Pattern for the name of a Megatron rank's folder."""
+"""Pattern for the name of the folder of a Megatron rank."""
 MEGATRON_MODEL, MEGATRON_FLAT = "model_optim_rng.pt", "distrib_optim.pt"
-"""Files in a Megatron rank's folder: its part of the model, and of the distributed optimizer's flat buffers."""
+"""Names of the files in a Megatron rank's folder: its part of the model, and its part of the distributed optimizer's
+flat buffers."""
 MEGATRON_TORCH = Format(
     name="megatron_torch",
     title="a Megatron checkpoint of one folder for each rank",
@@ -487,34 +492,35 @@ UNIVERSAL = Format(
 )
 
 FORMATS = (SAFETENSORS, TORCH, DCP, TORCH_DIST, MEGATRON_TORCH, UNIVERSAL, DEEPSPEED)
-"""All built-in formats, in the order of lists for the user."""
+"""All built-in formats, in the order in which users see them."""
 
 CALLED = {
     "huggingface": "hf", "hub": "hf", "sglang": "hf", "pt": "torch", "pth": "torch", "bin": "torch",
     "mcore": "torch_dist", "megatron-lm": "torch_dist", "fsdp": "dcp", "fsdp2": "dcp", "zero": "deepspeed-universal",
 }  # fmt: skip
-"""Common other name of a target -> the dialect or format."""
+"""Maps a common alternative name for a target to the dialect or format."""
 
 
 GROUP = "transaxle.formats"
-"""Entry point group for formats of installed packages; each entry point names a `Format`."""
+"""Name of the entry point group for formats of installed packages; each entry point names a `Format`."""
 _ORDINARY = frozenset({
     "", "csv", "gitattributes", "gitignore", "html", "ini", "jinja", "jpg", "json", "jsonl", "log", "md", "model",
     "png", "py", "rst", "sh", "tiktoken", "toml", "tsv", "txt", "xml", "yaml", "yml",
 })  # fmt: skip
-"""Common file endings that no plugin format may claim, so that such files do not cause plugins to be loaded."""
+"""Common file endings that no plugin format may claim, so that files with these endings do not cause plugins to be
+loaded."""
 _FOREIGN = (
     ".ckpt", ".gguf", ".ggml", ".h5", ".keras", ".msgpack", ".npy", ".npz", ".onnx", ".onnx_data", ".ot", ".pkl",
     ".pickle", ".tflite",
 )  # fmt: skip
-"""Endings of other tensor files, which no built-in format writes and, except `.ckpt`, none reads. Files with these
+"""Name endings of tensor files that no built-in format writes and, except for `.ckpt`, none reads. Files with these
 endings are not copied with a model.
 """
 
 
 @cache
 def builtin() -> Mapping[str, Format]:
-    """Return the built-in formats by name."""
+    """Return all built-in formats, by name."""
     return {kind.name: kind for kind in FORMATS}
 
 
@@ -522,7 +528,7 @@ def find(name: str) -> Format | None:
     """Return a format by name; None if there is no such format.
 
     Raises:
-        Refused: for a plugin format of this name that cannot be used.
+        Refused: the codes of an unusable plugin, if a plugin format has this name.
     """
     if name in builtin():
         return builtin()[name]
@@ -531,10 +537,11 @@ def find(name: str) -> Format | None:
 
 @cache
 def plugin_formats() -> tuple[Format, ...]:
-    """Return the formats of installed packages.
+    """Return the plugin formats: those of other installed packages.
 
     Raises:
-        Refused: UNSUPPORTED for one that cannot be used, NAME_COLLISION if two claim the same file endings.
+        Refused: UNSUPPORTED for a plugin that cannot be used, NAME_COLLISION if two plugins claim the same file
+            endings.
     """
     kinds = tuple(map(_load_format, plugins(GROUP)))
     claimed = {end: "Transaxle" for kind in builtin().values() for end in (*kind.one_file, *kind.parts)}
@@ -547,7 +554,7 @@ def plugin_formats() -> tuple[Format, ...]:
 
 @cache
 def _load_format(plugin: Plugin) -> Format:
-    """Load the format of an installed package, and check its name and file endings."""
+    """Load the plugin format of an installed package, and check its name and file endings."""
     kind = plugin.load()
     if not isinstance(kind, Format):
         raise plugin.refusal("UNSUPPORTED", f"it is {kind!r}, and no transaxle.formats.registry.Format")
@@ -573,7 +580,7 @@ def unknown_format(name: str, known: Sequence[str], hint: str = "") -> Transaxle
     """Return the error for an unknown format name, with the most similar name as hint.
 
     Args:
-        name: what the user typed.
+        name: the name that the user typed.
         known: names of the possible formats.
         hint: hint to use instead of the most similar name.
     """
@@ -604,12 +611,12 @@ def one_file_ends() -> tuple[str, ...]:
 
 
 def foreign_ends() -> tuple[str, ...]:
-    """Return the endings of other tensor files: parts of a folder, and formats that cannot be read."""
+    """Return the endings of tensor files that are no whole checkpoint: parts of a folder, and unreadable formats."""
     return (*(end for kind in builtin().values() for end in kind.parts), *_FOREIGN)
 
 
 def unread_end(name: str) -> str:
-    """Return the ending of a tensor file that no built-in format reads; empty for other names."""
+    """Return the ending of a tensor file that no built-in format reads; empty for any other file name."""
     return next((end for end in _FOREIGN if name.lower().endswith(end)), "")
 
 
@@ -620,12 +627,12 @@ def holds_tensors(name: str) -> bool:
 
 
 def opens_checkpoint(name: str) -> bool:
-    """Tell whether a file with this name completes a checkpoint, as an index does."""
+    """Return whether a file with this name completes a checkpoint, as an index does."""
     return _any_format(name, lambda kind: name.endswith(kind.openers))
 
 
 def is_of_checkpoint(name: str) -> bool:
-    """Tell whether a file with this name occurs only in folders of checkpoints."""
+    """Return whether a file with this name occurs only in folders of checkpoints."""
     return _any_format(name, lambda kind: name.endswith((*kind.one_file, *kind.parts, *kind.openers)))
 
 
@@ -635,11 +642,11 @@ def is_step(folder: str) -> bool:
 
 
 def has_right_signature(name: str, head: bytes) -> bool:
-    """Tell whether a file may be replaced: the file is empty, or its first bytes fit its ending.
+    """Tell whether a file may be replaced: either it is empty, or its first bytes fit its name's ending.
 
     Args:
         name: name of the file.
-        head: its first bytes.
+        head: first bytes of the file.
     """
     return not head or _any_format(name, lambda kind: name.endswith(kind.one_file) and _has_signature(kind, head))
 
@@ -654,33 +661,34 @@ def _any_format(name: str, test: Callable[[Format], bool]) -> bool:
 
 
 def _suffix(name: str) -> str:
-    """Return the lower-case text after the last dot of a file name; empty without a dot."""
+    """Return the lower-case text after the last dot of a file name; empty for a name without a dot."""
     return name.rpartition("/")[2].rpartition(".")[2].lower() if "." in name.rpartition("/")[2] else ""
 
 
 MANIFEST = "transaxle.json"
-"""Name of the manifest of checkpoints that Transaxle wrote; it is neither carried nor ignored."""
+"""Name of the manifest of checkpoints that Transaxle wrote; the manifest is neither copied along nor listed as
+ignored."""
 SCRATCH = ".transaxle"
-"""Folder for working files during a conversion; a checkpoint that has it is not finished."""
+"""Folder for working files during a conversion; a checkpoint that contains this folder is not finished."""
 STATE_FOLDER = "optimizer"
-"""Folder for the optimizer's state, apart from the model, because frameworks read all files next to a config."""
+"""Sub-folder for the optimizer's state, because frameworks read all tensor files next to a model's config."""
 _CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
-"""peft's description of an adapter."""
+"""Name of peft's description of an adapter."""
 _MODEL_FILES = (
     _CONFIG, "generation_config.json", "tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab.",
     "merges.txt", "chat_template", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-"""Prefixes of a model's small files. Only these are carried with a single tensor file, which may be in any folder, and
-out of a training run's folder, which contains logs as well."""
+"""Beginnings of the names of a model's small files. Only files so named are copied with a single tensor file, whose
+folder may be any, or out of a training run's folder, which also contains logs."""
 
 
 _DOCUMENTS = (".md", "license", "license.txt", "notice", "notice.txt")
-"""Endings of files for human readers only."""
+"""Name endings of files that only people read."""
 
 
 def is_for_people(name: str) -> bool:
-    """Tell whether a file is only for human readers."""
+    """Return whether a file is only for people to read."""
     return name.lower().endswith(_DOCUMENTS)
 
 
@@ -695,26 +703,26 @@ def is_for_use(name: str) -> bool:
 
 
 class SidecarFiles(msgspec.Struct, frozen=True):
-    """The other files of a checkpoint's folder, without tensors of the checkpoint."""
+    """The sidecars of a checkpoint: files of its folder that contain none of its tensors."""
 
     carried: tuple[str, ...]
-    """Files that conversions copy with the model."""
+    """Sidecars that conversions copy with the model."""
     ignored: tuple[str, ...]
-    """Files that are not copied: other tensor files, hidden files, sub-folders (with a `/`), links and special
+    """Files that are not copied: unrelated tensor files, hidden files, sub-folders (with a `/`), links and special
     files."""
 
 
 def sort_sidecars(storage: Storage, files: Collection[str], *, of_run: bool = False) -> SidecarFiles:
-    """Sort the other files of a checkpoint's folder into carried and ignored ones.
+    """Sort the sidecars of a checkpoint into those that are copied with it and those that are ignored.
 
     Args:
-        storage: storage of the folder.
-        files: the checkpoint's own files.
-        of_run: whether the folder is a training run's, with files that do not belong to the model.
+        storage: storage of the checkpoint's folder.
+        files: the checkpoint's own files, which are no sidecars.
+        of_run: whether the folder belongs to a training run, so that it contains files of other kinds than the model's.
 
     Raises:
         Refused: PATH_ESCAPE or UNSUPPORTED if the folder's config.json exists but must not be read.
-        StorageError: IO.
+        StorageError: IO, if the folder cannot be read.
     """
     listing = storage.listing()
     if _CONFIG in listing.special:

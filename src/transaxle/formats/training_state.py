@@ -1,27 +1,29 @@
-"""Names the items of a training state, in the same way for all formats that save nested dicts.
+"""Names the items of a training state, in one way for all formats that save nested dicts.
 
 A model's tensors keep their names; optimizer state is named after its parameter; all other items are named after their
-key path. Nothing is matched by shape or order, and two paths that would get one name are refused. Numbers become
-tensors without dims; an optimizer's settings become `groups`. All other values are left behind, and listed.
+key path. No tensor is matched by its shape or position, and two paths that would get one name are refused. A number
+becomes a tensor without dims; the settings of an optimizer become `groups`. All values of other kinds are not read, but
+are listed.
 
 Trainers also save schedulers, counters, the position in the data and averages of the weights, in
 the same dict as the model (torchtitan: `train_state`, `lr_scheduler`, `dataloader`; Lightning: `loops`, `callbacks`,
-`hyper_parameters`; nanoGPT: `model_args`, `iter_num`). Such an item is recognised by the names of its containers, by
-its place next to the model's container, or because it is a Python number (`epoch`). The item's tensors and numbers are
-ordinary tensors of the catalog; a `TrainingItem` refers to them, and stores the other values as far as they are plain
-data. Formats without a place for counters and schedules store them with the optimizer's state (`KEPT_RUN`).
+`hyper_parameters`; nanoGPT: `model_args`, `iter_num`). Such an item of training state is recognised by the names of its
+containers, by its place next to the model's container, or because it is a Python number (`epoch`). The item's tensors
+and numbers are ordinary tensors of the catalog; a `TrainingItem` refers to them, and stores all values that are not
+tensors, if they are plain data. Formats without a place for counters and schedules store them with the optimizer's
+state (`KEPT_RUN`).
 
-**Parameter groups**: an optimizer's settings, with the names of the parameters that they apply to.
+**Parameter groups**: the settings of an optimizer, with the names of the parameters that each group applies to.
 
-Each format stores them in its own way; here they are plain data, under one key of a container's metadata:
+Each format stores parameter groups in its own way; here they are plain data, under one key of a container's metadata:
 
     ck.metadata["param_groups"] == [{"lr": 0.001, "betas": (0.9, 0.95), "params": ["model.norm.weight", ...]}, ...]
 
 A setting keeps its type: numbers, strings, None, and tuples, lists and dicts of these are unchanged; a number with
-a dtype (a tensor without dims, a numpy number) is a numpy scalar. Parameters have the names used for their state,
-`optim/<parameter>/<state>`.
+a dtype (a tensor without dims, a numpy number) is a numpy scalar. Parameters have the names that are also used for
+their state, `optim/<parameter>/<state>`.
 
-**Full-precision weights**: the copies of low-precision weights that an optimizer updates, `optim/<parameter>/fp32`.
+**Full-precision weights** (`optim/<parameter>/fp32`): copies of low-precision weights, which the optimizer updates.
 """
 
 from __future__ import annotations
@@ -47,15 +49,15 @@ GROUPS = "param_groups"
 """Key of the parameter groups in a container's metadata, and in torch's optimizer state dicts."""
 PARAMS, NAMES = "params", "param_names"
 KEPT = "optim/param_groups"
-"""Name under which formats without a place for parameter groups store them, as a tensor or in a header."""
+"""Name under which a format without a place for parameter groups stores the groups, as a tensor or in a header."""
 _DEEPEST_SETTINGS, _MAX_VALUES = 8, 1_000_000
-"""Maximum nesting depth of a setting, and maximum number of its values."""
+"""Maximum nesting depth of an optimizer setting, and maximum number of values in it."""
 _TUPLE, _DICT, _FLOAT, _TYPED = "tuple", "dict", "float", "dtype"
 _VALUE = "hex"
 
 
 def plain(value: object) -> object:
-    """Return a setting as plain data; `NOTHING` if a group cannot contain it, or it is too large."""
+    """Return a setting as plain data; `NOTHING` if a parameter group cannot contain the setting, or it is too large."""
     return _plain_settings(value, _DEEPEST_SETTINGS, [_MAX_VALUES])
 
 
@@ -90,10 +92,10 @@ def single(storage: Storage, entry: Entry) -> object:
 
 
 def groups_of_equal_settings(settings: Mapping[str, Mapping[str, Any]]) -> list[ParamGroup]:
-    """Group parameters by equal settings.
+    """Put parameters with equal settings into one group.
 
     Args:
-        settings: name of a parameter -> its settings.
+        settings: maps each parameter's name to its settings.
 
     Post-condition: groups and parameters are in the order in which they first appear.
     """
@@ -104,18 +106,18 @@ def groups_of_equal_settings(settings: Mapping[str, Mapping[str, Any]]) -> list[
 
 
 def settings_of(group: ParamGroup) -> dict[str, Any]:
-    """Return a group's settings without its parameters."""
+    """Return the settings of a parameter group, without the list of its parameters."""
     return {key: value for key, value in group.items() if key not in (PARAMS, NAMES)}
 
 
 def group_numbers(groups: Iterable[ParamGroup]) -> dict[str, int]:
-    """Return parameter name -> index of its group."""
+    """Return a mapping from each parameter's name to the index of its group."""
     return {name: number for number, group in enumerate(groups) for name in group[PARAMS]}
 
 
 def rename_parameters(groups: Iterable[ParamGroup], names: Mapping[str, Sequence[str]]) -> list[ParamGroup]:
-    """Return groups with renamed parameters; `names`: old name -> new names. Duplicates are dropped; other names
-    stay.
+    """Return groups with renamed parameters; `names` maps an old name to its new names. Duplicate names are dropped;
+    names that `names` lacks stay.
     """
     return [
         {**group, PARAMS: list(dict.fromkeys(new for old in group[PARAMS] for new in names.get(old, (old,))))}
@@ -124,12 +126,12 @@ def rename_parameters(groups: Iterable[ParamGroup], names: Mapping[str, Sequence
 
 
 def encode(groups: Iterable[ParamGroup]) -> str:
-    """Return groups as JSON; values that JSON cannot express are tagged.  Inverse: `decode`."""
+    """Return parameter groups as JSON text, for `decode`; values that JSON cannot express are tagged."""
     return json.dumps([{key: _tag(value) for key, value in group.items()} for group in groups], allow_nan=False)
 
 
 def decode(text: str) -> list[ParamGroup] | None:
-    """Inverse of `encode`; None for any other text."""
+    """Parse the text that `encode` returns; None for any other text."""
     try:
         parsed_groups = parse_json(text)
         groups = [{key: _untag(value) for key, value in group.items()} for group in parsed_groups]
@@ -188,9 +190,9 @@ _AVERAGES = frozenset(
         "ema_params", "ema_weights", "averaged_model", "shadow_params",
     }
 )  # fmt: skip
-"""Top-level names of averaged weights, if the model is saved as well; otherwise these are the model."""
+"""Top-level names of averaged weights, if the model is saved as well; without a model, the averages are the model."""
 EXTRA_STATE = "_extra_state"
-"""Last segment of the name of a module's extra state, such as TransformerEngine's scales, as bytes."""
+"""Last segment of the name of a module's extra state, which is bytes, such as TransformerEngine's scales."""
 _DEEPEST = 64
 
 
@@ -198,13 +200,13 @@ class TrainingItem(msgspec.Struct, frozen=True):
     """One item of the training state."""
 
     path: tuple[str | int, ...]
-    """Key path: keys and list indices from the top of the state."""
+    """Key path of the item: keys and list indices from the top of the state."""
     name: str | None
     """Name of the item's tensor in the catalog; None if the item is not a tensor or number."""
     value: Any = None
-    """Value of an item that was not saved as a tensor, as read from the pickle."""
+    """Value of an item that was not saved as a tensor, as it was read from the pickle."""
     what: str = ""
-    """Description of the value, for messages."""
+    """Description of the item's value, for messages."""
 
     @property
     def is_tensor(self) -> bool:
@@ -212,19 +214,19 @@ class TrainingItem(msgspec.Struct, frozen=True):
         return self.name is not None and self.value is None
 
     def plain(self) -> object:
-        """Return the value as plain data; `NOTHING` if it contains other objects, or was saved as a tensor."""
+        """Return the value as plain data; `NOTHING` if it contains objects of other kinds, or was saved as a tensor."""
         return NOTHING if self.is_tensor else _plain_value(self.value, _DEEPEST)
 
 
 def is_training(path: tuple[str | int, ...], kind: str, root: str | None, holding: Collection[str | int]) -> bool:
-    """Tell whether a leaf outside of the model and the optimizer is training state.
+    """Tell whether a leaf that belongs to neither model nor optimizer is training state.
 
     Args:
         path: key path of the leaf.
-        kind: see `Leaf`; a tensor is a parameter, unless it is in a container of training state, or the
-            model is in a container and the tensor is directly at the top level.
-        root: top-level key of the model's container; None: the model is at the top level.
-        holding: top-level keys under which there are tensors.
+        kind: kind of the leaf, see `Leaf`; a tensor is a parameter, unless it is in a container of training state, or
+            is directly at the top level while the model is in a container.
+        root: top-level key of the model's container; None: the model's tensors are at the top level.
+        holding: top-level keys whose values contain tensors.
     """
     top, nest_items = str(path[0]), len(path) > 1
     if kind == "tensor":
@@ -245,12 +247,12 @@ def tops(items: Sequence[TrainingItem]) -> list[str]:
 
 
 def nest_items(items: Sequence[TrainingItem], top: str, read: Callable[[str], object]) -> tuple[object, list[str]]:
-    """Return the nested state under a top-level name, and descriptions of its values that are not plain data.
+    """Return the nested state under a top-level name, and descriptions of those of its values that are not plain data.
 
     Args:
         items: the training items of a container.
-        top: the top-level name.
-        read: returns the value of a tensor, by name.
+        top: the top-level name to nest.
+        read: function that returns the value of a tensor, given its name.
     """
     not_plain: list[str] = []
     tree: dict[str | int, Any] = {}
@@ -268,14 +270,14 @@ def nest_items(items: Sequence[TrainingItem], top: str, read: Callable[[str], ob
 
 
 def _lists_from_dicts(tree: dict[str | int, Any]) -> Any:
-    """Turn dicts with the keys 0, 1, … into lists; key paths do not distinguish the two."""
+    """Turn dicts with the keys 0, 1, … into lists, since key paths do not distinguish dicts from lists."""
     inner = {key: _lists_from_dicts(value) if type(value) is dict else value for key, value in tree.items()}
     numbers = [key for key in inner if isinstance(key, int)]
     return [inner[key] for key in sorted(numbers)] if inner and sorted(numbers) == list(range(len(inner))) else inner
 
 
 def _plain_value(value: Any, depth: int) -> object:
-    """Return a value as plain data; `NOTHING` if it contains other objects."""
+    """Return a value as plain data; `NOTHING` if the value contains objects of other kinds."""
     if depth < 0:
         return NOTHING
     if value is None or type(value) in (bool, int, float, str, bytes):
@@ -297,15 +299,15 @@ KeyPath = tuple[str | int, ...]
 LeafKind = Literal["tensor", "number", "other", "empty"]
 
 ROOT = "root"
-"""Metadata key: name of the model's top-level container, which was removed from the tensor names."""
+"""Metadata key for the model's top-level container, whose name was removed from the names of tensors."""
 RUN = "deepspeed"
-"""Metadata key: counters and settings of a DeepSpeed training run."""
+"""Metadata key for counters and settings of a DeepSpeed training run."""
 MEGATRON = "megatron"
-"""Metadata key: counters and arguments of a Megatron training run."""
+"""Metadata key for counters and arguments of a Megatron training run."""
 TRAINING = "training_state"
-"""Metadata key: top-level names of the training state, see `TrainingItem`."""
+"""Metadata key for the top-level names of the training state, see `TrainingItem`."""
 LEFT_BEHIND = "left_behind"
-"""Metadata key: path -> description of each item that is neither tensor nor number."""
+"""Metadata key for items that are not read, neither tensors nor numbers: path -> description."""
 OPTIMIZER = "optim/"
 """Prefix of the names of optimizer state: `optim/<parameter>/<state>`."""
 
@@ -322,31 +324,31 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
     path: KeyPath
     """Key path of the leaf."""
     kind: LeafKind
-    """Kind of the leaf: a tensor, a number, an empty dict or list, or something else."""
+    """Kind of the leaf: a tensor, a number, an empty dict or list, or any other value."""
     value: Any = None
     """Value of the leaf, as the format's reader represents it; the list itself for `params` and `param_names`."""
     what: str = ""
-    """Description, for items that are left behind."""
+    """Description of a leaf that is not read."""
 
 
 class State(msgspec.Struct, frozen=True):
-    """The leaves of a state by name, with the optimizer's groups and the training items."""
+    """The named leaves of a state dict, with the optimizer's groups and the training items."""
 
     leaves: Mapping[str, Leaf]
-    """Tensors and numbers by name, in their order in the file."""
+    """Tensors and numbers by name, in the order of the file."""
     root: str | None
     """Key of the model's top-level container, which was removed from the names; None if there is none."""
     left_behind: Mapping[str, str]
-    """Path -> description of each other item; a container without tensors is one item."""
+    """Maps the path of each item that is not read to a description; a container without tensors is one item."""
     groups: Sequence[ParamGroup] = ()
-    """Parameter groups of all optimizers."""
+    """Parameter groups of all optimizers in the state."""
     training: Sequence[TrainingItem] = ()
     """Training state other than model and optimizer, such as schedulers and counters."""
     paths: Mapping[str, KeyPath] = msgspec.field(default_factory=dict)
-    """Name -> key path of each leaf that is neither directly in the model's container nor optimizer state."""
+    """Maps names to key paths, for each leaf that is neither directly in the model's container nor optimizer state."""
 
     def metadata(self) -> dict[str, Any]:
-        """Return the state's entries in a container's metadata."""
+        """Return the entries for this state in a container's metadata."""
         root = {} if self.root is None else {ROOT: self.root}
         groups = {GROUPS: list(self.groups)} if self.groups else {}
         training = {TRAINING: tops(self.training)} if self.training else {}
@@ -354,16 +356,16 @@ class State(msgspec.Struct, frozen=True):
 
 
 def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] | None = None) -> State:
-    """Name the leaves of a state.
+    """Name the leaves of a state dict.
 
     Args:
         leaves: all leaves of the state; their order is preserved.
-        file: for errors.
-        read: returns the value of a tensor without dims among an optimizer's settings, given its leaf's value, or
-            `NOTHING`.
+        file: name of the file, for error messages.
+        read: function for tensors without dims among an optimizer's settings: returns the tensor's value, given its
+            leaf's value, or `NOTHING`.
 
     Raises:
-        Refused: NAME_COLLISION for two leaves with one name; CORRUPT if the names are too long together.
+        Refused: NAME_COLLISION for two leaves with one name; CORRUPT if the total length of the names is too large.
     """
     leaves, empty = _without_empty(leaves)
     optimizers = _OptimizerNames(leaves)
@@ -439,12 +441,12 @@ def _outside(leaves_by_name: Mapping[str, Leaf], root: str | None) -> dict[str, 
 
 
 def join_path(path: KeyPath) -> str:
-    """Join a key path to one name with dots."""
+    """Join the keys of a path with dots, to one name."""
     return ".".join(str(part) for part in path)
 
 
 def _prefixes(paths: Iterable[KeyPath]) -> set[KeyPath]:
-    """Return all proper prefixes of paths except the empty one."""
+    """Return all proper prefixes of paths, without the empty prefix."""
     prefixes: set[KeyPath] = set()
     for path in paths:
         for length in range(len(path) - 1, 0, -1):
@@ -456,7 +458,7 @@ def _prefixes(paths: Iterable[KeyPath]) -> set[KeyPath]:
 
 
 def _shortest(path: KeyPath, among: set[KeyPath]) -> KeyPath | None:
-    """Return the shortest proper prefix of a path that is in a set; None if there is none."""
+    """Return the shortest proper prefix of a path that is in a set; None if no prefix is."""
     if among:
         for length in range(1, len(path)):
             if path[:length] in among:
@@ -465,7 +467,7 @@ def _shortest(path: KeyPath, among: set[KeyPath]) -> KeyPath | None:
 
 
 def _root(leaves: Sequence[Leaf]) -> str | None:
-    """Return the key of the only top-level container of tensors; None if there is none, or several."""
+    """Return the key of the only top-level container of tensors; None if there are none or several."""
     flat = {leaf.path[0] for leaf in leaves if leaf.kind == "tensor" and len(leaf.path) == 2}
     nest_items = {leaf.path[0] for leaf in leaves if leaf.kind == "tensor" and len(leaf.path) > 2}
     candidates = [root for root in _ROOTS if root in flat and root not in nest_items]
@@ -473,7 +475,7 @@ def _root(leaves: Sequence[Leaf]) -> str | None:
 
 
 def _settings(leaves: Sequence[Leaf]) -> set[KeyPath]:
-    """Return the containers that have other values than numbers but no tensors; these are settings, not state."""
+    """Return the containers without tensors, but with values that are not numbers; these are settings, not state."""
     holding = _prefixes(leaf.path for leaf in leaves if leaf.kind == "tensor")
     containers: set[KeyPath] = set()
     for leaf in leaves:
@@ -486,7 +488,7 @@ def _settings(leaves: Sequence[Leaf]) -> set[KeyPath]:
 
 
 class _OptimizerNames:
-    """The optimizers in a state: their key paths, and the names of their parameters."""
+    """The optimizers in a state dict: their key paths, and the names of their parameters."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._roots = {root for leaf in leaves for root in _optimizers(leaf)}
@@ -497,7 +499,7 @@ class _OptimizerNames:
         self._marks = {root: f"#{at}." for at, root in enumerate(unnamed)} if len(unnamed) > 1 else {}
 
     def root_of(self, path: KeyPath) -> KeyPath | None:
-        """Return the path of the optimizer that contains a path; None if there is none."""
+        """Return the path of the optimizer that contains a path; None if no optimizer does."""
         if self._roots:
             for length in range(len(path)):
                 if path[:length] in self._roots and _inside(path[length]):
@@ -505,7 +507,7 @@ class _OptimizerNames:
         return None
 
     def _numbered_root(self, leaf: Leaf) -> KeyPath | None:
-        """Return the path of the optimizer that contains a leaf, if it numbers its parameters."""
+        """Return the path of the optimizer that contains a leaf, if this optimizer numbers its parameters."""
         root = self.root_of(leaf.path)
         if root is None:
             return None
@@ -516,7 +518,7 @@ class _OptimizerNames:
         return root if _is_number(parts[0]) else None
 
     def name(self, root: KeyPath, path: KeyPath) -> str:
-        """Return the name of a leaf of an optimizer."""
+        """Return the name of a leaf in an optimizer, such as `optim/<parameter>/<state>`."""
         parts = _parts(path[len(root) :])
         if parts is None:
             return join_path(path)
@@ -524,7 +526,7 @@ class _OptimizerNames:
         return f"{OPTIMIZER}{self.parameter_name(root, parameter)}/{state}"
 
     def parameter_name(self, root: KeyPath, parameter: str | int) -> str:
-        """Return the name of a parameter; `#<number>` if the optimizer has only numbers."""
+        """Return the name of an optimizer's parameter; `#<number>` if the optimizer has only numbers."""
         if not _is_number(parameter):
             return str(parameter)
         saved_name = self._names.get(root, {}).get(str(parameter))
@@ -534,11 +536,11 @@ class _OptimizerNames:
 class _GroupSettings:
     """Collects the settings of optimizers, leaf by leaf.
 
-    torch saves them in a list of groups, `param_groups, 0, lr`, or flattened by parameter,
-    `param_groups.<parameter>.lr`. If an optimizer has both, the list is used.
+    torch saves settings in a list of groups, `param_groups, 0, lr`, or flattened by parameter,
+    `param_groups.<parameter>.lr`. If an optimizer has settings in both forms, the list is used.
 
     Args:
-        read: see `arrange`.
+        read: function that returns the value of a tensor without dims; see `arrange`.
     """
 
     def __init__(self, read: Callable[[Any], object] | None) -> None:
@@ -547,7 +549,7 @@ class _GroupSettings:
         self._flat: dict[KeyPath, dict[str, dict[str, Any]]] = {}
 
     def add(self, root: KeyPath, leaf: Leaf) -> bool:
-        """Add the setting in a leaf; return False if it cannot be represented."""
+        """Add the setting in a leaf; return False if the setting cannot be represented."""
         inner = leaf.path[len(root) :]
         if leaf.kind == "tensor":
             value = NOTHING if self._read is None else self._read(leaf.value)
@@ -598,7 +600,7 @@ def _inside(key: str | int) -> bool:
 
 
 def _optimizers(leaf: Leaf) -> Iterator[KeyPath]:
-    """Yield the prefixes of a leaf's path that must be an optimizer, by the keys that follow."""
+    """Yield the prefixes of a leaf's path that must be an optimizer, to judge by the keys after the prefix."""
     path = leaf.path
     for at, key in enumerate(path):
         following = path[at + 1 :]
@@ -630,7 +632,7 @@ def _is_number(parameter: str | int) -> bool:
 
 
 def _parameter_names(root: KeyPath, lists: Mapping[KeyPath, Any]) -> dict[str, str]:
-    """Return number -> name of an optimizer's parameters; empty unless all its groups list numbers and names."""
+    """Map numbers to names of an optimizer's parameters; empty unless all its groups list numbers and names."""
     names_by_number: dict[str, str] = {}
     for group in itertools.count():
         numbers = lists.get((*root, GROUPS, group, PARAMS))
@@ -648,15 +650,15 @@ def _parameter_names(root: KeyPath, lists: Mapping[KeyPath, Any]) -> dict[str, s
 
 
 KEPT_RUN = "optim/run"
-"""Key of the run's facts in the header of a file."""
+"""Key in a file's header for the facts about the training run."""
 _COUNTS = ("global_steps", "global_samples")
 
 
 def facts_as_text(run: Mapping[str, Any]) -> str | None:
-    """Return the counters of a training run as text; None without any. Inverse: `facts_in`.
+    """Return the counters of a training run as text; None if it has none. `facts_in` parses the text again.
 
     Args:
-        run: facts about the training run, as passed to drafts.
+        run: facts about the training run, as drafts receive them.
     """
     counts = {key: run[key] for key in _COUNTS if isinstance(run.get(key), int)}
     facts = {RUN: counts, MEGATRON: run.get(MEGATRON) or {}}
@@ -664,7 +666,7 @@ def facts_as_text(run: Mapping[str, Any]) -> str | None:
 
 
 def facts_in(text: str) -> dict[str, Any]:
-    """Parse the result of `facts_as_text` for a container's metadata; return an empty dict for any other text."""
+    """Parse the text of `facts_as_text` into metadata of a container; return an empty dict for any other text."""
     groups = decode(text) or []
     settings = settings_of(groups[0]) if len(groups) == 1 else {}
     facts = {key: settings[key] for key in (RUN, MEGATRON) if isinstance(settings.get(key), dict) and settings[key]}
@@ -684,10 +686,10 @@ def with_full_precision(container: Container, *, strict: bool) -> Container:
 
     Args:
         container: a container with optimizer state.
-        strict: refuse low-precision weights without such a copy, instead of keeping them.
+        strict: refuse a low-precision weight without a full-precision copy, instead of keeping the weight.
 
     Raises:
-        Refused: UNSUPPORTED for each such weight.
+        Refused: UNSUPPORTED for each low-precision weight without a copy, if `strict`.
     """
     faults = Faults()
     entries: dict[str, Entry] = {}

@@ -1,17 +1,17 @@
 """Storage: read access to the files of one checkpoint, in a local folder or at a URL.
 
-Readers use only names, sizes and byte ranges. So the guarantees of storages (a name never leaves the
-checkpoint, a short read is an error, nothing is memory-mapped) apply to all formats.
+Readers of formats use only names, sizes and byte ranges of files. So the guarantees of storages (a name never leaves
+the checkpoint, a short read is an error, nothing is memory-mapped) apply to all formats.
 
-Overlays change another storage: they add virtual files (`VirtualFiles`), show a sub-folder as the whole, or show a
-sub-folder's files in the folder above (`Renaming`). `NearReads` merges many small reads that are near each other,
-such as those of headers between small tensors.
+Overlays change what a lower storage shows: they add virtual files (`VirtualFiles`), show a sub-folder as the whole
+checkpoint, or show a sub-folder's files in the folder above (`Renaming`). `NearReads` combines many small reads that
+are near each other, such as the reads of headers between small tensors.
 
-**Strict JSON**: JSON from untrusted files is parsed here, and no key may occur twice.
+**Strict JSON**: this module parses JSON from untrusted files, in which no key may occur twice.
 
-Decoders silently keep the last of two equal keys, so that two readers of one file may see different tensors. In
-headers and indexes, which may be long, each decoded key has one colon in the text;
-more colons than keys mean that a key was dropped.
+JSON decoders silently keep the last of two equal keys, so that two readers of one file may see different tensors. For
+headers and indexes, which may be long, colons are counted: each decoded key has one colon in the text, so more colons
+than keys mean that a key was dropped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _PINNED = re.compile(r"(hf://(?:(?:datasets|spaces)/)?[^/@]+/[^/@]+)@[0-9a-f]{40}(?=/|$)")
 _MIN_DESCRIPTORS = 4
 _IDLE, _AT_ONCE = (128, 8), (64, 16)
-"""`(maximum, divisor of the process limit)` for idle open descriptors, and for those that one thread uses at once."""
+"""`(maximum, divisor of the process limit)` for idle open descriptors, and for descriptors that one thread uses at
+once."""
 _INSIDE = "Names of files in a checkpoint are relative to its folder and stay inside it."
 
 
@@ -49,28 +50,28 @@ class Listing(msgspec.Struct, frozen=True):
     """The direct contents of one folder of a checkpoint, sorted by name."""
 
     names: tuple[str, ...]
-    """Regular files, including links to them that may be followed."""
+    """Names of regular files, including symbolic links to files that may be followed."""
     folders: tuple[str, ...]
-    """Sub-folders."""
+    """Names of the sub-folders."""
     special: Mapping[str, Refusal]
-    """Name -> refusal of each other member: FIFOs, devices, sockets, links that lead outside."""
+    """Maps each member of any other kind (FIFO, device, socket, link that leads outside) to its refusal."""
 
     def everything(self) -> tuple[str, ...]:
-        """Return the names of all files, including those that will be refused when they are read."""
+        """Return the names of all files, including files that will be refused when they are read."""
         return tuple(sorted((*self.names, *self.special)))
 
 
 class Storage(Protocol):
-    """Read access to the files of one checkpoint. Safe to share between threads."""
+    """Read access to the files of one checkpoint. Several threads can share it."""
 
     @property
     def batches_steps(self) -> bool:
-        """Whether many reads can be carried out in one call; true of local files."""
+        """Whether one call can carry out many reads; true for local files."""
         return False
 
     @property
     def bytes_read(self) -> int:
-        """Number of bytes read from files so far, by all threads; in-memory numbers do not count."""
+        """Number of bytes read from files so far, by all threads; numbers in memory do not count."""
         return 0
 
     @property
@@ -79,14 +80,14 @@ class Storage(Protocol):
 
     @property
     def single(self) -> str | None:
-        """Name of the single file that was given; None for a folder."""
+        """Name of the file if a single file was given; None for a folder."""
 
     def listing(self, folder: str = "") -> Listing:
-        """List the checkpoint's folder or one of its sub-folders; names are bare, without the folder.
+        """List the checkpoint's folder or one of its sub-folders; the names do not include the folder.
 
         Raises:
-            Refused: PATH_ESCAPE.
-            StorageError: IO.
+            Refused: PATH_ESCAPE, for a folder outside of the checkpoint.
+            StorageError: IO, if the folder cannot be read.
         """
 
     def names(self) -> tuple[str, ...]:
@@ -97,57 +98,59 @@ class Storage(Protocol):
         """Return the size of a file in bytes.
 
         Raises:
-            Refused: PATH_ESCAPE; UNSUPPORTED for anything that is not a regular file; CORRUPT if it was changed.
+            Refused: PATH_ESCAPE for a name that leads outside; UNSUPPORTED for anything but a regular file; CORRUPT for
+                a changed file.
             StorageError: IO for a missing or unreadable file.
         """
 
     def version(self, name: str) -> str:
         """Return a string that changes when the file does; for a local file its inode, size and times of change.
 
-        Raises as `size`.
+        Raises the errors of `size`.
         """
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """Fill a writable contiguous view with the bytes that start at `offset`.
+        """Fill a writable contiguous view with the file's bytes that start at `offset`.
 
         Raises:
-            Refused: as `size`; CORRUPT if the file ends before the view is full.
-            StorageError: IO.
+            Refused: the codes of `size`; CORRUPT if the file ends before the view is full.
+            StorageError: IO, if the read fails.
         """
 
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """Add a read to `steps` that fills a view, or reads strided runs into it.
+        """Add to `steps` a read that fills a view, or a read of strided runs into the view.
 
         Args:
             steps: the list of steps; errors are those of `read_into`, raised when the steps run.
-            name: name of the file.
-            offset: offset in the file of the first byte.
-            view: writable and contiguous memory; the first run goes to its start, and all runs must fit.
-            width: bytes of a run, if there are loops.
-            loops: `(count, step in the file, step in the view)` in bytes, outermost first; empty: fill the whole view.
+            name: name of the file to read.
+            offset: file offset of the first byte to read.
+            view: writable and contiguous memory; the first run is read into its beginning, and all runs must fit.
+            width: number of bytes of a run, if there are loops.
+            loops: `(count, stride in the file, stride in the view)` in bytes, the outermost loop first; empty: fill the
+                whole view.
         """
         read = partial(self.read_into, name)
         steps.call(partial(read_strided, read, offset, view, width, loops), READING, view.nbytes)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        """Return `size` bytes from `offset`; raises as `read_into`."""
+        """Return `size` bytes of a file from `offset` on; the errors are those of `read_into`."""
         buffer = BytesIO(bytes(size))
         with buffer.getbuffer() as view:
             self.read_into(name, offset, view)
-        return buffer.getvalue()  # the bytes share the buffer, so that a large file is in memory only once
+        return buffer.getvalue()  # the result shares the buffer's memory, so that a large file is in memory only once
 
     def recheck(self) -> None:
-        """Check that no file that was read has changed since; called before results are published.
+        """Check that no file has changed since it was read; called before results are published.
 
         Raises:
-            Refused: CORRUPT.
-            StorageError: IO.
+            Refused: CORRUPT, for each file that has changed.
+            StorageError: IO, if a file cannot be examined.
         """
 
     def close(self) -> None:
-        """Close all files. Later reads raise ValueError."""
+        """Close all open files. Reads after this call raise ValueError."""
 
 
 def walk_files(storage: Storage, folder: str = "") -> Iterator[str]:
@@ -160,10 +163,10 @@ def walk_files(storage: Storage, folder: str = "") -> Iterator[str]:
 
 
 class Overlay(Storage):
-    """A storage on top of another one; calls that a subclass does not override go to the lower storage.
+    """A storage on top of a lower storage, which gets all calls that a subclass does not override.
 
     Args:
-        below: the storage underneath.
+        below: the lower storage.
     """
 
     def __init__(self, below: Storage) -> None:
@@ -171,38 +174,38 @@ class Overlay(Storage):
 
     @property
     def batches_steps(self) -> bool:
-        """See `Storage`."""
+        """Whether one call can carry out many reads in the lower storage; see `Storage.batches_steps`."""
         return self.below.batches_steps
 
     @property
     def bytes_read(self) -> int:
-        """See `Storage`."""
+        """Number of bytes read so far by the lower storage; see `Storage.bytes_read`."""
         return self.below.bytes_read
 
     @property
     def path(self) -> str:
-        """See `Storage`."""
+        """Path of the checkpoint in the lower storage; see `Storage.path`."""
         return self.below.path
 
     @property
     def single(self) -> str | None:
-        """See `Storage`."""
+        """Name of the single file in the lower storage; see `Storage.single`."""
         return self.below.single
 
     def listing(self, folder: str = "") -> Listing:
-        """See `Storage`."""
+        """List a folder of the lower storage; see `Storage.listing`."""
         return self.below.listing(folder)
 
     def size(self, name: str) -> int:
-        """See `Storage`."""
+        """Return the size of a file in the lower storage; see `Storage.size`."""
         return self.below.size(name)
 
     def version(self, name: str) -> str:
-        """See `Storage`."""
+        """Return the version of a file in the lower storage; see `Storage.version`."""
         return self.below.version(name)
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """See `Storage`; carries out `add_read` at once."""
+        """Read bytes of a file by `add_read`, at once; see `Storage.read_into`."""
         with Steps() as steps:
             self.add_read(steps, name, offset, view.cast("B"))
             steps.run()
@@ -210,15 +213,15 @@ class Overlay(Storage):
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """See `Storage`."""
+        """Add a read from the lower storage; see `Storage.add_read`."""
         self.below.add_read(steps, name, offset, view, width, loops)
 
     def recheck(self) -> None:
-        """See `Storage`."""
+        """Check that no file of the lower storage has changed; see `Storage.recheck`."""
         self.below.recheck()
 
     def close(self) -> None:
-        """See `Storage`."""
+        """Close the files of the lower storage; see `Storage.close`."""
         self.below.close()
 
 
@@ -227,34 +230,34 @@ class VirtualFile(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Size of the file in bytes."""
+        """Size of the virtual file in bytes."""
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill a writable contiguous view with the bytes that start at `offset`; safe from several threads."""
+        """Fill a writable contiguous view with the file's bytes from `offset` on; several threads may call this."""
 
 
 class InMemoryFile(msgspec.Struct, frozen=True):
-    """A virtual file of given bytes."""
+    """A virtual file whose bytes are in memory."""
 
     data: bytes
 
     @property
     def nbytes(self) -> int:
-        """See `VirtualFile`."""
+        """Size of the virtual file in bytes."""
         return len(self.data)
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """See `VirtualFile`."""
+        """Fill a view with the bytes that start at `offset`; see `VirtualFile.read_into`."""
         view.cast("B")[:] = self.data[offset : offset + view.nbytes]
 
 
 class VirtualFiles(Overlay):
-    """An overlay that adds virtual files.
+    """An overlay that adds virtual files to a storage.
 
     Args:
-        below: the real files.
-        files: virtual files by name; no real file may have such a name.
-        others: other storages that the virtual files read from; they are rechecked and closed with this one.
+        below: storage of the real files.
+        files: the virtual files by name; no real file may have the same name.
+        others: further storages that the virtual files read from; these are rechecked and closed together with `below`.
     """
 
     def __init__(self, below: Storage, files: Mapping[str, VirtualFile], others: Sequence[Storage] = ()) -> None:
@@ -263,30 +266,30 @@ class VirtualFiles(Overlay):
         self._others = others
 
     def recheck(self) -> None:
-        """See `Storage`."""
+        """Check that no file that was read has changed, in any of the storages; see `Storage.recheck`."""
         for storage in self._others:
             storage.recheck()
         super().recheck()
 
     def close(self) -> None:
-        """See `Storage`."""
+        """Close all of the storages; see `Storage.close`."""
         for storage in self._others:
             storage.close()
         super().close()
 
     def size(self, name: str) -> int:
-        """See `Storage`."""
+        """Return the size of a real or virtual file; see `Storage.size`."""
         virtual = self._files.get(name)
         return super().size(name) if virtual is None else virtual.nbytes
 
     def version(self, name: str) -> str:
-        """See `Storage`; virtual files have no version of their own, as they are computed from real files."""
+        """Return a file's version; virtual files have none, as they are computed from real files; see `Storage.version`."""
         return "" if name in self._files else super().version(name)
 
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """See `Storage`."""
+        """Add a read of a real or virtual file; see `Storage.add_read`."""
         virtual = self._files.get(name)
         if virtual is None:
             self.below.add_read(steps, name, offset, view, width, loops)
@@ -298,7 +301,7 @@ Layer = TypeVar("Layer", bound=Overlay)
 
 
 def layer(storage: Storage, kind: type[Layer]) -> Layer | None:
-    """Return the topmost overlay of a class in a storage; None if there is none."""
+    """Return the topmost overlay of a class in a storage; None if the storage has no such overlay."""
     while isinstance(storage, Overlay):
         if isinstance(storage, kind):
             return storage
@@ -307,17 +310,17 @@ def layer(storage: Storage, kind: type[Layer]) -> Layer | None:
 
 
 _CLOSED: WeakSet[Storage] = WeakSet()
-"""Lowest storages that `close` has closed."""
+"""The lowest storages that have been closed by `close`."""
 
 
 def close(storage: Storage) -> None:
-    """Close a storage, and record that for `is_closed`."""
+    """Close a storage, and record its closing for `is_closed`."""
     storage.close()
     _CLOSED.add(lowest(storage))
 
 
 def is_closed(storage: Storage) -> bool:
-    """Tell whether `close` has closed a storage or another overlay of it."""
+    """Tell whether a storage was closed by `close`, directly or through a different overlay."""
     return lowest(storage) in _CLOSED
 
 
@@ -332,8 +335,8 @@ def split_name(name: str) -> tuple[str, ...]:
     """Split the relative name of a file, such as `a/b/c`, and check that it stays inside its folder.
 
     Raises:
-        Refused: PATH_ESCAPE for an empty or absolute name, for `.`, `..` or empty parts (also between backslashes,
-            which are separators on other systems), and for names that contain a NUL.
+        Refused: PATH_ESCAPE for an empty or absolute name, for components that are empty, `.` or `..` (also between
+            backslashes, which are separators on Windows), and for names that contain a NUL.
     """
     parts = tuple(name.split("/"))
     if "\0" in name or any(segment in ("", ".", "..") for segment in parts) or ".." in name.split("\\"):
@@ -342,7 +345,7 @@ def split_name(name: str) -> tuple[str, ...]:
 
 
 def is_plain(name: str) -> bool:
-    """Tell whether a name is a single path segment, with no separator of any operating system."""
+    """Tell whether a name is a single path component, with no separator of any operating system."""
     return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
 
 
@@ -352,7 +355,7 @@ def too_long(name: str) -> tuple[Code, str]:
 
 
 def without_commit(path: str) -> str:
-    """Remove the commit from the URL of a hub's repository; other paths and URLs are returned unchanged."""
+    """Remove the commit from the URL of a hub's repository; any other path or URL is returned unchanged."""
     match = _PINNED.match(path)
     return path if match is None else match[1] + path[match.end() :]
 
@@ -368,34 +371,34 @@ def is_url(path: str) -> bool:
 
 
 class ByteCount:
-    """A byte counter for several threads."""
+    """A byte counter that several threads may share."""
 
     __slots__ = ("_lock", "total")
 
     def __init__(self) -> None:
         self._lock = Lock()
         self.total = 0
-        """Number of bytes so far."""
+        """Number of bytes counted so far."""
 
     def add(self, size: int) -> None:
-        """Add to the counter."""
+        """Add a number of bytes to the counter."""
         with self._lock:
             self.total += size
 
 
 class _Handle(msgspec.Struct):
-    """An open file descriptor with its number of users."""
+    """An open file descriptor, with the number of threads that use it."""
 
     fd: int
-    """The descriptor."""
+    """The open file descriptor."""
     users: int = 0
-    """Number of threads that use it now."""
+    """Number of threads that use the descriptor now."""
     dropped: bool = False
-    """Whether to close it after its last user."""
+    """Whether to close the descriptor when its last user is done."""
 
 
 class _Use:
-    """Context of a descriptor in use; a class, because a generator would cost more than the read or write itself."""
+    """Context for the use of a descriptor; a class, as a generator would cost more than the read or write itself."""
 
     __slots__ = ("_handle", "_handles", "_name")
 
@@ -412,11 +415,11 @@ class _Use:
 
 
 class Handles:
-    """A cache of open file descriptors by name, shared by threads; idle ones are closed when there are too many.
+    """A cache of open file descriptors by name, shared by threads; idle descriptors are closed when there are too many.
 
     A checkpoint may have thousands of files, a process may open a thousand (on macOS 256), and a descriptor must not be
-    closed while another thread reads through it. So each one counts its users, and only idle ones are closed, least
-    recently used first.
+    closed while another thread reads through it. So the users of each descriptor are counted, and only idle descriptors
+    are closed, the least recently used first.
     """
 
     def __init__(
@@ -435,12 +438,12 @@ class Handles:
         self._closed = False
 
     def use(self, name: str) -> _Use:
-        """Return a context with the open descriptor of a file; it stays open at least until the block ends."""
+        """Return a context with the open descriptor of a file; the file stays open until the `with` block ends, or longer."""
         return _Use(self, name)
 
     @contextmanager
     def use_all(self, names: Iterable[str]) -> Iterator[dict[str, int]]:
-        """Return a context with the open descriptors of several files, by name; otherwise as `use`."""
+        """Return a context with the open descriptors of several files, by name; each stays open as in `use`."""
         used: dict[str, _Handle] = {}
         try:
             for name in names:
@@ -458,7 +461,7 @@ class Handles:
                 self._retire(name, handle)
 
     def close(self) -> None:
-        """Close all descriptors (those in use after their release); no file can be opened afterwards."""
+        """Close all descriptors (those in use once they are released); afterwards no file can be opened."""
         with self._lock:
             self._closed = True
             while self._open:
@@ -480,7 +483,7 @@ class Handles:
             return handle
 
     def release(self, name: str, handle: _Handle) -> None:
-        """End the use of a descriptor."""
+        """Mark a descriptor as no longer used by the caller."""
         with self._lock:
             handle.users -= 1
             if handle.users:
@@ -504,23 +507,23 @@ class Handles:
 
 
 def _descriptor_limit(most: int, share: int) -> int:
-    """Return how many descriptors a purpose may use: at most `most`, and one `share`-th of the process limit."""
+    """Return a limit for descriptors: `most`, or if smaller the process's limit divided by `share`."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if limit == resource.RLIM_INFINITY else max(_MIN_DESCRIPTORS, min(most, limit // share))
 
 
 _NEAR = 1 << 14
-"""Maximum distance in bytes between two reads that are near each other."""
+"""Two reads are near each other if their distance in bytes is at most this."""
 _BLOCK = 1 << 16
 _NEAR_READS = 4
 """After this number of near reads in a row, a whole block is read. Between large tensors only every second read is near
-the one before.
+the previous read.
 """
 _MAX_FILES = 64
 
 
 class _Block:
-    """The latest bytes read of a file, for `NearReads`."""
+    """The block of a file that was read last, for `NearReads`."""
 
     __slots__ = ("begin", "data", "near")
 
@@ -528,7 +531,7 @@ class _Block:
         self.begin = 0
         self.data = b""
         self.near = 0
-        """Number of consecutive near reads."""
+        """Number of consecutive reads that were near the previous read."""
 
 
 class NearReads:
@@ -543,7 +546,7 @@ class NearReads:
         self._blocks: dict[str, _Block] = {}
 
     def read(self, name: str, offset: int, count: int) -> bytes:
-        """Return bytes of a file; raises as `Storage.read`."""
+        """Return bytes of a file; the errors are those of `Storage.read`."""
         block = self._blocks.get(name)
         if block is None:
             if len(self._blocks) >= _MAX_FILES:
@@ -563,24 +566,24 @@ class NearReads:
 
 
 class Renaming(Overlay):
-    """An overlay that renames files."""
+    """An overlay that shows files under different names."""
 
     @abstractmethod
     def name_below(self, name: str) -> str:
-        """Return a file's name in the lower storage."""
+        """Return the name that a file has in the lower storage."""
 
     def size(self, name: str) -> int:
-        """See `Storage`."""
+        """Return the size of a renamed file; see `Storage.size`."""
         return self.below.size(self.name_below(name))
 
     def version(self, name: str) -> str:
-        """See `Storage`."""
+        """Return the version of a renamed file; see `Storage.version`."""
         return self.below.version(self.name_below(name))
 
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """See `Storage`."""
+        """Add a read of a renamed file; see `Storage.add_read`."""
         self.below.add_read(steps, self.name_below(name), offset, view, width, loops)
 
 
@@ -588,7 +591,7 @@ class SubFolder(Renaming):
     """An overlay that shows a sub-folder as the whole checkpoint.
 
     Args:
-        below: the checkpoint's files.
+        below: storage of the checkpoint that contains the sub-folder.
         folder: path of the sub-folder, without a trailing `/`.
     """
 
@@ -597,11 +600,11 @@ class SubFolder(Renaming):
         self._folder = folder
 
     def name_below(self, name: str) -> str:
-        """See `Renaming`."""
+        """Return the name that a file has in the lower storage; see `Renaming`."""
         return f"{self._folder}/{name}"
 
     def listing(self, folder: str = "") -> Listing:
-        """See `Storage`."""
+        """List a folder inside the sub-folder; see `Storage.listing`."""
         return self.below.listing(self.name_below(folder) if folder else self._folder)
 
 
@@ -609,8 +612,8 @@ class LiftedFiles(Renaming):
     """An overlay in which some files of sub-folders also appear in the top folder.
 
     Args:
-        below: the checkpoint's files.
-        lifted: new name in the top folder -> path in the lower storage.
+        below: storage of the checkpoint's files.
+        lifted: maps the new name of a file in the top folder to its path in the lower storage.
     """
 
     def __init__(self, below: Storage, lifted: Mapping[str, str]) -> None:
@@ -618,19 +621,21 @@ class LiftedFiles(Renaming):
         self._lifted = lifted
 
     def name_below(self, name: str) -> str:
-        """See `Renaming`."""
+        """Return the name that a file has in the lower storage; see `Renaming`."""
         return self._lifted.get(name, name)
 
     def listing(self, folder: str = "") -> Listing:
-        """See `Storage`."""
+        """List a folder; the top folder includes the lifted files; see `Storage.listing`."""
         listing = self.below.listing(folder)
         return listing if folder else replace(listing, names=tuple(sorted((*listing.names, *self._lifted))))
 
 
 MAX_PAIRS = 4_000_000
-"""Maximum number of key-value pairs of a JSON text, for a million tensors; more would take too much memory."""
+"""Maximum number of key-value pairs of a JSON text, enough for a million tensors; more pairs would take too much
+memory."""
 _CHUNK = 1 << 16
-"""Bytes of text that are split at a time; the resulting objects take about twenty times as much memory."""
+"""Number of bytes of JSON text that are split at a time; the resulting objects take about twenty times as much
+memory."""
 _TOO_DEEP = "it is nested too deeply"
 
 _Form = TypeVar("_Form")
@@ -639,14 +644,14 @@ _top: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[s
 
 
 class NotJsonError(ValueError):
-    """The text is not JSON in UTF-8, or not of the expected form; the message says where."""
+    """Raised for a text that is not JSON in UTF-8, or not of the expected structure; the message gives the position."""
 
 
 def parse_json(text: bytes | str) -> Any:
     """Parse strict JSON.
 
     Raises:
-        NotJsonError: for invalid JSON, too deep nesting, or an object that has a key twice.
+        NotJsonError: for invalid JSON, too deep nesting, or an object with a repeated key.
     """
     try:
         plain = text if isinstance(text, str) else text.decode("utf-8-sig")
@@ -661,7 +666,7 @@ def parse_json_as(text: bytes | str, form: type[_Form]) -> _Form:
     """Parse strict JSON into a msgspec type.
 
     Raises:
-        NotJsonError: as `parse_json`, and for another form.
+        NotJsonError: for invalid JSON as in `parse_json`, or for a structure that does not fit the type.
     """
     try:
         return msgspec.convert(parse_json(text), form)
@@ -678,7 +683,7 @@ def _unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def members(text: bytes) -> dict[str, msgspec.Raw]:
-    """Return the members of a JSON object, with their values not decoded.
+    """Return the members of a JSON object by key; their values are not decoded.
 
     Raises:
         NotJsonError: for invalid JSON, too deep nesting, or text that is not UTF-8.
@@ -693,19 +698,19 @@ def members(text: bytes) -> dict[str, msgspec.Raw]:
 
 
 def pairs_in(text: bytes) -> int:
-    """Count the key-value pairs of valid JSON text at all levels: the colons outside of strings."""
-    # A backslash escapes the next character of a string: remove `\\` first, then `\"`.
+    """Count the key-value pairs of valid JSON text at all levels: the number of colons outside of strings."""
+    # In a string, a backslash escapes the next character, so remove `\\` first, then `\"`.
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
     pairs, within = 0, 0
     for start in range(0, len(plain), _CHUNK):
-        pieces = plain[start : start + _CHUNK].split(b'"')  # every other piece is inside a string
+        pieces = plain[start : start + _CHUNK].split(b'"')  # every second piece is inside a string
         pairs += b"".join(pieces[within::2]).count(b":")
         within = (within + len(pieces) - 1) % 2
     return pairs
 
 
 def has_dropped_keys(text: bytes, top: Mapping[str, msgspec.Raw]) -> bool:
-    """Tell whether `members(text)`, whose result is `top`, dropped a repeated key."""
+    """Tell whether `top`, the result of `members(text)`, lacks a key that was repeated in the text."""
     return pairs_in(text) != len(top) + sum(pairs_in(bytes(raw)) for raw in top.values())
 
 
