@@ -256,7 +256,7 @@ def first_of(pattern: str) -> Candidates:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Pause Python's cyclic garbage collector, which is slow with millions of new objects, where it would find no cycles."""
+    """Pause Python's cyclic garbage collector, which is slow with millions of new objects and would find no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -283,7 +283,7 @@ class VirtualFiles(Overlay):
         return super().size(name) if virtual is None else virtual.nbytes
 
     def version(self, name: str) -> str:
-        """Return a file's version; virtual files have none, as they are computed from real files; see `Storage.version`."""
+        """Return a file's version (see `Storage.version`); a virtual file has none, as it is computed from real files."""
         return "" if name in self._files else super().version(name)
 
     def add_read(
@@ -438,7 +438,7 @@ class Handles:
         self._closed = False
 
     def use(self, name: str) -> _Use:
-        """Return a context with the open descriptor of a file; the file stays open until the `with` block ends, or longer."""
+        """Return a context with a file's open descriptor; the file stays open at least until the block ends."""
         return _Use(self, name)
 
     @contextmanager
