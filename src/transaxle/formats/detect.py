@@ -304,7 +304,7 @@ def _shard(member: str) -> re.Match[str] | None:
 
 
 def _rank(file: str) -> tuple[str, int] | None:
-    """Split the name of a rank's file into the name without the rank, and the rank; None if there is no rank in it."""
+    """Split the name of a rank's file into the name without the rank, and the rank; None if the name has no rank."""
     match = _RANK.fullmatch(file)
     return None if match is None else (f"{match[1]}{match[3]}", int(match[2]))
 

@@ -42,7 +42,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         *(SWIZZLED, ROW_SCALED, FOUR_OVER_SIX, E4M3_MAX),
     ),
 }  # fmt: skip
-"""Maps each class to its arguments, in order, of the newest release; older releases have only the first of them."""
+"""Maps each class to its arguments in the newest release, in order; an older release has only the first arguments."""
 
 OLD, NEW, UNKNOWN = "old", "new", ""
 CODES: Mapping[str, Mapping[int, str]] = {

@@ -122,7 +122,7 @@ class Steps:
         self.size += size
 
     def add_crc_share(self, view: memoryview, powers: Sequence[int]) -> array[int] | None:
-        """Make the latest step, a strided read, also compute its runs' share of a CRC-32.
+        """Make the latest step, which is a strided read, also compute its runs' share of a CRC-32.
 
         Args:
             view: target memory of the latest step.

@@ -283,7 +283,7 @@ class VirtualFiles(Overlay):
         return super().size(name) if virtual is None else virtual.nbytes
 
     def version(self, name: str) -> str:
-        """Return a file's version (see `Storage.version`); a virtual file has none, as it is computed from real files."""
+        """Return a file's version (see `Storage.version`); virtual files, computed from real files, have none."""
         return "" if name in self._files else super().version(name)
 
     def add_read(

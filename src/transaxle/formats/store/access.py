@@ -21,7 +21,8 @@ from typing import BinaryIO
 import msgspec
 
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
-"""Modes of a new folder and a new file that will replace existing ones, until they get the access of those."""
+"""Modes of a new folder and a new file that will replace existing ones, until they get the access of the existing
+ones."""
 _LISTS = ("system.posix_acl_access", "system.posix_acl_default")
 """Linux's extended attributes for access control lists; a folder's second list is the default for new files in it."""
 _NO_LIST = frozenset({ENODATA, ENOTSUP, ENOSYS})
@@ -137,7 +138,7 @@ def _accesses(folder: Path) -> tuple[dict[str, Access], dict[str, Access]]:
 
 
 def _common(accesses: Collection[Access]) -> Access:
-    """Return the access that grants only the rights common to all given ones."""
+    """Return the access that grants only the rights common to all given accesses."""
     first = next(iter(accesses))
     if all(access == first for access in accesses):
         return first

@@ -2,7 +2,7 @@
 
 torch.load trusts the pickle: it may read a record of 8-byte elements as 4-byte elements, and for a storage without a
 record it returns uninitialised memory. This reader requires that a storage has one dtype, one size, and exactly that
-many bytes. torch does not check views either: a stride of zero makes a terabyte out of four bytes, and a storage of one
+many bytes. torch does not check a tensor's view either: a stride of zero makes a terabyte out of four bytes, and a storage of one
 dtype can be viewed as another. This reader refuses a tensor whose bytes are not inside its storage.
 
 Torch files before 1.6 consist of five pickles in a row, then the storages, each preceded by its number of elements.
