@@ -1,12 +1,11 @@
 """The catalog of a container: its tensors and the places of their bytes, known before any data is read.
 
 Readers, drafts and plans all use catalogs. An existing container (`Container`) and one not yet written (`Draft`) are
-described
-alike: by entries, each with extents (chunks of its bytes in files). A plan is therefore a list of copies between two
-catalogs.
+described alike: by entries, each with extents (chunks of its bytes in files). A plan is therefore a list of copies
+between two catalogs.
 
 A `Seal` locates the digests (hashes of its bytes) that a file contains itself, if the file is a whole checkpoint
-without a manifest: one digest for each tensor, and one for all other bytes.e the tensors. Digests are known only after
+without a manifest: one digest for each tensor, and one for all bytes outside the tensors. Digests are known only after
 the bytes are written, so space of a fixed width is reserved for the digests and filled in last. Other programs see the
 digests as ordinary metadata.
 
@@ -497,7 +496,8 @@ _I64, _U64 = range(-(2**63), 2**63), range(2**64)
 def number(value: Number) -> tuple[str, bytes] | None:
     """Return the safetensors code and the bytes of a Python number: BOOL, I64 (U64 above its range) or F64.
 
-    Returns: None for an integer that is too large for I64 and U64.
+    Returns:
+        None for an integer that is too large for I64 and U64.
     """
     if isinstance(value, bool):
         return "BOOL", bytes([value])

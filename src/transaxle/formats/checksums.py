@@ -1,7 +1,7 @@
 """Checks the checksums that a container stores, while its bytes are read.
 
 A zip archive contains the CRC-32 of each record. Each part that is read is added to the checksum of its range (its
-record), in any order; only the rest of the range is read for the checksum alone.sum alone.
+record), in any order; bytes that nobody reads are read at the end, for the checksum alone.
 
 `copier.c` computes a CRC-32 in a third of zlib's time where the processor multiplies without carries, which is every
 x86-64 of the last ten years; on older processors zlib computes the same number.

@@ -243,7 +243,7 @@ def _folder(storage: Storage, inside: str = "") -> Folder:
 
 
 def _first_matches(folder: Folder, only: Format | None) -> list[_Match]:
-    """Return the matches of the first clue that has any; clues of equal rank are tried together.together."""
+    """Return the matches of the first clue that matches anything; clues of equal rank are tried together."""
     if only is not None:
         return _matches_of([only], folder)
     writer = _written_format(folder)

@@ -448,7 +448,8 @@ def part_starts(
         file: name of the file, for error messages.
         faults: receives the problems of the note.
 
-    Returns: The index of each part's first element in its whole tensor, by name; None if the note is missing or
+    Returns:
+        The index of each part's first element in its whole tensor, by name; None if the note is missing or
         malformed.
     """
     text = metadata.get(_PART_NOTE)

@@ -94,7 +94,8 @@ class Movement:
     def run(self) -> int:
         """Move all items; a collective operation of all ranks.
 
-        Returns: number of bytes that this rank received from other ranks.
+        Returns:
+            number of bytes that this rank received from other ranks.
 
         Raises:
             Exception: the first error of this rank's source or sink, raised only after all exchanges.
@@ -303,7 +304,8 @@ def _parcel(item_range: ItemRange, source_rank: int) -> Parcel:
 def divide_by_rank(items: Iterable[Item], owner: Owner) -> tuple[dict[int, list[list[Item]]], list[Item]]:
     """Divide items into those that one rank can move alone and those that need an exchange.
 
-    Returns: a mapping from rank to its queues of items, and the list of items for the exchange. A queue is never
+    Returns:
+        a mapping from rank to its queues of items, and the list of items for the exchange. A queue is never
         divided between the two.
     """
     queues: dict[Hashable, list[Item]] = {}

@@ -140,7 +140,8 @@ def clip_blocks(transfers: Sequence[Transfer], ends: Iterable[int]) -> Iterator[
         transfers: the transfers, sorted by their first target byte.
         ends: end offset of each block in the target, in bytes; the first block starts at 0.
 
-    Yields: `(start, stop, transfers clipped to that range)`, one for each block.
+    Yields:
+        `(start, stop, transfers clipped to that range)`, one for each block.
     """
     running: list[Transfer] = []
     next_transfer = start = 0
@@ -264,7 +265,8 @@ class Exchange(Protocol):
             fill: called on the sender, once per parcel; it must not raise (see `DeferredErrors`).
             take: called on each receiver, once per parcel; it must not raise.
 
-        Returns: number of bytes that this rank received from other ranks.
+        Returns:
+            number of bytes that this rank received from other ranks.
         """
 
     def close(self) -> None:

@@ -154,7 +154,7 @@ class Load(dict[int, int]):
     """Maps each rank to the bytes assigned to it so far.
 
     The least loaded rank gets the next item. Of equally loaded ranks the lowest gets it, so that all ranks choose the
-    same one without communication..
+    same rank without communication.
     """
 
     @classmethod
@@ -323,7 +323,8 @@ class Worker:
         Memory lent by the source is copied into the block, and read only once: other threads may write to it, and the
         bytes written to a file must be those that were hashed.
 
-        Yields: `(offset in the item, the block)`; steps that the caller then adds find the bytes in the block.
+        Yields:
+            `(offset in the item, the block)`; steps that the caller then adds find the bytes in the block.
         """
         transfers = _transfers_between(item, start, stop)
         if self._lend is not None:  # cut at the item's ranges, and cut the ranges into blocks that stay in the cache

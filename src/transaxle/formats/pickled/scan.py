@@ -250,7 +250,7 @@ class Graph:
         return values
 
     def parts(self, nodes: References) -> References:
-        """Return the elements of tuples or lists, or the keys and values of dicts., concatenated."""
+        """Return, concatenated, the elements of tuples or lists, or the keys and values of dicts."""
         counts = self._count[nodes]
         ends = counts.cumsum(dtype=np.uint32)
         total = int(ends[-1]) if len(ends) else 0

@@ -7,8 +7,8 @@ gets by `getattr`. Both kinds of call have the buffers and a few settings as pos
 added arguments at the end. This module turns such a call into a `Quantized`: nothing is called, and no other attribute
 of these classes is allowed.
 
-The orders of arguments and the dtype numbers below come from the public sources of 1.2 to 2.18 and of August 2026; see
-docs/reference/transformer-engine.md.sformer-engine.md.
+The orders of arguments and the dtype numbers below come from the public sources of TransformerEngine 1.2 to 2.18 and of
+August 2026; see docs/reference/transformer-engine.md.
 """
 
 from __future__ import annotations

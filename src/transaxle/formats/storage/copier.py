@@ -126,9 +126,10 @@ class Steps:
 
         Args:
             view: target memory of the latest step.
-            powers: x**(8 * step in the file), modulo the CRC polynomial, for each of its loops.ead.
+            powers: x**(8 * step in the file), modulo the CRC polynomial, for each loop of the read.
 
-        Returns: An array of the share and a flag. After the steps have run, the array's first number is the share of
+        Returns:
+            An array of the share and a flag. After the steps have run, the array's first number is the share of
             the CRC-32 of all bytes up to the end of the last run (see `copier.c`), and its second number is 1 if that
             share is known, otherwise 0. None if the latest step is not this strided read.
         """

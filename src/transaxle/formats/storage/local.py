@@ -287,7 +287,8 @@ def _open_regular(real: str, name: str) -> tuple[int, os.stat_result]:
         real: path of the file, without symbolic links.
         name: name of the file, for error messages.
 
-    Returns: The file's descriptor, which the caller closes, and its status.
+    Returns:
+        The file's descriptor, which the caller closes, and its status.
     """
     try:
         kind = stat.S_IFMT(os.lstat(real).st_mode)

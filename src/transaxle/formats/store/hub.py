@@ -4,9 +4,9 @@ The revision is resolved to a commit when the repository is opened, and all late
 matter if a branch moves meanwhile. The hub stores large files on other hosts, under signed addresses that are valid for
 about an hour: an address is requested once per file, and again after it has expired.
 
-`huggingface_hub` provides the hub's address and the login; the requests are made here with httpx. (Its own file system
-has one client per process, which follows any redirect, even from https to http, reads responses of any length, accepts
-bytes of a wrong range, and waits as long as a server says.)ays.)
+`huggingface_hub` provides the hub's address and the login; this module makes the requests, with httpx. (Its own file
+system has one client per process, which follows any redirect, even from https to http, reads responses of any length,
+accepts bytes of a wrong range, and waits as long as a server says.)
 
 - The token is sent only to the hub's own address: same scheme, host and port.
 - Redirects are followed only to http or https, and never from https to http.

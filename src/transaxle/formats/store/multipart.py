@@ -3,10 +3,10 @@
 An upload stream of the client library (s3fs) belongs to one process. In this module an upload is an id that any process
 can use. The requests go through the same client, with its credentials and endpoints. The client retries temporary
 failures (errors of the server, broken connections, truncated responses) with growing pauses; each attempt of this
-module has a time limit that grows with its bytes, since the client waits forever for a server that accepts no more of
-them.If no existing file may be replaced, requests are made conditional on the file's absence (`If-None-Match`), so that
-of two runs with one target the second is refused. Such a request may also be refused when it is repeated because its
-first response was lost. In that case the file counts as this run's own if its upload is over, or if it has this
+module has a time limit that grows with its bytes, since the client waits forever for a server that accepts no more
+bytes. If no existing file may be replaced, requests are made conditional on the file's absence (`If-None-Match`), so
+that of two runs with one target the second is refused. Such a request may also be refused when it is repeated because
+its first response was lost. In that case the file counts as this run's own if its upload is over, or if it has this
 request's random mark.
 """
 
@@ -151,7 +151,7 @@ class S3Multipart:
         """Complete an upload, so that its file appears; the service refuses parts whose ETags differ.
 
         A lost or late response, or a server error, does not show whether the request succeeded: the service may have
-        completed the upload, or still be doing so, and refuse meanwhile.hile. So after each attempt this checks the
+        completed the upload, or still be completing it, and refuse meanwhile. So after each attempt this checks the
         file's ETag, and retries until the limit `COMPLETION`, or until the service does not answer even the check.
 
         Args:

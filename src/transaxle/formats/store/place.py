@@ -1,17 +1,17 @@
 """The place where a checkpoint is to be written: whether its present contents may be replaced, and the atomic
 replacement.
 
-A target is a folder or, if its name ends like that of a tensor file, a single file. While needed it has two hidden
-neighbours: `.<name>.transaxle-partial`, the work in progress, and `.<name>.transaxle-old`, the replaced checkpoint,
-needed for an instant on file systems that cannot exchange two names.systems that cannot exchange two names.
+A target is a folder or, if its name ends like that of a tensor file, a single file. While needed, the target has two
+hidden files or folders next to it (neighbours): `.<name>.transaxle-partial`, the work in progress, and
+`.<name>.transaxle-old`, the replaced checkpoint, needed for an instant on file systems that cannot exchange two names.
 
 A folder with weights may also contain the user's notes, adapters or a `.git`. Replacing a checkpoint deletes only the
-files of the
-checkpoint: unchanged files that Transaxle's manifest lists, and files with names that frameworks write. Sub-folders are
-entered only if a format uses them. All other files are foreign, and are reported before any file is deleted.
+files of the checkpoint: unchanged files that Transaxle's manifest lists, and files with names that frameworks write.
+Sub-folders are entered only if a format uses them. All other files are foreign, and are reported before any file is
+deleted.
 
-Python lacks three Linux calls, which are here, with fallbacks for systems and file systems without them: reserving
-space for a file before it is written, so that a full disk is noticed before the work and not during it
+This module calls three Linux functions that Python lacks, with fallbacks for systems and file systems without them:
+reserving space for a file before it is written, so that a full disk is noticed before the work starts
 (`os.posix_fallocate` does not help: where the file system cannot reserve, it writes to every block instead); renaming
 only if the target does not exist; and exchanging two names atomically, so that at every moment the old or the new
 checkpoint is in place.

@@ -7,7 +7,7 @@ A URL may contain a password, or in its query string a signature that gives ever
 reports and logs, so each URL and each message of a service is stripped of secrets before it is shown.
 
 Servers may send more than was requested: a whole file instead of a range, a wrong range, or endless bytes. fsspec's
-HTTP client reads each response to its end; the session that it gets here stops after the requested bytes.ested bytes.
+HTTP client reads each response to its end, but the session that this module gives it stops after the requested bytes.
 fsspec's S3 client accepts any bytes; `s3_range` also checks the response's `Content-Range`.
 """
 

@@ -61,7 +61,8 @@ class SharedUpload(Upload):
             upload is refused, since the run that began it may still be active.
         part: usual size in bytes of a part; the last part may be smaller.
 
-    Raises: UsageError, Refused, StorageError as in `Upload`; UNSUPPORTED for a service on which an upload belongs to
+    Raises:
+        UsageError, Refused, StorageError as in `Upload`; UNSUPPORTED for a service on which an upload belongs to
         one process.
     """
 

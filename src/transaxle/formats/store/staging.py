@@ -226,12 +226,14 @@ class Staging:
         Args:
             files: maps each file name (`a` or `folder/a`) to its size in bytes.
 
-        Returns: The files that an earlier run created with exactly this size; they still have the bytes that the
+        Returns:
+            The files that an earlier run created with exactly this size; they still have the bytes that the
             earlier run wrote.
 
         Raises:
-            Refused: PATH_ESCAPE for a name that leads out of the target; UNSUPPORTED for several files if the target is
-                a single file.        StorageError: NO_SPACE on a full disk, IO for other failures.
+            Refused: PATH_ESCAPE for a name that leads out of the target; UNSUPPORTED for several files with a
+                single-file target.
+            StorageError: NO_SPACE on a full disk, IO for other failures.
         """
         paths = {name: self._path(name) for name in files}
         self._remove_others(frozenset(paths.values()))

@@ -183,7 +183,8 @@ def _complete(service: Service, stream: Any, file: str, *, new: bool) -> str | N
         file: name of the file, for error messages.
         new: fail if the file exists.
 
-    Returns: The result of `S3Multipart.complete`; None if the stream must complete itself.
+    Returns:
+        The result of `S3Multipart.complete`; None if the stream must complete itself.
 
     Raises:
         UsageError: EXISTS, if `new` is set and the file exists.
@@ -329,7 +330,8 @@ class Upload:
         Args:
             files: maps each file name (`a` or `folder/a`) to its size in bytes.
 
-        Returns: An empty set, since no earlier run can have started a file.
+        Returns:
+            An empty set, since no earlier run can have started a file.
 
         Raises:
             Refused: PATH_ESCAPE; UNSUPPORTED for several files with a single-file target, or for a read-only service.

@@ -144,7 +144,7 @@ def read_archive(window: FileWindow) -> Archive:
 
     Raises:
         Refused: CORRUPT for a malformed archive; PATH_ESCAPE for a name that leads outside; UNSUPPORTED for compressed
-            or encrypted records.or encrypted records.
+            or encrypted records.
         StorageError: IO, if the file cannot be read.
     """
     begin, size, count = _directory(window)

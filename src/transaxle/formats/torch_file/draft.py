@@ -76,8 +76,7 @@ def draft(
 
     Raises:
         Refused: for each tensor that cannot be stored: UNSUPPORTED (dtype, dims), NAME_COLLISION, SHAPE_MISMATCH (an
-            odd
-            number of F4 elements in a row).
+            odd number of F4 elements in a row).
     """
     del metadata
     faults = Faults()
@@ -182,7 +181,8 @@ def lay_out_value(file: str, value: object, storages: Sequence[int | bytes], dig
         storages: for each storage, its size in bytes, or its bytes if these are known already.
         digests: number of bytes to reserve for digests; None: the file gets no record for them.
 
-    Returns: the layout of the file; its `offsets` are the offsets of the storages.
+    Returns:
+        the layout of the file; its `offsets` are the offsets of the storages.
 
     Raises:
         Refused: UNSUPPORTED if the pickle would be too long to be read back.

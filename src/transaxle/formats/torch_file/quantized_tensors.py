@@ -135,8 +135,7 @@ def layout(tensor: Quantized) -> PlainLayout:
 
     Raises:
         ViewFault: SHAPE_MISMATCH, DTYPE_MISMATCH or MISSING_TENSOR for inconsistent buffers; UNSUPPORTED for buffers
-            that
-            no view can express.
+            that no view can express.
     """
     _check_settings(tensor)
     plain_layout = _LAYOUTS[tensor.kind](_Buffers(tensor))
