@@ -505,9 +505,9 @@ def may_scale(name: str, entry: StoredBuffer, codes: StoredBuffer, *, deeper: bo
 
     Args:
         name: name of the plain tensor.
-        entry: dtype and shape of the plain tensor.
+        entry: dtype and shape of that tensor.
         codes: codes in the same module, or in a parent of it.
-        deeper: whether the codes are in a parent module; in that case only tensors with a name of scales may be scales.
+        deeper: whether the codes are in a parent module; then only a tensor with a name of scales counts.
     """
     if is_parameter(name):
         return False
