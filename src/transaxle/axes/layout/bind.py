@@ -1,11 +1,11 @@
-"""Binding: matching the names of a checkpoint with the lines of a dialect.
+"""Matches ("binds") the tensor names of a checkpoint with the lines of a dialect.
 
-Each stored name matches one line of the dialect at certain indices, or is listed as ignored, or is unknown. Patterns
-match whole names. One prefix (`module.`, `_orig_mod.`, `language_model.`) is stripped for the whole checkpoint. Where
-two lines share a name, the encoding of the stored tensor decides (`family.NumberFormat`), or the config, or the
-presence of other tensors; a name that two lines may still match is refused. The optimizer state of a parameter,
-`optim/<parameter>/<state>`, follows the line of its parameter: each state is a *slot*. Optimizer state may be read
-through another dialect than the weights.
+Each stored name matches one line of the dialect with certain indices (layer, expert), or is ignored, or is unknown.
+Name patterns match whole names. One prefix (such as `module.` or `language_model.`) is stripped from all names of a
+checkpoint. If two lines match the same name, their conditions decide: on the encoding of the stored tensor, on the
+config, or on the presence of other tensors. If both lines remain possible, the name is refused. The optimizer states of
+a parameter, named `optim/<parameter>/<state>`, have the line of the parameter; each state is called a *slot*. Optimizer
+states may be named in another dialect than the weights.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from transaxle.axes.notation.name import Hole, Numbering, own_name, own_names, s
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 
 WEIGHT = ""
-"""Slot of the parameter itself."""
+"""Slot name that means the parameter itself, as opposed to an optimizer state."""
 OPTIM = "optim/"
-"""Prefix of names of optimizer state: `optim/<parameter>/<state>`."""
+"""Prefix of the names of optimizer states: `optim/<parameter>/<state>`."""
 IN_MEMORY = "transformers"
-"""Dialect of hub models in the memory of transformers, with stacked experts; some files use it beside the hub's names.
-
+"""Name of the dialect that transformers uses in memory, with stacked experts; some files mix it with the
+hub's names.
 """
 _MANY = 16
-"""Least number of similar names for which they are bound in one call."""
+"""Smallest number of similar names that are matched in one call instead of one by one."""
 Index = tuple[int, ...]
-"""Indices of the axes in a line's name, in the order of the name."""
+"""Indices (layer, expert, …) of the axes in a line's name pattern, in the order of the pattern."""
 
 
 def split_slot(name: str) -> tuple[str, str]:
-    """Split a stored name into the name of its parameter and its slot."""
+    """Split a stored name into the parameter's name and the slot (weight or optimizer state)."""
     if name.startswith(OPTIM):
         parameter, _, state = name[len(OPTIM) :].rpartition("/")
         if parameter and state != WEIGHT:
@@ -50,7 +50,7 @@ def split_slot(name: str) -> tuple[str, str]:
 
 
 def join_slot(parameter: str, slot: str) -> str:
-    """Return the stored name of a parameter's slot.  Inverse: `split_slot`."""
+    """Return the stored name for a parameter and a slot. The inverse is `split_slot`."""
     return parameter if slot == WEIGHT else f"{OPTIM}{parameter}/{slot}"
 
 
@@ -58,33 +58,34 @@ class BoundNames(msgspec.Struct, frozen=True):
     """The names of one checkpoint, matched with the lines of one dialect."""
 
     family: Family
-    """Family of the model."""
+    """Model family to which the names belong."""
     dialect: Dialect
-    """Dialect whose lines the names were matched with."""
+    """Dialect with whose lines the names were matched."""
     prefix: str
-    """Prefix that every name has before the names of the dialect."""
+    """Prefix of every stored name, in addition to the name in the dialect."""
     names: Mapping[tuple[Line, str], Mapping[Index, str]]
-    """`(line, slot)` -> index -> stored name."""
+    """Table line and slot -> index (layer, expert) -> stored name."""
     ignored: tuple[str, ...]
-    """Stored names with nothing of the model in them, such as recomputable buffers."""
+    """Stored names of tensors that are no part of the model, such as buffers that can be recomputed."""
     unknown: tuple[str, ...]
-    """Stored names without a line in the dialect."""
+    """Stored names that match no line of the dialect."""
     encodings: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Stored name -> its encoding, one of `family.WORDS`; plain tensors are absent."""
+    """Stored name -> name of the tensor's encoding, one of `family.WORDS`; unquantized tensors are absent."""
     own: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Stored name -> the name without segments of wrappers inside it; empty where no name has such segments."""
+    """Stored name -> name without the segments that module wrappers insert; empty if no name has such segments."""
     state_dialect: Dialect | None = None
-    """Dialect in which the optimizer state is named; None: that of the weights."""
+    """Dialect in which the optimizer states are named; None: the dialect of the weights."""
 
 
 def _prefixes(names: Mapping[str, list[str]], dialect: Dialect) -> dict[str, int]:
-    """Count, for every possible prefix, the names that the dialect could read if the prefix were stripped."""
+    """Count, for every possible prefix, the names that would match the dialect if the prefix were stripped."""
     readable: dict[str, int] = defaultdict(int)
     longest = max(map(len, dialect.by_skeleton), default=0)
     for key, names_alike in names.items():
         sample = names_alike[0]
-        # No run of digits contains a dot, so the skeleton after a dot is the skeleton of the text after that dot.
-        # Dots are tried from the right, only as far as the dialect's names are long: a name may have 10,000 dots.
+        # A number contains no dot, so the part of a skeleton after a dot is the skeleton of the text after that dot.
+        # Dots are tried from the right, at most as many as the dialect's names have: a stored name may have 10,000
+        # dots.
         start, begin = len(sample), len(key)
         while begin >= 0 and len(key) - begin <= longest + 1:
             start, begin = sample.rfind(".", 0, start), key.rfind(".", 0, begin)
@@ -97,14 +98,16 @@ def _prefixes(names: Mapping[str, list[str]], dialect: Dialect) -> dict[str, int
 
 
 def without_wrappers(names: Iterable[str]) -> dict[str, str]:
-    """Strip the segments of wrappers from inside names: stored name -> stripped name; empty where no name has any."""
+    """Return stored name -> name without the segments that module wrappers insert; empty if no name has such
+    segments.
+    """
     parameters = {name: split_slot(name) for name in names}
     unwrapped = own_names(dict.fromkeys(parameter for parameter, _ in parameters.values()))
     return unwrapped and {name: join_slot(unwrapped[parameter], slot) for name, (parameter, slot) in parameters.items()}
 
 
 def group(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group parameter names that differ only in digits, by skeleton."""
+    """Group parameter names that differ only in numbers, by skeleton (the name with each number replaced by 0)."""
     listed = list(names)
     grouped: dict[str, list[str]] = defaultdict(list)
     for key, name in zip(skeletons(listed), listed, strict=True):
@@ -113,25 +116,25 @@ def group(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def score(grouped: Mapping[str, list[str]], dialect: Dialect) -> tuple[int, str]:
-    """Return how many names the dialect can read with its best prefix, and that prefix."""
+    """Return the prefix with which the most names match the dialect, and the number of these names."""
     counts = _prefixes(grouped, dialect)
     if not counts:
         return 0, ""
-    # Of equal counts the shortest prefix wins, which leaves most of the text to the names.
+    # Of prefixes with equal counts the shortest is taken, which leaves the most of each name.
     prefix = max(counts, key=lambda key: (counts[key], -len(key)))
     return counts[prefix], prefix
 
 
 def refuse_headless(families: Iterable[Family], grouped: Mapping[str, list[str]], ways: str) -> None:
-    """Refuse names that mostly lack only the first segment of a dialect's names.
+    """Refuse a checkpoint whose names mostly match a dialect except that their first segment is missing.
 
     Args:
-        families: families that the names may belong to.
-        grouped: the checkpoint's names by skeleton, most of which the dialects cannot read.
-        ways: text for the hint: other ways out.
+        families: model families to which the names may belong.
+        grouped: the checkpoint's names by skeleton; most of these names match no dialect.
+        ways: text that the hint adds: what else the user can do.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY: the model is stored without its head, as transformers stores base models.
+        UsageError: UNKNOWN_FAMILY, if the model is stored without its head, as transformers stores base models.
     """
     total = sum(map(len, grouped.values()))
     for family, dialect in [(each, dialect) for each in families for dialect in each.dialects]:
@@ -149,15 +152,16 @@ def refuse_headless(families: Iterable[Family], grouped: Mapping[str, list[str]]
 
 
 def with_counts(sizes: Sizes, dialect: Dialect, prefix: str, names: Iterable[str]) -> Sizes:
-    """Add sizes that only names show: of an axis from which a dialect's names are numbered (`mtp_layers.{l-L}`).
+    """Add the size of an axis `L` that only names show, because the dialect numbers other names from it
+    (`mtp_layers.{l-L}`).
 
-    The first L numbers belong to another line of the dialect (`layers.{l}`): L is one more than its largest number.
+    The first L numbers belong to another line of the dialect (`layers.{l}`), so L is the largest number of that line
+    plus one.
 
     Args:
-        sizes: sizes from the config and the user, which win.
-        dialect: the dialect of the names.
-        prefix: prefix of every name.
-        names: stored names.
+        sizes: axis sizes from the config and the user, which take precedence.
+        dialect: the dialect in which the names are.
+        prefix: prefix of every name. names: stored names.
     """
     holes = [(line.name.skeleton, hole) for line in dialect.lines for hole in line.name.holes]
     shifted = {key: hole for key, hole in holes if hole.shift_axis and hole.shift == f"-{hole.shift_axis}"}
@@ -193,19 +197,21 @@ def bind(
     """Match names with the lines of a dialect.
 
     Args:
-        names: stored names.
-        family: the family they belong to.
-        dialect: the dialect to read them through.
+        names: the stored names to match.
+        family: the model family to which the names belong.
+        dialect: the dialect with whose lines the names are matched.
         sizes: axis sizes from the config and the user.
-        prefix: text before every name of the dialect.
-        encodings: stored name -> its encoding, one of `family.WORDS`; None: all are plain.
-        stored: the stored tensors by name; their shapes may show a size that is needed to split merged numbers.
-        weights: the bound names of the weights, where `names` are their optimizer state; None: `names` has the weights.
+        prefix: text that every stored name has before the name in the dialect.
+        encodings: stored name -> name of the tensor's encoding, one of `family.WORDS`; None: no tensor is quantized.
+        stored: the stored tensors by name; their shapes may show a size that is needed to split merged numbers, as of
+            `{(l e)}`.
+        weights: the matched names of the weights, if `names` are names of optimizer states; None: `names` includes the
+            weights.
 
     Raises:
-        UsageError: UNKNOWN_AXIS where a size is missing that is needed to compute an index; AMBIGUOUS where the config
-            does not decide which of two lines a name matches.
-        Refused: NAME_COLLISION for two names that differ only in segments of wrappers.
+        UsageError: UNKNOWN_AXIS, if a size that is needed to compute an index is unknown; AMBIGUOUS, if the config does
+            not decide which of two lines a name matches.
+        Refused: NAME_COLLISION, if two names differ only in the segments that module wrappers insert.
     """
     encodings = encodings or {}
     if unwrapped := without_wrappers(names):
@@ -231,11 +237,11 @@ def bind(
 
 
 def _refusal_of_wrapped_names(unwrapped: Mapping[str, str], stored_names: Mapping[str, str]) -> TransaxleError:
-    """Build the refusal of names that are equal once segments of wrappers are stripped.
+    """Build the error for names that are equal without the segments that module wrappers insert.
 
     Args:
         unwrapped: stored name -> stripped name.
-        stored_names: stripped name -> stored name; of names that collide, the last one.
+        stored_names: stripped name -> stored name (of several names with the same stripped name, the last one).
     """
     message = "without the segments of wrappers it has the name of {}: {}"
     hint = "Wrappers such as torch.compile add a segment to a name; keep all names with --to safetensors:identity."
@@ -247,9 +253,10 @@ def _refusal_of_wrapped_names(unwrapped: Mapping[str, str], stored_names: Mappin
 
 
 def _with_stored_names(bound: BoundNames, stored_names: Mapping[str, str], encodings: Mapping[str, str]) -> BoundNames:
-    """Return bound names with the stored names in place of the stripped ones.
+    """Return the matched names with the stored names in place of the stripped names.
 
-    A name that no line matches keeps a segment `module`: only names that match prove that the segment is a wrapper's.
+    A name that matches no line keeps its segment `module`, because only a match proves that a wrapper inserted the
+    segment.
     """
     unwrapped = {name: inner for inner, name in stored_names.items()}
     unread = (stored_names[inner] for inner in bound.unknown)
@@ -267,21 +274,21 @@ def _with_stored_names(bound: BoundNames, stored_names: Mapping[str, str], encod
 
 
 def with_kept(bound: BoundNames, target: Dialect, sizes: Sizes, stored: Mapping[str, Stored]) -> BoundNames:
-    """Match the names that a checkpoint's own dialect does not know with other dialects of the family.
+    """Match names that are unknown in the checkpoint's own dialect with other dialects of the family.
 
-    These are the target dialect, then the family's first dialect (the hub's), then the dialect in the memory of
-    transformers. Such names come from earlier conversions, which kept tensors unknown to their target under their old
-    names. A tensor is bound only where the checkpoint does not have it already. So a tensor that only `hf` knows
+    The other dialects are the target dialect, then the family's first dialect (the hub's), then that of transformers in
+    memory. Such names come from earlier conversions, which kept tensors without a name in their target under the old
+    names. A logical tensor that the checkpoint already has is not matched again. So a tensor that only `hf` knows
     survives a conversion through other dialects, and conditions that depend on it hold again.
 
     Args:
-        bound: the stored names, bound through their own dialect.
-        target: the dialect to convert to.
+        bound: the stored names, matched with their own dialect.
+        target: the dialect to which the checkpoint is converted.
         sizes: axis sizes from the config and the user.
         stored: the stored tensors by name.
 
     Raises:
-        UsageError: as `bind` does.
+        UsageError: the errors that `bind` raises.
     """
     family = bound.family
     for dialect in (target, family.dialects[0], family.dialect(IN_MEMORY)):
@@ -292,17 +299,17 @@ def with_kept(bound: BoundNames, target: Dialect, sizes: Sizes, stored: Mapping[
 def with_state_of(
     bound: BoundNames, dialect: Dialect, prefix: str, sizes: Sizes, stored: Mapping[str, Stored]
 ) -> BoundNames:
-    """Match the names of optimizer state with another dialect than that of the weights; names unknown to it stay bound.
+    """Match the names of optimizer states with another dialect than that of the weights; other names keep their match.
 
     Args:
-        bound: all names, bound through the dialect of the weights.
-        dialect: dialect of the parameter names in the state.
-        prefix: prefix of each of these parameter names.
+        bound: all names, matched with the dialect of the weights.
+        dialect: the dialect of the parameter names inside the names of optimizer states.
+        prefix: prefix of the parameter names inside the names of optimizer states.
         sizes: axis sizes from the config and the user.
         stored: the stored tensors by name.
 
     Raises:
-        UsageError: as `bind` does.
+        UsageError: the errors that `bind` raises.
     """
     state = tuple(name for name in stored if split_slot(name)[1] != WEIGHT)
     state_bound = bind(state, bound.family, dialect, sizes, prefix, bound.encodings, stored, bound)
@@ -323,7 +330,7 @@ def with_state_of(
 
 
 def _with_names_of(dialect: Dialect, bound: BoundNames, sizes: Sizes, stored: Mapping[str, Stored]) -> BoundNames:
-    """Match the names that are still unknown with another dialect."""
+    """Match the names that are still unknown with the lines of another dialect."""
     if not bound.unknown or dialect is bound.dialect:
         return bound
     newly_bound = bind(bound.unknown, bound.family, dialect, sizes, encodings=bound.encodings, stored=stored)
@@ -348,7 +355,7 @@ def _bind_names(
     encodings: Mapping[str, str],
     weights: BoundNames | None = None,
 ) -> BoundNames:
-    """Match names with the lines of a dialect, once every size that their numbers need is known."""
+    """Match names with the lines of a dialect; all sizes that their numbers depend on must be known."""
     bound_names: _NamesByLine = defaultdict(dict)
     ignored: list[str] = []
     unknown: list[str] = []
@@ -378,7 +385,9 @@ def _bind_names(
 
 
 def _bind_groups(names: Sequence[str], prefix: str, reader: _NameReader, bound_names: _NamesByLine) -> Sequence[str]:
-    """Bind groups of parameters that differ only in numbers, one group at once; return the remaining names in order."""
+    """Match groups of parameters that differ only in numbers, each group at once; return the unmatched names
+    in order.
+    """
     if len(names) < _MANY:
         return names
     remaining: set[str] = set()
@@ -393,7 +402,9 @@ def _bind_groups(names: Sequence[str], prefix: str, reader: _NameReader, bound_n
 
 
 class _MergedNumbers:
-    """The lines that merge several axes in one number (`{(l e)}`) and need an unknown size to split it."""
+    """The lines whose names merge several axes in one number (`{(l e)}`), which cannot be split without an unknown
+    size.
+    """
 
     def __init__(self, dialect: Dialect, sizes: Sizes, prefix: str) -> None:
         self._sizes = sizes
@@ -404,7 +415,7 @@ class _MergedNumbers:
         self._by_skeleton = {line.name.skeleton for line in self.lines}
 
     def matches(self, name: str) -> bool:
-        """Tell whether a stored name may match one of these lines."""
+        """Tell whether a stored name may match one of the lines with merged numbers."""
         parameter = split_slot(name)[0]
         bare = parameter[len(self._prefix) :]
         return (
@@ -414,12 +425,11 @@ class _MergedNumbers:
         )
 
     def solve_sizes(self, bound: BoundNames, stored: Mapping[str, Stored], names: Iterable[str]) -> Sizes:
-        """Add the sizes that the shapes of all other tensors show.
-
-        Names show none: 12 numbers of `{(l e)}` may be 3 times 4 or 4 times 3.
+        """Add the sizes that the shapes of all other tensors show. Names do not show them: 12 numbers of `{(l e)}` may
+        be 3 x 4 or 4 x 3.
 
         Raises:
-            UsageError: UNKNOWN_AXIS where the shapes do not show a size that is needed.
+            UsageError: UNKNOWN_AXIS, if the shapes do not show a necessary size.
         """
         equations: dict[Expression, dict[Shape, Mapping[str, int]]] = defaultdict(dict)
         for (line, slot), by_index in bound.names.items():
@@ -441,12 +451,14 @@ class _MergedNumbers:
 def _refusal_of_merged_numbers(
     line: Line, axis: str, numbers: Sequence[tuple[int, ...]], known_sizes: Mapping[str, int]
 ) -> TransaxleError:
-    """Build the refusal of merged numbers that cannot be split, with the size that their count suggests."""
+    """Build the error for merged numbers that cannot be split; its hint has the size that the count of numbers
+    suggests.
+    """
     place, hole = next((place, hole) for place, hole in enumerate(line.name.holes) if axis in hole.inner)
     count = len({numbers_of_name[place] for numbers_of_name in numbers})
     outer_axes = [other for other in (hole.axis, *hole.inner) if other != axis]
     guess = ""
-    # Zero where a size is unknown: the count suggests nothing in that case.
+    # Zero if a size is unknown: then the count of numbers suggests nothing.
     outside = prod(known_sizes.get(other, 0) for other in outer_axes)
     if outside and count % outside == 0:
         whole = " and ".join(f"{other}={known_sizes[other]}" for other in outer_axes)
@@ -460,7 +472,7 @@ def _refusal_of_merged_numbers(
 
 
 _Fits = list[tuple[Line, Index]]
-"""Lines that a name may match, each with the indices at which its pattern gives the name."""
+"""Lines that may match a stored name, each with the indices for which its pattern gives that name."""
 _NamesByLine = dict[tuple[Line, str], dict[Index, str]]
 
 
@@ -472,10 +484,10 @@ def _settle(
     encodings: Mapping[str, str],
     weights: BoundNames | None,
 ) -> None:
-    """Bind names that match several lines, by conditions on the presence of other tensors, which are bound by now.
+    """Decide which line a name matches by conditions on the presence of other tensors, whose names are matched by now.
 
     Raises:
-        UsageError: AMBIGUOUS, once for each group of lines.
+        UsageError: AMBIGUOUS, if conditions do not decide; one error for each group of lines.
     """
     settled: list[tuple[Line, Index, str]] = []
     problems: dict[tuple[Line, ...], Refusal] = {}
@@ -508,7 +520,7 @@ def _settle(
 
 
 class _Presence:
-    """Lookup of which logical tensors the bound names contain, and at which indices."""
+    """Tells which logical tensors the matched names contain, and for which indices."""
 
     def __init__(self, bound_names: Mapping[tuple[Line, str], Mapping[Index, str]]) -> None:
         self._indices: dict[str, list[tuple[Line, Iterable[Index]]]] = defaultdict(list)
@@ -518,7 +530,7 @@ class _Presence:
         self._projected: dict[tuple[Line, tuple[str, ...]], frozenset[Index]] = {}
 
     def at(self, tensor: str, index: Mapping[str, int]) -> bool:
-        """Tell whether some stored tensor can contain a logical tensor at these indices."""
+        """Tell whether a stored tensor may contain the logical tensor for these indices."""
         for line, positions in self._indices.get(tensor, ()):
             common = tuple(axis for axis in line.name.axes if axis in index)
             if (line, common) not in self._projected:
@@ -532,13 +544,13 @@ class _Presence:
 def refusal_of_undecided(
     lines: Sequence[Line], action: str, family: Family, evaluate: Callable[[Formula], bool | None]
 ) -> Refusal:
-    """Build the refusal of several lines of which only one can apply, where the config does not decide which.
+    """Build the error for several lines of which only one can apply, if the config does not decide which one.
 
     Args:
-        lines: the lines.
-        action: the verb phrase of the message: what only one of the lines can do.
-        family: the family of the lines.
-        evaluate: evaluates a formula; None where its value is unknown.
+        lines: the table lines in question.
+        action: verb phrase for the message: what only one of the lines can do.
+        family: the family to which the lines belong.
+        evaluate: function that returns the value of a formula, or None if the value is unknown.
     """
     names = dict.fromkeys(name for line in lines if line.when is not None for name in sorted(line.when.names))
     open_names = [n for n in names if n not in WORDS and n not in family.name_axes and evaluate(Formula(n)) is None]
@@ -549,23 +561,23 @@ def refusal_of_undecided(
 
 
 class _Candidate(msgspec.Struct, frozen=True):
-    """A line with the skeleton of a name, and so a candidate for matching it."""
+    """A line whose name pattern equals a stored name except for numbers, so that it may match."""
 
     line: Line
     numbering: Numbering
-    """How the numbers in its name follow from indices."""
+    """Conversion between the indices of the line's axes and the numbers in the name."""
     limits: tuple[float, ...]
-    """Size of each axis in the name; infinite where unknown."""
+    """Size of each axis in the name pattern; infinite if the size is unknown."""
 
     def index(self, name: str) -> Index | None:
-        """Return the indices at which the line's pattern gives this name; None where there are none."""
+        """Return the indices for which the line's pattern gives this name; None if no indices do."""
         position = self.numbering.position(name)
-        # A number must not be beyond a known size.
+        # An index must be below the size of its axis, if the size is known.
         return position if position is not None and all(map(lt, position, self.limits)) else None
 
 
 class _NameReader:
-    """Matches names with the lines of a dialect; looks up the lines of each skeleton once."""
+    """Matches names with the lines of a dialect; names that differ only in numbers are looked up once."""
 
     def __init__(self, dialect: Dialect, sizes: Sizes) -> None:
         self.dialect = dialect
@@ -574,20 +586,23 @@ class _NameReader:
         self.candidates: dict[str, list[_Candidate]] = {}
 
     def read(self, name: str, encoding: str = PLAIN) -> _Fits:
-        """Return the lines that match a name, each with its indices; several only where the config does not decide."""
+        """Return the lines that match a name, each with the indices; several lines only if the config does not
+        decide.
+        """
         fits = [(c.line, index) for c in self._candidates(name) if (index := c.index(name)) is not None]
         if len(fits) < 2:
             return fits
         outcomes = [self._holds(line, index, encoding) for line, index in fits]
-        # A condition may be unknown (None). A line whose condition is false counts only where no other line is left.
+        # A condition may have an unknown value (None). A line whose condition is false is used only if no other line is
+        # left.
         best = [fit for fit, holds in zip(fits, outcomes, strict=True) if holds] or [
             fit for fit, holds in zip(fits, outcomes, strict=True) if holds is None
         ]
         return best or fits[:1]
 
     def read_all(self, names: Sequence[str], prefix: str) -> tuple[Line, list[Index]] | None:
-        """Return the line of many names that differ only in numbers, and the indices of each; None where `read` must
-        decide.
+        """Return the line that matches many names that differ only in numbers, with the indices of each; None if `read`
+        must decide.
 
         Args:
             names: names of parameters.
@@ -603,7 +618,7 @@ class _NameReader:
         return candidate.line, positions
 
     def _candidates(self, name: str) -> list[_Candidate]:
-        """Return the lines that have the skeleton of a name."""
+        """Return the lines whose name patterns equal a stored name except for numbers."""
         key = skeleton(name)
         candidates = self.candidates.get(key)
         if candidates is None:
@@ -618,6 +633,6 @@ class _NameReader:
         return self.sizes.holds(line.when, dict(zip(line.name.axes, index, strict=True)), words(encoding))
 
     def ignores(self, name: str) -> bool:
-        """Tell whether the dialect ignores a name."""
+        """Tell whether a name is one of those that the dialect ignores."""
         may_match = skeleton(name) in self.dialect.skeletons_to_ignore
         return may_match and any(pattern.match(name) is not None for pattern in self.dialect.ignored)

@@ -1,15 +1,15 @@
-"""Tiles: the scales of blocks follow their codes wherever a relayout keeps every tile whole.
+"""Tiles: moves the scales of blocks together with their codes, if a change of layout splits no tile.
 
 A tile is a region of a stored tensor whose elements share one scale: 128 x 128, 1 x 32, or the whole tensor. Tiles
-belong to stored dims, not to axes, so whether a relayout keeps them whole is a question of numbers. Every tile of the
-target must be part of one tile of the source, in any order of elements, and gets the scale of that tile. Otherwise the
-codes would need other scales than those they were made with, and the relayout is refused.
+cover stored dims, not axes, so the sizes decide whether a change of layout keeps tiles whole. Every target tile must
+lie within one source tile, in any order of elements, and gets the scale of that source tile. Otherwise codes in one
+target tile would need different scales, and the conversion is refused.
 
-The result is again a relayout, of the grids of scales: box copies for the same executor.
+The result describes how the scales are moved: box copies, which are executed like those of the codes.
 
-The core computes, from numbers alone, the source tile of each target tile, as few boxes. Within a tile, positions grow
-with each index, so the first and the last position of a box show which tiles it touches: every question is about
-intervals, dim by dim, and no element is visited.
+The core algorithm computes the source tile of each target tile from sizes alone, and describes them as few boxes.
+Positions grow with each index, so the first and the last position of a box show which tiles have elements in it. The
+algorithm compares intervals, dim by dim, and visits no element.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ _Array = npt.NDArray[np.int64]
 
 
 class Coordinate(msgspec.Struct, frozen=True):
-    """A number that locates an element in the sources: its position in a stored dim, or an index in the name.
+    """A number that locates an element in the source tensors: a position in a stored dim, or an index in the tensor's
+    name.
 
-    The coordinate's value is a constant plus, for each axis, index times weight. Divided by `tile`, it gives the number
-    of a tile.
+    The value is a constant plus, for each axis, its index times a weight. The value divided by `tile` is the number of
+    a tile.
     """
 
     weights: tuple[tuple[str, int], ...]
-    """`(axis, weight)` for each axis that the coordinate depends on."""
+    """`(axis, weight)` for each axis on which the coordinate depends."""
     constant: int
-    """Value where all indices are 0."""
+    """Value of the coordinate if all indices are 0."""
     tile: int
-    """Positions per tile; 1 for an index in the name."""
+    """Number of positions per tile; 1 if the coordinate is an index in the name."""
 
     def bounds(self, box: Mapping[str, Interval]) -> Interval:
-        """Return the numbers of the first and the last tile that a box touches."""
+        """Return the numbers of the first and the last tile that have elements in a box."""
         spans = [(box[axis], weight) for axis, weight in self.weights]
         low = self.constant + sum(start * weight for (start, _), weight in spans)
         high = self.constant + sum((stop - 1) * weight for (_, stop), weight in spans)
@@ -55,20 +56,20 @@ class Coordinate(msgspec.Struct, frozen=True):
 
 
 TileLoop = tuple[int, tuple[int, ...]]
-"""`(count, step)`: each step changes the position along one target dim and along at most one coordinate."""
+"""A loop over tiles, `(count, step)`: each step moves along one target dim, and along at most one source coordinate."""
 
 
 class TileBox(msgspec.Struct, frozen=True):
-    """Target tiles and their source tiles, as nested loops over both."""
+    """A set of target tiles with their source tiles, as nested loops over both."""
 
     start: tuple[int, ...]
-    """First tile: its number along each target dim, then along each coordinate."""
+    """Numbers of the first tile: along each target dim, followed by those along each source coordinate."""
     loops: tuple[TileLoop, ...] = ()
     """Loops over the tiles, outermost first."""
 
 
 class Misaligned(Exception):
-    """Raised where one target tile has elements of several source tiles; `scales` turns it into a refusal."""
+    """Raised if a target tile has elements of several source tiles; `scales` turns it into an error for users."""
 
     def __init__(self, tile: tuple[int, ...]) -> None:
         super().__init__(tile)
@@ -76,7 +77,7 @@ class Misaligned(Exception):
 
 
 class _Dim(msgspec.Struct, frozen=True):
-    """The tiles of one target dim that contain elements of a component.
+    """The tiles along one target dim that contain elements of a certain logical tensor.
 
     `low[i]` and `high[i]` bound the contribution of the elements in tile `touched[i]` to each coordinate.
     """
@@ -85,7 +86,7 @@ class _Dim(msgspec.Struct, frozen=True):
     low: _Array
     high: _Array
     moves: tuple[bool, ...]
-    """Per coordinate, whether it depends on this dim."""
+    """For each source coordinate, whether it depends on this target dim."""
 
     def at(self, rows: _Array) -> _Dim:
         return _Dim(self.touched[rows], self.low[rows], self.high[rows], self.moves)
@@ -93,7 +94,7 @@ class _Dim(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=4096)
 def _dim(share: Share, size: int, tile: int, weights: tuple[tuple[int, ...], ...]) -> _Dim:
-    """Compute the tiles of one target dim; `weights` has, per coordinate, one number for each axis of the share."""
+    """Compute the tiles along one target dim; `weights` has, for each coordinate, one number per axis of the share."""
     rows = []
     for number in range(-(-size // tile)):
         boxes = [spans for spans, _ in cut(share, number * tile, min((number + 1) * tile, size))]
@@ -108,17 +109,19 @@ def _dim(share: Share, size: int, tile: int, weights: tuple[tuple[int, ...], ...
 
 
 class _ComponentTiles(msgspec.Struct):
-    """The target tiles that one component touches in each dim, and the coordinates of its elements in the sources."""
+    """The target tiles with elements of one logical tensor, dim by dim, and the coordinates of these elements in the
+    sources.
+    """
 
     dims: list[_Dim]
     coordinates: tuple[Coordinate, ...]
 
     def over(self, number: int) -> list[int]:
-        """Return the target dims that a coordinate depends on."""
+        """Return the target dims on which a source coordinate depends."""
         return [d for d, dim in enumerate(self.dims) if dim.moves[number]]
 
     def tiles(self, number: int, over: Sequence[int]) -> tuple[_Array, _Array]:
-        """Return the first and the last source tile along a coordinate, for every target tile over some dims."""
+        """Return, for every target tile along some dims, the first and the last source tile along a coordinate."""
         low = high = np.full((1,) * len(over), self.coordinates[number].constant, np.int64)
         for place, d in enumerate(over):
             shape = tuple(-1 if p == place else 1 for p in range(len(over)))
@@ -128,7 +131,9 @@ class _ComponentTiles(msgspec.Struct):
         return low // tile, high // tile
 
     def first_difference(self, over: Sequence[int], first: _Array, second: _Array) -> list[tuple[int, ...]]:
-        """Return the first target tile at which two arrays over some dims differ, in a list; empty where they agree."""
+        """Return a list with the first target tile for which two arrays differ; an empty list if the arrays
+        are equal.
+        """
         mismatches = (dict(zip(over, rows, strict=True)) for rows in np.argwhere(first != second)[:1].tolist())
         return [tuple(int(dim.touched[at.get(d, 0)]) for d, dim in enumerate(self.dims)) for at in mismatches]
 
@@ -144,17 +149,18 @@ def retile(
     """Compute the source tile of each target tile.
 
     Args:
-        shape: shape of the target.
+        shape: shape of the target tensor.
         tile: tile of the target.
-        views: per component of the target, its share of each dim.
-        sources: per component, the coordinates that locate its elements in the sources.
-        groups: per component, a number that is equal for components from the same stored tensors.
+        views: for each logical tensor (component) in the target, its share of each stored dim.
+        sources: for each component, the coordinates that locate its elements in the source tensors.
+        groups: for each component, a number that is equal for components read from the same stored tensors.
 
     Returns:
-        Boxes per component. Each target tile with an element is in one of them, with its only source tile.
+        For each component, a list of boxes. Each target tile that has elements is in one of the boxes, with its source
+        tile.
 
     Raises:
-        Misaligned: a target tile has several source tiles.
+        Misaligned: a target tile has elements of several source tiles.
     """
     parts = []
     for view, coordinates in zip(views, sources, strict=True):
@@ -177,11 +183,11 @@ def retile(
 
 
 def _shares_of_tiles(first: _ComponentTiles, second: _ComponentTiles, alike: bool) -> list[tuple[int, ...]]:
-    """Check that two components have the same source tile in each target tile that they share; remove the shared tiles
-    from the second.
+    """Check that two components have the same source tile in each target tile that contains both; remove these tiles
+    from the second component.
 
     Returns:
-        the first target tile where they disagree, in a list; empty where they agree.
+        A list with the first target tile for which the source tiles differ; an empty list if there is none.
     """
     pairs = list(zip(first.dims, second.dims, strict=True))
     shared = [np.intersect1d(a.touched, b.touched, True, True) for a, b in pairs]
@@ -202,16 +208,18 @@ def _shares_of_tiles(first: _ComponentTiles, second: _ComponentTiles, alike: boo
             over, first_shared.tiles(number, over)[0], second_shared.tiles(number, over)[0]
         )
     partial_dims = [d for d, (tiles, _, _) in enumerate(shared) if len(tiles) < len(second.dims[d].touched)]
-    if len(partial_dims) <= 1:  # a sum is along one dim; along the others its components touch the same tiles
+    if (
+        len(partial_dims) <= 1
+    ):  # components lie one after the other along one dim; along the other dims they have the same tiles
         d = partial_dims[0] if partial_dims else 0
         second.dims[d] = second.dims[d].at(np.setdiff1d(np.arange(len(second.dims[d].touched)), shared[d][2]))
     return misaligned
 
 
 def _boxes(component: _ComponentTiles) -> Iterator[TileBox]:
-    """Describe the map from one component's target tiles to source tiles as boxes.
+    """Describe the mapping from one component's target tiles to source tiles as boxes.
 
-    Dims that share a coordinate form a cluster; the boxes are the product of the boxes of the clusters.
+    Target dims on which the same coordinate depends form a cluster; the result is the product of the clusters' boxes.
     """
     dims, numbers = component.dims, range(len(component.coordinates))
     clusters: list[set[int]] = [{d} for d in range(len(dims))]
@@ -235,12 +243,12 @@ def _boxes(component: _ComponentTiles) -> Iterator[TileBox]:
 
 
 def _nest(rows: _Array, dims: int) -> Iterator[TileBox]:
-    """Turn a sequence of rows (target tile, source tile) into nested loops.
+    """Describe a sequence of rows (target tile, source tile) as nested loops.
 
-    Post-condition: the boxes yield the rows in order, one after the other.
+    Post-condition: going through the boxes gives the rows in their original order.
     """
     steps = np.diff(rows, axis=0)
-    # Rows between two breaks have a constant step, so they are one loop.
+    # Rows between two breaks differ by a constant step, so they form one loop.
     breaks = np.flatnonzero((steps[1:] != steps[:-1]).any(1)) + 1
     begin = 0
     while begin < len(rows):
@@ -264,12 +272,14 @@ def _nest(rows: _Array, dims: int) -> Iterator[TileBox]:
 
 
 def _simple(step: Sequence[int], dims: int) -> bool:
-    """Tell whether a step goes forward in one target dim and at most one coordinate, as a `TileLoop` must."""
+    """Tell whether a step goes forward along one target dim and at most one coordinate, as the step of a `TileLoop`
+    must.
+    """
     return sum(map(bool, step[:dims])) == 1 and sum(map(bool, step[dims:])) <= 1 and min(step) >= 0
 
 
 def _are_nested(loops: Sequence[TileLoop]) -> bool:
-    """Tell whether the loops over each number are nested: each step goes beyond everything inside it."""
+    """Tell whether the loops are nested: each step is larger than the extent of all loops inside it."""
     for number in range(len(loops[0][1])):
         reach = 0
         for step, count in sorted((step[number], count) for count, step in loops if step[number]):
@@ -280,7 +290,7 @@ def _are_nested(loops: Sequence[TileLoop]) -> bool:
 
 
 def _unroll(box: TileBox, inner: TileLoop) -> Iterator[TileBox]:
-    """Unroll all loops of a box except its innermost one."""
+    """Replace a box by boxes with a single loop, its innermost loop."""
     for place in product(*(range(count) for count, _ in box.loops)):
         start = np.array(box.start, np.int64)
         for at, (_, step) in zip(place, box.loops, strict=True):
@@ -289,68 +299,73 @@ def _unroll(box: TileBox, inner: TileLoop) -> Iterator[TileBox]:
 
 
 Tile = tuple[int, ...]
-"""Number of positions of a tile along each stored dim."""
+"""Size of a tile: number of positions along each stored dim."""
 
 _SCALE = "scale"
 _LISTED = 4
-"""Cap on the number of sources that the refusal of a misaligned tile lists."""
+"""Limit on the number of source tensors that the error for a split tile lists."""
 DRAWN = 1024
-"""Cap on the number of positions along a tile that are examined one by one, to draw the tile."""
+"""Limit on the number of positions along a tile that are examined one by one to describe it in the error."""
 
 
 def grid(shape: Shape, tile: Tile) -> Shape:
-    """Return the shape of the grid of scales: the number of tiles along each dim, the last of which may be partial."""
+    """Return the number of tiles along each dim, which is the shape of the scales; the last tile of a dim may be
+    partial.
+    """
     return tuple(-(-size // step) for size, step in zip(shape, tile, strict=True))
 
 
 class ScaleRelayout(msgspec.Struct, frozen=True):
-    """The relayout that fills the scales of a target tensor from the scales of its sources."""
+    """How the scales of a target tensor are filled from the scales of its source tensors."""
 
     target: Target
-    """The target's grid of scales, to be filled from the sources' grids. Tiles of mere padding have no source."""
+    """The target's scales as a tensor to be filled from the sources' scales. Tiles with only padding have no source."""
     checks: tuple[Check, ...]
-    """Scales that must be bitwise equal, because one scale stands for all of them in the target."""
+    """Checks that source scales are bitwise equal, because a single scale replaces them in the target."""
 
 
 class SplitTile(msgspec.Struct, frozen=True):
-    """A target tile with elements of several source tiles, described along the dim that crosses the most of them."""
+    """A target tile with elements of several source tiles, described along the dim with the most source tiles."""
 
     rule: str
-    """The target's rule, as the user wrote it."""
+    """The table line of the target tensor, as the user wrote it."""
     number: Tile
-    """Number of the tile along each dim of the target."""
+    """Number of the target tile along each dim of the target."""
     dim: int
-    """The dim along which it is described, at the tile's first position of all other dims."""
+    """The dim along which the tile is described; in all other dims only the tile's first position is looked at."""
     runs: tuple[tuple[int, int, str, Tile], ...]
-    """Per run: first target position, end position, stored tensor and its tile; the name is empty for padding."""
+    """For each run of positions: first position, end, source tensor and its tile; the source's name is empty for
+    padding.
+    """
 
 
 def scales(
     target: Target, tile: Tile, tiles: Mapping[str, Tile], *, scale_name: Callable[[str], str], dtype: str
 ) -> ScaleRelayout:
-    """Compute the relayout of the scales that belong to a target tensor's codes.
+    """Compute how the scales for a target tensor's codes are filled from the sources' scales.
 
     Args:
-        target: the codes, as a target of a translation.
-        tile: tile of the target.
-        tiles: stored name of codes -> their tile, for every source of the target.
-        scale_name: returns the name of the scales for the name of the codes.
-        dtype: safetensors code of the scales.
+        target: the target tensor that contains the codes.
+        tile: tile of the target. tiles: stored name of codes -> size of their tiles, for every source of the target.
+        scale_name: function from the name of codes to the name of their scales.
+        dtype: dtype of the scales, as a safetensors code.
 
-    Post-condition: executing the result gives each target tile the scale of the source tile of all its elements.
+    Post-condition: executing the result gives each target tile the scale of the source tile from which its elements
+    come.
 
     Raises:
-        Refused: BLOCK_MISALIGNED where a target tile has elements of several source tiles; it names them.
+        Refused: BLOCK_MISALIGNED, if a target tile has elements of several source tiles, which the message lists.
     """
     shape = grid(target.layout.shape, tile)
     grids = {o.name: grid(o.layout.shape, tiles[o.name]) for part in target.parts for o in part.origins}
-    # One scale per tensor stays valid wherever the elements go, so only equality of the scales matters.
+    # A per-tensor scale is valid wherever the elements go, so the only requirement is that the scales are equal.
     if prod(shape) == 1 and all(prod(stored) == 1 for stored in grids.values()):
         return _one_scale(target, shape, grids, scale_name, dtype)
     views = tuple(target.layout.shares[part.component] for part in target.parts)
     sources = tuple(_coordinates(part, target.index, tiles) for part in target.parts)
     stored = [[(origin.name, dict(origin.index)) for origin in part.origins] for part in target.parts]
-    # Parts from the same stored tensors get the number of the first such part: only these may share a source tile.
+    # Parts that are read from the same stored tensors get the same number, because only such parts may share a source
+    # tile.
     groups = tuple(map(stored.index, stored))
     try:
         boxes_per_part = retile(target.layout.shape, tile, views, sources, groups)
@@ -362,9 +377,9 @@ def scales(
         by_index = _by_index(part, target.index)
         for number, box in enumerate(boxes):
             component = f"{part.component}#{number}"
-            # The columns of a box are the target's dims, the source's dims, then the axes in the sources' names.
+            # The columns of a box are the target's dims, then the source's dims, then the axes in the sources' names.
             dims = [_share(box, column) for column in range(len(box.start))]
-            # The remaining columns count in the sources' names.
+            # The remaining columns are indices in the sources' names.
             coordinate_end = len(shape) + len(grids[part.origins[0].name])
             shares[component] = tuple(dims[: len(shape)])
             layout = Layout(grids[part.origins[0].name], {component: tuple(dims[len(shape) : coordinate_end])})
@@ -382,7 +397,9 @@ def scales(
 def _one_scale(
     target: Target, shape: Shape, grids: Mapping[str, Shape], scale_name: Callable[[str], str], dtype: str
 ) -> ScaleRelayout:
-    """Compute the relayout of per-tensor scales: those of all sources must be equal, which the checks verify."""
+    """Compute the target for per-tensor scales: the scales of all sources must be equal, which checks in the result
+    verify.
+    """
     candidates = []
     for name, stored in grids.items():
         target_layout, source_layout = (Layout(s, {_SCALE: tuple(Share(0, ()) for _ in s)}) for s in (shape, stored))
@@ -393,10 +410,9 @@ def _one_scale(
 
 
 def _coordinates(part: TargetPart, index: Mapping[str, int], tiles: Mapping[str, Tile]) -> tuple[Coordinate, ...]:
-    """Return the coordinates that locate an element in the sources: one per stored dim, then one per axis in their
-    names.
+    """Return the coordinates that locate an element in the sources: one per stored dim, and one per axis in the names.
 
-    An axis that is also in the target's name has a fixed index there, and needs no coordinate.
+    An axis that is also in the target's name has a fixed index, and needs no coordinate.
     """
     model = part.origins[0]
     tile = tiles[model.name]
@@ -413,18 +429,18 @@ def _coordinates(part: TargetPart, index: Mapping[str, int], tiles: Mapping[str,
 
 
 def _by_index(part: TargetPart, index: Mapping[str, int]) -> dict[tuple[int, ...], str]:
-    """Return index -> name of the source, along the axes that only the sources' names have."""
+    """Return the source names by index, for the axes that are in the sources' names and not in the target's name."""
     return {tuple(i for axis, i in origin.index.items() if axis not in index): origin.name for origin in part.origins}
 
 
 def _share(box: TileBox, column: int) -> Share:
-    """Return the share of one dim in a box: the loops that step along it, with the largest step first."""
+    """Return the loops of a box that step along one dim, as a share of that dim, with the largest step first."""
     axes = [(f"#{place}", count, step[column]) for place, (count, step) in enumerate(box.loops) if step[column]]
     return Share(box.start[column], tuple(sorted(axes, key=lambda axis: -axis[2])))
 
 
 def _indices(names: Sequence[Share]) -> Iterator[tuple[tuple[int, ...], dict[str, int]]]:
-    """Yield the index in each source name that the loops reach, with the values of the loop variables."""
+    """Yield, for each source that the loops reach, the index in its name and the values of the loop variables."""
     loops = sorted((axis, count) for share in names for axis, count, _ in share.axes)
     for steps in product(*(range(count) for _, count in loops)):
         index = {axis: at for (axis, _), at in zip(loops, steps, strict=True)}
@@ -434,7 +450,9 @@ def _indices(names: Sequence[Share]) -> Iterator[tuple[tuple[int, ...], dict[str
 def _refusal_of_misaligned(
     target: Target, tile: Tile, number: tuple[int, ...], sources: Sequence[tuple[Coordinate, ...]]
 ) -> TransaxleError:
-    """Build the refusal of a misaligned tile: the target tile, its source tiles, and where in them its parts begin."""
+    """Build the error for a target tile with several source tiles: it lists them, and where in each the
+    elements begin.
+    """
     limits = zip(number, tile, target.layout.shape, strict=True)
     spans = [(at * step, min((at + 1) * step, size)) for at, step, size in limits]
     sources_drawn: dict[str, str] = {}
@@ -447,7 +465,7 @@ def _refusal_of_misaligned(
             box = dict(zip(axes, (span for spans_in_dim, _ in chosen for span in spans_in_dim), strict=True))
             bounds = [coordinate.bounds(box) for coordinate in coordinates]
             tiles = ", ".join(str(low) if low == high else f"{low} to {high}" for low, high in bounds[:dims])
-            # Only a beginning inside a source tile is worth showing: it is where the cut goes wrong.
+            # The error shows only beginnings inside a source tile, because there the cut is wrong.
             inside = [(begin, step) for (_, begin), step in zip(chosen, tile, strict=True) if begin % step]
             begins = " and ".join(f"{at} = {at // step} x {step} + {at % step}" for at, step in inside)
             for key in product(*map(dict.fromkeys, bounds[dims:])):
@@ -474,7 +492,7 @@ def _split(
     spans: Sequence[tuple[int, int]],
     sources: Sequence[tuple[Coordinate, ...]],
 ) -> SplitTile | None:
-    """Describe a tile position by position; None where it is too long for that."""
+    """Describe a tile position by position; None if the tile is too long for that."""
     if any(stop - start > DRAWN for start, stop in spans):
         return None
     by_dim = [_runs(target, dim, spans, sources) for dim in range(len(spans))]
@@ -497,7 +515,9 @@ def _runs(
 
 
 def _source_of(target: Target, place: Sequence[int], sources: Sequence[tuple[Coordinate, ...]]) -> tuple[str, Tile]:
-    """Return the stored tensor and its tile for one element of the target; an empty name for padding."""
+    """Return the source tensor, and the tile in it, for one element of the target; an empty name if the element is
+    padding.
+    """
     for part, coordinates in zip(target.parts, sources, strict=True):
         shares = target.layout.shares[part.component]
         boxes = [cut(share, at, at + 1) for share, at in zip(shares, place, strict=True)]
