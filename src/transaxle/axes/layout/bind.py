@@ -161,7 +161,8 @@ def with_counts(sizes: Sizes, dialect: Dialect, prefix: str, names: Iterable[str
     Args:
         sizes: axis sizes from the config and the user, which take precedence.
         dialect: the dialect in which the names are.
-        prefix: prefix of every name. names: stored names.
+        prefix: prefix of every stored name.
+        names: the stored names.
     """
     holes = [(line.name.skeleton, hole) for line in dialect.lines for hole in line.name.holes]
     shifted = {key: hole for key, hole in holes if hole.shift_axis and hole.shift == f"-{hole.shift_axis}"}

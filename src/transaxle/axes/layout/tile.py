@@ -346,7 +346,8 @@ def scales(
 
     Args:
         target: the target tensor that contains the codes.
-        tile: tile of the target. tiles: stored name of codes -> size of their tiles, for every source of the target.
+        tile: size of the target's tiles.
+        tiles: stored name of codes -> size of their tiles, for every source of the target.
         scale_name: function from the name of codes to the name of their scales.
         dtype: dtype of the scales, as a safetensors code.
 
