@@ -13,8 +13,8 @@ mesh dims. torch is only asked for placements; offsets are always computed here.
 
 **Parts.** Some tensor-parallel cuts cannot be described by a DTensor. Such a parameter is an ordinary tensor, or under
 FSDP2 a DTensor over the data-parallel ranks only, and has a smaller shape than the whole. The module that owns the
-parameter marks it with a `Part`; optimizer state inherits the mark. Loading and saving then see the whole tensor with
-an interval list per dim, as for any other placement.
+parameter marks it with a `Part`; optimizer state inherits the mark. A load or save then sees the whole tensor with an
+interval list per dim, as for a DTensor placement.
 
 **Shard grids.** A `ShardGrid` is one tensor of which this rank stores several parts as separate tensors, such as the
 layers of a stack. Megatron's parameters have this form: layer 3 is row 3 of a tensor of all layers, and half of an
@@ -172,8 +172,8 @@ def with_plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Tell whether two tensors have equal dtypes, shapes and bytes; NaNs are equal if their bits are equal.
 
-    The tensors may be on different devices and need not be contiguous. Meta tensors have no bytes: two are equal if
-    their dtypes and shapes are equal.
+    The tensors may be on different devices and need not be contiguous. Meta tensors have no bytes: two meta tensors are
+    equal if their dtypes and shapes are equal.
     """
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False

@@ -450,7 +450,7 @@ def _alive(world: World) -> Saver | None:
     if all(world.pool(is_ready)):
         return saver
     if saver is not None:
-        saver.close()  # without the lost process, the other ranks' processes cannot save
+        saver.close()  # once one rank's process is lost, no rank's process can save
     return None
 
 

@@ -24,8 +24,8 @@ loaded values.
 Such a library silently overwrites the parameter at the next forward pass or optimizer step. These libraries are
 recognised by attributes that they set; none of them is imported.
 
-DeepSpeed ZeRO-3 empties the module's parameters and gives each rank a range of their elements, in the dtype that the
-model computes with. A save reads these ranges.
+DeepSpeed ZeRO-3 empties the module's parameters and gives each rank a range of the parameters' elements, in the dtype
+that the model computes with. A save reads the ranks' ranges.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def is_fsdp1(model: nn.Module) -> bool:
 
 @contextmanager
 def whole_states(model: nn.Module) -> Iterator[None]:
-    """Within the block, state dicts of a model under FSDP1 are full, on all ranks; other models are unaffected."""
+    """Within the block, a model under FSDP1 gives full state dicts on all ranks; a model without FSDP1 is
+    unaffected.
+    """
     if not is_fsdp1(model):
         yield
         return
@@ -435,7 +437,7 @@ def _compare_after_load(
     unlike = [name for name, entry in after.items() if name not in shown or not same(entry, shown[name])]
     unlike += [name for name in before if name not in after]
     if not unlike and not lost:
-        # An entry that depends on no parameter may get its value from elsewhere, so test such an entry separately.
+        # An entry that depends on no parameter may get its value from elsewhere, so such entries are tested separately.
         fixed = [name for name in after if name in before and same(after[name], before[name]) and after[name].numel()]
         unlike = _find_not_loaded(custom_module, fixed, shown)
     if unlike:
@@ -451,7 +453,7 @@ def _compare_after_load(
 
 
 def _find_not_loaded(custom_module: CustomModule, names: list[str], shown: dict[str, Any]) -> list[str]:
-    """Of entries that depend on no parameter or buffer, return the names of those that do not show loaded values."""
+    """Return the names of entries that depend on no parameter or buffer, and that do not show loaded values."""
     if not names:
         return []
     original = {name: shown[name].clone() for name in names}
@@ -504,7 +506,7 @@ def _values(piece: torch.Tensor, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(_SEED + number)
     if piece.dtype.itemsize > 1 and (piece.dtype.is_floating_point or piece.dtype.is_complex):
         exact = torch.rand(tuple(piece.shape), generator=generator, dtype=torch.float64) + _LOWEST
-        return exact.to(piece.dtype).to(piece.device)  # these values use every bit of the mantissa
+        return exact.to(piece.dtype).to(piece.device)  # uniform random values use every bit of the mantissa
     integers = torch.randint(_LOWEST, _LOWEST + _COUNT, tuple(piece.shape), generator=generator, dtype=torch.int16)
     if piece.dtype == torch.bool:
         return (integers % 2 == 0).to(piece.device)
@@ -544,7 +546,7 @@ _AVAILABLE = "AVAILABLE"
 def find_gathered(parameters: Mapping[str, torch.Tensor]) -> list[Refusal]:
     """Refuse parameters that FSDP2 has gathered for a forward pass: it will free them, with any loaded values.
 
-    `model.state_dict()` shards such parameters again, so only callers who collect the parameters themselves are
+    `model.state_dict()` shards gathered parameters again, so only callers who collect the parameters themselves are
     refused.
 
     Args:

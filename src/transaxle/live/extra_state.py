@@ -176,7 +176,7 @@ class ExtraLoad:
 
     Attributes:
         missing: names of extra states that the source lacks.
-        problems: all refusals except those for missing states.
+        problems: refusals of the extra state, except refusals of missing states.
         scalars: values for the non-tensor entries of a state dict, set by `read`.
         extra: states by name, for objects without `load_state_dict`; set by `install`.
 
@@ -339,7 +339,7 @@ def _tag(value: Any, path: str, problems: list[Refusal], depth: int) -> Any:
 
 
 def _octets(value: Any, path: str, problems: list[Refusal]) -> Any:
-    """Convert bytes, a tensor or an array to JSON; append a refusal to `problems` for any other value."""
+    """Convert bytes, a tensor or an array to JSON; for a value that is none of them, append a refusal to `problems`."""
     if isinstance(value, bytes | bytearray):
         return {_BYTES: _text(bytes(value))}
     if isinstance(value, io.BytesIO):

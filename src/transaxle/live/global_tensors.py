@@ -85,7 +85,7 @@ class GlobalTensor:
         return cell_name(self.name, intervals) if self.apart else self.name
 
     def within(self, intervals: Positions, shape: tuple[int, ...]) -> Positions:
-        """Clip a part from `boxes` to the given shape, such as the source tensor's, which may have fewer rows."""
+        """Clip a part from `boxes` to the given shape, such as a source tensor's shape with fewer rows."""
         return inside(intervals, shape) if self.padded else intervals
 
     def accepts(self, shape: tuple[int, ...], rows: object = None) -> bool:
@@ -115,7 +115,7 @@ _WIDER = "Call this on all ranks of the mesh, with a group that contains them (g
 
 
 def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
-    """Build the census of all ranks' tensors, which exchange descriptions of their tensors; collective.
+    """Build the census: exchange descriptions of all ranks' tensors; collective.
 
     Args:
         tensors: this rank's tensors by name.
@@ -123,8 +123,8 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
 
     Raises:
         Refused: raised on every rank. SHAPE_MISMATCH or DTYPE_MISMATCH, if ranks differ in a tensor's shape or dtype;
-            UNSUPPORTED for unknown placements, and for meshes with ranks outside of `world`; INCOMPLETE where a rank of
-            a tensor's mesh has no such tensor.
+            UNSUPPORTED for unknown placements, and for meshes with ranks outside of `world`; INCOMPLETE, if a rank of a
+            tensor's mesh lacks the tensor.
     """
 
     def describe_own() -> tuple[bytes, tuple[Placement, ...]]:
@@ -320,7 +320,7 @@ def _name_ranks(ranks: Iterable[int]) -> str:
 
 
 def own_census(tensors: Mapping[str, torch.Tensor], rank: int) -> Census:
-    """Describe this rank's tensors without asking other ranks; a DTensor's mesh and placements determine which parts
+    """Build a census of this rank's tensors without messages; a DTensor's mesh and placements determine which parts
     other ranks have.
 
     Raises:
@@ -348,8 +348,8 @@ class Runs(torch.Tensor):
     """Takes a DTensor's place in a state dict for `torch.distributed.checkpoint`, which then saves, stages and loads it
     run by run.
 
-    The wrapper shares the storage of the original tensor, so loading into it fills the original. It supports no other
-    operations.
+    The wrapper shares the storage of the original tensor, so loading into it fills the original. All operations besides
+    saving, staging and loading are refused.
     """
 
     _local: torch.Tensor
@@ -374,7 +374,7 @@ class Runs(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes it for an ordinary method
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the operations that a checkpoint needs; refuse all others.
+        """Run the operations that saves and loads need; refuse all other operations.
 
         Raises:
             Refused: UNSUPPORTED, for any other operation.

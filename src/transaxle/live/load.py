@@ -186,7 +186,7 @@ class _SameParts:
 
 
 def plan_reads(targets: Census, stored: Mapping[str, StoredTensor], rank: int, *, once: bool) -> PlannedReads:
-    """Plan the reads of one rank; a part that only another rank needs is just counted in `elsewhere`.
+    """Plan the reads of one rank; a part that only one different rank needs is just counted in `elsewhere`.
 
     Args:
         targets: the tensors to load, with all ranks' parts.

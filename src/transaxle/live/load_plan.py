@@ -192,7 +192,7 @@ def _initialise(module: nn.Module, init: Init | None, owners: Container[nn.Modul
 
 
 def _model_init(module: nn.Module) -> Init | None:
-    """Return the method that initialises modules of a transformers model; None for other modules."""
+    """Return the method that initialises modules of a transformers model; None if the module is no such model."""
     return getattr(module, _MODEL_INIT, None) if hasattr(module, _MODEL) else None
 
 
@@ -548,8 +548,9 @@ def open_source(
 def refuse_different(checkpoint: Checkpoint, world: World) -> None:
     """Check that all ranks have opened the same checkpoint with the same options; collective.
 
-    Copies on several machines count as one if their manifests are equal or, without manifests, the sizes of their
-    files; their paths may differ. Configs and rules are compared by content, so their paths may differ too.
+    Copies of a checkpoint on several machines count as the same checkpoint if their manifests (without manifests, their
+    file sizes) are equal; the paths may differ. Configs and rules files are compared by content, so the paths of these
+    files may differ too.
 
     Args:
         checkpoint: the checkpoint that this rank has opened.
@@ -601,8 +602,8 @@ def check_read(storage: Storage, world: World) -> None:
     Of an object in a storage service, the version is checked at every request instead.
 
     Raises:
-        Refused: CORRUPT, on every rank.
-        StorageError: IO.
+        Refused: CORRUPT, on every rank, if files have changed or bytes do not match.
+        StorageError: IO, if the source cannot be read.
     """
     with world.together():
         files = lowest(storage)
@@ -619,8 +620,8 @@ def _check_sums(storage: Storage, world: World) -> None:
     have to be read.
 
     Raises:
-        Refused: CORRUPT, on every rank.
-        StorageError: IO.
+        Refused: CORRUPT, on every rank, if files have changed or bytes do not match.
+        StorageError: IO, if the source cannot be read.
     """
     witness = layer(storage, Witness)
     of_all_ranks = world.gather(

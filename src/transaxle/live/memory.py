@@ -5,7 +5,7 @@ The container's catalog is equal on all ranks, so all ranks make equal plans; ea
 The catalog names one rank for each chunk; a rank that needs a chunk and has a replica of it reads its own replica
 (`Replicas`).
 
-**Value checks** compare copies that must be equal, and prove that tensors are zero where they must be.
+**Value checks** compare copies that must be equal, and check that values are zero where the target dialect drops them.
 
 A DTensor guarantees that its replicas are equal. Nothing guarantees equal copies of plain tensors on several ranks
 (norms next to tensor-parallel weights, a model under DDP, counters), nor of a tensor whose ranks are on different
@@ -73,7 +73,7 @@ def tensor_of(file: str) -> str:
 
 
 class Memory(Storage):
-    """Storage whose files are this rank's tensors, as row-major bytes; see `Storage`.
+    """A `Storage` whose virtual files are this rank's tensors, as row-major bytes.
 
     Contiguous CPU tensors are read without a copy. GPU and strided tensors are copied to the CPU when they are read:
     only the requested range if it is a small part of a contiguous tensor, otherwise the whole tensor; copies of whole
@@ -112,8 +112,8 @@ class Memory(Storage):
         view[:] = self.lend(name, offset, len(view)).data
 
     def lend(self, name: str, offset: int, size: int) -> Bytes:
-        """Return bytes of a file, without a copy where the tensor's memory allows it; the caller must not write to
-        them.
+        """Return bytes of a file, without a copy if the tensor is contiguous on the CPU; the caller must not write to
+        the bytes.
         """
         if name in self._files:
             return np.frombuffer(self._files[name], np.uint8, size, offset)
@@ -122,7 +122,7 @@ class Memory(Storage):
             local = self._local(name)
             if local.device.type == "cpu" and local.is_contiguous():
                 lent = self._lent[name] = as_bytes(local)
-            # A small range is copied alone. For a larger one the whole tensor is copied and cached, because the
+            # A small range is copied alone. For a larger range, the whole tensor is copied and cached, because the
             # tensor's other ranges are usually read next.
             elif local.is_contiguous() and _APART * size <= local.nbytes:
                 return as_bytes(copy_to_cpu(byte_view(local)[offset : offset + size]))
@@ -217,7 +217,8 @@ def _entry(tensor: GlobalTensor, load: Load) -> Entry:
     # Ranks may share some chunks of their parts (such as one key and value head): list each chunk once.
     for intervals, ranks in tensor.boxes.items():
         # Of the replicas, take the one on the rank with the fewest bytes so far, or on the lowest of several such
-        # ranks, so that all ranks agree. Take a replica that its rank declares a copy only if there is no other.
+        # ranks, so that all ranks agree. A replica that its rank declares a copy is taken only if all replicas are
+        # declared copies.
         sources = [rank for rank in ranks if rank not in tensor.spare] or ranks
         owner = load.add(load.least(sources), nbytes(tensor.dtype, local_shape(intervals)))
         for spans, extent in _extents(tensor, intervals, file_of(owner, tensor.part_name(intervals))):

@@ -265,7 +265,7 @@ def restore(optimizers: Optimizers, settings_by_group: Sequence[Mapping[str, Any
 
 
 def _number(value: Any) -> Any:
-    """Convert a numpy scalar to a Python number; other values are returned as they are."""
+    """Convert a numpy scalar to a Python number; return a value of another type unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 

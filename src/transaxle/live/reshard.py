@@ -1,7 +1,8 @@
 """Resharding: copy values between two sharded models, and describe the sharding of one.
 
-**Resharding** copies tensors of one mesh and dialect into those of another, over the process group, without a disk. The
-ranks first match source and target tensors by name and gather every problem; a copy begins only if there is no problem.
+**Resharding** copies tensors on one mesh into tensors on another mesh and in another dialect, over the process group,
+without a disk. The ranks first match source and target tensors by name and gather every problem; a copy begins only if
+there is no problem.
 
 **Sharding**: the ranks of a live model tell each other which shards they have, and read no values.
 """
@@ -73,7 +74,7 @@ def match_sides(
         own_target: this rank's tensors of the target.
         tensors: returns the source's tensors by the target's names.
         strict: refuse tensor names that only the source or only the target has.
-        find_others: returns further refusals, which are raised together with those found here.
+        find_others: returns further refusals, which are raised together with the mismatches found here.
         hint: hint in a refusal of tensors whose dtypes differ.
         once: the tensors are copied only once, so tensors with equal present values count as tied.
 
@@ -143,7 +144,8 @@ def reshard(
     axes: Axes | None = None,
     rules: PathLike | None = None,
 ) -> ReshardReport:
-    """Copy live tensors into others of any placement and dialect of the same family; collective over the group.
+    """Copy one model's live tensors into another's, which may have any placement and dialect of the family; collective
+    over the group.
 
     Args:
         src_state: model or state dict to read, such as a trainer's; a rank without any of its tensors passes `{}`.
@@ -237,8 +239,8 @@ def sharding(state: State, *, group: Ranks | None = None) -> Sharding:
 
     Raises:
         Refused: raised on every rank. SHAPE_MISMATCH or DTYPE_MISMATCH, if ranks differ in a tensor's shape or dtype;
-            UNSUPPORTED for unknown placements and for Megatron's sharded state dicts; INCOMPLETE where a rank of a
-            tensor's mesh has no such tensor.
+            UNSUPPORTED for unknown placements and for Megatron's sharded state dicts; INCOMPLETE, if a rank of a
+            tensor's mesh lacks the tensor.
     """
     world = World(group)
     with world.together():

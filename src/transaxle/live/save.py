@@ -4,7 +4,7 @@ All ranks compute the same plan from the census (the list of all ranks' tensors)
 consolidated afterwards.
 
 **In a folder**, rank 0 creates the files, and all ranks write into them. A tensor that one rank writes is hashed while
-it is written; any other tensor is read back from the files to be hashed. Rank 0 writes headers and the manifest, and
+it is written; a tensor that several ranks write is read back and hashed. Rank 0 writes headers and the manifest, and
 commits.
 
 **To a storage service**, a file can only be sent from beginning to end. So each file is sent by one rank, which
@@ -95,7 +95,7 @@ def write(
         dst: the target, a folder or URL.
         world: the ranks.
         clock: records the time of each stage.
-        overwrite: replace the checkpoint at `dst`; `everything`: also other files in its folder.
+        overwrite: replace the checkpoint at `dst`; `everything`: delete unrelated files in its folder too.
         sync: make all files durable before the commit.
 
     Returns:
@@ -464,7 +464,7 @@ def save(
         to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
         optimizer: the model's optimizer, whose state and groups are saved too. A list or dict of optimizers, or a
             wrapper or container of them (ZeRO, accelerate, torchtitan), is accepted too.
-        extra: other state that the run must remember, by name: plain data, or objects with `state_dict` and
+        extra: further state that a training run needs to resume, by name: plain data, or objects with `state_dict` and
             `load_state_dict` whose state is plain data, such as `Random()`, a scheduler, a data loader.
         overwrite: replace the checkpoint at `dst`. If its folder contains unrelated files, True refuses, and
             `"everything"` deletes these too.
@@ -662,7 +662,7 @@ def _contents(settings: SaveSettings) -> dict[str, str | None]:
 
 
 def _numbers(state: State, non_tensors: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Split non-tensor entries into numbers, which are saved as 0-d tensors, and other entries."""
+    """Split non-tensor entries into numbers, which are saved as 0-d tensors, and entries that are no numbers."""
     if isinstance(state, nn.Module):
         return {}, dict(non_tensors)
     tensors = {name: as_tensor(value) for name, value in non_tensors.items()}

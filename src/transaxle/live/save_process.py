@@ -1,6 +1,7 @@
 """The background process of one rank: it writes one snapshot after another from shared memory.
 
-The processes of all ranks form a process group of their own, so their collectives do not disturb those of the training.
+The processes of all ranks form a process group of their own, so that their collectives do not disturb the training's
+collectives.
 
 In a spawned process, multiprocessing would run the program's main script up to `if __name__ == "__main__"`; a script
 without that line would train a second time. So the main script is hidden from multiprocessing. The process ends when

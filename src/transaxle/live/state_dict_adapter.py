@@ -238,7 +238,9 @@ def loadable_as(
 
 
 def regroupable(state: State, stems: Sequence[Regrouping]) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
-    """Do the same as `loadable_as` for grouped parameters in their other form (`transaxle.live.model.source_view`)."""
+    """Do the same as `loadable_as` for grouped parameters: return stacks as separate tensors, and separate tensors as
+    stacks.
+    """
     return _to_be_filled(
         _make_adapter(state, None, Settings(partial=True), lambda state_view: change_form(state_view, stems))
     )
@@ -317,7 +319,7 @@ class _Adapter:
         """Return all tensors of the target dialect of which this rank has a part.
 
         Raises:
-            Refused: UNSUPPORTED, INCOMPLETE.
+            Refused: UNSUPPORTED or INCOMPLETE, if no placement works, or this rank lacks bytes.
         """
         tensors = {name: self._make(name) for name in self._view}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -326,7 +328,7 @@ class _Adapter:
         """Refuse nonzero values of this rank's tensors for which the target dialect has no name.
 
         Raises:
-            Refused: UNEXPECTED_TENSOR, if there is such a value.
+            Refused: UNEXPECTED_TENSOR, if such a value is nonzero.
         """
         check_zero(self._view.checks, self._leaves.tensors)
 
@@ -334,7 +336,7 @@ class _Adapter:
         """Refuse tensors of the state if some of their bytes are in none of the new tensors.
 
         Raises:
-            Refused: INCOMPLETE.
+            Refused: INCOMPLETE, if there are such bytes.
         """
         used = dict.fromkeys(self._leaves.tensors, 0)
         for name in tensors:
@@ -356,7 +358,7 @@ class _Adapter:
         """Refuse derived entries of a model that its own `load_state_dict` cannot load.
 
         Raises:
-            Refused: UNSUPPORTED, MISSING_TENSOR.
+            Refused: UNSUPPORTED or MISSING_TENSOR, if a module cannot load such an entry.
         """
         refusals = self._leaves.refusals
         problems, omitted = find_unloadable(() if refusals else self._leaves.custom_modules)
@@ -411,13 +413,13 @@ class _Adapter:
             copy_box_back(as_box_copy(transfer, values.element_size()), sources[tensor_of(transfer.file)], values)
 
     def _check_alike(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse values that differ although the state has one value for all of them, such as a step.
+        """Refuse new tensors with different values for one value of the state, such as a shared step.
 
         All values are written into copies of the sources; a value that reads back differently was overwritten by a
         second value.
 
         Raises:
-            Refused: UNEQUAL_COPIES, if there are such values.
+            Refused: UNEQUAL_COPIES, if two values for one value of the state differ.
         """
         shared = [name for name in tensors if self._is_shared(name)]
         needed = {tensor_of(transfer.file) for name in shared for transfer in self._transfers[name]}
@@ -450,7 +452,7 @@ class _Adapter:
         """Make one tensor of the target dialect; return None if this rank has no part of it.
 
         Raises:
-            Refused: UNSUPPORTED, INCOMPLETE.
+            Refused: UNSUPPORTED or INCOMPLETE, if no placement works, or this rank lacks bytes.
         """
         stored = self._view[name]
         origins = sorted(stored.origins)

@@ -178,7 +178,8 @@ class _Slice:
     read: torch.Tensor
     """Tensor that is read in place of the stacked tensor; its local part is this rank's experts."""
     values: torch.Tensor
-    """Memory into which torch reads: the stacked local parts of `members`, or one number for all of these."""
+    """Memory into which torch reads: the stacked local parts of `members`, or a single number that all members
+    share."""
     members: tuple[torch.Tensor, ...]
     """The experts' tensors, which receive the values."""
 
@@ -536,7 +537,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         stems: Sequence[Regrouping],
         stored: Mapping[str, TensorStorageMetadata],
     ) -> Mapping[str, torch.Tensor]:
-        """Leave out scaling histories that the checkpoint lacks although it has the codes; such histories start at
+        """Do not request scaling histories that the checkpoint lacks although it has the codes; the histories start at
         zero.
         """
         available = {*stored, *(name for stem in stems for name in stem.targets)}

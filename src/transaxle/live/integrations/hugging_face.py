@@ -87,7 +87,7 @@ class TrainerCheckpoints:
         url: a folder or URL for the checkpoints.
         keep: number of checkpoints to keep, in addition to the Trainer's best checkpoint; None: keep all.
 
-    The other arguments are those of `save`.
+    All other arguments are the same as for `save`.
 
     Raises:
         TypeError: an argument of a wrong type.
@@ -333,7 +333,7 @@ def _source(state: Any, place: str) -> str:
     The checkpoint belongs to the state if both have the same log history.
 
     Raises:
-        StorageError: IO.
+        StorageError: IO, if files cannot be read or written.
     """
     if not is_url(place):
         with suppress(OSError):
@@ -349,7 +349,7 @@ def _is_of_one_save(state: Any, place: str, folders: Sequence[str]) -> bool:
     A folder without a save ID, such as a folder from `fetch`, is accepted.
 
     Raises:
-        StorageError: IO.
+        StorageError: IO, if files cannot be read or written.
     """
     tickets = set()
     for folder in folders:
@@ -368,11 +368,11 @@ def _has_history(state: Any, text: bytes) -> bool:
 
 
 def _copy_weights(place: str, folder: Path) -> None:
-    """Copy a checkpoint's files with the model's weights, but not those with optimizer state.
+    """Copy the files of a checkpoint that contain the model's weights, but not its optimizer files.
 
     Raises:
         Refused: UNSUPPORTED, if the checkpoint has no safetensors files; CORRUPT, if it changes while it is copied.
-        StorageError: IO.
+        StorageError: IO, if files cannot be read or written.
     """
     storage = storage_at(place)
     names = [name for name in storage.listing("").names if name not in (MANIFEST, FILE)]
@@ -419,7 +419,7 @@ class AccelerateHooks:
         keep: number of checkpoints to keep, in addition to the one that `keep_best` protects; None: keep all. With
             `keep`, the folder names passed to `save_state` must end in the step's number.
 
-    The other arguments are those of `save`.
+    All other arguments are the same as for `save`.
 
     Raises:
         TypeError: an argument of a wrong type.

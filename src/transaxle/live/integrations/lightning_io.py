@@ -4,9 +4,9 @@ here.
 Lightning collects a checkpoint dict on its first rank. The dict's weights and optimizer state are saved under parameter
 names, and all other entries as plain data, so nothing is pickled, and any number of ranks can resume.
 
-**Lightning's strategies**: most call a `CheckpointIO` on the first rank only, so other ranks would not learn of a
-failure there. Strategies that shard the module call it only to delete checkpoints. So when a run begins, methods of its
-strategy are replaced, and every rank takes part in saves and loads.
+**Lightning's strategies**: most strategies call a `CheckpointIO` on the first rank only, so other ranks would not learn
+that a save failed. Strategies that shard the module call it only to delete checkpoints. So when a run begins, methods
+of its strategy are replaced, and every rank takes part in saves and loads.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _check_sharded(trainer: Any) -> None:
     """Refuse trainer options that do not work with saves of a sharded module.
 
     Raises:
-        Refused: UNSUPPORTED.
+        Refused: UNSUPPORTED, if the trainer has such an option.
     """
     if not getattr(trainer.strategy, _PARTS, True):
         hint = "Leave it out: the result is the same, and whole weights are never in one place."
@@ -162,7 +162,7 @@ def _check_whole(strategy: Any) -> None:
     """Refuse a strategy whose first rank does not save the whole model through a `CheckpointIO`.
 
     Raises:
-        Refused: UNSUPPORTED.
+        Refused: UNSUPPORTED, for such a strategy.
     """
     own_methods = [
         kind for kind in type(strategy).__mro__ if kind.__name__ != _BASE and vars(kind).keys() & {_SAVE, _LOAD}
@@ -196,8 +196,8 @@ class LightningCheckpoints:
     `ModelCheckpoint` rotates the folders; an old checkpoint that Transaxle wrote is deleted once a newer one is
     complete. The supported strategies are one device, DDP, and `ModelParallelStrategy`, under which each rank saves and
     loads its own parts; a strategy with a save method of its own is refused when a run begins. With Lightning's
-    `WeightAveraging` (but not where ranks shard) a checkpoint has the averages under the module's names, and the
-    trained weights under `current_model_state.…`.
+    `WeightAveraging` (not supported if ranks shard the module) a checkpoint has the averages under the module's names,
+    and the trained weights under `current_model_state.…`.
 
     Args:
         module: the `LightningModule` that is trained.
@@ -269,7 +269,7 @@ class LightningCheckpoints:
             prefix, state = self._state(checkpoint)
             optimizers = list(self._trainer.optimizers) if _OPTIMIZERS in checkpoint else []
             other_entries = self._other_entries(checkpoint, optimizers, prefix)
-        if world.size > 1:  # each rank has entries of its own; as in Lightning, those of the first rank are saved
+        if world.size > 1:  # each rank has entries of its own; as in Lightning, the first rank's entries are saved
             other_entries = self._first(other_entries, world)
         place = read_path("path", path).rstrip("/") + "/"  # a folder, even if Lightning's name for it ends in .ckpt
         if not is_url(as_local_path(place)):
@@ -391,7 +391,9 @@ class LightningCheckpoints:
         return result
 
     def _load_parts(self, place: str) -> dict[str, Any]:
-        """Load each rank's parts of weights and optimizer state in place, and return the other entries."""
+        """Load this rank's parts of weights and optimizer state in place, and return all further entries of the
+        dict.
+        """
         receiver, trainer = _EntryReceiver(), self._trainer
         optimizers = list(trainer.optimizers) if trainer.state.fn == _FITTING else []
         load(

@@ -1,7 +1,8 @@
 """The checkpoints of a run's steps under one folder or URL; old checkpoints are deleted once newer ones are complete.
 
-Training frameworks delete old checkpoints in their own folders; this module deletes old ones under any other folder or
-URL. It deletes a checkpoint only once a newer one is complete, and only if Transaxle wrote every file in it.
+Training frameworks delete old checkpoints in their own folders; this module deletes old checkpoints in places that
+those frameworks do not manage. It deletes a checkpoint only once a newer one is complete, and only if Transaxle wrote
+every file in it.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class StepCheckpoints:
         return f"{self._url}/{name}"
 
     def shares(self, checkpoints: StepCheckpoints | None) -> bool:
-        """Tell whether these and the given checkpoints are saved under the same folder or URL."""
+        """Tell whether this object and a second one save under the same folder or URL."""
         return checkpoints is not None and checkpoints._url == self._url
 
     def save(self, model: nn.Module, name: str, best: str | None = None, **options: Any) -> None:
@@ -127,10 +128,10 @@ class StepCheckpoints:
         """Return step number -> checkpoint name, for the complete checkpoints under the folder or URL.
 
         Args:
-            common: prefix of the names before the number; other names are skipped.
+            common: what the names have before the number; checkpoints with a different prefix are skipped.
 
         Raises:
-            StorageError: IO.
+            StorageError: IO, if the folder or URL cannot be accessed.
         """
         matches = [(match, name) for name in _members(self._url) if (match := _NUMBERED.fullmatch(name)) is not None]
         return {int(match[2]): name for match, name in matches if match[1] == common and is_complete(self.place(name))}
@@ -171,7 +172,7 @@ def check_loadable(model: nn.Module) -> None:
     """Refuse, before the first training step, a model whose checkpoints could be saved but not loaded.
 
     Raises:
-        Refused: UNSUPPORTED.
+        Refused: UNSUPPORTED, if a load into the model would be refused.
     """
     if refusals := [*find_partitioned(model), *find_kept_elsewhere(model)]:
         raise gathered(refusals)
@@ -181,7 +182,7 @@ def is_complete(place: str) -> bool:
     """Tell whether a folder or URL contains a complete checkpoint that Transaxle wrote.
 
     Raises:
-        StorageError: IO.
+        StorageError: IO, if the folder or URL cannot be accessed.
     """
     return read_stored(place, MANIFEST) is not None
 
@@ -190,7 +191,7 @@ def read_stored(place: str, name: str) -> bytes | None:
     """Return the contents of a file in a checkpoint; None if the file does not exist.
 
     Raises:
-        StorageError: IO.
+        StorageError: IO, if the folder or URL cannot be accessed.
     """
     if not is_url(place):
         return LocalFolder(Path(place)).read(name, _LONGEST)
@@ -198,15 +199,15 @@ def read_stored(place: str, name: str) -> bytes | None:
 
 
 def text_beside(place: str, name: str) -> str | None:
-    """Return a string in the extra state of a complete checkpoint; None if there is no such string.
+    """Return a string in the extra state of a complete checkpoint; None if the checkpoint or the string does not exist.
 
     Args:
         place: path or URL of the checkpoint.
         name: name under which the string was saved in `extra=`.
 
     Raises:
-        Refused: CORRUPT.
-        StorageError: IO.
+        Refused: CORRUPT, if the extra state file is not valid.
+        StorageError: IO, if the folder or URL cannot be accessed.
     """
     text = states_beside(place, World()).get(name)
     return text if isinstance(text, str) else None
@@ -216,8 +217,8 @@ def states_beside(place: str, world: World) -> dict[str, Any]:
     """Return this rank's extra states in a complete checkpoint, by their names in `extra=`.
 
     Raises:
-        Refused: CORRUPT.
-        StorageError: IO.
+        Refused: CORRUPT, if the extra state file is not valid.
+        StorageError: IO, if the folder or URL cannot be accessed.
     """
     text = read_stored(place, FILE) if is_complete(place) else None
     states = {} if text is None else SavedStates(text, world).states
@@ -229,7 +230,7 @@ def remove(place: str) -> None:
 
     Raises:
         UsageError: EXISTS, if the folder has a file that belongs to no checkpoint of Transaxle; nothing is deleted.
-        StorageError: IO.
+        StorageError: IO, if the folder or URL cannot be accessed.
     """
     if not is_url(place):
         if Path(place).exists():
@@ -258,7 +259,7 @@ def _check_ours(folder: LocalFolder | RemoteFolder, shown: str) -> None:
     """Refuse to delete a folder that contains a file which Transaxle has not written as part of a checkpoint.
 
     Raises:
-        UsageError: EXISTS, if the folder contains such a file.
+        UsageError: EXISTS, if the folder contains a file that Transaxle has not written.
     """
     foreign = foreign_files(folder) if MANIFEST in folder.top() else [f"no {MANIFEST} there: the folder"]
     if foreign:

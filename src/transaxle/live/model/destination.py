@@ -190,7 +190,8 @@ def view_of(tensor: torch.Tensor) -> object:
 
 
 def find_overlapping(tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the names of local tensors that may share elements with another tensor, or within themselves.
+    """Return the names of local tensors that may share elements with a different tensor, or have elements that share
+    memory.
 
     Two tensors that view the same memory in the same way do not count, see `same_memory`; interleaved views, such as
     columns of one matrix, count as overlapping.
@@ -340,7 +341,7 @@ class LoadReport:
     bytes_read: int
     """Bytes that this rank read from the source's tensor files."""
     bytes_received: int
-    """Bytes that this rank received from other ranks, which had read them."""
+    """Bytes that other ranks read from the source and sent to this rank."""
     bytes_written: int
     """Bytes written into this rank's tensors, which is their size without padding rows."""
     converted: tuple[Conversion, ...]

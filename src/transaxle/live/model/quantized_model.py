@@ -60,7 +60,7 @@ _PLAIN = "BF16"
 
 @dataclass(frozen=True, slots=True)
 class _EncodedWeight:
-    """A quantized weight, as the ranks describe it to each other before a save."""
+    """Description of a quantized weight, which the ranks exchange before a save."""
 
     tensor: EncodedTensor
     """Names of the weight's codes and scales."""
@@ -215,7 +215,7 @@ _WHOLE_WEIGHT = "Copy the tensor into the source, or leave out all tensors of th
 
 @dataclass(frozen=True, slots=True)
 class _TypedWeight:
-    """A quantized parameter, as the ranks describe it to each other before a load."""
+    """Description of a quantized parameter, which the ranks exchange before a load."""
 
     encoding: Encoding
     """Encoding of the parameter's codes."""
@@ -249,7 +249,7 @@ class FillModes:
     anew: Mapping[str, str]
     """Name of a parameter to be quantized -> safetensors code of the source's values."""
     begins: tuple[str, ...]
-    """Names of parameters whose codes the source has, but not the scaling history, which starts anew."""
+    """Names of parameters whose codes the source has, but not the scaling history; a new history is begun."""
     gone: frozenset[str]
     """Names of entries that are not read, and source names that `match_tensors` should not report, as their weight is
     refused."""
@@ -314,10 +314,10 @@ class Weights:
             dialect: dialect of the model's names, if the user gave it.
             decode: the argument `decode=` of `load`.
             partial: leave out tensors of which the source has only some pieces.
-            trained: see `view`.
+            trained: as for the function `view`.
 
         Raises:
-            TransaxleError: see `view`.
+            TransaxleError: the errors of the function `view`.
         """
         if self._all:
             checkpoint = as_trained(checkpoint)

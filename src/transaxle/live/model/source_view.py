@@ -249,8 +249,8 @@ def view(
 
 
 def _same_trained(checkpoint: Checkpoint, names: AbstractSet[str], trained: Collection[str] | None) -> bool:
-    """Tell whether optimizer state already has the model's names: all of it belongs to parameters of the model,
-    including fused ones.
+    """Tell whether optimizer state already has the model's names: each state belongs to a parameter of the model, which
+    may be fused.
     """
     model_parameters = names | set(trained or ())
     stated = {parameter for parameter, slot in map(split_slot, checkpoint) if slot != WEIGHT}
@@ -273,7 +273,8 @@ def _match_unwrapped(source_view: View, model_names: Sequence[str]) -> dict[str,
 
 
 def _other_names(source_view: View, dialect: Dialect, weight_names: Sequence[str]) -> dict[str, str]:
-    """Return name in the view -> name in the model, where the dialect reads both as the same tensor.
+    """Return name in the view -> name in the model, for names that differ, but that the dialect reads as the same
+    tensor.
 
     A table may read several names of one tensor, of which it writes one: Megatron's norms have different names with and
     without Transformer Engine.

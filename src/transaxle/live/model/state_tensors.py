@@ -7,8 +7,8 @@ filled in place.
 **Megatron's sharded state dicts**: the entries of `model.sharded_state_dict()` become one grid of shards per key.
 
 A `ShardedTensor` is a box of a whole tensor. Several such boxes (layers, experts, the gate and the up projection) may
-share one key. A `ShardedTensorFactory` makes such boxes from a parameter: views of it, or copies that it can merge
-again. Megatron is never imported here; its objects exist only in programs that have imported it.
+share one key. A `ShardedTensorFactory` makes such boxes from a parameter: views of the parameter, or copies that the
+factory can merge again. Megatron is never imported here; its objects exist only in programs that have imported it.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ _LISTED = 4
 
 @dataclass(frozen=True)
 class Leaves:
-    """The tensors and other entries of a model or state dict on this rank."""
+    """The tensors and the non-tensor entries of a model or state dict on this rank."""
 
     tensors: Mapping[str, torch.Tensor]
     """Name -> tensor or DTensor; parameters are the parameter objects themselves, except for derived entries."""
@@ -305,13 +305,13 @@ class Leaves:
 
 
 def leaves(state: State, *, sharded: bool = False, ranges: bool = False) -> Leaves:
-    """Collect the tensors and other entries of a model or state dict.
+    """Collect the tensors and the non-tensor entries of a model or state dict.
 
     Args:
         state: a module, including its persistent buffers, or a mapping; nested mappings and lists are flattened with
-            `.`. Megatron's sharded tensors are named by their keys.
+            `.`. A Megatron sharded tensor is named by its `key`.
         sharded: accept Megatron's sharded tensors, as grids of shards.
-        ranges: accept parameters of DeepSpeed ZeRO-3, as ranges of their elements.
+        ranges: accept parameters of DeepSpeed ZeRO-3, each as this rank's range of its elements.
 
     Raises:
         Refused: NAME_COLLISION, if two entries get the same name; UNSUPPORTED, if `state` is neither a module nor a

@@ -2,7 +2,7 @@
 
 Ranks of one machine exchange bytes through shared memory; over the network, the bytes would be copied four more times.
 Each rank has a region with two halves: while other ranks read one half, the rank writes the next round into the other
-half. Ranks that cannot map each other's regions (on other machines, in other containers) use the network.
+half. Ranks that cannot map each other's regions (on different machines, or in different containers) use the network.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ wire.tellable(Address)
 
 
 class Region:
-    """Memory that other processes can map.
+    """A region of memory that other processes can map.
 
     Args:
         size: size in bytes.
@@ -97,11 +97,11 @@ class Region:
 
 
 def map_region(address: Address) -> Bytes | None:
-    """Map another process's region for reading; return None if this process cannot see that region.
+    """Map a region of a different process for reading; return None if this process cannot see the region.
 
-    The name is compared before anything is opened, because in another container the process id may belong to another
-    process. An address whose name is not a region's name is refused, so a false address cannot make this process read
-    other files.
+    The name is compared before anything is opened, because in a different container the process id may belong to an
+    unrelated process. An address whose name is not a region's name is refused, so a false address cannot make this
+    process read other files.
     """
     if not _NAME.fullmatch(address.name):
         return None
@@ -179,7 +179,7 @@ class ShmTransport:
 
     @property
     def reaches_any(self) -> bool:
-        """Whether any rank can map another rank's region; equal on all ranks."""
+        """Whether any rank can map a region besides its own; equal on all ranks."""
         return any(self._readers.values())
 
     def buffer(self, start: int, size: int) -> Bytes:
@@ -190,7 +190,7 @@ class ShmTransport:
         return self._region.bytes[begin : begin + size]
 
     def bytes_from(self, sender: int, start: int, size: int) -> Bytes:
-        """Return bytes that another rank has written in this round; they are valid until the next round ends."""
+        """Return bytes that the sender has written in this round; the bytes are valid until the next round ends."""
         begin = self._turn * self._half + start
         return self._mapped[sender][begin : begin + size]
 

@@ -436,7 +436,7 @@ class SharedStore(Store):
                 raise dist.DistStoreError(
                     f"after {timeout.total_seconds():g} s not all of this is there: {', '.join(keys)}"
                 )
-            time.sleep(_MOMENT)  # lets other threads ask: without a pause, this thread would get the lock again at once
+            time.sleep(_MOMENT)  # otherwise this thread would get the lock again at once, before any other
 
     def get(self, key: str) -> bytes:
         """Wait for a key, and return its value."""

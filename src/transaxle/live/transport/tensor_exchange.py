@@ -3,9 +3,9 @@
 All ranks compute the sizes of all parcels (blocks of bytes from one rank to others), so no headers are sent. Bytes are
 sent as uint8, which every backend supports.
 
-**Buckets**: the same rounds of parcels are sent many times, in bounded memory, so their offsets are computed once.
-Every rank has two buckets (buffers): while one bucket is read or sent, the other is packed. A third of a bucket is
-shared memory for other ranks of the machine, a third is for bytes to send over the network, and a third for received
+**Buckets**: the same rounds of parcels are sent many times, in bounded memory, so the parcels' offsets are computed
+once. Every rank has two buckets (buffers): while one bucket is read or sent, the other is packed. A third of a bucket
+is shared memory for other ranks of the machine, a third is for bytes to send over the network, and a third for received
 bytes.
 """
 
@@ -191,7 +191,7 @@ class _Round:
     receive_sizes: list[int] = field(default_factory=list)
     """Number of bytes to receive from each rank over the network."""
     meets: bool = False
-    """Whether any rank reads another rank's shared memory in this round."""
+    """Whether any rank reads a different rank's shared memory in this round."""
     sends: bool = False
     """Whether any rank sends bytes over the network in this round."""
 
@@ -237,7 +237,7 @@ class BucketExchange:
         return Route(placed_rounds, received)
 
     def run(self, route: Route, pack: Work, take: Work) -> None:
-        """Exchange the parcels of a route; collective over the world: all ranks pass their routes of the same parcels.
+        """Exchange the parcels of a route; collective over the world; each rank passes its route of the same parcels.
 
         Raises:
             StorageError: IO, if a rank is lost.

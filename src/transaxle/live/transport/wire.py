@@ -76,10 +76,10 @@ def encode(value: object, otherwise: Callable[[object], object] | None = None) -
 
     Args:
         value: plain data, arrays of numbers, torch dtypes, our own errors, and records of registered classes.
-        otherwise: converts any other object to plain data; None: other objects are refused.
+        otherwise: converts an object that cannot be encoded to plain data; None: such an object is refused.
 
     Raises:
-        TypeError: the value contains another object.
+        TypeError: the value contains an object that cannot be encoded.
     """
     return msgspec.msgpack.encode(_pack(value, otherwise))
 
@@ -134,7 +134,7 @@ def _fields(kind: type) -> tuple[str, ...]:
 
 
 def decode(octets: bytes | memoryview) -> Any:
-    """Decode the bytes that another rank has encoded.
+    """Decode bytes that a rank has encoded with `encode`.
 
     Raises:
         Refused: CORRUPT, if `encode` cannot have written the bytes.
