@@ -1,4 +1,4 @@
-"""The files of a peft adapter in another dialect of its base model.
+"""The files of a peft adapter, rewritten for a different dialect of its base model.
 
 **Conversion**: an adapter's files, rewritten as an adapter of the same model in another dialect.
 
@@ -44,9 +44,9 @@ from transaxle.formats.storage.storage import InMemoryFile, VirtualFile, Virtual
 from transaxle.move.journal import digest
 
 _RANK = "\0rank"
-"""The axis that A and B share."""
+"""Name of the axis that the factors A and B share: the rank of the low-rank change."""
 _WHOLE = ""
-"""Name of the only component of a stored factor."""
+"""Name of the only component (logical tensor) that a stored factor has."""
 _OUT, _IN, _STACK = "rows", "columns", "matrices"
 WAY = "Merge it into the base:  transaxle convert BASE OUT --to hf --merge ADAPTER."
 _EVERY = -1
@@ -56,7 +56,7 @@ _Key = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class FactorPair:
-    """The factors A and B that change a weight of another dialect."""
+    """The factors A and B that change a weight in the target dialect."""
 
     first: Target
     """Target of A: `[matrices * rank, in]`."""
@@ -65,26 +65,26 @@ class FactorPair:
     rank: int
     """Rank of each matrix."""
     scaling: float
-    """Factor by which their product is multiplied."""
+    """Factor by which the product `B @ A` is multiplied."""
     dims: int
     """Number of dims of the weight."""
     swapped: bool
-    """Whether the weight is `[in, out]`."""
+    """Whether the weight is stored as `[in, out]` instead of `[out, in]`."""
     embedding: bool
     """Whether the weight is that of an embedding."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Term:
-    """The change of one source weight, as part of a target."""
+    """The change of one source weight, as part of a target weight's change."""
 
     change: LowRank
     origin: Origin
     shares: tuple[Share, ...]
-    """Shares of the target's dims that the weight fills."""
+    """For each dim of the target, the share that the source weight fills."""
 
     def roles(self) -> dict[str, str]:
-        """Return axis -> its role in the weight: stack, rows or columns."""
+        """Return axis -> the role of the axis in the weight: stack, rows or columns."""
         *stack, rows, columns = self.origin.layout.shares[self.origin.component]
         if self.change.swapped:
             rows, columns = columns, rows
@@ -96,7 +96,7 @@ class _Term:
         return self.change.first.shape[0] // self.change.matrices
 
     def share_of(self, role: str) -> Share:
-        """Return the source weight's share of its stack, rows or columns."""
+        """Return the source weight's share of the dim that has a given role: stack, rows or columns."""
         *stack, rows, columns = self.origin.layout.shares[self.origin.component]
         if role == _STACK:
             return stack[0] if stack else Share(0, ())
@@ -104,15 +104,16 @@ class _Term:
 
 
 def make_factors(target: Target, changes: Mapping[str, LowRank], content: Callable[[Entry], object]) -> FactorPair:
-    """Return the factors of a target's change.
+    """Return the factors A and B of a target weight's change.
 
     Args:
-        target: the weight in the other dialect, composed of weights that the adapter may change.
-        changes: source weight -> its change.
-        content: returns a key that is equal for tensors with equal values.
+        target: the weight in the target dialect, composed of weights that the adapter may change.
+        changes: name of a source weight -> the change that the adapter makes to it.
+        content: returns a key for a tensor; tensors with equal values have equal keys.
 
     Raises:
-        Refused: UNSUPPORTED if the change of the target has no factors, or needs several scalings; DTYPE_MIXED.
+        Refused: UNSUPPORTED if the target's change is no product of factors, or needs several scalings; DTYPE_MIXED if
+            the source factors have different dtypes.
     """
     terms = [
         _Term(changes[origin.name], origin, tuple(_share_of_origin(share, origin) for share in shares))
@@ -158,17 +159,17 @@ def _share_of_origin(share: Share, origin: Origin) -> Share:
 
 
 def _dims_by_role(target: Target, terms: Iterable[_Term]) -> dict[str, int]:
-    """Return role -> dim: which dims of a target are rows, columns, and matrices of a stack.
+    """Return role (rows, columns or stack of matrices) -> the dim of a target weight that has this role.
 
     Raises:
-        Refused: UNSUPPORTED if a dim has several roles, or a role several dims.
+        Refused: UNSUPPORTED if a dim has several roles, or if several dims have one role.
     """
     dims_by_role: dict[str, set[int]] = defaultdict(set)
     for term in terms:
         roles = term.roles()
         for dim, share in enumerate(term.shares):
             for axis, _, _ in share.axes:
-                if axis in roles:  # any other axis only occurs in the target, and the change repeats along it
+                if axis in roles:  # an axis without a role only occurs in the target, and the change repeats along it
                     dims_by_role[roles[axis]].add(dim)
     used = set().union(*dims_by_role.values())
     roles_needed = (_STACK, _OUT, _IN) if len(target.shape) == 3 else (_OUT, _IN)
@@ -190,7 +191,7 @@ def _dims_by_role(target: Target, terms: Iterable[_Term]) -> dict[str, int]:
 
 
 def _check_alike(target: Target, terms: Sequence[_Term]) -> None:
-    """Refuse weights whose changes one pair of factors cannot express together."""
+    """Refuse source weights whose changes a single pair of factors cannot express together."""
     dtypes = {entry.dtype for term in terms for entry in (term.change.first, term.change.second)}
     if len(dtypes) > 1:
         message = (
@@ -211,7 +212,7 @@ def _refuse_fused(target: Target, why: str) -> TransaxleError:
 
 
 def _first_of_each(terms: Iterable[_Term]) -> list[_Term]:
-    """Return the first term of each scaling."""
+    """Return, for each different scaling, the first term that has it."""
     return list({term.change.scaling: term for term in reversed(list(terms))}.values())[::-1]
 
 
@@ -223,10 +224,10 @@ def _list_weights(terms: Iterable[_Term]) -> str:
 def _assign_ranks(
     terms: Sequence[_Term], dims: Mapping[str, int], content: Callable[[Entry], object]
 ) -> tuple[list[tuple[int, bool]], int]:
-    """Assign ranks of the target's factors to each term.
+    """Assign rank indices of the target's factors to each term (the change of one source weight).
 
     Returns:
-        For each term its first rank, and whether it shares the A of an earlier term; and the total rank.
+        For each term, its first rank index, and whether it shares the A of an earlier term; and the total rank.
     """
     places = [_place(term, dims.get(_STACK)) for term in terms]
     factors: dict[int, set[str]] = defaultdict(set)
@@ -260,19 +261,19 @@ def _assign_ranks(
 
 
 def _place(term: _Term, stack: int | None) -> int:
-    """Return the index of the matrix that a term changes, `_EVERY` for all."""
+    """Return the index of the matrix that a term changes; `_EVERY` if it changes all matrices."""
     if stack is None:
         return 0
     return _EVERY if term.shares[stack].axes else term.shares[stack].offset
 
 
 def _first_factor_share(place: Share, rank: int, ranks: tuple[str, int, int], offset: int) -> Share:
-    """Return the share of A's first dim, where the ranks of a matrix are adjacent."""
+    """Return a term's share of A's first dim, in which the rows of one matrix are adjacent."""
     return Share(place.offset * rank + offset, (*((axis, size, step * rank) for axis, size, step in place.axes), ranks))
 
 
 def _second_factor_share(place: Share, matrices: int, ranks: tuple[str, int, int], offset: int) -> Share:
-    """Return the share of B's last dim, where the matrices of a rank are adjacent."""
+    """Return a term's share of B's last dim, in which the columns of one rank index are adjacent."""
     axis, size, _ = ranks
     return Share(offset * matrices + place.offset, ((axis, size, matrices), *place.axes))
 
@@ -299,7 +300,7 @@ _FLIPPED = "fan_in_fan_out"
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A weight that the adapter changes, with its factors."""
+    """A weight that the adapter changes, with the factors of its change."""
 
     name: str
     """Name of the weight."""
@@ -308,7 +309,7 @@ class Module:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether peft treats it as a parameter, not as the weight of a linear layer or an embedding."""
+        """Whether peft treats the weight as a mere parameter, and not as that of a linear layer or an embedding."""
         return self.factors.dims != 2 or not self.name.endswith(_WEIGHT)
 
     @property
@@ -565,7 +566,7 @@ def _entry(name: str, file: str, dtype: str, shape: tuple[int, ...]) -> Entry:
 def _modules(
     changed_targets: Mapping[str, Target], changes: Changes, source: Source, problems: list[Refusal]
 ) -> Iterator[Module]:
-    """Yield the weights of the other dialect that the adapter changes."""
+    """Yield the weights of the target dialect that the adapter changes."""
     content = lru_cache(None)(lambda name: digest(source.read(name).data))
     for name, target in changed_targets.items():
         if not origin_names(target).isdisjoint(changes.added):
@@ -578,7 +579,7 @@ def _modules(
 def _replacement_tensors(
     changed_targets: Mapping[str, Target], changes: Changes, config: Mapping[str, Any], problems: list[Refusal]
 ) -> Iterator[SavedTensor]:
-    """Yield tensors of the other dialect that the adapter stores in place of the base's."""
+    """Yield tensors of the target dialect that the adapter stores in place of the base's tensors."""
     whole = tuple(f".{name}" for name in config.get("modules_to_save") or ())
     for name, target in changed_targets.items():
         parts = origin_names(target)
@@ -598,7 +599,7 @@ def _replacement_tensors(
 
 
 def _rename_origins(target: Target, entries: Mapping[str, Entry], dtype: str) -> Target:
-    """Return a target with the adapter's tensors as origins, instead of the base's."""
+    """Return a target that reads the adapter's tensors instead of the base's tensors."""
     parts = tuple(
         part._replace(origins=tuple(structs.replace(origin, name=entries[origin.name].name) for origin in part.origins))
         for part in target.parts
@@ -607,7 +608,7 @@ def _rename_origins(target: Target, entries: Mapping[str, Entry], dtype: str) ->
 
 
 def _refuse_merge_only(changes: Changes) -> Iterator[Refusal]:
-    """Yield refusals of changes that can only be merged: of convolutions, and of resized vocabularies."""
+    """Yield refusals of changes that can only be merged: those of convolutions and of resized vocabularies."""
     for name, change in changes.added.items():
         if len(change.first.shape) > 2:
             yield Refusal("UNSUPPORTED", "its A and B are those of a convolution", Where(None, name), WAY)
@@ -616,7 +617,7 @@ def _refuse_merge_only(changes: Changes) -> Iterator[Refusal]:
 
 
 def _refuse_lost(changes: Changes, changed_targets: Mapping[str, Target]) -> Iterator[Refusal]:
-    """Yield refusals of changes that reach no weight, and of embeddings that reach several."""
+    """Yield refusals of changes that reach no target weight, and of changed embeddings that reach several weights."""
     reach_count = Counter(name for target in changed_targets.values() for name in origin_names(target))
     for name in sorted(set(changes.names) - reach_count.keys()):
         yield Refusal("UNSUPPORTED", "the other dialect has nothing that is made of it", Where(None, name), WAY)
@@ -627,7 +628,7 @@ def _refuse_lost(changes: Changes, changed_targets: Mapping[str, Target]) -> Ite
 
 
 def _refuse_misfits(changed_targets: Mapping[str, Target], dialect: str) -> Iterator[Refusal]:
-    """Yield refusals of weights whose change in the other dialect is not that of the adapter."""
+    """Yield refusals of weights whose change in the target dialect would differ from the adapter's change."""
     for name, target in changed_targets.items():
         if target.is_identity:
             yield Refusal("UNSUPPORTED", f"{dialect} has no line for it", Where(None, name), WAY)

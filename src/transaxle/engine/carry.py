@@ -1,4 +1,4 @@
-"""Executing a plan: the steps for each part of it, and the final step that turns all parts into a checkpoint.
+"""Executing a plan: the steps for each part of the plan, and the last step, which turns all parts into a checkpoint.
 
 A part is the whole plan, which the threads of one process execute; a worker's item; or the tensors in the memory of a
 group of ranks. First a part is checked for refusals, then its tensors are moved from the source into a sink. When all
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
 
 Sizes = Mapping[str, tuple[float, ...]]
-"""Table name -> amax of each matrix, for encoded tensors with global scales."""
+"""Table name -> amax (largest absolute value) of each matrix, for encoded tensors with global scales."""
 Errors = Mapping[RecodedTensor, tuple[Error, int]]
-"""Step on a stored tensor -> the error of its values, and how many became infinite."""
+"""Step that changes a tensor's values -> the error of the values, and how many values became infinite."""
 _BETWEEN = "it changed between two reads: its digest precedes it in the file, and both are read"
 _AGAIN = "Write it again while nothing changes it, or write a folder, whose digests come last."
 
@@ -64,13 +64,13 @@ class PlanPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a plan that is executed together, or the whole plan."""
 
     versions: tuple[tuple[str, str], ...] = ()
-    """Source files that it reads, with the version of each for which it was planned."""
+    """Source files that the part reads, each with the file version for which the plan was made."""
     tensors: tuple[PlannedTensor, ...] = ()
     """Tensors to write."""
     checks: tuple[PlannedCheck, ...] = ()
-    """Copies to compare."""
+    """Pairs of copies to compare."""
     measures: tuple[RecodedTensor, ...] = ()
-    """Steps whose errors to measure."""
+    """Steps (such as casts) whose errors to measure."""
 
     @property
     def band(self) -> int:
@@ -90,21 +90,21 @@ def whole_plan(plan: Plan) -> PlanPart:
 
 
 def prove(part: PlanPart, storage: Storage, recoding: Recoding, limit: Limits, *, allow_lossy: bool) -> Errors:
-    """Measure the errors of a part, and check that its copies are equal; decoded and cast tensors are read once for
-    this.
+    """Measure the errors of a part of a plan, and check that its copies are equal; decoded and cast tensors are read
+    once for this.
 
     Args:
         part: the part of the plan.
         storage: storage of the source.
         recoding: computed tensors of the source.
-        limit: number of workers, and memory of their buffers.
-        allow_lossy: values may become infinite; otherwise they are refused here.
+        limit: number of worker threads, and memory of their buffers.
+        allow_lossy: whether values may become infinite; if not, this function refuses them.
 
     Returns:
         The errors of the decoded, cast and merged tensors.
 
     Raises:
-        Refused: LOSSY if values become infinite; UNEQUAL_COPIES.
+        Refused: LOSSY if values become infinite; UNEQUAL_COPIES if copies differ.
     """
     errors = measure(recoding, part.measures, limit)
     if not allow_lossy:
@@ -130,23 +130,24 @@ def carry(
     """Move the tensors of a part from the source into files, or only hash them if there are no files.
 
     Args:
-        tensors: planned tensors.
-        storage: storage of the source; the memory of ranks if there is an exchange, which makes the call collective.
-        files: files to write; None: only hash.
-        limit: number of workers, and memory of their buffers.
+        tensors: the planned tensors to move.
+        storage: storage of the source; with `exchange`, the memory of ranks (then all ranks must make this call).
+        files: the files to write; None: only hash.
+        limit: number of worker threads, and memory of their buffers.
         record: called with the name and hash of each finished tensor.
-        progress: called with the bytes of each block.
+        progress: called with the number of bytes of each block.
         span_size: bytes of the spans in which tensors are hashed; None: `SPAN`.
         ordered: whether the bytes of a file must be written in order; None: as the files require.
         target_ranks: for each tensor, the ranks that write it; empty: each rank writes its own part. None: this process
-            writes all.
-        exchange: moves bytes between ranks; None: this process is alone.
+            writes all tensors.
+        exchange: moves bytes between ranks; None: this process works alone.
 
     Returns:
-        Hash and error of each tensor that was written completely here.
+        Tensor name -> hash and error, for each tensor that this process wrote completely.
 
     Raises:
-        TransaxleError: errors of reading, arithmetic and writing; raised on this rank only, after all exchanges.
+        TransaxleError: errors of reading, arithmetic and writing; raised only on the rank that met the error, after all
+            exchanges.
     """
     sizes = measure_amaxes(tensors, limit, partial(Worker, storage, limit))
     errors: dict[str, Error] = {}
@@ -172,7 +173,7 @@ def carry(
 
 
 def check_finished(tensors: Sequence[PlannedTensor], finished: Mapping[str, FinishedTensor], storage: Storage) -> None:
-    """Check the source's recorded hashes against tensors that an earlier run finished."""
+    """Check tensors that an earlier run finished against the hashes that the source records."""
     witness, source_numbers = layer(storage, HashWitness), _source_numbers(tensors, storage)
     if witness is None:
         return
@@ -184,7 +185,7 @@ def check_finished(tensors: Sequence[PlannedTensor], finished: Mapping[str, Fini
 
 
 def _source_numbers(tensors: Sequence[PlannedTensor], storage: Storage) -> dict[int, int]:
-    """Return key -> number of the source tensor with the same bytes, so that both share one hash."""
+    """Return index of a planned tensor -> number of the source tensor with equal bytes, so that both share a hash."""
     witness = layer(storage, HashWitness)
     if witness is None:
         return {}
@@ -204,14 +205,14 @@ def items_of(
     ordered: bool = False,
     target_ranks: Sequence[tuple[int, ...]] | None = None,
 ) -> list[Item]:
-    """Return planned tensors as items, keyed by their index.
+    """Return planned tensors as work items for threads, keyed by their index.
 
     Args:
         tensors: planned tensors, in file order.
-        sizes: amax of each matrix, from `measure_amaxes`.
-        errors: receives the error of each encoded tensor, by name.
+        sizes: amax (largest absolute value) of each matrix, from `measure_amaxes`.
+        errors: receives the rounding error of each encoded tensor, by name.
         ordered: whether the bytes of a file must be written in order.
-        target_ranks: as in `carry`.
+        target_ranks: for each tensor, the ranks that write it, as in `carry`.
     """
     queues: Sequence[Hashable] = [None] * len(tensors)
     if ordered:
@@ -231,7 +232,7 @@ def items_of(
 
 
 def file_queues(tensors: Sequence[PlannedTensor]) -> list[str | int]:
-    """Return the queue of each tensor: one queue per file, shared by files that have a tensor in common."""
+    """Return the queue for each tensor: every file has one queue, and files with a tensor in common share it."""
     together = DisjointSets[str]()
     for tensor in tensors:
         for place in tensor.everywhere[1:]:
@@ -243,7 +244,7 @@ def file_queues(tensors: Sequence[PlannedTensor]) -> list[str | int]:
 
 
 def _blocks(tensor: PlannedTensor, sizes: Sizes, errors: dict[str, Error], worker: Worker) -> Iterator[memoryview]:
-    """Produce a planned tensor in order; each block is valid until the next one."""
+    """Produce the bytes of a planned tensor in order, as blocks that are each valid until the next block."""
     step = tensor.step
     if step is None:
         try:
@@ -270,7 +271,7 @@ def _values(tensor: PlannedTensor, step: Step, worker: Worker) -> Callable[[Sequ
 def measure_amaxes(
     tensors: Iterable[PlannedTensor], limit: Limits, workers: Callable[..., Worker]
 ) -> dict[str, tuple[float, ...]]:
-    """Read tensors with global scales once, and return the amax of each of their matrices."""
+    """Read tensors with global scales once, and return name -> amax (largest absolute value) of each matrix."""
     scaled_tensors = {t.step.tensor: (t, t.step) for t in tensors if t.step is not None and t.step.spec.has_global}
     sizes: dict[str, tuple[float, ...]] = {}
 
@@ -284,7 +285,7 @@ def measure_amaxes(
 
 
 def write_fragments(files: Writable, fragments: Iterable[Fragment]) -> None:
-    """Write bytes outside of tensors, such as headers."""
+    """Write bytes that lie outside of tensors, such as headers, into the target files."""
     for fragment in fragments:
         files.pwrite(fragment.file, fragment.offset, memoryview(fragment.data))
 
@@ -297,25 +298,25 @@ def seal(
     measured: Errors | None = None,
     foretold: Mapping[str, str] | None = None,
 ) -> tuple[MeasuredTensor, ...]:
-    """Turn all parts into a checkpoint: the last step of every conversion and save before the commit.
+    """Turn all written parts into a checkpoint, as the last step of a conversion or save before the commit.
 
     Refuses values that became infinite, checks the source once more, and writes the files that depend on all tensors:
     copied files, the rest of the tensor files, and the manifest of a folder.
 
     Args:
-        prepared: the plan with its source and draft.
+        prepared: the plan with its open source and the layout of its target files.
         files: the staged files.
-        limit: number of workers, and memory of their buffers.
-        tensors: each written tensor with its hash.
+        limit: number of worker threads, and memory of their buffers.
+        tensors: name of each written tensor -> its hash and error.
         measured: errors of decoded, cast and merged tensors.
-        foretold: tensor name -> hash, where digests were written before the tensors; None: digests are written here.
+        foretold: tensor name -> hash, if digests were written before the tensors; None: digests are written now.
 
     Returns:
         The error of each tensor whose values changed.
 
     Raises:
-        Refused: LOSSY; CORRUPT if the source was changed, or does not match its own hashes.
-        StorageError: IO, NO_SPACE.
+        Refused: LOSSY if values became infinite; CORRUPT if the source was changed, or does not match its own hashes.
+        StorageError: IO or NO_SPACE, if files cannot be read or written.
     """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     if measured and not plan.allow_lossy:
@@ -346,7 +347,7 @@ def _write_final_files(
 
 
 def encoding_errors(plan: Plan, tensors: Mapping[str, FinishedTensor]) -> dict[str, Error]:
-    """Return the errors of encoded tensors, by table name."""
+    """Return table name -> rounding error, for the tensors that the plan encodes."""
     return {each.codes_of: tensors[each.name].error or Error() for each in plan.tensors if each.codes_of is not None}
 
 
@@ -356,7 +357,7 @@ def value_errors(prepared: Prepared, encoded: Mapping[str, Error], measured: Err
     Args:
         prepared: the plan with its source.
         encoded: errors of encoded tensors, by table name.
-        measured: errors of decoded, cast and merged tensors; those of averaged ones are known.
+        measured: errors of decoded, cast and merged tensors; the errors of averaged tensors are known already.
     """
     steps = prepared.plan.recoded
     means = [step for step in steps if step.action == "averaged"]
@@ -371,15 +372,15 @@ def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping
     """Return the manifest of a target.
 
     Args:
-        prepared: the plan with its draft.
-        tensors: hash of every tensor.
-        carried: hash of every copied file.
+        prepared: the plan with the layout of its target files.
+        tensors: tensor name -> hash.
+        carried: name of a copied file -> hash.
     """
     plan = prepared.plan
     fragments_by_file: dict[str, list[Fragment]] = {}
     for fragment in prepared.draft.fragments:
         fragments_by_file.setdefault(fragment.file, []).append(fragment)
-    # Files of nothing but tensors are listed too, so that the manifest marks them as the checkpoint's own.
+    # Files that hold only tensors are listed too, so that the manifest marks them as files of the checkpoint.
     for name in prepared.draft.files:
         fragments_by_file.setdefault(name, [])
     files = {name: _file_record(plan.files[name], fragments) for name, fragments in fragments_by_file.items()}
@@ -400,7 +401,7 @@ def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping
 
 
 def _file_record(file_size: int, fragments: Sequence[Fragment]) -> FileRecord:
-    """Return the record of a file of this size, from its bytes outside of tensors."""
+    """Return the manifest's record of a file, from its size and its bytes outside of tensors."""
     data = b"".join(fragment.data for fragment in sorted(fragments, key=lambda fragment: fragment.offset))
     return FileRecord(file_size, len(data), digest(data))
 
@@ -416,15 +417,15 @@ class Report:
     dialect: str
     """Dialect of the checkpoint."""
     tensors: int
-    """Number of tensors written."""
+    """Number of tensors in the written checkpoint."""
     bytes_read: int
-    """Bytes of source tensors read for them."""
+    """Number of bytes of source tensors that were read."""
     bytes_written: int
-    """Bytes of all files."""
+    """Size in bytes of all files of the written checkpoint."""
     seconds: float
-    """Wall time in seconds."""
+    """Wall time of the conversion in seconds."""
     checks: int
-    """Number of copies that proved equal."""
+    """Number of pairs of copies in the source that proved equal."""
     resumed: int
     """Number of tensors that an earlier run had finished."""
     synced: bool
@@ -434,21 +435,21 @@ class Report:
     ignored: tuple[str, ...]
     """Source tensors and files left behind."""
     carried: tuple[str, ...]
-    """Files beside the tensors: copied, or a config that was adapted to them, or given."""
+    """Files beside the tensors: copied files, and a config that was adapted to the tensors or given by the user."""
     recoded: tuple[MeasuredTensor, ...] = ()
     """Tensors that were decoded, encoded or cast, with the errors of their values."""
     stayed: tuple[str, ...] = ()
     """Plain source tensors that kept their dtype while others were cast."""
     counted: Mapping[str, int] = field(default_factory=dict)
-    """Axes in names without a size in the config -> number of indices in the names."""
+    """Axis in tensor names whose size the config does not give -> number of indices in the names."""
     leftovers: tuple[str, ...] = ()
-    """Leftovers of a killed run beside the target, and what happened to them."""
+    """Leftovers of a killed run beside the target, and what happened to these leftovers."""
     notes: tuple[str, ...] = ()
-    """Notes for programs that use the result: settings to give, or defaults that they will assume."""
+    """Notes on the programs that will use the result: settings that they need, or defaults that they will assume."""
     workers: Mapping[str, int] = field(default_factory=dict)
-    """If several processes executed the plan: machine and process -> bytes of tensors that it wrote."""
+    """If several processes executed the plan: machine and process -> bytes of tensors that the process wrote."""
     source: str = ""
-    """Path of the source, as typed; for a hub, with the commit."""
+    """Path of the source, as typed; for a repository on a hub, with the commit."""
     source_against: str = "structure"
     """Evidence against which the source's bytes were checked: `manifest`; `digests`, stored in a single file; or
     `structure` if there was neither: then only the format's own checksums reveal damage.
@@ -493,12 +494,12 @@ def make_report(
     """Return the report of a finished conversion.
 
     Args:
-        prepared: the plan with its source and draft.
-        target: path of the checkpoint, as typed.
-        single: whether it is a single file.
+        prepared: the plan with its open source and the layout of its target files.
+        target: path of the written checkpoint, as typed.
+        single: whether the written checkpoint is a single file.
         resumed: number of tensors that an earlier run had finished.
         recoded: tensors whose values changed, with errors.
-        leftovers: leftovers of a killed run, and what happened to them.
+        leftovers: leftovers of a killed run, and what happened to these leftovers.
         synced: whether everything was synced to disk.
     """
     plan = prepared.plan

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 _STEP = "/step"
 """End of the names of an optimizer's step counters, which some formats store as tensors of one element."""
 DifferenceKind = Literal["only_first", "only_second", "shape", "dtype", "encoding", "values", "copies"]
-"""How a tensor differs."""
+"""Kinds of difference between the same tensor in two checkpoints."""
 _SHOWN = 12
-"""Number of differences that a printed comparison shows."""
+"""Largest number of differences that a printed comparison shows."""
 _REALS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 """Dtypes whose values can be compared with each other."""
 _WIDEST = "fp32"
@@ -52,24 +52,24 @@ _WIDEST = "fp32"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Difference:
-    """A tensor that differs between the two sides."""
+    """A tensor that differs between two compared checkpoints."""
 
     name: str
-    """Name in the second checkpoint's dialect; for unequal copies, a name in the checkpoint that has them."""
+    """Tensor name in the second checkpoint's dialect; for unequal copies, in the checkpoint with the copies."""
     component: str
-    """Logical tensors in the tensor; empty if no table reads it."""
+    """Names of the logical tensors in the tensor; empty if no family's table reads the tensor."""
     kind: DifferenceKind
     """Kind of the difference."""
     detail: str
-    """Description of the difference, with both sides."""
+    """Description of the difference, with the state in both checkpoints."""
     elements: int | None = None
-    """Number of differing elements; None if they were not counted."""
+    """Number of differing elements; None if elements were not counted."""
     max_abs: float | None = None
-    """Largest absolute difference; None if it was not measured, or if the dtype has no numbers."""
+    """Largest absolute difference of two elements; None if values were not measured, or if the dtype has no numbers."""
     rms: float | None = None
-    """Root of the mean squared difference; None if it was not measured."""
+    """Root of the mean squared difference; None if values were not measured."""
     relative: float | None = None
-    """Norm of the difference divided by the norm of the second tensor; None if it was not measured."""
+    """Norm of the difference divided by the norm of the second tensor; None if values were not measured."""
 
     def __repr__(self) -> str:
         measured = "" if self.max_abs is None else f", max |Δ| {self.max_abs:.1e}"
@@ -78,32 +78,32 @@ class Difference:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """The result of comparing two checkpoints; true if nothing differs."""
+    """The result of comparing two checkpoints; as a truth value, true if nothing differs."""
 
     first: str
     """Path of the first checkpoint, as typed."""
     second: str
     """Path of the second checkpoint, as typed."""
     dialect: str | None
-    """Dialect in which they were compared; None if no table reads the names."""
+    """Dialect in which the checkpoints were compared; None if no family's table reads the tensor names."""
     stored: tuple[int, int]
-    """Number of stored tensors on each side."""
+    """Number of stored tensors in the first and in the second checkpoint."""
     compared: dict[str, int]
-    """Logical tensor -> number of its tensors that both sides have."""
+    """Logical tensor -> number of tensors of this kind that both checkpoints have."""
     parameters: int
-    """Number of elements compared."""
+    """Number of elements that were compared."""
     bytes_read: int
-    """Bytes compared, of both sides together."""
+    """Number of bytes that were compared, from both checkpoints together."""
     differences: tuple[Difference, ...]
-    """All differences, sorted by name."""
+    """All differences, sorted by tensor name."""
     across: Mapping[str, int] = field(default_factory=dict)
-    """Two number formats, as one text -> number of tensors whose values were compared across them."""
+    """Two number formats, as one text -> number of tensors that were compared by value across these formats."""
     survey: SurveyResult | None = None
-    """Measures of every tensor, equal ones included; None if values were not measured."""
+    """Measured differences of every tensor, including equal tensors; None if values were not measured."""
 
     @property
     def tensors(self) -> int:
-        """Number of tensors compared."""
+        """Number of tensors that were compared."""
         return sum(self.compared.values())
 
     @property
@@ -117,14 +117,14 @@ class Comparison:
 
     @property
     def optimizer_only(self) -> bool:
-        """Whether optimizer states that one side lacks are the only differences."""
+        """Whether the only differences are optimizer states that one of the checkpoints lacks."""
         return all(d.kind in {"only_first", "only_second"} and d.name.startswith(OPTIMIZER) for d in self.differences)
 
     def __repr__(self) -> str:
         return f"<comparison {self.first} and {self.second}: {self.verdict}>"
 
     def __str__(self) -> str:
-        """Return the text of `print`: the verdict, and the first differences, with layers and experts folded."""
+        """Return the text that `print` shows: the verdict and the first differences, layers and experts folded."""
         keys = [each.kind if each.kind == "values" else each.detail for each in self.differences]
         by_key = {(each.name, key): each for each, key in zip(self.differences, keys, strict=True)}
         rows = fold([each.name for each in self.differences], keys)
@@ -140,7 +140,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The result in a few words."""
+        """The result of the comparison in a few words."""
         amount = f"{plural(self.tensors, 'tensor')}, {size(self.bytes_read)} compared"
         return f"equal, {amount}" if self.equal else f"{plural(len(self.differences), 'difference')}, {amount}"
 
@@ -161,7 +161,7 @@ class Comparison:
 
 
 def _describe_group(row: FoldedRow, group: Sequence[Difference]) -> str:
-    """Describe tensors with the same kind of difference in one line."""
+    """Describe several tensors with the same kind of difference in one line."""
     detail = "the values differ" if row.key == "values" else group[0].detail
     measured = [each.max_abs for each in group if each.max_abs is not None]
     largest = f", max |Δ| {max(measured):.1e}" if measured else ""
@@ -169,19 +169,19 @@ def _describe_group(row: FoldedRow, group: Sequence[Difference]) -> str:
 
 
 def to_common_dialect(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """Return the first checkpoint in the second one's dialect if both are of one family; otherwise both unchanged.
+    """Return two checkpoints in one dialect, the second checkpoint's, if both are of one family; else both unchanged.
 
-    Padding contains nothing of a model. If the two have different padding, both are shown in a dialect without padding,
-    preferably the first one's.
+    Padding contains nothing of a model. If the checkpoints have different padding, both are shown in a dialect without
+    padding, preferably that of the first.
 
     Raises:
-        TransaxleError: the refusals of the second one's dialect.
+        TransaxleError: the first checkpoint cannot be expressed in the second checkpoint's dialect.
     """
     if first.family is None or second.dialect is None or second.family != first.family:
         return first, second
     has_wrappers = bool(first.bound.own or second.bound.own)
     alike = first.dialect == second.dialect and first.reading.prefix == second.reading.prefix and not has_wrappers
-    # Names that a dialect only reads, or state in another dialect, are other names of the same tensors.
+    # Names that a dialect only reads, and state under names of a different dialect, name the same tensors differently.
     alike = alike and _alternative_names(first) == _alternative_names(second)
     first_view = (
         first
@@ -218,7 +218,7 @@ def _has_padding(dialect: Dialect) -> bool:
 
 
 def _differ_in_padding(first: Checkpoint, second: Checkpoint) -> bool:
-    """Tell whether two checkpoints in the second one's dialect pad some tensor differently."""
+    """Tell whether two checkpoints, both in the second checkpoint's dialect, pad some tensor differently."""
     named = [names for (line, _), names in second.bound.names.items() if line.expression.padding]
     tensors = [name for names in named for name in names.values() if name in first and name in second]
     return any(first[name].shape != second[name].shape for name in tensors)
@@ -236,15 +236,15 @@ def compare(
     """Compare two checkpoints.
 
     Args:
-        first: open checkpoint; see `to_common_dialect` for the dialect in which the two are compared.
-        second: open checkpoint.
+        first: first open checkpoint; `to_common_dialect` tells in which dialect the two are compared.
+        second: second open checkpoint.
         numeric: measure differences of values; encoded tensors are decoded, and values are compared across number
             formats. Otherwise tensors are compared byte by byte up to their first difference, and by their encoding.
-        limit: number of workers, and memory of their buffers.
-        progress: called with the bytes of each compared block.
+        limit: number of worker threads, and memory of their buffers.
+        progress: called with the number of bytes of each compared block.
 
     Raises:
-        TransaxleError: the first cannot be expressed in the second one's dialect.
+        TransaxleError: the first checkpoint cannot be expressed in the second checkpoint's dialect.
     """
     limit = limit or limits()
     counts = len(first), len(second)
@@ -262,7 +262,7 @@ def compare(
         *(ties for ties, _ in without_copies)
     )
     explained |= training_only_in(view, second) | training_only_in(second, view)
-    # tensors that the view adds as zeros correspond to none of the other side
+    # tensors that the view adds as zeros correspond to no tensor of the second checkpoint
     explained |= {name for name in view if name not in second and not view[name].origins}
     differences += _only_in_one(view, second, explained)
     common = [name for name in view if name in second and name not in explained]
@@ -290,7 +290,7 @@ def compare(
 
 
 def _with_components(differences: Sequence[Difference], first: Checkpoint, second: Checkpoint) -> list[Difference]:
-    """Return the differences, each with its logical tensors; comparing within one dialect does not determine these."""
+    """Return the differences with their logical tensors filled in, which a comparison within one dialect leaves out."""
     if all(difference.component for difference in differences):
         return list(differences)
     component_of = components_by_name(first) | components_by_name(second)
@@ -300,7 +300,7 @@ def _with_components(differences: Sequence[Difference], first: Checkpoint, secon
 
 
 def _only_in_one(first: Checkpoint, second: Checkpoint, explained: Collection[str]) -> Iterator[Difference]:
-    """Yield unexplained tensors that only one side has."""
+    """Yield a difference for each tensor that only one checkpoint has and that nothing explains."""
     for name, tensor in first.items():
         if name not in second and name not in explained:
             yield Difference(name, tensor.component, "only_first", f"only in {first.path}")
@@ -310,23 +310,23 @@ def _only_in_one(first: Checkpoint, second: Checkpoint, explained: Collection[st
 
 
 def _unequal_copy_differences(checkpoint: Checkpoint, limit: Limits) -> Iterator[Difference]:
-    """Yield the tensors of which one side has two unequal copies."""
+    """Yield a difference for each tensor of which a checkpoint has two unequal copies."""
     for problem in _refuse_unequal(checkpoint, [check for check in checkpoint.checks if not check.zero], limit):
         detail = f"{checkpoint.path} holds two copies of it that differ: {problem.message}"
         yield Difference(problem.where.tensor or "", "", "copies", detail)
 
 
 def _nonzero_leftovers(view: Checkpoint, limit: Limits) -> Iterator[Difference]:
-    """Yield tensors that are not zero and have no place in a dialect: only one side has their values."""
+    """Yield a difference for each nonzero tensor without a place in the dialect, as only one side has its values."""
     checks = [check for check in view.checks if check.zero]
     for problem in _refuse_unequal(view, checks, limit) if checks else ():
         yield Difference(problem.where.tensor or "", "", "only_first", f"only in {view.path}: {problem.message}")
 
 
 def _without_ties(checkpoint: Checkpoint, counterpart: Checkpoint) -> tuple[Collection[str], Checkpoint]:
-    """Return the names of one side's copies of tied tensors, and a view of it without them.
+    """Return the names of a checkpoint's copies of tied tensors, and a view of the checkpoint without these copies.
 
-    A dialect that leaves copies out does not differ, provided that they are equal.
+    A counterpart in a dialect that leaves copies out does not differ, provided that the copies are equal.
     """
     spare = {name for name in checkpoint if name not in counterpart}
     if not spare or checkpoint.family is None or checkpoint.dialect in (None, IDENTITY):
@@ -334,7 +334,7 @@ def _without_ties(checkpoint: Checkpoint, counterpart: Checkpoint) -> tuple[Coll
     try:
         deduplicated = checkpoint.view_as(str(checkpoint.dialect))
     except TransaxleError:
-        return (), checkpoint  # the checkpoint has no such view: its missing tensors are then reported
+        return (), checkpoint  # the checkpoint has no view without copies: the missing tensors are then reported
     ties = (
         spare.difference(deduplicated, deduplicated.view.ignored)
         if all(name in checkpoint for name in deduplicated)
@@ -344,7 +344,7 @@ def _without_ties(checkpoint: Checkpoint, counterpart: Checkpoint) -> tuple[Coll
 
 
 def _encoding_differences(first: Checkpoint, second: Checkpoint) -> Iterator[tuple[Difference, Collection[str]]]:
-    """Yield tensors that the two sides store in different encodings, with all stored names that this explains."""
+    """Yield tensors that two checkpoints store in different encodings, with all stored names that this explains."""
     for name in dict.fromkeys([*first.encoded, *second.encoded]):
         sides = [(side.encoded.get(name), side) for side in (first, second)]
         words = [_storage_format(encoded_tensor, side, name) for encoded_tensor, side in sides]
@@ -361,7 +361,7 @@ def _encoding_differences(first: Checkpoint, second: Checkpoint) -> Iterator[tup
 
 
 def components_by_name(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return stored name -> logical tensors, for each name that a table reads."""
+    """Return stored name -> names of its logical tensors, for each name that the family's table reads."""
     if checkpoint.family is None:
         return {}
     bound_names = checkpoint.bound.names.items()
@@ -388,7 +388,7 @@ def _formats(checkpoint: Checkpoint, tensor: StoredTensor) -> str:
 
 
 def _refuse_unequal(view: Checkpoint, checks: Sequence[Check], limit: Limits) -> list[Refusal]:
-    """Return refusals of unequal copies within one checkpoint: only one copy was compared with the other side."""
+    """Return refusals of unequal copies within one checkpoint, as only one copy is compared with the counterpart."""
     problems: list[Refusal] = []
     planned = plan_checks(view.source, checks, problems)
     return problems + compare_copies(planned, view.container.storage, limit)
@@ -397,7 +397,7 @@ def _refuse_unequal(view: Checkpoint, checks: Sequence[Check], limit: Limits) ->
 def _compare_bytes(
     first: Checkpoint, second: Checkpoint, names: Sequence[str], limit: Limits, progress: Progress
 ) -> list[Difference]:
-    """Compare tensors byte by byte."""
+    """Compare the named tensors of two checkpoints byte by byte."""
     differences: list[Difference] = []
 
     def compare_tensors(pair: Pair, chunk: Sequence[str]) -> None:
@@ -471,12 +471,12 @@ def _difference(
     """Compare the values of two tensors.
 
     Args:
-        first: a tensor.
-        second: the tensor to compare with.
-        pair: reads both.
+        first: the first checkpoint's tensor.
+        second: the second checkpoint's tensor.
+        pair: reads both tensors block by block.
         distance: accumulates the differences.
-        by_value: equal numbers count as equal, whatever their bits.
-        progress: called with the bytes of each block.
+        by_value: whether equal numbers count as equal even if their bits differ.
+        progress: called with the number of bytes of each block.
     """
     mismatch = _mismatch(first, second, by_value=by_value)
     if mismatch is not None:

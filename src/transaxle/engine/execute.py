@@ -1,7 +1,7 @@
-"""Execution of a plan in this process: first all checks before writing, then writing, completely or not at all.
+"""Executing a plan in this process: first all checks, then writing, so that the target is complete or unchanged.
 
-Beyond the plan itself, the source's files and the target's place may rule a conversion out. Planning and running a
-conversion make the same checks, so that a plan reports what a run would; the checks change nothing on disk.
+A valid plan may still be impossible because of the source's files or the target's place. Planning and running a
+conversion make the same checks, so that a plan reports what a run would refuse; the checks change nothing on disk.
 
 Source and target must be separate, by whatever path they are reached: replacing a source by its conversion would leave
 the result as the only copy, even if it is incomplete; and a target inside the source, or around it, would change or
@@ -68,11 +68,11 @@ _WITHOUT = "Choose a target that does not contain it, such as a new folder."
 
 @contextmanager
 def explain_swapped(source: object, target: object) -> Iterator[None]:
-    """Improve the error of a missing or empty source if the target is a checkpoint: the two may be swapped.
+    """Improve the error of a missing or empty source if the target is a checkpoint, as the user may have swapped both.
 
     Args:
-        source: path of the source as typed; other types are ignored.
-        target: path of the target as typed; other types are ignored.
+        source: path of the source as typed; an argument that is no path is ignored.
+        target: path of the target as typed; an argument that is no path is ignored.
     """
     try:
         yield
@@ -104,16 +104,16 @@ def _has_checkpoint(path: str) -> bool:
 
 
 class CheckedPlan(Prepared, frozen=True):
-    """A plan that was checked for one target: its refusals are all that a run would raise before it writes."""
+    """A plan that was checked for one target; its refusals are all that a run would raise before writing."""
 
     request: tuple[str, Overwrite, bool]
-    """The target, whether it may be replaced, and whether to continue an interrupted run."""
+    """(path of the target, whether the target may be replaced, whether to continue an interrupted run)."""
     task: Task
-    """Identity of the task, as in its journal."""
+    """Identity of the task (this conversion of this source), as the journal records it."""
     finished: bool = False
     """Whether the target already has exactly the planned content, so that there is nothing to do."""
     errors: Mapping[str, Error] = msgspec.field(default_factory=dict)
-    """Errors of encoded tensors by table name, if the target is finished."""
+    """Table name -> rounding error of an encoded tensor, if the target is finished."""
 
 
 @stage("look before writing")
@@ -130,21 +130,21 @@ def preflight(
 ) -> CheckedPlan:
     """Check whether a plan can be executed at a target.
 
-    The content of a target is only read if it exists and is to be resumed: an interrupted run may have finished it.
+    The content of an existing target is only read with `resume`, because an interrupted run may have finished it.
 
     Args:
         prepared: the plan, from `make_plan`.
         target: folder, single file, or URL.
-        overwrite: as for `execute`.
-        resume: as for `execute`.
+        overwrite: whether to replace an existing checkpoint, as for `execute`.
+        resume: whether to continue an interrupted run, as for `execute`.
         running: whether the plan is about to be executed: then a checkpoint that a killed run was replacing is
             restored, as in every run. If not, the check changes nothing.
-        several: whether several workers execute it.
-        limit: number of workers, and memory of their buffers.
-        progress: called with the bytes of each compared block of such a target.
+        several: whether several workers will execute the plan.
+        limit: number of worker threads, and memory of their buffers.
+        progress: called with the number of bytes of each block of an existing target that is compared.
 
     Returns:
-        The plan, with all refusals for this target added to its own.
+        The plan, with all refusals for this target added to the plan's own refusals.
     """
     request = target, overwrite, resume
     if isinstance(prepared, CheckedPlan):
@@ -203,12 +203,12 @@ def _check_place(
     """Refuse a place where a run could not write; return whether the target is already finished.
 
     Args:
-        prepared: the plan with its source and draft.
-        task: identity of the task, as in its journal.
-        request: the target, whether it may be replaced, and whether to continue an interrupted run.
-        begin: creates the stage for writing at the target.
-        is_done: reads the target, and tells whether it is complete.
-        running: as for `preflight`.
+        prepared: the plan with its open source and the layout of its target files.
+        task: identity of the task, as its journal records it.
+        request: path of the target, whether the target may be replaced, and whether to continue an interrupted run.
+        begin: creates the stage (unfinished files) for writing at the target.
+        is_done: reads the target, and tells whether the target is complete.
+        running: whether the plan is about to be executed, as for `preflight`.
     """
     target, overwrite, resume = request
     in_parts = takes_parts(target)
@@ -231,7 +231,7 @@ def _check_place(
 
 
 def _damage(prepared: Prepared, target: str) -> Iterator[Refusal]:
-    """Yield damage, according to recorded hashes, of the files of the source and of a merged adapter."""
+    """Yield a refusal for each file of the source, or of a merged adapter, that does not match its recorded hash."""
     checkpoint = prepared.checkpoint
     storage = checkpoint.container.storage
     carries = not (target and is_one_file(target))
@@ -245,7 +245,7 @@ def watch_source(prepared: Prepared) -> None:
     """Start to check the bytes read from the source, and from a merged adapter, against their recorded hashes.
 
     Raises:
-        TransaxleError: as for `watch_hashes`.
+        TransaxleError: any error that `watch_hashes` raises.
     """
     storage = prepared.checkpoint.container.storage
     watch_hashes(storage)
@@ -255,7 +255,7 @@ def watch_source(prepared: Prepared) -> None:
 
 
 def task_of(prepared: Prepared, problems: list[Refusal]) -> Task:
-    """Return the identity of the task for its journal; source files that cannot be opened are added to `problems`."""
+    """Return the identity of a conversion for its journal; add to `problems` source files that cannot be opened."""
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     state = state_of(storage, source_files(prepared), problems)
     adapter = prepared.checkpoint.container.recoding.adapter
@@ -271,7 +271,7 @@ def source_files(prepared: Prepared) -> tuple[str, ...]:
 
 
 def state_of(storage: Storage, files: Iterable[str], problems: list[Refusal]) -> str:
-    """Return a hash of the versions of files; files that cannot be opened are added to `problems`."""
+    """Return a hash of the versions of files; add to `problems` a refusal for each file that cannot be opened."""
     lines = []
     for name in files:
         try:
@@ -282,14 +282,14 @@ def state_of(storage: Storage, files: Iterable[str], problems: list[Refusal]) ->
 
 
 def refuse_overlap(checkpoint: Checkpoint, target: str) -> None:
-    """Refuse a target that overlaps with what is read.
+    """Refuse a target that overlaps with files that the conversion reads.
 
-    That is: the target is the source or a merged adapter, lies inside one or contains one, or contains a config or
-    rules file that the user named.
+    A target overlaps if it is the source or a merged adapter, lies inside or contains one of the two, or contains a
+    config or rules file that the user named.
 
     Args:
-        checkpoint: the source.
-        target: path or URL, as typed.
+        checkpoint: the source checkpoint.
+        target: path or URL of the target, as typed.
 
     Raises:
         UsageError: EXISTS, with every reason.
@@ -359,7 +359,7 @@ def _remote_overlap_reasons(role: str, path: str, target: str) -> Iterator[tuple
 
 
 def _local_place(path: str) -> str | None:
-    """Return a local path or `file:` URL as a path; None for a remote one."""
+    """Return a local path or `file:` URL as a path; None for a remote URL."""
     return local_path(path) if is_url(path) else path
 
 
@@ -392,13 +392,14 @@ def execute(
         resume: continue an interrupted run of the same plan; a target that already has the planned content is left
             alone.
         sync: sync everything to disk before the rename.
-        limit: number of workers, and memory of their buffers.
-        progress: called with the bytes of each written block.
+        limit: number of worker threads, and memory of their buffers.
+        progress: called with the number of bytes of each written block.
         times: records when the tensors of each file are written.
 
     Raises:
         TransaxleError: every refusal of the plan, before anything is written; UNEQUAL_COPIES if copies differ; CORRUPT
-            if the source was changed meanwhile; EXISTS, IO, NO_SPACE. On any error the target is unchanged.
+            if the source was changed meanwhile; EXISTS if the target exists; IO or NO_SPACE if a file cannot be read or
+            written. On any error the target is unchanged.
     """
     begin = time.monotonic()
     cleared = preflight(
@@ -430,7 +431,7 @@ def execute(
 def _write(
     prepared: CheckedPlan, staging: Stage, limit: Limits, progress: Progress, measured: Errors, times: FileTimes | None
 ) -> tuple[int, tuple[MeasuredTensor, ...]]:
-    """Write everything up to the commit; return the number of tensors finished by an earlier run, and value changes.
+    """Write everything up to the commit; return how many tensors an earlier run finished, and errors of changed values.
 
     Args:
         prepared: the checked plan.
@@ -453,7 +454,7 @@ def _write(
         if tensors:
             _check_reads_of(prepared, [tensor for tensor in plan.tensors if tensor.name in tensors], tensors)
         progress(sum(tensor.nbytes for tensor in plan.tensors) - sum(tensor.nbytes for tensor in remaining))
-        foretold: dict[str, str] | None = None
+        foretold: dict[str, str] | None = None  # hashes that are needed before the tensors are written
         if staging.ordered and prepared.draft.has_leading_digests:  # a stream cannot be rewound: tensors are read twice
             read_tensors = tensors | carry(remaining, storage, None, limit)
             foretold = {name: done.hash for name, done in read_tensors.items()}
@@ -519,24 +520,24 @@ class FileTime(msgspec.Struct, frozen=True):
     """When one file was written, in seconds since the first byte of any file."""
 
     first: float
-    """Start of its first write, in seconds."""
+    """Time at which the first write to the file began, in seconds."""
     last: float
-    """End of its last write, in seconds."""
+    """Time at which the last write to the file ended, in seconds."""
     bytes: int
-    """Number of bytes written."""
+    """Number of bytes written to the file."""
 
 
 class FileTimes:
-    """Records when the bytes of files are written, by several threads."""
+    """Records when several threads write the bytes of each file."""
 
     def __init__(self) -> None:
         self.files: dict[str, FileTime] = {}
-        """File -> when it was written."""
+        """File name -> when the file was written."""
         self._begin: float | None = None
         self._lock = threading.Lock()
 
     def wrap(self, files: Writable) -> Writable:
-        """Return a wrapper of the files that records their writes here."""
+        """Return a wrapper of files that records every write in this object."""
         return (_TimedFilesInBatches if hasattr(files, "note_write") else _TimedFiles)(files, self)
 
     def add(self, file: str, first: float, last: float, count: int) -> None:
@@ -551,7 +552,7 @@ class FileTimes:
 
 
 class _TimedFiles:
-    """A wrapper of files that records their writes."""
+    """A wrapper of files that records when each write happens."""
 
     def __init__(self, files: Writable, times: FileTimes) -> None:
         self._files = files

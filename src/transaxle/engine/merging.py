@@ -50,7 +50,7 @@ def to_float64(entry: Entry, values: NDArray[Any]) -> Wide:
 
 
 def add_change(values: Wide, change: Wide) -> Wide:
-    """Return values plus a change; where the change is zero, the value keeps its bits, even -0."""
+    """Return values plus a change; a value whose change is zero keeps its bits, even if it is -0."""
     with np.errstate(all="ignore"):
         return np.where(change == 0, values, values + change)
 
@@ -67,12 +67,12 @@ class Factors:
     """Factor by which every product is multiplied."""
 
     def same_as(self, factors: Factors) -> bool:
-        """Tell whether another change has the same factors, and so the same values."""
+        """Tell whether the given change has the same factors as this one, and so the same values."""
         pairs = (self.left, factors.left), (self.right, factors.right)
         return self.scaling == factors.scaling and all(np.array_equal(*pair) for pair in pairs)
 
     def rows(self, matrix: int, first: int, last: int) -> Wide:
-        """Return some rows of the change of one matrix."""
+        """Return the rows from `first` up to `last` of one matrix's change."""
         left, right = self.left[matrix, first:last], self.right[matrix]
         total = np.zeros((last - first, right.shape[1]))
         for rank in range(len(right)):
@@ -113,7 +113,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A virtual file with the float64 values of a tensor that the adapter stores in place of the model's.
+    """A virtual file with the float64 values of a tensor that the adapter stores in place of the model's tensor.
 
     Attributes:
         entry: the adapter's tensor.
@@ -185,12 +185,12 @@ class Zeros:
 
 
 class Merger(Caster):
-    """A virtual file with one weight after merging, in row-major order.
+    """A virtual file with the values of one weight after merging, in row-major order.
 
     Args:
-        entry: the weight.
-        source: source that turns it into transfers.
-        reader: reads the files.
+        entry: the stored weight.
+        source: turns the stored weight into transfers (reads of byte ranges).
+        reader: reads the files that store the weight.
         change: target and source of the weight's change, or of its new values, in float64.
         replaced: whether `change` has new values instead of a change.
     """
@@ -217,15 +217,15 @@ _CHANGE, _MERGED = "\0change of ", "\0merged "
 _PLAIN = frozenset({"F32", "F16", "BF16"})
 _MEMORY = "transformers"
 _USUAL_DIALECTS = (_MEMORY, "hf")
-"""Dialects in which most adapters are trained."""
+"""Dialects whose tensor names most adapters use."""
 _CACHED = 16
-"""Number of factor pairs that are cached, so that reading a weight piece by piece reads them once."""
+"""Number of pairs of factors A and B that are cached, so that a weight read piece by piece reads its pair only once."""
 _UNCHANGED = "adapter_config.json may name {} modules for which the adapter has nothing; they stay as they are"
 _DECODE = "Decode it first (convert with --decode bf16), and merge into the result."
 
 
 class Model(Protocol):
-    """The interface of a model's checkpoint."""
+    """What merging needs of a model's open checkpoint."""
 
     container: Container
     settings: Any
@@ -236,34 +236,34 @@ class Model(Protocol):
 
     @property
     def catalog(self) -> Catalog:
-        """The model's tensors as tables see them."""
+        """The model's tensors as the families' tables see them, each encoded tensor as one."""
 
     @property
     def family(self) -> str | None:
-        """Family of the model; None if no table reads its names."""
+        """Name of the model's family; None if no family's table reads the tensor names."""
 
     @property
     def reading(self) -> Any:
-        """Family and dialect of the model's names."""
+        """Family and dialect of the model's tensor names."""
 
     @property
     def bound(self) -> BoundNames:
-        """The stored names, matched with the lines of their dialect."""
+        """The stored tensor names, matched with the table lines of their dialect."""
 
     @property
     def sizes(self) -> Sizes:
-        """Axis sizes of the model."""
+        """The sizes of the model's axes."""
 
     def translation(self, dialect: str) -> View:
-        """Return the model's tensors in another dialect."""
+        """Return the model's tensors translated to a given dialect."""
 
     def source_of(self, dialect: str) -> Source:
-        """Return the source of the tensors of another dialect."""
+        """Return what turns the tensors of a given dialect into transfers."""
 
 
 Express = Callable[[Container, str, None, Mapping[str, int]], Model]
-"""`express(container, dialect of its names, None, axis sizes)`: open a container of other tensors as a checkpoint of
-the model; None means the model's own config.
+"""`express(container, dialect of its names, config, axis sizes)`: opens a container of computed tensors as a checkpoint
+of the model; config None: the model's own config.
 """
 
 
@@ -274,11 +274,12 @@ def merge_adapter(model: Model, adapter: Container, config: Mapping[str, Any], e
         model: the checkpoint under its stored names.
         adapter: the files of the adapter.
         config: content of the adapter's adapter_config.json.
-        express: opens a container of other tensors as a checkpoint of the model; see `Express`.
+        express: opens a container of computed tensors as a checkpoint of the model; see `Express`.
 
     Raises:
-        Refused: UNSUPPORTED for adapters other than LoRA, and for weights that are not plain; MISSING_TENSOR or
-            SHAPE_MISMATCH if it is no adapter of this model; AMBIGUOUS; CORRUPT.
+        Refused: UNSUPPORTED if the adapter is not LoRA, or a changed weight is not plain; MISSING_TENSOR or
+            SHAPE_MISMATCH if it is an adapter of a different model; AMBIGUOUS if a change fits several parameters;
+            CORRUPT if the adapter's files contradict themselves.
     """
     try:
         return _merge(model, adapter, config, express)
@@ -329,7 +330,7 @@ def _merge(model: Model, adapter: Container, config: Mapping[str, Any], express:
 
 
 def _find_dialect(model: Model, adapter_names: set[str]) -> tuple[str | None, Mapping[str, tuple[int, ...]]]:
-    """Return the dialect with the adapter's names, None if they are stored names, and the shapes of its tensors."""
+    """Return the dialect that has the adapter's tensor names (None: the stored names do), and its tensors' shapes."""
     stored = {name: entry.shape for name, entry in model.catalog.entries.items()}
     known_names = set(stored)
     if adapter_names <= known_names:
@@ -350,7 +351,7 @@ def _find_dialect(model: Model, adapter_names: set[str]) -> tuple[str | None, Ma
 
 
 def _padding(model: Model) -> dict[str, int]:
-    """Return the padding of the stored weights by axis, which other dialects do not show."""
+    """Return axis -> padding of the stored weights, which a dialect without padding does not show."""
     padding: dict[str, int] = {}
     for (line, _), names in model.bound.names.items():
         for position, name in names.items() if line.expression.padding else ():
@@ -362,7 +363,7 @@ def _padding(model: Model) -> dict[str, int]:
 
 
 def refuse_missing(name: str, names: Collection[str]) -> Refusal:
-    """Return the refusal of a tensor that an adapter changes and the model lacks."""
+    """Return the refusal of a tensor that an adapter changes but the model lacks."""
     similar = get_close_matches(name, names, 1)
     hint = f"Closest: {similar[0]}. " if similar else ""
     hint += "Give the model that the adapter was trained on, with its config.json."
@@ -378,7 +379,7 @@ def _changes_container(
     names: Collection[str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Container:
-    """Return a container with the float64 changes of tensors, in the dialect of the adapter."""
+    """Return a container that holds the float64 changes of tensors, in the dialect of the adapter."""
     source = Source(adapter)
     read_factors = lru_cache(_CACHED)(lambda name: _factors(source, changes.added[name]))
     files: dict[str, VirtualFile] = {}
@@ -398,7 +399,7 @@ def _changes_container(
 
 
 def _factors(source: Source, change: LowRank) -> Factors:
-    """Read the factors of a weight, as stacks of matrices."""
+    """Read the factors A and B of a weight's change, as stacks of matrices."""
     first, second = (
         to_float64(entry, source.read(entry.name)).reshape(entry.shape) for entry in (change.first, change.second)
     )
@@ -431,7 +432,7 @@ def _refuse_unequal(adapter: Container, changes: Changes) -> Iterator[Refusal]:
 
 
 def _ties(model: Model, dialect: str | None) -> Mapping[str, str]:
-    """Return tied tensors -> their originals, by the names of the adapter's dialect."""
+    """Return name of a tied tensor -> name of its original, both in the adapter's dialect."""
     if dialect is not None:
         return model.translation(dialect).aliases
     if model.family is None:
@@ -445,9 +446,9 @@ def _ties(model: Model, dialect: str | None) -> Mapping[str, str]:
 
 
 def _equally_changed(adapter: Container, changes: Changes, ties: Mapping[str, str]) -> set[str]:
-    """Return tied tensors that all change by the same values.
+    """Return the tied tensors that change by the same values as their originals.
 
-    peft writes such adapters if it trains tied tensors as one (`ensure_weight_tying`).
+    peft writes such equal changes if it trains tied tensors as one (`ensure_weight_tying`).
     """
     source = Source(adapter)
 
@@ -472,7 +473,7 @@ def _equally_changed(adapter: Container, changes: Changes, ties: Mapping[str, st
 
 
 def _notes(changes: Changes) -> Iterator[str]:
-    """Yield notes for the plan on weights with two sources in the adapter, or with none."""
+    """Yield notes for the plan on weights for which the adapter has two sources, or none."""
     if changes.own_bases:
         yield (
             "the adapter has its own copy of these weights of the base, and its change is added to that copy, as peft "
@@ -499,7 +500,7 @@ def origin_names(target: Target) -> set[str]:
 def _refuse_lost(
     changes: Changes, changed_targets: Mapping[str, Target], ties: Mapping[str, str], tied_changes: Collection[str]
 ) -> Iterator[Refusal]:
-    """Yield refusals of changes that reach no stored weight; one stored weight may stand for several tied ones."""
+    """Yield refusals of changes that reach no stored weight; one stored weight may stand for several tied weights."""
     reached_names = {name for target in changed_targets.values() for name in origin_names(target)}
     for name in sorted(changes.names - reached_names.union(tied_changes)):
         if name in ties:

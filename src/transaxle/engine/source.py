@@ -1,14 +1,14 @@
 """Turns a container's catalog into transfers: the only place where copies of elements become copies of bytes.
 
-Targets that differ only in a layer or expert index have the same transfers at other places. If an axis of the target's
-name is a whole dim of the stored tensors, and each chunk has one index of it, all such targets read the same parts of
-different chunks. So only the transfers of the first target are computed from its boxes, and those of all others follow
-from the offsets of their chunks (`Stamps`).
+Targets that differ only in a layer or expert index have the same transfers at different places. If an axis of the
+target's name is a whole dim of the stored tensors, and each chunk has one index of it, then targets of all indices read
+the same parts of different chunks. So only the first target's transfers are computed from its boxes, and the transfers
+of all further targets follow from the offsets of their chunks (`Stamps`).
 
-The same bytes may be described with another dtype and shape, as `view` does for arrays. A file stores 4-bit codes as
-bytes, in the dims of its convention (`U8 [E, 2F, D/32, 16]`), and a scale of a whole tensor as `[1]` or `[]`. Tables
-and tiles count elements: `F4 [E, 2F, D]`, one scale per tile. Both describe the same row-major bytes, so nothing is
-moved: only positions are translated (`redescribe`).
+The same bytes may be described with a different dtype and shape, as `view` does for arrays. A file stores 4-bit codes
+as bytes, in the dims of its convention (`U8 [E, 2F, D/32, 16]`), and a scale of a whole tensor as `[1]` or `[]`. Tables
+and tiles count elements: `F4 [E, 2F, D]`, one scale per tile. Both descriptions are of the same row-major bytes, so
+nothing is moved: only positions are translated (`redescribe`).
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ class PlacedTransfer(NamedTuple):
     """A transfer computed from boxes, with the stored chunk that it reads."""
 
     source: str
-    """Name of the stored tensor that it reads."""
+    """Name of the stored tensor that the transfer reads."""
     chunk: int
-    """Index of the chunk in the tensor's extents."""
+    """Index of the chunk that it reads in the stored tensor's extents."""
     transfer: Transfer
-    """The transfer."""
+    """The transfer (read of byte ranges) itself."""
 
 
 class _Fill(NamedTuple):
     """One transfer of a stamp, which applies to many targets."""
 
     chunks: Mapping[Shape, Extent]
-    """Chunks that it reads, by the target's index along the stamp's axes."""
+    """The target's index along the stamp's axes -> the chunk that the transfer reads."""
     begin: int
-    """Offset in bytes from the start of the chunk."""
+    """Offset in bytes at which the transfer begins in the chunk."""
     target: int
-    """Target offset, as in `Transfer`."""
+    """Offset in bytes at which the transfer begins in the target, as in `Transfer`."""
     width: int
-    """Bytes of a run, as in `Transfer`."""
+    """Number of bytes in a contiguous run, as in `Transfer`."""
     loops: tuple[Loop, ...]
     """Loops, as in `Transfer`."""
 
@@ -67,7 +67,7 @@ class _Stamp(NamedTuple):
     """The transfers of many targets, with the properties that all of them share."""
 
     parts: tuple[TargetPart, ...]
-    """Parts of the targets; kept alive because their identity is the key."""
+    """The parts that all these targets share; kept alive because their identity (`id`) is the key of the cache."""
     target: Layout
     dtype: str
     axes: tuple[str, ...]
@@ -111,7 +111,7 @@ class Stamps:
         return tuple(filled)
 
     def learn(self, target: Target, placed_transfers: Sequence[PlacedTransfer]) -> None:
-        """Store the transfers of a target, if others may have the same.
+        """Store the transfers of a target, if further targets may have the same transfers.
 
         Args:
             target: a target that is filled completely.
@@ -125,7 +125,7 @@ class Stamps:
         fills = []
         for name, number, transfer in placed_transfers:
             dims, chunk = dims_by_name[name], self._entries[name].extents[number]
-            # Chunks of other indices differ only in their offset if each has a single index.
+            # Chunks of different indices differ only in their offset if each chunk has a single index.
             if any((chunk.start[dim], chunk.shape[dim]) != (at, 1) for dim, at in zip(dims, position, strict=True)):
                 return
             begin = transfer.source - chunk.offset
@@ -155,10 +155,10 @@ def _dims_getter(dims: Sequence[int]) -> Callable[[Shape], Shape]:
 
 
 def _name_axis_dims(target: Target) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]] | None:
-    """Return the dims of each stored tensor that are axes of the target's name, and these axes in order.
+    """Return which dims of each stored tensor are axes of the target's name, and these axes in order.
 
-    Such a dim consists of the axis alone. None unless all axes of the name are such dims of every stored tensor, in the
-    same order.
+    A dim counts only if it consists of the axis alone. The result is None unless every axis of the name is a dim of
+    every stored tensor, in the same order.
     """
     index = target.index
     dims_by_name: dict[str, tuple[int, ...]] = {}
@@ -191,21 +191,21 @@ def _name_axis_dims(target: Target) -> tuple[dict[str, tuple[int, ...]], tuple[s
 
 Intervals = Sequence[Sequence[Interval]]
 _Group = tuple[tuple[int, ...], int | None]
-"""Dims of one description that make up one dim of the other; None for dims of size 1 that the other lacks."""
+"""Dims of one shape that make up one dim of a second shape; None for dims of size 1 that the second shape lacks."""
 
 
 @lru_cache(maxsize=4096)
 def _unit(dtype: str, smaller: str) -> int:
-    """Return how many elements of the second dtype have the size of one element of the first."""
+    """Return how many elements of the smaller dtype have together the size of one element of the first dtype."""
     return ITEM_BITS.get(dtype, 8) // ITEM_BITS.get(smaller, 8)
 
 
 @lru_cache(maxsize=4096)
 def _match_dims(stored: Shape, shape: Shape) -> tuple[_Group, ...] | None:
-    """Match the dims of a shape with those of another shape that merges some of them; dims of size 1 are ignored.
+    """Match the dims of a stored shape with the dims of a shape that merges some of them; ignore dims of size 1.
 
     Returns:
-        Groups in order; None if a dim of the first shape would have to be split.
+        Groups of dims in order; None if a dim of the stored shape would have to be split.
     """
     groups: list[_Group] = []
     remaining = [dim for dim, size in enumerate(stored) if size != 1]
@@ -231,22 +231,22 @@ def _require_match(name: str, stored: Shape, shape: Shape) -> tuple[_Group, ...]
 
 
 def _scale_last_dim(shape: Shape, unit: int) -> Shape:
-    """Count the last dim in smaller elements."""
+    """Return the shape with its last dim counted in smaller elements, `unit` per element."""
     return (*shape[:-1], shape[-1] * unit) if shape else shape
 
 
 def redescribe(entry: Entry, name: str, dtype: str, shape: Shape) -> Entry:
-    """Describe a stored tensor with another dtype and shape of the same bytes.
+    """Describe the bytes of a stored tensor with a different dtype and shape.
 
     Args:
         entry: the stored tensor.
-        name: its new name.
-        dtype: safetensors code of elements that are not larger.
-        shape: elements along each dim.
+        name: name of the new description.
+        dtype: safetensors code of the new dtype, whose elements are not larger than the stored ones.
+        shape: number of new elements along each dim.
 
     Raises:
-        Refused: SHAPE_MISMATCH if the two differ in size; UNSUPPORTED if chunks or strides of the stored tensor are no
-            boxes in this shape.
+        Refused: SHAPE_MISMATCH if the new shape has a different size in bytes; UNSUPPORTED if chunks or strides of the
+            stored tensor are no boxes in the new shape.
     """
     unit = _unit(entry.dtype, dtype)
     stored = _scale_last_dim(entry.shape, unit)
@@ -269,7 +269,7 @@ def redescribe(entry: Entry, name: str, dtype: str, shape: Shape) -> Entry:
 def _redescribe_extent(
     name: str, extent: Extent, unit: int, stored: Shape, shape: Shape, groups: Sequence[_Group]
 ) -> Extent:
-    """Describe one chunk with another shape; it must be a box in both shapes, with strides of a box."""
+    """Describe one chunk with a different shape; the chunk must be a box in both shapes, with strides of a box."""
     first, sizes = _scale_last_dim(extent.start, unit), _scale_last_dim(extent.shape, unit)
     steps = None
     if extent.strides is not None:
@@ -303,21 +303,21 @@ def _redescribe_extent(
 def translate_box(
     name: str, intervals: Intervals, dtype: str, stored: Shape, target: str, shape: Shape
 ) -> list[list[Interval]] | None:
-    """Translate a box of a stored tensor into positions of another description of it.
+    """Translate a box of a stored tensor into positions in a second description (dtype and shape) of the same bytes.
 
     Args:
         name: name of the tensor, for errors.
-        intervals: per stored dim the selected positions, in order.
+        intervals: for each stored dim, the selected positions, in order.
         dtype: dtype of the stored elements.
-        stored: elements along each stored dim.
-        target: dtype of the other description, whose elements are not larger.
-        shape: elements along each of its dims.
+        stored: number of elements along each stored dim.
+        target: dtype of the second description, whose elements are not larger.
+        shape: number of elements along each dim of the second description.
 
     Returns:
-        Per dim of the other description, the same elements in the same order; None if there are none.
+        For each dim of the second description, the same elements in the same order; None if the box is empty.
 
     Raises:
-        Refused: UNSUPPORTED if the other description has no such positions.
+        Refused: UNSUPPORTED if the box is no box in the second description.
     """
     if not all(any(start < stop for start, stop in ranges) for ranges in intervals):
         return None
@@ -351,16 +351,16 @@ def _merge_dims(intervals: Sequence[Sequence[Interval]], sizes: Sequence[int]) -
 
 _SCRATCH = 1 << 20
 _CHUNKS = 4
-"""Number of chunks from which on a tensor's transfers are cached by chunk."""
+"""Transfers of a tensor with at least this number of chunks are cached by chunk."""
 _ABSENT: Code = "INCOMPLETE"
 
 
 class Source:
-    """The tensors from which targets are composed: turns targets into transfers.
+    """The source tensors from which target tensors are composed: turns target tensors into transfers.
 
     Args:
-        container: the container with the files.
-        entries: the source tensors, by the names in the targets' origins; None: the stored ones.
+        container: the container with the source's files.
+        entries: the source tensors, by the names that targets give as origins; None: the stored tensors.
     """
 
     def __init__(self, container: Container, entries: Mapping[str, Entry] | None = None) -> None:
@@ -374,7 +374,7 @@ class Source:
         """Return the transfers that fill a target tensor, or a chunk of it, sorted by target offset.
 
         Raises:
-            Refused: INCOMPLETE; UNSUPPORTED if packed elements would have to be split.
+            Refused: INCOMPLETE if elements of the target are not stored; UNSUPPORTED if packed elements would be split.
         """
         if intervals is None:
             return list(self.whole_transfers(target))
@@ -430,7 +430,7 @@ class Source:
         return True
 
     def read(self, name: str) -> Bytes:
-        """Return the row-major bytes of an entry; for small tensors."""
+        """Return the row-major bytes of a whole source tensor, which should be small."""
         entry = self.entries[name]
         out = np.empty(entry.nbytes, np.uint8)
         produce(self.container.storage, self.transfers(identity_target(name, entry)), 0, out, Scratch(_SCRATCH))
@@ -447,7 +447,7 @@ def _target_offset(placed: PlacedTransfer) -> int:
 
 
 def _in_bytes(entry: Entry, bits: int, move: BoxCopy) -> BoxCopy:
-    """Convert a copy of elements smaller than a byte into a copy of bytes; it must not split any byte."""
+    """Convert a copy of elements smaller than a byte into a copy of bytes; the copy must not split a byte."""
     loops = move.loops or ((1, 1, 1),)
     *outer, (count, source, target) = loops
     edges = [move.source_offset, move.target_offset, count, *(step for _, *steps in outer for step in steps)]
@@ -467,25 +467,25 @@ class _SimilarStamp(NamedTuple):
     """The transfers of targets that take the same parts of similar tensors."""
 
     target: Target
-    """The first such target; kept alive because the identities of its parts are the key."""
+    """The first of these targets; kept alive because the identities (`id`) of its parts are the key of the cache."""
     axes: tuple[str, ...]
     """Axes of the target's name."""
     forms: Sequence[_Form]
-    """Form of each stored tensor that the target reads."""
+    """Chunk layout of each stored tensor that the target reads."""
     moves: Sequence[tuple[int, int, int, int, tuple[Loop, ...]]]
-    """(chunk number over all these tensors, offset in the chunk, target offset, width, loops) of each transfer."""
+    """For each transfer: (chunk number over all read tensors, offset in the chunk, target offset, width, loops)."""
 
 
 _Form = tuple[tuple[Shape, Shape, Shape | None], ...]
-"""Start, shape and strides of each chunk of a stored tensor: they determine its transfers, apart from offsets."""
+"""Start, shape and strides of each chunk of a stored tensor, which determine its transfers except for offsets."""
 
 
 class SimilarStamps:
-    """A cache of transfers for targets that take the same parts of similar tensors with other indices.
+    """A cache of transfers for targets that take the same parts of similar tensors with different indices.
 
-    Every layer is filled in the same way, whether a target takes one expert or joins all: from the same parts of the
-    tensors with its index. So only the transfers of the first target are computed from boxes, and those of the others
-    follow from the offsets of their tensors' chunks, if these have the same form.
+    Whether a target takes one expert or joins all experts, every layer is filled in the same way, from the same parts
+    of the tensors with the layer's index. So only the first target's transfers are computed from boxes; the transfers
+    of further targets follow from the offsets of their tensors' chunks, if the chunks have the same layout.
 
     Args:
         entries: the stored tensors.
@@ -517,7 +517,7 @@ class SimilarStamps:
         )
 
     def learn(self, target: Target, placed_transfers: Sequence[PlacedTransfer]) -> None:
-        """Store the transfers of a target, if others may have the same.
+        """Store the transfers of a target, if further targets may have the same transfers.
 
         Args:
             target: a target that is filled completely.
@@ -542,7 +542,7 @@ class SimilarStamps:
 
 
 def _key(target: Target) -> Hashable:
-    """Return the key that similar targets share; None if the target has no similar ones."""
+    """Return the key that similar targets share; None if no target is similar to this one."""
     index = target.index
     key: list[Hashable] = [id(target.layout)]
     for part in target.parts:
@@ -554,5 +554,5 @@ def _key(target: Target) -> Hashable:
 
 
 def _names(target: Target) -> list[str]:
-    """Return the stored tensors that a target reads, if its parts are of similar tensors."""
+    """Return the names of the stored tensors that a target reads, if its parts come from similar tensors."""
     return [name for part in target.parts if isinstance(part.origins, AlikePart) for name in part.origins.names]

@@ -42,21 +42,21 @@ from transaxle.formats.catalog import ITEM_BITS
 
 FSDP, EP, TP, PP, REPLICATE, DP, REPLICAS = "fsdp", "ep", "tp", "pp", "replicate", "dp", "replicas"
 EXPERT_DIM = "expert_dim"
-"""Not a degree, but the dim of an expert's tensors that FSDP divides."""
+"""Key beside the degrees that gives the dim along which FSDP divides an expert's tensors."""
 TRAINING = (REPLICATE, PP, FSDP, EP, TP)
 SERVING = (REPLICAS, DP, PP, TP)
 MOST_RANKS = 1 << 16
-"""Largest number of ranks of one side."""
+"""Largest number of ranks that one side (trainer or engine) may have."""
 _MOST_PAIRS = 1 << 24
-"""Largest number of pairs of ranks, each of which has an entry in a matrix."""
+"""Largest number of pairs of ranks, because each pair has an entry in the matrix of traffic."""
 
 
 @dataclass(frozen=True)
 class RankMesh:
-    """The mesh of one side, trainer or engine."""
+    """The device mesh of one side of a refit: of the trainer, or of the inference engine."""
 
     dialect: str
-    """Dialect of the tensors on this side."""
+    """Dialect of the tensor names on this side."""
     degrees: Mapping[str, int]
     """Mesh dim -> its size, outermost first."""
     ep: int = 1
@@ -66,7 +66,7 @@ class RankMesh:
 
     @property
     def serves(self) -> bool:
-        """Whether it is an inference engine."""
+        """Whether this side is the inference engine."""
         return self.dialect.partition("@")[0] in ENGINES
 
     @property
@@ -90,7 +90,7 @@ class RankMesh:
 
     @property
     def text(self) -> str:
-        """The degrees as the user writes them."""
+        """The parallel degrees as the user writes them, such as `fsdp=64,ep=8`."""
         return ",".join(f"{name}={size}" for name, size in self.degrees.items()) or "1 rank"
 
 
@@ -132,10 +132,10 @@ def read_mesh(dialect: str, text: str) -> RankMesh:
 
 
 def check_pairs(trainer: RankMesh, engine: RankMesh) -> None:
-    """Refuse more pairs of ranks than a matrix can have.
+    """Refuse a trainer and an engine with more pairs of ranks than a traffic matrix can have.
 
     Raises:
-        Refused: UNSUPPORTED.
+        Refused: UNSUPPORTED, if the ranks form too many pairs.
     """
     if trainer.ranks * engine.ranks > _MOST_PAIRS:
         message = f"{trainer.ranks} x {engine.ranks} pairs of ranks are more than {_MOST_PAIRS}"
@@ -147,7 +147,7 @@ _CHUNK = Shard()
 
 @dataclass(frozen=True)
 class RankBoxes:
-    """Boxes of a logical tensor, with the ranks that have all of them."""
+    """Boxes of a logical tensor, with the ranks that hold all these boxes."""
 
     ranks: NDArray[np.int64]
     """Numbers of the ranks."""
@@ -157,12 +157,12 @@ class RankBoxes:
 
 @dataclass(frozen=True)
 class Cutter:
-    """Divides the tensors of one side among its ranks."""
+    """Divides the tensors of one side (trainer or engine) among the ranks of that side."""
 
     family: Family
     """Family of the model."""
     mesh: RankMesh
-    """Mesh of the side."""
+    """Device mesh of the side."""
 
     def stage(self, layer: int, layers: int) -> int:
         """Return the pipeline stage of a layer.
@@ -182,10 +182,10 @@ class Cutter:
         """Return the boxes of the ranks of every pipeline stage, with ranks that have the same boxes together.
 
         Args:
-            kind: the kind of tensors.
-            component: the logical tensor.
-            axes: the axes of a box.
-            layers: intervals of the layer axis, if it is one of a box.
+            kind: the kind of tensors, which determines how ranks divide them.
+            component: name of the logical tensor.
+            axes: the axes of a box, in order.
+            layers: intervals of the layer axis, if the layer axis is an axis of a box.
         """
         ranks_by_boxes: dict[tuple[tuple[Interval, ...], ...], list[int]] = defaultdict(list)
         cached_boxes: dict[tuple[int, ...], tuple[tuple[Interval, ...], ...]] = {}
@@ -201,7 +201,7 @@ class Cutter:
         ]
 
     def _key(self, rank: int) -> tuple[int, ...]:
-        """Return the coordinates of a rank that determine its boxes within a stage."""
+        """Return those coordinates of a rank that determine the rank's boxes within a pipeline stage."""
         mesh = self.mesh
         names = (DP, TP) if mesh.serves else (FSDP, EP, TP)
         return tuple(mesh.at(rank, name) for name in names)
@@ -279,7 +279,7 @@ class Cutter:
         return self.mesh.dialect.partition("@")[0]
 
     def _axis_of_experts(self, kind: TensorKind) -> str | None:
-        """Return the axis of a tensor that expert-parallel ranks divide; None if it belongs to no expert."""
+        """Return the axis of a tensor that expert-parallel ranks divide; None if the tensor belongs to no expert."""
         expression = kind.line.expression
         for cut in self.family.cuts_of("ep", self._name):
             if cut.tensors is not None and cut.tensors.isdisjoint(expression.components):
@@ -291,15 +291,15 @@ class Cutter:
 
 Matrix = NDArray[np.int64]
 _WIDE = "fp32"
-"""Type of tensors that are not cast with the others."""
+"""Dtype of the tensors that stay as they are when all further tensors are cast."""
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""Dtype names in configs -> keys of `CASTS`."""
+"""Name of a dtype in config.json -> key of `CASTS`."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
-"""Keys of a config that state its dtype."""
+"""Keys of config.json that state the model's dtype."""
 _LAYERS = "l"
-"""Axis of the layers, which pipeline stages divide."""
+"""Name of the layer axis, which pipeline stages divide."""
 _FIRST, _LAST = frozenset({"embed"}), frozenset({"norm", "norm_bias", "head", "head_bias"})
-"""Logical tensors outside of layers on the first pipeline stage, and on the last."""
+"""Logical tensors outside of layers that are on the first pipeline stage, and those that are on the last."""
 
 
 @dataclass(frozen=True)
@@ -313,15 +313,15 @@ class Traffic:
     engine: RankMesh
     """Mesh of the engine, which receives."""
     dtype: str
-    """Type in which values are sent, a key of `CASTS`."""
+    """Dtype in which values are sent, a key of `CASTS`."""
     parameters: int
-    """Number of elements of the model that are moved, each counted once."""
+    """Number of elements of the model that are moved, each element counted once."""
     together: bool
     """Whether rank i of the engine is rank i of the trainer; otherwise the engine's ranks are other processes."""
     matrix: Matrix
     """Bytes from each trainer rank to each engine rank, including copies within a rank."""
     tensors: Mapping[str, int]
-    """Logical tensor -> bytes of it that the engine's ranks need."""
+    """Logical tensor -> number of its bytes that all ranks of the engine together need."""
     trainer_only: tuple[str, ...]
     """Logical tensors that the engine's dialect lacks."""
     undecided: tuple[str, ...]
@@ -329,7 +329,7 @@ class Traffic:
 
     @cached_property
     def between_ranks(self) -> Matrix:
-        """The matrix without copies within a rank."""
+        """The matrix of bytes from trainer ranks to engine ranks, without copies within a rank."""
         matrix = self.matrix.copy()
         if self.together:
             np.fill_diagonal(matrix, 0)
@@ -342,7 +342,7 @@ class Traffic:
 
     @property
     def own(self) -> int:
-        """Bytes that are copied within a rank."""
+        """Number of bytes that are copied within a rank."""
         return int(self.matrix.sum()) - self.total
 
     def within(self, ranks_per_node: int) -> int:
@@ -386,17 +386,17 @@ class Traffic:
 def plan_traffic(
     settings: Settings, sides: tuple[RankMesh, RankMesh], *, dtype: str | None = None, together: bool = False
 ) -> Traffic:
-    """Return the traffic of a refit of a model, according to its config.
+    """Return the traffic of a refit of a model, which is computed from the model's config.
 
     Args:
         settings: the user's settings of the model, with a config.
         sides: the meshes of the trainer and the engine.
-        dtype: type in which values are sent, a key of `CASTS`; None: that of the config, or else bf16.
+        dtype: dtype in which values are sent, a key of `CASTS`; None: the config's dtype, or else bf16.
         together: whether rank i of the engine is rank i of the trainer.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY or AMBIGUOUS if the family is unknown; UNKNOWN_AXIS.
-        Refused: as for `traffic`.
+        UsageError: UNKNOWN_FAMILY or AMBIGUOUS if the family is unknown; UNKNOWN_AXIS if an axis has no known size.
+        Refused: any refusal of `traffic`.
     """
     config = settings.config or {}
     if settings.family is not None:
@@ -435,13 +435,13 @@ def traffic(
         config: config of the model.
         sides: the meshes of the trainer and the engine.
         axes: axis sizes that override the config's.
-        dtype: type in which values are sent, a key of `CASTS`.
+        dtype: dtype in which values are sent, a key of `CASTS`.
         together: whether rank i of the engine is rank i of the trainer.
 
     Raises:
-        Refused: MISSING_TENSOR for tensors that the engine needs and the trainer's dialect lacks; UNSUPPORTED if
-            something does not divide.
-        UsageError: UNKNOWN_AXIS if a size is unknown.
+        Refused: MISSING_TENSOR for tensors that the engine needs but the trainer's dialect lacks; UNSUPPORTED if a
+            tensor does not divide over the ranks.
+        UsageError: UNKNOWN_AXIS if the size of an axis is unknown.
     """
     check_pairs(*sides)
     trainer, engine = (_Side.of(family, config, mesh, axes) for mesh in sides)
@@ -470,7 +470,7 @@ def traffic(
 
 @dataclass(frozen=True)
 class _Side:
-    """One side, with its tensors and their division among ranks."""
+    """One side of a refit (trainer or engine), with its tensors and how ranks divide them."""
 
     model: Model
     cutter: Cutter
@@ -492,7 +492,7 @@ class _Side:
         on both.
 
         Raises:
-            Refused: UNSUPPORTED if the stage is unknown.
+            Refused: UNSUPPORTED if the stage of the logical tensor is unknown.
         """
         last = self.cutter.mesh.degree(PP) - 1
         if not last:
@@ -507,7 +507,7 @@ class _Side:
         return (self.cutter.stage(index[0], self.model.sizes.at({})[_LAYERS]),)
 
     def of_stages(self, boxes: Sequence[RankBoxes], stages: tuple[int, ...]) -> list[RankBoxes]:
-        """Return the boxes that ranks of some pipeline stages have."""
+        """Return those of the boxes that ranks of the given pipeline stages hold."""
         if not stages:
             return list(boxes)
         mesh = self.cutter.mesh
@@ -526,14 +526,14 @@ class _LayerGroup:
     count: int
 
     def add(self, matrix: Matrix, item: int, *, together: bool) -> int:
-        """Add the bytes of each pair of ranks to a matrix; return the elements moved, each counted once.
+        """Add the bytes of each pair of ranks to a matrix; return the number of moved elements, each counted once.
 
         Ranks with the same boxes each send an equal share; but a rank that needs its own part takes it from itself.
 
         Args:
             matrix: the matrix to add to.
-            item: bytes per element.
-            together: whether the ranks of both sides are the same.
+            item: number of bytes per element.
+            together: whether the trainer and the engine run on the same ranks.
 
         Raises:
             Refused: UNSUPPORTED if parts on the trainer's ranks overlap partly, or do not cover the tensor.
@@ -565,7 +565,7 @@ class _LayerGroup:
 
 
 def _overlaps(groups: Sequence[RankBoxes], boxes: NDArray[np.int64]) -> Matrix:
-    """Count, for each group of boxes, the elements that it shares with other boxes; those of a group are disjoint."""
+    """Count the elements that each group of boxes shares with the given boxes; boxes within a group are disjoint."""
     first = np.concatenate([each.boxes for each in groups])
     low = np.maximum(first[:, None, :, 0], boxes[None, :, :, 0])
     high = np.minimum(first[:, None, :, 1], boxes[None, :, :, 1])
@@ -606,7 +606,7 @@ def _identity(value: object) -> object:
 def _runs(
     indices: Sequence[Index], name_axes: Sequence[str], dim_axes: Sequence[str], component: str
 ) -> tuple[Interval, ...]:
-    """Return the intervals of layers, if the layer axis is a dim on one side."""
+    """Return the intervals of layer indices, if the layer axis is a dim of the tensors of one side."""
     if not dim_axes:
         return ()
     if len(name_axes) > 1:

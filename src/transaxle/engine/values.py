@@ -24,14 +24,14 @@ from transaxle.formats.catalog import ITEM_BITS, numpy_dtype
 from transaxle.move.workers import Limits, Progress, Worker, no_progress, run_workers
 
 _SUM_BLOCK = 1 << 16
-"""Elements that are processed together: they stay in the cache, and doubles hold the sums of their limbs exactly."""
+"""Number of elements processed together, so that they fit the cache and doubles hold sums of their limbs exactly."""
 _COUNT_BLOCK = 1 << 18
 _LIMB = 32
-"""Bits of the limbs in which mantissas and their squares are added."""
+"""Number of bits in each limb (piece of an integer) in which mantissas and their squares are added."""
 _COUNTED_BYTES = 2
-"""Largest item size in bytes for which every code is counted."""
+"""Largest element size in bytes for which occurrences of every code are counted."""
 _DIGITS = 16
-"""Most mantissa bits of a value in dtypes with up to 16 bits: those of 16-bit integers."""
+"""Largest number of mantissa bits among dtypes of up to 16 bits, which 16-bit integers have."""
 _ABOVE_ALL, _BELOW_ALL = (1 << 63) - 1, -1 << 63
 Doubles = npt.NDArray[np.float64]
 Codes = npt.NDArray[Any]
@@ -39,7 +39,7 @@ Codes = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Statistics of values; extremes and sums cover finite values only."""
+    """Statistics of a tensor's values; extremes and sums cover finite values only."""
 
     least: float
     """Smallest finite value; NaN if there is none."""
@@ -69,7 +69,7 @@ class Tally(Protocol):
         """Return the statistics so far."""
 
     def channels(self) -> Doubles:
-        """Return the largest finite absolute value of each channel; 0 if it has none."""
+        """Return the largest finite absolute value of each channel; 0 for a channel without finite values."""
 
 
 def tally_of(kind: np.dtype[Any], width: int = 0) -> Tally:
@@ -77,7 +77,7 @@ def tally_of(kind: np.dtype[Any], width: int = 0) -> Tally:
 
     Args:
         kind: dtype of the elements.
-        width: number of channels (positions along the last dim); 0: do not track them.
+        width: number of channels (positions along the last dim); 0: do not track channels.
     """
     return _CountingTally(kind, width) if kind.itemsize <= _COUNTED_BYTES else _SummingTally(_WIDE[kind], width)
 
@@ -93,10 +93,10 @@ class _Channels:
     def __init__(self, width: int, kind: npt.DTypeLike) -> None:
         self.largest: npt.NDArray[Any] = np.zeros(width, kind)
         self._column = 0
-        """Channel of the next element."""
+        """Channel to which the next element belongs."""
 
     def add(self, sizes: npt.NDArray[Any]) -> None:
-        """Add the next elements, as magnitudes that are ordered like their absolute values."""
+        """Add the next elements, given as magnitudes that are ordered like the elements' absolute values."""
         width = len(self.largest)
         if not width:
             return
@@ -114,7 +114,7 @@ class _Channels:
 
 
 def _round_once(parts: Mapping[int, int], grain: int) -> float:
-    """Return a sum of integers times powers of two, times 2**grain, rounded once."""
+    """Return the sum of integers times powers of two, times 2**grain, rounded only once."""
     total = sum(part << exponent for exponent, part in parts.items())
     try:
         return float(total << grain) if grain > 0 else total / (1 << -grain)
@@ -124,24 +124,24 @@ def _round_once(parts: Mapping[int, int], grain: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _CodeTable:
-    """Table of every code of a small dtype."""
+    """Table of the values of all codes (bit patterns) of a small dtype."""
 
     values: Doubles
     """Value of each code."""
     sizes: Doubles
-    """Absolute value of each code; 0 if it is not finite."""
+    """Absolute value of each code; 0 for a value that is not finite."""
     mantissas: npt.NDArray[np.int64]
     """Mantissa of each code: its exact value is mantissa * 2**(exponent + lowest); 0 if it is not finite."""
     exponents: npt.NDArray[np.int64]
     """Exponent of each code, counted from `lowest`; at least 0."""
     lowest: int
-    """Exponent of the smallest step between values."""
+    """Power of two that is the smallest step between values of the dtype."""
     mask: int
     """Mask that removes the sign from a code."""
     last: int | None
-    """Largest finite code without sign, if codes are ordered like magnitudes from 0 on; otherwise None."""
+    """Largest finite code without sign, if unsigned codes are ordered like their magnitudes; otherwise None."""
     whole: bool
-    """Whether codes are signed integers."""
+    """Whether the dtype is one of signed integers."""
 
 
 @cache
@@ -226,7 +226,7 @@ class _CountingTally:
 
 
 def _by_exponent(exponents: Codes, counts: Codes, parts: Codes) -> dict[int, int]:
-    """Return exponent -> sum of its parts; exact, because 16 bits times the elements of a tensor fit into 53 bits."""
+    """Return exponent -> sum of the 16-bit parts with it; exact, because sums over a tensor fit into 53 bits."""
     sums = np.bincount(exponents, weights=counts.astype(np.float64) * parts)
     return {int(exponent): int(sums[exponent]) for exponent in np.flatnonzero(sums)}
 
@@ -239,20 +239,20 @@ def _squares(exponents: Codes, counts: Codes, squares: Codes) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _WideType:
-    """Format of the codes of a large dtype."""
+    """Bit format of a large dtype's codes."""
 
     dtype: np.dtype[Any]
     """Numpy dtype of the values."""
     mantissa: int = 0
     """Number of stored mantissa bits; 0 for integers."""
     grain: int = 0
-    """Power of two of the smallest positive value."""
+    """Exponent of the smallest positive value, which is 2**grain."""
     signed: bool = True
-    """Whether there are negative values."""
+    """Whether the dtype has negative values."""
 
     @property
     def bits(self) -> int:
-        """Bits of an element."""
+        """Number of bits of an element."""
         return 8 * self.dtype.itemsize
 
     @property
@@ -289,7 +289,7 @@ class _SummingTally:
         self._least, self._most = _ABOVE_ALL, _BELOW_ALL
         self._channels = _Channels(width, self._word)
         self._sums, self._squares = Counter[int](), Counter[int]()
-        """Power of two, counted from the grain -> sum of limbs."""
+        """Exponent of two, counted from the grain -> sum of the limbs with this exponent."""
         self._mantissas = self._products = np.empty(0, np.uint64)
         self._exponents, self._weights = np.empty(0, np.intp), np.empty(0)
 
@@ -320,7 +320,7 @@ class _SummingTally:
             self._add_integers(sizes.astype(np.uint64), negative)
 
     def _add_floats(self, sizes: Codes, signs: npt.NDArray[Any]) -> None:
-        """Add mantissas and their squares, by exponent."""
+        """Add the elements' mantissas, and the squares of the mantissas, to the sums by exponent."""
         kind, count = self._type, len(sizes)
         self._exponents, self._mantissas = (_grow_buffer(a, count) for a in (self._exponents, self._mantissas))
         self._products, self._weights = _grow_buffer(self._products, count), _grow_buffer(self._weights, count)
@@ -341,7 +341,7 @@ class _SummingTally:
     def _gather(
         self, into: Counter[int], step: int, parts: Codes, shift: int, signs: npt.NDArray[Any] | None = None
     ) -> None:
-        """Add limbs by exponent; the sum's key grows by `step` per exponent."""
+        """Add limbs to the sums by exponent; a sum's key grows by `step` per exponent."""
         weights = self._weights[: len(parts)]
         weights[...] = parts
         if signs is not None:
@@ -349,11 +349,11 @@ class _SummingTally:
                 np.copysign(weights, signs, out=weights)
         sums = np.bincount(self._exponents[: len(parts)], weights=weights)
         for exponent in np.flatnonzero(sums).tolist():
-            # Subnormal numbers have the same grain as the smallest normal ones.
+            # Subnormal numbers have the same grain as the smallest normal numbers.
             into[step * max(exponent - 1, 0) + shift] += int(sums[exponent])
 
     def _add_integers(self, sizes: npt.NDArray[np.uint64], negative: npt.NDArray[np.bool_]) -> None:
-        """Add integers and their squares."""
+        """Add integers and their squares to the sums."""
         limbs = list(_limbs(sizes, self._type.bits))
         for at, limb in enumerate(limbs):
             signed = limb.astype(np.int64)
@@ -363,7 +363,7 @@ class _SummingTally:
                     self._squares[_LIMB * (at + other + half) + (other != at)] += int(part.sum())
 
     def _sizes(self, codes: Codes) -> tuple[Codes, npt.NDArray[np.bool_]]:
-        """Return magnitudes as codes, and which elements are negative."""
+        """Return the codes without their signs, and which elements are negative."""
         kind = self._type
         negative = codes > kind.size_mask if kind.signed else np.zeros(len(codes), bool)
         if kind.mantissa:
@@ -371,7 +371,7 @@ class _SummingTally:
         return np.where(negative, ~codes + self._word.type(1), codes), negative
 
     def _places(self, codes: Codes, negative: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """Return integers that are ordered like the values of the codes."""
+        """Return for each code an integer; the integers are ordered like the values of the codes."""
         kind = self._type
         if kind.mantissa:
             codes = np.where(negative, codes ^ self._word.type(kind.size_mask), codes)
@@ -381,7 +381,7 @@ class _SummingTally:
         return places
 
     def _value(self, place: int) -> float:
-        """Return the value for an integer of `_places`."""
+        """Return the value that belongs to an integer from `_places`."""
         kind = self._type
         if not kind.mantissa:
             return float(place if kind.signed or kind.bits < 64 else place + (1 << 63))
@@ -417,14 +417,14 @@ def _limbs(numbers: Codes, bits: int) -> Iterator[Codes]:
 
 
 def _grow_buffer(buffer: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
-    """Return a buffer of at least `count` elements: the same one if it is large enough."""
+    """Return a buffer of at least `count` elements: the given buffer if it is large enough."""
     return buffer if len(buffer) >= count else np.empty(count, buffer.dtype)
 
 
 _WIDEST = "fp32"
-"""Dtype to which encoded tensors are decoded."""
+"""Dtype to which encoded tensors are decoded before their values are measured."""
 _OUTSTANDING = 6.0
-"""Factor over the median channel from which on a channel is an outlier."""
+"""A channel is an outlier if its largest value exceeds that of the median channel by more than this factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,11 +448,11 @@ class TensorValues:
     infinite: int
     """Number of infinite elements."""
     channels: int
-    """Number of channels (positions along the last dim); 0 if they were not tracked."""
+    """Number of channels (positions along the last dim); 0 if channels were not tracked."""
     outliers: tuple[int, ...]
-    """Outlier channels: their largest value is more than six times that of the median channel; the largest first."""
+    """Numbers of channels whose largest value is more than six times that of the median channel; the largest first."""
     outlier_ratio: float
-    """Ratio of the largest channel to the median channel; NaN if the median is 0."""
+    """Largest value of the largest channel divided by that of the median channel; NaN if the latter is 0."""
 
     @property
     def absmax(self) -> float:
@@ -469,7 +469,7 @@ class CheckpointValues:
     unmeasured: tuple[str, ...]
     """Names of tensors whose elements are not numbers of whole bytes."""
     view: Checkpoint
-    """The view that was measured, with quantized tensors decoded."""
+    """The view of the checkpoint that was measured, with quantized tensors decoded."""
 
 
 def measure_values(checkpoint: Checkpoint, limit: Limits, progress: Progress = no_progress) -> CheckpointValues:
@@ -477,11 +477,11 @@ def measure_values(checkpoint: Checkpoint, limit: Limits, progress: Progress = n
 
     Args:
         checkpoint: checkpoint in its stored dialect; quantized tensors are decoded.
-        limit: number of workers, and memory of their buffers.
-        progress: called with the bytes of each block.
+        limit: number of worker threads, and memory of their buffers.
+        progress: called with the number of bytes of each block.
 
     Raises:
-        TransaxleError: any error of reading.
+        TransaxleError: any error of reading the tensors.
     """
     view = checkpoint.decode(_WIDEST) if checkpoint.catalog.encoded else checkpoint
     names = [name for name, tensor in view.items() if _has_numbers(tensor)]
@@ -493,7 +493,7 @@ def measure_values(checkpoint: Checkpoint, limit: Limits, progress: Progress = n
         with lock:
             values_by_name[name] = values
 
-    # The largest tensors first, so that no worker is left with one at the end.
+    # The largest tensors come first, so that no worker is left with a large tensor at the end.
     largest_first = sorted(names, key=lambda name: -view[name].nbytes)
     run_workers(largest_first, limit.jobs, partial(Worker, view.container.storage, limit), measure_tensor)
     measured = {name: values_by_name[name] for name in names}
@@ -527,7 +527,7 @@ def _to_tensor_values(moments: Moments, channels: Doubles) -> TensorValues:
 
 
 def _outlier_channels(largest: Doubles) -> tuple[tuple[int, ...], float]:
-    """Return the outlier channels, and the ratio of the largest channel to the median."""
+    """Return the numbers of outlier channels, and the ratio of the largest channel to the median channel."""
     if not len(largest):
         return (), math.nan
     order = np.argsort(-largest, kind="stable")

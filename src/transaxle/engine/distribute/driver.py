@@ -1,8 +1,8 @@
-"""The driver: divides a plan into items, hands them out to workers, and commits the result.
+"""The driver: divides a plan into work items, hands the items out to workers, and commits the result.
 
 The driver creates the target's files with all bytes that are known in advance, and lets the workers write into them.
-When every item has a result, it writes what depends on all tensors (digests, the manifest, copied files), and moves the
-checkpoint to its place.
+When every item has a result, the driver writes what depends on all tensors (digests, manifest, copied files), and moves
+the checkpoint to its place.
 
 A single process that converts to a service works in the same way: uploaded parts survive the process that sent them,
 and so do the results of items beside the target, so that another run can continue.
@@ -71,18 +71,18 @@ ITEM = 1 << 28
 item."""
 _MOST = 4096
 _SPARE_NUMBERS = 1 << 32
-"""First number for results that belong to no item of this plan."""
+"""First of the numbers that are given to stored results which belong to no item of the plan."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Progress of a conversion by several workers."""
+    """A report of the progress of a conversion by several workers."""
 
     event: str
     """`begun` at the start, `item` when an item is done."""
     items: int
-    """Number of items to do."""
+    """Number of work items to do."""
     items_done: int = 0
-    """Number of items done."""
+    """Number of work items that are done."""
     total: int
     """Size of all tensors in bytes."""
     done: int
@@ -94,21 +94,21 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     item: int | None = None
     """Number of the item that was just done."""
     node: str = ""
-    """Machine that did the item."""
+    """Machine that did the item that was just done."""
     worker: str = ""
-    """Machine and process that did the item."""
+    """Machine and process that did the item that was just done."""
     nbytes: int = 0
-    """Bytes written for the item."""
+    """Number of bytes written for the item that was just done."""
     seconds: float = 0.0
-    """Seconds that the item took."""
+    """Seconds that the item that was just done took."""
 
 
 Watch = Callable[[Event], None]
-"""Called with each event, from one thread at a time."""
+"""A function that is called with each progress event, from one thread at a time."""
 
 
 def ignore_event(_: Event) -> None:
-    """Ignore events."""
+    """Ignore a progress event."""
 
 
 def node_of(worker: str) -> str:
@@ -117,10 +117,10 @@ def node_of(worker: str) -> str:
 
 
 class Watcher:
-    """Counts finished items and reports events.
+    """Counts finished work items and reports progress events.
 
     Args:
-        items: the items to do.
+        items: the work items to do.
         total: size of all tensors in bytes.
         done: bytes of tensors that an earlier run had finished; `progress` is called with them.
         progress: called with the bytes of each item.
@@ -173,17 +173,17 @@ class Watcher:
 
 
 def open_stage(plan: WorkPlan, *, resume: bool) -> SharedStage:
-    """Return the staged target of a plan, a context to enter.
+    """Return a context with the staged (unfinished) target of a plan.
 
     Raises:
-        TransaxleError: as `shared_staging_at`.
+        TransaxleError: any error that `shared_staging_at` raises.
     """
     overwrite = read_overwrite(plan.overwrite)
     return shared_staging_at(plan.order.target, overwrite=overwrite, resume=resume, sync=plan.sync)
 
 
 def begin(plan: WorkPlan, prepared: Prepared, stage: SharedStage) -> dict[int, ItemResult]:
-    """Create the files with all bytes known in advance, and return usable results of an earlier run.
+    """Create the target files with all bytes known in advance, and return usable results of an earlier run.
 
     Args:
         plan: the plan to execute.
@@ -191,8 +191,8 @@ def begin(plan: WorkPlan, prepared: Prepared, stage: SharedStage) -> dict[int, I
         stage: the staged target, entered.
 
     Raises:
-        UsageError: EXISTS if another conversion has left unfinished work.
-        StorageError: IO, NO_SPACE.
+        UsageError: EXISTS if a different conversion has left unfinished work.
+        StorageError: IO or NO_SPACE, if the files cannot be created.
     """
     if not isinstance(stage, Staging):
         return _begin_upload(plan, prepared, stage)
@@ -209,7 +209,7 @@ def begin(plan: WorkPlan, prepared: Prepared, stage: SharedStage) -> dict[int, I
 
 
 def _begin_upload(plan: WorkPlan, prepared: Prepared, stage: SharedUpload) -> dict[int, ItemResult]:
-    """Begin uploads, or continue those of an earlier run; return the results whose files the service has."""
+    """Begin uploads, or continue the uploads of an earlier run; return the results whose files the service has."""
     sizes = {file: prepared.draft.files[file] for item in plan.items for file in item.files}
     stage.begin_or_continue(sizes, task_text(plan.task), division_of(plan), len(plan.items))
     stage.prepare(_files(prepared, stage))
@@ -230,9 +230,9 @@ def _files(prepared: Prepared, stage: SharedStage) -> dict[str, int]:
 def _usable_results(
     plan: WorkPlan, prepared: Prepared, scratch: Path, existing_files: frozenset[str]
 ) -> dict[int, ItemResult]:
-    """Return results of this plan whose files still exist, and remove the others.
+    """Return stored results of this plan whose files still exist, and remove all further stored results.
 
-    A result from another division of the plan gets a number that no item has, so that no item overwrites it.
+    A result from a different division of the plan gets a number that no item has, so that no item overwrites it.
     """
     files = {unit.name: [place.file for place in unit.everywhere] for unit in prepared.plan.units}
     results, spare_number = {}, _SPARE_NUMBERS
@@ -257,7 +257,7 @@ def _usable_results(
 
 
 def _belongs_to_item(plan: WorkPlan, prepared: Prepared, number: int, result: ItemResult) -> bool:
-    """Tell whether a result belongs to the item with its number."""
+    """Tell whether a stored result belongs to the plan's item of the same number."""
     if number >= len(plan.items):
         return False
     item = plan.items[number]
@@ -269,7 +269,7 @@ def _belongs_to_item(plan: WorkPlan, prepared: Prepared, number: int, result: It
 def items_to_do(plan: WorkPlan, prepared: Prepared, results: dict[int, ItemResult]) -> list[WorkItem]:
     """Return the items without complete results, in the order in which they should begin.
 
-    On a service each item has its own files, so results of other items cannot replace its own.
+    On a service each item has its own files, so its result cannot be combined from results of several items.
     """
     if is_url(plan.order.target):
         return order_items(item for item in plan.items if item.number not in results and not item.is_empty)
@@ -285,7 +285,7 @@ def hand_out(
     progress: Progress = no_progress,
     watch: Watch = ignore_event,
 ) -> tuple[dict[int, ItemResult], int]:
-    """Begin, and let an executor do the remaining items; no worker is running afterwards.
+    """Begin the work, and let an executor do the remaining items; no worker is running when this returns.
 
     Args:
         plan: the plan to execute.
@@ -322,7 +322,7 @@ def hand_out(
 
 
 def sizes_of(prepared: Prepared, finished: Collection[str]) -> tuple[int, int]:
-    """Return the bytes of all units, and those of the finished ones."""
+    """Return the number of bytes of all units of a plan, and the number of bytes of the finished units."""
     units = prepared.plan.units
     return sum(each.nbytes for each in units), sum(each.nbytes for each in units if each.name in finished)
 
@@ -340,8 +340,8 @@ def commit(
         resumed: number of tensors that an earlier run had finished.
 
     Raises:
-        Refused: INCOMPLETE if items have no result; CORRUPT if the source was changed; LOSSY.
-        StorageError: IO, NO_SPACE.
+        Refused: INCOMPLETE if items have no result; CORRUPT if the source was changed; LOSSY if values became infinite.
+        StorageError: IO or NO_SPACE, if files cannot be written.
     """
     if missing := items_to_do(plan, prepared, results):
         raise _refuse_missing(plan, missing)
@@ -370,12 +370,12 @@ def commit(
 
 
 def all_tensors_done(results: Iterable[ItemResult]) -> dict[str, FinishedTensor]:
-    """Return all written tensors, and spans of tensors."""
+    """Return name -> hash and error of every tensor, or span of a tensor, that workers have written."""
     return {name: done for result in results for name, done in result.finished.items()}
 
 
 def _take_files(plan: WorkPlan, stage: SharedUpload, results: dict[int, ItemResult]) -> None:
-    """Add the files that workers have sent to an upload, after checking that the service has them."""
+    """Add the files that workers have sent to the upload, after a check that the service has every file."""
     stage.look_again()
     lost = [number for number, result in results.items() if not stage.holds(result.sent)]
     if lost:
@@ -393,12 +393,12 @@ def _refuse_missing(plan: WorkPlan, items: Sequence[WorkItem]) -> Exception:
 
 
 def spell_numbers(numbers: Sequence[int]) -> str:
-    """Return numbers in short form: `0-9,12`."""
+    """Write item numbers in short form: `0-9,12`."""
     return ",".join(str(first) if stop == first + 1 else f"{first}-{stop - 1}" for first, stop in ranges_of(numbers))
 
 
 def _check_sums(prepared: Prepared, results: Iterable[ItemResult]) -> None:
-    """Combine the checksums that workers have computed; the storage's recheck reads the remaining ranges."""
+    """Combine the checksums that workers have computed; the storage's final recheck reads the remaining byte ranges."""
     witness = layer(prepared.checkpoint.container.storage, Witness)
     if witness is None:
         return
@@ -411,7 +411,7 @@ def _check_sums(prepared: Prepared, results: Iterable[ItemResult]) -> None:
 
 
 def _check_hashes(prepared: Prepared, results: Iterable[ItemResult]) -> None:
-    """Accept the tensors that workers have checked; the storage's recheck checks the others."""
+    """Accept the tensors that workers have checked; the storage's final recheck checks the remaining tensors."""
     watch_source(prepared)
     witness = layer(prepared.checkpoint.container.storage, HashWitness)
     if witness is not None:
@@ -457,7 +457,7 @@ def carry_out(
 
 
 def begin_work(plan: WorkPlan) -> int:
-    """Begin the work on a plan for workers that start later; return the number of remaining items.
+    """Begin the work on a plan whose workers start later; return the number of remaining items.
 
     Raises:
         TransaxleError: any error; EXISTS if the target exists, or a worker is running.
@@ -491,7 +491,7 @@ def refuse_beyond(plan: WorkPlan, numbers: Sequence[int]) -> None:
     """Refuse item numbers that a plan does not have.
 
     Raises:
-        Refused: AMBIGUOUS.
+        Refused: AMBIGUOUS, if the plan has no item of a given number.
     """
     beyond = [number for number in numbers if number >= len(plan.items)]
     if beyond:
@@ -517,10 +517,10 @@ def convert_on(
     """Execute a conversion with the workers of an executor.
 
     Args:
-        order: the conversion as data.
-        prepared: its plan, with the source open.
-        on: hands out the items.
-        jobs: threads of each worker.
+        order: the conversion as plain data.
+        prepared: the conversion's plan, with the source open.
+        on: executor or pool that hands out the work items.
+        jobs: number of threads of each worker.
         resume: continue an interrupted run.
         progress: called with the bytes of each finished item.
         watch: called with each event.
@@ -548,17 +548,17 @@ def prepare_work(
     jobs: int | None = None,
     memory: int | None = None,
 ) -> tuple[CheckedPlan, WorkPlan | Report]:
-    """Check a plan for its target, and divide it; if an earlier run has finished it, return its report instead.
+    """Check a plan for its target, and divide it into items; if an earlier run has finished it, return a report.
 
     Args:
-        order: the conversion as data.
-        prepared: its plan, with the source open.
-        items: number of items; None: one per GiB.
-        overwrite: replace a checkpoint.
+        order: the conversion as plain data.
+        prepared: the conversion's plan, with the source open.
+        items: number of work items; None: one per GiB.
+        overwrite: replace a checkpoint at the target.
         resume: continue an interrupted run.
         sync: sync everything to disk before the target appears.
-        jobs: threads of each worker; None: its own default.
-        memory: bytes of buffers of each worker.
+        jobs: number of threads of each worker; None: the worker's own default.
+        memory: number of bytes for the buffers of each worker.
 
     Raises:
         TransaxleError: every refusal of the plan, as for `execute`.
@@ -579,7 +579,7 @@ def check_on(on: object) -> None:
     """Refuse an argument that is no executor.
 
     Raises:
-        TypeError: it is neither a name nor an executor nor a pool.
+        TypeError: the argument is neither a name nor an executor nor a pool.
         UsageError: AMBIGUOUS for an unknown name.
     """
     if isinstance(on, str):
@@ -599,7 +599,7 @@ def _executor(on: On, jobs: int | None) -> tuple[Executor, int | None]:
 
 
 def is_lead() -> bool:
-    """Tell whether this process is rank 0 of its job, or in no job."""
+    """Tell whether this process is rank 0 of its distributed job, or belongs to no such job."""
     return read_number_of_job("RANK", 0) == 0
 
 
@@ -613,7 +613,7 @@ def convert_in_parts(
     limit: Limits | None = None,
     progress: Progress = no_progress,
 ) -> Report:
-    """Execute a plan in this process whose target is on a service with multipart uploads; see `execute`.
+    """Execute in this process a plan whose target is on a service with multipart uploads; see `execute`.
 
     Args:
         prepared: the plan, from `make_plan`, or from `preflight` for this target.
@@ -640,9 +640,9 @@ def convert_in_parts(
 
 
 def _in_parts(cleared: CheckedPlan, limit: Limits, *, sync: bool) -> WorkPlan:
-    """Divide a plan for one process, in the same way as unfinished work beside the target, if there is any.
+    """Divide a plan into items for one process; if unfinished work is beside the target, divide as that work was.
 
-    The items are smaller than those for several workers if files are small.
+    If files are small, the items are smaller than items for several workers.
     """
     target, overwrite, resume = cleared.request
     count = max(1, min(_MOST, -(-sizes_of(cleared, ())[0] // ITEM)))

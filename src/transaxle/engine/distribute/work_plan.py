@@ -52,35 +52,35 @@ from transaxle.move.workers import DisjointSets
 from transaxle.options import OPTIONS
 
 _VERSION = 1
-"""Version of the file's schema."""
+"""Version of the schema of a plan file."""
 _LONGEST = 1 << 28
 _PLAN_AGAIN = "Plan again with this program:  transaxle plan SRC DST --to … --write PLAN."
 _ITEM_BYTES = 1 << 30
-"""Bytes per item if the user gives no number of items."""
+"""Number of bytes per item if the user gives no number of items."""
 _MAX_ITEMS = 4096
-"""Largest number of items if the user gives none."""
+"""Largest number of items if the user gives no number of items."""
 _CHEAP = 8
 """Producing tensors again for another file is cheap if it costs at most one part in this many of the file's size."""
 
 Ranges = tuple[tuple[int, int], ...]
-"""Start and stop of each range of numbers."""
+"""Ranges of numbers, each as (start, stop)."""
 
 
 class _Piece(msgspec.Struct, frozen=True):
-    """A part of a plan that is not divided further."""
+    """A part of a plan that is not divided further among work items."""
 
     nbytes: int
-    """Bytes that it moves or reads."""
+    """Number of bytes that the part moves or reads."""
     kind: str
-    """Name of the field of `WorkItem` that gets its numbers."""
+    """Name of the field of `WorkItem` that receives `numbers`."""
     numbers: Sequence[int]
-    """Numbers of units, checks or recoded tensors of the plan."""
+    """Indices of the plan's units, checks or recoded tensors that the part covers."""
     files: tuple[str, ...] = ()
-    """Files that it fills completely; empty if workers share files."""
+    """Target files that the part fills completely; empty if workers share files."""
 
 
 class ConversionOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversion as data: everything that determines its result."""
+    """A conversion as plain data: everything that determines its result."""
 
     source: str
     """Absolute path or URL of the source."""
@@ -95,13 +95,13 @@ class ConversionOrder(msgspec.Struct, frozen=True, kw_only=True):
     shaping: dict[str, Any] = {}
     """Options of `make_plan` that are plain data."""
     encode: Encode | None = None
-    """Which tensors to encode, and how; None: none."""
+    """Which tensors to encode, and how; None: encode no tensor."""
     degrees: Degrees | None = None
-    """Degrees of a target with files for each rank; None for other targets."""
+    """Parallel degrees of a target with files for each rank; None for targets without files for each rank."""
 
     @contextmanager
     def prepare(self) -> Iterator[Prepared]:
-        """Open the source and plan; the files stay open until the block ends.
+        """Return a context that opens the source and plans; the files stay open until the context ends.
 
         Raises:
             TransaxleError: errors of `open_checkpoint` and `make_plan`.
@@ -128,20 +128,20 @@ def order(
     encode: Encode | None = None,
     degrees: Degrees | None = None,
 ) -> ConversionOrder:
-    """Return a conversion as data.
+    """Return a conversion as plain data.
 
     Args:
         src: path or URL of the source.
         dst: path or URL of the target.
-        to: `FORMAT[:DIALECT]`.
+        to: format and dialect of the target, `FORMAT[:DIALECT]`.
         reading: options of `open_checkpoint`, from `read_options`.
         shaping: options of `make_plan` that are plain data.
-        encode: which tensors to encode.
-        degrees: degrees of a target with files for each rank.
+        encode: which tensors to encode, and how.
+        degrees: parallel degrees of a target with files for each rank.
 
     Raises:
         Refused: UNSUPPORTED for a target that several workers cannot write.
-        TransaxleError: errors of reading config and rules.
+        TransaxleError: errors of reading the config file and the rules file.
     """
     local_target = local_path(dst) if is_url(dst) else dst
     plain = {name: value for name, value in reading.items() if value is not None}
@@ -172,18 +172,18 @@ def _absolute(path: str) -> str:
 
 
 class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a plan that one worker does alone."""
+    """Work item: a part of a plan that one worker does alone."""
 
     number: int
     """Index of the item in the plan."""
     nbytes: int
-    """Bytes that it moves, or reads to compare and to measure."""
+    """Number of bytes that the item moves, or reads to compare and to measure."""
     tensors: Ranges = ()
-    """Units of the plan to write: tensors, and spans of large ones."""
+    """Indices of the plan's units to write: tensors, and spans of large tensors."""
     checks: Ranges = ()
-    """Checks of the plan to make: copies to compare."""
+    """Indices of the plan's checks to make: pairs of copies to compare."""
     measures: Ranges = ()
-    """Recoded tensors of the plan whose errors to measure."""
+    """Indices of the plan's recoded tensors whose errors to measure."""
     files: tuple[str, ...] = ()
     """Target files that the item writes into."""
     sources: tuple[str, ...] = ()
@@ -197,12 +197,12 @@ class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def magnitude(self) -> int:
-        """A class of sizes: items of about the same size have the same number."""
+        """Number of the item's size class: items of about the same size have the same number."""
         return (3 * self.nbytes).bit_length()
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether the item has nothing to do."""
         return not (self.tensors or self.checks or self.measures)
 
 
@@ -210,27 +210,27 @@ class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A conversion, divided into work items."""
 
     form: int = _VERSION
-    """Version of this schema."""
+    """Version of the schema of a plan file."""
     program: str
-    """Version of the program that planned."""
+    """Version of Transaxle that made the plan."""
     order: ConversionOrder
-    """The conversion as data."""
+    """The conversion as plain data."""
     task: Task
     """Identity of the plan, and the state of the source's files."""
     overwrite: bool | str = False
-    """Whether to replace a checkpoint at the target; `everything`: also delete all other files there."""
+    """Whether to replace a checkpoint at the target; `everything`: also delete all further files in its folder."""
     sync: bool = True
     """Whether to sync everything to disk before the target appears."""
     jobs: int | None = None
-    """Threads of each worker; None: its own default."""
+    """Number of threads of each worker; None: the worker's own default."""
     memory: int | None = None
-    """Bytes of the buffers of each worker; None: its own default."""
+    """Bytes of the buffers of each worker; None: the worker's own default."""
     items: tuple[WorkItem, ...]
     """The work items."""
     files: tuple[str, ...] = ()
     """Source files whose state is part of the task, if workers need not plan."""
     seal: str = ""
-    """Hash of all other fields, computed while this one is empty."""
+    """Hash of all further fields, computed while `seal` is empty."""
 
     @property
     def text(self) -> bytes:
@@ -253,8 +253,8 @@ def work_plan(order: ConversionOrder, cleared: CheckedPlan, count: int | None = 
     """Divide a checked plan into work items.
 
     Args:
-        order: the conversion as data.
-        cleared: its plan, checked for the target.
+        order: the conversion as plain data.
+        cleared: the plan of this conversion, checked for its target.
         count: number of items; None: one per GiB.
         **options: `overwrite`, `sync`, `jobs`, `memory` of `WorkPlan`.
 
@@ -280,7 +280,8 @@ def parse_plan(text: bytes, file: str) -> WorkPlan:
         file: name of the file, for errors.
 
     Raises:
-        Refused: CORRUPT if it is no plan, or was changed; UNSUPPORTED if another version of the program wrote it.
+        Refused: CORRUPT if the text is no plan, or was changed; UNSUPPORTED if a different version of Transaxle wrote
+            it.
     """
     try:
         form = msgspec.json.decode(text, type=_Form).form
@@ -310,8 +311,8 @@ def write_plan(plan: WorkPlan, path: str) -> None:
     """Write a plan file, which must not exist; only its owner may read it if a URL in it has a password or a signature.
 
     Raises:
-        UsageError: EXISTS.
-        StorageError: IO, NO_SPACE.
+        UsageError: EXISTS, if the file exists.
+        StorageError: IO or NO_SPACE, if the file cannot be written.
     """
     try:
         places = plan.order.source, plan.order.target
@@ -325,7 +326,7 @@ def write_plan(plan: WorkPlan, path: str) -> None:
 
 
 def parse_part(text: bytes, item: WorkItem) -> PlanPart | None:
-    """Read the part of an item; None if it is not the planned one."""
+    """Parse a work item's stored part of the plan; None if its hash is not that of the planned part."""
     if not item.key or digest(text) != item.key:
         return None
     return msgspec.msgpack.decode(text, type=PlanPart)
@@ -335,9 +336,9 @@ def part_of_item(plan: Plan, item: WorkItem, storage: Storage | None = None) -> 
     """Return the part of a plan that an item does.
 
     Args:
-        plan: the plan.
-        item: the item.
-        storage: the source, for the versions of its files; None: leave them out.
+        plan: the whole plan.
+        item: the work item.
+        storage: the source, for the versions of its files; None: leave the versions out.
 
     Raises:
         TransaxleError: a file of the source cannot be read.
@@ -361,13 +362,13 @@ def with_parts(plan: Plan, items: Iterable[WorkItem], storage: Storage) -> tuple
 
 
 def numbers(ranges: Ranges) -> Iterator[int]:
-    """Yield the numbers in ranges."""
+    """Yield every number in ranges."""
     for first, stop in ranges:
         yield from range(first, stop)
 
 
 def ranges_of(numbers: Iterable[int]) -> Ranges:
-    """Return the ranges of numbers, given in any order, even repeatedly. Inverse: `numbers`."""
+    """Return numbers (in any order, with or without repetition) as ranges. Inverse: `numbers`."""
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
         if ranges and ranges[-1][1] == number:
@@ -378,10 +379,10 @@ def ranges_of(numbers: Iterable[int]) -> Ranges:
 
 
 def order_items(items: Iterable[WorkItem]) -> list[WorkItem]:
-    """Return items in the order in which they should begin: checks that may refuse first, then large items.
+    """Return work items in the order in which they should begin: checks that may refuse first, then large items.
 
-    A large item that begins last would let all others wait. Items of about the same size stay in file order, so that
-    concurrent workers read and write near each other.
+    A large item that begins last would let all workers but one wait. Items of about the same size stay in file order,
+    so that concurrent workers read and write near each other.
     """
     return sorted(items, key=lambda item: (not (item.checks or item.measures), -item.magnitude))
 
@@ -390,9 +391,9 @@ def divide(plan: Plan, count: int | None = None, *, whole_files: bool = False) -
     """Divide a plan into work items.
 
     Args:
-        plan: the plan.
-        count: number of items; some are empty if there are fewer units or files. None: one per GiB.
-        whole_files: whether each file belongs to a single item.
+        plan: the whole plan.
+        count: number of items, of which some are empty if there are fewer units or files. None: one per GiB.
+        whole_files: whether each target file belongs to a single item.
 
     Raises:
         TypeError: `count` is no number.
@@ -438,7 +439,7 @@ def _item(plan: Plan, number: int, share: Sequence[_Piece]) -> WorkItem:
 
 
 def _check_pieces(plan: Plan) -> Iterator[_Piece]:
-    """Yield the checks that may refuse a conversion."""
+    """Yield a piece for each check that may refuse the conversion."""
     for number, check in enumerate(plan.checks):
         yield _Piece(2 * check.nbytes, "checks", [number])
     for number, step in enumerate(plan.recoded):
@@ -447,7 +448,7 @@ def _check_pieces(plan: Plan) -> Iterator[_Piece]:
 
 
 def _tensor_pieces(plan: Plan) -> Iterator[_Piece]:
-    """Yield the units of a plan, with the buffers of an encoded tensor in one piece."""
+    """Yield the units of a plan as pieces; the buffers of an encoded tensor share one piece."""
     together: dict[str, list[int]] = {}
     for number, tensor in enumerate(plan.units):
         if tensor.step is not None:
@@ -459,10 +460,10 @@ def _tensor_pieces(plan: Plan) -> Iterator[_Piece]:
 
 
 def _file_pieces(plan: Plan) -> Iterator[_Piece]:
-    """Yield the units of each file; units without bytes belong to no file.
+    """Yield the units of each target file as a piece; units without bytes belong to no file.
 
-    A unit that lies in several files is produced again for each of them. If that costs much compared with the files, as
-    if ranks share every tensor, these files form one piece.
+    A unit that lies in several files is produced again for each file. If that costs much compared with the files' size,
+    for example because ranks share every tensor, these files form one piece.
     """
     places: list[dict[str, int]] = []
     own_bytes, extra_bytes = Counter[str](), Counter[str]()
