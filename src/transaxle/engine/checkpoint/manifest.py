@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 SCHEMA, IN_SPANS = 2, 2
-"""Versions of the manifest: the current one, and the first in which large tensors are hashed in spans."""
+"""Versions of the manifest: the current version, and the first version in which large tensors are hashed in spans."""
 _BLOCK = 1 << 18
 _NEAR, _IN_A_ROW = 1 << 14, 4
 """A gap between tensors is near if it and its distance to the gap before are at most `_NEAR` bytes long. After
@@ -50,7 +50,7 @@ class FileRecord(msgspec.Struct, frozen=True):
     size: int
     """Size in bytes."""
     head: int
-    """Number of bytes that belong to no tensor: the headers of a tensor file, all bytes of any other file."""
+    """Number of the file's bytes that belong to no tensor: headers, or all bytes if the file has no tensors."""
     xxh3: str
     """xxh3-128 of the bytes outside the tensors, in file order, in hex."""
 
@@ -59,9 +59,9 @@ class TensorRecord(msgspec.Struct, frozen=True):
     """Dtype, shape and hash of a tensor of the checkpoint."""
 
     dtype: str
-    """Safetensors code."""
+    """Safetensors code of the tensor's dtype."""
     shape: tuple[int, ...]
-    """Logical elements along each dim."""
+    """Number of logical elements along each dim."""
     xxh3: str
     """xxh3-128 of the tensor's row-major little-endian bytes, in hex. In version 2, for tensors of more than 256 MiB,
     xxh3-128 of the concatenated hex hashes of each 256 MiB.
@@ -72,25 +72,25 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `transaxle.json`."""
 
     transaxle: int = 1
-    """Version of this schema."""
+    """Version of the manifest's schema."""
     format: str
-    """Container format."""
+    """Container format of the checkpoint."""
     family: str | None
-    """Model family; None if no table reads the names."""
+    """Model family; None if no family's table reads the tensor names."""
     dialect: str
-    """Dialect of the names."""
+    """Dialect of the tensor names."""
     axes: dict[str, int]
     """Axis sizes, without those that differ between layers."""
     aliases: dict[str, str]
     """Stored name of a tied tensor -> stored name of the original."""
     files: dict[str, FileRecord]
-    """Every file except the manifest."""
+    """File name -> size and hash, for every file except the manifest."""
     tensors: dict[str, TensorRecord]
-    """Every tensor."""
+    """Stored name -> dtype, shape and hash, for every tensor."""
     source: str | msgspec.UnsetType = msgspec.UNSET
     """URL of the source if it always has the same content: a hub's repository at a commit."""
     checksum: str = ""
-    """xxh3-128 of this text with an empty checksum."""
+    """xxh3-128 of the manifest's text with an empty checksum."""
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -106,7 +106,7 @@ def decode(text: bytes, file: str = MANIFEST) -> Manifest:
     """Read the text of a manifest.
 
     Raises:
-        Refused: UNSUPPORTED for a later version; CORRUPT if it is malformed or was changed.
+        Refused: UNSUPPORTED for a later version of the manifest; CORRUPT if the text is malformed or was changed.
     """
     try:
         manifest = msgspec.json.decode(text, type=Manifest)
@@ -141,8 +141,8 @@ def load(container: Container) -> Manifest | None:
     For a single opened file, return the part of its folder's manifest about this file.
 
     Raises:
-        Refused: CORRUPT.
-        StorageError: IO.
+        Refused: CORRUPT, if the manifest is malformed or was changed.
+        StorageError: IO, if the manifest cannot be read.
     """
     storage = container.storage
     if MANIFEST not in storage.names():
@@ -167,7 +167,7 @@ def stale(manifest: Manifest, container: Container, files: Collection[str] | Non
     Args:
         manifest: the manifest, from `load`.
         container: the checkpoint.
-        files: only check these files; None: all listed files.
+        files: names of the files to check; None: all files that the manifest lists.
     """
     problems = []
     tensor_ranges = _tensor_ranges(container)
@@ -198,7 +198,7 @@ def _size(container: Container, name: str, present: Collection[str]) -> int | No
 
 
 _Ranges = list[tuple[list[int], int]]
-"""Byte ranges of one file as (offsets, size): one pair for all ranges of equal size."""
+"""Byte ranges of one file, as one pair (offsets, size) for all ranges of equal size."""
 
 
 def _tensor_ranges(container: Container) -> dict[str, _Ranges]:
@@ -239,7 +239,7 @@ def _digest_around(container: Container, name: str, size: int, ranges: _Ranges) 
 
 
 def _gaps(size: int, ranges: _Ranges) -> tuple[list[int], list[int]]:
-    """Return the begin and end offsets of the parts of a file outside all ranges."""
+    """Return the begin offsets and the end offsets of those parts of a file that lie outside all ranges."""
     starts, stops, reached = [], [], 0
     for begin, end in sorted((begin, begin + length) for begins, length in (*ranges, ([size], 0)) for begin in begins):
         if begin > reached:
@@ -252,7 +252,7 @@ def _gaps(size: int, ranges: _Ranges) -> tuple[list[int], list[int]]:
 def read_manifest(container: Container) -> Manifest | None:
     """Return the manifest if the checkpoint still matches it; None otherwise.
 
-    Only files with tensors or their descriptions, and config.json, are checked; `verify` checks the others.
+    Only files with tensors or their descriptions, and config.json, are checked; `verify` checks all further files.
     """
     try:
         manifest = None if container.storage.single else load(container)
@@ -277,16 +277,16 @@ _MEANT_CONFIG = f"If the change is meant, name the file (--config FILE, config=)
 
 
 class RecordedTensor(msgspec.Struct, frozen=True):
-    """A tensor with its recorded hash."""
+    """A source tensor with the hash that is recorded for it."""
 
     name: str
     """Stored name of the tensor."""
     size: int
-    """Size in bytes."""
+    """Size of the tensor in bytes."""
     xxh3: str
-    """The recorded hash, in hex."""
+    """The recorded xxh3-128 hash, in hex."""
     span: int
-    """Bytes of each separately hashed span."""
+    """Number of bytes in each span of the tensor that is hashed separately."""
     transfers: tuple[Transfer, ...]
     """The transfers that read the tensor's bytes, sorted by position in the tensor."""
 
@@ -322,7 +322,7 @@ class HashWitness(Overlay):
         self._progress: dict[tuple[int, int], _SpanProgress] = {}
         self._spans: dict[int, dict[int, str]] = {}
         self._read: dict[int, int] = {}
-        """Number of a tensor that was read but not yet checked -> bytes read."""
+        """Number of a tensor that was read but not yet checked -> number of its bytes that were read."""
         self._settled: dict[int, bool] = {}
         self._scattered: set[int] = set()
         """Tensors that are never read in order: in strided runs, or sharing bytes with others."""
@@ -333,11 +333,11 @@ class HashWitness(Overlay):
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """The manifest, unless it describes other tensors of the folder.
+        """The folder's manifest; None if it does not describe the tensors of this container.
 
         Raises:
-            Refused: CORRUPT, UNSUPPORTED.
-            StorageError: IO.
+            Refused: CORRUPT or UNSUPPORTED, if the manifest is malformed or of a later version.
+            StorageError: IO, if the manifest cannot be read.
         """
         manifest = None if self.container is None else load(self.container)
         if manifest is None or self.container is None or manifest.files.keys().isdisjoint(self.container.files):
@@ -373,9 +373,9 @@ class HashWitness(Overlay):
             self._read = dict.fromkeys(self._scattered, 0)
 
     def tensor_in(self, parts: Sequence[Transfer], size: int) -> int | None:
-        """Return the number of the tensor that fills a transfer exactly, so that the caller will report its hash.
+        """Return the number of the tensor that transfers read completely, whose hash the caller then reports.
 
-        None if there is no such tensor, or if its hash is not made from the same spans.
+        None if the transfers read no whole tensor, or if the tensor's hash is not made from the same spans.
         """
         from transaxle.move.journal import span_ends  # imported here and below: opening a checkpoint hashes nothing
 
@@ -393,7 +393,7 @@ class HashWitness(Overlay):
         return number
 
     def settle(self, number: int, xxh3: str) -> None:
-        """Compare the hash of a tensor's bytes as they were read with the recorded one."""
+        """Compare the hash of a tensor's bytes, as they were read, with the recorded hash."""
         with self._lock:
             self._settled[number] = self._settled.get(number, True) and self._records[number].xxh3 == xxh3
             self._read.pop(number, None)
@@ -415,11 +415,11 @@ class HashWitness(Overlay):
     def take_proved(self) -> tuple[str, ...]:
         """Return the tensors that proved intact since the last call.
 
-        Tensors that this process read only in part are left to the process that combines what all have read.
+        Tensors that this process read only in part are left to the process that combines the reads of all processes.
 
         Raises:
             Refused: CORRUPT for each tensor that does not match its hash.
-            StorageError: IO.
+            StorageError: IO, if a file cannot be read.
         """
         self._check_hashes([number for number, count in [*self._read.items()] if count >= self._records[number].size])
         with self._lock:
@@ -429,7 +429,7 @@ class HashWitness(Overlay):
         return tuple(self._records[number].name for number in proved)
 
     def accept(self, names: Collection[str]) -> None:
-        """Accept another process's word that these tensors match their hashes."""
+        """Count tensors as intact, because a different process has checked them against their hashes."""
         with self._lock:
             for number, tensor in enumerate(self._records):
                 if tensor.name in names:
@@ -437,11 +437,11 @@ class HashWitness(Overlay):
                     self._read.pop(number, None)
 
     def recheck(self) -> None:
-        """Check that no file has changed, and check every tensor that was read against its hash.
+        """Check that no file has changed, and that every tensor that was read matches its hash.
 
         Raises:
             Refused: CORRUPT for each tensor that does not match its hash.
-            StorageError: IO.
+            StorageError: IO, if a file cannot be read.
         """
         super().recheck()
         self._check_hashes([*self._read])
@@ -481,7 +481,7 @@ class HashWitness(Overlay):
                     self._read[number] = self._read.get(number, 0) + runs.size
 
     def _hash_read(self, steps: Steps, name: str, offset: int, view: memoryview) -> None:
-        """Hash the bytes of a read, where they continue a tensor."""
+        """Hash those bytes of a read that continue a tensor whose hash is in progress."""
         if name not in self._pieces or not view.nbytes:
             return
         octets = view.cast("B")
@@ -508,7 +508,7 @@ class HashWitness(Overlay):
             start, data = start + len(part), data[len(part) :]
 
     def _span_at(self, number: int, at: int, inside: int) -> _SpanProgress | None:
-        """Return the span that these bytes continue in this thread; None if they continue none."""
+        """Return the span that bytes at an offset continue in this thread; None if they continue no span."""
         from transaxle.move.journal import WHOLE, ItemHash
 
         with self._lock:
@@ -552,14 +552,14 @@ class HashWitness(Overlay):
 
 
 def with_hash_witness(container: Container) -> Container:
-    """Return a container that checks its reads against recorded hashes, if the checkpoint has any."""
+    """Return a container that checks its reads against recorded hashes, if the checkpoint has recorded hashes."""
     if not has_hashes(container):
         return container
     return msgspec.structs.replace(container, storage=HashWitness(container.storage, container))
 
 
 def has_hashes(container: Container) -> bool:
-    """Tell whether there are recorded hashes of some tensors: in a manifest, or digests in the files."""
+    """Tell whether hashes of some tensors are recorded, in a manifest or as digests in the files."""
     return bool(container.seals) or has_manifest(container)
 
 
@@ -568,8 +568,8 @@ def hash_evidence(container: Container) -> str:
     none.
 
     Raises:
-        Refused: as `HashWitness.manifest`.
-        StorageError: IO.
+        Refused: any refusal that `HashWitness.manifest` raises.
+        StorageError: IO, if the manifest cannot be read.
     """
     witness = layer(container.storage, HashWitness)
     if witness is None or witness.container is None:
@@ -652,8 +652,8 @@ def watch_hashes(storage: Storage) -> None:
     """Start to check the bytes that are read from a source against its own hashes, if it has any.
 
     Raises:
-        Refused: CORRUPT, UNSUPPORTED for a manifest that cannot be read.
-        StorageError: IO.
+        Refused: CORRUPT or UNSUPPORTED, if the manifest is malformed or of a later version.
+        StorageError: IO, if a file cannot be read.
     """
     from transaxle.move.journal import span_ends
 
@@ -689,7 +689,7 @@ def _places(entry: Entry, source: Source) -> tuple[Transfer, ...]:
 
 
 def _ranges(file: str, container: Container) -> Iterator[tuple[str, int, int]]:
-    """Yield the non-empty tensors of a sealed file: name, and begin and end offset."""
+    """Yield name, begin offset and end offset of each non-empty tensor in a file that was written with digests."""
     for name, entry in (*container.entries.items(), *container.left.items()):
         if entry.nbytes and entry.extents[0].file == file:
             begin = entry.extents[0].offset
@@ -697,7 +697,7 @@ def _ranges(file: str, container: Container) -> Iterator[tuple[str, int, int]]:
 
 
 def digest_positions(seal: Seal, container: Container) -> Iterator[tuple[str, int]]:
-    """Yield the tensors of a file with digests, each with the position of its digest."""
+    """Yield each tensor of a file that was written with digests, with the position of the tensor's digest."""
     for name, begin, _ in _ranges(seal.file, container):
         if begin in seal.places:
             yield name, seal.places[begin]

@@ -38,15 +38,15 @@ from transaxle.formats.catalog import Container
 from transaxle.formats.registry import ADAPTER_CONFIG, CALLED
 
 IDENTITY = "identity"
-"""The dialect of every checkpoint: each tensor under its own name."""
+"""Label of the dialect that every checkpoint has: each tensor under its own stored name."""
 _CLOSE = 3
 """Number of similar family names that a refusal lists."""
 _LISTED = 12
-"""Number of readings of the same names that a refusal lists."""
+"""Number of possible readings (family and dialect) of the same names that a refusal lists."""
 _SHARED = frozenset({"hf", "transformers"})
 """Dialects whose names many models share, with different layouts."""
 _ANY_SIZES = (1, 10**6)
-"""Smallest and largest size of all axes: a condition that is true for both does not depend on sizes."""
+"""Smallest and largest possible axis size: a condition that is true with either does not depend on sizes."""
 _CHOOSE = "Choose with --config FILE, or with --family NAME and --from DIALECT (config=, family=, dialect=)."
 _KEEP = "Names stay as they are with --to safetensors:identity."
 _KNOWN_TO_RUN = (
@@ -67,7 +67,7 @@ _VOCABULARY, _ROWS = "vocab_size", "n"
 _TORCHTUNE = re.compile(
     r"(?:.+\.)?layers\.0\.(?:attn\.(?:q_proj|k_proj|v_proj|output_proj)\..+|(?:sa|mlp)_norm\.scale)"
 )
-"""Patterns of names that only torchtune's models have."""
+"""Patterns of tensor names that only torchtune's models have."""
 ENGINES = frozenset({"vllm"})
 """Dialects of inference engines. A file is read in one only if its names, its manifest or the user say so, because some
 engines store other contents under the hub's names.
@@ -75,14 +75,14 @@ engines store other contents under the hub's names.
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """A family and dialect that read a checkpoint's names."""
+    """A model family and one of its dialects that read a checkpoint's tensor names."""
 
     family: Family
-    """The family."""
+    """The family whose table reads the names."""
     dialect: Dialect
-    """The dialect."""
+    """The dialect of the family that reads the names."""
     prefix: str
-    """Text before every name, such as `model.`; empty if there is none."""
+    """Text before every stored name, such as `model.`; empty if the names have no such prefix."""
     matched: int
     """Number of stored names that the dialect reads."""
 
@@ -124,19 +124,19 @@ _ELSEWHERE = {
     "onnx": "Optimum's exporter (optimum-cli export onnx)",
     "mlx": "mlx_lm.convert",
 }
-"""File formats of other programs -> the tool that makes them from a folder in the hub's form."""
+"""File format of another program -> the tool that makes such a file from a folder in the hub's form."""
 
 
 def pick_dialect(family: Family, label: str, formats: Sequence[str] = ()) -> Dialect:
     """Return a dialect of a family by its label.
 
     Args:
-        family: the family.
-        label: what the user typed.
-        formats: format names that the label could be as well.
+        family: the family that should have the dialect.
+        label: the dialect's label as the user typed it.
+        formats: names of formats, which the user may have confused with a dialect.
 
     Raises:
-        UsageError: AMBIGUOUS, with the dialects of the family.
+        UsageError: AMBIGUOUS if the family has no such dialect, with the dialects that it has.
     """
     match = family.dialect(read_text("dialect", label, "hf"))
     if match is None:
@@ -168,15 +168,15 @@ def other_meaning(label: str) -> str:
 
 
 def check_dialect(label: str, families: Families, formats: Sequence[str] = ()) -> None:
-    """Refuse a label that no family has as a dialect.
+    """Refuse a label that is no dialect of any family.
 
     Args:
-        label: what the user typed.
+        label: the dialect's label as the user typed it.
         families: all known families.
-        formats: format names that the label could be as well.
+        formats: names of formats, which the user may have confused with a dialect.
 
     Raises:
-        UsageError: AMBIGUOUS, with a suggestion.
+        UsageError: AMBIGUOUS if no family has such a dialect, with a suggestion.
     """
     if label == IDENTITY or is_dialect(label):
         return
@@ -193,14 +193,14 @@ def check_dialect(label: str, families: Families, formats: Sequence[str] = ()) -
 
 
 def model_types(config: Mapping[str, Any]) -> list[str]:
-    """Return the model types in a config: its own, and that of its text model."""
+    """Return the model types in a config: that of the whole model, and that of its text model."""
     nested = config.get("text_config")
     levels = [config, nested] if isinstance(nested, Mapping) else [config]
     return [level["model_type"] for level in levels if isinstance(level.get("model_type"), str)]
 
 
 def _present_tensors(reading: Reading, grouped: Mapping[str, list[str]]) -> set[str]:
-    """Return the logical tensors that the names contain."""
+    """Return the logical tensors of which the stored names contain at least one."""
     stored = {skeleton(names[0][len(reading.prefix) :]) for names in grouped.values()}
     return {c for line in reading.dialect.lines if line.name.skeleton in stored for c in line.expression.components}
 
@@ -224,7 +224,7 @@ def _count_missing(reading: Reading, grouped: Mapping[str, list[str]]) -> tuple[
 
 
 def _most_complete(readings: Sequence[Reading], grouped: Mapping[str, list[str]]) -> list[Reading]:
-    """Return the readings that lack no mandatory tensor and the fewest optional ones.
+    """Return the readings that lack no mandatory tensor and the fewest optional tensors.
 
     All names of a Llama are also names of a Qwen3, which always has more; all names of a Qwen3 are names of a Qwen3-MoE
     without experts. If every reading lacks something (one shard of several), all readings are returned.
@@ -237,7 +237,7 @@ def _most_complete(readings: Sequence[Reading], grouped: Mapping[str, list[str]]
 
 
 def _readings(family: Family, grouped: Mapping[str, list[str]], dialect: str | None) -> Iterator[Reading]:
-    """Yield how each dialect of a family, or only the given one, reads the names."""
+    """Yield how each dialect of a family, or only the given dialect, reads the names."""
     for candidate in family.dialects if dialect is None else [family.dialect(dialect)]:
         matched, prefix = (0, "") if candidate is None else score(grouped, candidate)
         if candidate is not None and matched:
@@ -274,13 +274,13 @@ def recognise(
 
     Args:
         names: the checkpoint's stored names.
-        config: its config.json; empty if there is none.
+        config: content of the checkpoint's config.json; empty if there is none.
         families: all known families.
-        family: the family that the user gave, which is not questioned.
-        dialect: the dialect that the user gave, likewise.
+        family: the family that the user gave, which is not questioned; None: find it.
+        dialect: the dialect that the user gave, which is not questioned; None: find it.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY or AMBIGUOUS, with the candidates.
+        UsageError: UNKNOWN_FAMILY if no family reads the names; AMBIGUOUS, with the candidates, if several do.
     """
     grouped = _group_names(names)
     types = model_types(config)
@@ -324,7 +324,7 @@ def _refuse_silent(
         best_count: number of names that these dialects read.
 
     Raises:
-        UsageError: AMBIGUOUS.
+        UsageError: AMBIGUOUS, if such a table exists.
     """
     readings = [
         reading
@@ -352,7 +352,7 @@ def keep_names(names: Iterable[str], label: str, families: Families) -> bool:
 
     Args:
         names: stored names.
-        label: the dialect; always False for one whose names many models share.
+        label: label of the dialect; for a dialect whose names many models share, the result is always False.
         families: all known families.
     """
     if _bare(label) in _SHARED:
@@ -398,7 +398,7 @@ def _refuse_torchtune(grouped: Mapping[str, list[str]]) -> None:
     """Refuse names of torchtune's models: no table reads them, and those shared with other models are misleading.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY.
+        UsageError: UNKNOWN_FAMILY, if only torchtune's models have the names.
     """
     first = next((alike[0] for key, alike in grouped.items() if _TORCHTUNE.fullmatch(key)), None)
     if first is not None:
@@ -440,14 +440,14 @@ def _ambiguous_readings(readings: Sequence[Reading], matched: int, names: int, t
 def _no_reading(
     names: Sequence[str], types: Sequence[str], candidates: Sequence[Family], families: Families, dialect: str | None
 ) -> TransaxleError:
-    """Build the refusal if no dialect reads any name, with the closest one.
+    """Build the refusal of names that no dialect reads, with the dialect whose names are closest.
 
-    A dialect that no candidate has is reported as a typing error; an unknown model type is reported as such.
+    A dialect that no candidate has is reported as a typing error, and an unknown model type as unknown.
 
     Args:
         names: the stored names.
         types: the model types of the config.
-        candidates: the families given by the model types or the user; none: any family that is recognised by names.
+        candidates: the families given by the model types or the user; if empty, every family recognised by names.
         families: all known families.
         dialect: the dialect that the user gave.
     """
@@ -484,7 +484,7 @@ def _no_reading(
 
 
 def _no_such_dialect(label: str, labels: Sequence[str], candidates: Sequence[Family]) -> TransaxleError:
-    """Build the refusal of a source dialect that no candidate has, with the nearest name."""
+    """Build the refusal of a source dialect that no candidate family has, with the most similar label."""
     close = difflib.get_close_matches(label.lower(), [*labels, *(each.partition("@")[0] for each in labels)], 1)
     whose = f"family {' and family '.join(f.name for f in candidates)} has" if candidates else "there is"
     message = f"{whose} no dialect {label!r}; there are: {', '.join(labels)}"
@@ -501,7 +501,7 @@ def _unknown_type(types: Sequence[str], hint: str) -> TransaxleError:
 
 
 def _ways_out(types: Sequence[str]) -> str:
-    """Return what to do with a model that no table reads, a line each; transformers may know its model type."""
+    """Return advice for a model that no table reads, one way per line; transformers may know its model type."""
     keep_names_line = "To keep its names:  --to safetensors:identity  (or dcp:identity and so on)"
     if not types:
         config = "Names show few families. To say which it is:  --config FILE  (its config.json), or --family NAME"
@@ -554,10 +554,10 @@ def check_same(config: Mapping[str, Any], recorded: Mapping[str, Any], axes: Map
 
 
 def _check_axes(family: Family, axes: Mapping[str, int]) -> None:
-    """Refuse sizes of axes that a family does not have: they would change nothing.
+    """Refuse sizes of axes that a family does not have, because such sizes would change nothing.
 
     Raises:
-        UsageError: UNKNOWN_AXIS.
+        UsageError: UNKNOWN_AXIS, for each axis that the family does not have.
     """
     for axis in axes:
         if axis not in family.axes:
@@ -566,11 +566,11 @@ def _check_axes(family: Family, axes: Mapping[str, int]) -> None:
 
 
 class StoredNames:
-    """The stored names of a checkpoint as its tables read them: computed once, and shared by all views of its files.
+    """How the family's table reads a checkpoint's stored names: computed once, and shared by all views of the files.
 
     Args:
         container: the files of the checkpoint.
-        settings: the user's settings for them.
+        settings: the user's settings for reading the checkpoint.
         undecoded: the names as stored, if `container` is a decoded view.
     """
 
@@ -586,7 +586,7 @@ class StoredNames:
 
     @cached_property
     def catalog(self) -> Catalog:
-        """The stored tensors as tables see them: an encoded tensor with its scales is one entry."""
+        """The stored tensors as the families' tables see them: an encoded tensor with its scales is one entry."""
         has_modelopt = MODELOPT_CONFIG in self._container.carried
         modelopt = read_stored_config(self._container.storage, MODELOPT_CONFIG) if has_modelopt else None
         return catalog(self._container, self.config, modelopt)
@@ -600,7 +600,7 @@ class StoredNames:
 
     @cached_property
     def decoded(self) -> Mapping[str, EncodedTensor]:
-        """Tensors that this view shows decoded, by table name, with their stored encoding."""
+        """Table name -> stored encoding, for the tensors that this view shows decoded."""
         if self._undecoded is None:
             return {}
         stored_encoded = self._undecoded.catalog.encoded
@@ -620,7 +620,7 @@ class StoredNames:
         """Family and dialect of the stored names.
 
         Raises:
-            UsageError: UNKNOWN_FAMILY, AMBIGUOUS.
+            UsageError: UNKNOWN_FAMILY if no family reads the names; AMBIGUOUS if several do.
         """
         if isinstance(self.reading_or_error, TransaxleError):
             raise self.reading_or_error
@@ -628,7 +628,7 @@ class StoredNames:
 
     @cached_property
     def reading_or_error(self) -> Reading | TransaxleError:
-        """Family and dialect of the stored names, or the error why they are unknown."""
+        """Family and dialect of the stored names, or the error that tells why family and dialect are unknown."""
         settings = self._settings
         dialect = settings.dialect
         try:
@@ -664,7 +664,7 @@ class StoredNames:
         """Axis sizes, in order of precedence: the user's, the manifest's (unless the user gave a config), the config's.
 
         Raises:
-            Refused: SHAPE_MISMATCH if the user's config belongs to another model.
+            Refused: SHAPE_MISMATCH if the user's config belongs to a different model.
         """
         check_same(self.config, self._container.config, self._settings.axes)
         trusted = self.manifest if self._settings.config is None else None
@@ -675,7 +675,7 @@ class StoredNames:
 
     @cached_property
     def bound(self) -> BoundNames:
-        """The stored names, matched with the lines of their dialect; those of optimizer state may match another one.
+        """The stored names, matched with the table lines of their dialect (optimizer state: maybe a second dialect).
 
         A program may save weights under the hub's names, and state under the names in memory. So state is read through
         the dialect of the family that reads the most of it.

@@ -1,11 +1,11 @@
-"""Stored tensors: one tensor, read whole or in boxes, or several, read one by one or in file order.
+"""Stored tensors: one tensor that is read whole or in boxes, or several that are read one by one or in file order.
 
 A read touches only the bytes of its box. An index as in numpy, `[0:2, ..., -1]`, reads the smallest box that contains
 the selected elements; numpy then applies steps, reversals, dropped and new dims. torch is imported only when a torch
 tensor is asked for.
 
-A pickle of a tensor or a checkpoint contains how it was opened, but no values and no catalog: unpickling opens the
-files again, and refuses if they have changed.
+A pickle of a tensor or a checkpoint says how the checkpoint was opened, and contains no values: unpickling opens the
+files again, and refuses files that have changed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 IndexPart: TypeAlias = SupportsIndex | slice | EllipsisType | None
 TensorIndex: TypeAlias = IndexPart | tuple[IndexPart, ...]
-"""An index of a tensor, as numpy takes it."""
+"""An index of a tensor, such as numpy takes between brackets."""
 
 
 _SCRATCH, _LEAST_SCRATCH = 8 << 20, 1 << 16
@@ -58,22 +58,22 @@ _WASTE, _GAP = 1.25, 64
 _CPU = 1
 """DLPack's device type of the CPU."""
 SliceBox = tuple[slice, ...]
-"""One slice of step 1 per dim."""
+"""A box of a tensor, as one slice of step 1 per dim."""
 
 
 class StoredTensor(msgspec.Struct, frozen=True, eq=False):
     """One tensor of an open checkpoint: its name, dtype and shape are known; its values are read on demand."""
 
     name: str
-    """Stored name."""
+    """Name of the tensor in the checkpoint."""
     dtype: str
-    """Safetensors code, e.g. `BF16`."""
+    """Safetensors code of the tensor's dtype, e.g. `BF16`."""
     shape: tuple[int, ...]
-    """Logical elements along each dim; for F4 the last dim counts 4-bit elements."""
+    """Number of logical elements along each dim; for F4 the last dim counts 4-bit elements."""
     _target: Target
     """How the tensor is composed of logical tensors."""
     _source: Source
-    """The source of the tensor's bytes."""
+    """Turns the tensor into transfers (reads of byte ranges)."""
     _home: Mapping[str, StoredTensor] | None = None
     """The checkpoint that the tensor belongs to."""
 
@@ -84,7 +84,7 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def parameters(self) -> int:
-        """Number of elements, where packed elements count singly; 0 for a tensor of zeros that has no source."""
+        """Number of elements, also if several are packed in a byte; 0 for a tensor of zeros that is not stored."""
         return prod(self._target.shape) if self._target.parts else 0
 
     @property
@@ -94,14 +94,14 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def origins(self) -> frozenset[str]:
-        """Table names of the stored tensors from which it is composed."""
+        """Table names of the stored tensors from which this tensor is composed."""
         return frozenset(origin.name for part in self._target.parts for origin in part.origins)
 
     def transfers(self, intervals: Intervals | None = None) -> list[Transfer]:
         """Return the transfers that produce the tensor, or the chunk of it selected by `intervals`, in order.
 
         Args:
-            intervals: per dim, the ranges of positions in the chunk, in order; None: the whole tensor.
+            intervals: for each dim, the ranges of indices in the chunk, in order; None: the whole tensor.
         """
         target = self._target
         if intervals is None or (self.dtype, self.shape) == (target.dtype, target.shape):
@@ -119,8 +119,8 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
             A new array of the box's shape; packed types (F4, F6) are returned as U8 with the packed last dim.
 
         Raises:
-            Refused: SHAPE_MISMATCH for a box that does not fit; UNSUPPORTED for one that would split a byte of packed
-                elements; refusals of the container.
+            Refused: SHAPE_MISMATCH for a box outside the tensor; UNSUPPORTED for a box that would split a byte of
+                packed elements; refusals of the container.
         """
         spans = _spans(self.name, self.shape, box)
         shape = tuple(stop - start for start, stop in spans)
@@ -181,7 +181,7 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
         return getitem, (self._home, self.name)
 
     def tobytes(self) -> bytes:
-        """Return the row-major little-endian bytes."""
+        """Return the tensor's values as row-major little-endian bytes."""
         return self._bytes(_spans(self.name, self.shape, None)).tobytes()
 
     def _bytes(self, spans: Sequence[Interval]) -> Bytes:
@@ -223,11 +223,11 @@ def _spans(name: str, shape: tuple[int, ...], box: SliceBox | slice | None) -> l
 Kind = Literal["torch", "numpy"]
 _KINDS = ("torch", "numpy")
 _SHOWN, _LONGEST = 40, 200
-"""Rows that a notebook shows, and characters of a name."""
+"""Largest number of tensor rows that a notebook shows, and of characters of a name."""
 _NEAR = 0.7
-"""A similar name is suggested if it shares more than this fraction of its characters."""
+"""A similar name is suggested if it shares more than this fraction of its characters with the unknown name."""
 _READERS = 2
-"""Threads that read ahead: one waits for the disk while the other decodes."""
+"""Number of threads that read ahead: one waits for the disk while a second decodes."""
 
 
 _INTERNAL = {
@@ -264,7 +264,7 @@ class TensorSet(Mapping[str, "StoredTensor"]):
         return sorted(self, key=natural)
 
     def fold_rows(self) -> list[FoldedRow]:
-        """Return the tensors in that order, folding names that differ only in their numbers into one row."""
+        """Return the tensors in natural order; names that differ only in their numbers become one row."""
         names = self.in_order()
         return fold(names, [(kind, tuple(shape)) for kind, shape in map(self._kind, names)])
 
@@ -276,11 +276,11 @@ class TensorSet(Mapping[str, "StoredTensor"]):
         """Return some of the tensors as a mapping; nothing is read.
 
         Args:
-            only: patterns of their names, in which `*` stands for any characters; default: all.
-            skip: patterns of names to leave out.
+            only: patterns of tensor names, in which `*` stands for any characters; default: all tensors.
+            skip: patterns of tensor names to leave out.
 
         Raises:
-            TypeError: an argument of the wrong type.
+            TypeError: an argument has the wrong type.
             UsageError: AMBIGUOUS for a pattern that matches no name.
         """
         names = select_names(self, read_patterns("only", only), read_patterns("skip", skip), "tensor")
@@ -383,7 +383,7 @@ class _NoSuchNameError(KeyError):
 
 
 def no_such_name(name: object, names: Collection[str]) -> KeyError | TypeError:
-    """Return the error for a name that no tensor has; for a pattern, it explains `select`.
+    """Return the error for a name that no tensor has; if the name is a pattern, the error explains `select`.
 
     Args:
         name: the key that the caller used.
@@ -411,7 +411,7 @@ def _read(waiting: tuple[StoredTensor, Future[Any]]) -> tuple[str, Any]:
 
 
 class BoxIndex(msgspec.Struct, frozen=True):
-    """An index, split into the box to read and a selection inside it."""
+    """An index, split into the box to read and a selection inside the box."""
 
     box: tuple[slice, ...]
     """The box to read: one slice of step 1 for each dim."""
@@ -420,7 +420,7 @@ class BoxIndex(msgspec.Struct, frozen=True):
 
 
 def split_index(index: object, shape: tuple[int, ...]) -> BoxIndex:
-    """Split an index into a box to read and a selection inside it.
+    """Split an index into a box to read and a selection inside the box.
 
     Raises:
         IndexError: the index has too many dims, two `...`, or a number outside its dim; messages as in numpy.
@@ -448,7 +448,7 @@ def split_index(index: object, shape: tuple[int, ...]) -> BoxIndex:
 
 
 def _split_dim(part: object, size: int, dim: int) -> tuple[slice, int | slice]:
-    """Return the slice of one dim to read, and the selection inside it."""
+    """Return the slice of one dim to read, and the selection inside that slice."""
     if isinstance(part, slice):
         selected = range(*part.indices(size))
         if not selected:
@@ -487,11 +487,11 @@ def as_torch(name: str, dtype: str, values: np.ndarray) -> torch.Tensor:
 
     Args:
         name: name of the tensor, for errors.
-        dtype: safetensors code of its dtype.
+        dtype: safetensors code of the tensor's dtype.
         values: array from `StoredTensor.read`.
 
     Raises:
-        Refused: UNSUPPORTED for a type without a torch dtype.
+        Refused: UNSUPPORTED if torch has no such dtype.
         ImportError: torch is not installed.
     """
     try:
@@ -517,7 +517,7 @@ _AGAIN = "Open the checkpoint anew, and pickle it then."
 
 
 class Reopening(msgspec.Struct, frozen=True):
-    """How to open a checkpoint again and make the same view of it."""
+    """How another process opens a checkpoint again and makes the same view of it."""
 
     path: str
     """Path or URL of the checkpoint; a local path is absolute."""
@@ -526,7 +526,7 @@ class Reopening(msgspec.Struct, frozen=True):
     steps: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     """Method calls, with their arguments, that turn the open checkpoint into the view."""
     versions: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Files and their versions when the view was pickled."""
+    """File name -> version of the file when the view was pickled."""
     rules: str | None = None
     """Text of the user's rules file when the checkpoint was opened; None if there was none."""
 
@@ -535,7 +535,7 @@ class Reopening(msgspec.Struct, frozen=True):
         return replace(self, steps=(*self.steps, (method, arguments)))
 
     def with_versions(self, storage: Storage, files: Mapping[str, int]) -> Reopening:
-        """Return a copy with the current versions of the files.
+        """Return a copy that also records the current versions of files.
 
         Raises:
             Refused: CORRUPT if the files were changed since the checkpoint was opened.
@@ -545,7 +545,7 @@ class Reopening(msgspec.Struct, frozen=True):
         return replace(self, versions={name: storage.version(name) for name in files})
 
     def check(self, storage: Storage) -> None:
-        """Check that the files have the versions that were pickled.
+        """Check that the files have the versions that the pickle records.
 
         Raises:
             Refused: CORRUPT, listing the files that have changed.
@@ -573,8 +573,8 @@ def reopened(opener: Callable[..., Any], reopening: Reopening) -> Any:
     """Open a pickled checkpoint again.
 
     Raises:
-        Refused: CORRUPT if its files were changed since it was pickled.
-        TransaxleError: any error of opening it.
+        Refused: CORRUPT if the checkpoint's files were changed since it was pickled.
+        TransaxleError: any error of opening the checkpoint.
     """
     checkpoint = opener(reopening.path, **reopening.options)
     try:

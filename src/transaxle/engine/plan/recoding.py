@@ -1,7 +1,7 @@
 """Recoding: tensors whose values change because they are decoded, encoded, cast, merged or averaged.
 
-A plan lists them, and which target tensors are encoded; an execution measures their errors and refuses values that
-become infinite. A training run saves quantized weights as codes, scales and an amax under its own names; a hub needs
+A plan lists these tensors, and the target tensors that it encodes; an execution measures their errors and refuses
+values that become infinite. A training run saves quantized weights as codes, scales and an amax under its own names; a hub needs
 the names and numbers that its readers know (`to_hub_encoding`). Config files that describe number formats are rewritten
 to agree with the target (`rewrite_configs`).
 """
@@ -56,13 +56,13 @@ from transaxle.formats.storage.storage import InMemoryFile, VirtualFiles, is_url
 from transaxle.move.workers import Limits, run_workers
 
 _FILE = "\0restated "
-"""Prefix of the names of virtual files."""
+"""Prefix of the names of the virtual files that hold recoded values."""
 _VALUES = "BF16"
-"""Dtype of decoded values, which codes do not state."""
+"""Dtype to which codes are decoded, because codes do not state a dtype of their values."""
 
 
 def to_hub_encoding(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
-    """Return a checkpoint in the encoding that a hub's readers expect, and refusals of tensors that cannot be.
+    """Return a checkpoint in the encoding that a hub's readers expect, and refusals of tensors that cannot have it.
 
     A checkpoint whose config describes its quantization is not changed. Weights under DeepSeek's names in safetensors
     files are not changed either, because hubs have such files themselves.
@@ -126,9 +126,9 @@ _SPLIT = "it splits them while it loads, but not their scales"
 _SUBCLASS = "their layers are of a subclass of nn.Linear, which it does not replace"
 _UNEVEN = "it takes the tiles of a weight for equally large, and the last one is smaller"
 _SUBCLASSED = frozenset({"falcon"})
-"""Families whose linear layers are of a subclass of `nn.Linear`."""
+"""Names of families in which transformers builds linear layers from a subclass of `nn.Linear`."""
 _NUMBERED = frozenset({"llama4", "llama4_text"})
-"""Families whose stacked experts transformers splits into numbered ones if a config is of compressed-tensors."""
+"""Families whose stacked experts transformers splits into numbered experts if a config is of compressed-tensors."""
 _OUT, _IN = ".out_proj.weight", ".in_proj_weight"
 """Ends of two names of an `nn.MultiheadAttention`, whose `out_proj` is of a subclass."""
 _MATRIX = 2
@@ -136,17 +136,17 @@ _MATRIX = 2
 
 
 def make_recode(names: Collection[str], encoding: str) -> Recode:
-    """Return a function for the tables that returns the format in which each target is written."""
+    """Return a function that tells, for each target tensor, the number format in which it is written."""
     encoded = frozenset(names)
     return lambda name, form: NumberFormat(form.dtype, encoding) if name in encoded else form
 
 
 def target_components(checkpoint: Checkpoint, view: View | None) -> dict[str, Sequence[str]]:
-    """Return the logical tensors of each target that a table reads.
+    """Return target tensor name -> its logical tensors, for each target tensor that the family's table reads.
 
     Args:
-        checkpoint: the source.
-        view: the target; None: the source's own names.
+        checkpoint: the source checkpoint.
+        view: the tensors of the target; None: the source's own names.
     """
     if view is not None:
         return {
@@ -159,7 +159,7 @@ def target_components(checkpoint: Checkpoint, view: View | None) -> dict[str, Se
 
 
 def with_output_rows(checkpoint: Checkpoint, view: View | None) -> set[str]:
-    """Return the targets whose rows do not run along the last axis of a logical tensor, the input of its layer.
+    """Return the target tensors whose rows do not run along the last axis (the layer's input) of a logical tensor.
 
     For the arguments see `target_components`.
     """
@@ -197,11 +197,11 @@ def choose_to_encode(
         encode: the user's request.
 
     Returns:
-        Their names, refusals of requested tensors that cannot be encoded, and notes about codes that transformers would
-        read wrongly.
+        Names of the tensors to encode, refusals of requested tensors that cannot be encoded, and notes about codes that
+        transformers would read wrongly.
 
     Raises:
-        UsageError: as for `choose`.
+        UsageError: any error that `choose` raises.
     """
     target = None if target_dialect == IDENTITY else view
     parts, turned = target_components(checkpoint, target), with_output_rows(checkpoint, target)
@@ -226,7 +226,7 @@ def _misread_targets(
         view: the target.
         encoding: name of the encoding, a key of `ENCODINGS`.
         targets: logical tensors of each target, from `target_components`.
-        output_rows: targets with rows of outputs, from `with_output_rows`.
+        output_rows: target tensors whose rows run along outputs, from `with_output_rows`.
     """
     fused_groups = [frozenset(line.expression.components) for line in _memory_lines(family)]
     memory_components = frozenset[str]().union(*fused_groups)
@@ -254,7 +254,7 @@ def _misread_targets(
 
 
 def _is_uneven(size: int, tile: int) -> bool:
-    """Tell whether transformers misreads a dim: its last tile is smaller, and its number of tiles divides it."""
+    """Tell whether transformers misreads a dim, whose last tile is smaller although its number of tiles divides it."""
     count = -(-size // tile)
     return count > 1 and size % tile != 0 and size % count == 0
 
@@ -279,9 +279,9 @@ def _memory_lines(family: Family) -> Sequence[Line]:
 
 
 def steps_by_file(container: Container) -> dict[str, tuple[RecodedTensor, ...]]:
-    """Return virtual file -> the steps that compute its tensor from stored ones, in order.
+    """Return virtual file -> the steps, in order, that compute the tensor in that file from stored tensors.
 
-    A tensor has a single file, that of its last step; a decoded or cast mean also has the step of the mean.
+    Each tensor has a single file, that of its last step; a decoded or cast mean also has the step of the mean.
     """
     by_name: dict[str, list[RecodedTensor]] = {}
     for tensor in container.recoding.computed.values():
@@ -294,7 +294,7 @@ def refuse_reordered(checkpoint: Checkpoint, names: Collection[str]) -> Iterator
 
     Args:
         checkpoint: the source.
-        names: names of the tensors to encode; those to decode are known from the checkpoint.
+        names: names of the tensors to encode; the tensors to decode are known from the checkpoint.
     """
     changing = {*checkpoint.decoded, *names}
     if not changing or checkpoint.family is None:
@@ -310,7 +310,7 @@ def refuse_reordered(checkpoint: Checkpoint, names: Collection[str]) -> Iterator
 def value_changes(
     checkpoint: Checkpoint, outputs: Mapping[str, OutputTensor], planned: Sequence[PlannedTensor]
 ) -> tuple[RecodedTensor, ...]:
-    """Return the steps that change values of tensors.
+    """Return all steps of a plan that change values of tensors, such as casts.
 
     Args:
         checkpoint: the source.
@@ -321,7 +321,7 @@ def value_changes(
     read_files = {transfer.file for tensor in planned for transfer in tensor.transfers}
     averaged, changed = list[RecodedTensor](), list[RecodedTensor]()
     for file, tensor in container.recoding.computed.items():
-        # this tensor may be read only through another one that is computed from it
+        # this tensor may be read only through a second tensor that is computed from it
         entry = container.entries.get(tensor.step.name)
         if file in read_files or (
             entry is not None and read_files.intersection(extent.file for extent in entry.extents)
@@ -336,7 +336,7 @@ def value_changes(
 
 
 def buffers_of(view: View, name: str, encoding: str) -> list[OutputTensor]:
-    """Return the buffers as which one tensor is written."""
+    """Return the buffers (codes, scales) as which one encoded tensor is written."""
     convention, spec = CONVENTIONS[PREFERRED[encoding]], ENCODINGS[encoding]
     target = view.targets[name]
     dtype, shape = view.form_of(name)
@@ -391,7 +391,7 @@ def refuse_infinite(errors: Mapping[RecodedTensor, tuple[Error, int]], dtype: st
 
     Args:
         errors: errors from `measure`.
-        dtype: dtype to which plain tensors are cast; None: their own.
+        dtype: dtype to which plain tensors are cast; None: no cast.
 
     Raises:
         Refused: LOSSY, with every tensor that has such values.
@@ -416,14 +416,14 @@ def refuse_infinite(errors: Mapping[RecodedTensor, tuple[Error, int]], dtype: st
 def rewrite_configs(
     checkpoint: Checkpoint, to: tuple[str, str], view: View, products: Iterable[OutputTensor], problems: list[Refusal]
 ) -> dict[str, bytes | None]:
-    """Return config files with a changed quantization section or dtype, and a config that the user gave.
+    """Return config files whose quantization section or dtype must change, and a config that the user gave.
 
     Args:
         checkpoint: the source.
         to: format and dialect of the target.
         view: the tensors of the target.
         products: the output tensors.
-        problems: receives the refusals.
+        problems: receives refusals of configs that cannot be rewritten.
 
     Returns:
         File name -> new content; None for a file that is left out.
@@ -496,9 +496,9 @@ def _origins_of_codes(view: View, encoded: Mapping[str, EncodedTensor], dialect:
 def _in_memory(
     checkpoint: Checkpoint, dialect: str, codes: Collection[str]
 ) -> tuple[dict[str, Target], Collection[str]]:
-    """Return a hub model's plain weights, and the names of its encoded ones, in transformers' memory.
+    """Return a hub model's plain weights, and its encoded weights' names, under the names in transformers' memory.
 
-    Module lists in configs refer to names in memory. These include tied heads, which are not stored.
+    Module lists in configs refer to names in memory, among which are tied heads that are not stored.
 
     Args:
         checkpoint: the source.
@@ -521,7 +521,7 @@ NO_CONFIG = f"no {CONFIG} goes along"
 
 
 def config_notes(checkpoint: Checkpoint, files: Holding[str]) -> tuple[str, ...]:
-    """Return notes on a config that the user gave: that it is written, or that the source's is kept.
+    """Return notes on a config that the user gave: that it is written, or that the source's config is kept.
 
     Args:
         checkpoint: the source.
@@ -551,7 +551,7 @@ def note_without_config(checkpoint: Checkpoint) -> str:
 
 
 def _user_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """Return the config that the user gave, if it is that of a model and the source has none."""
+    """Return the config that the user gave, if it is a model's config and the source has no config."""
     user_config = checkpoint.settings.config
     if not user_config or CONFIG in checkpoint.container.carried or checkpoint.stored_names.is_adapter:
         return None
@@ -563,7 +563,7 @@ def _config_text(config: Mapping[str, Any]) -> bytes:
 
 
 def _most_frequent_dtype(targets: Iterable[Target]) -> str | None:
-    """Return the dtype of most floating-point elements; None on a tie."""
+    """Return the dtype that most floating-point elements have; None if two dtypes have equally many."""
     counts: Counter[str] = Counter()
     for target in targets:
         if target.dtype in PLAIN:
