@@ -523,7 +523,7 @@ def check_same(config: Mapping[str, Any], recorded: Mapping[str, Any], axes: Map
         axes: sizes given by the user, which take precedence.
 
     Raises:
-        Refused: SHAPE_MISMATCH.
+        Refused: SHAPE_MISMATCH, if the config differs from the recorded sizes.
     """
     shared_keys = [key for key in _KNOWN_TO_RUN if config.get(key) is not None and key in recorded]
     differing = [

@@ -1,7 +1,9 @@
 """Recoding: tensors whose values change because they are decoded, encoded, cast, merged or averaged.
 
 A plan lists these tensors, and the target tensors that it encodes; an execution measures their errors and refuses
-values that become infinite. A training run saves quantized weights as codes, scales and an amax under its own names; a hub needs
+values that become infinite.
+
+A training run saves quantized weights as codes, scales and an amax under its own names; a hub needs
 the names and numbers that its readers know (`to_hub_encoding`). Config files that describe number formats are rewritten
 to agree with the target (`rewrite_configs`).
 """
