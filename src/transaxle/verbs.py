@@ -1,6 +1,6 @@
-"""The verbs: public functions on checkpoints of any format and dialect, which the command line calls too.
+"""The "verbs": public functions on checkpoints of any format and dialect; the command line calls them too.
 
-Module `options` documents every option; tests compare these signatures with it.
+Module `options` documents every option; tests compare signatures with this module.
 """
 
 from __future__ import annotations
@@ -52,39 +52,39 @@ if TYPE_CHECKING:
     from transaxle.reports.reporting import ConversionPage
 
 Progress: TypeAlias = Callable[[int], None]
-"""Called with the number of bytes just read or written, from several threads."""
+"""Function called with the number of bytes just read or written, from several threads."""
 _CONVERTED = ("hf", "converted")
-"""Default names of the two dialects in a table derived from a function: of its input and of its output."""
+"""Default names of two dialects, of a function's input and output, in a table derived from the function."""
 
 
 def no_progress(_: int) -> None:
-    """Ignore the progress."""
+    """Ignore the progress; the default for arguments `progress`."""
 
 
 class Watch(Protocol):
-    """Observer that a verb informs while it runs; the command line's screen implements it."""
+    """Observer that a public function informs while it runs; the command line's `Screen` is such an observer."""
 
     def state(self, consequence: str, way_on: str = "") -> None:
-        """Note the consequence if the verb fails from now on, and the user's options after stopping it."""
+        """Set what to tell the user if the function fails from now on, and advice if the user stops it."""
 
     def working(self, activity: str) -> AbstractContextManager[None]:
-        """Show an activity while the block runs."""
+        """Show an activity while the `with` block runs."""
 
     def opened(self, *checkpoints: Checkpoint) -> None:
-        """Receive the opened checkpoints; the verb closes them when it ends."""
+        """Receive the opened checkpoints, which the function closes when it ends."""
 
     def planned(self, cleared: CheckedPlan) -> None:
-        """Receive the plan, with all refusals."""
+        """Receive the plan of a conversion, with all refusals."""
 
     def progress(self, total: int, label: str = "copying", *, stays: bool = False) -> AbstractContextManager[Progress]:
-        """Show progress while the block runs; the context manager yields the function that adds bytes."""
+        """Show progress while the `with` block runs; the context manager yields the function that adds bytes."""
 
     def workers(self) -> AbstractContextManager[Callable[[Event], None]]:
-        """Show the work of other processes; the context manager yields the function to call with each event."""
+        """Show the progress of other processes; the context manager yields the function to call with each event."""
 
 
 class _Unwatched:
-    """A `Watch` that ignores everything."""
+    """A `Watch` that ignores all calls."""
 
     def state(self, consequence: str, way_on: str = "") -> None:
         """See `Watch`."""
@@ -112,7 +112,7 @@ class _Unwatched:
 def _report_progress(
     watch: Watch | None, progress: Progress, total: int, label: str, *, stays: bool = False
 ) -> Iterator[Progress]:
-    """Give a function that reports the bytes of each block to both `watch` and `progress`."""
+    """Yield a function that reports the bytes of each block to both `watch` and `progress`."""
     if watch is None or type(watch) is _Unwatched:
         yield progress
         return
@@ -164,19 +164,19 @@ def open(  # noqa: A001 - the contract's name
     Args:
         path: a folder or a file.
         format: container format, such as `dcp`; None: detected.
-        family: model family, such as `qwen3_moe`; None: recognised.
-        dialect: dialect of the checkpoint's names, such as `hf`; None: recognised.
+        family: model family, such as `qwen3_moe`; None: recognised from config and names.
+        dialect: dialect of the checkpoint's tensor names, such as `hf`; None: recognised.
         config: the model's config: a path, a mapping, or an object with `to_dict()`; None: the checkpoint's own.
-        axes: sizes of axes that override everything: `{"g": 8}`, "g=8" or ["g=8"].
-        rules: path of a table of your own.
-        weights: of a DeepSpeed or Megatron checkpoint: `fp32` (the optimizer's weights) or `lp` (the model's own).
+        axes: sizes of axes, which override config and files: `{"g": 8}`, "g=8" or ["g=8"].
+        rules: path of the user's own table of tensor names.
+        weights: weights of a DeepSpeed or Megatron checkpoint to read: the optimizer's `fp32`, or the model's `lp`.
         optimizer: include the optimizer's state, or leave it out; None: include it, except in `safetensors:hf`.
-        average: where replicas of a DeepSpeed or Megatron checkpoint differ between ranks, use their mean.
+        average: if replicas in a DeepSpeed or Megatron checkpoint differ between ranks, use their mean.
         decode: `bf16` or `fp32`: decode encoded tensors to this dtype when they are read.
         dtype: `bf16`, `fp16` or `fp32`: cast plain floating-point tensors to this dtype when they are read.
-        merge: path of a LoRA adapter of peft, merged into the weights when they are read.
-        only: patterns of names to which `decode` or `dtype` applies; none: all.
-        skip: patterns of names to which they do not apply.
+        merge: path of a peft LoRA adapter, merged into the weights when they are read.
+        only: patterns of the tensor names to which `decode` or `dtype` applies; empty: all names.
+        skip: patterns of the tensor names to which `decode` and `dtype` do not apply.
 
     Raises:
         TypeError: an argument of a wrong type, or options that exclude each other.
@@ -209,13 +209,13 @@ def info(
     """Describe a checkpoint from its headers: format, family, dialect, and contents.
 
     Args:
-        src: path, or an opened checkpoint.
+        src: path of a checkpoint, or an opened checkpoint.
 
     The other arguments are those of `open`.
 
     Returns:
         Plain data, which `transaxle info PATH --json` prints together with facts about the installation: `format`,
-        `family`, `dialect`, `reason` (why no family is recognised), `axes`, `unknown` (names that no line reads),
+        `family`, `dialect`, `reason` (why no family is recognised), `axes`, `unknown` (tensor names not in the table),
         `tensors`, `bytes`, `dtypes`, `encodings`, `files`, `manifest` and others.
     """
     from transaxle.engine.checkpoint_facts import checkpoint_facts
@@ -225,7 +225,7 @@ def info(
 
 
 def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]:
-    """Check a table of families and dialects; with a checkpoint, also report which of its names the table reads.
+    """Check a table of tensor names; with a checkpoint, also report which of its tensor names the table reads.
 
     Args:
         rules: path of the table.
@@ -233,11 +233,11 @@ def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]
 
     Returns:
         Plain data, as `transaxle check-rules --json` prints it: `families` that the table declares; with a checkpoint
-        also `reads`, and `fits`, which is False if the shape of a tensor differs from that of its line.
+        also `reads`, and `fits`, which is False if a tensor's shape differs from that in its table line.
 
     Raises:
-        Refused: CORRUPT with every mistake in the table.
-        UsageError: UNKNOWN_FAMILY where the table reads no name of the checkpoint.
+        Refused: CORRUPT, listing every mistake in the table.
+        UsageError: UNKNOWN_FAMILY if the table reads no tensor name of the checkpoint.
     """
     from transaxle.engine.checkpoint_facts import rules_facts
 
@@ -245,31 +245,31 @@ def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]
 
 
 def is_lead() -> bool:
-    """Tell whether this process is the first rank of a torchrun job, or in no such job."""
+    """Tell whether this process is the first rank of a torchrun job, or in no torchrun job."""
     from transaxle.engine.distribute.driver import is_lead
 
     return is_lead()
 
 
 class _Conversion:
-    """A conversion that the user has requested, with its options read.
+    """A conversion that the user has requested, with its checked options.
 
     Args:
-        src: path, or an opened checkpoint.
+        src: path of a checkpoint, or an opened checkpoint.
         dst: path or URL of the target.
         options: options that differ from their defaults.
-        watch: observer.
+        watch: observer of the run.
 
     Attributes:
         target: path or URL of the target.
         opening: options for opening the source.
-        limit: number of workers, and memory.
-        page: writes the HTML page, if one is requested; in a job only the first rank has it.
-        order: the conversion as plain data for other processes; None if this process converts alone.
+        limit: maximum number of workers, and maximum memory.
+        page: object that writes a requested HTML page; None otherwise, and on all ranks of a job but the first.
+        order: the conversion as plain data, sent to other processes; None if this process converts alone.
 
     Raises:
         TypeError: the source is an opened checkpoint, but other processes must open it themselves.
-        TransaxleError: any error of `order`, or the reason why the page cannot be written.
+        TransaxleError: an error while making `order`, or the reason why the page cannot be written.
     """
 
     def __init__(self, src: CheckpointLike, dst: PathLike, options: Mapping[str, Any], watch: Watch) -> None:
@@ -310,10 +310,10 @@ class _Conversion:
 
     @contextmanager
     def open_and_plan(self, *, running: bool) -> Iterator[CheckedPlan]:
-        """Open the source, plan the conversion, and check the target; files stay open until the block ends.
+        """Open the source, plan the conversion, and check the target; files stay open inside the `with` block.
 
         Args:
-            running: whether the plan will be executed next, see `preflight`.
+            running: whether the plan will be executed next; passed to `preflight`.
         """
         from transaxle.engine.execute import explain_swapped, preflight
         from transaxle.engine.plan.conversion import make_plan
@@ -335,7 +335,7 @@ class _Conversion:
             yield cleared
 
     def carry_out(self, progress: Progress) -> Report:
-        """Convert; then, if requested, read the result back and write the page.
+        """Carry out the conversion; then, if requested, read the result back and write the HTML page.
 
         Args:
             progress: called with the number of bytes written.
@@ -398,7 +398,7 @@ class _Conversion:
             return convert_together(self.order, progress=progress, watch=events, look=self._look, **self._how)
 
     def _look(self, prepared: Prepared) -> None:
-        """Create the HTML page, and write it if the plan has refusals; called on the first rank of a job."""
+        """Prepare the HTML page, and write it at once if the plan has refusals; called on a job's first rank."""
         if "report" not in self._options:
             return
         from transaxle.engine.execute import preflight
@@ -411,7 +411,7 @@ class _Conversion:
         return select(self._options, ("items", "overwrite", "resume", "sync", "jobs", "memory"))
 
     def _read_back(self, prepared: Prepared) -> Verification:
-        """Read the result back, with the options with which the source was opened."""
+        """Verify the result by reading it back, with the options with which the source was opened."""
         from transaxle.engine.read_back import read_back
 
         opening: Mapping[str, Any] = self.opening
@@ -460,13 +460,13 @@ def plan(
     on: On | None = None,
     items: int | None = None,
 ) -> Plan:
-    """Plan a conversion without writing it; this finds every refusal of `convert` with the same arguments.
+    """Plan a conversion without carrying it out; finds every refusal of `convert` with the same arguments.
 
     Args:
-        src: path, or an opened checkpoint.
+        src: path of a checkpoint, or an opened checkpoint.
         dst: path or URL of the target.
-        report: path of an HTML page of the plan to write; it must not exist.
-        write: path of a plan file to write, divided into `items`, for `transaxle work`.
+        report: path at which to write an HTML page of the plan; it must not exist.
+        write: path at which to write a plan file, divided into `items`, for `transaxle work`.
         watch: observer of the run.
 
     The other arguments are those of `convert`.
@@ -530,32 +530,32 @@ def convert(
     """Convert a checkpoint; the target appears complete or not at all.
 
     Args:
-        src: path, or an opened checkpoint.
+        src: path of a checkpoint, or an opened checkpoint.
         dst: folder, or one file (`.safetensors`, `.bin`, `.pt`, `.pth`); it must not exist unless `overwrite`.
         to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
-        overwrite: replace the checkpoint at `dst`; it stays readable until the new one is complete. If its folder
-            contains anything else, True refuses, and `"everything"` removes that too.
-        resume: keep finished work if interrupted, and continue it; a `dst` that is already the expected result stays as
-            it is. Without it, unfinished work beside `dst` is refused, and with `overwrite` deleted.
-        sync: sync everything to disk before `dst` appears.
+        overwrite: replace the checkpoint at `dst`, which stays readable until the new one is complete. If the
+            folder has unrelated files, True refuses, and `"everything"` deletes these files too.
+        resume: if interrupted, keep finished work, and continue it on the next call; a `dst` that is already the
+            expected result is kept. If False, unfinished work beside `dst` is refused, or with `overwrite` deleted.
+        sync: sync all written files to disk before `dst` appears.
         verify: read the result back, check it against its manifest and compare it with `src`; the report then has a
-            `verification`. The bytes read from `src` are always checked against its hashes, if it has any.
-        report: path of an HTML page to write, of the conversion or of every reason against it; it must not exist.
-        progress: called with the bytes of each block written, from several threads.
+            `verification`. Bytes read from `src` are always checked against the hashes in `src`, if any.
+        report: path at which to write an HTML page of the conversion, or of the refusals; it must not exist.
+        progress: called with the number of bytes of each written block, from several threads.
         watch: observer of the run, including progress.
-        shard_size: bytes of tensors per file, 5_000_000_000 or "5GB"; ignored if `dst` is one file.
-        allow_lossy: allow arithmetic that a table marks as lossy, and finite values that become infinite.
-        strict: refuse tensors without a line in the target dialect instead of keeping them under their names.
+        shard_size: maximum bytes of tensors per file, as 5_000_000_000 or "5GB"; ignored if `dst` is one file.
+        allow_lossy: allow arithmetic that a table marks as lossy, and casts in which finite values become infinite.
+        strict: refuse tensors that the target dialect's table lacks; otherwise they keep their names.
         encode: `float8_block`, `mxfp8` or `nvfp4`: write the weights of linear layers in this encoding.
-        only: patterns of names in the table to encode, decode or cast; none: with `encode`, linear layers.
-        skip: patterns of names to leave unchanged.
+        only: patterns of table names of the tensors to encode, decode or cast; empty: linear layers with `encode`.
+        skip: patterns of table names of the tensors to leave unchanged.
         tp: number of tensor-parallel ranks, for `megatron_torch` (one folder each) and the padding in `torch_dist`.
         pp: number of pipeline stages, for `megatron_torch`.
         ep: number of expert-parallel ranks, for `megatron_torch`.
         make_vocab_size_divisible_by: pad the vocabulary to a multiple of this number times `tp`; default for
             `megatron_torch`: 128, as in Megatron.
         jobs: number of worker threads.
-        memory: bytes of all buffers together.
+        memory: maximum bytes of all buffers together.
         on: workers: "ray", "ray://HOST:PORT", "torchrun", an object with the method of `Executor`, or a pool with
             `submit`. `jobs` and `memory` then apply to each worker. Under torchrun, the first rank reads the result
             back and writes the page.
@@ -578,7 +578,7 @@ def convert(
 
 
 def _refuse_unverified(report: Report, verification: Verification) -> None:
-    """Refuse a result that reading back has shown to be wrong.
+    """Raise an error if reading the result back has shown that it is wrong.
 
     Raises:
         Unverified: the result does not equal the source.
@@ -615,14 +615,14 @@ def verify(
     only: Patterns = (),
     skip: Patterns = (),
 ) -> Verification:
-    """Verify one checkpoint against its own manifest, or two against each other across formats and dialects.
+    """Verify a checkpoint against its own manifest, or two checkpoints against each other across formats and dialects.
 
     Args:
-        a: path or opened checkpoint.
+        a: path of a checkpoint, or an opened checkpoint.
         b: checkpoint to compare with; None: check `a` against its own manifest.
         jobs: number of worker threads.
-        memory: bytes of all buffers together.
-        progress: called with the bytes of each block read.
+        memory: maximum bytes of all buffers together.
+        progress: called with the number of bytes of each block read.
         watch: observer of the run, including progress.
 
     The other arguments are those of `open`; `dialect`, `format`, `dtype`, `merge`, `only` and `skip` apply to the first
@@ -680,13 +680,13 @@ def diff(
     """Compare two checkpoints across formats and dialects.
 
     Args:
-        a: path or opened checkpoint.
+        a: path of a checkpoint, or an opened checkpoint.
         b: path or opened checkpoint to compare with.
         numeric: compare values, also across number formats, and measure their differences.
         report: path of an HTML page of the differences to write; it must not exist. Implies `numeric`.
         jobs: number of worker threads.
-        memory: bytes of all buffers together.
-        progress: called with the bytes of each block read.
+        memory: maximum bytes of all buffers together.
+        progress: called with the number of bytes of each block read.
         watch: observer of the run, including progress.
 
     The other arguments are those of `open`; `dialect`, `format`, `dtype`, `merge`, `only` and `skip` apply to the first
@@ -727,13 +727,13 @@ def derive(
     family: str | None = None,
     dialects: tuple[str, str] = _CONVERTED,
 ) -> Table:
-    """Derive a table from a converter, by tracing where it moves numbered elements.
+    """Derive a table of tensor names from a converter, by tracing where it moves numbered elements.
 
     Args:
         converter: a model type of the installed transformers, or a function from a state dict to a state dict.
         config: for a model type: a config with the flags and kinds of layers to trace.
         samples: for a function: input state dicts, of numpy arrays or torch tensors with any values. Samples of
-            different sizes show which sizes depend on each other; the last one is used to check the table.
+            different sizes show which sizes depend on each other; the last sample is used to check the table.
         configs: for a function: the config of each sample.
         family: name of the family; None: the model type, the function's name, or `derived` for a lambda.
         dialects: for a function: names of the dialects of its input and output.
@@ -745,7 +745,7 @@ def derive(
         TypeError: a sample or the function's result is not a mapping of names to arrays or tensors; or an argument
             that does not apply to this kind of converter.
         ValueError: the number of `configs` differs from that of samples, or `dialects` are not two different names.
-        Refused: UNSUPPORTED where no table can express the converter.
+        Refused: UNSUPPORTED if no table can express the converter.
         UsageError: UNKNOWN_FAMILY for a model type that transformers does not know.
     """
     from transaxle.derivation.sources import UNNAMED, are_dialects, family_name, from_function, from_transformers
@@ -774,16 +774,16 @@ def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
     uploads and unfinished work of several workers; a run that still uses them fails.
 
     Args:
-        path: a target, which need not exist, a folder of targets, or a leftover itself; on S3 a URL, also of a bucket.
+        path: a target (which need not exist), a folder of targets, or a leftover; on S3 a URL, also of a bucket.
         remove: if False, only list the leftovers.
 
     Returns:
-        All leftovers, each with its `outcome`: `removed`; `put back`; `found` if `remove` is False; or `kept`, with the
+        All leftovers, each with an `outcome`: `removed`; `put back`; `found` if `remove` is False; or `kept`, with the
         reason in `why`: a process uses it, or it contains files that belong to no checkpoint.
 
     Raises:
         Refused: UNSUPPORTED for a URL of another service.
-        StorageError: IO.
+        StorageError: IO, if a file cannot be removed.
     """
     from transaxle.formats.store import leftovers
 

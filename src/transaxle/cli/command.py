@@ -1,13 +1,13 @@
-"""The program: its commands for click, their common options, and running it with one exit code and error message.
+"""The program `transaxle`: its commands, their common options, and how a failure becomes an exit code and a message.
 
-Commands share help that begins with examples, options from the table of the verbs' options, a screen to print on, and
+All commands have help that begins with examples, options from the table in `transaxle.options`, a `Screen`, and
 `--profile`, which writes a trace recorded by `transaxle.spans`.
 
-Exit codes: 0 done, 1 different, 2 usage, 3 refused, 4 I/O, 70 a bug in Transaxle, 129 SIGHUP, 130 interrupted,
+Exit codes: 0 done, 1 different, 2 wrong usage, 3 refused, 4 I/O error, 70 a bug in Transaxle, 129 SIGHUP, 130 Ctrl-C,
 141 the reader of a pipe has closed it, 143 SIGTERM.
 
-By default SIGTERM and SIGHUP end a process at once, which leaves a half-written folder and a terminal without a cursor.
-Here both signals raise an exception in the main thread, so that a command cleans up and ends as after Ctrl-C. A signal
+By default SIGTERM and SIGHUP end a process at once, leaving a half-written folder and a terminal without a cursor.
+Here both signals raise an exception in the main thread instead, so that a command cleans up as after Ctrl-C. A signal
 that is already ignored, such as SIGHUP under `nohup`, stays ignored.
 """
 
@@ -43,20 +43,20 @@ _COMMAND_LINE_ONLY = {
     "Working": ("profile",),
     "Refits, live into an engine": ("meshes", "together", "ranks_per_node"),
 }
-"""Section title of the help text -> options in it that only the command line has."""
+"""Section title in the help text -> options of the section that only the command line has."""
 _SECTIONED = 16
-"""Number of options from which the help text has sections."""
+"""Number of options from which on a command's help text has sections."""
 _SHORTENED = 32
-"""Number of options from which `--help` shows only the common ones."""
+"""Number of options from which on `--help` shows only a command's common options."""
 _HELP_ALL_KEY = "transaxle.help_all"
-"""Key of click's `Context.meta`: show all options in the help text."""
+"""Key of click's `Context.meta` that makes the help text show all options."""
 
 
 _FOREIGN_PATHS = frozenset(
     ("-i", "-o", "--in", "--out", "--input", "--output", "--input-dir", "--output-dir", "--input-path", "--output-path",
      "--src", "--dst", "--source", "--load", "--save", "--load-dir", "--save-dir", "--input-folder", "--output-folder")
 )  # fmt: skip
-"""Options with which other programs take the source or target path."""
+"""Options by which other programs take a source or target path; the error for them explains Transaxle's arguments."""
 _FOREIGN_OPTIONS = {
     f"--{before}{name}{after}": ours
     for ours, names in {
@@ -81,14 +81,14 @@ _FOREIGN_OPTIONS = {
     }.items()
     for name in names
 }
-"""Option of other programs -> our option for the same."""
+"""Option of other programs -> Transaxle's option for the same purpose."""
 
 
 class Bare(click.Option):
-    """An option whose value may be omitted; a value follows after `=`, not a space, where an argument would follow.
+    """An option whose value may be omitted; a value follows after `=`, since a word after a space is an argument.
 
     Args:
-        bare: value that stands for an omitted one.
+        bare: the value if none is typed.
     """
 
     def __init__(self, *args: Any, bare: str, **kwargs: Any) -> None:
@@ -97,14 +97,14 @@ class Bare(click.Option):
 
 
 class Seldom(click.Option):
-    """An option that few people need: `--help` of a command with many options omits it."""
+    """An option that few users need: omitted from `--help` of a command with many options."""
 
 
 class Command(click.Command):
     """A command whose help text begins with examples.
 
     Args:
-        examples: pairs (command line, its effect).
+        examples: pairs (command line, what it does).
     """
 
     def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **kwargs: Any) -> None:
@@ -112,14 +112,14 @@ class Command(click.Command):
         self.examples = tuple(examples)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the parameters; a command with too many options for `--help` gets `--help-all`."""
+        """Return the command's parameters, with `--help-all` if there are too many options for `--help`."""
         params = super().get_params(ctx)
         if len(self.params) < _SHORTENED:
             return params
         return [*params[:-1], _HELP_ALL, params[-1]]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; a `Bare` option without a value gets its `bare` value."""
+        """Parse the arguments; a `Bare` option typed without a value gets its value `bare`."""
         bare = {name: option.bare for option in self.params if isinstance(option, Bare) for name in option.opts}
         end = args.index("--") if "--" in args else len(args)
         words = [f"{word}={bare[word]}" if word in bare else word for word in args[:end]]
@@ -131,7 +131,7 @@ class Command(click.Command):
             raise self._unknown_option(ctx, error) from None
 
     def _unknown_option(self, ctx: click.Context, error: click.NoSuchOption) -> click.UsageError:
-        """Return the error for an unknown option; for one of other programs it names ours."""
+        """Return the error for an unknown option; for an option of other programs, the error names Transaxle's."""
         places = [each.human_readable_name for each in self.params if isinstance(each, click.Argument)]
         if error.option_name in _FOREIGN_PATHS and "DST" in places:
             line = f"{ctx.command_path} {' '.join(places)} --to TARGET"
@@ -173,7 +173,7 @@ class Command(click.Command):
         self.format_options(ctx, formatter)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options: in sections if there are many, only the common ones if there are too many."""
+        """Write the options: in sections if there are many, and only the common options if there are too many."""
         params = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
         shown = params
         if _HELP_ALL in params and not ctx.meta.get(_HELP_ALL_KEY):
@@ -192,7 +192,7 @@ class Command(click.Command):
 
 
 def _sections() -> dict[str, tuple[str, ...]]:
-    """Return section title -> names of the options in it."""
+    """Return section title in the help text -> names of the section's options."""
     sections = {title: tuple(option.name for option in options) for title, options in SECTIONS.items()}
     return sections | {title: (*sections.get(title, ()), *names) for title, names in _COMMAND_LINE_ONLY.items()}
 
@@ -229,7 +229,7 @@ _Body = Callable[..., int]
 
 
 class _FloatType(click.Choice[str]):
-    """A choice of floating-point types, which accepts each name of a type (`bfloat16`, `BF16`)."""
+    """A click choice among floating-point types, which accepts any name of a type (`bfloat16`, `BF16`)."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         name = read_float_type("type", value)
@@ -237,7 +237,7 @@ class _FloatType(click.Choice[str]):
 
 
 class _Target(click.types.StringParamType):
-    """The type of `--to`, whose error for a missing value lists examples."""
+    """The click type of `--to`; the error for a missing value lists examples."""
 
     def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:  # noqa: ARG002
         """Return the text that click prints after "Missing option"."""
@@ -253,7 +253,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, typed: str | None) -> in
 
 
 def _memory(ctx: click.Context, param: click.Parameter, typed: str | None) -> int | None:
-    """Parse the memory limit; refuse one that is too small for a single worker."""
+    """Parse the memory limit; refuse a limit that is too small for a single worker."""
     from transaxle.move.workers import MIN_MEMORY
 
     count = _size(ctx, param, typed)
@@ -275,10 +275,10 @@ def _overwrite(_ctx: click.Context, _param: click.Parameter, typed: str | None) 
 
 
 def overwrite_option(bare: str, text: str) -> Callable[[_Body], _Body]:
-    """Return the decorator that adds `--overwrite`, with the values of the Python argument.
+    """Return a decorator that adds `--overwrite` to a command, with the values of the Python argument.
 
     Args:
-        bare: value that stands for an omitted one; it names the thing that is replaced.
+        bare: the value if none is typed; the value names what is replaced.
         text: help text.
     """
     return click.option("--overwrite", help=text, **_overwrite_settings(bare))
@@ -290,7 +290,7 @@ def _overwrite_settings(bare: str) -> dict[str, Any]:
 
 
 def complete_with(names: Callable[[], Sequence[str]]) -> Callable[..., list[CompletionItem]]:
-    """Return the click callback that completes the names that `names()` returns."""
+    """Return a click callback that offers the names that `names()` returns as completions."""
 
     def complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(name) for name in names() if name.startswith(incomplete)]
@@ -299,7 +299,7 @@ def complete_with(names: Callable[[], Sequence[str]]) -> Callable[..., list[Comp
 
 
 def dialects() -> list[str]:
-    """Return all built-in dialects, with and without their version, sorted."""
+    """Return the names of all built-in dialects, with and without version, sorted."""
     from transaxle.families import builtin
 
     labels = [
@@ -325,7 +325,7 @@ def _readable() -> list[str]:
 
 
 def _targets() -> list[str]:
-    """Return the values that complete `--to`: each DIALECT and each FORMAT:DIALECT."""
+    """Return the values offered as completions of `--to`: each DIALECT and each FORMAT:DIALECT."""
     from transaxle.formats.registry import writable
 
     names = [*dialects(), "identity"]
@@ -335,11 +335,11 @@ def _targets() -> list[str]:
 _COMPLETIONS: Mapping[str, Callable[[], list[str]]] = {
     "NAME": families, "DIALECT": dialects, "FORMAT": _readable, "TARGET": _targets,
 }  # fmt: skip
-"""Placeholder of a value in the help text -> function that returns the names to complete it with."""
+"""Placeholder of a value in the help text -> function that returns the names offered as completions."""
 
 
 def _click_option(option: Option) -> Callable[[_Body], _Body]:
-    """Return the click decorator for an option of the table."""
+    """Return the click decorator for an option of the table in `transaxle.options`."""
     how: dict[str, Any] = {"help": option.help, "metavar": option.metavar or None, **_KINDS[option.kind](option)}
     spellings = list(option.spellings)
     if option.kind == "switch" or option.default is True:
@@ -367,14 +367,14 @@ _KINDS: Mapping[str, Callable[[Option], dict[str, Any]]] = {
     "switch": lambda _: {"is_flag": True, "default": None},
     "text": lambda _: {},
 }
-"""Kind of an option -> keyword arguments with which click reads it."""
+"""Kind of an option -> function that returns the keyword arguments of `click.option` for it."""
 
 
 def options_of(verb: str, *, but: Collection[str] = ()) -> Callable[[_Body], _Body]:
-    """Return the decorator that adds a verb's options to a command, which receives their values as the dict `options`.
+    """Return a decorator that adds a public function's options to a command, which gets their values as dict `options`.
 
     Args:
-        verb: one of `VERBS`.
+        verb: name of the public function, a key of `VERBS`.
         but: options to omit, because the command defines them itself.
     """
     names = [name for name in VERBS[verb] if name not in but]
@@ -393,11 +393,11 @@ def options_of(verb: str, *, but: Collection[str] = ()) -> Callable[[_Body], _Bo
 
 
 def non_default_options(options: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return the options whose values are not the defaults.
+    """Return the options whose values differ from their defaults.
 
     Args:
-        options: values by name.
-        names: names of the options to consider; None: all.
+        options: option name -> value.
+        names: names of the options to consider; None: all options.
     """
     chosen = options if names is None else select(options, names)
     return {name: value for name, value in chosen.items() if value != OPTIONS[name].default}
@@ -418,7 +418,7 @@ _PRINT_OPTIONS = (
 
 
 def with_screen(body: _Body) -> _Body:
-    """Decorate a command: add the options for printing, pass the screen, and print its errors."""
+    """Decorate a command: add the options for printing, pass a `Screen` to the command, and print its errors."""
 
     @wraps(body)
     def command(*args: Any, **options: Any) -> int:
@@ -450,7 +450,7 @@ def with_profile(body: _Body) -> _Body:
 
 
 def with_derive(body: _Body) -> _Body:
-    """Decorate a command: add `--derive`, which puts a derived table into `options`. Use it below `with_screen`."""
+    """Decorate a command: add `--derive`, which puts a derived table into `options`. Apply it before `with_screen`."""
 
     @wraps(body)
     def command(screen: Screen, *args: Any, src: str, options: dict[str, Any], derive: bool, **parameters: Any) -> int:
@@ -478,15 +478,15 @@ def _with(options: Sequence[Callable[[_Body], _Body]], body: _Body) -> _Body:
 
 @contextmanager
 def write_profile(typed: str) -> Iterator[None]:
-    """Record a trace of the block, and write it to a file when the block ends or fails.
+    """Record a time trace of the `with` block, and write the trace to a file when the block ends or fails.
 
     Args:
-        typed: path of the file, which must not exist. In a job, ranks other than the first write files of their own,
+        typed: path of the file, which must not exist. In a job, every rank but the first writes a file of its own,
             such as `trace.rank1.json`.
 
     Raises:
         UsageError: EXISTS, before the block runs.
-        StorageError: IO, NO_SPACE.
+        StorageError: IO or NO_SPACE, if the file cannot be written.
     """
     from transaxle.formats.storage.local import storage_error as storage_failed
     from transaxle.spans import record_trace
@@ -515,10 +515,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def stoppable() -> Iterator[list[Stopped]]:
-    """Raise `Stopped` at the first signal; later ones are ignored, since they would interrupt the cleanup.
+    """Raise `Stopped` at the first signal; later signals are ignored, since they would interrupt the cleanup.
 
     Yields:
-        A list that receives the exception that stopped the process; empty until then.
+        A list to which the exception that stops the process is appended; empty until then.
     """
     stops: list[Stopped] = []
 
@@ -542,7 +542,7 @@ def stoppable() -> Iterator[list[Stopped]]:
 
 
 def interruption_in(error: BaseException | None) -> BaseException | None:
-    """Return the KeyboardInterrupt that caused an error; Python wraps one that arrives while a class is created."""
+    """Return the KeyboardInterrupt that caused an error, which Python wraps if it arrives while a class is created."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__
     return error
@@ -589,14 +589,14 @@ _CODES = (
 
 
 class Program(click.Group):
-    """The click group of all commands, which are imported on use."""
+    """The click group of all commands; each command's module is imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Return the names of the commands, most used first."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """Import a command."""
+        """Import a command by name, and return it."""
         if cmd_name not in _LOADERS:
             return None
         module = import_module(_LOADERS[cmd_name][1])
@@ -629,7 +629,7 @@ class Program(click.Group):
         formatter.write_text(f'  eval "$({COMPLETE}=bash_source {NAME})"')
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the program's own options; click's method would list the commands again."""
+        """Write only the program's own options; click's method would list the commands again."""
         records = [record for param in self.get_params(ctx) if (record := param.get_help_record(ctx)) is not None]
         with formatter.section("Options"):
             formatter.write_dl(records)
@@ -664,7 +664,7 @@ DEBUG = "TRANSAXLE_DEBUG"
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code; only the interpreter's `SystemExit` leaves this function."""
+    """Run the program and return its exit code; no exception but `SystemExit` leaves this function."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     _repair_streams()
     if COMPLETE in os.environ:
@@ -678,12 +678,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_printing(arguments: Sequence[str]) -> int:
-    """Run the program; an output stream that fails gives an exit code, not a traceback."""
+    """Run the program; a failing output stream leads to an exit code, not a traceback."""
     try:
         code = _run_command(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of the pipe has closed it. Without this the interpreter would complain when it flushes at exit.
+        # The reader has closed the pipe. Without this step the interpreter would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
@@ -745,7 +745,7 @@ def _print_failure(screen: Screen, code: int, message: str, hint: str = "") -> i
 
 
 def _repair_streams() -> None:
-    """Replace closed standard streams, and make the others escape characters that they cannot encode."""
+    """Replace closed standard streams, and make open ones escape characters that they cannot encode."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))

@@ -1,14 +1,14 @@
-"""`GroupedLinear`: N linear layers of one size, each for its own rows of the input.
+"""`GroupedLinear`: N linear layers of equal size (experts), each applied to its own rows of the input.
 
-Names and meaning of the arguments are those of TransformerEngine. No environment variable changes anything.
+Arguments have the names and meanings of TransformerEngine's `GroupedLinear`. No environment variable has any effect.
 
-`GroupedParameters` has the parameters of such a layer, one for all experts or one for each: how they are initialized,
+`GroupedParameters` has the layer's parameters, one for all experts or one per expert: how they are initialized,
 divided over ranks and loaded. `GroupedLinear` computes with them.
 
-**Initial values** of a rank's experts equal those of the whole layer with the same seed. A random generator yields its
-numbers in order, so the values of expert 3 come after those of the three experts before it. Every rank therefore draws
-every expert and keeps only its own. Afterwards all generators are in the same state as after initializing a whole
-layer, so that later draws agree too.
+**Initial values** of a rank's experts equal those in a whole layer with the same seed. A random generator yields its
+numbers in order, so the values of expert 3 come after those of experts 0 to 2. Every rank therefore draws
+the values of every expert and keeps those of its own. All generators are then in the same state as after initializing a
+whole layer, so later draws agree too.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from transaxle.torch_tensors import (
 
 @dataclass(frozen=True, slots=True)
 class ExpertMemory:
-    """Memory for this rank's values of some experts."""
+    """Memory for initial values of some experts on this rank."""
 
     values: torch.Tensor
-    """[experts, rows, columns] on this rank."""
+    """The memory on this rank, [experts, rows, columns]."""
     positions: tuple[Intervals, ...]
-    """For each dim, their positions in the stack of all experts."""
+    """For each dim, the indices of `values` in the stack of all experts."""
 
 
 def fill(destinations: Sequence[ExpertMemory], count: int, draw: Callable[[], torch.Tensor]) -> None:
@@ -70,7 +70,7 @@ def fill(destinations: Sequence[ExpertMemory], count: int, draw: Callable[[], to
     Args:
         destinations: memory of this rank's experts.
         count: number of experts on all ranks.
-        draw: makes the values [rows, columns] of the next expert.
+        draw: function that makes the values [rows, columns] of the next expert.
     """
     rows_by_expert: dict[int, list[tuple[torch.Tensor, tuple[Intervals, ...]]]] = {}
     for destination in destinations:
@@ -90,7 +90,7 @@ _FSDP_MANAGED = "_is_fsdp_managed_module"
 """Attribute with which torch marks modules whose parameters `fully_shard` manages."""
 
 Init = Callable[[torch.Tensor], object]
-"""Fills a weight [out, in] with initial values, in place."""
+"""Function that fills a weight [out, in] with initial values, in place."""
 
 
 class GroupedParameters(QuantizedEntries):
@@ -99,17 +99,17 @@ class GroupedParameters(QuantizedEntries):
     num_gemms: int
     """Number of experts N, on all ranks together."""
     in_features: int
-    """Size of an input row; if tensor parallelism cuts it, of this rank's part."""
+    """Size of an input row; if tensor parallelism cuts rows, size of this rank's part."""
     out_features: int
-    """Size of an output row; if tensor parallelism cuts it, of this rank's part."""
+    """Size of an output row; if tensor parallelism cuts rows, size of this rank's part."""
     use_bias: bool
     """Whether there are biases."""
     init_method: Init | None
-    """Fills each weight with initial values; None: normal with standard deviation 0.023."""
+    """Function that fills each weight with initial values; None: normal with standard deviation 0.023."""
     experts: range
     """Numbers of this rank's experts."""
     ep: DeviceMesh | None
-    """Mesh over whose ranks the experts are divided; None: each rank has all."""
+    """Mesh over whose ranks the experts are divided; None: each rank has all experts."""
 
     def _make(
         self, single_weight: bool, single_bias: bool, dtype: torch.dtype, device: torch.device | str | None
@@ -117,8 +117,8 @@ class GroupedParameters(QuantizedEntries):
         """Make the parameters, uninitialized.
 
         Args:
-            single_weight: one parameter for all weights.
-            single_bias: one parameter for all biases.
+            single_weight: make one parameter for all weights, rather than one per expert.
+            single_bias: make one parameter for all biases, rather than one per expert.
             dtype: dtype of the parameters.
             device: device of the parameters.
         """
@@ -135,11 +135,11 @@ class GroupedParameters(QuantizedEntries):
                 self.register_parameter(name, nn.Parameter(part))
 
     def _names_of(self, stem: str) -> tuple[str, ...]:
-        """Return the names of a stem's parameters: one, or one for each expert of this rank."""
+        """Return the names of a stem's parameters: one name, or one for each expert of this rank."""
         return (stem,) if self._single[stem] else tuple(f"{stem}{expert}" for expert in self.experts)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of one expert's weight, and of its bias if there is one."""
+        """Return stem -> shape for one expert's weight, and bias if there is one."""
         weight = {WEIGHT: (self.out_features, self.in_features)}
         return {**weight, BIAS: (self.out_features,)} if self.use_bias else {**weight}
 
@@ -163,11 +163,11 @@ class GroupedParameters(QuantizedEntries):
         """Divide the experts over the ranks of a mesh, in place, keeping those of this rank; return the layer.
 
         Each rank gets the experts that `torch.chunk` gives it, possibly none. A single parameter becomes a DTensor, cut
-        along the experts. Of one parameter per expert, only this rank's remain, and keep their names: `weight5` is the
+        along the experts. If each expert has a parameter, only this rank's remain, names unchanged: `weight5` is the
         same expert on every rank. `m_splits` then counts the rows of this rank's experts only.
 
         Args:
-            mesh: a mesh of one dim. Sharding on other mesh dims, such as `fully_shard`, comes afterwards.
+            mesh: a mesh of one dim. Shard on other mesh dims, as by `fully_shard`, only afterwards.
 
         Raises:
             Refused: UNSUPPORTED for a mesh of several dims, and for parameters that are already quantized or sharded.
@@ -199,9 +199,9 @@ class GroupedParameters(QuantizedEntries):
         return self
 
     def refuse_idle_ranks(self) -> None:
-        """Refuse, on every rank, to train a stacked parameter under FSDP2 if a rank has none of its experts.
+        """Refuse, on every rank, to train a stacked parameter under FSDP2 if any rank has no expert of the stack.
 
-        That rank has an empty gradient, for which torch's reduce-scatter fails, while the other ranks wait for it.
+        Such a rank has an empty gradient, for which torch's reduce-scatter fails, while all other ranks wait.
 
         Raises:
             Refused: UNSUPPORTED.
@@ -224,8 +224,8 @@ class GroupedParameters(QuantizedEntries):
     def reset_parameters(self) -> None:
         """Initialize weights, and set biases to zero.
 
-        Sharded or divided weights get the values that the whole layer would get from the same seed: each rank draws
-        every expert and keeps its part. For quantized weights all ranks must call it.
+        Sharded or divided weights get the values that a whole layer would get from the same seed: each rank draws
+        every expert and keeps its part. If weights are quantized, all ranks must call this.
         """
         weights = self._local_parameters(WEIGHT)
         if not any(weight.is_meta for weight in weights) and (weights or self.ep is not None):
@@ -235,7 +235,7 @@ class GroupedParameters(QuantizedEntries):
                 bias.zero_()
 
     def _draw(self, weights: Sequence[torch.Tensor]) -> None:
-        """Draw the weights of all experts, and copy this rank's parts into its weights."""
+        """Draw the weights of all experts, and copy this rank's parts into the given weights."""
         destinations: list[ExpertMemory] = []
         codes: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, ((name, parameter), weight) in enumerate(zip(self._parameters_of(WEIGHT), weights, strict=True)):
@@ -266,7 +266,7 @@ class GroupedParameters(QuantizedEntries):
             put_values(quantized, whole)
 
     def positions(self, name: str) -> tuple[Intervals, ...]:
-        """Return, for each dim of a whole parameter, the positions that this rank has.
+        """Return, for each dim of a whole parameter, the indices that this rank has.
 
         Args:
             name: name of a parameter of this module.
@@ -276,14 +276,14 @@ class GroupedParameters(QuantizedEntries):
         return positions_of(parameter)
 
     def _parameters_of(self, stem: str) -> list[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) for a stem, in the order of the experts; empty for biases that the layer does not
-        have.
+        """Return (name, parameter) pairs of a stem, in the order of the experts; empty for biases if the layer has
+        none.
         """
         by_name = self._parameters
         return [(name, parameter) for name in self._names[stem] if (parameter := by_name.get(name)) is not None]
 
     def _local_parameters(self, stem: str) -> list[torch.Tensor]:
-        """Return the parameters of a stem; for sharded ones, this rank's part."""
+        """Return the parameters of a stem; if they are sharded, this rank's parts."""
         by_name = self._parameters
         parameters = [parameter for name in self._names[stem] if (parameter := by_name.get(name)) is not None]
         if len(parameters) != (len(self._names[stem]) if stem == WEIGHT or self.use_bias else 0):
@@ -293,7 +293,7 @@ class GroupedParameters(QuantizedEntries):
         return [local_with_grad(parameter) for parameter in parameters]
 
     def _members(self, stem: str) -> list[torch.Tensor]:
-        """Return one tensor per expert: the parameters, or views of the stacked one."""
+        """Return one tensor per expert: the expert's parameter, or a view of the stacked parameter."""
         parameters = self._local_parameters(stem)
         if not (self._single[stem] and parameters):
             return parameters
@@ -302,7 +302,7 @@ class GroupedParameters(QuantizedEntries):
 
     @property
     def grouped_weight(self) -> GroupedTensor:
-        """The weights as one tensor.
+        """The weights of all experts as one grouped tensor.
 
         Raises:
             Refused: UNSUPPORTED if each expert has its own parameter.
@@ -315,12 +315,12 @@ class GroupedParameters(QuantizedEntries):
 
     @torch.no_grad()
     def pack(self, *, fresh: bool = False) -> None:
-        """Move the experts' plain parameters into one buffer, unless they already are, so that forward copies nothing.
+        """Move the experts' plain parameters into one buffer, unless they are in one, so that forward copies nothing.
 
-        Parameters that are part of a larger buffer stay there, since optimizers and collectives may work on it.
+        Parameters in a larger buffer stay there, since optimizers and collectives may use this buffer.
 
         Args:
-            fresh: whether the parameters are new, so that nothing else can refer to their memory.
+            fresh: whether the parameters are new, so that no other code can refer to their memory.
         """
         for stem in (WEIGHT, BIAS):
             parameters = [parameter for _, parameter in self._parameters_of(stem)]
@@ -377,19 +377,19 @@ def _divide_stack(whole: torch.Tensor, mesh: DeviceMesh, experts: range) -> DTen
 
 
 MAIN_GRAD = "main_grad"
-"""Attribute of a weight: the buffer in which its gradient accumulates."""
+"""Name of a weight's attribute with the buffer in which the weight's gradient accumulates."""
 OVERWRITE = "overwrite_main_grad"
-"""Attribute of a weight: whether the next gradient overwrites `main_grad`."""
+"""Name of a weight's attribute that says whether the next gradient overwrites `main_grad`."""
 ADDED = "grad_added_to_main_grad"
-"""Attribute of a weight, set by Megatron: whether the gradient is already in `main_grad`."""
+"""Name of a weight's attribute, set by Megatron, that says whether the gradient is already in `main_grad`."""
 Output = torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]
-"""The output, or a pair of the output and the biases."""
+"""What forward returns: the output, or (output, biases)."""
 CAST = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of inputs that autocast casts."""
+"""Input dtypes that autocast casts to another dtype."""
 
 
 class GroupedLinear(GroupedParameters):
-    """N linear layers of one size; layer `i` is applied to the next `m_splits[i]` rows.
+    """N linear layers of equal size; layer `i` is applied to the next `m_splits[i]` rows of the input.
 
     After `divide` only the layers of this rank remain; `experts` has their numbers among all N.
 
@@ -398,18 +398,18 @@ class GroupedLinear(GroupedParameters):
         in_features: size of a row of the input.
         out_features: size of a row of the output.
         bias: whether the layers have biases.
-        return_bias: return the biases with the output instead of adding them.
+        return_bias: return the biases with the output, without adding them.
         params_dtype: dtype of the parameters; None: torch's default.
         device: device of the parameters; `meta` leaves them without values until `to_empty` and
             `reset_parameters`, or a load.
-        init_method: fills each weight [out, in] in place; None: normal with standard deviation 0.023.
+        init_method: function that fills each weight [out, in] in place; None: normal, standard deviation 0.023.
         fuse_wgrad_accumulation: add gradients of weights to the parameters' `main_grad`; parameters with
-            `overwrite_main_grad` set have it overwritten.
+            `overwrite_main_grad` set get their `main_grad` overwritten.
         delay_wgrad_compute: compute gradients of weights and biases in `backward_dw`, not in backward.
-        save_original_input: keep the given input for backward, not the cast or quantized one.
-        single_grouped_weight: one parameter `weight` [N, out, in] in place of `weight0`, `weight1`, …
-        single_grouped_bias: one parameter `bias` [N, out] in place of `bias0`, `bias1`, …
-        recipe: quantizer of the weights; None: they are plain.
+        save_original_input: keep the given input for backward, not the cast or quantized input.
+        single_grouped_weight: make one parameter `weight` [N, out, in], not `weight0`, `weight1`, …
+        single_grouped_bias: make one parameter `bias` [N, out], not `bias0`, `bias1`, …
+        recipe: quantizer of the weights; None: the weights are plain.
 
     Raises:
         Refused: SHAPE_MISMATCH for invalid sizes; UNSUPPORTED for options that do not fit together.
@@ -484,15 +484,15 @@ class GroupedLinear(GroupedParameters):
             )
 
     def _weights(self, inp: torch.Tensor) -> list[torch.Tensor]:
-        """Return the weights for an input; on a rank without experts, one empty tensor."""
+        """Return the weights with which an input is multiplied; on a rank without experts, one empty tensor."""
         empty_shape = (0, self.out_features, self.in_features)
         return self._local_parameters(WEIGHT) or [torch.empty(empty_shape, dtype=self._dtype(inp), device=inp.device)]
 
     def force_path(self, way: Way | None) -> GroupedLinear:
-        """Choose how the layer multiplies; None lets it choose by itself. Return the layer.
+        """Force the way in which the layer multiplies; None lets the layer choose. Return the layer.
 
         Args:
-            way: `grouped` or `per_expert`, which compute the same; or `scaled`, which multiplies the codes of float8
+            way: `grouped` or `per_expert`, which give equal results; or `scaled`, which multiplies the codes of float8
                 weights and also rounds the rows of inputs and gradients to float8.
 
         Raises:
@@ -538,16 +538,16 @@ class GroupedLinear(GroupedParameters):
             m_splits: number of rows of each expert: a list, or an int32 or int64 tensor on any device. On the
                 `grouped` path numbers on the device are not copied to the host.
             is_first_microbatch: True: cache the weights as they are multiplied (cast, dequantized, in one piece) for
-                later microbatches; False: use the cached ones; None: prepare them for this call only.
-            out: buffer for the output, with its shape or as rows; it may be reused for the next call. If `out` is part
+                later microbatches; False: use the cached weights; None: prepare weights for this call only.
+            out: buffer for the output, in the output's shape or as rows; reusable for the next call. If `out` is part
                 of a larger buffer, that buffer enters autograd's graph, unless you give `out=buffer.detach()[…]`.
-            dgrad_out: buffer for the gradient of the input, with its shape or as rows.
+            dgrad_out: buffer for the gradient of the input, in the input's shape or as rows.
 
         Returns:
             The output; with `return_bias` a pair of the output and the biases, which are not added.
 
         Raises:
-            Refused: SHAPE_MISMATCH, DTYPE_MISMATCH, UNSUPPORTED.
+            Refused: SHAPE_MISMATCH, DTYPE_MISMATCH or UNSUPPORTED, if the arguments do not fit the layer.
         """
         if inp.dim() < 1 or inp.shape[-1] != self.in_features:
             raise refuse(
@@ -579,7 +579,7 @@ class GroupedLinear(GroupedParameters):
     def _setting(
         self, rows: torch.Tensor, weights: Sequence[torch.Tensor], m_splits: Sequence[int] | torch.Tensor
     ) -> tuple[Setting, Splits]:
-        """Choose how rows are multiplied, and compute each expert's rows.
+        """Choose how rows are multiplied, and compute which rows each expert has.
 
         Raises:
             Refused: DTYPE_MISMATCH for rows and weights of different dtypes outside of autocast; SHAPE_MISMATCH.
@@ -616,7 +616,7 @@ class GroupedLinear(GroupedParameters):
     def _cached_weights(
         self, weights: Sequence[torch.Tensor], split: Splits, setting: Setting, first: bool | None
     ) -> torch.Tensor | None:
-        """Return the cached weights, prepared now for the first microbatch; None without caching."""
+        """Return the cached weights, which the first microbatch prepares; None if weights are not cached."""
         if first is None:
             return None
         if first or not _usable(self._cached, setting.dtype):
@@ -626,13 +626,13 @@ class GroupedLinear(GroupedParameters):
         return self._cached
 
     def need_backward_dw(self) -> bool:
-        """Tell whether this layer delays gradients, so that `backward_dw` must be called."""
+        """Tell whether this layer delays gradients of weights, so that the user must call `backward_dw`."""
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:
-        """Compute the gradients of weights and biases that the oldest pending backward left out.
+        """Compute the delayed gradients of weights and biases for the oldest backward that still lacks them.
 
-        If the layer does not delay gradients, it does nothing. Under FSDP2 every rank must call it after backward:
+        Does nothing if the layer does not delay gradients. Under FSDP2 every rank must call this after backward:
         gradients become means over the ranks that share the parameters, with the parameters' dtype and sharding.
 
         Raises:
@@ -674,7 +674,7 @@ class GroupedLinear(GroupedParameters):
         return dummy, pending.bias()
 
     def _to_main(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """Add gradients to `main_grad`, or overwrite it; return a dummy gradient for autograd if Megatron needs one."""
+        """Add gradients to `main_grad`, or overwrite `main_grad`; return a dummy gradient if Megatron needs one."""
         parts = (grad,) if self.single_grouped_weight else grad
         every = zip(self._parameters_of(WEIGHT), parts, strict=True)
         trained = [(name, parameter, part) for (name, parameter), part in every if parameter.requires_grad]
@@ -711,7 +711,7 @@ class GroupedLinear(GroupedParameters):
                 parameter.grad.add_(gradient)  # in place, since `.grad` may be part of a larger buffer
 
     def pack(self, *, fresh: bool = False) -> None:
-        """See `GroupedParameters.pack`; cached weights are dropped."""
+        """Pack as `GroupedParameters.pack` does, and drop cached weights."""
         self._cached = None
         super().pack(fresh=fresh)
 
@@ -720,7 +720,7 @@ class GroupedLinear(GroupedParameters):
         return {**self.__dict__, "_pending": deque(), "_cached": None}
 
     def extra_repr(self) -> str:
-        """Return the sizes, for `print`."""
+        """Return the layer's sizes as text, for `print`."""
         single = f"single_grouped_weight={self.single_grouped_weight}"
         return (
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
@@ -730,7 +730,7 @@ class GroupedLinear(GroupedParameters):
 
 
 def _check_main(trained: Sequence[tuple[str, nn.Parameter, torch.Tensor]]) -> None:
-    """Refuse weights without a `main_grad` of their shape."""
+    """Refuse weights that lack a `main_grad` of the weight's shape."""
     problems = []
     for name, parameter, part in trained:
         main = getattr(parameter, MAIN_GRAD, None)
@@ -748,19 +748,19 @@ def _run_untraced(layer: GroupedLinear, *arguments: Any) -> Output:
 
 
 def _usable(cached: torch.Tensor | None, dtype: torch.dtype) -> bool:
-    """Tell whether cached weights can be used; autograd accepts no tensors made in inference mode."""
+    """Tell whether cached weights can be used: autograd accepts no tensors made in inference mode."""
     if cached is None or cached.dtype != dtype:
         return False
     return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not cached.is_inference()
 
 
 def _is_autocast(inp: torch.Tensor) -> bool:
-    # torch.compile of torch 2.11 cannot query whether a device has autocast. Only `meta` has none.
+    # torch.compile of torch 2.11 cannot query whether a device supports autocast. Only `meta` does not.
     return inp.dtype in CAST and not inp.is_meta and torch.is_autocast_enabled(inp.device.type)
 
 
 def _as_rows(buffer: torch.Tensor | None, inp: torch.Tensor) -> torch.Tensor | None:
-    """View a result buffer with the input's leading dims as rows; return any other buffer as it is."""
+    """Return a result buffer as rows: a view if it has the input's leading dims, otherwise the buffer itself."""
     if buffer is None or buffer.dim() == 2 or buffer.shape[:-1] != inp.shape[:-1] or not buffer.is_contiguous():
         return buffer
     return buffer.view(inp.shape[:-1].numel(), buffer.shape[-1])
