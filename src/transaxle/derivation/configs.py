@@ -363,9 +363,8 @@ def _candidates(presences: Sequence[Presence]) -> Iterator[str]:
 
 def _of_flags(configs: Sequence[Mapping[str, Any]], common: Sequence[str]) -> Iterator[str]:
     for key in dict.fromkeys(key for config in configs for key in config if key not in common):
-        if all(
-            isinstance(config.get(key, True), bool) for config in configs
-        ):  # a config may omit a key whose value is the default
+        # a config may omit a key whose value is the default
+        if all(isinstance(config.get(key, True), bool) for config in configs):
             yield from (f"({key}|True)", f"({key}|False)", f"not ({key}|True)", f"not ({key}|False)")
     for key in common:
         values = [config[key] for config in configs]

@@ -177,9 +177,8 @@ def _move(names: tuple[str, str], hub: Positions, memory: Positions, trace: Trac
 
 def _places(trace: Trace) -> tuple[Positions, Positions, list[str]]:
     """Return for every element number the first tensor in memory that contains it, and the position in this tensor."""
-    names = sorted(
-        trace.memory, key=lambda name: name not in trace.hub
-    )  # if two names have the same values, the name that is stored comes first
+    # if two names have the same values, the name that is stored comes first
+    names = sorted(trace.memory, key=lambda name: name not in trace.hub)
     sides = (trace.hub, trace.memory)
     largest = max((int(n.max()) for side in sides for n in side.values() if n.size), default=0)
     owners, positions = np.full(largest + 1, -1, np.int64), np.zeros(largest + 1, np.int64)
@@ -278,10 +277,8 @@ def parts(traces: Sequence[Trace], numbering: Numbering) -> Parts:
     for at, trace in enumerate(traces):
         for move in moves(trace):
             hub, memory = (patterns.pattern(side, name) for side, name in zip(SIDES, move.names, strict=True))
-            dims = (
-                len(move.shapes[0]),
-                len(move.shapes[1]),
-            )  # layers of a different kind may have a different tensor under this name
+            # layers of a different kind may have a different tensor under this name
+            dims = len(move.shapes[0]), len(move.shapes[1])
             part = by_names.setdefault((hub[0], memory[0], *dims), Part((hub[0], memory[0])))
             instance = Instance(at, move, (hub[1], memory[1]))
             part.instances.append(instance)

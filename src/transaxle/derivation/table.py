@@ -1,4 +1,4 @@
-"""The text of a table, from the structure that all traces share.
+"""Writes the text of a family's table, from the structure that all traces (traced models) share.
 
 **Derivation**: from traces to the text of a table, and notes on what it leaves out.
 
@@ -47,63 +47,63 @@ from transaxle.move.workers import DisjointSets
 
 Indices = tuple[int, ...]
 _EVERYWHERE = frozenset({"model", "layers", "weight", "language"})
-"""Words in stored names that do not identify a tensor."""
+"""Words in tensor names that occur everywhere, and so do not identify a tensor."""
 
 
 @dataclass(frozen=True)
 class StoredLine:
-    """One line of a dialect, with unnamed axes."""
+    """One table line of a dialect, whose axes have no names yet."""
 
     pattern: Pattern
-    """Pattern of the stored names."""
+    """Pattern of the stored tensors' names."""
     places: tuple[AxisKey, ...]
-    """Axis of each index in the names."""
+    """Axis of each index in the tensor names."""
     layout: Layout
     """Layout of the stored tensors."""
     when: str | None = None
-    """Condition; its index is that of the first axis in `places`."""
+    """Condition for the tensors to exist; the index in the condition belongs to the first axis in `places`."""
 
 
 @dataclass(frozen=True)
 class TiedPart:
-    """A tensor in memory that shares the values of another one."""
+    """A tensor in memory that shares the values of a second tensor, such as a tied head."""
 
     alias: int
     """Number of the tensor."""
     original: int
     """Number of the stored tensor with the same values."""
     when: str
-    """Condition under which the two are tied."""
+    """Condition under which the two tensors are tied."""
 
 
 @dataclass
 class Structure:
-    """The contents of a table, except for the names of axes and tensors."""
+    """The contents of a table, without the names of axes and tensors."""
 
     parts: list[Part]
     """Logical tensors."""
     axes: dict[int, tuple[AxisKey, ...]]
-    """Part -> its axes; axes in names come first."""
+    """Part (logical tensor) -> axes of the part; axes that are indices in names come first."""
     when: dict[int, tuple[str, AxisKey | None]]
-    """Part -> (condition, axis of its index), for parts that do not always exist."""
+    """Part -> (condition, axis of the index in the condition), for parts that do not always exist."""
     lines: dict[str, list[StoredLine]]
-    """Side -> its lines."""
+    """Side (hub or memory) -> table lines of its dialect."""
     sizes: dict[AxisKey, dict[int, set[int]]]
-    """Axis -> trace -> its sizes in that trace."""
+    """Axis -> number of the trace -> sizes of the axis in this trace."""
     name_axes: set[AxisKey]
-    """Axes that are indices in names."""
+    """Axes that are indices in tensor names."""
     ties: list[TiedPart] = field(default_factory=list)
     """Tensors that share values."""
     left_out: list[str] = field(default_factory=list)
-    """Notes on what the table does not describe."""
+    """Notes on what the converter does that the table does not describe."""
 
 
 def structure(traces: Sequence[Trace], *, careful: bool = False) -> Structure:
-    """Return the structure that a set of traces shares.
+    """Return the structure that the given traces share.
 
     Args:
         traces: runs of the converter.
-        careful: accept a condition only if no other one fits.
+        careful: whether to accept a condition only if no second condition fits.
 
     Raises:
         Underivable: no line of the notation describes a tensor; the message names it.
@@ -125,7 +125,7 @@ def structure(traces: Sequence[Trace], *, careful: bool = False) -> Structure:
 
 
 class Builder:
-    """Builds the structure of a set of traces."""
+    """Builds the structure that the given traces share."""
 
     def __init__(self, traces: Sequence[Trace], numbering: Numbering, *, careful: bool = False) -> None:
         self.traces = traces
@@ -162,7 +162,7 @@ class Builder:
         return structure
 
     def _counts(self) -> dict[Place, dict[int, int]]:
-        """Return place -> trace -> number of values of the index there."""
+        """Return place of an index in names -> number of the trace -> number of values of this index."""
         counts: dict[Place, dict[int, int]] = defaultdict(dict)
         for at, trace in enumerate(self.traces):
             for side in SIDES:
@@ -189,7 +189,9 @@ class Builder:
         return sizes
 
     def _layouts(self) -> dict[str, dict[Pattern, dict[Layout, set[tuple[int, Indices]]]]]:
-        """Return the layouts of every pattern, each with the traces and indices that have it."""
+        """Return the layouts of each name pattern, each with the traces and indices at which tensors have this
+        layout.
+        """
         variants: dict[str, dict[Pattern, dict[Layout, set[tuple[int, Indices]]]]] = {side: {} for side in SIDES}
         for at, trace in enumerate(self.traces):
             for side in SIDES:
@@ -222,7 +224,7 @@ class Builder:
         return lines
 
     def _variants(self, pattern: Pattern, layouts: Mapping[Layout, set[tuple[int, Indices]]]) -> list[str | None]:
-        """Return the condition of each layout of a name; indices at which the name does not exist are ignored."""
+        """Return the condition for each layout of a name pattern; indices at which no tensor exists are ignored."""
         everywhere = {place for where in layouts.values() for place in where}
         hints = [word for read in layouts for part in read.parts for word in _words(self.found.all[part])]
         conditions: list[str | None] = []
@@ -293,7 +295,7 @@ class Builder:
         return SOMETIMES, None
 
     def _aliases(self) -> dict[tuple[Pattern, Pattern], set[int]]:
-        """Return (alias, stored name) -> traces in which the two names in memory share values."""
+        """Return (alias, stored name) -> traces in which the two tensors in memory share values."""
         pairs: dict[tuple[Pattern, Pattern], set[int]] = defaultdict(set)
         for at, trace in enumerate(self.traces):
             firsts: dict[int, str] = {}
@@ -316,13 +318,13 @@ class Builder:
         return pairs
 
     def _join_alias(self, variants: Mapping[Pattern, Mapping[Layout, Any]], alias: Pattern, source: Pattern) -> None:
-        """Unite the axes of an alias, where it is stored separately, with those of the tensor with the same values."""
+        """If an alias is stored separately, unite its axes with the axes of the tensor that has the same values."""
         for alias_layout, source_layout in zip(variants.get(alias, ()), variants.get(source, ()), strict=False):
             for axis, same in zip(alias_layout.axes, source_layout.axes, strict=False):
                 self.joined.join(axis, same)
 
     def _join_biases(self, variants: Mapping[Pattern, Mapping[Layout, Any]]) -> None:
-        """Unite the axes of a bias with those of its weight's first dim, where both have the same layout."""
+        """Unite the axes of a bias with the axes of its weight's first dim, if both have the same layout."""
         for pattern, layouts in variants.items():
             weight = variants.get(Pattern(pattern.side, f"{pattern.text.removesuffix('.bias')}.weight"), {})
             if not pattern.text.endswith(".bias") or len(layouts) != 1 or len(weight) != 1:
@@ -337,7 +339,7 @@ class Builder:
                     self.joined.join(bias_layout, weight_layout)
 
     def _alike(self, first: AxisKey, second: AxisKey) -> bool:
-        """Tell whether two axes have a single, equal size in every trace that has both."""
+        """Tell whether two axes have one and the same size in every trace that has both axes."""
         sizes: list[dict[int, set[int]]] = [defaultdict(set), defaultdict(set)]
         for sizes_found, axis in zip(sizes, (first, second), strict=True):
             for trace, size in self.reading.sizes.get(axis, ()):
@@ -393,7 +395,7 @@ class Builder:
         return {}
 
     def _check_memory(self, structure: Structure) -> None:
-        """Note the tensors in memory that the hub lacks, and refuse tensors of which it has only a part."""
+        """Note the tensors in memory that the hub lacks, and refuse tensors of which the hub has only a part."""
         for at, trace in enumerate(self.traces):
             firsts: set[int] = set()
             for name in sorted(trace.memory, key=lambda name: name not in trace.hub):
@@ -412,7 +414,7 @@ class Builder:
 
 
 def _words(part: Part, sides: Sequence[str] = SIDES) -> list[str]:
-    """Return the words of a part's names that may occur in a flag for it."""
+    """Return the words in a part's names that may also occur in a config flag for the part."""
     texts = [pattern.text for pattern in part.patterns if pattern.side in sides]
     words = [word for text in texts for word in text.replace(".", "_").split("_")]
     return [word for word in words if len(word) > 2 and word not in _EVERYWHERE]
@@ -420,17 +422,17 @@ def _words(part: Part, sides: Sequence[str] = SIDES) -> list[str]:
 
 _COUNTED = re.compile("head|group|expert")
 Size = tuple[tuple[int, int], ...]
-"""`(trace, size)` for every trace, of an axis with a single size in each."""
+"""`(number of the trace, size of the axis)` for every trace, for an axis with a single size in each trace."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """Names in the table."""
+    """The family's and dialects' names in a derived table."""
 
     family: str
     """Name of the family."""
     model_types: tuple[str, ...] = ()
-    """Values of `model_type` that select the family."""
+    """The `model_type` values in a config.json that select the family."""
     dialects: tuple[str, str] = ("hf", "transformers")
     """Names of the two dialects."""
     comments: tuple[str, ...] = ()
@@ -447,7 +449,7 @@ class Writer:
     axes: dict[AxisKey, str] = field(default_factory=dict)
     formulas: dict[AxisKey, str] = field(default_factory=dict)
     sparse: bool = False
-    """Whether only sizes that a conversion needs get formulas; shapes show the others."""
+    """Whether to write formulas only for sizes that a conversion needs, not for sizes that tensors' shapes show."""
 
     def __post_init__(self) -> None:
         self.known = Sizes(self.configs, self.aliases)
@@ -462,14 +464,14 @@ class Writer:
             yield from self.structure.lines[side]
 
     def _size(self, axis: AxisKey) -> dict[int, int]:
-        """Return trace -> size of an axis; empty where it has several sizes in one trace."""
+        """Return number of the trace -> size of an axis; empty if the axis has several sizes in one trace."""
         sizes = self.structure.sizes.get(axis, {})
         if any(len(several) > 1 for several in sizes.values()):
             return {}
         return {trace: next(iter(one)) for trace, one in sizes.items()}
 
     def _near(self, line: StoredLine) -> str:
-        """Return the section of the config that a tensor belongs to, by the words in its name."""
+        """Return the config section to which a tensor belongs, according to the words in its name."""
         nested = [key for key, value in self.configs[0].items() if isinstance(value, dict)] if self.configs else []
         for key in nested:
             word = key.removesuffix("_config")
@@ -480,7 +482,9 @@ class Writer:
         return "text_config" if "text_config" in nested else ""
 
     def _find_formulas(self) -> None:
-        """Find formulas: simple ones for whole dims and indices, others where a dim would have two unknown axes."""
+        """Find formulas of sizes: simple ones for whole dims and indices, complex ones if a dim has two unknown
+        axes.
+        """
         for line in self._every_line():
             near = self._near(line)
             for place in line.places:
@@ -496,7 +500,7 @@ class Writer:
                 self._complete(dim, self._near(line))
 
     def _simple(self, axis: AxisKey, near: str) -> None:
-        """Give an axis the one key with its size."""
+        """Use the config key with the axis's size as formula, if exactly one key has this size."""
         size = self._size(axis)
         constant = len(set(size.values())) == 1 and len(self.configs) > 1
         if axis in self.formulas or not self._is_well_known(size) or isinstance(axis, PaddingAxis):
@@ -505,7 +509,7 @@ class Writer:
             return
         formula = self.known.formula(size, near)
         if formula is not None and constant and isinstance(axis, tuple) and not _speaks_of(formula, axis[1]):
-            # the size is constant in every model, so a key with the same value is a coincidence
+            # the size is the same in every model, so a config key with this value is a coincidence
             formula = str(next(iter(size.values())))
         if formula is not None:
             self.formulas[axis] = formula
@@ -514,7 +518,9 @@ class Writer:
         return bool(self.configs) and len(size) >= min(2, len(self.configs))
 
     def _complete(self, dim: Dim, near: str) -> None:
-        """Find formulas until the shape determines the rest of a dim: constants first, then heads and other counts."""
+        """Find formulas until the shape determines the one remaining size of a dim: constants first, then heads and
+        other counts.
+        """
         axes = list(dict.fromkeys((*dim.axes, *(axis for segment in dim.segments for axis in segment.axes))))
         for attempt in (self._number, self._count, self._deep):
             for axis in axes:
@@ -526,19 +532,19 @@ class Writer:
                     attempt(axis, near)
 
     def _number(self, axis: AxisKey, _near: str) -> None:
-        """Give an axis its size as a number, if that is 2, 3 or 4 in every config."""
+        """Use a constant as an axis's formula, if the size is the same in every config and is 2, 3 or 4."""
         size = self._size(axis)
         if len(size) > 1 and set(size.values()) <= {2, 3, 4} and len(set(size.values())) == 1:
             self.formulas[axis] = str(next(iter(size.values())))
 
     def _count(self, axis: AxisKey, near: str) -> None:
-        """Give an axis a key that counts heads, groups or experts."""
+        """Use a config key that counts heads, groups or experts as an axis's formula."""
         formula = self.known.formula(self._size(axis), near, deep=True)
         if formula is not None and _COUNTED.search(formula) and not set("*/+-") & set(formula):
             self.formulas[axis] = formula
 
     def _deep(self, axis: AxisKey, near: str) -> None:
-        """Give an axis any formula that fits."""
+        """Use any formula that fits an axis's size."""
         formula = self.known.formula(self._size(axis), near, deep=True)
         size = set(self._size(axis).values())
         if formula is None and len(size) == 1:
@@ -547,7 +553,7 @@ class Writer:
             self.formulas[axis] = formula
 
     def _name_axes(self) -> None:
-        """Name the axes; two axes share a name if they always have the same size and no tensor has both."""
+        """Choose names for axes; two axes get the same name if they always have equal sizes and no tensor has both."""
         used_names = {key for config in self.configs for key, _ in leaves(config) if "." not in key} | set(self.tensors)
         together: dict[AxisKey, set[AxisKey]] = defaultdict(set)
         for axes in self.structure.axes.values():
@@ -569,7 +575,7 @@ class Writer:
                 axes_by_kind[kind].append((name, {axis}))
 
     def _kind(self, axis: AxisKey) -> object:
-        """Return a key that is equal for axes that may share a name."""
+        """Return a grouping key: axes with equal keys may share a name."""
         formula = self.formulas.get(axis)
         if formula is not None:
             return formula
@@ -663,7 +669,9 @@ class Writer:
         return _item(items) or "1"
 
     def _changes(self) -> list[tuple[str, str]]:
-        """Return the lines of the second dialect that differ from the first, with all lines that depend on them."""
+        """Return the table lines of the second dialect that differ from the first, and all lines that depend on
+        these.
+        """
         hub = [(self._line(line), frozenset(line.layout.parts)) for line in self.structure.lines[HUB]]
         memory = [(self._line(line), frozenset(line.layout.parts)) for line in self.structure.lines[MEMORY]]
         same = {line for line, _ in hub}
@@ -682,12 +690,12 @@ class Writer:
 
 
 def _item(parts: Sequence[str]) -> str:
-    """Return several axes as one item of an expression; empty for none."""
+    """Return several axes as one item of a table expression; an empty text for no axes."""
     return parts[0] if len(parts) == 1 else f"({' '.join(parts)})" if parts else ""
 
 
 def _align(lines: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Align the equals signs of lines."""
+    """Align the equals signs of table lines."""
     widest = max((len(name) for name, _ in lines), default=0)
     for name, expression in lines:
         yield f"  {name.ljust(widest)} = {expression}"
@@ -704,9 +712,9 @@ class DerivedTable:
     """The text of a derived table, with notes on what it leaves out."""
 
     text: str
-    """The table in the notation."""
+    """The text of the table, in the table notation."""
     left_out: tuple[str, ...]
-    """Operations of the converter that no table describes: tensors that it drops or invents."""
+    """Notes on operations of the converter that no table describes: tensors that the converter drops or creates."""
     traces: int
     """Number of traces that the table is derived from."""
 
@@ -722,9 +730,10 @@ def derive(
 
     Args:
         traces: runs of the converter, each with its own config.
-        labels: names of the family and the dialects.
-        aliases: config key -> other keys with the same meaning.
-        sparse: write less: formulas only for sizes that a conversion needs, conditions only if no other one fits.
+        labels: names of the family and its two dialects.
+        aliases: config key -> other config keys with the same meaning.
+        sparse: whether to write only formulas for sizes that a conversion needs, and only conditions without an
+            alternative.
 
     Raises:
         Underivable: no table in the notation describes the converter; the message names the tensor.

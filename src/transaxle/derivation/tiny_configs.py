@@ -205,9 +205,8 @@ class _Shrinker:
             else:
                 small[key] = self._value(key, value, layers, path)
         if self.sizes == OWN and "num_attention_heads" in config and "hidden_size" in config:
-            small["head_dim"] = (
-                small.get("head_dim") or _HEAD[self.variant]
-            )  # some models read `head_dim` although their config has no default for it
+            # some models read `head_dim` although their config has no default for it
+            small["head_dim"] = small.get("head_dim") or _HEAD[self.variant]
         return small
 
     def _is_computed(self, key: str, *, doubled: bool) -> bool:

@@ -209,9 +209,8 @@ class Stencils(Generic[Result]):
             buffer = rows[first : first + count].reshape(-1).data
             begin, end = offsets[first], offsets[first + count - 1]
             reads = [(begin, 0, head, count), (begin + tail, head, length - tail, count)]
-            if (
-                step == length
-            ):  # the tail of an archive and the head of the next are adjacent, both in the file and in `rows`
+            # the tail of an archive and the head of the next are adjacent, both in the file and in `rows`
+            if step == length:
                 middle = (begin + tail, head, width, count - 1)
                 reads = [(begin, 0, head, 1), middle, (end + tail, (count - 1) * width + head, length - tail, 1)]
             with Steps() as steps:
@@ -714,9 +713,8 @@ def _similar_chunks(chunks: Sequence[SavedChunk]) -> dict[tuple[str, int, Shape]
         shapes = list(map(_shape, chunks))
         files, _, lengths = zip(*map(_place, chunks), strict=True)
         kinds = files, lengths, shapes
-        if all(
-            kind.count(kind[0]) == len(chunks) for kind in kinds
-        ):  # the usual case: very many chunks that agree in file, length and shape
+        # the usual case: very many chunks that agree in file, length and shape
+        if all(kind.count(kind[0]) == len(chunks) for kind in kinds):
             return {(files[0], lengths[0], shapes[0]): list(range(len(chunks)))}
     alike: dict[tuple[str, int, Shape], list[int]] = {}
     for at, (_, shape, payload) in enumerate(chunks):

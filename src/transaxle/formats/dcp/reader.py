@@ -109,9 +109,8 @@ def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conv
     inline = NumbersInMemory(storage)
     payloads = Payloads(inline, sizes, faults)
     leaves_of_items = (conventions.known_leaf(item.item) or _leaf(item, payloads, faults) for item in items)
-    leaves = list(
-        {id(leaf): leaf for leaf in leaves_of_items if leaf is not None}.values()
-    )  # several items may be listed as one leaf
+    # several items may be listed as one leaf
+    leaves = list({id(leaf): leaf for leaf in leaves_of_items if leaf is not None}.values())
     payloads.check_overlaps()
     if faults:
         raise faults.error()

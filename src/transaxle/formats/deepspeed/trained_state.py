@@ -1,12 +1,13 @@
 """Assembles the tensors of a run's pipeline stages from the files of all ranks.
 
-The trained parameters of a model rank are read from its data-parallel ranks' flat buffers. Every length is checked:
-buffers, paddings and parameters must add up to the last element, and a rank's own map of fragments, if it has one, must
-be the same.
+The trained parameters of a model-parallel rank are read from the flat buffers of its data-parallel ranks. Every length
+is checked: parameters and padding must add up exactly to the buffers, and if a rank's file has a map of fragments, the
+map must agree.
 
-In DeepSpeed's own MoE layers, each expert-parallel rank counts its experts from zero. Their module tensors are in files
-of their own, numbered over the whole model. In the optimizer's files a group of expert parameters is cut only over the
-ranks with the same experts, under each rank's own numbers; `partition_count` is the number of these ranks.
+In DeepSpeed's own MoE layers, each expert-parallel rank counts its experts from zero. The module tensors of experts are
+in separate files, with expert numbers of the whole model. In the optimizer's files, a group of expert parameters is cut
+only over the ranks with the same experts, and expert numbers are the rank's; `partition_count` is the number of these
+ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from transaxle.formats.pickled.descriptors import Object
 
 
 class ExpertShares:
-    """Finds the data-parallel ranks that share each optimizer group, and the global names of expert parameters.
+    """Finds the data-parallel ranks over which each optimizer group is cut, and the global names of expert parameters.
 
     Args:
         model: the model file.
@@ -60,10 +61,12 @@ class ExpertShares:
                     self._local[head] = max(self._local.get(head, 0), number + 1)
 
     def of(self, group: int) -> list[Sequence[RankState]]:
-        """Return the optimizer files that share a group, one list per expert-parallel rank; one list for a dense group.
+        """Return the optimizer files over which a group is cut: one list per expert-parallel rank, or one list for a
+        dense group.
 
         Raises:
-            Refused: CORRUPT where the counts do not fit; UNSUPPORTED for parameters that are not known to be experts'.
+            Refused: CORRUPT, if the counts do not fit; UNSUPPORTED, if it is unknown whether parameters belong to
+                experts.
         """
         total = len(self._states)
         counts = self._states[0].root.get(keys.PARTITION_COUNT)
@@ -89,17 +92,17 @@ class ExpertShares:
         return [self._states[rank * sharing : (rank + 1) * sharing] for rank in range(ranks)]
 
     def name(self, name: str, rank: int) -> str:
-        """Return a parameter's name in the whole model.
+        """Return a parameter's name in the whole model, in which experts have global numbers.
 
         Args:
-            name: the name on its own rank.
+            name: the parameter's name on the expert-parallel rank.
             rank: the expert-parallel rank.
         """
         head, number, tail = _split_name(name)
         return name if number is None else f"{head}{number + rank * self._local[head]}{tail}"
 
     def with_all_experts(self) -> RankModel:
-        """Return the model file with the parameters of all ranks' experts in its groups."""
+        """Return the model file, with the parameters of the experts of all ranks added to its groups."""
         shapes = tuple(
             {
                 self.name(name, rank): shape
@@ -143,7 +146,7 @@ def add_experts(
     """
     counts = model.root.get(keys.NUM_EXPERTS)
     expert_counts = [] if counts is None or not counts.is_list else list(enumerate(counts.naturals()))
-    # earlier versions write one file per expert, with its tensors in all layers
+    # earlier versions write one file per expert, with the expert's tensors in all layers
     if any(layer < 0 for layer, _ in files):
         expert_counts = [(-1, max(count for _, count in expert_counts))] if expert_counts else []
     for layer, count in expert_counts:
@@ -160,26 +163,26 @@ def add_experts(
 
 
 OF_ONE_RUN = "The folder mixes files of two runs; keep those of one."
-"""Hint for refusals of files that contradict each other."""
+"""Hint for errors about files that contradict each other."""
 _SLACK = 16
 """Cap on the alignment padding of a group's vector, in elements per rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedParameter:
-    """A trained parameter on one model rank, complete over its data-parallel ranks."""
+    """A trained parameter on one model-parallel rank, complete over all data-parallel ranks."""
 
     group: int
     """Index of the optimizer group that contains the parameter."""
     shape: Shape
     states: Mapping[str, RankShard]
-    """The model rank's shard of each optimizer state; the state `fp32` is the master weights."""
+    """Name of the optimizer state -> shard on the model-parallel rank; the state `fp32` is the master weights."""
     numbers: Mapping[str, Entry]
-    """Numbers such as `step`, by optimizer state."""
+    """Name of the optimizer state -> number, such as `step`."""
 
 
 def read_trained(model: RankModel, states: Sequence[RankState]) -> tuple[dict[str, TrainedParameter], list[Twin]]:
-    """Read the trained parameters of one model rank.
+    """Read the trained parameters of one model-parallel rank.
 
     Args:
         model: the rank's model file.
@@ -189,8 +192,8 @@ def read_trained(model: RankModel, states: Sequence[RankState]) -> tuple[dict[st
         the parameters in the order of the buffers, and the pairs of numbers that must be equal on all ranks.
 
     Raises:
-        Refused: CORRUPT where lengths contradict each other; INCOMPLETE where a state is missing on a rank;
-            NAME_COLLISION for a parameter in two groups.
+        Refused: CORRUPT, if lengths contradict each other; INCOMPLETE, if a rank lacks an optimizer state;
+            NAME_COLLISION, if a parameter is in two groups.
     """
     stages = {state.stage for state in states}
     if len(stages) > 1:
@@ -264,7 +267,7 @@ def _flat_parameters(model: RankModel, states: Sequence[RankState], *, zero3: bo
 
 
 def _is_round_robin(model: RankModel) -> bool:
-    """Tell whether `round_robin_gradients` was on: each group's parameters were dealt out to its ranks in turn."""
+    """Tell whether `round_robin_gradients` was on, which deals out each group's parameters to the ranks in turn."""
     config = model.root.get(keys.CONFIG)
     zero = None if config is None else config.get(keys.ZERO_CONFIG)
     round_robin = None if zero is None else zero.get(keys.ROUND_ROBIN)
@@ -305,7 +308,7 @@ def _module_order(shapes: Mapping[str, Shape], ranks: int) -> dict[str, Shape]:
 
 
 def _buffers(states: Sequence[RankState], group: int) -> dict[str, list[FlatBuffer]]:
-    """Return the flat buffers of all ranks by optimizer state; an empty buffer for a rank without one."""
+    """Return name of the optimizer state -> flat buffer of each rank; the buffer is empty if a rank has none."""
     names = dict.fromkeys(name for state in states for name in state.groups[group].vectors)
     empty_buffer = FlatBuffer("", 0, "", 0)
     return {name: [state.groups[group].vectors.get(name, empty_buffer) for state in states] for name in names}
@@ -314,7 +317,7 @@ def _buffers(states: Sequence[RankState], group: int) -> dict[str, list[FlatBuff
 def _width(states: Sequence[RankState], group: int, masters: Sequence[FlatBuffer]) -> int:
     """Return the elements in each rank's part of a group's vector, including padding that the files may leave out."""
     lengths = [vector.length for vector in masters]
-    # Elastic checkpoints store the buffers without their padding. With it added, all parts must be equal again.
+    # Elastic checkpoints store the buffers without padding. With padding added, all ranks' parts must be equally long.
     padded = {length + _padding(state, group) for length, state in zip(lengths, states, strict=True)}
     if len(padded) == 1:
         return padded.pop()
@@ -388,14 +391,14 @@ def _check_map(
     cut: Mapping[str, Sequence[FlatInterval]],
     cut_before: Mapping[str, Sequence[FlatInterval]],
 ) -> None:
-    """Check the ranks' own maps of fragments, where they exist, against the computed intervals.
+    """If ranks' files have maps of fragments, check these maps against the computed intervals.
 
     Args:
         states: the ranks' optimizer files.
         group: index of the group.
         cut: intervals of each parameter.
-        cut_before: intervals in the order before parameters were dealt out, which a map may have; empty without
-            dealing.
+        cut_before: intervals in the order that parameters had before they were dealt out, which a map may have; empty
+            if they were not dealt out.
     """
     for dp_rank, state in enumerate(states):
         listed = state.root.get(keys.MAPPINGS)
@@ -435,7 +438,9 @@ def _fragment(node: CheckedValue) -> tuple[int, int]:
 
 
 def _zero3(model: RankModel, states: Sequence[RankState]) -> Iterator[_FlatParameter]:
-    """Yield the parameters of ZeRO-3: every rank has an equal interval of each, one after the other in its buffers."""
+    """Yield the parameters under ZeRO-3: each rank's buffers contain an equal interval of each parameter, one after
+    another.
+    """
     parts, groups = len(states), len(states[0].groups)
     names = dict.fromkeys(name for state in states for group in state.groups for name in group.vectors)
     empty_buffer = FlatBuffer("", 0, "", 0)
@@ -468,12 +473,12 @@ def _zero3(model: RankModel, states: Sequence[RankState]) -> Iterator[_FlatParam
         _check_inside(place, intervals, buffers, [state for state in states for _ in state.groups])
         group = next((number for number, end in enumerate(ends) if at < end), 0)
         yield group, name, shape, intervals, buffers
-        # Every rank reserves the same width for a parameter, also where its run is shorter or empty.
+        # Every rank reserves the same width for a parameter, even if the rank's interval is shorter or empty.
         at += width
 
 
 def _split_run(start: int, stop: int, at: int, ends: Sequence[int], base: int) -> Iterator[FlatInterval]:
-    """Split an interval of a parameter at the ends of its rank's consecutive buffers."""
+    """Split an interval of a parameter at the ends of the rank's consecutive buffers."""
     begin = 0
     for number, end in enumerate(ends):
         low, high = max(at, begin), min(at + stop - start, end)
@@ -492,8 +497,8 @@ def _dtype(state: str, vectors: Sequence[FlatBuffer], states: Sequence[RankState
 
 
 def _steps(parameters: Mapping[str, TrainedParameter], states: Sequence[RankState]) -> Iterator[Twin]:
-    """Yield pairs of numbers that must be equal: those of each group on the first rank and on every other."""
-    # Reversed, because later items replace earlier ones: so the first parameter of each group remains.
+    """Yield pairs of numbers that must be equal: a group's number on the first rank, and on each later rank."""
+    # Reversed, so that in the dict the first parameter of each group replaces all later parameters of the group.
     first_parameters = {item.group: name for name, item in reversed(list(parameters.items()))}
     for group, name in first_parameters.items():
         for state in states[1:]:
@@ -509,7 +514,7 @@ class ModelRank:
     """The files and trained parameters of one tensor-parallel rank of a pipeline stage."""
 
     models: Sequence[RankModel]
-    """Model files of the rank: one, or under ZeRO-3 one per data-parallel rank."""
+    """Model files of the rank: a single file, or under ZeRO-3 one file per data-parallel rank."""
     trained: Mapping[str, TrainedParameter]
 
 
@@ -518,16 +523,16 @@ class Stage:
     """The tensors of one pipeline stage."""
 
     weights: dict[str, Entry] = field(default_factory=dict)
-    """Trained weights in full precision, frozen parameters and buffers, by name."""
+    """Name -> trained weight in full precision, frozen parameter or buffer."""
     low: dict[str, Entry] = field(default_factory=dict)
-    """The module's own tensors, in low precision, by name."""
+    """Name -> tensor of the module's state dict, in low precision."""
     states: dict[str, dict[str, Entry]] = field(default_factory=dict)
-    """Optimizer state by parameter and name of the state."""
+    """Parameter name -> name of the state -> optimizer state."""
     twins: list[Twin] = field(default_factory=list)
     compared: set[tuple[tuple[Extent, ...], tuple[Extent, ...]]] = field(default_factory=set)
-    """Pairs of numbers that are in `twins` already, as the parameters of a group share their numbers."""
+    """Pairs of numbers that are already in `twins`; the parameters of a group share their numbers."""
     scaled: dict[str, float] = field(default_factory=dict)
-    """Factor of each weight that every rank stores multiplied by a factor."""
+    """Name -> factor, for weights that ranks store multiplied by a factor."""
 
 
 def assemble(
@@ -537,8 +542,8 @@ def assemble(
 
     Args:
         ranks: the tensor-parallel ranks of the stage.
-        info: source of the cuts: the files' metadata or a table; None where there is neither.
-        faults: receives every problem.
+        info: source of the tensor-parallel cuts: the files' metadata or a table; None if there is neither.
+        faults: list of faults; receives every problem.
         without: names of tensors to leave out, such as empty placeholders.
     """
     stage = Stage()
@@ -559,7 +564,7 @@ def assemble(
             # An untrained tensor exists only in the module: it is the full and the low precision weight.
             if name not in ranks[0].trained and name in stage.weights:
                 stage.low[name] = stage.weights[name]
-            # Under ZeRO-3 the module holds empty placeholders of its trained parameters, which are no weights.
+            # Under ZeRO-3 the trained parameters in the module are empty placeholders, not weights.
             elif any(prod(shard.shape) for shard in low) or not any(name in rank.trained for rank in ranks):
                 _merge_into(stage.low, name, low, spreads.of(name, low), stage, faults)
     return stage
@@ -576,7 +581,7 @@ def _names(ranks: Sequence[ModelRank]) -> list[str]:
 
 
 class _Spreads:
-    """Looks up the spread of each parameter, and remembers it, so that each problem is reported once."""
+    """Looks up the spread of each parameter, and remembers it, so that each problem is reported only once."""
 
     def __init__(self, info: UniversalInfo | TableCuts | None, ranks: int, faults: Faults) -> None:
         self._info, self._ranks, self._faults = info, ranks, faults
@@ -584,9 +589,9 @@ class _Spreads:
         self._reported = False
 
     def of(self, name: str, shards: Sequence[RankShard], *, buffer: bool = False) -> Spread | None:
-        """Return the spread of a parameter; None, with a fault, where it is unknown."""
+        """Return the spread of a parameter; if it is unknown, add a fault and return None."""
         shapes = tuple(shard.shape for shard in shards)
-        # Buffers of equal shape are taken as copies: the metadata lists parameters only.
+        # Buffers of equal shape on all ranks are taken as copies, because the metadata lists only parameters.
         if self._ranks == 1 or (buffer and len(set(shapes)) == 1):
             return full_spread(shards)
         key = name, shapes
@@ -636,7 +641,7 @@ def _add_trained(stage: Stage, name: str, ranks: Sequence[ModelRank], spreads: _
         item = rank.trained.get(name)
         for key, entry in () if item is None or item is first else item.numbers.items():
             first_entry = first.numbers.get(key, entry)
-            # A step belongs to a group, so all its parameters refer to the same bytes: one comparison is enough.
+            # All parameters of a group refer to the same bytes for the step, so one comparison is enough.
             if (first_entry.extents, entry.extents) not in stage.compared and first_entry is not entry:
                 stage.compared.add((first_entry.extents, entry.extents))
                 why = f"{key} of {name} is one number on all tensor-parallel ranks"
@@ -647,7 +652,9 @@ def _merge_into(
     into: dict[str, Entry], name: str, shards: Sequence[RankShard], spread: Spread | None, stage: Stage, faults: Faults,
     *, shown: str = "",
 ) -> None:  # fmt: skip
-    """Merge shards and store the tensor under `name`; add the copies that must be equal to the stage."""
+    """Merge shards and store the tensor under `name`; add pairs of copies, which must be equal, to the stage's
+    `twins`.
+    """
     if spread is None:
         return
     try:
@@ -665,7 +672,7 @@ def _merge_into(
 
 
 def _empty(rank: ModelRank, name: str, dtype: str) -> RankShard | None:
-    """Return an empty shard for a rank without elements of a parameter; None where the rank should have some."""
+    """Return an empty shard for a rank that has no elements of a parameter; None if the rank should have elements."""
     model = rank.models[0]
     shape = model.frozen.get(name)
     if shape is None and name in model.module:
@@ -676,7 +683,7 @@ def _empty(rank: ModelRank, name: str, dtype: str) -> RankShard | None:
 
 
 def _frozen_or_buffer(rank: ModelRank, name: str) -> RankShard | None:
-    """Return the shard of a frozen parameter or a buffer; None where this rank does not have it."""
+    """Return a rank's shard of a frozen parameter or a buffer; None if the rank does not have it."""
     first_model = rank.models[0]
     shape = first_model.frozen.get(name)
     if len(rank.models) > 1 and shape is not None:
@@ -705,7 +712,7 @@ def _dense(entry: Entry, file: str) -> RankShard:
 
 
 def _gather_frozen(models: Sequence[RankModel], name: str, shape: Shape) -> RankShard:
-    """Return a frozen parameter that ZeRO-3 stores as equal intervals on its ranks, the last one padded."""
+    """Return a frozen parameter that ZeRO-3 stores as equal intervals on the ranks; the last interval is padded."""
     size, parts = prod(shape), len(models)
     width = shard_width(size, parts)
     vectors, intervals = [], []

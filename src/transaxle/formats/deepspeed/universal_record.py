@@ -250,9 +250,8 @@ class _RecordReader:
     def _check_counts(self, record: Record) -> None:
         """Check that all shapes have the same number of elements, and that the view implies the recorded part sizes."""
         shapes = {keys.ORIGINAL_SHAPE: record.original, keys.LOGICAL_SHAPE: record.logical}
-        if (
-            record.bias and record.output is not None
-        ):  # `output` has as many elements as the bias, but may have different dims
+        # `output` has as many elements as the bias, but may have different dims
+        if record.bias and record.output is not None:
             shapes[keys.OUTPUT_SHAPE] = record.output
         if len({prod(shape) for shape in shapes.values()}) > 1:
             counts = ", ".join(f"{key} {list(shape)} has {prod(shape)} elements" for key, shape in shapes.items())

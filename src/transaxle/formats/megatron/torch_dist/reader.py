@@ -1,27 +1,28 @@
-"""Opens Megatron's distributed checkpoints: weights, optimizer state in the model's shapes, and facts about the run.
+"""Opens Megatron's distributed checkpoints: weights, optimizer state in the parameters' shapes, and the run's state.
 
-Layers and experts are axes of the tensors, which the tables describe. This module swaps the parts of names of optimizer
-state (Megatron has the state before the parameter). It also recognises pickled objects by their names: the restricted
-interpreter reads the arguments of the run, and all other objects are left unread.
+Tensors stack layers and experts along axes, which the family's table describes. In names of optimizer state, Megatron
+has the state before the parameter; this module swaps the two. It recognises pickled objects by their keys: the
+restricted pickle interpreter reads the run's arguments, and all other objects are left unread.
 
 Up to megatron-core 0.15, ranks can save optimizer state as ranges of flattened tensors (`fully_sharded_model_space`).
 Each rank of a data-parallel group has a range of its model-parallel part of a parameter. The stored tensor has one dim
 for each dim of the parameter, with as many entries as there are parts along it, and a last dim for the elements of a
 part. The metadata has the original shape.
 
-Megatron does not store which parameters are in an optimizer group. A group's settings determine them: experts that are
-not on every rank, weight decay or none (as for vectors and biases), and a separate learning rate for embeddings.
+Megatron does not store which parameters are in an optimizer group. A group's settings determine its parameters: whether
+it is for expert-parallel experts, has weight decay (vectors and biases have none), or has a separate learning rate for
+embeddings.
 
-Megatron numbers multi-token prediction layers, `mtp.layers.0.…`, even where the model's own layers are one tensor. In
-tables both are layers of one kind, so here the own layers are split into numbered tensors too.
+Megatron numbers multi-token prediction layers (`mtp.layers.0.…`) even if the decoder's layers are stacked in one
+tensor. Tables describe both as layers of one kind, so here the stacked layers are split into numbered tensors too.
 
-Checkpoints of Megatron-FSDP (`--ckpt-format fsdp_dtensor`) are DCP folders with other names:
+Checkpoints of Megatron-FSDP (`--ckpt-format fsdp_dtensor`) are DCP folders with different tensor names:
 
     model.module.decoder.layers.0.mlp.linear_fc1.weight_w        gate of a gated MLP; _v is up
     optimizer.state.module.module.module.decoder.….exp_avg       the parameter before the state
     args, iteration, opt_param_scheduler.max_lr, …               pickled, each an item of its own
 
-Layers and experts have global numbers. The weights are the optimizer's, in full precision.
+In these, layers and experts have global numbers, and the weights are the optimizer's full-precision weights.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def is_of_fsdp(keys: Collection[str]) -> bool:
 
 
 def fsdp_path(key: str) -> KeyPath:
-    """Return the path of a Megatron-FSDP item, with the parameter before the optimizer state."""
+    """Return the path of a Megatron-FSDP item, reordered so that the parameter comes before the optimizer state."""
     match = _FSDP_STATE.fullmatch(key)
     if match is not None:
         return ("optimizer", "state", *match.groups())
@@ -122,7 +123,7 @@ def is_fact(key: str) -> bool:
 
 
 def short_key(key: str) -> str:
-    """Return the key under which an unread item is listed; the settings of all parameters share one key."""
+    """Return the key under which an unread item is listed; the settings of all parameters are listed under one key."""
     return _SETTINGS if key.startswith(f"{_SETTINGS}.") else key
 
 
@@ -144,7 +145,7 @@ def join_gates(container: Container) -> Container:
     """Join the gate and up halves of each MLP into one tensor, as in the model.
 
     Raises:
-        Refused: INCOMPLETE for a half without the other; SHAPE_MISMATCH for halves that do not fit together.
+        Refused: INCOMPLETE, if only one of the two halves exists; SHAPE_MISMATCH, if the halves do not fit together.
     """
     faults = Faults()
     entries: dict[str, Entry] = {}
@@ -177,7 +178,7 @@ def join_gates(container: Container) -> Container:
 
 
 def _concatenate(name: str, first: Entry, second: Entry) -> Entry:
-    """Concatenate two tensors along their first dim; of two 0-dim tensors return the first."""
+    """Concatenate two tensors along the first dim; if they are 0-dim, return the first tensor."""
     if not first.shape:
         return replace(first, name=name)
     rows = first.shape[0]
@@ -188,15 +189,15 @@ def _concatenate(name: str, first: Entry, second: Entry) -> Entry:
 
 
 def restore_shapes(container: Container, shapes: Mapping[str, Shape], file: str) -> Container:
-    """Give flattened tensors the shapes that they have in the model.
+    """Return the container with flattened tensors in the shapes that they have in the model.
 
     Args:
-        container: a container with tensors as they are stored.
+        container: the container with tensors as the folder stores them.
         shapes: original shape of each flattened tensor, by name.
-        file: name of the metadata file, for errors.
+        file: name of the metadata file, for error messages.
 
     Raises:
-        Refused: CORRUPT where the parts do not fit the shape; UNSUPPORTED for chunks over several parts.
+        Refused: CORRUPT, if the parts do not fit the shape; UNSUPPORTED, if a chunk spans several parts.
     """
     faults = Faults()
     entries = dict(container.entries)
@@ -228,7 +229,7 @@ def _unflatten(entry: Entry, part: Shape) -> Iterator[Extent]:
     """Yield the extents of a flattened tensor as boxes of the original tensor.
 
     Args:
-        entry: the tensor as it is stored.
+        entry: the flattened tensor, as the folder stores it.
         part: shape of each part.
     """
     for extent in entry.extents:
@@ -243,12 +244,12 @@ def _unflatten(entry: Entry, part: Shape) -> Iterator[Extent]:
 
 
 SETTINGS = "optimizer"
-"""Key of the optimizer's settings, in the objects of groups and in the run's state."""
+"""Key of the optimizer's settings, both in the objects of data-parallel groups and in the run's state."""
 _LISTED = "param_groups"
 _DECAY, _EXPERTS, _DECOUPLED = "wd_mult", "is_expert_parallel", "is_decoupled_lr"
 _GROUP_KEYS = ("lr_mult", "pre_lr_mult", "pre_wd_mult", _DECAY, _EXPERTS, _DECOUPLED)
 _MEGATRON_SETTINGS = frozenset({*_GROUP_KEYS, "default_config"})
-"""Settings by which Megatron distinguishes groups; they mean nothing to other programs."""
+"""Settings by which only Megatron distinguishes optimizer groups."""
 _BIAS = ".bias"
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _HEAD_NORMS = (".q_layernorm.", ".k_layernorm.")
@@ -262,7 +263,7 @@ def with_settings(state: RunState, objects: Objects) -> tuple[RunState, list[str
         objects: unpickled objects of the groups.
 
     Returns:
-        the new state, and a message for each contradiction between groups.
+        the completed state, and a message for each contradiction between groups.
     """
     settings_by_chain: dict[int, dict[str, Any]] = {}
     problems: list[str] = []
@@ -283,7 +284,7 @@ def with_settings(state: RunState, objects: Objects) -> tuple[RunState, list[str
 
 
 def _kind(group: object) -> object:
-    """Return the settings by which Megatron distinguishes a group from others."""
+    """Return the values of the settings by which Megatron distinguishes optimizer groups."""
     return [group.get(key) for key in _GROUP_KEYS] if isinstance(group, Mapping) else group
 
 
@@ -294,7 +295,7 @@ def with_groups(container: Container, state: RunState) -> Container:
 
 
 def _groups_with_names(container: Container, state: RunState) -> list[ParamGroup]:
-    """Return the groups with their parameter names; an empty list where a parameter's group is ambiguous."""
+    """Return the optimizer groups with their parameter names; an empty list if any parameter's group is ambiguous."""
     groups = list(settings_of_groups(state.facts.get(SETTINGS)))
     parameters = dict.fromkeys(
         parameter for name in container.entries if name.startswith(OPTIMIZER) for parameter in split_slot(name)[:1]
@@ -320,7 +321,7 @@ def _groups_with_names(container: Container, state: RunState) -> list[ParamGroup
 
 
 def settings_of_groups(optimizer: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the settings of all groups of an optimizer, which may be several chained ones."""
+    """Yield the settings of all groups of an optimizer, which may be a chain of several optimizers."""
     if isinstance(optimizer, Mapping):
         listed = optimizer.get(_LISTED)
         inner: Iterable[Any] = listed if isinstance(listed, list) else ()
@@ -331,7 +332,7 @@ def settings_of_groups(optimizer: object) -> Iterator[Mapping[str, Any]]:
 
 
 def _candidate_groups(name: str, dims: int, groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> list[int]:
-    """Return the indices of the groups to which a parameter may belong."""
+    """Return the indices of the optimizer groups to which a parameter may belong."""
     of_experts = has_experts(name) and any(group.get(_EXPERTS) for group in groups)
     candidates = [number for number, group in enumerate(groups) if bool(group.get(_EXPERTS)) == of_experts]
     if any(groups[number].get(_DECOUPLED) for number in candidates):
@@ -355,7 +356,7 @@ _MAX_LAYERS = 100_000
 
 
 def with_numbered_layers(container: Container) -> Container:
-    """Split the layers into numbered tensors, in a container with multi-token prediction layers."""
+    """Split stacked layers into numbered tensors, if the container has multi-token prediction layers."""
     models = {match[1] for name in container.entries if (match := _AHEAD.fullmatch(split_slot(name)[0]))}
     if not models:
         return container
@@ -381,7 +382,7 @@ def with_numbered_layers(container: Container) -> Container:
 
 
 def _layer_extents(entry: Entry, layer: int) -> Iterator[Extent]:
-    """Yield the extents of one layer of a tensor with all layers."""
+    """Yield the extents of one layer of a tensor that stacks all layers."""
     item = ITEM_BITS[entry.dtype] // 8
     for extent in entry.extents:
         row = layer - extent.start[0]
@@ -395,12 +396,12 @@ def _layer_extents(entry: Entry, layer: int) -> Iterator[Extent]:
 
 
 COMMON = "common_state/shard_0_1"
-"""Key of the item with the state that is not sharded, from megatron-core 0.19 on."""
+"""DCP key of the item with the run's state that is not sharded, from megatron-core 0.19 on."""
 _MASTERS = frozenset({"fp32_param", "param", "master_param"})
 _STATE = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.([A-Za-z_][A-Za-z0-9_]*)\.(.+)", re.DOTALL)
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _WRAPPER = "module."
-"""Prefix of names by NeMo 2, which saves the module around the model."""
+"""Prefix of tensor names in NeMo 2's checkpoints, because NeMo 2 saves a module that wraps the model."""
 _SHARD = "/shard_"
 _NUMBERS_OF_SHARD = re.compile(r"[\d.]+_[\d.]+")
 
@@ -409,15 +410,16 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
     """Open a distributed checkpoint of Megatron.
 
     Args:
-        storage: the files.
-        path: the path as typed.
+        storage: the checkpoint's files.
+        path: the checkpoint's path as the user typed it.
         member: name of the iteration's folder; `HERE` for the path itself.
-        weights: which weights the plain names mean: the model's own (`lp`, also for None), or the optimizer's
+        weights: which weights get the plain parameter names: the model's own (`lp`, also for None), or the optimizer's
             full-precision copies (`fp32`).
 
     Raises:
-        Refused: as for a DCP folder; INCOMPLETE for an interrupted save; UNSUPPORTED where `fp32` copies are missing.
-        StorageError: IO.
+        Refused: as for a DCP folder (see `open_dcp`); INCOMPLETE, if the save was interrupted; UNSUPPORTED, if `fp32`
+            copies are missing.
+        StorageError: IO, if a file cannot be read.
     """
     files = storage if member == HERE else SubFolder(storage, member)
     names = metadata_files(files.names())
@@ -438,7 +440,7 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
     state, unread = with_settings_of_run(state, storage, member, _number)
     metadata = {**container.metadata, MEGATRON: state.to_metadata()}
     unread = {**metadata.pop(LEFT_BEHIND, {}), **unread}
-    # `_run_state` has read this item, with the names that Megatron's pickles may have
+    # not read here: `_run_state` has read this item, with the globals that only Megatron's pickles may name
     unread.pop(_without_shard(COMMON), None)
     metadata |= {LEFT_BEHIND: unread} if unread else {}
     container = replace(container, metadata=metadata, config=state.config())
@@ -451,13 +453,15 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
 
 
 class _Items:
-    """Sorts the items of a folder by their keys: tensors, shared state, objects of groups, unread objects."""
+    """Sorts a folder's items by their keys into tensors, the run's state, objects of data-parallel groups, and unread
+    objects.
+    """
 
     def __init__(self) -> None:
         self.common: Payload | None = None
-        """Byte range of the state that is not sharded, if it is an item."""
+        """Byte range of the run's state that is not sharded; None if it is not an item of the folder."""
         self.of_groups: dict[tuple[int, int, str], Payload] = {}
-        """Byte ranges of the objects of data-parallel groups, see `flat_buckets.object_name`."""
+        """Byte ranges of the objects of data-parallel groups, by name; see `flat_buckets.object_name`."""
         self.is_of_fsdp = False
         self.facts: dict[str, Payload] = {}
         """Byte ranges of the facts about a Megatron-FSDP run, by key."""
@@ -468,7 +472,7 @@ class _Items:
         """Key of an unread object, without a shard's number -> the leaf that stands for all of its shards."""
 
     def select(self, items: Sequence[SavedItem]) -> list[SavedItem]:
-        """Return the items without further keys of one tensor; remember the shapes of flattened tensors."""
+        """Return the items without second keys for a tensor; remember the original shapes of flattened tensors."""
         self.is_of_fsdp = is_of_fsdp([item.key for item in items])
         for item in items:
             if item.unflattened is not None:
@@ -476,11 +480,11 @@ class _Items:
         return _without_aliases(items)
 
     def paths(self, paths: Sequence[KeyPath]) -> tuple[list[KeyPath], None]:
-        """Return the paths of items, with the parameter before the optimizer state."""
+        """Return the paths of items, reordered so that the parameter comes before the optimizer state."""
         return [(fsdp_path if self.is_of_fsdp else _path)(join_path(path)) for path in paths], None
 
     def object_leaf(self, item: SavedItem) -> Leaf | None:
-        """Return the leaf of an object, which is not read; None for a tensor, which must be."""
+        """Return the leaf to list for an object, which is not read; None for a tensor, which must be read."""
         if item.key == COMMON:
             self.common = item.payload
         if item.dtype is not None:
@@ -489,7 +493,7 @@ class _Items:
             if is_fact(item.key) and item.payload is not None:
                 self.facts[item.key] = item.payload
             return Leaf((short_key(item.key),), "other", None, "pickled state of Megatron's")
-        # Shards of one object, for each layer, expert and rank, are listed as one.
+        # An object's shards (one for each layer, expert and rank) are listed as one leaf.
         begin, shard, number = item.key.rpartition(_SHARD)
         leaf = self._shard_leaves.get(begin)
         if leaf is not None and shard and _NUMBERS_OF_SHARD.fullmatch(number):
@@ -507,13 +511,13 @@ class _Items:
 
 
 def _without_aliases(items: Sequence[SavedItem]) -> list[SavedItem]:
-    """Return the items without those that have the chunks of an earlier one: further keys of one tensor.
+    """Return the items without second keys for a tensor: items with the same chunks as an earlier item.
 
-    Such keys are written by `draft`.
+    Transaxle writes second keys itself, see `draft`.
     """
     chunks_by_first: dict[
         SavedChunk, list[tuple[SavedChunk, ...]]
-    ] = {}  # keyed by the first chunk only, because a tensor may have very many chunks
+    ] = {}  # items are compared by first chunk only, because a tensor may have very many chunks
     selected = []
     for item in items:
         if item.dtype is not None and item.chunks:
@@ -526,7 +530,7 @@ def _without_aliases(items: Sequence[SavedItem]) -> list[SavedItem]:
 
 
 def _without_shard(key: str) -> str:
-    """Return the key of an object without its shard number."""
+    """Return the key of an object without the shard number."""
     begin, shard, numbers = key.rpartition(_SHARD)
     return begin if shard and _NUMBERS_OF_SHARD.fullmatch(numbers) else key
 
@@ -540,13 +544,13 @@ def _path(key: str) -> KeyPath:
 
 
 def _name(key: str) -> str:
-    """Return the catalog name of an item's tensor."""
+    """Return the name that an item's tensor gets in the catalog."""
     path = _path(key)
     return str(path[0]) if len(path) == 1 else f"{OPTIMIZER}{path[2]}/{path[3]}"
 
 
 def _run_state(storage: Storage, common: Payload | None) -> RunState:
-    """Read the state that is not sharded; an empty one where the folder has none.
+    """Read the run's state that is not sharded; an empty state if the folder has none.
 
     Raises:
         Refused: UNSAFE_PICKLE, CORRUPT.
@@ -559,7 +563,7 @@ def _run_state(storage: Storage, common: Payload | None) -> RunState:
 
 
 def _number(storage: Storage, file: str, tensor: TensorRef) -> float | None:
-    """Return the value of a 0-dim tensor; None for any other tensor."""
+    """Return the value of a 0-dim tensor; None if the tensor has dims."""
     stored = tensor.storage
     if tensor.shape or not isinstance(stored, StoredStorage) or tensor.offset >= stored.count:
         return None
@@ -570,7 +574,7 @@ def _number(storage: Storage, file: str, tensor: TensorRef) -> float | None:
 def _with_optimizer(
     storage: Storage, container: Container, items: _Items, state: RunState
 ) -> tuple[Container, RunState]:
-    """Return a container with the optimizer's state by parameter, and the run's state with the optimizer's settings."""
+    """Return a container with optimizer state by parameter, and the run's state completed with optimizer settings."""
     objects: dict[tuple[int, int, str], Any] = {}
     problems: list[Refusal] = []
     for name, payload in items.of_groups.items():
@@ -593,7 +597,7 @@ def _with_optimizer(
 
 
 def _without_unknown_state(container: Container) -> Container:
-    """Remove optimizer tensors in an unknown form from a container, and add a refusal for them."""
+    """Remove optimizer tensors of unknown layout from a container, and add the reason to the container."""
     unknown = [name for name in container.entries if _OPTIMIZER.match(name)]
     if not unknown:
         return container
@@ -604,7 +608,7 @@ def _without_unknown_state(container: Container) -> Container:
 
 
 def _with_sidecars(container: Container) -> Container:
-    """Set a container's sidecar files, without Megatron's own, which describe only this folder."""
+    """Set a container's sidecar files, leaving out Megatron's own files, which describe only this folder."""
     sidecars = sort_sidecars(container.storage, container.files)
     megatron_files = {COMMON_FILE, BACKEND_FILE, MEGATRON_TRACKER, RUN_CONFIG, TRAIN_STATE, LATEST_TRAIN_STATE}
     carried = tuple(name for name in sidecars.carried if name not in megatron_files)
@@ -613,7 +617,7 @@ def _with_sidecars(container: Container) -> Container:
 
 
 def _with_steps(container: Container, state: RunState) -> Container:
-    """Give every parameter the optimizer's step, which Megatron stores once."""
+    """Add a step tensor to every parameter's optimizer state, because Megatron stores the step only once."""
     step = state.step()
     digits = None if step is None else number(step)
     inline = layer(container.storage, NumbersInMemory)
