@@ -1,13 +1,14 @@
-"""Tables from converters: sources of traces, the proof of a table, and writing its file.
+"""Derives a table of tensor names from a converter: makes traces, proves the table, and writes the table's file.
 
-A table is derived from a model type of transformers, a function, or a user's folders.
+The converter is transformers' own for a model type, a Python function, or a program that turns folders into folders.
 
-**Proof**: the table converts a trace that it was not derived from, both ways, and the results are compared bit by bit.
+**Proof**: the table converts the tensors of a trace from which it was not derived, in both directions, and the results
+are compared bit by bit with the converter's.
 
 The file of a derived table is complete as soon as it exists, and never replaces a file that must stay.
 
-**Traces of functions**: a converter in Python gets state dicts numbered in two ways. A value that is the same in both
-runs is a constant; any other value identifies its source element in both.
+**Traces of functions**: a Python converter gets state dicts whose elements are numbered in two ways, in two runs. A
+value that is equal in both outputs is a constant; any other value identifies its source element.
 """
 
 from __future__ import annotations
@@ -69,18 +70,19 @@ Values = npt.NDArray[Any]
 def trace_function(
     convert: Callable[[dict[str, Any]], Tensors], sample: Tensors
 ) -> tuple[dict[str, Numbers], dict[str, Numbers]]:
-    """Send a state dict through a function, numbered in two ways, in as many passes as its dtypes need.
+    """Run a function on a state dict whose elements are numbered in two ways, as often as its dtypes need, and return a
+    trace.
 
     Args:
         convert: state dict -> state dict.
-        sample: state dict of arrays or tensors; values do not matter.
+        sample: state dict of arrays or tensors, whose values do not matter.
 
     Returns:
-        The numbers on both sides; zeros in a tensor that the function creates.
+        the element numbers on both sides; a tensor that the function creates has only zeros.
 
     Raises:
-        Underivable: values are changed, or a dtype cannot carry numbers.
-        TypeError: the function returns no state dict.
+        Underivable: the function changes values, or a dtype cannot carry element numbers.
+        TypeError: the function does not return a state dict.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in sample.items()}
     total = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
@@ -109,7 +111,7 @@ def _base(name: str, tensor: Any) -> int:
 
 
 def _fill(tensor: Any, values: Numbers) -> Any:
-    """Return a tensor of the same kind and dtype with these values."""
+    """Return a tensor of the given values, of the same library (numpy or torch) and dtype as a sample."""
     if isinstance(tensor, np.ndarray):
         return values.astype(tensor.dtype)
     return tensor.new_tensor(values.tolist()).reshape(tuple(tensor.shape)).to(tensor.dtype)
@@ -132,7 +134,7 @@ def check_samples(samples: object) -> None:
 
 
 def _state_dict(returned: object) -> Tensors:
-    """Return the result of a function, if it is a state dict; else raise TypeError."""
+    """Return the result of a converter function if it is a state dict; else raise TypeError."""
     if not isinstance(returned, Mapping) or not returned:
         kind = "an empty one" if isinstance(returned, Mapping) else _kind(returned)
         raise TypeError(f"the converter must return a mapping of names to tensors; it returned {kind}")
@@ -151,13 +153,14 @@ def _kind(value: object) -> str:
 
 
 def _came_from(name: str, runs: Sequence[Any], base: int, places: Sequence[Places]) -> Numbers:
-    """Return the source element of each value in a tensor; 0 for zeros, and for a tensor that the function creates.
+    """Return the source element of each value in an output tensor; 0 for zeros, and for a tensor that the function
+    creates.
 
     Args:
         name: the tensor's name.
-        runs: the tensor from each pass of the first numbering, then of the second.
-        base: how many numbers a pass carries.
-        places: lookup of elements in both numberings.
+        runs: the output tensor of each pass with the first numbering, then of each pass with the second numbering.
+        base: count of distinct numbers that one pass can carry.
+        places: for each numbering, finds the element that has a given number.
     """
     values = [_read(tensor) for tensor in runs]
     if any(each.shape != values[0].shape for each in values):
@@ -193,7 +196,7 @@ def _of_torch(tensor: Any) -> Values:
 
 
 def _carry(values: Sequence[Values], base: int) -> Numbers:
-    """Return the numbers that the passes carried; 0 for a value that no pass carried."""
+    """Return the element numbers that all passes together carried; 0 for values that no pass carried."""
     whole = np.ones(values[0].shape, bool)
     for values_of_pass in values:
         whole &= (values_of_pass >= 0) & (values_of_pass < base) & (values_of_pass == np.floor(values_of_pass))
@@ -212,19 +215,19 @@ def _dtype_note(tensor: Any, base: int) -> str:
 Arrays = Mapping[str, npt.NDArray[Any]]
 _MISFIT: Code = "SHAPE_MISMATCH"
 _LISTED_NAMES = 3
-"""Cap on the names that a problem lists."""
+"""Cap on the tensor names that the text of one problem lists."""
 
 
 def prove(text: str, trace: Trace, labels: Labels) -> tuple[str, ...]:
-    """Convert the tensors of a trace with a table, in both directions, and compare with the converter's results.
+    """Convert the tensors of a trace with a table, in both directions, and compare the results with the converter's.
 
     Args:
-        text: the table.
-        trace: a run of the converter, preferably one that the table was not derived from.
+        text: text of the table.
+        trace: a run of the converter, preferably one from which the table was not derived.
         labels: names of the family and its dialects.
 
     Returns:
-        The problems; empty where both directions are exact.
+        the problems found; empty if the results are exact in both directions.
     """
     sides = [_tensors(trace.hub, trace), _tensors(trace.memory, trace)]
     problems = []
@@ -247,16 +250,17 @@ def prove(text: str, trace: Trace, labels: Labels) -> tuple[str, ...]:
 
 
 def misfits(text: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], labels: Labels) -> tuple[str, ...]:
-    """Compare a table with the shapes of a real model, whose sizes have other ratios than those of tiny models.
+    """Compare a table with the shapes of a full-size model, whose sizes have different ratios than those of tiny
+    models.
 
     Args:
-        text: the table.
-        shapes: name in memory -> shape.
+        text: text of the table.
+        shapes: tensor name in memory -> shape.
         config: the model's config.
         labels: names of the family and its dialects.
 
     Returns:
-        Contradictions between the table and these shapes.
+        contradictions between the table and the shapes.
     """
     (family,) = tables.read(text)
     dialect = family.dialect(labels.dialects[1])
@@ -267,14 +271,14 @@ def misfits(text: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], l
         for position, name in names.items():
             try:
                 fill(line.expression, shapes[name], sizes.at(dict(zip(line.name.axes, position, strict=True))))
-            except TransaxleError as error:  # errors with other codes, such as unknown sizes, are no misfits
+            except TransaxleError as error:  # errors with other codes, such as unknown sizes, are no contradictions
                 if error.code == _MISFIT:
                     problems.append(f"{name}: {error.refusals[0].message}")
     return tuple(problems)
 
 
 def differences(actual: Arrays, expected: Arrays) -> list[str]:
-    """Return the differences of two sets of tensors in names, shapes, dtypes or bytes; empty where they are equal."""
+    """Return the differences between two sets of tensors in names, shapes, dtypes or bytes; empty if they are equal."""
     missing, extra = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())
     unlike = [name for name in actual.keys() & expected.keys() if not _same(actual[name], expected[name])]
     kinds = (("lacks", missing), ("has besides", extra), ("differs in", sorted(unlike)))
@@ -290,7 +294,7 @@ def _same(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> bool:
 
 
 def _tensors(numbers: Arrays, trace: Trace) -> dict[str, npt.NDArray[Any]]:
-    """Return element numbers as tensors of a 32-bit dtype, which represents them all."""
+    """Return element numbers as tensors of a 32-bit dtype, which represents all of the numbers exactly."""
     flags = {name: np.zeros(shape, np.bool_) for name, shape in trace.unnumbered.items()}
     return {**{name: np.array(each, np.int32, order="C") for name, each in numbers.items()}, **flags}
 
@@ -305,20 +309,21 @@ def _convert(folder: Path, out: Path, rules: Path, labels: Labels, source: int, 
 
 _TABLE = re.compile(rf"^\s*({FAMILY}|{BLOCK}|{DIALECT})\s".encode(), re.MULTILINE)
 _READ = 1 << 20
-"""Bytes of an existing file in which a table has its first statement."""
+"""How many bytes of an existing file are read to see whether it is a table: the first statement must be in them."""
 _ELSEWHERE = "Choose another name, or replace it"
 
 
 def check_place(path: PathLike, *, overwrite: Overwrite = False) -> None:
-    """Refuse a path at which no table can, or may, be written.
+    """Refuse a path at which a table cannot or must not be written.
 
     Args:
-        path: the file.
-        overwrite: an existing table there may be replaced; `everything`: any file.
+        path: path of the file.
+        overwrite: True to replace an existing table; `everything` to replace any existing file.
 
     Raises:
-        UsageError: EXISTS for what must stay; AMBIGUOUS for an invalid `overwrite`.
-        StorageError: IO where the folder is missing, or the existing file cannot be read.
+        UsageError: EXISTS, if there is a file that must not be replaced; AMBIGUOUS, if `overwrite` has an invalid
+            value.
+        StorageError: IO, if the folder is missing, or an existing file cannot be read.
     """
     target, overwrite = Path(read_path("path", path)), read_overwrite(overwrite)
     shown = str(path)
@@ -346,13 +351,14 @@ def write_table(text: str, path: PathLike, *, overwrite: Overwrite = False) -> N
     """Write a table.
 
     Args:
-        text: the table.
-        path: the file; a link is followed.
-        overwrite: an existing table there may be replaced; `everything`: any file.
+        text: text of the table.
+        path: path of the file; a link is followed.
+        overwrite: True to replace an existing table; `everything` to replace any existing file.
 
     Raises:
-        UsageError: EXISTS for what must stay; AMBIGUOUS for an invalid `overwrite`.
-        StorageError: IO, NO_SPACE.
+        UsageError: EXISTS, if there is a file that must not be replaced; AMBIGUOUS, if `overwrite` has an invalid
+            value.
+        StorageError: IO, if the file cannot be written; NO_SPACE, if the disk is full.
     """
     check_place(path, overwrite=overwrite)
     target = Path(os.path.realpath(path))
@@ -378,15 +384,15 @@ def _is_table(path: Path) -> bool:
 
 
 UNNAMED = "derived"
-"""Name of the family of an unnamed converter."""
+"""Name of the derived family, if the user gives none."""
 _LISTED = 6
-"""Cap on the problems of a table that a refusal lists."""
+"""Cap on the problems of a table that an error message lists."""
 _LEAST = 2
-"""Least number of traces of a model type: one to derive from, and one with other sizes for the proof."""
+"""Smallest number of traces of a model type: one for deriving the table, and one with different sizes for the proof."""
 
 
 _MOST = 100_000_000
-"""Cap on the total elements of traces above which no further traces are made."""
+"""Total number of elements in all traces after which no further traces are made."""
 
 
 @dataclass(frozen=True)
@@ -398,22 +404,24 @@ class Table:
     text: str
     """The table, as `--rules` reads it."""
     left_out: tuple[str, ...]
-    """Operations of the converter that no table describes: tensors that it drops or invents."""
+    """Notes on operations of the converter that no table describes: tensors that the converter drops or creates."""
     traces: int
-    """Number of traces that the table is derived from."""
+    """Number of traces from which the table was derived."""
     proved: bool
-    """Whether it converted a trace with other sizes, which it is not derived from, exactly and in both directions."""
+    """Whether the table converted a trace with different sizes, from which it was not derived, exactly in both
+    directions."""
 
     def save(self, path: PathLike, *, overwrite: Overwrite = False) -> None:
         """Write the table to a file.
 
         Args:
-            path: the file.
-            overwrite: replace a table that is there; `everything`: any file.
+            path: path of the file.
+            overwrite: True to replace an existing table; `everything` to replace any existing file.
 
         Raises:
-            UsageError: EXISTS for a file that must stay; AMBIGUOUS for an invalid `overwrite`.
-            StorageError: IO where the folder is missing; NO_SPACE.
+            UsageError: EXISTS, if there is a file that must not be replaced; AMBIGUOUS, if `overwrite` has an invalid
+                value.
+            StorageError: IO, if the folder is missing; NO_SPACE, if the disk is full.
         """
         write_table(self.text, path, overwrite=overwrite)
 
@@ -423,7 +431,7 @@ def _name_of(labels: Labels) -> str:
 
 
 def are_dialects(names: object) -> bool:
-    """Tell whether an object is a valid pair of dialect names for a table."""
+    """Tell whether an object is a pair of two valid dialect names."""
     if not isinstance(names, tuple | list) or len(names) != 2 or names[0] == names[1]:
         return False
     return all(isinstance(name, str) and re.fullmatch(WORD, name) for name in names)
@@ -439,13 +447,13 @@ def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, 
 
     Args:
         model_type: `model_type` of config.json.
-        config: a config of the model, whose flags and kinds of layers are used; None: the default config.
-        family: name of the family; None: that of the model type.
+        config: a config of the model, whose flags and kinds of layers the tiny models get; None for the default config.
+        family: name of the derived family; None for the name of the model type.
 
     Raises:
-        Refused: UNSUPPORTED where no table describes transformers' conversion, or torch or transformers are not
+        Refused: UNSUPPORTED, if no table can describe transformers' conversion, or torch or transformers is not
             installed.
-        UsageError: UNKNOWN_FAMILY where transformers does not know the model type.
+        UsageError: UNKNOWN_FAMILY, if transformers does not know the model type.
     """
     from transaxle.derivation.transformers_models import Peer, shapes, try_trace, variants
 
@@ -478,16 +486,18 @@ def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, 
 
 @dataclass
 class _ProvedDerivation:
-    """Derives a table from all traces but one, and proves it with that one, until a proof succeeds."""
+    """Derives a table from all traces but one, and proves it with the trace left out; repeats until a proof
+    succeeds.
+    """
 
     labels: Labels
     aliases: Mapping[str, Sequence[str]]
     real: Mapping[str, Shape]
-    """Shapes of the real model; empty where no config was given."""
+    """Shapes of the full-size model of the user's config; empty without a config."""
     config: Mapping[str, Any]
-    """Config of the real model."""
+    """Config of the full-size model."""
     reason: Underivable | None = None
-    """Why the first table is not proved."""
+    """Reason why the first derived table could not be proved."""
 
     def derived(
         self, traces: Sequence[Trace], proportioned: Sequence[Trace], make_more: Callable[[], Sequence[Trace]]
@@ -496,9 +506,9 @@ class _ProvedDerivation:
 
         Args:
             traces: traces of configs with different sizes.
-            proportioned: the trace of a config with the proportions of the real one, if there is one.
-            make_more: makes traces with other flags; called where a size or a condition may have fitted a key by
-                accident.
+            proportioned: the trace of a tiny config with the proportions of the user's config, if there is one.
+            make_more: function that makes traces with other flags; called if a size or a condition may fit a config key
+                by chance.
 
         Raises:
             Underivable: no table could be proved.
@@ -521,7 +531,7 @@ class _ProvedDerivation:
         raise self.reason
 
     def _one(self, traces: Sequence[Trace], proofs: Sequence[Trace], *, sparse: bool) -> DerivedTable | None:
-        """Return the table derived from some traces; None if another trace disproves it."""
+        """Return the table derived from some of the traces; None if a further trace disproves it."""
         try:
             table = derive(traces, self.labels, self.aliases, sparse=sparse)
             self._prove(table, proofs)
@@ -531,7 +541,7 @@ class _ProvedDerivation:
         return table
 
     def _prove(self, table: DerivedTable, traces: Sequence[Trace]) -> None:
-        """Check a table against traces and the shapes of the real model.
+        """Check a table against traces and against the shapes of the full-size model.
 
         Raises:
             Underivable: the table is disproved.
@@ -550,7 +560,7 @@ def _disproof(by: str, problems: Sequence[str]) -> Underivable:
 
 
 def _too_few(built: int, model_type: str, complaints: Sequence[str], *, bare: bool) -> Underivable:
-    """Build the error for too few tiny models, with the first model's error message."""
+    """Build the error for the case that too few tiny models could be built, with the first model's error message."""
     why = f"{built or 'none'} of its tiny configs can be built, and a proof needs {_LEAST}"
     first = f" (the first that cannot: {complaints[0]})" if complaints else ""
     hint = (
@@ -569,16 +579,16 @@ def from_function(
     """Derive the table of a converter in Python.
 
     Args:
-        convert: a function from a state dict of the first dialect to one of the second.
-        samples: state dicts of the first dialect, of numpy arrays or torch tensors whose values do not matter. Several
-            samples with different sizes show which sizes depend on each other.
+        convert: function that converts a state dict of the first dialect into a state dict of the second dialect.
+        samples: state dicts in the first dialect, of numpy arrays or torch tensors whose values do not matter. Several
+            samples with different sizes show which sizes depend on one another.
         configs: the config of each sample.
         labels: names of the family and its dialects.
 
     Raises:
-        TypeError: `samples` are not state dicts, or the function returns none.
-        ValueError: the number of configs is not that of the samples.
-        Refused: UNSUPPORTED where no table describes the function.
+        TypeError: `samples` are not state dicts, or the function does not return a state dict.
+        ValueError: the numbers of configs and of samples differ.
+        Refused: UNSUPPORTED, if no table can describe the function.
     """
     labels = labels or Labels(UNNAMED, dialects=("hf", "converted"))
     check_samples(samples)
@@ -593,14 +603,14 @@ def from_function(
 
 
 def from_folders(pairs: Sequence[tuple[str, str]], labels: Labels) -> Table:
-    """Derive a table from pairs of checkpoints: numbered elements, and the converter's result for them.
+    """Derive a table from pairs of checkpoints: a numbered checkpoint, and the converter's output for it.
 
     Args:
-        pairs: `(before, after)`, of different sizes; `number_elements` makes the first of each.
+        pairs: paths `(before, after)` for models of different sizes; `number_elements` makes the checkpoint `before`.
         labels: names of the family and its dialects.
 
     Raises:
-        Refused: UNSUPPORTED where no table describes the converter.
+        Refused: UNSUPPORTED, if no table can describe the converter.
     """
     traces = []
     with _RefuseUnderivable(_name_of(labels)):
@@ -614,7 +624,9 @@ def from_folders(pairs: Sequence[tuple[str, str]], labels: Labels) -> Table:
 
 
 def _derive_and_prove(traces: Sequence[Trace], labels: Labels) -> Table:
-    """Derive a table from all traces but the last, and prove it with that; from a single trace, it is not proved."""
+    """Derive a table from all traces but the last, and prove it with the last; a table from a single trace is not
+    proved.
+    """
     split_traces = [split_trace(trace) for trace in traces]
     traces, notes = (
         [trace for trace, _ in split_traces],
@@ -637,7 +649,7 @@ def _table(table: DerivedTable, labels: Labels, *, proved: bool, notes: tuple[st
 
 
 class _RefuseUnderivable:
-    """Context manager that turns `Underivable` into a refusal."""
+    """Context manager that turns `Underivable` into `Refused`."""
 
     def __init__(self, converter: str) -> None:
         self.what = converter
@@ -646,7 +658,7 @@ class _RefuseUnderivable:
         """Return nothing."""
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Raise the refusal."""
+        """Raise `Refused` if the block raised `Underivable`."""
         if isinstance(error, Underivable):
             raise _no_table(self.what, str(error), error.hint) from None
 

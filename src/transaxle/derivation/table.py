@@ -69,9 +69,9 @@ class TiedPart:
     """A tensor in memory that shares the values of a second tensor, such as a tied head."""
 
     alias: int
-    """Number of the tensor."""
+    """Number of the part for the tied tensor."""
     original: int
-    """Number of the stored tensor with the same values."""
+    """Number of the part for the stored tensor with the same values."""
     when: str
     """Condition under which the two tensors are tied."""
 

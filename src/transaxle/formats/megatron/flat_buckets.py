@@ -50,15 +50,15 @@ from transaxle.formats.torch_file.saved import StoredStorage, ViewFault, place
 from transaxle.formats.training_state import MASTER, OPTIMIZER
 
 _ALIGNMENT = 64
-"""Alignment of parameters in a bucket, in elements."""
+"""A parameter in a bucket begins at a multiple of this many elements."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A flat bucket of one group of data-parallel ranks: part of a buffer."""
+    """A flat bucket: a part of the buffer of one group of data-parallel ranks."""
 
     states: Mapping[str, Entry]
-    """Elements of all parameters in the bucket, as a 1-dim tensor for each optimizer state."""
+    """Name of the optimizer state -> 1-dim tensor with the elements of all parameters in the bucket."""
     padded: int
     """Number of elements with the padding at the end, which is not stored; ranks have equal shares of this number."""
 
@@ -83,7 +83,7 @@ class GroupBuffer:
     """Safetensors dtype code of the parameters."""
     buckets: tuple[Bucket, ...]
     full: int | None = None
-    """Elements at which a bucket ended, if all are stored as one without padding; some stages had a single bucket."""
+    """Size at which a bucket ended, in elements, if all buckets are stored as one without padding; else None."""
 
     @property
     def size(self) -> int:
@@ -92,7 +92,7 @@ class GroupBuffer:
 
 
 class BucketPlace(NamedTuple):
-    """A parameter's place in a buffer."""
+    """The place of a parameter in a buffer."""
 
     parameter: LocalParameter
     bucket: int
@@ -102,7 +102,7 @@ class BucketPlace(NamedTuple):
 
 
 def lay_into_buckets(parameters: Sequence[LocalParameter], buffer: GroupBuffer) -> list[BucketPlace] | None:
-    """Lay parameters into the buckets of a buffer; None if the buffer does not fit exactly these parameters.
+    """Lay parameters into the buckets of a buffer; None if parameters and buffer do not fit exactly.
 
     Args:
         parameters: the parameters, in the order in which the model registers them.
@@ -164,7 +164,7 @@ def _align(at: int) -> int:
 
 
 def _explains_chunks(bucket: Bucket, places: Sequence[BucketPlace]) -> bool:
-    """Tell whether every chunk begins at a parameter, a gap or a rank's share, and every parameter with a chunk."""
+    """Tell whether parameters, gaps and rank shares explain all chunks' starts, and every parameter starts a chunk."""
     starts, size = bucket.starts, bucket.size
     begins = {each.start for each in places}
     ends = {each.start + each.parameter.size for each in places} - {size}
@@ -184,14 +184,14 @@ def _explains_chunks(bucket: Bucket, places: Sequence[BucketPlace]) -> bool:
 
 
 def _are_rank_shares(starts: frozenset[int], unexplained: frozenset[int], share: int, size: int) -> bool:
-    """Tell whether the unexplained chunks begin at shares of ranks, and whether every share begins with a chunk."""
+    """Tell whether all unexplained chunks begin at shares of ranks, and every share of a rank begins with a chunk."""
     return not any(other % share for other in unexplained) and all(at in starts for at in range(share, size, share))
 
 
 _GAP = 64
 """Upper bound on the gap between two parameters, in elements."""
 BuffersByGroup = Mapping[int, Sequence[GroupBuffer]]
-"""Buffers of each group of data-parallel ranks, in the order in which the ranks have them, by number of the group."""
+"""Number of a group of data-parallel ranks -> buffers of the group, in the order in which the ranks have them."""
 
 
 class BufferContents(NamedTuple):
@@ -199,7 +199,7 @@ class BufferContents(NamedTuple):
 
     buffer: GroupBuffer
     rank: int
-    """Number of the buffer's rank, among the ranks over which its parameters are cut."""
+    """Number of the rank that has the buffer, among the ranks over which the parameters are cut."""
     placed: Sequence[BucketPlace]
 
 
@@ -215,7 +215,7 @@ class _BufferQueue:
     positions: dict[int, int] = field(default_factory=dict)
 
     def next(self, group: int, number: int) -> Sequence[GroupBuffer]:
-        """Return the next buffers of a group, at most `number`."""
+        """Return the next unassigned buffers of a group, at most `number`."""
         at = self.positions.get(group, 0)
         return self.groups.get(group, ())[at : at + number]
 
@@ -237,13 +237,13 @@ def assign_buffers(model: Model, order: Order, dense: BuffersByGroup, experts: B
     Args:
         model: the parameters.
         order: the order in which modules register them.
-        dense: groups whose parameters are replicated over expert-parallel ranks; with the experts, where these have no
-            groups of their own.
+        dense: groups with the parameters that are replicated over expert-parallel ranks; if experts have no separate
+            groups, also with the experts.
         experts: groups of expert-parallel ranks.
 
     Raises:
         NoFitError: the buffers do not fit the parameters.
-        UnknownOrderError: see `rank_parameters.order_key`.
+        UnknownOrderError: a segment of a parameter's name is unknown.
     """
     ranks = model.ranks[False]
     stages, remainder = divmod(len(dense), ranks)
@@ -309,7 +309,7 @@ def _has(model: Model, order: Order, at: int, experts_only: bool | None) -> bool
 def _fit_chunk(
     model: Model, order: Order, first: int, groups: range, unread: _BufferQueue, experts_only: bool | None
 ) -> tuple[int, list[BufferContents]]:
-    """Find a stage's next model chunk: return the end of its range of parts, and its buffers' contents.
+    """Find a stage's next model chunk; return the end of the chunk's range of parts, and the contents of its buffers.
 
     Raises:
         NoFitError: no number of parts fits the buffers.
@@ -391,7 +391,7 @@ _BUCKET = re.compile(
 _OBJECT = re.compile(rf"{_GROUP}(?P<what>\w+)/shard_0_1")
 _PADDED, _UNPADDED = "per_bucket_numel", "per_bucket_numel_unpadded"
 GATHERED = "param_state"
-"""Name of the object with the state of all of a group's buffers, where one rank gathered it."""
+"""Name of the object with the state of all buffers of a group, if one rank of the group gathered the state."""
 _COALESCED, _COUNT = "buckets_coalesced", "numel_unpadded"
 _LEAST_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 
@@ -401,21 +401,21 @@ Objects = Mapping[tuple[int, int, str], Any]
 
 @dataclass(frozen=True)
 class ChainedOptimizer:
-    """One of the optimizers that ranks chain, with its buffers."""
+    """One of the run's chained optimizers, with its buffers."""
 
     number: int
     groups: BuffersByGroup
 
 
 def is_of_groups(key: str) -> bool:
-    """Tell whether an item's key is that of a group of data-parallel ranks: a bucket, sizes or settings."""
+    """Tell whether an item belongs to a group of data-parallel ranks (a bucket, sizes or settings), by its key."""
     return re.match(_GROUP, key) is not None
 
 
 def read_gathered(
     objects: Objects, files: Mapping[tuple[int, int, str], str], arguments: Mapping[str, Any]
 ) -> list[ChainedOptimizer]:
-    """Return every optimizer's buffers where one rank of each group gathered them (`dp_zero_gather_scatter`).
+    """Return every optimizer's buffers, if one rank of each group gathered them (`dp_zero_gather_scatter`).
 
     These buffers are tensors in a pickled object, without padding between the buckets of a buffer.
 
@@ -425,7 +425,7 @@ def read_gathered(
         arguments: Megatron's arguments of the run.
 
     Raises:
-        UnknownOrderError: an object does not have this form.
+        UnknownOrderError: an object does not contain gathered buffers.
     """
     ranks = (arguments.get(each) for each in ("data_parallel_size", "context_parallel_size"))
     default_size = max(_LEAST_BUCKET, _BUCKET_PER_RANK * prod(count for count in ranks if isinstance(count, int)))
@@ -459,7 +459,7 @@ def _gathered_buffer(name: str, value: object, file: str, full: int) -> GroupBuf
 
 
 def _vector(name: str, tensor: object, file: str) -> Entry:
-    """Return a 1-dim tensor of a pickled object."""
+    """Return a tensor of a pickled object, which must be 1-dim."""
     if not isinstance(tensor, TensorRef) or len(tensor.shape) != 1 or not isinstance(tensor.storage, StoredStorage):
         raise UnknownOrderError(f"{name} is no tensor of one dim")
     try:
@@ -469,13 +469,13 @@ def _vector(name: str, tensor: object, file: str) -> Entry:
 
 
 def object_name(key: str) -> tuple[int, int, str] | None:
-    """Return optimizer, group and name of a group's object, from its key; None for any other item."""
+    """Return (optimizer, group, name) of a group's object, from the item's key; None if the item is no such object."""
     match = _OBJECT.fullmatch(key)
     return None if match is None else (int(match["chain"] or 0), int(match["group"]), match["what"])
 
 
 def is_bucket(key: str) -> bool:
-    """Tell whether an item's key is that of one state of a bucket."""
+    """Tell whether an item is an optimizer state of a bucket, by its key."""
     return _BUCKET.fullmatch(key) is not None
 
 
@@ -514,7 +514,7 @@ def optimizers_of(entries: Mapping[str, Entry], objects: Objects) -> list[Chaine
 def _buckets(
     name: str, states: Mapping[int, Mapping[str, Entry]], padded: list[int] | None, stored: list[int] | None
 ) -> tuple[Bucket, ...]:
-    """Return the buckets of a buffer, after comparing their sizes with the recorded ones.
+    """Return the buckets of a buffer, after comparing the buckets' sizes with the recorded sizes.
 
     Raises:
         UnknownOrderError: the sizes differ, or buckets are missing.
@@ -538,7 +538,7 @@ def _buckets(
 
 
 def _sizes(value: Any, number: int) -> list[int] | None:
-    """Return the sizes of one buffer's buckets, stored as a list in a dict by dtypes; None for any other form."""
+    """Return the sizes of a buffer's buckets, stored in a dict with a list for each dtype pair; else None."""
     if not isinstance(value, list) or number >= len(value) or not isinstance(value[number], dict):
         return None
     (sizes,) = value[number].values() if len(value[number]) == 1 else (None,)
@@ -569,9 +569,9 @@ class _ParameterStates:
     dtypes: dict[str, str] = field(default_factory=dict)
     """Safetensors dtype code of each state."""
     copies: list[dict[str, list[Extent]]] = field(default_factory=list)
-    """Extents of each state: first those of the tensor, then those of each further copy on other ranks."""
+    """Name of the state -> lists of extents: first of the tensor, then of each further copy on other ranks."""
     box_counts: Counter[tuple[Shape, Box]] = field(default_factory=Counter)
-    """Number of times that each box has occurred, by (layer and expert, box)."""
+    """(layer and expert, box) -> number of times that this box has occurred."""
 
     def add(self, place: BucketPlace, boxes: Sequence[Box], states: Mapping[str, Entry], starts: Sequence[int]) -> None:
         """Add the elements of one parameter on one rank.
@@ -580,7 +580,7 @@ class _ParameterStates:
             place: the parameter, with its place in a bucket.
             boxes: the rank's boxes of the stored tensor.
             states: the bucket's tensor for each state; all have the same chunks.
-            starts: first element of each chunk.
+            starts: first element of each chunk, counted in the bucket.
         """
         slot, at = place.parameter.slot, place.start
         for box in boxes:
@@ -595,7 +595,7 @@ class _ParameterStates:
             at += prod(box.shape)
 
     def entries(self, name: str, state: str) -> list[Entry]:
-        """Return one state as a tensor, followed by its further copies."""
+        """Return one optimizer state as a tensor, followed by its further copies as tensors."""
         return [
             Entry(
                 name,
@@ -618,8 +618,8 @@ def _pieces(slot: Shape, box: Box, starts: Sequence[int], first: int) -> Iterato
     """Split a box, which is row-major in a bucket, into pieces that are in one chunk each.
 
     Args:
-        slot: index on the layer and expert axes.
-        box: the box along the other dims.
+        slot: index along the dims that stack layers and experts.
+        box: first index and shape of the box in all dims but the stacked ones.
         starts: first element of each chunk of the bucket, in order.
         first: first element of the box, counted in the bucket.
     """
@@ -648,8 +648,8 @@ def tensors_by_parameter(
 
     Args:
         contents: the contents of all buffers.
-        ranks: see `rank_parameters.Model`.
-        names: name of each state, by its name in buckets.
+        ranks: number of ranks over which parameters are cut; see `rank_parameters.Model`.
+        names: name of an optimizer state in buckets -> its name in the result.
         master: name of the state that is the full-precision copy of the weight.
     """
     states_by_weight: dict[str, _ParameterStates] = {}
@@ -690,9 +690,9 @@ _HINT = (
 def with_state_of_parameters(
     container: Container, objects: Objects, files: Mapping[tuple[int, int, str], str], arguments: Mapping[str, Any]
 ) -> Container:
-    """Replace the flat buckets in a container by the optimizer's state of every parameter.
+    """Replace the flat buckets in a container by the optimizer state of every parameter.
 
-    If the order of the parameters in the buckets is unknown, the result has neither buckets nor state, but a refusal.
+    If the order of parameters in the buckets is unknown, the result has no optimizer state, but gives the reason.
 
     Args:
         container: a container in which each bucket is a tensor under Megatron's name.
@@ -720,7 +720,7 @@ def _by_parameter(
 ) -> tuple[dict[str, Entry], list[Twin]]:
     """Return the optimizer state of every parameter, and the pairs of tensors that must be equal.
 
-    If several orders fit, samples of the weights decide. The pairs, compared later, prove the choice.
+    If several orders fit, samples of the weights decide; the later comparison of the pairs proves the choice.
 
     Raises:
         NoFitError: the buckets do not fit the parameters in any known order.
@@ -763,10 +763,10 @@ def _samples_agree(storage: Storage, twin: Twin) -> bool:
 def _fits(
     model: Model, optimizers: Sequence[ChainedOptimizer], arguments: Mapping[str, Any]
 ) -> Iterator[list[BufferContents]]:
-    """Yield the contents of all buffers, once for each order in which all fit.
+    """Yield the contents of all buffers, once for each order of parameters in which all buffers fit.
 
     Raises:
-        NoFitError: no order fits; the message is about the first one.
+        NoFitError: no order fits; the message is about the first order tried.
     """
     problems: list[NoFitError] = []
     fits = False
@@ -784,14 +784,14 @@ def _fits(
 
 
 def _splits(model: Model, optimizers: Sequence[ChainedOptimizer]) -> Iterator[tuple[BuffersByGroup, BuffersByGroup]]:
-    """Yield the possible divisions of groups into dense and expert groups; the likely one first."""
+    """Yield the possible divisions of groups into dense groups and expert groups, the most likely division first."""
     if model.experts and len(optimizers) > 1:
         yield _merge_groups(optimizers[:-1]), optimizers[-1].groups
     yield _merge_groups(optimizers), {}
 
 
 def _merge_groups(optimizers: Sequence[ChainedOptimizer]) -> BuffersByGroup:
-    """Merge the groups of several optimizers, of which there is one per model chunk."""
+    """Merge the groups of the optimizers of all model chunks."""
     merged: dict[int, list[GroupBuffer]] = {}
     for chain in optimizers:
         for group, buffers in chain.groups.items():
