@@ -182,7 +182,7 @@ class _Shrinker:
     deep: bool = False
     """Whether the number of layers must stay unchanged."""
     heads: tuple[int, ...] = ()
-    """Numbers of heads; a shrunk width stays divisible by those that divide the original width."""
+    """Numbers of heads; if such a number divides a width, it also divides the shrunk width."""
 
     def mapping(self, config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         deep = self.sizes == DEEP or (self.staged and "depths" in config)

@@ -40,7 +40,7 @@ class RankFiles:
     """Optimizer files of expert-parallel ranks in a run without ZeRO; the optimizer state in them has no parameter
     names."""
     zero3: bool
-    """Whether each data-parallel rank has a model file of its own, as under ZeRO-3."""
+    """Whether each data-parallel rank has a separate model file, as under ZeRO-3."""
 
     @property
     def all(self) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ def draft(
         tensors: the tensors to write; a tensor named `optim/<parameter>/<state>` is optimizer state, all others are
             weights.
         metadata: ignored, because the format has no place for free text.
-        shard_size: ignored, because every tensor is a file of its own.
+        shard_size: ignored, because every tensor has a separate file.
         run: counters and settings of the run, as `rank_files.run_of` returns them.
         read: returns the bytes of a tensor by name; called for step counters, which ZeRO-3 reads from the settings.
 

@@ -43,7 +43,7 @@ class _Shapes:
     on_first_rank: Mapping[str, Shape]
     """Parameter name -> shape on the first tensor-parallel rank."""
     logical: Mapping[str, Shape]
-    """Parameter name -> shape of the whole parameter, for those whose shape the metadata gives."""
+    """Parameter name -> shape of the whole parameter, if the metadata gives it."""
 
 
 def open_universal(storage: Storage, path: str, member: str, weights: Weights = "fp32") -> Container:

@@ -4,8 +4,8 @@
     chained_1.optimizer.distributed.dp_group_idx_3.per_bucket_numel/shard_0_1          elements with padding
     chained_1.optimizer.distributed.dp_group_idx_3.optimizer/shard_0_1                 settings
 
-Groups of data-parallel ranks are numbered: tensor-parallel ranks first, then expert-parallel ones, then stages. Experts
-that are not on every rank have an optimizer of their own, the last of the chained ones.
+Groups of data-parallel ranks are numbered: tensor-parallel ranks fastest, then expert-parallel ranks, then stages.
+Expert-parallel experts have a separate optimizer, the last of the chained optimizers.
 
 - A stage's model chunks are consecutive parts of the model, the first chunks of all stages before the second ones. The
   number of layers in a chunk follows from the sizes of its buffers, which contain exactly its parameters.

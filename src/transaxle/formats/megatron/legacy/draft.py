@@ -338,7 +338,7 @@ def draft(
         degrees: the parallel degrees for which to write; None for a single rank.
         parts: tensor-parallel cut of each parameter.
         config: the model's config.json.
-        run: facts about the source's run.
+        run: counters and settings of the training run that wrote the source checkpoint.
         read: returns the bytes of a tensor by name; called for the optimizer's steps.
 
     Raises:

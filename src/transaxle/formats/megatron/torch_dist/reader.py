@@ -118,7 +118,7 @@ def fsdp_path(key: str) -> KeyPath:
 
 
 def is_fact(key: str) -> bool:
-    """Tell whether a Megatron-FSDP item is a fact about the run, such as its arguments."""
+    """Tell whether a Megatron-FSDP item is part of the run's state, such as the arguments."""
     return key in _FACTS or key.startswith(f"{_SCHEDULER}.")
 
 
@@ -131,7 +131,7 @@ def run_of_items(storage: Storage, payloads: Mapping[str, Payload]) -> RunState:
     """Return the state of a Megatron-FSDP run, which is stored as separate items.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT.
+        Refused: UNSAFE_PICKLE or CORRUPT, if a pickled item is unsafe or malformed.
     """
     state: dict[str, Any] = {}
     for key, payload in sorted(payloads.items()):
@@ -464,7 +464,7 @@ class _Items:
         """Byte ranges of the objects of data-parallel groups, by name; see `flat_buckets.object_name`."""
         self.is_of_fsdp = False
         self.facts: dict[str, Payload] = {}
-        """Byte ranges of the facts about a Megatron-FSDP run, by key."""
+        """Key -> byte range of the items with the state of a Megatron-FSDP run, such as its arguments."""
         self.shapes: dict[str, Shape] = {}
         """Original shape of each flattened tensor, by name."""
         self._unread: dict[str, Leaf] = {}
@@ -553,7 +553,7 @@ def _run_state(storage: Storage, common: Payload | None) -> RunState:
     """Read the run's state that is not sharded; an empty state if the folder has none.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT.
+        Refused: UNSAFE_PICKLE or CORRUPT, if a pickled item is unsafe or malformed.
     """
     if COMMON_FILE in storage.names():
         common = Payload(COMMON_FILE, 0, storage.size(COMMON_FILE))
