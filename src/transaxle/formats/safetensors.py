@@ -2,19 +2,19 @@
 tensor, then the tensors.
 
 - Headers are parsed by this module, not by the safetensors library. The library maps the file, keeps the last of two
-equal names, and stops at the first fault with a message that names no file. This parser trusts nothing, reports all
-faults together, and parses a header
-  of 70,000 tensors in a fraction of a second. What it accepts, the library accepts.
+  equal names, and stops at the first fault with a message that names no file. This parser trusts nothing, reports all
+  faults together, and parses a header of 70,000 tensors in a fraction of a second. The library accepts every header
+  that this parser accepts.
 - Parts: torch can save parts of tensors in such files, with a note about the parts in the header. The header lists each
-part as if it were a tensor; the note gives the part's start in the whole tensor. The shape of the whole tensor is
-  not recorded: the tensor extends as far as its parts. So it cannot be detected if the last part of every tensor is
-  missing. - Opening: one file, or the shards that an index names. transformers trusts the index: a path in it is
-  followed, a tensor that moved to another shard is looked for in the wrong one, a tensor that is missing stays at its
-  random initial value. Here the headers decide which tensors exist, and an index that contradicts them is refused.
+  part as if it were a tensor; the note gives the part's start in the whole tensor. The shape of the whole tensor is not
+  recorded: the tensor extends as far as its parts. So it cannot be detected if the last part of every tensor is missing.
+- Opening: a checkpoint is one file, or the shards that an index names. The library transformers trusts the index: it
+  follows a path in it, looks in the wrong shard for a tensor that was moved, and leaves a missing tensor at its random
+  initial value. Here the headers decide which tensors exist, and an index that contradicts the headers is refused.
 - Drafts: each tensor of files to be written gets its file and offset before any byte moves. The files equal those that
-Hugging Face's writers would write: shards are filled in the given order, and in each file the widest dtypes come first,
-then by name. As a result, each tensor begins at a multiple of its item size, and converting
-  back gives the original file byte for byte.
+  Hugging Face's writers would write: shards are filled in the given order, and in each file the widest dtypes come
+  first, then by name. As a result, each tensor begins at a multiple of its item size, and converting back gives the
+  original file byte for byte.
 """
 
 from __future__ import annotations
@@ -490,8 +490,8 @@ def open_safetensors(storage: Storage, path: str, member: str) -> Container:
         member: name of a `*.safetensors` file or of an index, `*.safetensors.index.json`.
 
     Raises:
-        Refused: for all problems of the index and the headers together: CORRUPT, INCOMPLETE for a missing shard or
-            tensor, NAME_COLLISION, OVERLAP, PATH_ESCAPE, UNSUPPORTED.
+        Refused: CORRUPT, INCOMPLETE for a missing shard or tensor, NAME_COLLISION, OVERLAP, PATH_ESCAPE or UNSUPPORTED;
+            one refusal lists all problems of the index and the headers.
         StorageError: IO, if a file cannot be read.
     """
     read = read_files(storage, member, lambda file: read_header(storage, file))

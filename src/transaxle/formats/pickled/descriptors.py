@@ -77,7 +77,7 @@ class OrderedMap(dict[Any, Any]):
 
 
 class Object(msgspec.Struct, eq=False):
-    """Description of the result of calling a global. Equal only to itself, so it can be the key of a dict."""
+    """Description of the result of calling a global. An `Object` equals only itself, so it can be the key of a dict."""
 
     cls: Global
     """Class or function that is called."""

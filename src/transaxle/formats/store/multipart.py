@@ -5,9 +5,9 @@ can use. The requests go through the same client, with its credentials and endpo
 failures (errors of the server, broken connections, truncated responses) with growing pauses; each attempt of this
 module has a time limit that grows with its bytes, since the client waits forever for a server that accepts no more
 bytes. If no existing file may be replaced, requests are made conditional on the file's absence (`If-None-Match`), so
-that of two runs with one target the second is refused. Such a request may also be refused when it is repeated because
-its first response was lost. In that case the file counts as this run's own if its upload is over, or if it has this
-request's random mark.
+that of two runs with one target the second is refused. A conditional request may also be refused when it is repeated
+because its first response was lost. If a repeated request is refused, the file counts as this run's own if its upload
+is over, or if it has this request's random mark.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Files that `torch.save` writes: read without torch and without unpickling, and written so that torch loads them."""
+"""Reads and writes the files of `torch.save` and `torch.load`, without torch and without unpickling."""
