@@ -7,7 +7,7 @@ A whole checkpoint is one nested state dict, with the model, the optimizer's sta
 
       {"model": {name: tensor}, "optimizer": {"state": {parameter: {state: tensor}}, "param_groups": [...]}, ...}
 
-`training_state.arrange` names the leaves of such a state.
+`training_state.arrange` names the leaves of a nested state dict.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def nest_state(
 
     Args:
         values: mapping from tensor name to value.
-        nesting: key paths of the model's and other tensors that are not optimizer state.
+        nesting: key paths of all tensors that are not optimizer state.
         groups: parameter groups of the optimizer.
 
     Raises:

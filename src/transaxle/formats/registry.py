@@ -537,7 +537,7 @@ def find(name: str) -> Format | None:
 
 @cache
 def plugin_formats() -> tuple[Format, ...]:
-    """Return the plugin formats: those of other installed packages.
+    """Return the formats that other installed packages provide.
 
     Raises:
         Refused: UNSUPPORTED for a plugin that cannot be used, NAME_COLLISION if two plugins claim the same file

@@ -5,12 +5,16 @@ tensor, then the tensors.
   equal names, and stops at the first fault with a message that names no file. This parser trusts nothing, reports all
   faults together, and parses a header of 70,000 tensors in a fraction of a second. The library accepts every header
   that this parser accepts.
+
 - Parts: torch can save parts of tensors in such files, with a note about the parts in the header. The header lists each
   part as if it were a tensor; the note gives the part's start in the whole tensor. The shape of the whole tensor is not
-  recorded: the tensor extends as far as its parts. So it cannot be detected if the last part of every tensor is missing.
+  recorded: the tensor extends as far as its parts. So it cannot be detected if the last part of every tensor is
+  missing.
+
 - Opening: a checkpoint is one file, or the shards that an index names. The library transformers trusts the index: it
   follows a path in it, looks in the wrong shard for a tensor that was moved, and leaves a missing tensor at its random
   initial value. Here the headers decide which tensors exist, and an index that contradicts the headers is refused.
+
 - Drafts: each tensor of files to be written gets its file and offset before any byte moves. The files equal those that
   Hugging Face's writers would write: shards are filled in the given order, and in each file the widest dtypes come
   first, then by name. As a result, each tensor begins at a multiple of its item size, and converting back gives the

@@ -7,7 +7,7 @@ are listed.
 
 Trainers also save schedulers, counters, the position in the data and averages of the weights, in
 the same dict as the model (torchtitan: `train_state`, `lr_scheduler`, `dataloader`; Lightning: `loops`, `callbacks`,
-`hyper_parameters`; nanoGPT: `model_args`, `iter_num`). Such an item of training state is recognised by the names of its
+`hyper_parameters`; nanoGPT: `model_args`, `iter_num`). An item of training state is recognised by the names of its
 containers, by its place next to the model's container, or because it is a Python number (`epoch`). The item's tensors
 and numbers are ordinary tensors of the catalog; a `TrainingItem` refers to them, and stores all values that are not
 tensors, if they are plain data. Formats without a place for counters and schedules store them with the optimizer's

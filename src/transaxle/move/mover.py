@@ -472,8 +472,7 @@ def batches(
 
 
 def pack_copies(parts: Iterable[Transfer]) -> Iterator[tuple[Transfer, Transfer]]:
-    """Split each transfer in two: one into a pack, in which all transfers follow one another without gaps, and one out
-    of it.
+    """Split each transfer into one that fills a pack, which has no gaps between transfers, and one that empties it.
 
     Yields:
         `(transfer from the source into the pack, transfer from the pack to the target)`.

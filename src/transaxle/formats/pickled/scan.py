@@ -2,9 +2,8 @@
 
 The interpreter takes half a microsecond per opcode, and the metadata of a large checkpoint has millions of opcodes.
 `scan.c` runs the opcodes on numbers, in a limited amount of memory. `scan.c` supports only the opcodes of checkpoint
-metadata; for other opcodes, for any fault, and without the compiled library there is no graph, and the interpreter
-reads the pickle. Before the graph is returned, its calls, classes and names are checked by the same rules as in the
-interpreter.
+metadata; if a pickle has more opcodes or a fault, or the compiled library is missing, the interpreter reads the pickle
+instead. Before the graph is returned, its calls, classes and names are checked by the same rules as in the interpreter.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ arguments in each release.
 A tensor of TransformerEngine's classes is pickled as a call that recreates the tensor. Since release 2.16 (pull request
 2974) the pickle calls a function of the module; before, it called the class method `_make_in_reduce_ex`, which a pickle
 gets by `getattr`. Both kinds of call have the buffers and a few settings as positional arguments, and later releases
-added arguments at the end. This module turns such a call into a `Quantized`: nothing is called, and no other attribute
-of these classes is allowed.
+added arguments at the end. This module turns a call that creates a tensor into a `Quantized`: nothing is called, and no
+other attribute of these classes is allowed.
 
 The orders of arguments and the dtype numbers below come from the public sources of TransformerEngine 1.2 to 2.18 and of
 August 2026; see docs/reference/transformer-engine.md.

@@ -107,8 +107,8 @@ def copy_access(work: Path, replaced: Path) -> None:
     """Give each new file and folder the access of its predecessor: the replaced one at the same relative path.
 
     A new file without a predecessor gets only the rights that all replaced files have in common, so that private data
-    never becomes readable; new folders likewise. If the replaced folder has no files, the new files keep the access
-    that they were created with.
+    never becomes readable; the same holds for new folders. If the replaced folder has no files, the new files keep the
+    access that they were created with.
 
     Args:
         work: the new file or folder, finished.

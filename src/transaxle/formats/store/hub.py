@@ -9,8 +9,11 @@ system has one client per process, which follows any redirect, even from https t
 accepts bytes of a wrong range, and waits as long as a server says.)
 
 - The token is sent only to the hub's own address: same scheme, host and port.
+
 - Redirects are followed only to http or https, and never from https to http.
+
 - No response is read beyond the requested bytes, nor without a time limit.
+
 - Temporary failures are retried a few times, after the delay that the server asks for, unless that is too long.
 """
 

@@ -5,7 +5,7 @@ A run locks its hidden folder (`Claim`); the lock is released when the process e
 A target can have two hidden folders next to it, `.<name>.transaxle-partial` and `.<name>.transaxle-old`. The folder
 `-partial` contains unfinished work, or a replaced checkpoint. The folder `-old` is a checkpoint that was moved aside;
 if the target is missing, it is the only copy, and is put back. A folder is never removed while a process has its lock,
-nor if it contains anything but a checkpoint: such folders the user must remove.
+nor if it contains anything but a checkpoint; the user must remove such a folder.
 """
 
 from __future__ import annotations

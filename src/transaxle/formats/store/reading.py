@@ -8,7 +8,7 @@ names from any other source. For an immutable version, such as a commit on a hub
 
 One request takes as long as the transfer of about a megabyte. Readers of formats request headers first, then adjacent
 blocks of tensors. So a request that continues an earlier one reads twice as much as the earlier one, up to a limit; a
-request at another place reads little more than was requested. Data stays in the cache until the memory is needed for
+request at a new place reads little more than was asked for. Data stays in the cache until the memory is needed for
 newer data.
 """
 

@@ -435,12 +435,12 @@ class Upload:
     def recheck(self, other_files: Collection[str] | None = None) -> None:
         """Fourth step of `commit`, when all files are visible: check that this run wrote each of them.
 
-        There is no lock, so another run may have written to the same place meanwhile. Of two such runs, the one that
-        writes its manifest last finds the other run's files here, and does not delete them.
+        There is no lock, so another run may have written to the same place meanwhile. Of two runs at one place, the run
+        that writes its manifest last finds the other run's files here, and does not delete them.
 
         Args:
             other_files: names of the files that other ranks write; any unknown file is then refused. None means that
-                their names are unknown.
+            the names of the files of other ranks are unknown.
 
         Raises:
             StorageError: IO, if the service fails or refuses.

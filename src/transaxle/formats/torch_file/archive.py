@@ -7,8 +7,8 @@ its first byte to the directory, no record may be compressed, and no name may oc
 
 A new archive is laid out before the bytes of its storages are known. The archive's bytes equal those of torch's own
 writer for the same records, including padding, so code that relies on the layout (mapping, computing offsets) works on
-these files too. The only difference is a storage's checksum, which is 0 here, as it would have to be written before the
-bytes that it covers.
+files of this writer too. The only difference is a storage's checksum, which is 0 here, as it would have to be written
+before the bytes that it covers.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 In memory, scales are padded for the kernels, and codes may exist twice: rowwise, and columnwise for the backward pass,
 in some cases transposed. In a catalog nothing is padded: codes have the tensor's rows and columns, and each tile has
-one scale. The tensors in the catalog are views of the stored bytes, so nothing is copied or computed. Tensors are
-refused if no view can express them: those with scales in a kernel's order, and those with packed transposed codes.
+one scale. The tensors in the catalog are views of the stored bytes, so nothing is copied or computed. Tensors that no
+view can express are refused: tensors with scales in a kernel's order, and tensors with packed transposed codes.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ _DEQUANTIZE = "Dequantize it with TransformerEngine, and save the result."
 
 
 class _Buffers:
-    """The buffers of one quantized tensor, and checks of them."""
+    """Reads the buffers of one quantized tensor, and checks each buffer."""
 
     def __init__(self, tensor: Quantized) -> None:
         self.tensor = tensor
