@@ -9,12 +9,12 @@ without a manifest: one digest for each tensor, and one for all bytes outside th
 the bytes are written, so space of a fixed width is reserved for the digests and filled in last. Other programs see the
 digests as ordinary metadata.
 
-A plain number in a container's metadata, such as a number in a pickle, becomes a tensor without dims. The bytes of such
-a number are in a pseudo-file in memory, `NUMBERS`, a name that no real file can have.
+A plain number in a container's metadata, such as a number in a pickle, becomes a tensor without dims. The bytes of a
+metadata number are in a pseudo-file in memory, `NUMBERS`, a name that no real file can have.
 
-Dtypes are named by their safetensors code. A dtype without such a code has torch's name in capitals (`COMPLEX32`);
-formats that cannot store the dtype refuse it. Shapes of F4 and F6 count *elements*, although their bytes are packed
-along the last dim.
+Dtypes are named by their safetensors code. A dtype without a safetensors code has torch's name in capitals
+(`COMPLEX32`); formats that cannot store the dtype refuse it. Shapes of F4 and F6 count *elements*, although their bytes
+are packed along the last dim.
 """
 
 from __future__ import annotations
@@ -384,7 +384,7 @@ class Draft(msgspec.Struct, frozen=True):
                 yield replace(sealed, data=data)
 
     def with_files(self, files: Mapping[str, bytes]) -> Draft:
-        """Return the draft with further files, given as name -> contents."""
+        """Return the draft with further files, given as a mapping from name to contents."""
         fragments = (Fragment(name, 0, text) for name, text in sorted(files.items()))
         sizes = {name: len(text) for name, text in sorted(files.items())}
         return replace(self, files={**self.files, **sizes}, fragments=(*self.fragments, *fragments))
@@ -532,7 +532,7 @@ class NumbersInMemory(Overlay):
         return extent
 
     def add_all(self, other: NumbersInMemory) -> int:
-        """Append the numbers of a second overlay, and return the new offset of the first of these."""
+        """Append the numbers of a second overlay, and return the new offset of its first number."""
         start = len(self._numbers)
         self._numbers += other._numbers
         return start

@@ -1,8 +1,8 @@
 """Checks the catalogs and drafts that plugin formats return.
 
 All later code relies on catalogs being right: shapes are integers, bytes are inside their files, and chunks tile their
-tensor. The built-in formats check this while they parse. The code of a plugin is not tested by this project, and its
-files are untrusted, so each of its catalogs is checked once.
+tensor. The built-in formats check their catalogs while they parse. The code of a plugin is not tested by this project,
+and its files are untrusted, so each of its catalogs is checked once.
 """
 
 from __future__ import annotations

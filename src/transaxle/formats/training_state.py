@@ -2,8 +2,8 @@
 
 A model's tensors keep their names; optimizer state is named after its parameter; all other items are named after their
 key path. No tensor is matched by its shape or position, and two paths that would get one name are refused. A number
-becomes a tensor without dims; the settings of an optimizer become `groups`. All values of other kinds are not read, but
-are listed.
+becomes a tensor without dims; the settings of an optimizer become `groups`. Values that are neither tensors, numbers
+nor settings are not read, but are listed.
 
 Trainers also save schedulers, counters, the position in the data and averages of the weights, in
 the same dict as the model (torchtitan: `train_state`, `lr_scheduler`, `dataloader`; Lightning: `loops`, `callbacks`,

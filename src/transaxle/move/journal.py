@@ -113,7 +113,7 @@ class HashingFiles(Sink):
         files: the files to write to; None: items are only hashed.
         places: for each item, by key, its places in the files, as the transfers that would read the item back (see
             `PlannedTensor.everywhere`).
-        hashed: keys of the items to hash; this sink must receive all bytes of each of these.
+        hashed: keys of the items to hash; this sink must receive all bytes of each such item.
         progress: function that is called with the number of bytes just written.
         finish: function that is called with the key and the hash of each complete item.
         span_size: number of bytes of a span; None: `SPAN`.

@@ -362,8 +362,7 @@ class Scratch:
 def _widest_gap(transfer: Transfer) -> int:
     """Return the size in bytes of the widest gap between two runs of a transfer."""
     gap, span = 0, transfer.width
-    # From the innermost loop outwards, `span` is the extent of all loops so far, and the next stride leaves a gap after
-    # it.
+    # From the innermost loop outwards, `span` is the extent of all loops so far; a stride beyond it leaves a gap.
     for count, step, _ in sorted(transfer.loops, key=lambda loop: loop[1]):
         gap = max(gap, step - span)
         span += (count - 1) * step

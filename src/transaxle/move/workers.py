@@ -335,7 +335,7 @@ class Worker:
             yield start + at, block
 
     def add_blocks(self, transfers: Sequence[Transfer], ends: Iterable[int]) -> Iterator[tuple[int, memoryview]]:
-        """Add the steps that produce a tensor in blocks with these end offsets; `add_item` documents the rest."""
+        """Add the steps that produce a tensor in blocks with the given end offsets; see `add_item` for the result."""
         for low, high, parts in clip_blocks(transfers, ends):
             self.check_stop()
             out = self._memory[: high - low]
@@ -380,7 +380,7 @@ class Worker:
         dtype: str = "U8",
         arithmetic: AffineSteps | None = None,
     ) -> Iterator[memoryview]:
-        """Produce a tensor in blocks with these end offsets; the arguments are those of `blocks`."""
+        """Produce a tensor in blocks with the given end offsets; the arguments are those of `blocks`."""
         with self.steps as steps:
             for _, block in self.add_blocks(transfers, ends):
                 steps.run()

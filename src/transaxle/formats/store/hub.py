@@ -255,8 +255,8 @@ class HubRequests:
         """Make a HEAD request for a file; the response's `location` is the address of the file's bytes, if it differs.
 
         Redirects (of a renamed repository, or from a mirror to the hub) are followed until a response identifies the
-        file by its headers.         Redirects of that response are not followed, as they may lead to addresses signed
-        for GET requests only.
+        file by its headers. Redirects of the identifying response are not followed, as they may lead to addresses
+        signed for GET requests only.
 
         Raises:
             StorageError: IO, if the request fails.

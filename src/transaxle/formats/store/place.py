@@ -167,7 +167,7 @@ class ReplaceableFolder(Protocol):
     """Interface of a folder, local or remote, that may be replaced by a new checkpoint."""
 
     def top(self) -> Mapping[str, EntryKind]:
-        """Return the direct contents of the folder: name -> kind."""
+        """Return the direct contents of the folder, as a mapping from name to kind."""
 
     def inside(self, name: str) -> Iterable[str]:
         """Return the paths of all files below a sub-folder, `a/b/c`; a path that is no regular file ends in `/`."""

@@ -2,12 +2,12 @@
 
 torch.load trusts the pickle: it may read a record of 8-byte elements as 4-byte elements, and for a storage without a
 record it returns uninitialised memory. This reader requires that a storage has one dtype, one size, and exactly that
-many bytes. torch does not check a tensor's view either: a stride of zero makes a terabyte out of four bytes, and a
+many bytes. Nor does torch check a tensor's view: a stride of zero makes a terabyte out of four bytes, and a
 storage of one dtype can be viewed as another. This reader refuses a tensor whose bytes are not inside its storage.
 
-Torch files before 1.6 consist of five pickles in a row, then the storages, each preceded by its number of elements.
-Such a file does not state the length of its pickles. So the pickles are parsed from the beginning of the file, and if
-they extend beyond the bytes read so far, more bytes are read.
+Torch files before 1.6 consist of five pickles in a row, then the storages, each preceded by its number of elements. A
+file in this legacy format does not state the length of its pickles. So the pickles are parsed from the beginning of the
+file, and if they extend beyond the bytes read so far, more bytes are read.
 """
 
 from __future__ import annotations
