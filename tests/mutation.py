@@ -23,9 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 ROOMS = {
     "axes": ["tests/axes", "tests/engine/plan", "tests/engine/execute"],
-    "engine/plan": ["tests/engine/plan", "tests/engine", "tests/cli"],
-    "engine/carry.py": ["tests/engine/execute", "tests/engine", "tests/live/load", "tests/live/save"],
-    "formats/store": ["tests/formats/store", "tests/engine/distribute", "tests/engine/execute"],
+    "engine/plan": ["tests/engine/plan", "tests/engine/views", "tests/engine/checkpoint", "tests/cli"],
+    "engine/carry.py": ["tests/engine/execute", "tests/engine/views", "tests/engine/compare", "tests/live/save"],
+    "formats/store": ["tests/formats/store", "tests/engine/execute", "tests/cli"],
 }
 """Path below the package -> the tests to run first."""
 _LIMIT = 1800
