@@ -223,7 +223,7 @@ def copy_box(move: BoxCopy, source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def copy_box_back(move: BoxCopy, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy one box in the opposite direction: from target to source."""
+    """Copy one box in the opposite direction to `copy_box`: from target to source."""
     read, written = _views(move, source, target)
     read.copy_(written)
 

@@ -184,8 +184,8 @@ class Saver:
 
     @contextmanager
     def kill_on_error(self) -> Iterator[None]:
-        """End the process if an error such as Ctrl-C leaves the block; otherwise its answer would be taken for a later
-        order's.
+        """End the background process if an error such as Ctrl-C leaves the block, or its answer would be taken for a
+        later order's.
         """
         try:
             yield
@@ -337,7 +337,7 @@ class SaveJob:
 
 _Key = tuple[int, tuple[int, ...]]
 _SAVERS: dict[_Key, tuple[Saver, SaveJob | None]] = {}
-"""Set of ranks -> their background process, and the last job of that process."""
+"""Process id and set of ranks -> background process of these ranks, and its last job."""
 
 
 def _finish(key: _Key) -> None:

@@ -94,7 +94,7 @@ def encode_states(states: Mapping[str, Any], world: World) -> bytes | None:
 
     Args:
         states: this rank's states by name.
-        world: the ranks.
+        world: all ranks that take part.
 
     Raises:
         Refused: UNSUPPORTED, on every rank, if a value is not plain data; each refusal has the value's path.
@@ -172,7 +172,7 @@ class ExtraLoad:
         extra: objects to restore, by name.
         checkpoint: the source.
         stored: the source's tensors by the model's tensor names.
-        world: the ranks.
+        world: all ranks that take part.
 
     Attributes:
         missing: names of extra states that the source lacks.

@@ -119,7 +119,7 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
 
     Args:
         tensors: this rank's tensors by name.
-        world: the ranks.
+        world: all ranks that take part.
 
     Raises:
         Refused: raised on every rank. SHAPE_MISMATCH or DTYPE_MISMATCH, if ranks differ in a tensor's shape or dtype;
@@ -196,7 +196,7 @@ class _History:
     previous: _History | None
     """The history before the last rank was added; None for the history of one rank."""
     rank: int
-    """The rank whose description was added last."""
+    """The rank whose description of the tensor was added last."""
     positions: Mapping[int, Positions]
     """Rank -> intervals, for all ranks of the mesh in `rank`'s description."""
     differs: bool
@@ -460,8 +460,8 @@ def as_runs(state: Mapping[str, Any]) -> dict[str, Any]:
         state: state dict, nested or flat, that is to be saved or loaded with torch.
 
     Returns:
-        The same state dict, with a replacement for every DTensor with a `_StridedShard` placement and for every part of
-        a tensor; a rank outside of such a tensor's mesh has no entry for it.
+        A copy of the state dict, in which every DTensor with a `_StridedShard` placement and every marked part of a
+        tensor is replaced; a rank outside of such a tensor's mesh has no entry for it.
     """
     return {str(key): _as_runs(value, str(key)) for key, value in state.items()}
 

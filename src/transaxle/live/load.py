@@ -363,7 +363,7 @@ def _report(
 
 
 def _list_conversions(planned: Mapping[str, Conversion], filling: Filling, world: World) -> tuple[Conversion, ...]:
-    """Return the dtype conversions; one is marked inexact if any rank has rounded a value; collective."""
+    """Return the dtype conversions; a conversion is marked inexact if any rank has rounded a value; collective."""
     if not planned:
         return ()
     inexact_names = {filling.names[part] for part, destination in filling.destinations.items() if not destination.exact}

@@ -249,7 +249,7 @@ class LoadPlan:
     Args:
         state: model or state dict to fill.
         checkpoint: the source under its stored names.
-        world: the ranks.
+        world: all ranks that take part.
         optimizer: the model's optimizer, or several.
         extra: other objects to restore, by name.
         family: model family.
@@ -382,7 +382,7 @@ class LoadPlan:
 
         Args:
             omitted: this rank's parameters and buffers that its state dict omits and a load leaves unchanged.
-            world: the ranks.
+            world: all ranks that take part.
         """
         leaves, stored = self.leaves, self.stored
         in_memory = {name: leaves.weights.get(name, tensor) for name, tensor in self._filled.items()}
@@ -510,7 +510,7 @@ def open_source(
 
     Args:
         src: path of the source, or an opened checkpoint.
-        world: the ranks.
+        world: all ranks that take part.
         reading: argument of `load` for opening the source -> its value, or None if the caller did not give it.
         with_state: open optimizer state too, if the source has any.
         strict: refuse optimizer state of unknown parameters, instead of leaving it out.
@@ -554,7 +554,7 @@ def refuse_different(checkpoint: Checkpoint, world: World) -> None:
 
     Args:
         checkpoint: the checkpoint that this rank has opened.
-        world: the ranks.
+        world: all ranks that take part.
 
     Raises:
         Refused: raised on every rank if checkpoints or options differ: CORRUPT, if the paths are equal, otherwise

@@ -181,7 +181,7 @@ def container(
     groups: Sequence[ParamGroup] = (),
     files: Mapping[str, bytes] | None = None,
 ) -> Container:
-    """Present the live tensors of all ranks as one container.
+    """Return a checkpoint container whose tensors are the live tensors of all ranks.
 
     Args:
         global_tensors: all ranks' tensors, and which rank has which part.
@@ -337,7 +337,7 @@ def compare_copies(global_tensors: Census, tensors: Mapping[str, torch.Tensor], 
     Args:
         global_tensors: all ranks' tensors, and which rank has which part.
         tensors: this rank's local tensors, by the names of the parts (`local_parts`).
-        world: the ranks.
+        world: all ranks that take part.
 
     Raises:
         Refused: UNEQUAL_COPIES, on every rank, if copies of a tensor differ; one refusal per tensor.

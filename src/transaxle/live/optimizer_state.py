@@ -562,7 +562,7 @@ def other_names(optimized: Mapping[str, torch.Tensor], parameters: Mapping[str, 
 
 
 def second_copies(other_names: Mapping[str, str], stored: Collection[str]) -> Iterator[NamePair]:
-    """Yield (name, second name) for each state that the source also stores under a second name of a tied parameter.
+    """Yield (name, second name) for each state that the source stores under two names of a tied parameter.
 
     Args:
         other_names: the result of the function `other_names`.

@@ -213,7 +213,7 @@ def _view_source(memory: Container, target: Census, options: Settings, dialect: 
 
 
 def _items(target: Census, stored: Mapping[str, StoredTensor], replicas: Replicas) -> tuple[list[Item], list[str]]:
-    """Return an item for each shard of a target tensor, and a list of tensor names that item keys index."""
+    """Return an item for each shard of a target tensor, and a list with the tensor name of each item key."""
     items, names = list[Item](), list[str]()
     for name, tensor in target.items():
         if name not in stored:
@@ -235,7 +235,7 @@ def sharding(state: State, *, group: Ranks | None = None) -> Sharding:
         group: the ranks; None: all, or this process alone without a process group.
 
     Returns:
-        The parts of every tensor by rank; the totals are in its `rank_bytes`, `imbalance` and `spare_bytes`.
+        The parts of every tensor by rank; `rank_bytes`, `imbalance` and `spare_bytes` of the result have the totals.
 
     Raises:
         Refused: raised on every rank. SHAPE_MISMATCH or DTYPE_MISMATCH, if ranks differ in a tensor's shape or dtype;

@@ -93,7 +93,7 @@ def write(
     Args:
         prepared: the plan, the same on all ranks.
         dst: the target, a folder or URL.
-        world: the ranks.
+        world: all ranks that take part.
         clock: records the time of each stage.
         overwrite: replace the checkpoint at `dst`; `everything`: delete unrelated files in its folder too.
         sync: make all files durable before the commit.
@@ -141,7 +141,7 @@ class _RankShare:
 
     Args:
         prepared: the plan, the same on all ranks.
-        world: the ranks.
+        world: all ranks that take part.
         clock: records the time of each stage.
     """
 
@@ -482,7 +482,7 @@ def save(
             has the verification.
 
     Raises:
-        TypeError: an argument of a wrong type.
+        TypeError: an argument has a wrong type.
         TransaxleError: on every rank; the target is then unchanged, unless `verify` found the error.
     """
     world, clock = World(group), Clock()
@@ -548,7 +548,7 @@ def read_settings(
     """Validate arguments of `save`, which have the same names here; `optimizer` tells whether an optimizer is given.
 
     Raises:
-        TypeError: an argument of a wrong type.
+        TypeError: an argument has a wrong type.
         TransaxleError: a config that cannot be read.
     """
     check_flags(sync=sync, check_copies=check_copies, verify=verify)
@@ -573,8 +573,8 @@ def check_options(to: str, options: Mapping[str, Any]) -> None:
     """Refuse wrong arguments of a save before any state exists.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        TransaxleError: an unknown format, family or dialect; a config that cannot be read.
+        TypeError: an argument has a wrong type.
+        TransaxleError: the format, family or dialect is unknown, or the config cannot be read.
     """
     settings = read_settings("", to, optimizer=False, overwrite=False, **options)
     families = reading_settings(rules=settings.rules, axes=settings.axes).families
@@ -603,10 +603,10 @@ def collect(
         state: as for `save`.
         optimizer: as for `save`.
         extra: as for `save`.
-        world: the ranks.
+        world: all ranks that take part.
 
     Raises:
-        TypeError: an argument of a wrong type.
+        TypeError: an argument has a wrong type.
         TransaxleError: the state cannot be saved; raised on every rank, with every problem of every rank.
     """
     groups: list[ParamGroup] = []
@@ -676,7 +676,7 @@ def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World
     Args:
         settings: the validated arguments, equal on all ranks.
         state: the collected state of all ranks.
-        world: the ranks.
+        world: all ranks that take part.
         clock: records the time of each stage.
 
     Raises:

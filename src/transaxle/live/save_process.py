@@ -78,7 +78,7 @@ class Rendezvous:
     """The rendezvous store as a rank's training process uses it; creating the object is collective.
 
     Args:
-        world: the ranks.
+        world: all ranks that take part.
         timeout: the longest wait for the process of a different rank.
     """
 

@@ -484,7 +484,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Prepare to load into a state dict, in the dialect of the checkpoint.
+        """Prepare to load a checkpoint, in its dialect, into a state dict.
 
         Raises:
             TransaxleError: the refusals of `state_dict_as`; SHAPE_MISMATCH or INCOMPLETE, if the checkpoint has a

@@ -90,8 +90,8 @@ class TrainerCheckpoints:
     All other arguments are the same as for `save`.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        TransaxleError: an unknown format, family or dialect; a config that cannot be read.
+        TypeError: an argument has a wrong type.
+        TransaxleError: the format, family or dialect is unknown, or the config cannot be read.
     """
 
     @suggests
@@ -422,8 +422,8 @@ class AccelerateHooks:
     All other arguments are the same as for `save`.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        TransaxleError: an unknown format, family or dialect; a config that cannot be read.
+        TypeError: an argument has a wrong type.
+        TransaxleError: the format, family or dialect is unknown, or the config cannot be read.
     """
 
     @suggests

@@ -5,8 +5,8 @@ Lightning collects a checkpoint dict on its first rank. The dict's weights and o
 names, and all other entries as plain data, so nothing is pickled, and any number of ranks can resume.
 
 **Lightning's strategies**: most strategies call a `CheckpointIO` on the first rank only, so other ranks would not learn
-that a save failed. Strategies that shard the module call it only to delete checkpoints. So when a run begins, methods
-of its strategy are replaced, and every rank takes part in saves and loads.
+that a save failed. Strategies that shard the module call a `CheckpointIO` only to delete checkpoints. So when a run
+begins, methods of its strategy are replaced, and every rank takes part in saves and loads.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def follow(module: nn.Module, kind: type[Checkpoints]) -> None:
 
 
 def _begin(module: Any, configure: Any, kind: type[Checkpoints]) -> Any:
-    """Replacement for `configure_callbacks`."""
+    """Replacement for the module's hook `configure_callbacks`, which also calls `take_part`."""
     checkpoints = module.trainer.strategy.checkpoint_io
     if isinstance(getattr(checkpoints, _INNER, None), kind):
         message = f"{type(checkpoints).__name__} saves in a thread, while training goes on and changes the weights"
@@ -192,10 +192,10 @@ _REST = "lightning"
 class LightningCheckpoints:
     """A `CheckpointIO` for Lightning's `Trainer`: `Trainer(plugins=[tx.LightningCheckpoints(module)])`.
 
-    Each checkpoint is a folder, local or under a URL. `fit(ckpt_path=…)` resumes from it on any number of ranks, and
-    `ModelCheckpoint` rotates the folders; an old checkpoint that Transaxle wrote is deleted once a newer one is
-    complete. The supported strategies are one device, DDP, and `ModelParallelStrategy`, under which each rank saves and
-    loads its own parts; a strategy with a save method of its own is refused when a run begins. With Lightning's
+    Each checkpoint is a folder, local or under a URL. `fit(ckpt_path=…)` resumes from such a folder on any number of
+    ranks, and `ModelCheckpoint` rotates the folders; an old checkpoint that Transaxle wrote is deleted once a newer one
+    is complete. The supported strategies are one device, DDP, and `ModelParallelStrategy`, under which each rank saves
+    and loads its own parts; a strategy with a save method of its own is refused when a run begins. With Lightning's
     `WeightAveraging` (not supported if ranks shard the module) a checkpoint has the averages under the module's names,
     and the trained weights under `current_model_state.…`.
 

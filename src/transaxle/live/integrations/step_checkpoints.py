@@ -44,7 +44,7 @@ _GIVEN = f"{EXTRA}/"
 
 
 def read_place(url: PathLike | None, keep: int | None) -> tuple[str | None, int | None]:
-    """Validate the folder or URL for step checkpoints, and the number of them to keep.
+    """Validate the folder or URL for step checkpoints, and the number of checkpoints to keep.
 
     Raises:
         TypeError: `url` or `keep` has a wrong type.

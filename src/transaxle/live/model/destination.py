@@ -97,7 +97,8 @@ class TensorDestination:
         self._memory: Bytes | None = as_bytes(self._local) if self._direct else None
         self._lock = threading.Lock()
         self.exact = True
-        """Whether every value is equal to the stored value; False once a value was rounded to the tensor's dtype."""
+        """Whether every value written so far equals the stored value; False once a value was rounded to the tensor's
+        dtype."""
 
     def part(self, start: int, stop: int) -> Bytes:
         """Return the memory for bytes `[start, stop)` of the row-major local tensor."""

@@ -176,7 +176,7 @@ def _in_files(model: Any, names: Collection[str]) -> tuple[dict[str, torch.Tenso
     in_files = {own_name(name): tensor for name, tensor in tensors.items()}
     whole = {own_name(name): tensor for name, tensor in state.items()}
     for name in sorted(set(names) - in_files.keys()):
-        # PEFT's files have the copy also under the name of the module that was copied.
+        # PEFT's files also have the trained copy under the name of the module that was copied.
         trained = name.replace(f".{_COPIES}.", ".")
         tensor = whole.get(name) if trained == name else in_files.get(trained)
         if tensor is not None:

@@ -98,9 +98,9 @@ def to_hub_convention(
         tensors: this rank's tensors by name, with codes and scales as entries of their own.
         global_tensors: all ranks' tensors, and which rank has which part.
         weights: this rank's quantized parameters; empty for a state dict, whose entry names show the encoding.
-        config: the model's config; if it declares a quantization, entries that are no parameters are converted as it
-            declares.
-        world: the ranks.
+        config: the model's config; if it declares a quantization, tensors that are no parameters are converted as that
+            quantization declares.
+        world: all ranks that take part.
 
     Raises:
         TransaxleError: UNSUPPORTED, on every rank, if no hub convention can express the weights.
@@ -262,7 +262,7 @@ class Weights:
 
     Args:
         parameters: this rank's quantized parameters by name.
-        world: the ranks.
+        world: all ranks that take part.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], world: World) -> None:

@@ -403,8 +403,8 @@ def refuse_unmatched(missing: Sequence[str], unexpected: Sequence[str], source: 
 
     Args:
         missing: names that only the model has.
-        unexpected: names that only the source has, in the model's spelling. Extra state for a module that has none is
-            only reported, not refused.
+        unexpected: tensor names that only the source has, as the model's dialect spells them. Extra state for a module
+            that has none is only reported, not refused.
         source: source names, in the source's spelling, that the model lacks.
     """
     advice = "Use strict=False to load the others."

@@ -287,8 +287,8 @@ class Leaves:
     """Name of a base weight -> further tensors that get the same values: the copies of the weight that an adapter
     trains."""
     untouched: tuple[str, ...] = ()
-    """Names that are not in `tensors`, so a load leaves them: of a model's adapters or base, or of a sharded state
-    dict's non-tensors."""
+    """Names of entries that a load leaves unchanged: a model's adapters or their base, or a sharded state dict's
+    non-tensors."""
     sharded: bool = False
     """Whether some of `tensors` are grids of a Megatron sharded state dict."""
     factories: tuple[Factory, ...] = ()
@@ -590,7 +590,7 @@ def common_config(
     Args:
         state: the model, such as a transformers model with a config.
         user_config: the config that the user gave; None: the model's own config, from the first rank that has one.
-        world: the ranks.
+        world: all ranks that take part.
         whole: include values that equal the config class's defaults, which config.json omits.
     """
     own_or_given = own_config(state, whole=whole) if user_config is None else user_config

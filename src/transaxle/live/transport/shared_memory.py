@@ -25,7 +25,7 @@ _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 _NAME = re.compile(r"/memfd:transaxle-[0-9a-f]{32} \(deleted\)")
 """What the link of a region's file descriptor in `/proc/PID/fd` shows."""
 _ALIGNED = 64
-"""Byte alignment: tensors and parcels begin at multiples of it, so that strided copies move whole words."""
+"""Alignment in bytes: tensors and parcels begin at multiples of 64, so that strided copies move whole words."""
 
 
 def align(size: int) -> int:
@@ -127,7 +127,7 @@ class ShmTransport:
     """The shared memory regions of this rank and of the ranks whose regions it can map.
 
     Args:
-        world: the ranks.
+        world: all ranks that take part.
     """
 
     def __init__(self, world: World) -> None:

@@ -30,7 +30,7 @@ def begin_all_to_all(
     """Start an all-to-all exchange of bytes, and return a function that waits for its end; collective.
 
     Args:
-        world: the ranks.
+        world: all ranks that take part.
         received: buffer for received bytes, ordered by rank.
         outgoing: bytes to send, ordered by rank.
         receive_sizes: bytes from each rank.
@@ -53,7 +53,7 @@ class RankExchange:
     """Exchanges parcels in rounds, through shared memory within a machine, otherwise over the process group.
 
     Args:
-        world: the ranks.
+        world: all ranks that take part.
     """
 
     def __init__(self, world: World) -> None:
@@ -203,14 +203,14 @@ class Route:
     rounds: Sequence[_Round]
     """The rounds, in the order in which they are run."""
     received: int
-    """Bytes that this rank receives in all rounds."""
+    """Bytes that this rank receives in all rounds of the route."""
 
 
 class BucketExchange:
     """Exchanges parcels of bytes in the rounds of routes, which are computed once and run many times.
 
     Args:
-        world: the ranks.
+        world: all ranks that take part.
     """
 
     def __init__(self, world: World) -> None:
