@@ -1,4 +1,4 @@
-"""An open checkpoint: a mapping from stored names to tensors, in its own dialect or, lazily, in another.
+"""An open checkpoint: a mapping from names to tensors, in the stored dialect or, lazily, in a different one.
 
 Nothing is loaded until a tensor is read, and a read touches only the bytes of its box.
 
@@ -74,7 +74,7 @@ from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, OPTIMIZER, PAR
 from transaxle.spans import stage
 
 LACKING = frozenset({"MISSING_TENSOR", "INCOMPLETE"})
-"""Codes of refusals that mean only that tensors are missing."""
+"""Refusal codes that mean only that tensors are missing."""
 _UNRECOGNISED = frozenset({"UNKNOWN_FAMILY", "AMBIGUOUS"})
 __all__ = [
     "LACKING", "Checkpoint", "CheckpointLike", "StoredTensor", "open_checkpoint", "open_source", "refuse_stateless",
@@ -85,12 +85,12 @@ class Checkpoint(TensorSet):
     """An open checkpoint: a mapping from names to `StoredTensor` objects, whose values are read on demand.
 
     `as_dialect`, `decode`, `cast` and `merge` return lazy views of the same files: under other names, decoded, in
-    another dtype, or with an adapter merged. Close it with `close()` or a `with` block; closing any view closes the
+    a different dtype, or with an adapter merged. Close it with `close()` or a `with` block; closing any view closes the
     files of all views.
 
     Attributes:
         container: the files of the checkpoint.
-        settings: the options with which the user opened it.
+        settings: the options with which the user opened the checkpoint.
         undecoded: the checkpoint as stored, if this one is a decoded view; None otherwise.
         reopening: the steps with which another process opens the same view; None if the view cannot be pickled.
         stored_names: the stored names as the tables read them, shared by all views of these files.
@@ -116,12 +116,12 @@ class Checkpoint(TensorSet):
 
     @property
     def format(self) -> str:
-        """Container format, e.g. `safetensors`."""
+        """Container format of the checkpoint, e.g. `safetensors`."""
         return self.container.format
 
     @property
     def path(self) -> str:
-        """The path as the user typed it."""
+        """The path of the checkpoint as the user typed it."""
         return self.container.path
 
     @property
@@ -139,12 +139,12 @@ class Checkpoint(TensorSet):
 
     @property
     def catalog(self) -> Catalog:
-        """The stored tensors as tables see them: an encoded tensor with its scales is one entry."""
+        """The stored tensors as the families' tables see them: an encoded tensor with its scales is one entry."""
         return self.stored_names.catalog
 
     @property
     def decoded(self) -> Mapping[str, EncodedTensor]:
-        """Tensors that this view shows decoded, by table name, with their stored encoding."""
+        """Table name -> stored encoding, for the tensors that this view shows decoded."""
         return self.stored_names.decoded
 
     @property
@@ -157,7 +157,7 @@ class Checkpoint(TensorSet):
         """Family and dialect of the stored names.
 
         Raises:
-            UsageError: UNKNOWN_FAMILY, AMBIGUOUS.
+            UsageError: UNKNOWN_FAMILY if no family reads the names; AMBIGUOUS if several do.
         """
         return self.stored_names.reading
 
@@ -168,7 +168,7 @@ class Checkpoint(TensorSet):
 
     @property
     def bound(self) -> BoundNames:
-        """The stored names, matched with the lines of their dialect."""
+        """The stored names, matched with the table lines of their dialect."""
         return self.stored_names.bound
 
     @property
@@ -186,7 +186,7 @@ class Checkpoint(TensorSet):
         return None if reading is None else reading.dialect.label
 
     def _reading_or_none(self) -> Reading | None:
-        """Return how the names are read; None if no table reads them, unless the user gave family, dialect or axes."""
+        """Return family and dialect of the names; None if no table reads them and the user named neither."""
         reading = self.stored_names.reading_or_error
         if not isinstance(reading, TransaxleError):
             return reading
@@ -197,14 +197,14 @@ class Checkpoint(TensorSet):
 
     @without_gc()
     def translation(self, dialect: str, recode: Recode = same) -> View:
-        """Return the tensors of this checkpoint in another dialect, together with every refusal.
+        """Return the tensors of this checkpoint in a given dialect, together with every refusal.
 
         Args:
             dialect: label of the dialect; `identity` for the stored tensors under their own names.
             recode: (target name, format) -> format to write, where tensors are encoded afterwards.
 
         Raises:
-            UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
+            UsageError: UNKNOWN_FAMILY, AMBIGUOUS or UNKNOWN_AXIS, if family, dialect or an axis is unknown.
         """
         if dialect == IDENTITY:
             targets = {name: identity_target(name, entry) for name, entry in self.container.entries.items()}
@@ -230,7 +230,7 @@ class Checkpoint(TensorSet):
         return view if part is None else replace(view, refusals=(part, *view.refusals))
 
     def as_dialect(self, dialect: str) -> Checkpoint:
-        """Return a lazy view of the checkpoint in another dialect; nothing is converted or written.
+        """Return a lazy view of the checkpoint in a given dialect; nothing is converted or written.
 
         Copies of one tensor (ties) are not compared here: `convert`, `verify` and `diff` do that. A LoRA adapter
         becomes the adapter of the same model in the other dialect; for it, `config` must be the config of the base
@@ -274,14 +274,14 @@ class Checkpoint(TensorSet):
         )
 
     def refuse_half_converted(self, dialect: str, view: View | None) -> list[Refusal]:
-        """Return refusals of layers in which some tensors get new names and others would keep theirs."""
+        """Return refusals of layers in which some tensors get new names, but some would keep their old names."""
         if dialect == IDENTITY or view is None:
             return []
         target = pick_dialect(self.reading.family, dialect)
         return refuse_half_converted(self.bound, target, self.sizes, view, self.catalog.refusals)
 
     def view_as(self, dialect: str) -> Checkpoint:
-        """Return a view like that of `as_dialect`, but keep unknown names, for callers that compare all names."""
+        """Return a view as `as_dialect` does, but keep unknown names, for callers that compare all names."""
         return self._with_translation(self.translation(dialect), dialect)
 
     def with_state_of(self, parameters: frozenset[str] | None) -> Checkpoint:
@@ -293,10 +293,10 @@ class Checkpoint(TensorSet):
         return Checkpoint(self.container, options, self._view, self._label, self.undecoded, self.stored_names)
 
     def in_part(self, dialect: str) -> Checkpoint:
-        """Return a view like that of `as_dialect`, without targets that the stored tensors do not fill completely.
+        """Return a view as `as_dialect` does, without tensors that the stored tensors do not fill completely.
 
         Raises:
-            TransaxleError: every other refusal at once.
+            TransaxleError: all refusals together, except those of missing tensors.
         """
         partial = Checkpoint(self.container, replace(self.settings, partial=True), None, None, self.undecoded)
         view, source = partial.translation(dialect), partial.source_of(dialect)
@@ -305,7 +305,7 @@ class Checkpoint(TensorSet):
         return partial._with_translation(replace(view, targets=covered, refusals=remaining), dialect)
 
     def _with_translation(self, view: View, dialect: str) -> Checkpoint:
-        """Return the same checkpoint with another view of its tensors, or raise the view's refusals."""
+        """Return the same checkpoint with the given view of its tensors, or raise the view's refusals."""
         from transaxle.engine.duplicates import affine_steps
 
         problems = list(view.refusals)
@@ -320,7 +320,7 @@ class Checkpoint(TensorSet):
         return self._with_view(view, label)
 
     def _with_view(self, view: View | None, label: str | None) -> Checkpoint:
-        """Return another view of the same files, which shares their catalog, config and family."""
+        """Return a checkpoint with the given view of the same files, which shares their catalog, config and family."""
         return Checkpoint(self.container, self.settings, view, label, self.undecoded, self.stored_names)
 
     def with_checks(self, checks: Sequence[Check]) -> Checkpoint:
@@ -341,7 +341,7 @@ class Checkpoint(TensorSet):
 
     @property
     def has_state(self) -> bool:
-        """Whether there is optimizer state, or at least the settings of an optimizer, as before its first step."""
+        """Whether the checkpoint has optimizer state, or only an optimizer's settings, as before the first step."""
         groups = self.container.metadata.get(GROUPS, ())
         return has_state(self.container.entries) or any(group[PARAMS] for group in groups)
 
@@ -349,13 +349,13 @@ class Checkpoint(TensorSet):
         """Return a view in which encoded tensors are plain; they are decoded when they are read.
 
         Args:
-            to: `bf16` or `fp32`.
-            only: patterns of the table names to decode; default: all.
-            skip: patterns of names that stay encoded.
+            to: dtype of the decoded values, `bf16` or `fp32`.
+            only: patterns of the table names to decode; default: all encoded tensors.
+            skip: patterns of the table names that stay encoded.
 
         Raises:
             Refused: encoded tensors whose buffers (codes, scales) cannot be matched.
-            UsageError: AMBIGUOUS for an unknown type, and for a pattern that matches no encoded tensor.
+            UsageError: AMBIGUOUS for an unknown dtype, and for a pattern that matches no encoded tensor.
         """
         from transaxle.engine.views.decoded import DTYPES, with_decoded
 
@@ -373,10 +373,10 @@ class Checkpoint(TensorSet):
         return self._remember_step(Checkpoint(*arguments), "decode", to, only, skip)
 
     def cast(self, to: str, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Checkpoint:
-        """Return a view in which plain tensors have another dtype; they are cast when they are read.
+        """Return a view in which plain tensors have a different dtype; they are cast when they are read.
 
         Args:
-            to: `bf16`, `fp16` or `fp32`.
+            to: the dtype to cast to: `bf16`, `fp16` or `fp32`.
             only: patterns of the names to cast; default: all weights except those that the family's table marks as
                 precise.
             skip: patterns of names that keep their dtype.
@@ -402,7 +402,7 @@ class Checkpoint(TensorSet):
         return Checkpoint(changed, self.settings, None, None)
 
     def _with_files(self, files: Container, dialect: str, config: Any = None, axes: Any = None) -> Checkpoint:
-        """Return a checkpoint of other tensors of the same model; an empty dialect means the user's choice, if any."""
+        """Return a checkpoint of given files of the same model; an empty dialect means the user's choice, if any."""
         options = replace(self.settings, dialect=dialect or self.settings.dialect, axes=axes or self.settings.axes)
         return Checkpoint(files, options if config is None else replace(options, config=config), None, None)
 
@@ -428,26 +428,26 @@ class Checkpoint(TensorSet):
 
     @property
     def targets(self) -> Mapping[str, Target]:
-        """The tensors of this view by stored name."""
+        """Name in this view -> tensor, with the source tensors from which it is composed."""
         return self.view.targets
 
     @cached_property
     def source(self) -> Source:
-        """The source that turns the tensors of this view into transfers."""
+        """What turns the tensors of this view into transfers (reads of byte ranges)."""
         return self.source_of(self._label)
 
     def source_of(self, dialect: str | None) -> Source:
-        """Return the source that turns the tensors of a dialect into transfers; None: of the stored names."""
+        """Return what turns the tensors of a dialect into transfers; None: the tensors under their stored names."""
         return Source(self.container, None if dialect in (None, IDENTITY) else self.catalog.buffers)
 
     @property
     def encoded(self) -> Mapping[str, EncodedTensor]:
-        """The encoded tensors of this view by table name, with the names of their buffers."""
+        """Table name -> encoded tensor of this view, with the names of its buffers."""
         return self.catalog.encoded if self._label in (None, IDENTITY) else self.view.encoded
 
     @property
     def parameters(self) -> int:
-        """Number of elements of the model: an encoded tensor counts decoded; scales and training state do not count."""
+        """Number of elements in the model's weights; an encoded weight counts decoded, without its scales."""
         parts = {stored for tensor in self.encoded.values() for stored in tensor.parts.values()}
         parts |= self.container.beside
         plain = sum(
@@ -513,14 +513,14 @@ CheckpointLike: TypeAlias = PathLike | Checkpoint
 
 
 def _cut_over_ranks(options: Settings, storage: Storage, names: Sequence[str], config: Any = None) -> Any:
-    """Return how tensor-parallel ranks cut parameters, from the tables; imported only when a checkpoint needs it."""
+    """Return how ranks cut parameters according to the tables; the code for it is imported only when it is needed."""
     from transaxle.engine.checkpoint.unstated import cutter
 
     return cutter(options)(storage, names, config or {})
 
 
 def _parameter_names(options: Settings, weights: Container, state: Container) -> Mapping[str, str]:
-    """Return the names of an optimizer's numbered parameters; imported only when a checkpoint needs it."""
+    """Return the names of an optimizer's numbered parameters; the code for it is imported only when it is needed."""
     from transaxle.engine.checkpoint.unstated import names_by_number
 
     def in_memory(weights: Container) -> Mapping[str, tuple[int, ...]]:
@@ -546,21 +546,21 @@ def open_checkpoint(
     """Open a checkpoint of any known format; nothing is loaded, and torch is not imported.
 
     Args:
-        path: a folder or a file.
-        decode: `bf16` or `fp32`: show encoded tensors as plain ones, which are decoded when they are read.
-        dtype: `bf16`, `fp16` or `fp32`: plain floating-point tensors are cast when they are read.
-        only: patterns of the names to decode or cast.
-        skip: patterns of names that stay as they are.
+        path: path or URL of a folder or a file.
+        decode: `bf16` or `fp32`: show encoded tensors as plain tensors, which are decoded when they are read.
+        dtype: `bf16`, `fp16` or `fp32`: plain floating-point tensors are cast to it when they are read.
+        only: patterns of the tensor names to decode or cast.
+        skip: patterns of the tensor names to leave as stored.
         lenient: accept a checkpoint without encoded tensors, without a choice of weights or without optimizer state
             where an option asks for them: of two compared checkpoints, one may lack them.
         merge: path of a LoRA adapter to merge into the weights when they are read.
         **options: the options of `settings`.
 
     Raises:
-        TypeError: an argument of the wrong type.
+        TypeError: an argument has the wrong type.
         StorageError: IO if the path is missing or unreadable.
-        Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem of the files; MISSING_TENSOR if the optimizer's state
-            is asked for and there is none.
+        Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem of the files; MISSING_TENSOR if optimizer state is
+            asked for but the checkpoint has none.
     """
     decode, dtype = read_float_type("decode", decode), read_float_type("dtype", dtype)
     only, skip = read_patterns("only", only), read_patterns("skip", skip)
@@ -610,7 +610,7 @@ def refuse_stateless(checkpoint: Checkpoint) -> TransaxleError:
 
 @contextmanager
 def open_source(argument: str, source: CheckpointLike, reading: Mapping[str, Any]) -> Iterator[Checkpoint]:
-    """Yield an open checkpoint; one that is opened here is closed afterwards, the caller's own stays open.
+    """Yield an open checkpoint; close it afterwards if it is opened here, but leave the caller's own open.
 
     Args:
         argument: the caller's name of the parameter, for errors.
@@ -631,14 +631,14 @@ def open_source(argument: str, source: CheckpointLike, reading: Mapping[str, Any
 
 
 _LISTED = 6
-"""Number of names that a refusal lists."""
+"""Largest number of tensor names that a refusal lists."""
 
 
 _IDENTITY = 'keep all names with --to safetensors:identity (to="safetensors:identity")'
 
 
 _LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)")
-"""Beginning of a name up to and including the number of its layer."""
+"""Matches the beginning of a tensor name up to and including its layer number."""
 
 
 _COMPUTED = (".inv_freq", ".position_ids")
@@ -656,7 +656,7 @@ def refuse_foreign(
     *,
     family_given: bool = False,
 ) -> list[Refusal]:
-    """Return refusals if the names of some tensors in a dialect are unknown.
+    """Return refusals of tensors whose names in the target dialect are unknown.
 
     Extra tensors outside the layers of a known model (extra heads, layers that other programs add) are not refused:
     they keep their names, and the report lists them. For tensors inside its layers see `refuse_half_converted`.
@@ -724,8 +724,8 @@ def refuse_half_converted(
 ) -> list[Refusal]:
     """Refuse tensors that would keep their names inside converted layers or modules.
 
-    Either no line reads them, or they are in a layer and the target dialect has no line for them. Tensors outside the
-    layers that a dialect leaves out, such as heads, are no problem.
+    Either no table line reads such a tensor, or it is in a layer and the target dialect has no line for it. Tensors
+    outside the layers that a dialect leaves out, such as heads, are no problem.
 
     Args:
         bound: the stored names, read through their own dialect.
@@ -785,7 +785,7 @@ def _layer(bound: BoundNames, name: str, line: Line | None = None) -> str:
 
 
 def _modules(bound: BoundNames, name: str) -> Sequence[str]:
-    """Return the modules around a tensor, outermost first; none for a buffer that follows from the config."""
+    """Return the modules that contain a tensor, outermost first; none for a buffer that follows from the config."""
     inner_name = bound.own.get(name, name).removeprefix(bound.prefix)
     if inner_name.endswith(_COMPUTED):
         return ()

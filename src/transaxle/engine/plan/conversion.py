@@ -1,4 +1,4 @@
-"""Making a plan: reads only catalogs, and gathers all refusals before anything is written.
+"""Making a plan: reads only catalogs (names, dtypes, shapes), and gathers all refusals before anything is written.
 
 First it chooses the target (format, dialect, the weights for a hub), then which source tensors become which target
 tensors, then the target's files; from these follow the copies. Names that the target cannot have, colliding files and
@@ -67,7 +67,7 @@ from transaxle.options import SHARD_SIZE
 from transaxle.spans import stage
 
 _LARGEST = 1 << 44
-"""Largest number of elements of a tensor."""
+"""Largest number of elements that a tensor may plausibly have."""
 _MISSHAPEN = "SHAPE_MISMATCH"
 _READ_NO_CODES = frozenset({"automodel", "megatron", "megatron_dist", "megatron_layers", "torchtitan"})
 """Dialects of trainers that load their own checkpoints with DCP, or by name into parameters: both cast codes, and do
@@ -80,23 +80,23 @@ _FRAMEWORK = {"format": "pt"}
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """A plan, with the open files that its execution needs."""
+    """A plan, with the open source and the layout of the target files, which its execution needs."""
 
     plan: Plan
     """The plan."""
     checkpoint: Checkpoint
-    """The open source."""
+    """The open source checkpoint."""
     draft: Draft
     """The target's files, with the bytes (headers) that are known before any tensor is copied."""
 
 
 HUB = (SAFETENSORS.name, "hf")
-"""Format and dialect of a model on a hub; optimizer state is left out unless asked for, as programs that download a
-model expect."""
+"""Format and dialect of a model on a hub. A target in it has optimizer state only if the user asks for it, because
+programs that download a model expect none."""
 
 
 def for_hub(to: str) -> bool:
-    """Tell whether `FORMAT[:DIALECT]` is that of a model on a hub; raises like `parse_to`."""
+    """Tell whether a text `FORMAT[:DIALECT]` means the layout of a model on a hub; raises like `parse_to`."""
     form, label = parse_to(to)
     return (form, (label or IDENTITY).partition("@")[0]) == HUB
 
@@ -117,14 +117,14 @@ def make_plan(
     """Plan a conversion.
 
     Args:
-        checkpoint: the open source.
-        to: `FORMAT[:DIALECT]`.
-        shard_size: bytes of tensors per file.
+        checkpoint: the open source checkpoint.
+        to: format and dialect of the target, `FORMAT[:DIALECT]`.
+        shard_size: largest number of bytes of tensors in a file.
         allow_lossy: allow a dialect's arithmetic, which rounds.
         strict: refuse tensors without a line in the target dialect, instead of keeping their names.
         target: path or URL of the target; a single file has no shards.
         encode: which tensors to encode, and how.
-        degrees: degrees of a target with files for each rank.
+        degrees: parallel degrees of a target with files for each rank.
 
     Returns:
         The plan, with all refusals in `plan.refusals`; only usage errors and unreadable sources raise.
@@ -188,13 +188,13 @@ def _with_other_files(
     *,
     single: bool,
 ) -> tuple[Draft, dict[str, int]]:
-    """Return a draft with rewritten configs, and the sizes of the files that are copied unchanged.
+    """Return the target's draft with rewritten configs, and the sizes of the files that are copied unchanged.
 
     Args:
-        checkpoint: the source.
+        checkpoint: the source checkpoint.
         draft: draft of the files with tensors.
         configs: file name -> new content; None: the file is left out.
-        problems: receives the refusals.
+        problems: receives refusals of files that cannot be copied.
         single: whether the target is one file.
     """
     carried = {name: size for name, size in _files_to_copy(checkpoint, draft, problems).items() if name not in configs}
@@ -231,7 +231,7 @@ def _target_notes(
 
 
 def _unread_code_notes(view: View, encoded: Collection[str], form: str, target_dialect: str) -> Iterator[str]:
-    """Yield a note if the target has codes that its programs would read as values."""
+    """Yield a note if the target has quantized codes that the programs of its dialect would read as values."""
     names = sorted({*encoded, *view.encoded} & view.targets.keys())
     if names and form not in _FOR_ANY and target_dialect.partition("@")[0] in _READ_NO_CODES:
         yield in_both_languages(
@@ -241,7 +241,7 @@ def _unread_code_notes(view: View, encoded: Collection[str], form: str, target_d
 
 
 def _loadable_targets(to: str) -> tuple[str, Sequence[str]]:
-    """Return the framework of a bare dialect, and targets that it can load; no targets if safetensors is one."""
+    """Return the framework of a bare dialect, and targets that it can load; no targets if it can load safetensors."""
     format_dialects = {name: kind.dialects for name, kind in builtin().items() if kind.draft and kind.dialects}
     name = to.partition("@")[0]
     if name == "te" or any(to in dialects for dialects in format_dialects.values()):
@@ -252,7 +252,7 @@ def _loadable_targets(to: str) -> tuple[str, Sequence[str]]:
 
 
 def _with_view_dialect(checkpoint: Checkpoint, to: str) -> str:
-    """Return `FORMAT[:DIALECT]`; without a dialect, add that of the view, unless the format has its own dialects."""
+    """Return `FORMAT[:DIALECT]`; if no dialect is given, add the view's, unless the format has its own dialects."""
     form, label = parse_to(to)
     return (
         f"{form}:{checkpoint.shown_as}"
@@ -269,7 +269,7 @@ def _choose_target(
 
     Raises:
         Refused: UNSUPPORTED for a format that cannot be written, or not for several ranks.
-        UsageError: as for `parse_to` and `_default_dialect`.
+        UsageError: any error that `parse_to` or `_default_dialect` raises.
     """
     form, label = parse_to(to)
     kind = get_format(form)
@@ -339,7 +339,7 @@ def _default_dialect(checkpoint: Checkpoint, kind: Format) -> tuple[str, View | 
 
 
 def _prepare_for_hub(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
-    """Return the weights of a checkpoint in the form for a hub, with refusals."""
+    """Return a checkpoint whose weights have the encoding that a hub's readers expect, and refusals."""
     weights, refusals = to_hub_encoding(without_training(checkpoint))
     return (weights.without_optimizer() if weights.settings.optimizer is None else weights), refusals
 
@@ -362,7 +362,7 @@ def _prepare_for_format(checkpoint: Checkpoint, kind: Format) -> Checkpoint:
 def _translate(
     checkpoint: Checkpoint, to: tuple[str, str], encode: Encode | None, known_view: View | None = None, *, bare: bool
 ) -> tuple[View, Sequence[str], list[Refusal], Sequence[str]]:
-    """Return the target's tensors, names of those to encode, refusals, and notes.
+    """Return the target's tensors, the names of the tensors to encode, refusals, and notes.
 
     A dialect may have other lines for encoded tensors, so the choice of tensors determines their layout.
     """
@@ -409,7 +409,7 @@ def _outputs(view: View, names: Iterable[str], encoding: str, plain: Iterable[st
 
 
 def _outputs_by_name(written: Sequence[OutputTensor], problems: list[Refusal]) -> dict[str, OutputTensor]:
-    """Return output tensors by name; duplicate names and implausible sizes are refused."""
+    """Return name -> output tensor; add refusals of duplicate names and implausible sizes to `problems`."""
     outputs = dict(zip(map(_name, written), written, strict=True))
     too_large = {shape for shape in set(map(_shape, written)) if prod(shape) > _LARGEST}
     if len(outputs) == len(written) and not too_large:
@@ -439,7 +439,7 @@ def _draft_files(
     shard_size: int | None,
     problems: list[Refusal],
 ) -> tuple[Draft, list[str]]:
-    """Lay out the files of a format and dialect; also return the source's notes that cannot be kept."""
+    """Lay out the target's files in a format and dialect; also return the source's notes that cannot be kept."""
     form, target_dialect = to
     specs = [Spec(product.name, product.dtype, product.shape) for product in written.values()]
     keys = [natural(spec.name) for spec in specs]
@@ -452,7 +452,7 @@ def _draft_files(
         elif not isinstance(value, str) or key == ROOT or _FRAMEWORK.get(key) == value:
             continue
         elif checkpoint.format != form or key.partition(":")[0] in files:
-            left_out.append(f"note {key}")  # the note concerns another format, or only one shard
+            left_out.append(f"note {key}")  # the note concerns the source's format, or only one of its shards
         else:
             metadata[key] = value
     kind = get_format(form)
@@ -515,7 +515,7 @@ def _ranks_options(
     axes: Mapping[str, int],
     problems: list[Refusal],
 ) -> dict[str, Any]:
-    """Return draft options for files of each rank, or for a number of ranks."""
+    """Return draft options for a target with files for each rank, or for a number of ranks."""
     if "parts" not in kind.draft_takes:
         return {} if degrees is None else {"degrees": degrees}
     from transaxle.engine.plan.rank_parts import rank_draft_options
@@ -524,7 +524,7 @@ def _ranks_options(
 
 
 def _files_to_copy(checkpoint: Checkpoint, draft: Draft, problems: list[Refusal]) -> dict[str, int]:
-    """Return the files that are copied along, with their sizes."""
+    """Return name -> size of the source's files that are copied beside the tensors."""
     storage = checkpoint.container.storage
     sizes = {}
     for name in checkpoint.container.carried:
@@ -543,7 +543,7 @@ def _files_to_copy(checkpoint: Checkpoint, draft: Draft, problems: list[Refusal]
 def _plan_tensors(
     source: Source, written: Mapping[str, OutputTensor], draft: Draft, allow_lossy: bool, problems: list[Refusal]
 ) -> list[PlannedTensor]:
-    """Plan every tensor in file order; if the files could not be laid out, still collect all other problems."""
+    """Plan every tensor in file order; if the files could not be laid out, still collect the tensors' refusals."""
     planned = []
     draft_copies = draft.copies
     entries: Mapping[str, Entry | None] = draft.entries or dict.fromkeys(written)
@@ -571,7 +571,7 @@ def _plan_tensors(
 
 
 def _places(entry: Entry, extents: Sequence[Extent]) -> tuple[Transfer, ...]:
-    """Return the destinations of a drafted tensor's bytes, chunk by chunk, sorted by position in the tensor."""
+    """Return where a tensor's bytes go in the target's files, chunk by chunk, sorted by position in the tensor."""
     if len(extents) == 1 and extents[0].shape == entry.shape:
         return (Transfer(extents[0].file, extents[0].offset, 0, entry.nbytes),)
     bits = ITEM_BITS.get(entry.dtype, 8)
@@ -589,10 +589,10 @@ def _places(entry: Entry, extents: Sequence[Extent]) -> tuple[Transfer, ...]:
 
 
 def require_ready(prepared: Prepared) -> Plan:
-    """Return the plan if it can run.
+    """Return the plan if it has no refusals.
 
     Raises:
-        TransaxleError: every refusal at once.
+        TransaxleError: all refusals of the plan together.
     """
     if prepared.plan.refusals:
         raise gathered(prepared.plan.refusals)
@@ -600,7 +600,7 @@ def require_ready(prepared: Prepared) -> Plan:
 
 
 def sizes_to_record(sizes: Mapping[str, int], family: Family, label: str) -> dict[str, int]:
-    """Return the axis sizes to record with a target dialect: all except the padding of other dialects."""
+    """Return the axis sizes to record with a target dialect: all except padding that the dialect does not have."""
     target = family.dialect(label)
     if target is None:
         return dict(sizes)
@@ -613,9 +613,9 @@ def _padding(dialect: Dialect) -> set[str]:
 
 
 def axes_without_size(bound: BoundNames, given_sizes: Sizes, all_sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the name axes whose size nothing states (layers, experts), with the size that the names show.
+    """Return axis -> size that the names show, for axes in names (layers, experts) whose size nothing else states.
 
-    A gap in their numbers is detected, but a missing last layer cannot be; so a plan shows these sizes.
+    A gap in the numbers is detected, but a missing last layer cannot be; so a plan shows these sizes.
 
     Args:
         bound: the stored names.
@@ -646,7 +646,7 @@ def parse_to(to: str) -> tuple[str, str | None]:
         Format and dialect; None as dialect means the source's own names.
 
     Raises:
-        UsageError: AMBIGUOUS for an unknown format, and for a text that is no name.
+        UsageError: AMBIGUOUS for an unknown format, and for a text that is no name of a format or dialect.
         Refused: UNSUPPORTED for a format that cannot be written.
     """
     first, colon, second = to.partition(":")
@@ -667,7 +667,7 @@ def parse_to(to: str) -> tuple[str, str | None]:
 
 
 def _correct_format(first: str, second: str) -> str:
-    """Return a correction of two words with a colon whose first is no format; empty if unknown."""
+    """Return a correction of `first:second` in which the first word is no format; empty if there is none."""
     if hint := other_meaning(first):
         return hint
     if second in registry.writable():
@@ -683,7 +683,7 @@ def _correct_format(first: str, second: str) -> str:
 
 
 def _correct_name(to: str) -> str:
-    """Return a correction of a text that cannot be a name: with a sign other than a colon, or a path."""
+    """Return a correction of a text that cannot be a name: it is a path, or has a wrong sign instead of a colon."""
     words = re.split(r"[^\w@.-]+", to)
     if len(words) == 2:
         for form, label in (words, reversed(words)):
@@ -695,7 +695,7 @@ def _correct_name(to: str) -> str:
 
 
 def is_one_file(target: str | None) -> bool:
-    """Tell whether the ending of a name is that of a single file."""
+    """Tell whether the name of a target ends like the name of a single-file checkpoint."""
     return target is not None and registry.is_one_file(target)
 
 
@@ -739,7 +739,7 @@ def refuse_name(target: str | None, form: str) -> Iterator[Refusal]:
 
 
 def refuse_clashes(names: Iterable[str]) -> list[Refusal]:
-    """Return a refusal for every name that some file system would confuse with another name or a reserved one.
+    """Return a refusal for every file name that some file system would confuse with a second or a reserved name.
 
     Args:
         names: paths in the target folder, `a/b/c`, without Transaxle's own files.
@@ -768,7 +768,7 @@ def _fold_spelling(name: str) -> str:
 
 
 def refuse_without_line(name: str, dialect: str) -> Refusal:
-    """Return the refusal of a tensor for which a dialect has no line."""
+    """Return the refusal of a tensor for which a dialect has no table line."""
     message = f"dialect {dialect} has no line for this tensor"
     return Refusal("UNEXPECTED_TENSOR", message, Where(None, name), "Omit --strict.")
 
