@@ -314,21 +314,21 @@ class Module:
 
     @property
     def path(self) -> str:
-        """Path of the module that contains the weight."""
+        """Path of the module that contains the changed weight."""
         return self.name.rpartition(".")[0]
 
     @property
     def key(self) -> str:
-        """The weight's name in adapter_config.json."""
+        """Name under which adapter_config.json lists the changed weight."""
         return self.name if self.is_parameter else self.path
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor that the adapter stores in place of the base's."""
+    """A tensor that the adapter stores in place of the base model's tensor of that name."""
 
     name: str
-    """Name of the tensor in the base."""
+    """Name of the replaced tensor in the base model."""
     target: Target
     """Values of the tensor, as a target of the adapter's files."""
     is_module: bool
@@ -368,7 +368,7 @@ def refuse_unsupported(modules: Sequence[Module], config: Mapping[str, Any]) -> 
 
 
 def peft_names(modules: Sequence[Module], saved: Sequence[SavedTensor]) -> dict[str, Target]:
-    """Return the adapter's tensors under the names that peft gives them."""
+    """Return name that peft gives to a tensor of the adapter -> the tensor's target."""
     targets: dict[str, Target] = {}
     wrapped: Counter[str] = Counter()
     for module in modules:
@@ -388,7 +388,7 @@ def peft_names(modules: Sequence[Module], saved: Sequence[SavedTensor]) -> dict[
 
 
 def is_flipped(modules: Sequence[Module], config: Mapping[str, Any]) -> bool:
-    """Tell whether the weights of linear layers are `[in, out]`; without linear layers, what the config says."""
+    """Tell whether weights of linear layers are stored as `[in, out]`; without linear layers, what the config says."""
     flipped = {each.factors.swapped for each in _linear(modules)}
     return flipped.pop() if flipped else bool(config.get(_FLIPPED))
 
@@ -428,7 +428,7 @@ def config_of(config: Mapping[str, Any], modules: Sequence[Module], saved: Seque
 
 
 def _alpha(factors: FactorPair, config: Mapping[str, Any]) -> float | None:
-    """Return the alpha that gives exactly this scaling, preferably an integer; None if there is none."""
+    """Return the alpha (integer if possible) that gives exactly the factors' scaling; None if no alpha does."""
     divisor = math.sqrt(factors.rank) if config.get("use_rslora") else factors.rank
     near = factors.scaling * divisor
     for alpha in (round(near), near, math.nextafter(near, 0), math.nextafter(near, math.inf)):
@@ -438,7 +438,7 @@ def _alpha(factors: FactorPair, config: Mapping[str, Any]) -> float | None:
 
 
 def _most_common(values: Mapping[str, float], default: float) -> float:
-    """Return the most frequent number; `default` if there are none."""
+    """Return the most frequent number among the values; `default` if there are no values."""
     return Counter(values.values()).most_common(1)[0][0] if values else default
 
 
@@ -460,7 +460,7 @@ def _parameters(modules: Sequence[Module]) -> dict[str, list[Module]]:
 
 
 _FILE = "\0converted "
-"""Prefix of the names of virtual files."""
+"""Prefix of the names of the virtual files that hold gathered tensors."""
 _ANY = "F32"
 """Placeholder dtype of the base's weights: nothing depends on it."""
 Express = Callable[[Container, str, Mapping[str, Any]], Model]
@@ -472,8 +472,8 @@ class _GatheredFile:
     """A virtual file with the bytes of a target tensor, gathered from its source.
 
     Args:
-        target: the tensor.
-        source: the source of its bytes.
+        target: the tensor to gather.
+        source: turns the tensor into transfers (reads of byte ranges).
     """
 
     def __init__(self, target: Target, source: Source) -> None:
@@ -493,19 +493,20 @@ def convert_adapter(
     dialect: str,
     express: Express,
 ) -> Container:
-    """Return the files of an adapter for the same model in another dialect.
+    """Return an adapter's files for the same base model in a different dialect.
 
     Args:
         adapter: the files of the adapter.
-        adapter_settings: the name of its adapter_config.json, and the content.
-        config: the config.json of the base, without its section on encodings.
-        dialect: label of the other dialect.
-        express: opens a container of other tensors as a checkpoint of the model; see `Express`.
+        adapter_settings: the name and the content of the adapter's adapter_config.json.
+        config: content of the base model's config.json, without its section on encodings.
+        dialect: label of the target dialect.
+        express: opens a container of computed tensors as a checkpoint of the model; see `Express`.
 
     Raises:
         UsageError: UNKNOWN_FAMILY, AMBIGUOUS or UNKNOWN_AXIS if the base is unknown.
-        Refused: UNSUPPORTED for adapters other than LoRA, and if changes in the other dialect have no factors;
-            MISSING_TENSOR or SHAPE_MISMATCH if it is no adapter of this model; AMBIGUOUS.
+        Refused: UNSUPPORTED if the adapter is not LoRA, or a change has no factors A and B in the target dialect;
+            MISSING_TENSOR or SHAPE_MISMATCH if it is an adapter of a different model; AMBIGUOUS if a change fits
+            several parameters.
     """
     lora = Lora(adapter.entries, adapter_settings[1], config)
     reading, base = _base_shapes(adapter, lora, config, express)
@@ -541,7 +542,7 @@ def _base_shapes(adapter: Container, lora: Lora, config: Mapping[str, Any], expr
     """Return the base's family and dialect, and a container with the shapes of all its tensors.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
+        UsageError: UNKNOWN_FAMILY, AMBIGUOUS or UNKNOWN_AXIS, if family, dialect or an axis of the base is unknown.
         Refused: MISSING_TENSOR if the base lacks tensors that the adapter changes.
     """
     bare = structs.replace(adapter, carried=(), metadata={}, twins=(), left={}, training=(), unread=())

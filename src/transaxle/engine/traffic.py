@@ -1,4 +1,4 @@
-"""The bytes that a refit moves between ranks.
+"""The bytes that a refit (copying a trainer's weights into an inference engine) moves between ranks.
 
 **Traffic**: the bytes that a refit would move between every pair of ranks, computed from the parts of each tensor that
 the ranks have.

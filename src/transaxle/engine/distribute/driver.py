@@ -528,7 +528,7 @@ def convert_on(
 
     Raises:
         TypeError: `on` is no executor, pool or known name.
-        TransaxleError: as for `execute`; UNSUPPORTED if a required package is not installed.
+        TransaxleError: any error of `execute`; UNSUPPORTED if a required package is not installed.
     """
     executor, threads = _executor(on, jobs)
     cleared, work = prepare_work(order, prepared, jobs=jobs or threads, resume=resume, **how)
@@ -618,7 +618,7 @@ def convert_in_parts(
     Args:
         prepared: the plan, from `make_plan`, or from `preflight` for this target.
         target: URL of a folder or a file.
-        overwrite: as for `execute`.
+        overwrite: replace an existing checkpoint, as for `execute`.
         resume: continue an interrupted run of the same plan, even one by several workers, and keep this run's work if
             it fails too. Without `resume`, unfinished work is refused, because its run may still be going on.
         sync: ignored: uploads that a service has accepted are durable.
@@ -626,7 +626,7 @@ def convert_in_parts(
         progress: called with the bytes of each block.
 
     Raises:
-        TransaxleError: as for `execute`; EXISTS also if unfinished work is beside the target.
+        TransaxleError: any error of `execute`; EXISTS also if unfinished work is beside the target.
     """
     start_time = time.monotonic()
     limit = limit or limits()
