@@ -1,7 +1,7 @@
-"""Relayouts: a checkpoint in another dialect, as box copies; and the axis sizes that this needs.
+"""Relayouts: describes a checkpoint in another dialect as box copies, and finds the axis sizes that this needs.
 
-Every target tensor is lowered to pieces, and each piece overlaps source pieces of the same logical tensor. The names of
-the sources are computed from indices, never searched. There is no intermediate format: the family's logical tensors
+Every target tensor is split into pieces, and each piece overlaps source pieces of the same logical tensor. The names of
+source tensors are computed from indices, never searched. There is no intermediate format: the family's logical tensors
 connect the dialects.
 
 **Sizes**: which axis sizes a conversion needs, and which sizes the stored shapes imply.
@@ -37,18 +37,18 @@ from transaxle.axes.notation.family import PLAIN, Arithmetic, Line, LogicalTenso
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 
 JOIN = "*"
-"""Separator of axis names in the name of their product."""
+"""Separator between axis names in the name of a product axis (`g*r`)."""
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def factors(axis: str) -> list[str]:
-    """Return the names of the axes in a product axis."""
+    """Return the names of the axes whose product a product axis is."""
     return axis.split(JOIN)
 
 
 def _runs(node: Node, owners: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], list[str]]]:
-    """Yield each run of adjacent axes in a dim, with the names of the components that have it."""
+    """Yield each run of adjacent axes in a dim, with the names of the logical tensors that have these axes."""
     match node:
         case Axis(name):
             yield owners, [name]
@@ -68,15 +68,15 @@ def _runs(node: Node, owners: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
 
 
 class Basis(msgspec.Struct, frozen=True):
-    """The axes of a conversion after unification."""
+    """The axes of a conversion, after adjacent axes that are never separated have been joined to one axis."""
 
     joined: frozenset[tuple[str, str, str]]
-    """`(logical tensor, axis, next axis)` for adjacent axes that no expression separates."""
+    """Pairs of adjacent axes that no expression separates, as `(logical tensor, axis, next axis)`."""
     tied: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Logical tensor -> the logical tensor in whose place it may be read."""
+    """Logical tensor -> the tied logical tensor that may be read in its place."""
 
     def rewrite(self, expression: Expression) -> Expression:
-        """Return the expression with adjacent axes that are never separated replaced by their product."""
+        """Return the expression with product axes in place of adjacent axes that are never separated."""
 
         def change(merge: Merge, owners: tuple[str, ...]) -> Merge:
             parts: list[Node] = []
@@ -97,12 +97,11 @@ class Basis(msgspec.Struct, frozen=True):
 
 
 def unify(expressions: Iterable[Expression], tied: Mapping[str, str] = _NONE) -> Basis:
-    """Find the adjacent axes that none of the expressions separates.
+    """Find the adjacent axes that no expression separates, so that they can be treated as one axis.
 
     Args:
-        expressions: the expressions of all source and target lines in the conversion.
-        tied: logical tensor -> the logical tensor that it may be read from: the axes of both are unified as one
-            tensor's.
+        expressions: the layout expressions of all source and target lines in the conversion.
+        tied: logical tensor -> the tied logical tensor that may be read in its place; both must keep the same axes.
 
     Post-condition: for any sizes, rewriting an expression changes no offset and no stride of any element, and two
     expressions of one logical tensor still have the same axes.
@@ -149,12 +148,12 @@ _NOT_ITS_TABLE = (
 
 
 def unknown(node: Node, sizes: Mapping[str, int]) -> list[str]:
-    """Return the axes of a dim without a size, each once."""
+    """Return the axes of a dim whose sizes are unknown, without duplicates."""
     return list(dict.fromkeys(p.name for p in walk(node) if isinstance(p, Axis) and p.name not in sizes))
 
 
 def root(node: Node, axis: str, sizes: Mapping[str, int], length: int) -> int | None:
-    """Solve `size(node) == length`, which is linear in each axis, for one axis; None if the solution is no whole
+    """Compute the size of one axis from the length of its dim, `size(node) == length`; None if it is no whole
     number.
     """
     base = size_of(node, {**sizes, axis: 0})
@@ -166,7 +165,7 @@ def root(node: Node, axis: str, sizes: Mapping[str, int], length: int) -> int | 
 
 
 def with_products(sizes: Mapping[str, int], expression: Expression) -> dict[str, int]:
-    """Add the sizes of an expression's product axes whose factors are all known."""
+    """Add the sizes of those product axes in an expression whose factors have known sizes."""
     extended = dict(sizes)
     for axis in expression.axes - extended.keys():
         if all(factor in extended for factor in factors(axis)):
@@ -175,11 +174,11 @@ def with_products(sizes: Mapping[str, int], expression: Expression) -> dict[str,
 
 
 def fill(expression: Expression, shape: Shape, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of all axes of a stored tensor; unknown ones are solved from its shape.
+    """Return the sizes of all axes of a stored tensor; unknown sizes are computed from the tensor's shape.
 
     Raises:
-        Refused: SHAPE_MISMATCH where the shape does not fit the rule.
-        UsageError: UNKNOWN_AXIS where a dim has several axes of unknown size.
+        Refused: SHAPE_MISMATCH, if the tensor's shape does not fit its table line.
+        UsageError: UNKNOWN_AXIS, if one dim has several axes of unknown size.
     """
     if len(shape) != len(expression.dims):
         raise mismatch(expression, f"{len(expression.dims)} dims", shape)
@@ -201,12 +200,12 @@ def fill(expression: Expression, shape: Shape, sizes: Mapping[str, int]) -> dict
 
 
 def mismatch(expression: Expression, expected: str, shape: Shape) -> TransaxleError:
-    """Build the refusal of a shape that does not fit its rule."""
+    """Build the error for a tensor whose shape does not fit its table line."""
     return refuse("SHAPE_MISMATCH", f"{expression.text}\nexpected {expected}, got {list(shape)}", hint=_NOT_ITS_TABLE)
 
 
 def unknown_axis(axis: str, rule: str, shape: Shape | None = None) -> TransaxleError:
-    """Build the refusal of an axis whose size is needed and unknown."""
+    """Build the error for an axis whose size is needed but unknown."""
     axis = factors(axis)[0]
     shape_note = "" if shape is None else f", and the shape {list(shape)} does not determine it"
     return refuse(
@@ -217,16 +216,17 @@ def unknown_axis(axis: str, rule: str, shape: Shape | None = None) -> TransaxleE
 
 
 def solve(equations: Mapping[Expression, Mapping[Shape, Mapping[str, int]]], sizes: Sizes) -> Sizes:
-    """Compute sizes that the config lacks from shapes, where all equations agree.
+    """Compute axis sizes that the config lacks from the shapes of stored tensors, if all shapes agree.
 
     Args:
-        equations: expression -> each distinct shape stored under it -> the name index of one such tensor.
-        sizes: the sizes known so far.
+        equations: expression -> each distinct shape of its stored tensors -> index of one tensor with that shape.
+        sizes: the axis sizes that are known so far.
 
-    An axis on which two tensors disagree (its size varies with the layer) is left unknown; `fill` solves it per tensor.
+    An axis for which two tensors show different sizes (in different layers) stays unknown; `fill` computes it per
+    tensor.
     """
     conflicting: set[str] = set()
-    # Each round may solve an axis, after which another dim has only one unknown left.
+    # Each round may determine an axis, after which another dim has only one axis of unknown size.
     while True:
         solutions: dict[str, set[int]] = {}
         for expression, shapes in equations.items():
@@ -236,7 +236,7 @@ def solve(equations: Mapping[Expression, Mapping[Shape, Mapping[str, int]]], siz
                 known_sizes = sizes.at(index)
                 for node, count in zip(expression.dims, shape, strict=True):
                     missing = unknown(node, known_sizes)
-                    # An equation determines an axis only if all others in it are known.
+                    # The length of a dim determines an axis only if the sizes of all other axes in the dim are known.
                     if len(missing) != 1 or missing[0] in conflicting:
                         continue
                     value = root(node, missing[0], known_sizes, count)
@@ -250,24 +250,24 @@ def solve(equations: Mapping[Expression, Mapping[Shape, Mapping[str, int]]], siz
 
 
 NOTHING = "[]"
-"""Axis of size 0 that replaces every tensor of an inseparable sum but the first."""
+"""Axis of size 0, which all logical tensors but the first get in a fused dim that a conversion never separates."""
 
 
 def inseparable(
     lines: Iterable[Line], tensors: Mapping[str, LogicalTensor], tied: Container[str], basis: Basis
 ) -> dict[Expression, Expression]:
-    """Find the sums whose parts no line separates.
+    """Find the fused dims whose logical tensors (such as q, k, v) no line of the conversion separates.
 
     Args:
         lines: all lines of the source and of the target in the conversion.
-        tensors: the logical tensors of the family.
-        tied: logical tensors that may be read from another one.
-        basis: the axes that no line separates.
+        tensors: the logical tensors of the family, by name.
+        tied: logical tensors that may be read from a tied logical tensor instead.
+        basis: the axes after joining those that no line separates.
 
     Returns:
-        Expression -> the same expression with the first tensor of its sum in place of the whole sum.
+        Expression -> the same expression, in which the first logical tensor replaces the whole fused dim.
 
-    Post-condition: between two lines with such an expression, its replacement gives the same copies.
+    Post-condition: between two lines with replaced expressions, a conversion makes the same copies as before.
     """
     expressions: dict[Expression, None] = {}
     by_component: dict[str, list[Expression]] = {}
@@ -296,17 +296,17 @@ def _as_first(expression: Expression) -> Expression:
 
 
 EXACT = (None, None)
-"""Neither the source's line nor the target's has arithmetic."""
+"""Arithmetic of a copy that changes no values: neither the source's line nor the target's has any."""
 IDENTITY = "#"
-"""Component name of a tensor without a line in any table."""
+"""Stands for the logical tensor of a stored tensor that no table describes."""
 
 
 class Chunk(Protocol):
-    """A rectangular chunk of a stored tensor; implemented by `formats.Extent`."""
+    """A rectangular chunk of a stored tensor (protocol; `formats.Extent` implements it)."""
 
     @property
     def start(self) -> Shape:
-        """First index along each dim."""
+        """Index of the chunk's first element along each dim."""
 
     @property
     def shape(self) -> Shape:
@@ -314,11 +314,11 @@ class Chunk(Protocol):
 
     @property
     def strides(self) -> Shape | None:
-        """Element strides; None: row-major."""
+        """Strides of the chunk in elements; None: the chunk is row-major."""
 
 
 class Stored(Protocol):
-    """A stored tensor; implemented by `formats.Entry`."""
+    """A stored tensor (protocol; `formats.Entry` implements it)."""
 
     @property
     def dtype(self) -> str:
@@ -330,7 +330,7 @@ class Stored(Protocol):
 
     @property
     def extents(self) -> Sequence[Chunk]:
-        """Chunks that tile the tensor."""
+        """Chunks that together cover the tensor."""
 
 
 class ChunkCopy(NamedTuple):
@@ -339,9 +339,9 @@ class ChunkCopy(NamedTuple):
     source: str
     """Name of the stored tensor."""
     chunk: int
-    """Number of the chunk in the source's `extents`."""
+    """Position of the source chunk in the list `extents` of the source tensor."""
     move: BoxCopy
-    """The box copy: offsets, and strides in both chunks."""
+    """The strided copy: offsets and strides in the source chunk and the target chunk."""
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -350,43 +350,43 @@ class Origin(msgspec.Struct, frozen=True):
     name: str
     """Name of the stored tensor."""
     component: str
-    """Logical tensor, as named in the source's line."""
+    """Name of the logical tensor in the source's table line."""
     layout: Layout
     """Layout of the stored tensor."""
     index: Mapping[str, int]
-    """Axis -> index, for axes of the logical tensor in the stored name, in the order of the name."""
+    """Axis -> index, for those axes of the logical tensor that are in the stored name, in the order of the name."""
 
 
 class TargetPart(NamedTuple):
-    """One logical tensor's part of a target tensor, with the stored tensors to read it from."""
+    """The part of a target tensor that holds one logical tensor, with the stored tensors from which it is read."""
 
     component: str
-    """Logical tensor, as named in the target's line."""
+    """Name of the logical tensor in the target's table line."""
     origins: Sequence[Origin]
-    """Disjoint sources that together are complete, sorted by their indices."""
+    """Stored tensors that together contain the whole part, without overlap, sorted by index."""
     arithmetic: tuple[Arithmetic | None, Arithmetic | None] = EXACT
-    """Arithmetic of the source's line and of the target's line."""
+    """Arithmetic that changes values: that of the source's line and that of the target's line."""
 
 
 class Target(msgspec.Struct, frozen=True, eq=False):
-    """A tensor of the target dialect, and its sources."""
+    """A tensor to write in the target dialect, with the stored tensors from which it is read."""
 
     name: str
-    """Stored name in the target dialect."""
+    """Name of the tensor in the target dialect."""
     dtype: str
-    """Dtype as a safetensors code; a relayout never changes it."""
+    """Dtype as a safetensors code, equal to that of the sources."""
     layout: Layout
-    """Layout of the target's logical tensors."""
+    """Layout of the logical tensors in the target tensor."""
     index: Mapping[str, int]
-    """Axis -> index, for the axes in the target's name."""
+    """Axis -> index, for the axes that are numbered in the target's name."""
     parts: tuple[TargetPart, ...]
-    """Logical tensors of the target, with their sources."""
+    """For each logical tensor in the target: its sources."""
     rule: str
-    """The line of the target dialect, as written."""
+    """Text of the target dialect's line for this tensor."""
     component: str = ""
-    """Name of the tensor in reports: its logical tensors, separated by commas."""
+    """What reports call the tensor: the names of its logical tensors, separated by commas."""
     encoding: str = PLAIN
-    """Encoding in which the tensor is written, one of `family.WORDS` or `PLAIN`."""
+    """Name of the encoding in which the tensor is written: one of `family.WORDS`, or `PLAIN`."""
 
     @property
     def shape(self) -> Shape:
@@ -394,18 +394,18 @@ class Target(msgspec.Struct, frozen=True, eq=False):
         return self.layout.shape
 
     def at(self, name: str, index: Mapping[str, int], parts: tuple[TargetPart, ...]) -> Target:
-        """Return the same target with another name, index and sources."""
+        """Return a copy of this target with another name, index and sources."""
         return structs.replace(self, name=name, index=index, parts=parts)
 
     @property
     def form(self) -> NumberFormat:
-        """Dtype and encoding in which the tensor is written."""
+        """The dtype and encoding with which the tensor is written."""
         return NumberFormat(self.dtype, self.encoding)
 
     @property
     def whole_source(self) -> str | None:
-        """Name of the one stored tensor that has the same elements at the same positions; None where there is none."""
-        # of several parts or shares, the source of one has only its own elements
+        """Name of the stored tensor that has the same elements at the same positions; None if no single tensor does."""
+        # a target with several parts or components has elements of more than one source tensor
         if len(self.parts) != 1 or len(self.layout.shares) != 1:
             return None
         origins = self.parts[0].origins
@@ -413,12 +413,12 @@ class Target(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_identity(self) -> bool:
-        """Whether no table describes the tensor: it is a stored tensor, unchanged."""
+        """Whether the target is a stored tensor that no table describes, and that is therefore unchanged."""
         return [part.component for part in self.parts] == [IDENTITY]
 
     @property
     def computed(self) -> bool:
-        """Whether the line of a source or of the target has arithmetic."""
+        """Whether values change, because the table line of a source or of the target has arithmetic."""
         for part in self.parts:  # noqa: SIM110 - for very many targets, creating a generator doubles the time
             if part.arithmetic is not EXACT and part.arithmetic != EXACT:
                 return True
@@ -426,30 +426,30 @@ class Target(msgspec.Struct, frozen=True, eq=False):
 
 
 class Check(msgspec.Struct, frozen=True, eq=False):
-    """A condition of the commit: two stored copies of a logical tensor are bitwise equal, or a tensor is all zero."""
+    """A check that must succeed before output is committed: two copies are bitwise equal, or a tensor is all zero."""
 
     first: Target
-    """A stored tensor, read in its own layout."""
+    """One stored tensor, in its own layout."""
     second: Target
-    """The other copy in the same layout; a target without parts means zeros."""
+    """The copy to compare, in the layout of `first`; a target without parts stands for zeros."""
     why: str
-    """The first line of the refusal: which rule implies that the two are copies."""
+    """First line of the error if they differ: the table line because of which the two must be equal."""
     hint: str = ""
-    """What a user can do where they differ; empty for ordinary copies."""
+    """Hint of the error if they differ: what a user can do; empty for ordinary copies."""
 
     @property
     def zero(self) -> bool:
-        """Whether the tensor is compared with zeros."""
+        """Whether `first` must be all zero."""
         return not self.second.parts
 
     @property
     def refusal(self) -> Refusal:
-        """The refusal where the two differ."""
+        """The error that is reported if the check fails."""
         return unlike(self.first.name, self.why, self.hint, zero=self.zero)
 
 
 def unlike(name: str, why: str, hint: str, *, zero: bool) -> Refusal:
-    """Build the refusal of a tensor that differs from its copy, or from zeros."""
+    """Build the error for a tensor that differs from its copy, or that should be zero and is not."""
     if zero:
         return Refusal("UNEXPECTED_TENSOR", f"{why}\nbut it is not all zero", Where(None, name), hint)
     return Refusal("UNEQUAL_COPIES", f"{why}\nbut their bytes differ", Where(None, name), hint)
@@ -468,7 +468,7 @@ def indices(axes: Sequence[str]) -> Callable[[Sequence[int]], dict[str, int]]:
 
 @lru_cache(maxsize=1024)
 def identity(shape: Shape) -> Layout:
-    """Return the layout of a tensor without a table line: each dim is an axis. Cached, as models have few shapes."""
+    """Return the layout of a tensor that no table describes: each dim is an axis. Results are cached by shape."""
     return Layout(shape, {IDENTITY: tuple(Share(0, ((f"#{dim}", size, 1),)) for dim, size in enumerate(shape))})
 
 
@@ -480,16 +480,16 @@ def identity_target(name: str, stored: Stored) -> Target:
 
 
 def is_one_run(stored: Stored) -> bool:
-    """Tell whether a stored tensor is one dense, row-major chunk."""
+    """Tell whether a stored tensor consists of a single dense, row-major chunk."""
     return len(stored.extents) == 1 and stored.extents[0].strides is None and stored.extents[0].shape == stored.shape
 
 
 _Positions = tuple[tuple[Interval, ...], ...]
-"""Per stored dim, the intervals that a chunk contains, in chunk order."""
+"""For each stored dim, the intervals of positions that a chunk contains, in the chunk's order."""
 
 
 class Copier:
-    """Turns target tensors, or chunks of them, into box copies; caches the pieces of equal chunks."""
+    """Computes the box copies that fill target tensors, or chunks of these; caches the pieces of equal chunks."""
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         self.stored = stored
@@ -507,12 +507,13 @@ class Copier:
         """Yield the copies that fill a target tensor, or one chunk of it.
 
         Args:
-            target: the tensor.
-            intervals: per stored dim, the intervals that the chunk contains, in chunk order; None: the whole tensor.
+            target: the tensor to fill.
+            intervals: for each stored dim, the intervals of positions that the chunk contains, in chunk order; None:
+                the whole tensor.
             strides: element strides of the chunk; None: row-major.
 
         Raises:
-            Refused: INCOMPLETE where the sources leave a hole; the copies yielded before are correct.
+            Refused: INCOMPLETE, if no source has some elements of the target; the copies yielded before are correct.
         """
         positions = None if intervals is None else tuple(map(tuple, intervals))
         for part in target.parts:
@@ -552,7 +553,7 @@ class Copier:
         return lowered
 
     def _cut(self, share: Share, start: int, stop: int) -> list[tuple[tuple[Interval, ...], int]]:
-        """Cut a share; cached for chunks with the same interval along the dim. The layout keeps the share alive."""
+        """Call `cut` for a share; results are cached by the interval. The layout keeps the share alive."""
         key = id(share), start, stop
         boxes = self._cuts.get(key)
         if boxes is None:
@@ -560,7 +561,7 @@ class Copier:
         return boxes
 
     def _source_pieces(self, origin: Origin, piece: Piece, index: Mapping[str, int]) -> Iterator[tuple[int, Piece]]:
-        """Yield the pieces of a source's chunks that may overlap a target piece, with the numbers of the chunks."""
+        """Yield the pieces in a source's chunks that may overlap a target piece, each with its chunk's number."""
         stored = self.stored[origin.name]
         extents = stored.extents
         # By far the most common case: one dense chunk. Its pieces depend on the layout alone, so all tensors of that
@@ -580,8 +581,8 @@ class Copier:
 
 
 def _within(origins: Sequence[Origin], piece: Piece) -> Sequence[Origin]:
-    """Return the origins that may overlap a piece: those in its box if the indices of all form a full grid, else
-    all.
+    """Return the sources that may overlap a target piece: if the indices form a full grid, those in its box;
+    else all.
     """
     if len(origins) < 3:
         return origins
@@ -614,7 +615,9 @@ def _within(origins: Sequence[Origin], piece: Piece) -> Sequence[Origin]:
 
 
 def _span(origin: Origin, piece: Piece, index: Mapping[str, int]) -> list[Interval]:
-    """Return, per stored dim of the source, the interval of positions with the elements of a target piece."""
+    """Return, for each stored dim of the source, the interval of positions that contains the elements of a target
+    piece.
+    """
     spans = []
     for share in origin.layout.shares[origin.component]:
         low = high = share.offset
@@ -631,7 +634,7 @@ def _span(origin: Origin, piece: Piece, index: Mapping[str, int]) -> list[Interv
 
 
 class _Chunks:
-    """The chunks of one stored tensor, indexed by where they begin, so that few chunks are tested for a region."""
+    """The chunks of one stored tensor, sorted by where they begin, so that chunks in a region are found quickly."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.chunks = chunks
@@ -644,7 +647,7 @@ class _Chunks:
         self.edges = list(map(_edges, zip(*starts, strict=True), zip(*shapes, strict=True)))
 
     def find_overlapping(self, spans: Sequence[Interval]) -> list[int]:
-        """Return the numbers of the chunks that overlap a region, in order."""
+        """Return the numbers of the chunks that overlap a rectangular region, in order."""
         near = [
             starts[bisect_right(stops, low) : bisect_left(starts, high)]
             for (starts, stops), (low, high) in zip(self.edges, spans, strict=True)
@@ -659,7 +662,8 @@ class _Chunks:
 
 
 def _edges(starts: Sequence[int], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the starts of chunks along a dim, and for each start the highest end of the chunks up to it.
+    """Return the sorted starts of chunks along a dim, and for each start the highest end of all chunks up to this
+    start.
 
     Args:
         starts: first position of each chunk.
@@ -687,11 +691,11 @@ def _overlaps(chunk: Chunk, spans: Sequence[Interval]) -> bool:
 def chunk_cuts(
     targets: Mapping[str, Target], numbered: Mapping[str, Collection[str]]
 ) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return per tensor where chunks begin along its first dims; tensors of one chunk are absent.
+    """Return where to begin new chunks along the first dims of each target tensor; tensors of one chunk are absent.
 
     Args:
         targets: target tensors by name.
-        numbered: logical tensor -> axes of it that other dialects have in names, such as layers and experts.
+        numbered: logical tensor -> its axes that other dialects number in names, such as layers and experts.
     """
     by_layout: dict[int, tuple[tuple[int, ...], ...]] = {}
     cuts = {}
@@ -723,5 +727,5 @@ def _cuts(layout: Layout, numbered: Mapping[str, Collection[str]]) -> tuple[tupl
 
 
 def _length(axes: tuple[tuple[str, int, int], ...]) -> int:
-    """Return the length of a part along a dim."""
+    """Return the length of a target's part along a stored dim."""
     return axes[0][1] * axes[0][2] if axes else 1

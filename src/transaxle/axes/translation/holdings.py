@@ -1,13 +1,13 @@
-"""Holdings: for each logical tensor, the lines, indices and layouts in which a bound checkpoint stores it.
+"""Holdings: finds out where a checkpoint stores each logical tensor: under which table lines, indices and layouts.
 
-Everything that depends on stored shapes happens here, once per stored tensor; later steps work on origins.
+Everything that depends on stored shapes is computed here, once per stored tensor.
 
 The layers and experts of one line are usually alike: every combination of their numbers exists, and all tensors have
-one shape, dtype and encoding. Then everything follows from the numbers, and a tensor is only visited when its part of a
-target is read: a rank of a model with 70,000 tensors plans its own part without a walk over the others.
+one shape, dtype and encoding. Then everything follows from the numbers, and a tensor is visited only if a target needs
+it: a rank of a model with 70,000 tensors plans its own part without visiting the tensors of other ranks.
 
-Of several copies one is read, and the others must be equal to it, before anything is committed. A name alone proves
-nothing: ties, replicas, and steps that are merged are compared bit by bit while the data streams.
+Of several copies of a tensor the first is read, and the other copies must be equal to it before output is committed. A
+name alone proves nothing: ties, replicas, and steps that are merged are compared bit by bit while the data streams.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ class SourceTensor(msgspec.Struct, frozen=True):
     """A stored tensor that contains part of a logical tensor."""
 
     origin: Origin
-    """Origin of its elements; of copies along a dim, only the first."""
+    """Where its elements lie; if dims contain copies, only the first copy."""
     whole: Layout
-    """Layout of the stored tensor, with all copies along its dims."""
+    """Layout of the stored tensor, including copies along its dims."""
     sizes: Mapping[str, int]
-    """Axis sizes of this stored tensor."""
+    """Axis -> size, for this stored tensor."""
     form: NumberFormat
     """Dtype and encoding of this stored tensor."""
 
 
 class Grid(msgspec.Struct, frozen=True):
-    """All combinations of some numbers along each axis."""
+    """A set of indices: all combinations of the given numbers along each axis."""
 
     numbers: tuple[tuple[int, ...], ...]
-    """Numbers along each axis, ascending."""
+    """For each axis, the numbers in ascending order."""
 
     def __len__(self) -> int:
         return prod(map(len, self.numbers))
@@ -77,10 +77,10 @@ class Grid(msgspec.Struct, frozen=True):
 
 
 def grids(bound: BoundNames, stored: Mapping[str, Stored]) -> dict[tuple[Line, str], Grid]:
-    """Return `(line, slot)` -> grid of indices, for lines whose tensors have one shape and form, and no gaps.
+    """Return the grid of indices for each line and slot whose tensors have one shape and form, without gaps.
 
     Args:
-        bound: the bound names.
+        bound: the stored names, matched with the lines of a dialect.
         stored: the stored tensors by name.
     """
     grid_by_key = {}
@@ -95,7 +95,7 @@ def grids(bound: BoundNames, stored: Mapping[str, Stored]) -> dict[tuple[Line, s
 
 
 def _have_one_form(names: Mapping[Index, str], bound: BoundNames, stored: Mapping[str, Stored]) -> bool:
-    """Tell whether all tensors have the same shape, dtype and encoding."""
+    """Tell whether all of the tensors have the same shape, dtype and encoding."""
     tensors = list(map(stored.__getitem__, names.values()))
     if len(set(map(_DTYPE, tensors))) > 1 or len(set(map(_SHAPE, tensors))) > 1:
         return False
@@ -107,13 +107,13 @@ _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 class AlikeTensors(Mapping[Index, SourceTensor]):
-    """Index -> stored tensor of one line that contains part of a logical tensor; created on demand.
+    """Mapping from index to stored tensor, for the similar tensors of one line; each is created on demand.
 
     Args:
-        names: index -> stored name.
-        grid: the indices.
-        axes: axes of the logical tensor in the names, in the order of the name.
-        model: one of the tensors; the others only differ from it in name and index.
+        names: index (layer, expert) -> stored name.
+        grid: the indices of all tensors.
+        axes: those axes of the logical tensor that are in the names, in the order of the name.
+        model: one of the tensors, as a pattern: the other tensors differ only in name and index.
 
     Attributes:
         made: the tensors created so far.
@@ -154,10 +154,10 @@ class AlikeTensors(Mapping[Index, SourceTensor]):
 
 
 class AlikePart(Sequence[Origin]):
-    """The tensors of one line that one target reads, sorted by index.
+    """Those tensors of one line that one target reads, sorted by index.
 
     Args:
-        tensors: all tensors of the line.
+        tensors: all stored tensors of the line.
         common: axis -> index, for the axes in the target's name; they are axes of the tensors.
     """
 
@@ -213,39 +213,39 @@ class AlikePart(Sequence[Origin]):
 _FACTORED = "\nThis state has another shape than its parameter, as of Adafactor: no table says where its axes are."
 _AS_IT_IS = 'Keep names and shapes: a format without a dialect as the target, as  --to dcp  (to="dcp").'
 _BYTES = "U8"
-"""Safetensors code of packed 4-bit codes, two per byte."""
+"""Safetensors code of the dtype in which 4-bit codes are stored, two per byte."""
 _ONE_SIZE = (
     "Tensors of one model agree. A file that one of several ranks wrote holds its share of some of them: convert the "
     'whole checkpoint, or keep names and shapes, with no family: --to safetensors:identity (to="safetensors:identity").'
 )
 _NAMED = 3
-"""Cap on the tensors that a refusal names for one size."""
+"""Limit on the number of tensors that an error lists for one axis size."""
 Key = tuple[str, str]
-"""`(logical tensor, slot)`."""
+"""Name of a logical tensor, and slot (the weight or an optimizer state)."""
 _Filled = tuple[Layout, dict[str, int]]
-"""Layout and axis sizes of a stored tensor."""
+"""The layout and the axis sizes of one stored tensor."""
 _Layer = tuple[tuple[str, int], ...]
-"""Name axes with their indices, for axes on which a size may depend."""
+"""Layer for which a size holds: pairs of an axis in names and its index."""
 """A stored tensor's layout and axis sizes."""
 
 
 class LineSources(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """The tensors of one line that contain parts of one logical tensor."""
+    """The stored tensors of one line that contain parts of one logical tensor."""
 
     line: Line
-    """Line of the source's dialect."""
+    """The table line, of the source's dialect."""
     axes: tuple[str, ...]
     """Axes of the logical tensor in the stored name, in the order of the name; axes that only number copies are
     absent.
     """
     scalar: bool
-    """Whether there is one number per stored tensor (an optimizer's step) instead of one per element."""
+    """Whether each stored tensor is a single number (such as an optimizer's step) instead of one number per element."""
     places: Mapping[Index, SourceTensor]
-    """Index along `axes` -> stored tensor, sorted."""
+    """Index along `axes` -> stored tensor, sorted by index."""
     copies: Sequence[tuple[Index, SourceTensor]]
-    """Copies of these tensors under other names: `(index, stored tensor)`."""
+    """Copies of the tensors in `places` under other names, as `(index, stored tensor)`."""
     present: Collection[Index]
-    """All indices with a stored name, including those of tensors with a wrong shape."""
+    """All indices for which a stored name exists, even if the tensor has a wrong shape."""
 
     @property
     def alike(self) -> AlikeTensors | None:
@@ -271,7 +271,7 @@ class LineSources(msgspec.Struct, frozen=True, eq=False, dict=True):
         return {}
 
     def count(self, index: Mapping[str, int]) -> int:
-        """Return the number of stored tensors at these indices."""
+        """Return how many stored tensors have these indices."""
         common = tuple(axis for axis in self.axes if axis in index)
         # Called for every target tensor: without a cache, the cost would be quadratic in the number of experts.
         counts = self._counts.get(common)
@@ -281,7 +281,7 @@ class LineSources(msgspec.Struct, frozen=True, eq=False, dict=True):
         return counts[tuple(index[axis] for axis in common)]
 
     def at(self, index: Mapping[str, int]) -> bool:
-        """Tell whether a tensor exists that may have elements at these indices."""
+        """Tell whether a stored tensor may have elements with these indices."""
         common = tuple(axis for axis in self.axes if axis in index)
         if isinstance(self.present, Grid):
             along = zip(self.axes, self.present.numbers, strict=True)
@@ -295,16 +295,16 @@ class LineSources(msgspec.Struct, frozen=True, eq=False, dict=True):
 
 
 class ComponentSources(msgspec.Struct, eq=False):
-    """The sources of one component of one target tensor."""
+    """The stored tensors from which one logical tensor in one target tensor is read."""
 
     line_sources: LineSources
-    """The line of the sources."""
+    """The table line of the sources."""
     places: dict[frozenset[tuple[str, int]], SourceTensor]
     """`(axis, index)` pairs of the stored name -> source."""
 
     @property
     def first(self) -> SourceTensor:
-        """The first source."""
+        """The first of the source tensors."""
         return next(iter(self.places.values()))
 
     @property
@@ -314,12 +314,12 @@ class ComponentSources(msgspec.Struct, eq=False):
 
     @property
     def forms(self) -> set[NumberFormat]:
-        """Dtypes and encodings of the sources."""
+        """All dtypes and encodings that the sources have."""
         return {place.form for place in self.places.values()}
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """Origins of the sources, sorted by index."""
+        """For each source, where its elements lie, sorted by index."""
         origins = (place.origin for place in self.places.values())
         return tuple(sorted(origins, key=lambda origin: [origin.index[axis] for axis in self.line_sources.axes]))
 
@@ -328,9 +328,9 @@ class AlikeSources(msgspec.Struct, eq=False, dict=True):
     """The sources of one component of one target tensor, where they only differ in the numbers in their names."""
 
     line_sources: LineSources
-    """The line of the sources."""
+    """The table line of the sources."""
     origins: AlikePart
-    """Origins of the sources, sorted by index."""
+    """For each source, where its elements lie, sorted by index."""
 
     @cached_property
     def places(self) -> Mapping[frozenset[tuple[str, int]], SourceTensor]:
@@ -339,7 +339,7 @@ class AlikeSources(msgspec.Struct, eq=False, dict=True):
 
     @property
     def first(self) -> SourceTensor:
-        """The first source."""
+        """The first of the source tensors."""
         return next(self.origins.sources)
 
     @property
@@ -349,12 +349,12 @@ class AlikeSources(msgspec.Struct, eq=False, dict=True):
 
     @property
     def forms(self) -> set[NumberFormat]:
-        """The one dtype and encoding of the sources, as a set."""
+        """The single dtype and encoding of the sources, as a set."""
         return {self.origins.tensors.model.form}
 
 
 class JoinedSources(Mapping[Index, AlikeSources]):
-    """Target index -> sources of one component, for all targets of a line; created on demand.
+    """Mapping from a target's index to the sources of one logical tensor in it; values are created on demand.
 
     Args:
         line_sources: the line of the sources.
@@ -385,7 +385,7 @@ class JoinedSources(Mapping[Index, AlikeSources]):
 
 
 Sources = ComponentSources | AlikeSources
-"""The sources of one component of one target tensor."""
+"""The stored tensors from which one logical tensor in one target tensor is read."""
 
 
 def _sizes_of(place: SourceTensor) -> dict[str, int]:
@@ -397,10 +397,10 @@ def _sizes_of(place: SourceTensor) -> dict[str, int]:
 def solve_sizes(
     bound: BoundNames, stored: Mapping[str, Stored], sizes: Sizes, alike: Mapping[tuple[Line, str], Grid]
 ) -> Sizes:
-    """Add the sizes that names and shapes imply.
+    """Add the axis sizes that follow from stored names and shapes.
 
     Args:
-        bound: the bound names.
+        bound: the stored names, matched with the lines of a dialect.
         stored: the stored tensors by name.
         sizes: the sizes known so far.
         alike: grids of the lines whose tensors only differ in numbers.
@@ -432,16 +432,16 @@ def solve_sizes(
 
 
 def _unpacks(state: Stored, weight: Stored) -> bool:
-    """Tell whether a parameter has packed 4-bit codes and its state one number per code: twice as many columns."""
+    """Tell whether a parameter has packed 4-bit codes and its optimizer state has not: twice as many columns."""
     columns = weight.shape[-1:] if weight.dtype == _BYTES else ()
     return columns != () and state.shape == (*weight.shape[:-1], 2 * columns[0])
 
 
 class Holdings:
-    """The logical tensors of a bound checkpoint.
+    """Where a checkpoint stores each logical tensor.
 
     Args:
-        bound: the bound names.
+        bound: the stored names, matched with the lines of a dialect.
         stored: the stored tensors by name.
         sizes: the sizes known so far.
         basis: the axes that the conversion does not separate.
@@ -496,7 +496,7 @@ class Holdings:
         self.contradictions = tuple(_contradictions(self._shown, sizes.at({})))
 
     def at(self, component: str, index: Mapping[str, int]) -> bool:
-        """Tell whether a logical tensor is stored at these indices."""
+        """Tell whether a logical tensor is stored for these indices."""
         return any(sources.at(index) for sources in self.sources.get((component, WEIGHT), ()))
 
     def holds(self, condition: Formula | None, index: Mapping[str, int], encoding: str | None = None) -> bool | None:
@@ -638,7 +638,7 @@ class Holdings:
 def _contradictions(
     shown: Mapping[tuple[str, _Layer], Mapping[int, Sequence[str]]], known_sizes: Mapping[str, int]
 ) -> Iterator[Refusal]:
-    """Yield a refusal for each axis of which tensors show several sizes, and for each product with a wrong size.
+    """Yield an error for each axis for which tensors show different sizes, and for each product axis with a wrong size.
 
     Args:
         shown: `(axis, layer)` -> size -> stored tensors with that size; the layer is empty where the size is the same
@@ -663,7 +663,7 @@ def _contradictions(
 
 
 def _no_products(joined: Iterable[str], agreed: Mapping[str, tuple[int, str]]) -> Iterator[Refusal]:
-    """Yield a refusal for each product of axes whose size is not the product of their sizes.
+    """Yield an error for each product axis whose size is not the product of its axes' sizes.
 
     Args:
         joined: product axes.
@@ -684,7 +684,7 @@ def _no_products(joined: Iterable[str], agreed: Mapping[str, tuple[int, str]]) -
 
 
 def _all_like(model: LineSources, names: Mapping[Index, str], grid: Grid) -> LineSources:
-    """Return the sources of a whole line from those of its first tensor."""
+    """Return the sources for all targets of a line, given the sources of its first target."""
     (place,) = model.places.values()
     return replace(model, places=AlikeTensors(names, grid, model.axes, place), present=grid)
 
@@ -696,7 +696,7 @@ _SPARED = (
 
 
 def agreements(holdings: Holdings, tied: Mapping[str, Sequence[str]]) -> tuple[list[Check], list[Refusal]]:
-    """Return the checks that redundant copies are equal, and refusals of copies that cannot be compared.
+    """Return the checks that copies of the same tensor are equal, and errors for copies that cannot be compared.
 
     Args:
         holdings: the checkpoint.
@@ -751,7 +751,7 @@ def _with_original(
 
 
 def _twins(first: LineSources, second: LineSources, why: str) -> Iterator[Check | Refusal]:
-    """Compare the tensors of one line with those of another line that store the same logical tensor."""
+    """Yield checks that the tensors of two lines, which store the same logical tensor, are equal."""
     common = [axis for axis in first.axes if axis in second.axes]
     candidates: dict[Index, list[SourceTensor]] = defaultdict(list)
     for place in second.places.values():
@@ -779,7 +779,7 @@ def _read(place: SourceTensor, sources: Sequence[SourceTensor], rule: str) -> Ta
 
 
 def _alike(first: SourceTensor, second: SourceTensor) -> bool:
-    """Tell whether two stored tensors agree on the sizes of the axes that both have."""
+    """Tell whether two stored tensors have equal sizes for the axes that both have."""
     first_sizes, second_sizes = (dict(_axis_sizes(place.origin)) for place in (first, second))
     return all(second_sizes.get(axis, size) == size for axis, size in first_sizes.items())
 
