@@ -1,7 +1,8 @@
-"""Translation: a bound checkpoint in another dialect, target tensor by target tensor, with every refusal.
+"""Translation: describes a checkpoint in another dialect, tensor by tensor, and collects every error.
 
-Each target line requires its logical tensors; `Gathering` finds the stored tensors that contain them, by the indices in
-the target's name. Stored tensors without a line in the target keep their names. Only names and shapes are read.
+Each line of the target dialect needs certain logical tensors; `Gathering` finds the stored tensors that contain these,
+by the indices (layer, expert) in the target's name. Stored tensors without a line in the target keep their names. Only
+names and shapes are read.
 """
 
 from __future__ import annotations
@@ -62,16 +63,16 @@ from transaxle.axes.translation.unmatched import (
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 
 SourcesByComponent = Mapping[str, Sources]
-"""Component -> its sources."""
+"""Logical tensor in the target -> the stored tensors from which it is read."""
 
 
 class Gathering:
-    """Finds the sources of targets.
+    """Finds the stored tensors from which target tensors are read.
 
     Args:
-        holdings: the stored tensors.
-        tied: logical tensor -> tensors that it is tied to, in order.
-        refuse: called with refusals.
+        holdings: where the checkpoint stores each logical tensor.
+        tied: logical tensor -> tensors to which it is tied, nearest first.
+        refuse: function that is called with errors.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Gathering:
     def sources(self, component: str, slot: str, line: Line) -> Mapping[Index, Sources]:
         """Return target index -> sources, for one component of a target line.
 
-        Several lines of the source may complete each other; a tensor in two lines is read once.
+        Several lines of the source may store different parts of a tensor; a part that two lines store is read once.
         """
         gathered: dict[Index, ComponentSources] = {}
         # A tied tensor that is not stored is read from the first stored one that it is tied to.
@@ -97,7 +98,7 @@ class Gathering:
         line_sources_list = self._holdings.sources.get((name, slot), ())
         if (
             len(line_sources_list) == 1 and len(line_sources_list[0].places) == 1
-        ):  # layers and experts are dims of one tensor, the source of all targets
+        ):  # layers and experts are dims of one stored tensor, from which all targets are read
             (place,) = line_sources_list[0].places.values()
             only = ComponentSources(line_sources_list[0], {frozenset(place.origin.index.items()): place})
             return dict.fromkeys((key for key, _ in self._with_target_index(line_sources_list[0], line)), only)
@@ -114,10 +115,10 @@ class Gathering:
         return gathered
 
     def _with_target_index(self, line_sources: LineSources, line: Line) -> Iterator[tuple[Index, SourceTensor]]:
-        """Yield each source with the index of every target tensor that reads it.
+        """Yield, for each source, the index of every target tensor that reads this source.
 
         Raises:
-            UsageError: UNKNOWN_AXIS where an axis is in the target's names, and its size is unknown.
+            UsageError: UNKNOWN_AXIS, if the size of an axis in the target's names is unknown.
         """
         order = [line_sources.axes.index(axis) if axis in line_sources.axes else None for axis in line.name.axes]
         for position, place in line_sources.places.items():
@@ -133,7 +134,7 @@ class Gathering:
             yield from ((key, place) for key in product(*ranges))
 
     def _agree(self, entry: ComponentSources, place: SourceTensor) -> None:
-        """Refuse sources of one target tensor that disagree on sizes."""
+        """Refuse a target tensor whose sources show different sizes for the same axis."""
         # The same dict object means the same line and shape, so there is nothing to compare: the usual case for all
         # experts but the first.
         if not entry.places or place.sizes is entry.first.sizes:
@@ -149,7 +150,9 @@ class Gathering:
 
 
 def common_sources(parts: Mapping[str, Mapping[Index, Sources]], keys: Collection[Index]) -> SourcesByComponent:
-    """Return the sources of each component if all targets of a line have the same sources; else nothing."""
+    """Return the sources of each logical tensor if all targets of a line have the same sources; otherwise an empty
+    mapping.
+    """
     shared = {}
     for component, by_key in parts.items():
         if isinstance(by_key, JoinedSources):
@@ -162,7 +165,9 @@ def common_sources(parts: Mapping[str, Mapping[Index, Sources]], keys: Collectio
 
 
 def all_joined(parts: Mapping[str, Mapping[Index, Sources]], keys: Collection[Index]) -> Mapping[str, JoinedSources]:
-    """Return the sources of each component if the targets of a line read alike tensors; else nothing."""
+    """Return the sources of each logical tensor if a line's targets read similar tensors; otherwise an empty
+    mapping.
+    """
     joined = {component: of_all for component, of_all in parts.items() if isinstance(of_all, JoinedSources)}
     return joined if len(joined) == len(parts) and all(len(each) == len(keys) for each in joined.values()) else {}
 
@@ -173,7 +178,7 @@ def sources_at(parts: Mapping[str, Mapping[Index, Sources]], key: Index) -> Sour
 
 
 _MOST_INDICES = 100_000
-"""Cap on the indices of an axis for which a condition is evaluated: a config may claim any size."""
+"""Limit on the number of indices of an axis for which a condition is evaluated: a config may claim any size."""
 
 _ONE_FORM = (
     "Cast plain tensors to one type with --dtype (dtype=), decode others with --decode (decode=), or choose a dialect "
@@ -182,40 +187,40 @@ _ONE_FORM = (
 
 
 class Translation(msgspec.Struct, frozen=True):
-    """A checkpoint in another dialect."""
+    """A checkpoint, translated into another dialect: what to write, to check and to report."""
 
     targets: Mapping[str, Target]
-    """Target tensors by name, in table order."""
+    """Target tensors by name, in the order of the table's lines."""
     checks: tuple[Check, ...]
-    """Equality checks that must succeed before anything is committed."""
+    """Checks for equality that must succeed before output is committed."""
     kept_names: tuple[str, ...]
-    """Stored tensors without a line in the target dialect; they keep their names."""
+    """Names of stored tensors that have no line in the target dialect and keep their names."""
     ignored: tuple[str, ...]
-    """Stored tensors that are left out because they are no part of the model."""
+    """Names of stored tensors that are left out because they are no part of the model."""
     aliases: Mapping[str, str]
-    """Target name -> target name of the tensor that it is tied to."""
+    """Name of a target tensor -> name of the target tensor to which it is tied."""
     refusals: tuple[Refusal, ...]
-    """Refusals; any of them makes the translation impossible."""
+    """Errors; a single error makes the translation impossible."""
     axes: Mapping[str, int]
-    """Sizes of axes that are the same in every layer, from the config, the user, names and shapes."""
+    """Sizes of the axes whose size is the same in every layer, from the config, the user, names and shapes."""
     notes: tuple[str, ...] = ()
     """Notes on tensors that are written as zeros, or left out, where zeros mean the same as absence."""
 
 
 class _Model(NamedTuple):
-    """The first target of a line, as a template for the others."""
+    """The first target tensor of a line, as a pattern for the other target tensors of this line."""
 
     target: Target
     sources: SourcesByComponent
     form: NumberFormat
-    """Dtype and encoding of the target's sources."""
+    """Dtype and encoding that all sources of the target have."""
     joined: Sequence[tuple[str, AlikeTensors, tuple[Arithmetic | None, Arithmetic | None], list[AlikePart]]]
     """For each component with alike sources: name, sources, arithmetic, and a list that collects the parts which
     targets read.
     """
 
     def use_parts(self, index: Mapping[str, int]) -> tuple[TargetPart, ...]:
-        """Return the parts of the target with an index, and record the tensors that it reads."""
+        """Return the parts of the target that has this index, and record which stored tensors it reads."""
         parts = []
         for component, tensors, arithmetic, used_parts in self.joined:
             part = AlikePart(tensors, index)
@@ -225,7 +230,7 @@ class _Model(NamedTuple):
 
 
 class _Translator:
-    """Builds the target tensors line by line, and collects every refusal."""
+    """Builds the target tensors line by line, and collects every error."""
 
     def __init__(
         self,
@@ -287,7 +292,7 @@ class _Translator:
     def run(self, *, partial: bool) -> Translation:
         self.refuse([*self.holdings.refusals, *self.holdings.contradictions])
         self.refuse(refuse_contradicted(self.holdings))
-        if self.holdings.contradictions:  # refusals of targets would only be consequences of the contradictions
+        if self.holdings.contradictions:  # errors of targets would only be consequences of the contradictory sizes
             self.refuse(() if partial else refuse_incomplete(self.holdings, self.tied))
             return Translation({}, (), (), (), {}, tuple(self.refusals.values()), self.sizes.at({}))
         built: dict[str, Target] = {}
@@ -339,7 +344,7 @@ class _Translator:
         return Translation(built, tuple(self.checks), kept, ignored, self._aliases(), refusals, sizes, tuple(notes))
 
     def _add_zeros(self, built: dict[str, Target]) -> list[str]:
-        """Add the tensors to write as zeros; return one note for each of their lines."""
+        """Add the target tensors that are written as zeros; return one note for each table line."""
         try:
             zeros = list(self.added.zeros())
         except TransaxleError as error:
@@ -352,7 +357,7 @@ class _Translator:
         ]
 
     def refuse(self, refusals: Iterable[Refusal], tensor: str | None = None) -> None:
-        """Add refusals, each once: an axis of unknown size is unknown in every layer."""
+        """Add errors without duplicates: an axis of unknown size would be reported for every layer."""
         for refusal in refusals:
             where = Where(refusal.where.file, refusal.where.tensor or tensor)
             # An axis of unknown size is refused once, not for every tensor of every layer.
@@ -369,7 +374,9 @@ class _Translator:
         return tuple(line for line in lines if line.name.axes or self.sizes.holds(line.when, {}) is not False)
 
     def _is_written(self, line: Line, slot: str) -> bool:
-        """Tell whether a line stores a slot: the state of a fused parameter is not written for its parts as well."""
+        """Tell whether a line writes a slot: optimizer states of a fused parameter are not written for its
+        parts too.
+        """
         if slot == WEIGHT:
             return not line.of_state
         return line.of_state or self.fused.isdisjoint(line.expression.components)
@@ -382,7 +389,7 @@ class _Translator:
         """Build the target tensors of one line and slot.
 
         Raises:
-            UsageError: UNKNOWN_AXIS where the size of an axis in their names is unknown.
+            UsageError: UNKNOWN_AXIS, if the size of an axis in the targets' names is unknown.
         """
         parts = {component: self.gathering.sources(component, slot, line) for component in line.expression.components}
         keys = dict.fromkeys(key for by_component in parts.values() for key in by_component)
@@ -432,8 +439,8 @@ class _Translator:
         components: Collection[str],
         built: dict[str, Target],
     ) -> NumberFormat | None:
-        """Build one target tensor; return the dtype and encoding of its sources, if it was built and they all have one
-        form.
+        """Build one target tensor; return the dtype and encoding of its sources, if it was built and these are the same
+        for all.
         """
         stored_forms = {form for sources in by_component.values() for form in sources.forms}
         forms = self._forms(name, stored_forms)
@@ -444,7 +451,7 @@ class _Translator:
             self.refuse(self.conditions.rivals(line, index, encoding))
         missing = [component for component in components if component not in by_component]
         if missing:
-            # The absence of a source that was refused before is only a consequence of that.
+            # A source is missing here because it was refused before, so no second error is needed.
             if self.holdings.broken.isdisjoint((component, slot) for component in missing):
                 self.lacking[line, tuple(missing)].append(name)
             return None
@@ -462,7 +469,7 @@ class _Translator:
         return stored_forms.pop() if name in built and len(stored_forms) == 1 else None
 
     def _are_alike(self, line: Line) -> bool:
-        """Tell whether targets of a line with the same sources only differ in name and index."""
+        """Tell whether targets of a line that read the same lines of the source differ only in name and index."""
         return line.when is None and not self.tied and self._varying.isdisjoint(line.name.axes)
 
     def _is_possible(self, line: Line, key: Index) -> bool:
@@ -470,10 +477,10 @@ class _Translator:
         return self._holds_throughout(line, index) and self.conditions.holds(line, index) is not False
 
     def _holds_throughout(self, line: Line, index: Mapping[str, int]) -> bool:
-        """Tell whether a line's condition is true along its dims: all layers in one tensor must be of one kind.
+        """Tell whether a line's condition is true for all layers that are stacked in its tensor.
 
         Raises:
-            Refused: UNSUPPORTED where it is true for only some indices of an axis.
+            Refused: UNSUPPORTED, if the condition is true for some of the stacked layers only.
         """
         along = [] if line.when is None else sorted(line.expression.axes & self._axes_of_condition(line.when))
         sizes = self.sizes.at(index)
@@ -489,7 +496,9 @@ class _Translator:
         return outcomes != {False}
 
     def _axes_of_condition(self, condition: Formula) -> frozenset[str]:
-        """Return the name axes whose index a condition depends on, directly or through a tensor in it."""
+        """Return the axes in names on whose index a condition depends, directly or through a tensor in the
+        condition.
+        """
         family = self.bound.family
         tensors = (family.tensors[name].axes for name in condition.names & family.tensors.keys())
         return family.name_axes & condition.names.union(*tensors)
@@ -501,8 +510,8 @@ class _Translator:
         """Yield each index with the name of its target tensor; sizes are only needed where there is one.
 
         Raises:
-            UsageError: UNKNOWN_AXIS where a number depends on an axis of unknown size.
-            Refused: SHAPE_MISMATCH for an index without a number.
+            UsageError: UNKNOWN_AXIS, if a number in the name depends on an axis of unknown size.
+            Refused: SHAPE_MISMATCH, if an index is beyond the range that the name pattern allows.
         """
         if not keys:
             return
@@ -515,7 +524,7 @@ class _Translator:
         """Yield the numbers in the name of each target tensor of a line.
 
         Raises:
-            Refused: SHAPE_MISMATCH for an index without a number.
+            Refused: SHAPE_MISMATCH, if an index is beyond the range that the name pattern allows.
         """
         for key in keys:
             numbers = tuple([-1 if number is None else number for number in numbering.numbers(key)])
@@ -554,10 +563,11 @@ class _Translator:
         return Target(name, forms[0].dtype, layout, index, parts, line.text, ", ".join(by_component), forms[0].encoding)
 
     def _refuse_some(self, line: Line, index: Mapping[str, int], by_component: SourcesByComponent) -> None:
-        """Refuse a scalar state (a step) that only some sources of a tensor have: the others would inherit it.
+        """Refuse an optimizer state with one number (a step) that only some sources have, because other sources would
+        get it too.
 
         Raises:
-            Refused: INCOMPLETE.
+            Refused: INCOMPLETE, if some sources of the tensor lack the state.
         """
         for component, sources in by_component.items():
             weights = self.holdings.sources.get((component, WEIGHT), ())
@@ -574,7 +584,9 @@ class _Translator:
                 raise refuse("INCOMPLETE", message)
 
     def _scalar(self, line: Line, name: str, by_component: SourcesByComponent, dtype: str) -> Target:
-        """Build a target with one number for the whole tensor: all sources must agree, which the checks verify."""
+        """Build a target with a single number (a step) for the whole tensor: checks verify that all sources have the
+        same number.
+        """
         origins = {
             place.origin.name: place.origin for sources in by_component.values() for place in sources.places.values()
         }
@@ -586,8 +598,8 @@ class _Translator:
     def _layout(
         self, line: Line, rewritten: Expression, index: Mapping[str, int], by_component: SourcesByComponent
     ) -> Layout:
-        """Return the target's layout. Sizes come from its sources, which must agree; padding of unknown size is
-        empty.
+        """Return the target's layout. Axis sizes come from the sources, which must agree; padding of unknown size gets
+        the size 0.
         """
         # Equal keys give equal layouts, which are computed once per kind of layer to keep planning linear.
         alike = (
@@ -614,7 +626,7 @@ class _Translator:
                     message = f"axis {axis} is {sizes[axis]} in {owner[axis]} and {count} in {component}"
                     raise refuse("SHAPE_MISMATCH", f"{line.text}\n{message}")
                 sizes[axis] = count
-        if NOTHING in sizes:  # the sources represent an inseparable sum
+        if NOTHING in sizes:  # the sources together are a fused dim that the conversion never separates
             rewritten = self.whole[line.expression]
         for axis in rewritten.padding:
             sizes.setdefault(axis, 0)
@@ -643,14 +655,16 @@ class _Translator:
 
 
 def _with_state(bound: BoundNames) -> set[str]:
-    """Return the logical tensors with optimizer state."""
+    """Return the names of the logical tensors that have optimizer state."""
     return {name for line, slot in bound.names if slot != WEIGHT for name in line.expression.components}
 
 
 def _state_lines(
     bound: BoundNames, target: Dialect, sizes: Sizes, trained: Collection[str] | None, *, split_by_format: bool
 ) -> list[Line]:
-    """Return the lines of fused parameters under whose names optimizer state is written; see `translate`."""
+    """Return the lines of fused parameters (such as qkv) under whose names optimizer state is written; see
+    `translate`.
+    """
     lines, stored = list[Line](), _with_state(bound)
     for line in target.lines:
         if not line.of_state or stored.isdisjoint(line.expression.components):
@@ -667,10 +681,11 @@ def _state_lines(
 
 
 def _without_state_of(bound: BoundNames, lines: Collection[Line]) -> tuple[BoundNames, tuple[str, ...]]:
-    """Remove the state under the names of some lines, unless other parameters have such state too.
+    """Remove optimizer states whose names belong to the given lines, unless other parameters have the same kind of
+    state.
 
     Returns:
-        the remaining bound names, and the removed names.
+        The remaining matched names, and the removed names.
     """
     of_others: defaultdict[str, set[str]] = defaultdict(set)
     for line, slot in bound.names:
@@ -689,7 +704,7 @@ def _without_state_of(bound: BoundNames, lines: Collection[Line]) -> tuple[Bound
 
 
 def _parts(line: Line, by_component: SourcesByComponent) -> tuple[TargetPart, ...]:
-    """Return the parts of a target: its logical tensors with their sources."""
+    """Return the parts of a target: each logical tensor in it, with its sources."""
     parts = [
         TargetPart(component, sources.origins, _arithmetic(line, sources.line_sources))
         for component, sources in by_component.items()
@@ -703,7 +718,9 @@ def _arithmetic(line: Line, of: LineSources) -> tuple[Arithmetic | None, Arithme
 
 
 def _single_source(origin: Origin, name: str, dtype: str, rule: str) -> Target:
-    """Return a target that is one stored tensor, even if the name means several."""
+    """Return a target that is read from a single stored tensor, even if the target's name stands for several
+    tensors.
+    """
     part = TargetPart(origin.component, (msgspec.structs.replace(origin, index={}),))
     return Target(name, dtype, origin.layout, {}, (part,), rule)
 
@@ -722,18 +739,20 @@ def translate(
     """Translate a bound checkpoint into another dialect.
 
     Args:
-        bound: its names, bound through its own dialect.
-        stored: its tensors by name.
+        bound: the checkpoint's names, matched with the lines of its own dialect.
+        stored: the checkpoint's tensors by name.
         target: the dialect to translate into.
         sizes: axis sizes from the config and the user.
-        recode: returns the dtype and encoding in which a tensor is written; by default those of the source.
-        partial: tensors of the family may be absent: the source is intentionally part of a model.
+        recode: function that returns the dtype and encoding in which a tensor is written; by default those of the
+            source.
+        partial: whether tensors of the model may be missing, because the source is intentionally only a part of the
+            model.
         trained: names of parameters with optimizer state in the target; None: whether they are fused follows from the
             config, else from a source of the same dialect, else they are fused.
-        split_by_format: the source's format cannot contain state of fused parameters, whatever the model has.
+        split_by_format: whether the source's format never contains optimizer states of fused parameters.
 
     Returns:
-        The target tensors with their origins. If `refusals` is not empty, nothing may be written.
+        The target tensors with their sources. If `refusals` is not empty, nothing may be written.
     """
     bound = with_kept(bound, target, sizes, stored)
     state_lines = _state_lines(bound, target, sizes, trained, split_by_format=split_by_format)

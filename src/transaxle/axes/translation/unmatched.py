@@ -1,4 +1,5 @@
-"""Unmatched tensors: how a translation handles tensors and lines without a counterpart on the other side.
+"""Unmatched tensors: handles stored tensors that the target dialect lacks, and table lines for which no tensor is
+stored.
 
 - Undecided lines: the config does not decide their condition. The source's names may: a tensor stored under the name of
 a line `when x` shows that x is true. Where names do not decide either, a line applies only if no other line could store
@@ -32,10 +33,10 @@ _Condition = tuple[Formula, Mapping[str, int]]
 
 
 class LineConditions:
-    """Evaluates the conditions of a target's lines, as far as the config and the source's names decide them.
+    """Evaluates the conditions of the target dialect's lines, as far as the config and the source's names decide these.
 
     Args:
-        lines: the lines that may be written.
+        lines: the lines of the target dialect that may be written.
         holdings: the source.
     """
 
@@ -55,7 +56,7 @@ class LineConditions:
         self._known: dict[tuple[Line, str | None, tuple[tuple[str, int], ...]], bool | None] = {}
 
     def holds(self, line: Line, index: Mapping[str, int], encoding: str | None = None) -> bool | None:
-        """Tell whether a line applies at these indices; None where neither config nor names decide."""
+        """Tell whether a line applies for these indices; None if neither the config nor the stored names decide."""
         if line.when is None:
             return True
         value = self._holdings.holds(line.when, index, encoding)
@@ -67,8 +68,8 @@ class LineConditions:
         return self._known[key]
 
     def _from_names(self, condition: Formula, index: Mapping[str, int], encoding: str | None) -> bool | None:
-        """Return the truth of a condition as implied by the names of stored tensors: the lines of stored tensors
-        apply.
+        """Return the truth value of a condition that follows from the fact that the lines of all stored
+        tensors apply.
         """
 
         def evaluate(part: Formula) -> bool | None:
@@ -84,14 +85,16 @@ class LineConditions:
             and sources.at(index)
         ]
         if not shown or not may_all_hold(shown, evaluate):
-            return None  # contradicting names imply nothing
+            return None  # the stored names contradict each other, so nothing follows from them
         if not may_all_hold([(condition, index), *shown], evaluate):
             return False
         opposite = Formula(f"not ({condition.text})", condition.let_formulas)
         return None if may_all_hold([(opposite, index), *shown], evaluate) else True
 
     def rivals(self, line: Line, index: Mapping[str, int], encoding: str | None) -> list[Refusal]:
-        """Return refusals of an undecided line, one for each other line that may store one of its tensors instead."""
+        """Return errors for a line whose condition is undecided: one for each line that may store the same tensor
+        instead.
+        """
         if self.holds(line, index, encoding) is not None:
             return []
         refusals = []
@@ -108,7 +111,7 @@ class LineConditions:
 
 
 _FLOAT = "F32"
-"""Dtype of the added zeros: frameworks add these tensors in float32."""
+"""Dtype of tensors that are added as zeros: frameworks have these tensors in float32."""
 _CORRECT = (
     "If the model has them, correct its config (--config FILE, config=); else remove them, or keep all names with "
     '--to safetensors:identity (to="safetensors:identity").'
@@ -120,12 +123,12 @@ _NONZERO = (
 
 
 class AddedTensors:
-    """The added tensors of a source and of a target dialect.
+    """Added tensors: optional tensors, such as a router bias, for which zeros mean the same as absence.
 
     Args:
         holdings: the source.
         target: the target dialect.
-        conditions: conditions of its lines.
+        conditions: evaluates the conditions of the target dialect's lines.
     """
 
     def __init__(self, holdings: Holdings, target: Dialect, conditions: LineConditions) -> None:
@@ -135,7 +138,7 @@ class AddedTensors:
         self._added = holdings.bound.family.added
 
     def concern(self, line: Line) -> bool:
-        """Tell whether a line stores added tensors."""
+        """Tell whether a line stores an added tensor, for which zeros mean the same as absence."""
         return not self._added.keys().isdisjoint(line.expression.components)
 
     def have_place(self, line: Line, index: Mapping[str, int]) -> bool:
@@ -151,7 +154,7 @@ class AddedTensors:
         """Yield the tensors to write as zeros: those that the target's framework has, and the source lacks.
 
         Raises:
-            UsageError: UNKNOWN_AXIS where a size is unknown.
+            UsageError: UNKNOWN_AXIS, if the size of an axis of these tensors is unknown.
         """
         for line in self._target.lines:
             (component, *_) = line.expression.components
@@ -187,7 +190,7 @@ class AddedTensors:
 
 
 def refuse_ruled_out(holdings: Holdings) -> Iterator[Refusal]:
-    """Yield a refusal for each line of the source with stored tensors that do not exist according to the config.
+    """Yield an error for each line of the source whose stored tensors should not exist according to the config.
 
     Frameworks would ignore these tensors and compute something else than what was trained. Conditions on the layer or
     on other tensors are not checked: names show more of them than a table.
@@ -212,12 +215,12 @@ def refuse_ruled_out(holdings: Holdings) -> Iterator[Refusal]:
 
 
 def _origins(side: Target) -> set[tuple[str, str]]:
-    """Return the sources of one side of a check: `(stored name, logical tensor)`."""
+    """Return the sources of one of the two tensors in a check, as `(stored name, logical tensor)`."""
     return {(origin.name, origin.component) for part in side.parts for origin in part.origins}
 
 
 class Unplaced:
-    """Finds the stored tensors that are part of no target.
+    """Finds the stored tensors that no target tensor reads.
 
     Args:
         holdings: the stored tensors.
@@ -226,7 +229,7 @@ class Unplaced:
 
     Attributes:
         empty: tensors without elements, and therefore without a place.
-        refusals: refusals of tensors with a place for only some of their parts.
+        refusals: errors for stored tensors of which only some parts can be written.
     """
 
     def __init__(self, holdings: Holdings, target: Dialect, lines: Sequence[Line]) -> None:
@@ -239,7 +242,7 @@ class Unplaced:
         self._alike: dict[tuple[LineSources, Line], list[AlikePart]] = defaultdict(list)
 
     def use(self, line: Line, by_component: Mapping[str, Sources]) -> None:
-        """Record that the sources of one target have a place in the target dialect."""
+        """Record that a target tensor reads these sources, so that they have a place in the target dialect."""
         for sources in by_component.values():
             if isinstance(sources, AlikeSources):
                 self.parts_taken(line, sources.line_sources).append(sources.origins)
@@ -259,7 +262,7 @@ class Unplaced:
 
         Args:
             checks: the checks; a copy that only a check reads counts as placed if its counterpart is.
-            clean: whether nothing was refused so far.
+            clean: whether there were no errors so far.
         """
         checked = [(_origins(check.first), _origins(check.second)) for check in checks]
         # All targets of a line use the same number of tensors.
@@ -317,11 +320,11 @@ class Unplaced:
 
 
 _LISTED = 20
-"""Cap on the missing tensors that a refusal names."""
+"""Limit on the number of missing tensors that an error lists."""
 _BESIDE = 4
-"""Number of further target tensors of the same rule that a refusal names."""
+"""Number of target tensors of the same table line that an error lists after the first one."""
 _COUNTED = 10_000
-"""Cap on the missing tensors that are counted: a config may claim a billion layers."""
+"""Limit on the number of missing tensors that are counted: a config may claim a billion layers."""
 _AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_num_layers")
 """Config keys for the number of multi-token-prediction layers, which many checkpoints number after the last layer."""
 _BEYOND = (
@@ -337,13 +340,13 @@ _TIED = (
     "--config FILE."
 )
 _ASKED = 300_000
-"""Cap on the absent tensors whose conditions are evaluated; no model has as many."""
+"""Limit on the number of absent tensors whose conditions are evaluated; no model has so many."""
 HEAD = frozenset({"head", "head_bias", "lm_head"})
-"""Logical tensors of the language-model head."""
+"""Names of the logical tensors in the language-model head."""
 _IN_ITS_PLACE = frozenset({"score.weight", "classifier.weight", "qa_outputs.weight"})
-"""Heads of models that classify texts or tokens, or find answers; they keep their names."""
+"""Tensor names of heads that classify texts or tokens, or find answers; these tensors keep their names."""
 _BELOW_ADAPTERS = ".base_layer."
-"""Segment that peft inserts into the names of weights with adapters."""
+"""Name segment that peft inserts into the names of weights with adapters."""
 _ADAPTED = (
     f"Names with {_BELOW_ADAPTERS} are those of a model with adapters (peft), which no dialect has: keep them, --to "
     'safetensors:identity (to="safetensors:identity"); write the sum, after merge_and_unload(); or the adapter alone, '
@@ -352,11 +355,11 @@ _ADAPTED = (
 
 
 def refuse_incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]:
-    """Refuse a checkpoint that lacks tensors of its family.
+    """Refuse a checkpoint that lacks tensors which its model must have.
 
     Args:
         holdings: the checkpoint.
-        tied: logical tensors that need not be stored, as they equal others.
+        tied: logical tensors that need not be stored, because they are tied to other tensors.
     """
     budget = iter(range(_ASKED))
     # A missing stored tensor with several logical tensors counts once.
@@ -382,7 +385,7 @@ def refuse_incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]
 
 
 def _may_be_tied(holdings: Holdings) -> bool:
-    """Tell whether the config leaves open that the head equals the embedding: it has no key for it."""
+    """Tell whether the config does not say if the head is tied to the embedding: the key for it is missing."""
     stored = {component for component, _ in holdings.sources}
     return any(
         tie.alias in HEAD and tie.alias not in stored and holdings.holds(tie.when, {}) is None
@@ -423,15 +426,16 @@ def refuse_contradicted(holdings: Holdings) -> Iterator[Refusal]:
 
 
 def refuse_beyond(bound: BoundNames, sizes: Sizes) -> Iterator[Refusal]:
-    """Yield one refusal per line and axis with names whose number is beyond the size of the axis.
+    """Yield one error for each line and axis with stored names whose number is beyond the size of the axis.
 
     Such tensors (of further layers or experts) would keep their names, and so be missing from the converted model.
     Multi-token-prediction layers are kept where the table has no line for them and they are numbered after the last
-    layer, or where the config says that there are none. A model always has layers of its own.
+    layer, or where the config says that there are none. An axis of ordinary layers is never treated in this way,
+    because a model always has layers.
 
     Args:
-        bound: the stored names.
-        sizes: the sizes that the names were bound with.
+        bound: the stored names, matched with the lines of a dialect.
+        sizes: the axis sizes with which the names were matched.
     """
     names_beyond: dict[tuple[Line, str], list[tuple[int, str]]] = defaultdict(list)
     known_sizes = sizes.at({})
@@ -480,7 +484,7 @@ def _indices_of(line: Line, name: str, sizes: Mapping[str, int]) -> Iterator[tup
 
 
 def refuse_unfilled(lacking: Mapping[tuple[Line, tuple[str, ...]], Sequence[str]]) -> Iterator[Refusal]:
-    """Yield one refusal per line whose target tensors lack parts.
+    """Yield one error for each table line whose target tensors cannot be completed.
 
     Args:
         lacking: (line, logical tensors missing in the source) -> names of the target tensors that need them.
@@ -534,7 +538,7 @@ def _holds(line: Line, tensor: LogicalTensor) -> bool:
 
 
 def _must_exist(holdings: Holdings, tensor: LogicalTensor, budget: Iterator[int]) -> bool:
-    """Tell whether a tensor that is not stored must exist at some index."""
+    """Tell whether a tensor that is not stored must exist for some index."""
     if tensor.when is None:
         return True
     lines = frozenset(holdings.bound.dialect.lines)
@@ -560,7 +564,9 @@ def _indices(counts: Sequence[int]) -> Iterator[Index]:
 
 
 def _absent(counts: Sequence[int], present: Collection[Index]) -> Iterator[Index]:
-    """Yield the indices that are not present, in order; for a grid, without visiting those that are present."""
+    """Yield the indices for which no tensor is stored, in order; for a grid of indices, without visiting the stored
+    ones.
+    """
     if not isinstance(present, Grid):
         yield from (index for index in _indices(counts) if index not in present)
         return
@@ -607,7 +613,7 @@ def _names_missing(
 
 
 def _name(holdings: Holdings, lines: list[LineSources], index: Mapping[str, int]) -> str:
-    """Return the name of a missing tensor, in the line that would store it."""
+    """Return the name that a missing tensor would have, by the line that would store it."""
     line = next((h.line for h in lines if holdings.holds(h.line.when, index) is not False), lines[0].line)
     position = [index.get(axis, 0) for axis in line.name.axes]
     numbers = line.name.numbering(holdings.sizes.at({})).numbers(position)
