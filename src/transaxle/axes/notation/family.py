@@ -1,12 +1,12 @@
-"""Families and dialects as values, and the number formats that a dialect's lines may depend on.
+"""Families (the logical tensors of a model) and dialects (their names in one framework) as Python objects.
 
 A family lists the logical tensors of a model with their named axes. A dialect describes, one line per stored tensor,
 how a framework names and packs them. `tables.read` builds both from text.
 
-A number format is the dtype and encoding of a stored tensor. A layout may depend on it: gpt-oss stores bf16 experts
-transposed, but not its MXFP4 codes. So a line may end in `when mxfp4`, and another line of the same name in `when not
-mxfp4`. The word is true where the tensor is stored, or will be written, in that encoding. This package knows nothing
-else of encodings.
+A number format is the dtype and encoding of a stored tensor. A layout may depend on the number format: gpt-oss stores
+bf16 experts transposed, but not its MXFP4 codes. So a line may end in `when mxfp4`, and a second line of the same name
+in `when not mxfp4`. The word `mxfp4` is true if the tensor is stored, or will be written, in that encoding. This
+package knows nothing else of encodings.
 
 **Formulas**: the small arithmetic for the size of an axis and the condition of a line.
 
@@ -76,15 +76,15 @@ _PARTS: tuple[type[ast.AST], ...] = (
     ast.IfExp, ast.Tuple, ast.List, ast.Load, ast.And, ast.Or, ast.Not, ast.USub, ast.Div, ast.BitOr,
     ast.Call, *_ARITHMETIC, *_COMPARE,
 )  # fmt: skip
-"""The closed set of syntax nodes; a table with any other node is refused."""
+"""The Python syntax nodes that formulas may contain; a table with any other node is refused."""
 _MOST_NODES = 1_000
-"""Cap on the nodes of one formula, including the named formulas in it; real tables need about 20."""
+"""Limit on the syntax nodes of one formula, including the named formulas in it; real tables need about 20."""
 _LENGTH = "len"
-"""The only function in formulas."""
+"""Name of the only function that formulas may call."""
 
 
 class _InlineNamed(ast.NodeTransformer):
-    """Replaces the names of `let` formulas by their syntax trees."""
+    """Replaces the names of `let` formulas by the syntax trees of these formulas."""
 
     def __init__(self, let_formulas: Mapping[str, Formula]) -> None:
         self.let_formulas = let_formulas
@@ -98,12 +98,12 @@ class _InlineNamed(ast.NodeTransformer):
 
 
 class Formula(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """A formula over config keys and name indices."""
+    """A formula that is computed from config keys and the indices (layer, expert) in tensor names."""
 
     text: str
     """The formula as written in the table."""
     let_formulas: Mapping[str, Formula] = msgspec.field(default_factory=dict)
-    """Formulas by name (`let`) that the text may use."""
+    """Named formulas (`let`) that the text may use, by name."""
 
     def __eq__(self, formula: object) -> bool:
         return isinstance(formula, Formula) and formula.text == self.text
@@ -113,7 +113,7 @@ class Formula(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def always(self) -> bool:
-        """Whether it is `True`, or the name of a formula that is."""
+        """Whether the formula is always true: the text `True`, or the name of such a formula."""
         return isinstance(self.tree, ast.Constant) and self.tree.value is True
 
     @property
@@ -250,7 +250,7 @@ def _item(base: Any, index: Any) -> Any:
 
 
 def _boolean(conjunction: bool, values: Iterable[Any]) -> bool | None:
-    """Evaluate three-valued `and` / `or`, stopping at the first value that decides."""
+    """Evaluate `and` / `or` with values that may be unknown (None), up to the first value that decides."""
     unknown = False
     for value in values:
         if value is None:
@@ -261,31 +261,31 @@ def _boolean(conjunction: bool, values: Iterable[Any]) -> bool | None:
 
 
 PLAIN = ""
-"""Encoding of a tensor whose elements are its values."""
+"""Name for the encoding of an unquantized tensor, whose elements are its values."""
 WORDS = ENCODINGS
-"""Names of encodings in conditions. These words are reserved: no axis, tensor or formula may have such a name."""
+"""Names of encodings that conditions may contain. No axis, tensor or formula may have one of these names."""
 
 
 class NumberFormat(NamedTuple):
     """Dtype and encoding of a stored tensor."""
 
     dtype: str
-    """Dtype of the tensor's elements, or of its codes, as a safetensors code."""
+    """Dtype of the tensor's elements (or of its codes, if it is quantized), as a safetensors code."""
     encoding: str = PLAIN
-    """Encoding of the tensor: one of `WORDS`, or `PLAIN`."""
+    """Name of the tensor's encoding: one of `WORDS`, or `PLAIN`."""
 
 
 Recode = Callable[[str, NumberFormat], NumberFormat]
-"""`(target name, format of the source) -> format of the target`."""
+"""Function from a target's name and the source's number format to the number format in which the target is written."""
 
 
 def same(_: str, form: NumberFormat) -> NumberFormat:
-    """Keep every tensor's format, as a change of layout does."""
+    """Return the source's format: a change of layout keeps the number format of every tensor."""
     return form
 
 
 def words(encoding: str) -> dict[str, bool]:
-    """Return encoding name -> truth value, for a tensor in this encoding."""
+    """Return for each encoding's name whether it is the encoding of a tensor in this encoding."""
     return {word: word == encoding for word in WORDS}
 
 
@@ -293,33 +293,37 @@ class LogicalTensor(msgspec.Struct, frozen=True):
     """A logical tensor of a family, with named axes."""
 
     name: str
-    """Name of the tensor in expressions."""
+    """Name of the logical tensor in layout expressions."""
     axes: tuple[str, ...]
     """Names of the tensor's axes, in canonical order."""
     when: Formula | None = None
-    """Condition under which it must exist; None: always. Where the condition is false, it may still exist."""
+    """Condition under which the tensor must exist; None: it must always exist. If the condition is false, it may still
+    exist.
+    """
 
 
 class Tie(msgspec.Struct, frozen=True):
-    """Two logical tensors with one value, such as a head tied to the embedding."""
+    """Two logical tensors that always have the same value, such as a head tied to the embedding."""
 
     alias: str
-    """Tensor that may be stored as a copy, or not at all."""
+    """Logical tensor that may be stored as a copy of `original`, or not at all."""
     original: str
-    """Tensor that is always stored."""
+    """Logical tensor that is always stored."""
     when: Formula
-    """Condition under which the two are tied."""
+    """Condition under which the two logical tensors are tied."""
 
 
 class Cuttable(msgspec.Struct, frozen=True):
-    """A `cut` statement: an axis that the ranks along a mesh axis may share out."""
+    """A `cut` statement: an axis of tensors that may be divided among the ranks along a mesh axis."""
 
     mesh: str
-    """Mesh axis, `tp` or `ep`; `tp@vllm` for a cut in one dialect only."""
+    """Mesh axis, `tp` or `ep`; a cut in a single dialect is written `tp@vllm`."""
     axes: tuple[str, ...]
-    """The cut axis; several are cut as one flattened axis, outermost first; none: every rank has the whole tensor."""
+    """The axis to cut; several axes, outermost first, are cut as one flattened axis; no axis: every rank has the whole
+    tensor.
+    """
     tensors: frozenset[str] | None = None
-    """Tensors that the cut applies to; None: every tensor with the axis."""
+    """Names of the logical tensors to cut; None: all logical tensors that have the axis."""
 
     @property
     def text(self) -> str:
@@ -328,40 +332,42 @@ class Cuttable(msgspec.Struct, frozen=True):
 
 
 class Arithmetic(msgspec.Struct, frozen=True):
-    """Arithmetic from logical to stored values; it runs only on request."""
+    """Arithmetic that turns logical values into stored values, such as `norm - 1`; it is applied only on request."""
 
     text: str
     """The arithmetic as written in the table."""
     steps: AffineSteps
-    """Steps from the logical value to the stored one."""
+    """Steps that turn the logical value into the stored value."""
 
 
 class Line(msgspec.Struct, frozen=True, eq=False, dict=True):
     """One line of a dialect: a name pattern, and the expression of the tensors stored under it."""
 
     name: Name
-    """Pattern of the stored names."""
+    """Name pattern that the names of the stored tensors match."""
     expression: Expression
-    """Expression of the stored tensors."""
+    """Layout expression of the stored tensors."""
     when: Formula | None = None
-    """Condition under which the dialect stores the tensor; None: always."""
+    """Condition under which the dialect stores the tensor; None: it always does."""
     lossy: Arithmetic | None = None
-    """Arithmetic between logical and stored values; None where they are equal."""
+    """Arithmetic between logical values and stored values; None if stored values are equal to logical values."""
     read_only: bool = False
-    """Whether new files never have a parameter of this name: older files have it, or only state does (`of_state`)."""
+    """Whether parameters are only read under this name, never written: old files have it, or only optimizer states
+    (`of_state`).
+    """
     of_state: bool = False
-    """Whether only optimizer state is written under this name; the parameter's parts are written by other lines."""
+    """Whether only optimizer states are written under this name, while other lines write the parameter's parts."""
     else_zeros: bool = False
-    """Whether the framework always has this tensor, so that zeros are written where the source has none."""
+    """Whether the framework always has this tensor, so that zeros are written if the source lacks it."""
 
     @property
     def text(self) -> str:
-        """The line without its condition, for errors."""
+        """Text of the line without its condition, for error messages."""
         return f"{self.name.text} = {self.expression.text}"
 
     @property
     def whole(self) -> str:
-        """The line with its condition, for errors."""
+        """Text of the line with its condition, for error messages."""
         return self.text if self.when is None else f"{self.text} when {self.when.text}"
 
     @cached_property
@@ -376,11 +382,11 @@ class Dialect(msgspec.Struct, frozen=True, eq=False, dict=True):
     name: str
     """Name of the dialect, such as `hf` or `torchtitan`."""
     version: str | None
-    """Version, such as `0.2`; None where there is only one."""
+    """Version of the framework, such as `0.2`; None if the dialect has no versions."""
     lines: tuple[Line, ...]
-    """One line per kind of stored tensor."""
+    """The lines of the dialect, one for each kind of stored tensor."""
     ignored: tuple[Name, ...] = ()
-    """Patterns of stored names without anything of the model, such as recomputable buffers."""
+    """Name patterns of stored tensors that are no part of the model, such as buffers that can be recomputed."""
 
     @property
     def label(self) -> str:
@@ -409,15 +415,15 @@ class Family(msgspec.Struct, frozen=True, eq=False, dict=True):
     model_types: tuple[str, ...]
     """Values of `model_type` in config.json that identify this family."""
     axes: Mapping[str, Formula | None]
-    """Axis -> formula of its size over the config; None where only shapes and names show it."""
+    """Axis -> formula that computes its size from the config; None if only shapes and names show the size."""
     tensors: Mapping[str, LogicalTensor]
-    """Name -> logical tensor."""
+    """Name of a logical tensor -> the logical tensor."""
     ties: tuple[Tie, ...] = ()
-    """Pairs of tensors that may have one value."""
+    """Pairs of logical tensors that may be tied (have the same value)."""
     cuts: tuple[Cuttable, ...] = ()
-    """Axes that tensor-parallel ranks may share out."""
+    """Cuts of axes that may be divided among tensor-parallel ranks."""
     other_cuts: tuple[Cuttable, ...] = ()
-    """Axes that expert-parallel ranks may share out, and the cuts of single dialects."""
+    """Cuts of axes that may be divided among expert-parallel ranks, and cuts in a single dialect."""
     within: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Outer axis -> inner axis, for `cut tp = INNER within OUTER`. Where there are more ranks than indices of the outer
     axis (kv heads), ranks with the same outer index divide the inner axis (its query heads) among them, and each has a
@@ -430,9 +436,9 @@ class Family(msgspec.Struct, frozen=True, eq=False, dict=True):
     wrappers: tuple[str, ...] = ()
     """Values of `model_type` of larger models with this one under `text_config`, whose names the dialects read too."""
     alike: str = ""
-    """Another family with the same tensor names; names alone always mean that one."""
+    """Another family with the same tensor names; if only names are known, they are taken to mean that family."""
     precise: frozenset[str] = frozenset()
-    """Logical tensors that keep their dtype where all others are cast."""
+    """Logical tensors that keep their dtype when all other tensors are cast."""
     added: Mapping[str, Formula] = msgspec.field(default_factory=dict)
     """Optional logical tensor, for which zeros mean the same as absence -> condition for frameworks to have it."""
     text: Callable[[], FamilyText | None] | None = None
@@ -490,7 +496,7 @@ class Family(msgspec.Struct, frozen=True, eq=False, dict=True):
 
 
 _SizesAndValues = tuple[dict[str, int], MutableMapping[str, Any]]
-"""Axis sizes, and the values for evaluating formulas."""
+"""Axis sizes, and the values of all names for evaluating formulas."""
 
 
 class Sizes(msgspec.Struct, frozen=True, dict=True):
@@ -503,9 +509,9 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
     family: Family
     """Family with the axes."""
     config: Mapping[str, Any]
-    """Contents of config.json; empty where there is none."""
+    """Contents of config.json; empty if there is no config.json."""
     overrides: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Sizes that win over the formulas: from the user, or solved from shapes."""
+    """Sizes that are used instead of the formulas: given by the user, or computed from shapes."""
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
@@ -526,7 +532,8 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
         tensors.
 
         Raises:
-            Refused: errors of a formula.
+            Refused: a formula cannot be evaluated (SHAPE_MISMATCH if a division is not exact, CORRUPT if types do not
+                fit).
         """
         return dict(self._measure(index)[0])
 
@@ -568,7 +575,7 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
     def holds(
         self, formula: Formula | None, index: Mapping[str, int], present: Mapping[str, bool] | None = None
     ) -> bool | None:
-        """Evaluate a condition for the tensor at `index`; None where its value is unknown.
+        """Evaluate a condition for the tensor with this index; None if the condition's value is unknown.
 
         Args:
             formula: the condition; None is always true.
@@ -625,12 +632,12 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
         return {alias: _chain(alias, nearest) for alias in nearest}
 
     def with_solved(self, solved: Mapping[str, int]) -> Sizes:
-        """Return these sizes, extended by solved ones; sizes given before win."""
+        """Return these sizes with solved sizes added; a size that was known before is kept."""
         return Sizes(self.family, self.config, {**solved, **self.overrides})
 
 
 def _chain(name: str, nearest: Mapping[str, str]) -> tuple[str, ...]:
-    """Follow a mapping from a name, and return the names on the way."""
+    """Return the names that are reached by applying a mapping to a name again and again."""
     chain: list[str] = []
     while name in nearest:
         name = nearest[name]

@@ -1,4 +1,4 @@
-"""The text of families and dialects, and its parser.
+"""The text format of tables (families and dialects), and its parser.
 
     family toy
       model_type toy
@@ -80,11 +80,13 @@ _CUT_ITEM = rf"{WORD}\b|\((?:\s*{WORD}\b)+\s*\)"
 _CUT = re.compile(rf"cut\s+((?:tp|ep)(?:@{WORD})?)\s*=((?:\s*(?:{_CUT_ITEM}))+?)(?:\s+of((?:\s+{WORD}\b)+))?")
 _WITHIN = re.compile(rf"cut\s+tp\s*=\s*({WORD})\s+within\s+({WORD})")
 _MOST_PROBLEMS = 100
-"""Cap on the number of reported problems."""
+"""Limit on the number of syntax errors that are reported."""
 
 
 class _TableParser:
-    """Parses the statements of one file; collects every problem with its line and column, and continues."""
+    """Parses the statements of one table file; collects all syntax errors, with line and column, instead of
+    stopping.
+    """
 
     def __init__(self, known_families: Mapping[str, Family], file: str, *, checked: bool) -> None:
         self.known = known_families
@@ -168,7 +170,7 @@ class _TableParser:
 
     @property
     def raw(self) -> str:
-        """Line of the current statement, as in its file."""
+        """Line of the current statement, exactly as in its file."""
         return self.current.raw
 
     def fail(self, fail: str, word: str = "", hint: str = HINT) -> TransaxleError:
@@ -202,7 +204,7 @@ class _TableParser:
         return statement, None if when is not None and when.always else when
 
     def touch(self, family: Family) -> None:
-        """Make a family the current one, and store it under its name."""
+        """Make a family the current family, and store it under its name."""
         self.family = self.made[family.name] = family
 
     # Families.
@@ -368,7 +370,7 @@ class _TableParser:
         self.dialect, self.always = Dialect(section.name, section.version, ()), set()
 
     def close_dialect(self, section: Section) -> None:
-        """Check the current dialect for overlapping lines, and add it to its family."""
+        """Check whether lines of the current dialect match the same names, and add the dialect to its family."""
         assert self.dialect is not None
         assert self.family is not None
         dialect = self.dialect
@@ -435,7 +437,7 @@ class _TableParser:
         return f"write it in the first line: dialect {self.dialect.name}{version}{owner} {' '.join(text.split())}"
 
     def check(self, line: Line) -> None:
-        """Refuse a line with unknown tensors or axes, or without an axis of one of its tensors."""
+        """Refuse a line with an unknown tensor or axis, or one that lacks an axis of its tensor."""
         assert self.family is not None
         assert self.dialect is not None
         in_name, in_dims = set(line.name.axes), line.expression.axes
@@ -461,7 +463,7 @@ class _TableParser:
                 self.problem(f"every axis of {name!r} in the name or its dims; {', '.join(unplaced)} is left out", name)
 
     def check_name(self, line: Line) -> None:
-        """Refuse two lines of the same name without conditions."""
+        """Refuse two lines with the same name, neither of which has a condition."""
         if line.when is None:
             if line.name in self.always:
                 self.problem(f"each stored name once; another line gives {line.name.text!r}")
@@ -490,17 +492,17 @@ def read(
     """Parse a file of tables.
 
     Args:
-        text: contents, in the grammar above.
-        file: name used in errors.
+        text: contents of the file, in the grammar above.
+        file: name of the file for error messages.
         known_families: families that `dialect … of FAMILY` may extend.
-        checked: the text was parsed before without a fault, so names and axes are not checked again.
+        checked: whether the same text was parsed before without a fault, so that names and axes need no check.
         bases: returns families and blocks from other files, for `like`; None: only `known_families`.
 
     Returns:
         The families that the text declares or extends, in order.
 
     Raises:
-        Refused: CORRUPT with every problem in the file: line, column and the expected text.
+        Refused: CORRUPT, if the file has syntax errors; it lists each with line, column and the expected text.
     """
     families = known_families or {}
 
@@ -512,5 +514,5 @@ def read(
 
 
 def index(families: Iterable[Family]) -> dict[str, Family]:
-    """Return families by name."""
+    """Return a mapping from name to family."""
     return {family.name: family for family in families}

@@ -74,23 +74,23 @@ _TOKEN = re.compile(rf"'[^']*'|\"[^\"]*\"|\.\s*{WORD}|{WORD}|[0-9]+[A-Za-z_]\w*"
 _HOLE = re.compile(r"\{[^{}]*\}")
 _IN_HOLE = re.compile(rf"(?<![@\w]){WORD}")
 _GRAMMAR = frozenset({"and", "or", "not", "if", "else", "in", "True", "False", "None", "len"})
-"""Words in formulas that are no config keys."""
+"""Words in formulas that are Python syntax, and no config keys."""
 
 
 class _Mount(msgspec.Struct, frozen=True):
-    """A mounted family, with the renaming of its names and config keys."""
+    """A family that is mounted as a part of another family, and how its names and config keys are renamed there."""
 
     base: FamilyText
-    """Text of the mounted family."""
+    """The mounted family, as text."""
     prefix: str
     """Prefix for the mounted family's names, such as `vision_`; may be empty."""
     key: str
-    """Config key of the section with its own keys; empty where they are at the top level."""
+    """Config key under which the mounted family's config is (such as `vision_config`); empty for the top level."""
     names: frozenset[str]
     """Names of the mounted family's axes, tensors and formulas."""
 
     def rename(self, text: str) -> str:
-        """Return a text in which the family's names have the prefix."""
+        """Return a text in which the mounted family's names have the prefix."""
         return re.sub(WORD, lambda match: self._name(match[0]), text)
 
     def _name(self, word: str) -> str:
@@ -305,13 +305,13 @@ class Overlay(msgspec.Struct):
     """Overlays the declarations of one family or block on the inherited ones."""
 
     below: FamilyText
-    """The inherited family; empty where there is none."""
+    """The inherited family; empty if nothing is inherited."""
     head: Statement
-    """Head of the new family."""
+    """Head line of the new family."""
     problems: list[Refusal]
     """List that the refusals are added to."""
     mounts: Mounts | None = None
-    """The tables that the new family mounts; None where it mounts none."""
+    """The families that the new family mounts; None if it mounts none."""
     adds: bool = False
     """Whether the file only adds dialects to the family; their labels must be new."""
 
