@@ -597,7 +597,11 @@ def _objects_of_columns(columns: _Columns, places: _Places, reader: _ItemReader)
 
 
 def _places_of_columns(parts: _PartColumns) -> _Places:
-    """Return the byte ranges of all chunks and objects. Raises: Unread: a chunk or object has two byte ranges."""
+    """Return the byte ranges of all chunks and objects.
+
+    Raises:
+        Unread: a chunk or object has two byte ranges.
+    """
     offsets, lengths = parts.offsets.tolist(), parts.lengths.tolist()
     payloads = list(map(_new_payload, zip(parts.files, offsets, lengths, strict=True)))
     places = _Places()

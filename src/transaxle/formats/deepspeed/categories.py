@@ -310,8 +310,10 @@ def _texts(info: CheckedValue, key: str) -> tuple[str, ...]:
 def size_of(node: CheckedValue) -> int | tuple[int, ...]:
     """Return the size of one dim of a fused parameter: an int, a tuple of the parts' sizes, or -1.
 
-    -1 means that the size is inferred from the number of elements. Raises: Refused: CORRUPT, if the value is none of
-    these.
+    -1 means that the size is inferred from the number of elements.
+
+    Raises:
+        Refused: CORRUPT, if the value is none of these.
     """
     if node.is_list:
         sizes = node.naturals()
