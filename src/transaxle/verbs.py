@@ -87,24 +87,24 @@ class _Unwatched:
     """A `Watch` that ignores all calls."""
 
     def state(self, consequence: str, way_on: str = "") -> None:
-        """See `Watch`."""
+        """Ignore the consequence."""
 
     def working(self, activity: str) -> AbstractContextManager[None]:  # noqa: ARG002
-        """See `Watch`."""
+        """Ignore the activity."""
         return nullcontext()
 
     def opened(self, *checkpoints: Checkpoint) -> None:
-        """See `Watch`."""
+        """Ignore the checkpoints."""
 
     def planned(self, cleared: CheckedPlan) -> None:
-        """See `Watch`."""
+        """Ignore the plan."""
 
     def progress(self, total: int, label: str = "", *, stays: bool = False) -> AbstractContextManager[Progress]:  # noqa: ARG002
-        """See `Watch`."""
+        """Show no progress; yield a function that does nothing."""
         return nullcontext(no_progress)
 
     def workers(self) -> AbstractContextManager[Callable[[Event], None]]:
-        """See `Watch`."""
+        """Show no workers; yield a function that does nothing."""
         return nullcontext(lambda _: None)
 
 

@@ -248,7 +248,7 @@ def refuse_codes(state: Mapping[str, Any], prefix: str, parameters: Mapping[str,
         parameters: parameters of a module, by name.
 
     Raises:
-        Refused: DTYPE_MISMATCH.
+        Refused: DTYPE_MISMATCH, if there are codes for a plain parameter.
     """
     problems = []
     for name, parameter in parameters.items():

@@ -533,7 +533,7 @@ def refuse_data_parallel(parameters: Iterable[torch.Tensor]) -> None:
         parameters: the parameters with delayed gradients. Parameters that DDP ignores are accepted.
 
     Raises:
-        Refused: UNSUPPORTED.
+        Refused: UNSUPPORTED, if DistributedDataParallel would reduce a parameter.
     """
     if DistributedDataParallel._get_active_ddp_module() is None:
         return

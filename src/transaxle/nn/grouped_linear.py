@@ -204,7 +204,7 @@ class GroupedParameters(QuantizedEntries):
         Such a rank has an empty gradient, for which torch's reduce-scatter fails, while all other ranks wait.
 
         Raises:
-            Refused: UNSUPPORTED.
+            Refused: UNSUPPORTED, if a rank has no expert.
         """
         if self.ep is None or not getattr(self, _FSDP_MANAGED, False) or not torch.is_grad_enabled():
             return

@@ -220,7 +220,7 @@ def _numbers(m_splits: Sequence[Any]) -> tuple[int, ...]:
     """Return row counts as Python integers; fractions and booleans are refused.
 
     Raises:
-        Refused: DTYPE_MISMATCH.
+        Refused: DTYPE_MISMATCH, if a row count is not an integer.
     """
     numbers: tuple[int, ...] = ()
     try:

@@ -375,7 +375,7 @@ class LocalPart(torch.Tensor):
         """Refuse to be saved.
 
         Raises:
-            Refused: UNSUPPORTED.
+            Refused: UNSUPPORTED, always.
         """
         raise _refusal(name, self)
 
@@ -383,7 +383,7 @@ class LocalPart(torch.Tensor):
         """Refuse to be loaded.
 
         Raises:
-            Refused: UNSUPPORTED.
+            Refused: UNSUPPORTED, always.
         """
         raise _refusal(None, self)
 
@@ -411,7 +411,7 @@ def no_names(name: str, *, always: bool) -> Mapping[str, str]:
         always: refuse weights too; False if the module's state dict describes the parts.
 
     Raises:
-        Refused: UNSUPPORTED.
+        Refused: UNSUPPORTED, if torch would misread a part.
     """
     caller = sys._getframe(2)  # the frame of torch's function that looks up the names
     asks = caller.f_code.co_name
@@ -456,7 +456,7 @@ def check_type(model: nn.Module) -> None:
     """Refuse a transformers model whose type is not proven; other models are accepted at the user's own risk.
 
     Raises:
-        Refused: UNSUPPORTED.
+        Refused: UNSUPPORTED, if the type is not proven.
     """
     if not any(type(module).__module__.startswith(_OWNER) for module in model.modules()):
         return

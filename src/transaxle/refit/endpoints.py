@@ -220,7 +220,7 @@ class TargetMemory:
         """Check that tensors which share memory received equal values for their common elements.
 
         Raises:
-            Refused: UNEQUAL_COPIES.
+            Refused: UNEQUAL_COPIES, if values differ.
         """
         groups: dict[tuple[torch.device, int], list[str]] = {}
         for name in sorted(self._staged.keys() & self._shared):

@@ -201,7 +201,7 @@ def split_layers(names: Iterable[str], chosen_names: Collection[str]) -> None:
         chosen_names: names of the parameters to push.
 
     Raises:
-        Refused: UNSUPPORTED.
+        Refused: UNSUPPORTED, if a layer would be split.
     """
     touched = {name.rpartition(".")[0] for name in chosen_names}
     missing = [name for name in names if name not in chosen_names and name.rpartition(".")[0] in touched]
@@ -315,7 +315,7 @@ def check_config(vllm_config: Any) -> None:
         vllm_config: vLLM's `VllmConfig`.
 
     Raises:
-        Refused: UNSUPPORTED.
+        Refused: UNSUPPORTED, if such an option is set.
     """
     parallel = vllm_config.parallel_config
     offloads = getattr(getattr(vllm_config, "cache_config", None), "cpu_offload_gb", 0)

@@ -1,7 +1,7 @@
 """Quantize and dequantize matrices in torch: Triton programs on a GPU, `transaxle.encodings` on a CPU.
 
-Both devices give the same bits. The GPU side reads the input once for rowwise and columnwise codes together, never
-waits for the device, and can be captured in a CUDA graph. Triton is imported when the first CUDA tensor comes.
+Both devices give the same bits. The GPU programs read the input once for rowwise and columnwise codes together, never
+wait for the device, and can be captured in a CUDA graph. Triton is imported with the first CUDA tensor.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from transaxle.quant.kernels.components import (
 )
 
 VALUES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes that can be quantized, and to which codes can be dequantized."""
+"""Dtypes of values: those that can be quantized, and to which codes can be dequantized."""
 _PER_TENSOR = (WHOLE, WHOLE)
 _PER_ROW = (1, WHOLE)
 _SCALES = {("F32", False), ("F8_E8M0", False), ("F8_E4M3", True)}
-"""Supported dtypes of scales, each with whether there is a scale for the whole tensor as well."""
+"""Supported pairs (dtype of tile scales, whether the whole tensor has a scale too)."""
 _LARGEST_TILE = 128 * 128
 
 
@@ -94,7 +94,7 @@ def quantize_groups(
     swizzled: bool = False,
     out: Components | None = None,
 ) -> Components:
-    """Quantize groups of rows of a matrix, each as `quantize` would on its own, bit for bit.
+    """Quantize groups of rows of a matrix; each group gets exactly the codes that `quantize` would give it alone.
 
     On a GPU one launch quantizes all groups; it is the same for all offsets, which stay on the device. For float8 and
     nvfp4, one more launch finds the groups' amaxes.
@@ -145,12 +145,12 @@ def quantize_groups(
 
 
 def quantize_rows(x: torch.Tensor, offsets: torch.Tensor, encoding: Encoding) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize rows, each as `quantize` would a matrix of that row alone, bit for bit: on a GPU in one launch.
+    """Quantize rows; each row gets exactly the codes that `quantize` would give it alone. One launch on a GPU.
 
     Args:
         x: [M, K], as for `quantize`.
         offsets: as for `quantize_groups`; only the last one matters, because rows do not depend on their groups.
-        encoding: a float8 encoding with one scale per tensor; each row counts as a tensor of its own.
+        encoding: a float8 encoding with one scale per tensor; each row counts as a separate tensor.
 
     Returns:
         Codes [M, K] and scales float32 [M]. Codes and scales of rows that belong to no group may be left unwritten.
@@ -177,7 +177,7 @@ def dequantize(
 ) -> torch.Tensor:
     """Return the values of a quantized matrix: code times scale in float32, rounded once to the dtype.
 
-    If there are rowwise and columnwise codes, the rowwise ones are read.
+    If there are rowwise and columnwise codes, the rowwise codes are read.
 
     Args:
         components: codes, scales and, for nvfp4, the amax.
@@ -235,7 +235,7 @@ def transposed(codes: torch.Tensor) -> torch.Tensor:
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude of a matrix, float32 [1] on its device: NaN if there is one, 0 if it is empty.
+    """Return the largest magnitude of a matrix, float32 [1] on its device; NaN if it has NaN, 0 if it is empty.
 
     Raises:
         Refused: `DTYPE_MISMATCH` or `SHAPE_MISMATCH`.
@@ -324,7 +324,7 @@ def _check_options(encoding: Encoding, *, amax: Any, scale: Any, rowwise: bool, 
 
 
 def _check_over(encoding: Encoding, over: tuple[int, int] | None, *, columnwise: bool) -> None:
-    """Refuse an `over` that does not consist of whole tiles."""
+    """Refuse an argument `over` that does not consist of whole tiles."""
     if over is None:
         return
     tiles = [encoding.tile, encoding.tile[::-1]] if columnwise else [encoding.tile]

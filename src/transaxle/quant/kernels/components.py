@@ -1,4 +1,4 @@
-"""The buffers of a quantized matrix as torch tensors: which there are, with dtypes and shapes.
+"""The buffers of a quantized matrix as torch tensors: which buffers an encoding has, with dtypes and shapes.
 
 **Swizzled scales** have the order in which tensor cores of compute capability 10 read them: torch's `SWIZZLE_32_4_4`.
 Scales [rows, columns] are padded with zeros to blocks of 128 x 4. A block is 512 bytes: the four scales of row 0, those
@@ -17,9 +17,9 @@ from transaxle.encodings.encoding import Encoding
 from transaxle.errors import Refusal, Where, gathered, refuse
 
 HIGH, WIDE = 128, 4
-"""Rows and columns of a block."""
+"""Rows and columns of a block of swizzled scales."""
 _PART = 32
-"""Number of adjacent rows whose scales are 16 bytes apart."""
+"""Number of adjacent rows whose scales are 16 bytes apart in swizzled order."""
 
 
 def padded_shape(rows: int, columns: int, groups: int) -> tuple[int, int]:
@@ -67,7 +67,7 @@ DTYPES = {
     "F4": torch.uint8,
     "F32": torch.float32,
 }
-"""Torch dtype of a buffer by its safetensors code; 4-bit codes are stored two to a byte, the low nibble first."""
+"""Safetensors code -> torch dtype of a buffer; 4-bit codes are stored two to a byte, the low nibble first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class Components:
     """A quantized matrix [M, K] as plain tensors, compact: no padding, and not swizzled unless requested."""
 
     data: torch.Tensor | None = None
-    """Codes, [M, K]; of 4 bits [M, K / 2]. None if only columnwise codes were requested."""
+    """Codes, [M, K]; 4-bit codes are [M, K / 2]. None if only columnwise codes were requested."""
     scale_inv: torch.Tensor | None = None
-    """Factors of the codes, one for each tile: [tiles down, tiles across]; for a whole tensor [1]."""
+    """Factors of the codes: one for each tile, [tiles down, tiles across], or one for the whole tensor, [1]."""
     amax: torch.Tensor | None = None
     """nvfp4 only: the largest magnitude of the whole tensor, float32 [1]."""
     columnwise_data: torch.Tensor | None = None
@@ -86,15 +86,15 @@ class Components:
     """Factors of the columnwise codes: [tiles down, tiles across]."""
 
     def present(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that are not None by name, in the order of the fields."""
+        """Return name -> buffer for the buffers that are not None, in the order of the fields."""
         all_buffers = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: buffer for name, buffer in all_buffers.items() if buffer is not None}
 
 
 def columnwise_of(encoding: Encoding) -> Encoding | None:
-    """Return the encoding of the columnwise buffers; None for a format that has none.
+    """Return the encoding of the columnwise buffers; None for an encoding without columnwise buffers.
 
-    mxfp8 and nvfp4 have them, with the two sides of a tile swapped. For other formats quantize the transpose (`x.t()`).
+    mxfp8 and nvfp4 have columnwise buffers, with transposed tiles. Otherwise quantize the transpose (`x.t()`).
     """
     rows, columns = encoding.tile
     if (encoding.scale, encoding.code_bits) not in (("F8_E8M0", 8), ("F8_E4M3", 4)):
@@ -105,10 +105,10 @@ def columnwise_of(encoding: Encoding) -> Encoding | None:
 def layout(
     encoding: Encoding, shape: tuple[int, int], *, rowwise: bool = True, columnwise: bool = False
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape of each buffer of a matrix, by the names of `Components`.
+    """Return name in `Components` -> (dtype, shape) of each buffer of a matrix.
 
     Raises:
-        Refused: `UNSUPPORTED` for columnwise buffers of a format that has none; `SHAPE_MISMATCH` for codes of 4 bits
+        Refused: `UNSUPPORTED` for columnwise buffers of an encoding that has none; `SHAPE_MISMATCH` for codes of 4 bits
             in rows of odd length.
     """
     columnwise_encoding = columnwise_of(encoding)
@@ -143,7 +143,7 @@ def group_layout(
     tiles for each group than the matrix alone would have. Swizzled scales are padded group by group.
 
     Raises:
-        Refused: see `layout`.
+        Refused: errors of `layout`.
     """
     buffers = layout(encoding, shape, rowwise=rowwise, columnwise=columnwise)
     turned = columnwise_of(encoding)

@@ -1,6 +1,6 @@
 """Quantize and dequantize on the tensors' device: launches of the Triton programs.
 
-No function waits for the device or reads from it, so all of them can be captured in a CUDA graph.
+No function waits for the device or reads from it, so every function can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SMALL = 8192
 DEQUANTIZE = Block(8, 512, 4)
 """Block of the program that dequantizes."""
 ROWS = Block(4, 512, 4)
-"""Block of the program that quantizes rows with a scale each; it steps along the row."""
+"""Block of the program that quantizes rows with one scale per row; the program steps along the row."""
 TRANSPOSE = Block(128, 256, 8)
 """Block of the program that transposes."""
 
@@ -62,7 +62,7 @@ def _raw(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _stride(tensor: torch.Tensor | None) -> int:
-    """Return the distance between rows; 0 for one number per tensor."""
+    """Return the distance between a tensor's rows in elements; 0 if it is a single number."""
     return tensor.stride(0) if tensor is not None and tensor.dim() > 1 else 0
 
 

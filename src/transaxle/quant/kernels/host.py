@@ -1,6 +1,6 @@
 """Quantize and dequantize on a CPU with the codec of `transaxle.encodings`, in the tensors' own memory.
 
-The functions are those of `device`, for the same callers.
+The functions have the names and arguments of those in module `device`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _array(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def _read(tensor: torch.Tensor) -> NDArray[Any]:
-    """Return the tensor's memory as a read-only array. `Tensor.numpy` would leave a storage that FSDP can no longer
-    resize.
+    """Return the tensor's memory as a read-only array. After `Tensor.numpy`, FSDP could no longer resize the tensor's
+    storage.
     """
     return np.from_dlpack(with_plain_bytes(tensor.detach()))
 
@@ -88,7 +88,7 @@ def _cast(
     scale: torch.Tensor | None,
     widest: float,
 ) -> None:
-    """Round values times one scale, which is given or follows from the amax; an empty matrix has a scale too."""
+    """Write codes of values times one scale, which is given or computed from the amax; also for an empty matrix."""
     if scale is None:
         assert amax is not None
         derived = scales(encoding, _array(amax), widest=widest)
@@ -102,7 +102,7 @@ def _cast(
 
 
 def _spans(offsets: torch.Tensor, rows: int) -> list[tuple[int, int]]:
-    """Return the first row of each group, and the row after its last.
+    """Return (first row, last row + 1) of each group.
 
     Raises:
         Refused: SHAPE_MISMATCH for groups that overlap, or end beyond the matrix.
