@@ -295,7 +295,7 @@ def condition(presences: Sequence[Presence], hints: Sequence[str] = (), *, caref
     """Return the first statement over config keys that is true exactly at the indices where a tensor exists.
 
     Args:
-        presences: the tensor's presence in each trace.
+        presences: whether the tensor exists, for each traced config in order.
         hints: words of the tensor's name; statements about config keys with these words are tried first.
         careful: whether to return None if a second statement fits as well.
 

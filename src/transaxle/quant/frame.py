@@ -82,7 +82,7 @@ class Frame:
     identity: tuple[str, int] = field(default=("", 0), kw_only=True)
     """(name of the weight, number of its first expert), from which the keys of stochastic rounding are computed."""
     echoes: tuple[torch.Tensor, ...] = field(default=(), kw_only=True)
-    """Buffers from which this frame's rounding state was copied; their counters are incremented with its own."""
+    """Random-number states from which this tensor's state was copied; each rounding advances their counters too."""
 
     @property
     def encoding(self) -> Encoding:

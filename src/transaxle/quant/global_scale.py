@@ -54,7 +54,7 @@ def locate(
         x: this rank's rows.
         group: ranks that have the other rows; with `banded`, ranks that have the other bands of these rows.
         start: index in the whole matrix of the first row.
-        whole: number of rows of the matrix.
+        whole: number of rows of the whole matrix, over all ranks.
         share: the tensor-parallel share to which the rows belong; None without tensor parallelism.
         banded: whether each rank has only a band (a range of columns) of the rows.
 

@@ -147,7 +147,7 @@ def _grain(capacity: int, target_ranks: int) -> int:
 
 
 def program(full_schedule: Schedule, names: frozenset[str] | None, exchange: BucketExchange) -> Program:
-    """Restrict a schedule to chosen tensors, and route its parcels through the buckets; collective.
+    """Plan the transfer of the chosen tensors only, through fixed-size buckets; all ranks must call this together.
 
     Args:
         full_schedule: the schedule of all tensors.

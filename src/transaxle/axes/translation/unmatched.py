@@ -265,7 +265,7 @@ class Unplaced:
             clean: whether there were no errors so far.
         """
         checked = [(_origins(check.first), _origins(check.second)) for check in checks]
-        # All targets of a line use the same number of tensors.
+        # All stored tensors that one table line describes contain the same number of logical tensors.
         wholly = {of for (of, _), parts in self._alike.items() if len(parts) * len(parts[0]) == len(of.places)}
         open_lines = [(line, slot) for line, slot in self._holdings.bound.names if not self._all_in(wholly, line, slot)]
         lines_to_check = {line for line, _ in open_lines}

@@ -42,7 +42,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         *(SWIZZLED, ROW_SCALED, FOUR_OVER_SIX, E4M3_MAX),
     ),
 }  # fmt: skip
-"""Maps each class to its arguments in the newest release, in order; an older release has only the first arguments."""
+"""Class -> its arguments in order, as in the newest TransformerEngine; older ones take a shorter prefix of them."""
 
 OLD, NEW, UNKNOWN = "old", "new", ""
 CODES: Mapping[str, Mapping[int, str]] = {

@@ -33,7 +33,7 @@ _TRIES = 3
 _PAUSE = 1.0
 _LONGEST_PAUSE = 15.0
 _MAX_CHECKS = 6
-"""Number of checks after which the file of a vanished upload counts as missing."""
+"""How often to look for the file of an upload that the service no longer knows, before reporting it missing."""
 _CONFLICT, _TAKEN, _SERVER_ERROR, _UNKNOWN = 409, 412, 500, 501
 _UNKNOWN_CODES = frozenset({"NotImplemented", "InvalidArgument", "InvalidRequest"})
 """Error codes of services that do not support conditional requests (`If-None-Match`)."""
