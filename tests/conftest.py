@@ -200,7 +200,7 @@ def _what_is_needed() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _process_state() -> Iterator[None]:
+def _process_state(request: pytest.FixtureRequest) -> Iterator[None]:
     """Put back environment, working directory and random state, also when the test fails."""
     environment, here = dict(os.environ), Path.cwd()
     state, numpy_state = random.getstate(), np.random.get_state()
@@ -216,3 +216,5 @@ def _process_state() -> Iterator[None]:
     if torch and torch_state:
         torch.set_default_dtype(torch_state[0])
         torch.set_rng_state(torch_state[1])
+    if request.node.get_closest_marker("oracle"):  # the next case may be another large model
+        _collect()

@@ -320,8 +320,8 @@ class LoadPlan:
             stand_ins = self.values_of_quantized(leaves, meta=True)
             self._filled = {**self.read_into(leaves), **stand_ins}
             self.optimizers = OptimizerLoad(optimizer, leaves, self.stored)
-            custom_modules = [] if leaves.refusals else leaves.custom_modules
-            unloadable_modules, omitted = find_unloadable(custom_modules)
+            is_custom = leaves.custom_modules and not leaves.refusals
+            unloadable_modules, omitted = find_unloadable(leaves.custom_modules) if is_custom else ([], ())
         added = census({**stand_ins, **self.optimizers.states}, world)
         self._unite_names(omitted, world)
         targets = {name: tensor for name, tensor in global_tensors.items() if name not in self.quantized.gone}

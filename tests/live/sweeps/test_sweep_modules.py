@@ -117,7 +117,7 @@ _OTHER = """
     diffusion_gemma diffusion_gemma_text dinat dots1 edgetam edgetam_mask_decoder edgetam_prompt_encoder
     edgetam_video_mask_decoder edgetam_video_prompt_encoder edgetam_vision_model emu3 eomt eomt_dinov3 esm fast_vlm
     gemma3n gemma3n_vision gemma4_assistant gemma4_unified_assistant gemma4_unified_audio gemma4_unified_vision
-    glmga granite4_vision higgs_audio_v2_tokenizer hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl
+    glmga granite4_vision higgs_audio_v2_tokenizer hunyuan_v1_dense hunyuan_v1_moe
     idefics_perciever idefics_vision informer internlm3 iquestcoder layoutlmv2 layoutxlm lfm2_moe ministral
     moonshine_streaming nemotron nougat pe_audio_video pe_audio_video_encoder pe_video pe_video_encoder
     perception_lm pp_chart2table pp_chart2table_vision pp_ocrv5_server_det pp_ocrv6_medium_det

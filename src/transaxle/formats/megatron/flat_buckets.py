@@ -251,7 +251,7 @@ def assign_buffers(model: Model, order: Order, dense: BuffersByGroup, experts: B
         raise NoFitError(f"there are {len(dense)} groups of ranks, and parameters are cut among {ranks}")
     experts_only = False if experts else None
     if experts_only is None and model.experts and model.ranks[True] != ranks:
-        raise NoFitError("experts have other ranks than the rest of the model, and no buffers of their own")
+        raise NoFitError("experts are cut among other ranks than the rest, and have no buffers of their own")
     contents: list[BufferContents] = []
     chunks = list(_chunks(model, order, dense, stages, experts_only, contents))
     if not experts:
