@@ -102,7 +102,7 @@ _LARGE = """
     edgetam_video efficientloftr efficientnet emu3_vqgan encodec ernie4_5_vl_moe ernie4_5_vl_moe_text esmfold2
     fastspeech2_conformer fastspeech2_conformer_hifigan fastspeech2_conformer_with_hifigan florence2 florence_vision
     gemma3n_text gemma4 gemma4_text hgnet_v2 inkling2 inkling2_vision janus
-    janus_vqgan levit llama4 llama4_vision_model luke mask2former maskformer maskformer-swin mimi mimi_decoder
+    janus_vqgan levit llama4_vision_model luke mask2former maskformer maskformer-swin mimi mimi_decoder
     mimi_encoder minimax_m3_vl muse_glimmer muse_spark muse_spark_audio musicgen musicgen_melody
     neucodec omdet-turbo pe_audio pe_audio_encoder perceiver phi4_multimodal phi4_multimodal_audio
     pocket_tts_audio_tokenizer pocket_tts_audio_tokenizer_decoder poolformer pp_formulanet pp_formulanet_vision pvt
