@@ -18,6 +18,7 @@ OPTION = "--turn"
 DEFERRED = "deferred"
 """The mark of cases that run at another turn."""
 TURNS = 10
+"""Number of commits in a row that cover every sweep."""
 
 
 def current_turn() -> int:
