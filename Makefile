@@ -23,7 +23,8 @@ BRIDGE := tests/oracles/bridge_peer/requirements.txt
 MEGATRON_VENV ?= $(VENV)-megatron
 ENGINE := tests/oracles/vllm_peer/requirements.txt
 VLLM_VENV ?= $(VENV)-vllm
-# CI runs a sample: 'vllm and not oracle'.
+# CI runs a tenth of their sweeps: 'megatron and not deferred', 'vllm and not deferred'.
+MEGATRON_CASES ?= megatron
 VLLM_CASES ?= vllm
 RELEASES := 0.12.3 0.14.0 0.15.3
 GPU_PYTHON ?= $(BIN)/python
