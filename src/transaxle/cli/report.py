@@ -68,7 +68,6 @@ def report_command(
 
 def _default_file(src: str) -> str:
     """Return the default path of a report: a file in the current folder, named after the checkpoint SRC."""
-    name = (
-        src.rstrip("/").rpartition("/")[2] if "://" in src else Path(os.path.realpath(src)).name
-    )  # works also if symbolic links form a loop
+    # works also if symbolic links form a loop
+    name = src.rstrip("/").rpartition("/")[2] if "://" in src else Path(os.path.realpath(src)).name
     return f"{name or 'checkpoint'}.html"

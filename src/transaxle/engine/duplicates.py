@@ -96,9 +96,8 @@ class Pair:
         first_worker, second_worker = self._workers
         sizes = size, size if second_size is None else second_size
         block_size = min(BLOCK, first_worker.capacity)
-        lengths = [
-            block_size * each // max(*sizes, 1) or 1 for each in sizes
-        ]  # blocks have equal numbers of elements, because element sizes are powers of 2
+        # blocks have equal numbers of elements, because element sizes are powers of 2
+        lengths = [block_size * each // max(*sizes, 1) or 1 for each in sizes]
         yield from zip(
             first_worker.blocks(first, sizes[0], length=lengths[0]),
             second_worker.blocks(second, sizes[1], length=lengths[1]),

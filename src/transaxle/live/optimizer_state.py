@@ -390,9 +390,8 @@ class OptimizerLoad:
         install(self._optimizers, self.parameters, self.states)
         lacking = [name for name in weights if join_slot(name, MASTER) not in self.states]
         for optimizer in self._optimizers.members:
-            if isinstance(
-                optimizer, MasterWeights
-            ):  # master weights that the source lacks start from the loaded values
+            # master weights that the source lacks start from the loaded values
+            if isinstance(optimizer, MasterWeights):
                 begin: dict[torch.Tensor, torch.Tensor | None] = {weights[name]: None for name in lacking}
                 begin |= {weights[name]: local_of(values[name]) for name in lacking if name in values}
                 optimizer.restart(begin)

@@ -202,10 +202,8 @@ class _RankShare:
         world, clock, tensors = self._world, self._clock, self._prepared.plan.tensors
         target_ranks = owners(tensors, world)
         scattered = [tensor for tensor, ranks in zip(tensors, target_ranks, strict=True) if not ranks]
-        with (
-            clock.stage("prepare"),
-            world.together(),
-        ):  # on a different machine the folder may be missing, or an unrelated folder may have the same path
+        # on a different machine the folder may be missing, or an unrelated folder may have the same path
+        with clock.stage("prepare"), world.together():
             writer = Writer(folder, sync=sync, run=run)
 
         def produce() -> _Hashes:

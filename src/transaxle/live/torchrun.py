@@ -50,9 +50,8 @@ if TYPE_CHECKING:
 
 
 _START = "Start it so:  torchrun --nproc-per-node 4 -m transaxle convert … --on torchrun."
-wire.tellable(
-    Report, MeasuredTensor, RecodedTensor, Error, Verification
-)  # the first rank sends its report to all other ranks
+# the first rank sends its report to all other ranks
+wire.tellable(Report, MeasuredTensor, RecodedTensor, Error, Verification)
 _PATIENCE = timedelta(days=1)
 """Timeout of a rank that waits for other ranks; if a rank is lost, the wait ends at once."""
 

@@ -539,9 +539,8 @@ class Journal:
             return
         payload = f"{tensor.hash} {error_text(tensor.error)} {name}".encode()
         with self._lock, self._naming_errors("writing"):
-            self._file.write(
-                b"\n" + digest(payload).encode() + b" " + payload
-            )  # the line break comes first, to end an earlier line that is incomplete
+            # the line break comes first, to end an earlier line that is incomplete
+            self._file.write(b"\n" + digest(payload).encode() + b" " + payload)
 
     def close(self) -> None:
         """Close the journal's file."""

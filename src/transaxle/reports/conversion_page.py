@@ -132,9 +132,8 @@ def _conversion_sections(finished: Finished) -> Iterator[Section]:
 
 def _changed_values(recoded: Sequence[MeasuredTensor]) -> Section:
     keys = [(each.what.action, each.what.encoding, each.what.convention, each.what.dtype) for each in recoded]
-    steps = {
-        (each.what.name, key): each for each, key in zip(recoded, keys, strict=True)
-    }  # the step is part of the key, because one tensor may be changed in several steps
+    # the step is part of the key, because one tensor may be changed in several steps
+    steps = {(each.what.name, key): each for each, key in zip(recoded, keys, strict=True)}
     rows: list[tuple[Any, ...]] = []
     for row in fold([each.what.name for each in recoded], keys):
         assert isinstance(row.key, tuple)

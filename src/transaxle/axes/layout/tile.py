@@ -208,9 +208,8 @@ def _shares_of_tiles(first: _ComponentTiles, second: _ComponentTiles, alike: boo
             over, first_shared.tiles(number, over)[0], second_shared.tiles(number, over)[0]
         )
     partial_dims = [d for d, (tiles, _, _) in enumerate(shared) if len(tiles) < len(second.dims[d].touched)]
-    if (
-        len(partial_dims) <= 1
-    ):  # components lie one after the other along one dim; along the other dims they have the same tiles
+    # components lie one after the other along one dim; along the other dims they have the same tiles
+    if len(partial_dims) <= 1:
         d = partial_dims[0] if partial_dims else 0
         second.dims[d] = second.dims[d].at(np.setdiff1d(np.arange(len(second.dims[d].touched)), shared[d][2]))
     return misaligned

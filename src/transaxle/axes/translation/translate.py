@@ -96,9 +96,8 @@ class Gathering:
             if (name, slot) in self._holdings.sources:
                 break
         line_sources_list = self._holdings.sources.get((name, slot), ())
-        if (
-            len(line_sources_list) == 1 and len(line_sources_list[0].places) == 1
-        ):  # layers and experts are dims of one stored tensor, from which all targets are read
+        # layers and experts are dims of one stored tensor, from which all targets are read
+        if len(line_sources_list) == 1 and len(line_sources_list[0].places) == 1:
             (place,) = line_sources_list[0].places.values()
             only = ComponentSources(line_sources_list[0], {frozenset(place.origin.index.items()): place})
             return dict.fromkeys((key for key, _ in self._with_target_index(line_sources_list[0], line)), only)

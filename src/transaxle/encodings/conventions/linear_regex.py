@@ -93,9 +93,8 @@ class Expressions:
 
     def _alternatives(self, end: str) -> Any:
         if not self._patterns:
-            return _compile(
-                r"[^\x00-\x{10FFFF}]", _MOST_EACH
-            )  # no expressions: a character class without characters matches nothing
+            # no expressions: a character class without characters matches nothing
+            return _compile(r"[^\x00-\x{10FFFF}]", _MOST_EACH)
         together = "|".join(f"(?:{pattern})" for pattern in self._patterns)
         try:
             return _compile(f"(?:{together}){end}", _MOST_BYTES)

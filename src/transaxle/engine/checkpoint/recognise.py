@@ -693,9 +693,8 @@ class StoredNames:
             of_weights, of_state = (
                 recognise(state, self.config, families, family, dialect) for dialect in (reading.dialect.label, None)
             )
-        except (
-            TransaxleError
-        ):  # no dialect reads the names of the state, or two do; it is refused later, if it is needed
+        except TransaxleError:
+            # no dialect reads the names of the state, or two do; it is refused later, if it is needed
             return bound
         if of_state.matched == of_weights.matched:
             return bound

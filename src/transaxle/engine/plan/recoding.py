@@ -458,6 +458,7 @@ def rewrite_configs(
         MODELOPT_CONFIG if catalog.quantization is not None and catalog.quantization.file == MODELOPT_CONFIG else CONFIG
     )
     new_texts: dict[str, bytes | None] = {}
+    storage = checkpoint.container.storage
     modelopt = {tensor.convention for tensor in encoded.values()} == {MODELOPT}
     config_files = {*checkpoint.container.carried, *([CONFIG] if user_config else ())}
     for file in sorted(config_files.intersection((CONFIG, MODELOPT_CONFIG))):
@@ -465,8 +466,7 @@ def rewrite_configs(
             new_texts[file] = None  # the file repeats config.json, and cannot describe the new encoding
             continue
         try:
-            stored = {} if user_config and file == CONFIG else read_stored_config(checkpoint.container.storage, file)
-            before = user_config if user_config and file == CONFIG else stored
+            before = user_config if user_config and file == CONFIG else read_stored_config(storage, file)
             after = rewrite_config(
                 before,
                 encoded,

@@ -311,9 +311,8 @@ def _is_linear(target: Target, components: Sequence[str]) -> bool:
     """Tell whether a target tensor consists only of weights of linear layers, judging by its names and shape."""
     if not components or len(target.shape) < 2 or 1 in target.shape[-2:] or not _ALSO_PLAIN.isdisjoint(components):
         return False
-    of_picture = (
-        len(target.shape) == _CONV2D_DIMS and _EXPERT not in target.name
-    )  # 4 dims may also be layers, experts, rows, columns
+    # 4 dims may also be layers, experts, rows, columns
+    of_picture = len(target.shape) == _CONV2D_DIMS and _EXPERT not in target.name
     if of_picture or not _LAYER_WEIGHT.fullmatch(target.name) or _NO_LINEAR.fullmatch(target.name):
         return False
     words = _WORD.findall(" ".join((target.name, *components)).lower())

@@ -363,9 +363,8 @@ def _seal(area: FileWindow, archive: Archive) -> Seal | None:
         stored.offset for name, stored in archive.records.items() if name.startswith(DATA) and stored.size
     ]
     count = record.size // DIGITS - 1
-    if record.size % DIGITS or not 0 <= count <= len(
-        tensor_offsets
-    ):  # the last storages may be settings of an optimizer, not tensors
+    # the last storages may be settings of an optimizer, not tensors
+    if record.size % DIGITS or not 0 <= count <= len(tensor_offsets):
         raise area.corrupt("the record of the digests is incomplete")
     first = area.start + record.offset
     return make_seal(area.file, first, first + DIGITS, (area.start + offset for offset in tensor_offsets[:count]))

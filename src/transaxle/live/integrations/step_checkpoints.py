@@ -99,9 +99,8 @@ class StepCheckpoints:
             TransaxleError: the previous save or this one has failed.
         """
         self.wait()
-        self.best = (
-            best or self.best
-        )  # only after the former save: the former best checkpoint may be deleted once this save is complete
+        # only after the former save: the former best checkpoint may be deleted once this save is complete
+        self.best = best or self.best
         if not is_url(self._url):
             Path(self._url).mkdir(parents=True, exist_ok=True)
         options |= {"overwrite": True, "group": self._group}
@@ -242,9 +241,8 @@ def remove(place: str) -> None:
     if files:
         _check_ours(RemoteFolder(service), service.shown)
     names = {file.removeprefix(f"{service.path}/"): file for file in files}
-    for name in sorted(
-        names, key=turn, reverse=True
-    ):  # delete the manifest first, so that no reader takes the remaining files for a complete checkpoint
+    # delete the manifest first, so that no reader takes the remaining files for a complete checkpoint
+    for name in sorted(names, key=turn, reverse=True):
         service.delete(names[name], name)
 
 

@@ -335,9 +335,8 @@ class Weights:
                 pass  # the dialect cannot express the codes
             else:
                 stored = raw.tensors()
-                unproven = {
-                    raw.model_name(check.first.name) for check in raw.checkpoint.checks
-                }  # names that the source stores twice, perhaps with unequal values
+                # names that the source stores twice, perhaps with unequal values
+                unproven = {raw.model_name(check.first.name) for check in raw.checkpoint.checks}
                 fits = [
                     name
                     for name, typed in self._all.items()
@@ -365,9 +364,8 @@ class Weights:
             source = stored.get(name)
             if weight.fits(stored):
                 stored_state = {full for suffix in STATE_SUFFIXES if (full := name + suffix) in stored}
-                gone |= stored_state.difference(
-                    weight.state
-                )  # this weight's quantization recipe does not use such state
+                # this weight's quantization recipe does not use such state
+                gone |= stored_state.difference(weight.state)
                 if weight.state and not stored_state:
                     begins.append(name)
                     gone.update(weight.state)

@@ -375,9 +375,8 @@ def match_tensors(
     experts = arrange(groups({name: tensor.shape for name, tensor in targets.items()}, stored_shapes), stored_shapes)
     missing = tuple(name for name in targets if name not in stored and name not in experts.broken)
     extra_names = (name for name in stored if name not in targets and name not in experts.broken)
-    extra_names = (
-        name for name in extra_names if stored[name].origins
-    )  # tensors that are made from no stored tensor are zero, and a model need not have them
+    # tensors that are made from no stored tensor are zero, and a model need not have them
+    extra_names = (name for name in extra_names if stored[name].origins)
     unexpected = tuple(name for name in extra_names if optimizer or split_slot(name)[1] == WEIGHT)
     problems = list(experts.problems)
     for name, tensor in targets.items():

@@ -343,9 +343,8 @@ def leaves(state: State, *, sharded: bool = False, ranges: bool = False) -> Leav
         if strange is not None:
             problems.append(strange)
         elif is_module and is_partitioned(value):
-            tensors[name] = of_zero3[id(value)] = of_zero3.get(
-                id(value), own_range(value)
-            )  # tied parameters stay one object
+            # tied parameters stay one object
+            tensors[name] = of_zero3[id(value)] = of_zero3.get(id(value), own_range(value))
         elif isinstance(value, torch.Tensor) and not (is_module and name.endswith(EXTRA_STATE)):
             tensors[name] = value
         else:

@@ -321,9 +321,8 @@ class SharedStore(Store):
         self._lock = threading.Lock()
         self._where = f"{address[0]}:{address[1]}"
         end = time.monotonic() + timeout.total_seconds()
-        while not self._connect(
-            address, end, secret
-        ):  # closed before the proof, because too many unproved connections were open
+        # closed before the proof, because too many unproved connections were open
+        while not self._connect(address, end, secret):
             time.sleep(_AGAIN)
         try:
             self._introduce(msgspec.msgpack.encode(_Rank(number, expectation)))

@@ -224,9 +224,8 @@ class World:
         failures = torch.tensor(int(error is not None), dtype=torch.int32, device=self.device)
         if self.size > 1:
             with collective():
-                dist.all_reduce(
-                    failures, group=self.group
-                )  # reducing a number is several times cheaper than gathering objects
+                # reducing a number is several times cheaper than gathering objects
+                dist.all_reduce(failures, group=self.group)
         if failures.item():
             _raise(self.gather(error))
 
