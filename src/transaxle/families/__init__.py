@@ -7,11 +7,12 @@ table in `typed/` is selected by a config's `model_type` or by the family's name
 
 - `NAME.rules.gz`: a table with two dialects, derived by tracing another framework's models; it is selected by a
   config's `model_type` or by the family's name. `make tables` derives these tables anew, and `transaxle info --family
-  NAME` prints one. - `NAME.json`: a family from a hand-written table, with everything that it inherits. Reading this
-  file gives the same family as parsing the table, but quickly: without checks and without inheritance. - `index.json`:
-  for each family its file, the `model_type` values that select it, its dialects and axes, and the skeletons of each
-  dialect's tensor names. A family's file is read only when it is needed. - `blocks.json`: block -> file. A block is a
-  part of a table that families inherit; it is not a family.
+  NAME` prints one.
+- `NAME.json`: a family from a hand-written table, with everything that it inherits. Reading this file gives the same
+  family as parsing the table, but quickly: without checks and without inheritance.
+- `index.json`: for each family its file, the `model_type` values that select it, its dialects and axes, and the
+  skeletons of each dialect's tensor names. A family's file is read only when it is needed.
+- `blocks.json`: block -> file. A block is a part of a table that families inherit; it is not a family.
 
 `python docs/generate.py` generates the JSON files from the tables, and a test checks that they are up to date.
 """

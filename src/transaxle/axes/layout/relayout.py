@@ -7,13 +7,14 @@ connect the dialects.
 **Sizes**: which axis sizes a conversion needs, and which sizes the stored shapes imply.
 
 - Unification: axes that no layout of a conversion separates are treated as one axis. Where `g r c` are adjacent, in
-that order, in every line with a tensor, they move together. Their product is one axis, whose size the stored shape
-shows. So a conversion needs only the sizes of axes that it separates. - `solve` computes sizes that are not in the
-config from the shapes of all tensors of a line: each stored dim is one equation, linear in each axis. `fill` does the
-same for one stored tensor after unification, and checks its shape against the rule. - Inseparable sums: logical tensors
-that a conversion never separates move as one, and need no sizes of their own. Where source and target have the same
-`[(g [q:(r c) | k:c | v:c]) d]`, it does not matter where q ends and k begins: on both sides the first tensor of the sum
-may get all positions of the dim, and the others none.
+  that order, in every line with a tensor, they move together. Their product is one axis, whose size the stored shape
+  shows. So a conversion needs only the sizes of axes that it separates.
+- `solve` computes sizes that are not in the config from the shapes of all tensors of a line: each stored dim is one
+  equation, linear in each axis. `fill` does the same for one stored tensor after unification, and checks its shape
+  against the rule.
+- Inseparable sums: logical tensors that a conversion never separates move as one, and need no sizes of their own. Where
+  source and target have the same `[(g [q:(r c) | k:c | v:c]) d]`, it does not matter where q ends and k begins: on both
+  sides the first tensor of the sum may get all positions of the dim, and the others none.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 stored.
 
 - Undecided lines: the config does not decide their condition. The source's names may: a tensor stored under the name of
-a line `when x` shows that x is true. Where names do not decide either, a line applies only if no other line could store
-the same tensor; otherwise both names would be written, one of them wrongly. - Added tensors: tensors that some
-frameworks add to a model, such as a router bias for load balancing, and for which zeros mean the same as absence. A
-dialect whose framework always has the tensor gets zeros where the source has none. Where a target has no place for it,
-zeros are left out; other values would change the model's results, and are refused. - Unplaced tensors: a tensor without
-a place in the target dialect keeps its name, and is never dropped silently. - Missing tensors: tensors that a
-checkpoint must have but lacks, and tensors of more layers or experts than it has.
+  a line `when x` shows that x is true. Where names do not decide either, a line applies only if no other line could
+  store the same tensor; otherwise both names would be written, one of them wrongly.
+- Added tensors: tensors that some frameworks add to a model, such as a router bias for load balancing, and for which
+  zeros mean the same as absence. A dialect whose framework always has the tensor gets zeros where the source has none.
+  Where a target has no place for it, zeros are left out; other values would change the model's results, and are
+  refused.
+- Unplaced tensors: a tensor without a place in the target dialect keeps its name, and is never dropped silently.
+- Missing tensors: tensors that a checkpoint must have but lacks, and tensors of more layers or experts than it has.
 """
 
 from __future__ import annotations
