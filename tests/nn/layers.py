@@ -14,13 +14,7 @@ from transaxle.nn import GroupedLinear
 from transaxle.quant import QuantizedTensor
 
 EXPERTS = 4
-SPLITS = (
-    [3, 0, 5, 2],
-    [0, 0, 0, 0],
-    [12, 0, 0, 0],
-    [0, 0, 0, 12],
-    [1, 2, 3, 4],
-)
+SPLITS = ([3, 0, 5, 2], [0, 0, 0, 0], [12, 0, 0, 0], [0, 0, 0, 12], [1, 2, 3, 4])
 """Rows of each expert of an input of `ROWS`."""
 ROWS = 12
 SINGLE: dict[str, Any] = {"single_grouped_weight": True, "single_grouped_bias": True}

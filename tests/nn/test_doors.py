@@ -241,13 +241,7 @@ def _changed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _quantized(kind: str) -> dict[str, Any]:
-    return {
-        "in_features": 64,
-        "out_features": 32,
-        "params_dtype": torch.bfloat16,
-        "recipe": KINDS[kind],
-        "bias": False,
-    }
+    return {"in_features": 64, "out_features": 32, "params_dtype": torch.bfloat16, "recipe": KINDS[kind], "bias": False}
 
 
 @doors
@@ -295,12 +289,7 @@ def test_what_transformer_engine_keeps_beside_is_never_opened(door: str, form: s
     hostile = HOSTILE.replace(b"%s", str(ran).encode())
     state = _experts()
     for number, extra in enumerate(
-        (
-            None,
-            torch.frombuffer(bytearray(hostile), dtype=torch.uint8),
-            io.BytesIO(LEGACY),
-            hostile,
-        )
+        (None, torch.frombuffer(bytearray(hostile), dtype=torch.uint8), io.BytesIO(LEGACY), hostile)
     ):
         given = {**state, f"{AT}_extra_state": extra}
         made = _load(door, form, given, tmp_path / f"{number}")

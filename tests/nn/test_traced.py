@@ -20,12 +20,7 @@ WITHIN = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 @quiet
 @pytest.mark.parametrize(
-    ("said", "dtype"),
-    [
-        (SINGLE, torch.bfloat16),
-        ({"in_features": 15, "out_features": 23}, torch.float32),
-    ],
-    ids=str,
+    ("said", "dtype"), [(SINGLE, torch.bfloat16), ({"in_features": 15, "out_features": 23}, torch.float32)], ids=str
 )
 def test_it_compiles_to_one_graph_for_all_splits(said: dict[str, Any], dtype: torch.dtype) -> None:
     torch._dynamo.reset()
@@ -121,9 +116,7 @@ class _Between(torch.nn.Module):
 @quiet
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
-    ("said", "breaks"),
-    [({}, 0), ({"recipe": Float8CurrentScaling()}, 1), ({"delay_wgrad_compute": True}, 1)],
-    ids=str,
+    ("said", "breaks"), [({}, 0), ({"recipe": Float8CurrentScaling()}, 1), ({"delay_wgrad_compute": True}, 1)], ids=str
 )
 def test_ten_steps_with_changing_splits_compile_once(said: dict[str, Any], breaks: int) -> None:
     """What is quantized, or delays its gradients, breaks the graph in one place, and nothing is compiled again."""

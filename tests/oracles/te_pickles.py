@@ -118,11 +118,7 @@ FUNCTIONS = {
     BLOCKWISE: "_make_float8_blockwise_tensor_in_reduce_ex",
     NVFP4: "_make_nvfp4_tensor_in_reduce_ex",
 }
-_QUANTIZERS = {
-    MXFP8: "MXFP8Quantizer",
-    BLOCKWISE: "Float8BlockQuantizer",
-    NVFP4: "NVFP4Quantizer",
-}
+_QUANTIZERS = {MXFP8: "MXFP8Quantizer", BLOCKWISE: "Float8BlockQuantizer", NVFP4: "NVFP4Quantizer"}
 _SWITCHES = ["with_gemm_swizzled_scales", "row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"]
 
 

@@ -12,16 +12,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.oracles import automodel_peer, cases, hub, megatron_peer, torchtitan_peer
-from tests.oracles.cases import (
-    AUTOMODEL,
-    HF,
-    MEGATRON,
-    MEGATRON_LOCAL,
-    PEERS,
-    TORCHTITAN,
-    TRANSFORMERS,
-    Case,
-)
+from tests.oracles.cases import AUTOMODEL, HF, MEGATRON, MEGATRON_LOCAL, PEERS, TORCHTITAN, TRANSFORMERS, Case
 from tests.oracles.hub import Tensors
 from tests.oracles.quiet import quiet
 

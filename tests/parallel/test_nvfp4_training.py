@@ -20,17 +20,7 @@ from torch import Tensor, nn
 import transaxle as tx
 from tests.live.ranks import run
 from tests.parallel.models import SIZES, build, tokens
-from tests.parallel.test_quantized import (
-    MIXTURE,
-    ONCE,
-    _differing,
-    _masters,
-    _mesh,
-    _mixture,
-    _off,
-    _saved,
-    _unlike,
-)
+from tests.parallel.test_quantized import MIXTURE, ONCE, _differing, _masters, _mesh, _mixture, _off, _saved, _unlike
 from tests.quant.nvfp4.statement import Quantized, product, quantized, transformed, words
 from tests.quant.nvfp4.test_products import key_of
 from transaxle.parallel.cutting import ParameterCut, cut_parameters

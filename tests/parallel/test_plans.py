@@ -59,11 +59,7 @@ def _refused(config: dict[str, Any], ranks: int, rules: Any = None) -> str:
         ({"model.layers.*.attn.q_proj": "column"}, 2, ("no such module", "the closest is")),
         ({QUERY: "columns"}, 2, ("there is no kind of cut 'columns'", "column, vocabulary, row")),
         ({QUERY: "replicate"}, 2, (QUERY, "g=4 is cut in", "in all or none")),
-        (
-            {QUERY: ("column", (20, 44))},
-            2,
-            (QUERY, "20 rows on rank 0 are 1.25 times the 16 rows of one g"),
-        ),
+        ({QUERY: ("column", (20, 44))}, 2, (QUERY, "20 rows on rank 0 are 1.25 times the 16 rows of one g")),
         ({QUERY: ("column", (32, 16))}, 2, ("widths [2, 1] do not divide g=4 over 2 ranks",)),
         (
             {QUERY: ("column", (16, 48)), KEY: ("column", (16, 16))},

@@ -362,21 +362,9 @@ _MORE: dict[str, Model] = {
 """What all models of a type have besides their config."""
 _UNMAPPED = "'NoneType' object has no attribute"
 _FAULTS: dict[str, tuple[tuple[str, str], Config, str]] = {
-    "biases": (
-        ("llama", "LlamaForCausalLM"),
-        {**_DENSE, "attention_bias": True, "mlp_bias": True},
-        _UNMAPPED,
-    ),
-    "whole_q": (
-        ("deepseek_v3", "DeepseekV3ForCausalLM"),
-        {**_LATENT, "q_lora_rank": None},
-        _UNMAPPED,
-    ),
-    "untied": (
-        ("exaone4", "Exaone4ForCausalLM"),
-        _DENSE,
-        _UNMAPPED,
-    ),
+    "biases": (("llama", "LlamaForCausalLM"), {**_DENSE, "attention_bias": True, "mlp_bias": True}, _UNMAPPED),
+    "whole_q": (("deepseek_v3", "DeepseekV3ForCausalLM"), {**_LATENT, "q_lora_rank": None}, _UNMAPPED),
+    "untied": (("exaone4", "Exaone4ForCausalLM"), _DENSE, _UNMAPPED),
     "text_of_2025": (
         ("mistral3", "Mistral3ForConditionalGeneration"),
         _mistral("mistral", _FOUR),
@@ -387,16 +375,8 @@ _FAULTS: dict[str, tuple[tuple[str, str], Config, str]] = {
         {**_DENSE, **_BALANCED, "n_shared_experts": 2},
         "Shape mismatch for megatron param decoder.layers.1.mlp.shared_experts.linear_fc1.weight",
     ),
-    "half_as_wide": (
-        ("gpt_oss", "GptOssForCausalLM"),
-        {**_DENSE, **_LOCAL, "intermediate_size": 20},
-        SILENT,
-    ),
-    "dense_between": (
-        ("qwen3_moe", "Qwen3MoeForCausalLM"),
-        {**_DENSE, **_EXPERTS, "mlp_only_layers": [0]},
-        SILENT,
-    ),
+    "half_as_wide": (("gpt_oss", "GptOssForCausalLM"), {**_DENSE, **_LOCAL, "intermediate_size": 20}, SILENT),
+    "dense_between": (("qwen3_moe", "Qwen3MoeForCausalLM"), {**_DENSE, **_EXPERTS, "mlp_only_layers": [0]}, SILENT),
 }
 """What Megatron-Bridge does wrong: a name for the fault, the model, and its error."""
 
