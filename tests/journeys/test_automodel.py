@@ -27,21 +27,13 @@ _HEADS = {
 }  # fmt: skip
 """Of latent attention: sizes that transformers can compute with."""
 _MODELS = {
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
-    "Glm4MoeForCausalLM": "glm4_moe",
-    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
-    "GlmMoeDsaForCausalLM": "glm_moe_dsa",
-    "LlamaForCausalLM": "llama",
-    "MiniMaxM2ForCausalLM": "minimax_m2",
-    "Ministral3ForCausalLM": "ministral3",
-    "MuseGlimmerForConditionalGeneration": "muse_glimmer",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "Qwen3VLForConditionalGeneration": "qwen3_vl",
-    "Qwen3_5ForCausalLM": "qwen3_5_text",
-}
+    "DeepseekV3ForCausalLM": "deepseek_v3", "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "Glm4MoeForCausalLM": "glm4_moe", "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "GlmMoeDsaForCausalLM": "glm_moe_dsa", "LlamaForCausalLM": "llama", "MiniMaxM2ForCausalLM": "minimax_m2",
+    "Ministral3ForCausalLM": "ministral3", "MuseGlimmerForConditionalGeneration": "muse_glimmer",
+    "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl", "Qwen3_5ForCausalLM": "qwen3_5_text",
+}  # fmt: skip
 """Automodel's models -> their types."""
 _OTHERS = {
     "DeepseekV32ForCausalLM": "computes other logits than transformers, on a CPU, from the same files",

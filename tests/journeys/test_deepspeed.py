@@ -60,11 +60,8 @@ def _trainer(folder: Path, stage: int, dtype: str, steps: int, **said: Any) -> A
     from transformers import Trainer, TrainingArguments
 
     config = {
-        **dict.fromkeys(_AUTO, "auto"),
-        "bf16": {"enabled": "auto"},
-        "zero_optimization": {"stage": stage},
-        **said,
-    }
+        **dict.fromkeys(_AUTO, "auto"), "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": stage}, **said,
+    }  # fmt: skip
     args = TrainingArguments(
         output_dir=str(folder / f"run-{steps}"), max_steps=steps, learning_rate=models.LR, report_to=[],
         disable_tqdm=True, deepspeed=config, bf16=dtype == BF16, lr_scheduler_type="constant",

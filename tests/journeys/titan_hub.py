@@ -9,16 +9,11 @@ def config(package: str, model: Any) -> dict[str, Any]:
     """The config.json of a model of this configuration of torchtitan."""
     attention = next(layer.attention for layer in model.layers if layer.attention is not None)
     shared = {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.dim,
-        "num_hidden_layers": len(model.layers),
-        "rms_norm_eps": model.norm.eps,
-        "tie_word_embeddings": model.enable_weight_tying,
-        "max_position_embeddings": attention.rope.max_seq_len,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
+        "vocab_size": model.vocab_size, "hidden_size": model.dim, "num_hidden_layers": len(model.layers),
+        "rms_norm_eps": model.norm.eps, "tie_word_embeddings": model.enable_weight_tying,
+        "max_position_embeddings": attention.rope.max_seq_len, "bos_token_id": 0, "eos_token_id": 1,
         "pad_token_id": None,
-    }
+    }  # fmt: skip
     text = shared | _FAMILIES[package](model)
     tower = getattr(model, "vision_encoder", None)
     if tower is not None:
@@ -50,13 +45,10 @@ def _rope(rope: Any) -> dict[str, Any]:
         }
     if rope.scaling == "yarn":
         return shared | {
-            "rope_type": "yarn",
-            "factor": float(rope.rope_factor),
-            "beta_fast": rope.beta_fast,
-            "beta_slow": rope.beta_slow,
-            "truncate": rope.truncate,
+            "rope_type": "yarn", "factor": float(rope.rope_factor), "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow, "truncate": rope.truncate,
             "original_max_position_embeddings": rope.original_seq_len,
-        }
+        }  # fmt: skip
     return shared | {"rope_type": "default"}
 
 
@@ -75,16 +67,11 @@ def _qwen(model: Any) -> dict[str, Any]:
         return {"model_type": "qwen3", **_dense(model)}
     moe, experts = _experts(model)
     return {
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": experts.hidden_dim,
-        "intermediate_size": experts.hidden_dim,
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.router.top_k,
-        "norm_topk_prob": moe.router.route_norm,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        **_dense(model),
-    }
+        "model_type": "qwen3_moe", "moe_intermediate_size": experts.hidden_dim,
+        "intermediate_size": experts.hidden_dim, "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.router.top_k, "norm_topk_prob": moe.router.route_norm, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], **_dense(model),
+    }  # fmt: skip
 
 
 def _oss(model: Any) -> dict[str, Any]:
@@ -186,14 +173,10 @@ _MUSE = {
     "out_hidden_size": 128,
     "projector_hidden_size": 16,
     "vision_config": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "patch_size": 2,
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 2,
         "layer_types": ["window_attention", "full_attention"],
     },
-}
+}  # fmt: skip
 
 
 def _muse_pictures(model: Any, tower: Any, text: dict[str, Any]) -> dict[str, Any]:
@@ -268,12 +251,7 @@ def _qwen_pictures(_: Any, tower: Any, text: dict[str, Any]) -> dict[str, Any]:
 
 
 _FAMILIES = {
-    "deepseek_v3": _deepseek,
-    "gpt_oss": _oss,
-    "kimi_k2_7": _deepseek,
-    "llama3": _llama,
-    "muse_glimmer": _muse,
-    "qwen3": _qwen,
-    "qwen3_5": _qwen_next,
-}
+    "deepseek_v3": _deepseek, "gpt_oss": _oss, "kimi_k2_7": _deepseek, "llama3": _llama, "muse_glimmer": _muse,
+    "qwen3": _qwen, "qwen3_5": _qwen_next,
+}  # fmt: skip
 _PICTURES = {"kimi_k2_7": _kimi, "muse_glimmer": _muse_pictures, "qwen3_5": _qwen_pictures}

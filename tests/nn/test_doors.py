@@ -84,12 +84,9 @@ def _by_planner(model: nn.Module, state: State, path: Path, strict: bool) -> Non
 
 
 DOORS: dict[str, Door] = {
-    "load_state_dict": _by_module,
-    "safetensors": _by_safetensors,
-    "torch file": _by_torch_file,
-    "dcp": _by_dcp,
+    "load_state_dict": _by_module, "safetensors": _by_safetensors, "torch file": _by_torch_file, "dcp": _by_dcp,
     "planner": _by_planner,
-}
+}  # fmt: skip
 doors = pytest.mark.parametrize("door", DOORS)
 
 
@@ -326,12 +323,9 @@ def test_a_layer_loads_its_own_checkpoint_in_every_configuration(kind: str, tmp_
         if single_bias and not bias:
             continue
         said: dict[str, Any] = {
-            **_quantized("nvfp4"),
-            "bias": bias,
-            "recipe": MORE.get(kind),
-            "single_grouped_weight": single,
+            **_quantized("nvfp4"), "bias": bias, "recipe": MORE.get(kind), "single_grouped_weight": single,
             "single_grouped_bias": single_bias,
-        }
+        }  # fmt: skip
         source = layer(1, **said)
         if isinstance(said["recipe"], DelayedScaling):  # a history that is not that of the beginning
             for one in (one for one in source.parameters() if isinstance(one, QuantizedTensor)):

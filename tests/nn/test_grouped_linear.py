@@ -263,13 +263,9 @@ def test_weights_of_the_first_microbatch_serve_the_others() -> None:
 def test_quantized_weights_give_the_products_of_their_values(kind: str, single: bool, way: Any) -> None:
     recipe = KINDS[kind]
     made = layer(
-        in_features=32,
-        out_features=64,
-        bias=False,
-        single_grouped_weight=single,
-        params_dtype=torch.bfloat16,
+        in_features=32, out_features=64, bias=False, single_grouped_weight=single, params_dtype=torch.bfloat16,
         recipe=recipe,
-    ).force_path(way)
+    ).force_path(way)  # fmt: skip
     assert all(isinstance(one, QuantizedTensor) for one in made.parameters())
     x = rows(made, dtype=torch.bfloat16)
     found = run(made, x, [3, 0, 5, 4])
@@ -453,17 +449,10 @@ def test_it_says_what_it_is() -> None:
 def test_names_and_defaults_are_those_of_transformer_engine() -> None:
     """Of August 2026: its `GroupedLinear`, without the arguments for its own kernels and communication."""
     said = {
-        "bias": True,
-        "return_bias": False,
-        "params_dtype": None,
-        "device": None,
-        "init_method": None,
-        "fuse_wgrad_accumulation": False,
-        "delay_wgrad_compute": False,
-        "save_original_input": False,
-        "single_grouped_weight": False,
-        "single_grouped_bias": False,
-    }
+        "bias": True, "return_bias": False, "params_dtype": None, "device": None, "init_method": None,
+        "fuse_wgrad_accumulation": False, "delay_wgrad_compute": False, "save_original_input": False,
+        "single_grouped_weight": False, "single_grouped_bias": False,
+    }  # fmt: skip
     call = {"is_first_microbatch": None, "out": None, "dgrad_out": None}
     needed = inspect.Parameter.empty
     made = inspect.signature(GroupedLinear).parameters

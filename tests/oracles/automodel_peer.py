@@ -28,12 +28,9 @@ from tests.oracles.hub import Config, Tensors
 from tests.oracles.quiet import quiet
 
 ADAPTED = {
-    "qwen3_moe": "Qwen3Moe",
-    "step3p5": "Step3p5",
-    "deepseek_v3": "DeepseekV3",
-    "gpt_oss": "GptOss",
+    "qwen3_moe": "Qwen3Moe", "step3p5": "Step3p5", "deepseek_v3": "DeepseekV3", "gpt_oss": "GptOss",
     "glm4_moe": "Glm4Moe",
-}
+}  # fmt: skip
 _ADAPTERS = {"deepseek_v3": "DeepSeekV3", "gpt_oss": "GPTOSS"}
 """Where an adapter is called otherwise than its model."""
 PLAIN = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -191,21 +188,11 @@ def _adapter(config: Config) -> Any:
 
     experts = [config.get(key) for key in ("num_local_experts", "num_experts", "moe_num_experts", "n_routed_experts")]
     settings = MoEConfig(
-        n_routed_experts=next(count for count in experts if count),
-        n_shared_experts=0,
-        n_activated_experts=2,
-        n_expert_groups=0,
-        n_limited_groups=0,
-        train_gate=True,
-        gate_bias_update_factor=0.0,
-        aux_loss_coeff=0.0,
-        score_func="softmax",
-        route_scale=1.0,
-        dim=config["hidden_size"],
-        inter_dim=config["intermediate_size"],
-        moe_inter_dim=config.get("moe_intermediate_size", config["intermediate_size"]),
-        norm_topk_prob=True,
-    )
+        n_routed_experts=next(count for count in experts if count), n_shared_experts=0, n_activated_experts=2,
+        n_expert_groups=0, n_limited_groups=0, train_gate=True, gate_bias_update_factor=0.0, aux_loss_coeff=0.0,
+        score_func="softmax", route_scale=1.0, dim=config["hidden_size"], inter_dim=config["intermediate_size"],
+        moe_inter_dim=config.get("moe_intermediate_size", config["intermediate_size"]), norm_topk_prob=True,
+    )  # fmt: skip
     family = config["model_type"]
     module = import_module(f"{_PACKAGE}.{family}.state_dict_adapter")
     adapter = getattr(module, f"{_ADAPTERS.get(family, ADAPTED[family])}StateDictAdapter")

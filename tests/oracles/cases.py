@@ -97,79 +97,42 @@ _ALL = (TRANSFORMERS, TORCHTITAN, AUTOMODEL, MEGATRON, TE)
 _DENSE = (TRANSFORMERS, TORCHTITAN, AUTOMODEL, MEGATRON)
 
 _SIZES = {
-    "hidden_size": 40,
-    "intermediate_size": 44,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "vocab_size": 46,
-    "max_position_embeddings": 64,
-}
+    "hidden_size": 40, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 10, "vocab_size": 46, "max_position_embeddings": 64,
+}  # fmt: skip
 """Every axis its own size: l=3 g=2 r=4 c=10 d=40 f=44 n=46; experts add e=6, f=24, a shared expert 28."""
 
 _SQUARE = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "vocab_size": 16,
-    "max_position_embeddings": 64,
-}
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 4, "vocab_size": 16, "max_position_embeddings": 64,
+}  # fmt: skip
 """Every matrix square, every stack of experts a cube."""
 
 _MLA = {
-    "num_key_value_heads": 8,
-    "q_lora_rank": 14,
-    "kv_lora_rank": 18,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 12,
-    "n_routed_experts": 6,
-    "n_shared_experts": 2,
-    "moe_intermediate_size": 24,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
+    "num_key_value_heads": 8, "q_lora_rank": 14, "kv_lora_rank": 18, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6,
+    "v_head_dim": 12, "n_routed_experts": 6, "n_shared_experts": 2, "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
-}
+}  # fmt: skip
 """Latent attention: a=14 k=18, a head's q and k 10 + 6 wide, its v 12; one dense layer."""
 
 _SQUARE_MLA = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 14,
-    "qk_nope_head_dim": 2,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 4,
-    "n_routed_experts": 16,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 16,
-}
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 14, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2,
+    "v_head_dim": 4, "n_routed_experts": 16, "n_shared_experts": 1, "moe_intermediate_size": 16,
+}  # fmt: skip
 """kv_b is 24 by 14; the rest is square."""
 
 _GLM = {
-    "n_routed_experts": 6,
-    "n_shared_experts": 2,
-    "moe_intermediate_size": 24,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 0,
-    "use_qk_norm": True,
-}
+    "n_routed_experts": 6, "n_shared_experts": 2, "moe_intermediate_size": 24, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "use_qk_norm": True,
+}  # fmt: skip
 
 _SQUARE_GLM = {"n_routed_experts": 16, "n_shared_experts": 1, "moe_intermediate_size": 16, "use_qk_norm": False}
 
 _OSS = {
-    "intermediate_size": 24,
-    "num_local_experts": 6,
-    "num_experts_per_tok": 2,
-    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-    "sliding_window": 32,
-}
+    "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "sliding_window": 32,
+}  # fmt: skip
 
 _TIED = {"tie_word_embeddings": True}
 _UNTIED = {"tie_word_embeddings": False}
@@ -194,10 +157,7 @@ _STEP: dict[str, Any] = {
     "need_fp32_gate": True,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     "attention_other_setting": {
-        "attention_type": "sliding_attention",
-        "num_attention_heads": 10,
-        "num_attention_groups": 2,
-        "head_dim": 10,
+        "attention_type": "sliding_attention", "num_attention_heads": 10, "num_attention_groups": 2, "head_dim": 10,
     },
     "sliding_window": 16,
     "rope_theta": [5000000.0, 10000.0, 5000000.0],
@@ -208,7 +168,7 @@ _STEP: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
-}
+}  # fmt: skip
 """Step-3.5's own config.json has these keys; layer 0 is dense, layer 1 has r=5."""
 
 _SQUARE_STEP: dict[str, Any] = {
@@ -218,16 +178,13 @@ _SQUARE_STEP: dict[str, Any] = {
     "moe_layers_enum": "1",
     "layer_types": _STEP["layer_types"][:2],
     "attention_other_setting": {
-        "attention_type": "sliding_attention",
-        "num_attention_heads": 4,
-        "num_attention_groups": 4,
-        "head_dim": 4,
+        "attention_type": "sliding_attention", "num_attention_heads": 4, "num_attention_groups": 4, "head_dim": 4,
     },
     "rope_theta": _STEP["rope_theta"][:2],
     "partial_rotary_factors": [0.5, 1.0],
     "swiglu_limits": [0.0, 7.0],
     "swiglu_limits_shared": [0.0, 16.0],
-}
+}  # fmt: skip
 
 
 def _as_step(sizes: dict[str, int]) -> dict[str, int]:
@@ -386,13 +343,9 @@ def case(family: str, variant: str) -> Case:
         sources[AUTOMODEL] = "nemo-automodel 0.7.0 ModelState: HF names, no adapter"
     given = dialects.keys() | versions.keys()
     return Case(
-        family,
-        variant,
-        options if plan.raw else _shown(written, plan.renamed),
-        dialects,
-        {name: source for name, source in sources.items() if name in given},
-        versions,
-    )
+        family, variant, options if plan.raw else _shown(written, plan.renamed), dialects,
+        {name: source for name, source in sources.items() if name in given}, versions,
+    )  # fmt: skip
 
 
 def ahead(case: Case) -> int:

@@ -341,14 +341,10 @@ def transformer_config(known: Any) -> Any:
     if hasattr(known, "kv_lora_rank"):
         kind = MLATransformerConfig
         moe |= {
-            "q_lora_rank": known.q_lora_rank,
-            "kv_lora_rank": known.kv_lora_rank,
-            "qk_head_dim": known.qk_nope_head_dim,
-            "qk_pos_emb_head_dim": known.qk_rope_head_dim,
-            "v_head_dim": known.v_head_dim,
-            "rope_type": "rope",
-            "rotary_base": known.rope_parameters["rope_theta"],
-        }
+            "q_lora_rank": known.q_lora_rank, "kv_lora_rank": known.kv_lora_rank,
+            "qk_head_dim": known.qk_nope_head_dim, "qk_pos_emb_head_dim": known.qk_rope_head_dim,
+            "v_head_dim": known.v_head_dim, "rope_type": "rope", "rotary_base": known.rope_parameters["rope_theta"],
+        }  # fmt: skip
     if hasattr(known, "n_shared_experts"):
         moe |= {
             "moe_shared_expert_intermediate_size": known.moe_intermediate_size * known.n_shared_experts,
@@ -365,28 +361,15 @@ def transformer_config(known: Any) -> Any:
     if oss:
         moe |= {"softmax_type": "learnable", "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}
     return kind(
-        num_layers=known.num_hidden_layers,
-        hidden_size=known.hidden_size,
-        num_attention_heads=known.num_attention_heads,
-        num_query_groups=known.num_key_value_heads,
+        num_layers=known.num_hidden_layers, hidden_size=known.hidden_size,
+        num_attention_heads=known.num_attention_heads, num_query_groups=known.num_key_value_heads,
         kv_channels=getattr(known, "head_dim", None) or known.hidden_size // known.num_attention_heads,
-        ffn_hidden_size=known.intermediate_size,
-        gated_linear_unit=True,
-        activation_func=quick_gelu if oss else torch.nn.functional.silu,
-        add_bias_linear=oss,
+        ffn_hidden_size=known.intermediate_size, gated_linear_unit=True,
+        activation_func=quick_gelu if oss else torch.nn.functional.silu, add_bias_linear=oss,
         add_qkv_bias=known.model_type == "qwen2" or (known.model_type == _GLM and known.attention_bias),
-        qk_layernorm=getattr(known, "use_qk_norm", norms),
-        normalization="RMSNorm",
-        layernorm_epsilon=known.rms_norm_eps,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        params_dtype=torch.float32,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        qk_layernorm=getattr(known, "use_qk_norm", norms), normalization="RMSNorm",
+        layernorm_epsilon=known.rms_norm_eps, use_cpu_initialization=True, perform_initialization=False,
+        params_dtype=torch.float32, hidden_dropout=0.0, attention_dropout=0.0, gradient_accumulation_fusion=False,
+        bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
         **moe,
-    )
+    )  # fmt: skip

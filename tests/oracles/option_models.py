@@ -53,15 +53,10 @@ WIDE = {
 _DENSE = ("llama", "qwen2", "qwen3")
 _MEGATRON = (*_DENSE, "qwen3_moe", "mixtral", "deepseek_v3")
 FAMILIES: dict[str, tuple[str, ...]] = {
-    HF: tuple(MODELS),
-    TRANSFORMERS: tuple(MODELS),
-    TORCHTITAN: ("llama", "qwen3", "qwen3_moe", "deepseek_v3"),
-    AUTOMODEL: (*_DENSE, "qwen3_moe", "deepseek_v3"),
-    MEGATRON: _MEGATRON,
-    TE: _MEGATRON,
-    VLLM: (*_DENSE, "qwen3_moe"),
-    TORCH_DIST: _MEGATRON,
-}
+    HF: tuple(MODELS), TRANSFORMERS: tuple(MODELS), TORCHTITAN: ("llama", "qwen3", "qwen3_moe", "deepseek_v3"),
+    AUTOMODEL: (*_DENSE, "qwen3_moe", "deepseek_v3"), MEGATRON: _MEGATRON, TE: _MEGATRON,
+    VLLM: (*_DENSE, "qwen3_moe"), TORCH_DIST: _MEGATRON,
+}  # fmt: skip
 """Dialect -> the families for which there is an oracle."""
 
 

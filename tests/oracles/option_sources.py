@@ -256,13 +256,9 @@ def _ranks(model: Truth, where: Places, folder: Path) -> None:
 
 
 _ROWS = (
-    "linear_qkv.weight",
-    "linear_qkv.bias",
-    "word_embeddings.weight",
-    "output_layer.weight",
-    "up_proj.weight",
+    "linear_qkv.weight", "linear_qkv.bias", "word_embeddings.weight", "output_layer.weight", "up_proj.weight",
     "linear_q_proj.weight",
-)
+)  # fmt: skip
 """Ends of the names of what Megatron's ranks share out by rows; gate and up of an MLP each for itself."""
 
 

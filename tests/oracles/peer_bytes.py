@@ -15,11 +15,8 @@ import transaxle as tx
 Tensors = dict[str, torch.Tensor]
 _PUBLISHED = {
     "deepseek_v4": {
-        "model.embed_tokens.": "embed.",
-        "model.hc_head.hc_": "hc_head_",
-        "model.layers.": "layers.",
-        "model.norm.": "norm.",
-        ".attn.norm.": ".attn.kv_norm.",
+        "model.embed_tokens.": "embed.", "model.hc_head.hc_": "hc_head_", "model.layers.": "layers.",
+        "model.norm.": "norm.", ".attn.norm.": ".attn.kv_norm.",
     },
     "kimi_linear": {f".block_sparse_moe.{name}_proj.": f".mlp.{name}_proj." for name in ("gate", "up", "down")},
     "kimi_k25": {
@@ -32,11 +29,8 @@ _PUBLISHED = {
         f"model.visual.encoder.layers.{layer}.{old}.": f"model.visual.encoder.layers.{layer}.{new}."
         for layer in range(30)
         for old, new in (
-            ("mlp.up_proj", "mlp.fc1"),
-            ("mlp.down_proj", "mlp.fc2"),
-            ("self_attn.to_q", "self_attn.q_proj"),
-            ("self_attn.to_k", "self_attn.k_proj"),
-            ("self_attn.to_v", "self_attn.v_proj"),
+            ("mlp.up_proj", "mlp.fc1"), ("mlp.down_proj", "mlp.fc2"), ("self_attn.to_q", "self_attn.q_proj"),
+            ("self_attn.to_k", "self_attn.k_proj"), ("self_attn.to_v", "self_attn.v_proj"),
         )
     },
     "hy_v4": {
@@ -47,7 +41,7 @@ _PUBLISHED = {
         ".hc_pre.hc_head.": ".hc_head.",
     },
     "qianfan_ocr": {"language_model.model.encoder.layers.": "language_model.model.layers."},
-}
+}  # fmt: skip
 """Model type -> parts of names that transformers 5.23 stores, and those of the published files, which it reads and we
 write.
 """

@@ -20,29 +20,15 @@ from tests.oracles.quiet import quiet
 Tensors = dict[str, torch.Tensor]
 
 CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 48,
-    "dtype": "bfloat16",
-}
+    "model_type": "llama", "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 48, "dtype": "bfloat16",
+}  # fmt: skip
 """Of a small Llama, whose widths are no multiples of a block of 128 throughout."""
 MOE = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 128,
-    "moe_intermediate_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "vocab_size": 48,
-}
+    "model_type": "qwen3_moe", "hidden_size": 128, "moe_intermediate_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 4,
+    "num_experts_per_tok": 2, "vocab_size": 48,
+}  # fmt: skip
 WEIGHTS = "model.safetensors"
 
 

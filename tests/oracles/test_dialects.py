@@ -80,25 +80,16 @@ def _step(width: int, experts: int, ahead: int = 0) -> Case:
     heads = {"num_attention_heads": 4, "num_attention_groups": 2, "head_dim": 8}
     used = ("use_moe", "use_moe_router_bias", "use_head_wise_attn_gate", "use_qk_norm")
     text = {
-        **dict.fromkeys(used, True),
-        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
-        "num_attention_groups": 2,
-        "moe_num_experts": experts,
-        "moe_top_k": 2,
-        "moe_layers_enum": "1",
+        **dict.fromkeys(used, True), "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+        "num_attention_groups": 2, "moe_num_experts": experts, "moe_top_k": 2, "moe_layers_enum": "1",
         "attention_other_setting": {"attention_type": "sliding_attention", **heads},
         "num_nextn_predict_layers": ahead,
-    }
+    }  # fmt: skip
     changes = {
-        "hidden_size": width,
-        "n_routed_experts": experts,
-        "layer_types": ["full_attention", "sliding_attention"],
-        "mlp_layer_types": ["dense", "sparse"],
-        "projector_bias": bool(ahead),
-        "num_attention_heads": 4,
-        "num_sliding_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
+        "hidden_size": width, "n_routed_experts": experts, "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"], "projector_bias": bool(ahead), "num_attention_heads": 4,
+        "num_sliding_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
     more = {"text_config": text, "vision_config": {"layers": 2, "heads": 4, "width": width}}
     return Case(changes, more, more_tensors=bool(ahead))
 

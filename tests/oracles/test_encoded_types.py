@@ -32,27 +32,16 @@ from transaxle.errors import TransaxleError, UsageError
 from transaxle.quant import Float8CurrentScaling, quantize_
 
 READ = (
-    ("aria", "float8_block"),
-    ("blip-2", "float8_block"),
-    ("blip-2", "nvfp4"),
-    ("deepseek_v32", "float8_block"),
-    ("gemma3", "mxfp8"),
-    ("got_ocr2", "float8_block"),
-    ("mt5", "float8_block"),
-    ("mt5", "mxfp8"),
-)
+    ("aria", "float8_block"), ("blip-2", "float8_block"), ("blip-2", "nvfp4"), ("deepseek_v32", "float8_block"),
+    ("gemma3", "mxfp8"), ("got_ocr2", "float8_block"), ("mt5", "float8_block"), ("mt5", "mxfp8"),
+)  # fmt: skip
 """A projection of torch's own attention, tied heads, other names in memory, parameters of modules around linear layers,
 and layers that stay in float32."""
 DECODED = (
-    ("gpt_oss", "float8_block"),
-    ("granitemoe", "mxfp8"),
-    ("jamba", "float8_block"),
-    ("llama4_text", "float8_block"),
-    ("mixtral", "float8_block"),
-    ("nomic_bert", "nvfp4"),
-    ("qwen3_vl_moe_text", "float8_block"),
+    ("gpt_oss", "float8_block"), ("granitemoe", "mxfp8"), ("jamba", "float8_block"), ("llama4_text", "float8_block"),
+    ("mixtral", "float8_block"), ("nomic_bert", "nvfp4"), ("qwen3_vl_moe_text", "float8_block"),
     ("qwen4_exp_text", "float8_block"),
-)
+)  # fmt: skip
 """Stacks, a weight with a smaller last tile, numbered experts, fused weights that are split in memory, and a layer
 whose own name ends with `_weight`."""
 ROUTED = ("mixtral", "minimax_m2", "phimoe")

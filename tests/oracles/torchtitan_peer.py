@@ -108,13 +108,8 @@ def adapter(config: Config) -> Any:
 
 
 _FAMILIES = {
-    _LLAMA: _LLAMA,
-    _QWEN: _QWEN,
-    "qwen3_moe": _QWEN,
-    _DEEPSEEK: _DEEPSEEK,
-    "deepseek_v2": _DEEPSEEK,
-    _OSS: _OSS,
-}
+    _LLAMA: _LLAMA, _QWEN: _QWEN, "qwen3_moe": _QWEN, _DEEPSEEK: _DEEPSEEK, "deepseek_v2": _DEEPSEEK, _OSS: _OSS,
+}  # fmt: skip
 
 
 PACKAGES = {"llama3", "qwen3", "deepseek_v3", "gpt_oss"}
@@ -162,28 +157,16 @@ def _deepseek(config: Config) -> tuple[Any, dict[str, Any]]:
     keys = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     init = {"weight": nn.init.normal_}
     layers = deepseek_v3.build_mla_moe_layers(
-        **{key: config[key] for key in keys},
-        q_lora_rank=config["q_lora_rank"] or 0,
-        n_layers=_depth(config),
-        n_dense_layers=config["first_k_dense_replace"],
-        dim=config["hidden_size"],
-        n_heads=config["num_attention_heads"],
-        mscale=1.0,
-        dense_hidden_dim=config["intermediate_size"],
-        moe_hidden_dim=config["moe_intermediate_size"],
-        num_experts=config["n_routed_experts"],
-        num_shared_experts=config["n_shared_experts"],
-        router_top_k=config["num_experts_per_tok"],
-        router_score_func="sigmoid",
-        attn_backend="flex",
-        moe_comm_backend="standard",
-        non_blocking_capacity_factor=None,
-        linear_init=init,
-        norm_init=init,
-        depth_init=lambda _: init,
+        **{key: config[key] for key in keys}, q_lora_rank=config["q_lora_rank"] or 0, n_layers=_depth(config),
+        n_dense_layers=config["first_k_dense_replace"], dim=config["hidden_size"],
+        n_heads=config["num_attention_heads"], mscale=1.0, dense_hidden_dim=config["intermediate_size"],
+        moe_hidden_dim=config["moe_intermediate_size"], num_experts=config["n_routed_experts"],
+        num_shared_experts=config["n_shared_experts"], router_top_k=config["num_experts_per_tok"],
+        router_score_func="sigmoid", attn_backend="flex", moe_comm_backend="standard",
+        non_blocking_capacity_factor=None, linear_init=init, norm_init=init, depth_init=lambda _: init,
         depth_experts_init=lambda _: dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), nn.init.normal_),
         rope=ComplexRoPE.Config(dim=config["qk_rope_head_dim"], max_seq_len=64, theta=1e4),
-    )
+    )  # fmt: skip
     ahead = deepseek_v3._build_mtp_layers(
         layers[-1], dim=config["hidden_size"], num_mtp_layers=config["num_nextn_predict_layers"]
     )
@@ -202,16 +185,10 @@ def _oss(config: Config) -> tuple[Any, dict[str, Any]]:
         "head_dim": _head(config),
     }
     layers = gpt_oss._build_gptoss_layers(
-        dim=config["hidden_size"],
-        n_layers=_depth(config),
-        hidden_dim=config["intermediate_size"],
-        num_experts=_experts(config),
-        top_k=config["num_experts_per_tok"],
-        load_balance_coeff=1e-3,
-        attn_backend="flex",
-        moe_comm_backend="standard",
-        rope=rope,
-    )
+        dim=config["hidden_size"], n_layers=_depth(config), hidden_dim=config["intermediate_size"],
+        num_experts=_experts(config), top_k=config["num_experts_per_tok"], load_balance_coeff=1e-3,
+        attn_backend="flex", moe_comm_backend="standard", rope=rope,
+    )  # fmt: skip
     for number, layer in enumerate(layers):
         layer.attention = gpt_oss._make_gptoss_attn_config(
             dim=config["hidden_size"], layer_id=number, attn_backend="flex", rope=rope, **heads
@@ -237,17 +214,11 @@ def _layer(config: Config, layer: int, rope: Any) -> Any:
     norm = partial(RMSNorm.Config, param_init=init)
     width = config["hidden_size"]
     attention = make_gqa_config(
-        dim=width,
-        n_heads=config["num_attention_heads"],
-        n_kv_heads=config["num_key_value_heads"],
-        head_dim=_head(config),
-        wqkv_param_init=init,
-        wo_param_init=init,
-        inner_attention=get_attention_config("flex"),
-        fuse_qkv=True,
-        rope=rope,
+        dim=width, n_heads=config["num_attention_heads"], n_kv_heads=config["num_key_value_heads"],
+        head_dim=_head(config), wqkv_param_init=init, wo_param_init=init,
+        inner_attention=get_attention_config("flex"), fuse_qkv=True, rope=rope,
         qk_norm=None if llama else norm(normalized_shape=_head(config)),
-    )
+    )  # fmt: skip
     if _sparse(config, layer):
         mlp = {"moe": _moe(config)}
     else:

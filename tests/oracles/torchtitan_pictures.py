@@ -28,16 +28,9 @@ ADAPTERS = {
 }
 """Model type -> torchtitan's package of it, and its adapter there."""
 _KERNELS = (
-    "fla",
-    "fla.modules",
-    "fla.modules.conv",
-    "fla.modules.conv.triton",
-    "fla.modules.conv.triton.ops",
-    "fla.ops",
-    "fla.ops.gated_delta_rule",
-    "fla.ops.gated_delta_rule.chunk",
-    "fla.ops.gated_delta_rule.fused_recurrent",
-)
+    "fla", "fla.modules", "fla.modules.conv", "fla.modules.conv.triton", "fla.modules.conv.triton.ops", "fla.ops",
+    "fla.ops.gated_delta_rule", "fla.ops.gated_delta_rule.chunk", "fla.ops.gated_delta_rule.fused_recurrent",
+)  # fmt: skip
 """Modules of flash-linear-attention that torchtitan imports; they need a GPU."""
 
 
@@ -181,17 +174,9 @@ def _muse(config: Config) -> Any:
     )
     adapted = config["projector_hidden_size"]
     return muse._muse_glimmer_config(
-        dim=text["hidden_size"],
-        n_layers=text["num_hidden_layers"],
-        n_heads=text["num_attention_heads"],
-        n_kv_heads=text["num_key_value_heads"],
-        head_dim=text["head_dim"],
-        vocab_size=text["vocab_size"],
-        max_seq_len=64,
-        window_pattern=[4, 4, 4, 0],
-        output_multiplier=1.0,
-        attn_backend="flex",
-        vision_adapter_dim=adapted,
-        vision_encoder=tower,
+        dim=text["hidden_size"], n_layers=text["num_hidden_layers"], n_heads=text["num_attention_heads"],
+        n_kv_heads=text["num_key_value_heads"], head_dim=text["head_dim"], vocab_size=text["vocab_size"],
+        max_seq_len=64, window_pattern=[4, 4, 4, 0], output_multiplier=1.0, attn_backend="flex",
+        vision_adapter_dim=adapted, vision_encoder=tower,
         vision_adapter=muse.muse_glimmer_vision_adapter_config(input_dim=tower.output_dim, output_dim=adapted),
-    )
+    )  # fmt: skip

@@ -85,14 +85,10 @@ _FILLED: dict[str, dict[str, Any]] = {
 """Model types whose default config lacks what a tiny model needs, with values for it."""
 _LISTS = frozenset(
     {
-        "layer_types",
-        "mlp_layer_types",
-        "layers_block_type",
-        "num_attention_heads_per_layer",
-        "attention_layers",
+        "layer_types", "mlp_layer_types", "layers_block_type", "num_attention_heads_per_layer", "attention_layers",
         "layer_rope_theta",
     }
-)
+)  # fmt: skip
 _VOCABULARY = 97
 _MOST = 8_000_000
 """Parameters of a model that is still tiny."""
@@ -111,12 +107,9 @@ _MIXED: dict[str, dict[str, Any]] = {
 }
 """Layers of every kind, where a tiny config would not have them."""
 AUTO = (
-    "AutoModelForImageTextToText",
-    "AutoModelForCausalLM",
-    "AutoModelForSeq2SeqLM",
-    "AutoModel",
+    "AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel",
     "AutoModelForPreTraining",
-)
+)  # fmt: skip
 
 
 def types() -> list[str]:

@@ -239,12 +239,9 @@ def test_ranks_that_say_different_things() -> None:
     assert one == two
     texts = (
         "parameters have values on some ranks, but none on others",
-        "5 parameters are cut or trained differently on rank 1",
-        "lm_head.weight",
-        "nothing.here",
-        "jitter_noise=0.1: each rank would draw other noise",
-        "model.layers.0.mlp.drop",
-    )
+        "5 parameters are cut or trained differently on rank 1", "lm_head.weight", "nothing.here",
+        "jitter_noise=0.1: each rank would draw other noise", "model.layers.0.mlp.drop",
+    )  # fmt: skip
     for text, said in zip(texts, one, strict=True):
         assert text in said
 

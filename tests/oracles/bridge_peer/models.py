@@ -27,19 +27,10 @@ class Model:
 
 
 _DENSE: Config = {
-    "hidden_size": 40,
-    "intermediate_size": 44,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "vocab_size": 46,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "hidden_size": 40, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 10, "vocab_size": 46, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _TIED = {"tie_word_embeddings": True}
 _FOUR = {"num_key_value_heads": 4}
 _EXPERTS = {"num_experts": 6, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
@@ -47,105 +38,48 @@ _LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size":
 _FEWER = {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 20}
 _WITHOUT_HEAD_DIM = {key: value for key, value in _DENSE.items() if key != "head_dim"}
 _BALANCED = {
-    "n_routed_experts": 6,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 24,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 0,
-}
+    "n_routed_experts": 6, "n_shared_experts": 1, "moe_intermediate_size": 24, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+}  # fmt: skip
 _LATENT = {
-    **_WITHOUT_HEAD_DIM,
-    **_BALANCED,
-    "n_shared_experts": 2,
-    "num_key_value_heads": 8,
-    "q_lora_rank": 14,
-    "kv_lora_rank": 18,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 12,
-}
+    **_WITHOUT_HEAD_DIM, **_BALANCED, "n_shared_experts": 2, "num_key_value_heads": 8, "q_lora_rank": 14,
+    "kv_lora_rank": 18, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12,
+}  # fmt: skip
 _REMOTE = {"rope_theta": 1e4, "rms_norm_eps": 1e-6, "hidden_act": "silu", "initializer_range": 0.02}
 """Keys with a default in configs that transformers does not know."""
 _NET = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_conv_kernel_dim": 4,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     "full_attention_interval": 3,
-}
+}  # fmt: skip
 _OTHER_NET = {**_FOUR, "linear_num_key_heads": 3}
 _NET_EXPERTS = {**_NET, **_EXPERTS, "shared_expert_intermediate_size": 28}
 _ONE_AHEAD = {"mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 1}
 _FALCON = {
-    "mamba_d_ssm": 48,
-    "mamba_n_heads": 6,
-    "mamba_d_head": 8,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 12,
-    "mamba_d_conv": 4,
-    "mamba_chunk_size": 16,
-    "mamba_norm_before_gate": False,
-}
+    "mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 12,
+    "mamba_d_conv": 4, "mamba_chunk_size": 16, "mamba_norm_before_gate": False,
+}  # fmt: skip
 _HYBRID = {
-    "hybrid_override_pattern": "M*E-",
-    "layers_block_type": ["mamba", "attention", "moe", "mlp"],
-    "num_hidden_layers": 4,
-    "mamba_num_heads": 6,
-    "mamba_head_dim": 8,
-    "n_groups": 2,
-    "ssm_state_size": 12,
-    "conv_kernel": 4,
-    "n_routed_experts": 6,
-    "moe_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 28,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "expand": 1,
-    "chunk_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
-}
+    "hybrid_override_pattern": "M*E-", "layers_block_type": ["mamba", "attention", "moe", "mlp"],
+    "num_hidden_layers": 4, "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 12,
+    "conv_kernel": 4, "n_routed_experts": 6, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 28,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "expand": 1, "chunk_size": 16, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 _HY = {"first_k_dense_replace": 1, "moe_router_enable_expert_bias": True}
 _ERNIE = {
-    "moe_num_experts": 6,
-    "moe_intermediate_size": 24,
-    "moe_k": 2,
-    "moe_num_shared_experts": 2,
-    "moe_layer_start_index": 1,
-    "moe_layer_end_index": 2,
-    "moe_layer_interval": 1,
-}
+    "moe_num_experts": 6, "moe_intermediate_size": 24, "moe_k": 2, "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1, "moe_layer_end_index": 2, "moe_layer_interval": 1,
+}  # fmt: skip
 _MIMO = {
-    **_REMOTE,
-    **_BALANCED,
-    "n_shared_experts": None,
-    "v_head_dim": 6,
-    "swa_num_attention_heads": 8,
-    "swa_num_key_value_heads": 4,
-    "swa_head_dim": 10,
-    "swa_v_head_dim": 6,
-    "swa_rope_theta": 1e4,
-    "sliding_window_size": 16,
-    "layernorm_epsilon": 1e-6,
-    "attention_value_scale": 1.0,
-    "scoring_func": "sigmoid",
-    "hybrid_layer_pattern": [0, 1, 0],
-    "moe_layer_freq": [0, 1, 1],
-}
+    **_REMOTE, **_BALANCED, "n_shared_experts": None, "v_head_dim": 6, "swa_num_attention_heads": 8,
+    "swa_num_key_value_heads": 4, "swa_head_dim": 10, "swa_v_head_dim": 6, "swa_rope_theta": 1e4,
+    "sliding_window_size": 16, "layernorm_epsilon": 1e-6, "attention_value_scale": 1.0, "scoring_func": "sigmoid",
+    "hybrid_layer_pattern": [0, 1, 0], "moe_layer_freq": [0, 1, 1],
+}  # fmt: skip
 _LING = {
-    **_REMOTE,
-    **_BALANCED,
-    **_EXPERTS,
-    "num_shared_experts": 1,
-    "use_qk_norm": True,
-    "moe_router_enable_expert_bias": True,
-    "rotary_dim": 4,
-}
+    **_REMOTE, **_BALANCED, **_EXPERTS, "num_shared_experts": 1, "use_qk_norm": True,
+    "moe_router_enable_expert_bias": True, "rotary_dim": 4,
+}  # fmt: skip
 _INDEXED = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 4, "indexer_rope_interleave": True}
 _NO_GPU_DISPATCH = {"moe_token_dispatcher_type": "alltoall"}
 _STEP: Config = {
@@ -164,10 +98,7 @@ _STEP: Config = {
     "use_qk_norm": True,
     "need_fp32_gate": True,
     "attention_other_setting": {
-        "attention_type": "sliding_attention",
-        "num_attention_heads": 10,
-        "num_attention_groups": 2,
-        "head_dim": 10,
+        "attention_type": "sliding_attention", "num_attention_heads": 10, "num_attention_groups": 2, "head_dim": 10,
     },
     "sliding_window": 16,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
@@ -178,7 +109,7 @@ _STEP: Config = {
     "rms_norm_eps": 1e-5,
     "num_nextn_predict_layers": 0,
     "zero_centered": True,
-}
+}  # fmt: skip
 _STEP_AHEAD = {
     "num_nextn_predict_layers": 1,
     "layer_types": [*_STEP["layer_types"], "sliding_attention"],
@@ -189,16 +120,9 @@ _STEP_AHEAD = {
 }
 _TOWER = {"hidden_size": 32, "intermediate_size": 36}
 _QWEN_TOWER = {
-    **_TOWER,
-    "depth": 2,
-    "num_heads": 4,
-    "out_hidden_size": 40,
-    "in_channels": 3,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "num_position_embeddings": 16,
-}
+    **_TOWER, "depth": 2, "num_heads": 4, "out_hidden_size": 40, "in_channels": 3, "patch_size": 4,
+    "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16,
+}  # fmt: skip
 _EARLY = {**_QWEN_TOWER, "deepstack_visual_indexes": [0, 1]}
 _WINDOWS = {**_QWEN_TOWER, "out_hidden_size": 80, "window_size": 16, "fullatt_block_indexes": [1]}
 _LAYERS_OF_TOWER = {**_TOWER, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 28, "patch_size": 14}
@@ -264,19 +188,14 @@ _CONFIGS: dict[tuple[str, str], list[Config]] = {
     ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"): [
         _LATENT,
         {
-            **_LATENT,
-            "num_nextn_predict_layers": 1,
-            "first_k_dense_replace": 2,
+            **_LATENT, "num_nextn_predict_layers": 1, "first_k_dense_replace": 2,
             "mlp_layer_types": ["dense", "dense", "sparse"],
         },
     ],
     ("glm_moe_dsa", "GlmMoeDsaForCausalLM"): [
         {**_LATENT, **_INDEXED, "mlp_layer_types": ["dense", "sparse", "sparse"]},
         {
-            **_LATENT,
-            **_INDEXED,
-            "index_n_heads": 2,
-            "n_shared_experts": 1,
+            **_LATENT, **_INDEXED, "index_n_heads": 2, "n_shared_experts": 1,
             "mlp_layer_types": ["dense"] + ["sparse"] * 2,
         },
     ],
@@ -287,12 +206,7 @@ _CONFIGS: dict[tuple[str, str], list[Config]] = {
     ("exaone_moe", "ExaoneMoeForCausalLM"): [
         {**_DENSE, **_BALANCED, **_EXPERTS, "num_shared_experts": 1, "is_moe_layer": [False, True, True]},
         {
-            **_DENSE,
-            **_BALANCED,
-            **_EXPERTS,
-            **_FOUR,
-            "num_shared_experts": 1,
-            "is_moe_layer": [False, True, True],
+            **_DENSE, **_BALANCED, **_EXPERTS, **_FOUR, "num_shared_experts": 1, "is_moe_layer": [False, True, True],
             "num_nextn_predict_layers": 1,
         },
     ],
@@ -354,7 +268,7 @@ _CONFIGS: dict[tuple[str, str], list[Config]] = {
         _mistral("ministral3", {}),
         _mistral("ministral3", _FOUR, tied=True),
     ],
-}
+}  # fmt: skip
 _MORE: dict[str, Model] = {
     "glm_moe_dsa": Model({}, _NO_GPU_DISPATCH),
     "nemotron_h": Model({}, renamed={"backbone.embedding.weight": "backbone.embeddings.weight"}),

@@ -149,17 +149,11 @@ class Mixture(nn.Module):
         self.first = nn.Linear(case.hidden, case.hidden)
         self.blocks = nn.ModuleList(
             MoE(
-                case.hidden,
-                Expert(case),
-                EXPERTS,
-                ep_size=case.ep,
-                k=1,
-                capacity_factor=4.0,
-                min_capacity=0,
+                case.hidden, Expert(case), EXPERTS, ep_size=case.ep, k=1, capacity_factor=4.0, min_capacity=0,
                 use_rts=False,
             )
             for _ in range(case.layers)
-        )
+        )  # fmt: skip
         self.head = nn.Linear(case.hidden, case.vocab)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
@@ -186,20 +180,11 @@ def _hub(case: Case) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes: dict[str, Any] = {
-        "vocab_size": case.vocab,
-        "hidden_size": case.hidden,
-        "intermediate_size": case.inner,
-        "num_hidden_layers": case.layers,
-        "num_attention_heads": case.heads,
-        "num_key_value_heads": case.kv,
-        "max_position_embeddings": 32,
-        "tie_word_embeddings": case.tied,
-        "attn_implementation": "eager",
-        "use_cache": False,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+        "vocab_size": case.vocab, "hidden_size": case.hidden, "intermediate_size": case.inner,
+        "num_hidden_layers": case.layers, "num_attention_heads": case.heads, "num_key_value_heads": case.kv,
+        "max_position_embeddings": 32, "tie_word_embeddings": case.tied, "attn_implementation": "eager",
+        "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
     if case.model == "mixtral":
         sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(case.model, **sizes))

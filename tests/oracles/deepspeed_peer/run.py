@@ -65,12 +65,9 @@ def configuration(case: Case, *, universal: bool = False) -> dict[str, Any]:
     if case.sub_group:
         zero |= {"sub_group_size": case.sub_group}
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": 2 if case.launch.pp > 1 else 1,
-        "gradient_clipping": 1.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero,
-    }
+        "train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": 2 if case.launch.pp > 1 else 1,
+        "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True, "zero_optimization": zero,
+    }  # fmt: skip
     if case.dtype == "bf16":
         config["bf16"] = {"enabled": True}
     if case.data_first:
@@ -277,13 +274,10 @@ def train(case: Case, out: Path) -> None:
     if case.model == "moe":  # DeepSpeed wants the experts in groups of their own, after the others
         names = [[n for n in group if models.is_expert(n) == experts] for experts in (False, True) for group in names]
     facts = {
-        "case": asdict(case),
-        "losses": losses,
-        "steps": steps_of(engine),
-        "groups": names,
+        "case": asdict(case), "losses": losses, "steps": steps_of(engine), "groups": names,
         "settings": settings_of(engine),
         "shards": [{name: list(value.shape) for name, value in rank[LOW].items()} for rank in ranks],
-    }
+    }  # fmt: skip
     write(truth, out / "truth", facts)
     engine.destroy()
 

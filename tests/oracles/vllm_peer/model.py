@@ -65,19 +65,10 @@ class Model:
 
 _COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 DENSE: Config = {
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 90,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 90, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 def model(
@@ -98,12 +89,6 @@ def model(
         merged |= part
     keys = {key: value for key, value in merged.items() if value is not None or key == "q_lora_rank"}
     return Model(
-        architecture,
-        {"model_type": model_type, **keys},
-        more or {},
-        kind or architecture,
-        stored or {},
-        mended or {},
-        left=left,
-        most=most,
-    )
+        architecture, {"model_type": model_type, **keys}, more or {}, kind or architecture, stored or {},
+        mended or {}, left=left, most=most,
+    )  # fmt: skip

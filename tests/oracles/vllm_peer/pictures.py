@@ -22,28 +22,15 @@ from tests.oracles.vllm_peer.text import (
 )
 
 _TOWER = {
-    "depth": 2,
-    "hidden_size": 64,
-    "num_heads": 4,
-    "in_channels": 3,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "intermediate_size": 96,
-    "out_hidden_size": 128,
-}
+    "depth": 2, "hidden_size": 64, "num_heads": 4, "in_channels": 3, "patch_size": 4, "spatial_merge_size": 2,
+    "temporal_patch_size": 2, "intermediate_size": 96, "out_hidden_size": 128,
+}  # fmt: skip
 _POSITIONS = {**_TOWER, "num_position_embeddings": 16}
 _DEEP = {**_POSITIONS, "deepstack_visual_indexes": [0]}
 _SIGLIP = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 4,
-    "vision_use_head": False,
-}
+    "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "image_size": 16, "patch_size": 4, "vision_use_head": False,
+}  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _THREE = {"rope_parameters": {**_ROPE, "mrope_section": [8, 12, 12], "mrope_interleaved": True}}
 _PART = {
@@ -155,14 +142,9 @@ _CLIP = {**_SIGLIP, "model_type": "clip_vision_model", "projection_dim": 64}
 _PLAIN = {key: value for key, value in _SIGLIP.items() if key not in ("vision_use_head", "model_type")}
 _BRANCHES = {"use_qk_norm": True, "attention_bias": True, "image_size": [16, 16], "patch_size": [4, 4]}
 _ASKS = {
-    "hidden_size": 48,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "encoder_hidden_size": 64,
-    "vocab_size": 30,
-    "max_position_embeddings": 16,
-}
+    "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "encoder_hidden_size": 64, "vocab_size": 30, "max_position_embeddings": 16,
+}  # fmt: skip
 _FIRST = {"vision_tower.": "vision_tower.vision_model."}
 _UNSEEN = ("encoder.layers.1.", "post_layernorm")
 """Of a tower whose last layer but one the text sees."""
@@ -273,13 +255,9 @@ _NEXT = pictured(
     vision={**_GLM, "projection_intermediate_size": 112},
 )  # fmt: skip
 _NEXT_TEXT = {
-    **_NEXT.config["text_config"],
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "mhc": True,
-    "mla_use_nope": True,
-    "indexer_rope_interleave": True,
-}
+    **_NEXT.config["text_config"], "topk_method": "noaux_tc", "scoring_func": "sigmoid", "mhc": True,
+    "mla_use_nope": True, "indexer_rope_interleave": True,
+}  # fmt: skip
 
 PICTURES |= {
     "glm4v": pictured(

@@ -40,26 +40,12 @@ def _step_attention(heads: int) -> _Shapes:
 
 
 _LING = {
-    **DENSE,
-    **EXPERTS,
-    "model_type": "bailing_moe_v2",
-    "num_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "use_qk_norm": True,
-    "use_rmsnorm": True,
-    "use_bias": False,
-    "use_qkv_bias": False,
-    "moe_router_enable_expert_bias": True,
-    "score_function": "sigmoid",
-    "n_group": 2,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "hidden_act": "silu",
-    "embedding_dropout": 0.0,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
+    **DENSE, **EXPERTS, "model_type": "bailing_moe_v2", "num_shared_experts": 1, "first_k_dense_replace": 1,
+    "use_qk_norm": True, "use_rmsnorm": True, "use_bias": False, "use_qkv_bias": False,
+    "moe_router_enable_expert_bias": True, "score_function": "sigmoid", "n_group": 2, "topk_group": 1,
+    "norm_topk_prob": True, "hidden_act": "silu", "embedding_dropout": 0.0, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "num_nextn_predict_layers": 0,
-}
+}  # fmt: skip
 _LING_STORED = {
     "model.word_embeddings.weight": (90, 128),
     "model.norm.weight": (128,),
@@ -94,13 +80,10 @@ STEP = {
     "use_head_wise_attn_gate": True,
     "moe_router_activation": "sigmoid",
     "attention_other_setting": {
-        "attention_type": "sliding_attention",
-        "num_attention_heads": 12,
-        "num_attention_groups": 2,
-        "head_dim": 64,
+        "attention_type": "sliding_attention", "num_attention_heads": 12, "num_attention_groups": 2, "head_dim": 64,
     },
     "num_nextn_predict_layers": 0,
-}
+}  # fmt: skip
 STEP_STORED = {
     "model.embed_tokens.weight": (90, 128),
     "model.norm.weight": (128,),

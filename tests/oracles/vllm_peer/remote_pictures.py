@@ -65,52 +65,22 @@ def _molmo2_pictures(tower: Config, adapter: Config) -> _Stored:
 
 
 _TEXT: Config = {
-    "model_type": "molmo2_text",
-    "hidden_size": 128,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 90,
-    "additional_vocab_size": 6,
-    "qkv_bias": False,
-    "num_hidden_layers": 2,
-    "intermediate_size": 96,
-    "hidden_act": "silu",
-    "max_position_embeddings": 64,
-    "rope_theta": 1e4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    "use_qk_norm": True,
-    "qk_norm_type": "qwen3",
-    "layer_norm_eps": 1e-6,
-    "norm_after": False,
-    "rope_scaling_layers": None,
-}
+    "model_type": "molmo2_text", "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": 90, "additional_vocab_size": 6, "qkv_bias": False, "num_hidden_layers": 2,
+    "intermediate_size": 96, "hidden_act": "silu", "max_position_embeddings": 64, "rope_theta": 1e4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "use_qk_norm": True, "qk_norm_type": "qwen3",
+    "layer_norm_eps": 1e-6, "norm_after": False, "rope_scaling_layers": None,
+}  # fmt: skip
 _TOWER: Config = {
-    "model_type": "molmo2",
-    "hidden_size": 64,
-    "intermediate_size": 56,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "hidden_act": "gelu_pytorch_tanh",
-    "layer_norm_eps": 1e-6,
-    "image_default_input_size": [16, 16],
-    "image_patch_size": 4,
-    "image_num_pos": 16,
-}
+    "model_type": "molmo2", "hidden_size": 64, "intermediate_size": 56, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6, "image_default_input_size": [16, 16], "image_patch_size": 4, "image_num_pos": 16,
+}  # fmt: skip
 _ADAPTER: Config = {
-    "model_type": "molmo2",
-    "vit_layers": [-3, -2],
-    "pooling_attention_mask": False,
-    "hidden_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 12,
-    "hidden_act": "silu",
-    "intermediate_size": 40,
+    "model_type": "molmo2", "vit_layers": [-3, -2], "pooling_attention_mask": False, "hidden_size": 48,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 12, "hidden_act": "silu", "intermediate_size": 40,
     "text_hidden_size": 128,
-}
+}  # fmt: skip
 
 
 def molmo2(**text: object) -> Model:
@@ -148,44 +118,19 @@ def _step_pictures(tower: Config, text: int) -> _Stored:
 
 
 _STEP_TEXT: Config = {
-    **STEP,
-    "architectures": ["Step3p5ForCausalLM"],
-    "att_impl_type": "GQA",
-    "norm_expert_weight": True,
-    "use_moe_router_bias": True,
-    "need_fp32_gate": True,
-    "moe_router_scaling_factor": 1.0,
-    "swiglu_limits": [],
-    "swiglu_limits_shared": [],
-    "rope_theta": 1e4,
-    "rms_norm_eps": 1e-6,
-}
+    **STEP, "architectures": ["Step3p5ForCausalLM"], "att_impl_type": "GQA", "norm_expert_weight": True,
+    "use_moe_router_bias": True, "need_fp32_gate": True, "moe_router_scaling_factor": 1.0, "swiglu_limits": [],
+    "swiglu_limits_shared": [], "rope_theta": 1e4, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 _STEP_TOWER: Config = {
-    "model_type": "perception_encoder",
-    "width": 64,
-    "layers": 2,
-    "heads": 4,
-    "patch_size": 4,
-    "image_size": 16,
-    "mlp_ratio": 1.25,
-    "output_dim": None,
-    "hidden_act": "quick_gelu",
-    "ls_init_value": 0.1,
-    "use_ln_pre": True,
-    "use_ln_post": False,
-    "use_abs_posemb": True,
-    "use_cls_token": False,
-    "use_rope2d": True,
-}
+    "model_type": "perception_encoder", "width": 64, "layers": 2, "heads": 4, "patch_size": 4, "image_size": 16,
+    "mlp_ratio": 1.25, "output_dim": None, "hidden_act": "quick_gelu", "ls_init_value": 0.1, "use_ln_pre": True,
+    "use_ln_post": False, "use_abs_posemb": True, "use_cls_token": False, "use_rope2d": True,
+}  # fmt: skip
 _STEP_WHOLE: Config = {
-    "model_type": "step3p7",
-    "projector_bias": False,
-    "tie_word_embeddings": False,
-    "image_token_id": 5,
-    "understand_projector_stride": 2,
-    "text_config": _STEP_TEXT,
-    "vision_config": _STEP_TOWER,
-}
+    "model_type": "step3p7", "projector_bias": False, "tie_word_embeddings": False, "image_token_id": 5,
+    "understand_projector_stride": 2, "text_config": _STEP_TEXT, "vision_config": _STEP_TOWER,
+}  # fmt: skip
 
 REMOTE_PICTURES = {
     "molmo2": molmo2(),

@@ -31,15 +31,10 @@ from tests.oracles.vllm_peer.model import Model
 from tests.oracles.vllm_peer.models import MODELS
 
 ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "DO_NOT_TRACK": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
+    "CUDA_VISIBLE_DEVICES": "", "DO_NOT_TRACK": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1", "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-}
+}  # fmt: skip
 """Set before vLLM is imported."""
 Tensors = dict[str, torch.Tensor]
 HUB, SAID = "hub", "said.json"

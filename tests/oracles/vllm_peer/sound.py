@@ -7,13 +7,9 @@ from typing import Any
 from tests.oracles.vllm_peer.model import Config, Model, model
 
 _EARS = {
-    "d_model": 64,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "encoder_ffn_dim": 96,
-    "num_mel_bins": 16,
+    "d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 96, "num_mel_bins": 16,
     "max_source_positions": 12,
-}
+}  # fmt: skip
 
 
 _TWICE = {"language_model.model.model.": "language_model.model."}
@@ -21,14 +17,9 @@ _TWICE = {"language_model.model.model.": "language_model.model."}
 
 
 _VOICE: Config = {
-    "model_type": "voxtral_encoder",
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_mel_bins": 16,
-    "max_source_positions": 12,
-}
+    "model_type": "voxtral_encoder", "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_mel_bins": 16, "max_source_positions": 12,
+}  # fmt: skip
 
 
 def heard(architecture: str, model_type: str, text: str, *parts: Config, audio: Config, **config: Any) -> Model:

@@ -16,105 +16,53 @@ EXPERTS = {"num_experts": 10, "moe_intermediate_size": 24, "num_experts_per_tok"
 _WIDE = {"num_experts": 10, "num_experts_per_tok": 2}
 LOCAL = {"num_local_experts": 10, "num_experts_per_tok": 2}
 BALANCED = {
-    "n_routed_experts": 10,
-    "n_shared_experts": 2,
-    "moe_intermediate_size": 24,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
+    "n_routed_experts": 10, "n_shared_experts": 2, "moe_intermediate_size": 24, "num_experts_per_tok": 2,
+    "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 LATENT_HEADS = {
-    "num_key_value_heads": 8,
-    "q_lora_rank": 14,
-    "kv_lora_rank": 18,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 6,
+    "num_key_value_heads": 8, "q_lora_rank": 14, "kv_lora_rank": 18, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6,
     "v_head_dim": 12,
-}
+}  # fmt: skip
 LATENT = {**BALANCED, **LATENT_HEADS}
 _BY_BIAS = {"topk_method": "noaux_tc"}
 NET = {
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_conv_kernel_dim": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-    "full_attention_interval": 2,
-}
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2,
+}  # fmt: skip
 NET_EXPERTS = {**NET, **EXPERTS, "shared_expert_intermediate_size": 40}
 _SCAN = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_expand": 1,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 16,
-    "mamba_d_conv": 4,
-    "mamba_chunk_size": 16,
-}
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 1, "mamba_n_groups": 1, "mamba_d_state": 16,
+    "mamba_d_conv": 4, "mamba_chunk_size": 16,
+}  # fmt: skip
 _SCANS = {
-    "intermediate_size": None,
-    "head_dim": 16,
-    "num_heads": 16,
-    "state_size": 16,
-    "conv_kernel": 4,
-    "expand": 2,
+    "intermediate_size": None, "head_dim": 16, "num_heads": 16, "state_size": 16, "conv_kernel": 4, "expand": 2,
     "chunk_size": 16,
-}
+}  # fmt: skip
 _CONVOLVES = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, **NARROW, **_TIED}
 _SLIDES = {"layer_types": ["sliding_attention", "full_attention"]}
 _ERNIE = {
-    "moe_num_experts": 10,
-    "moe_intermediate_size": 24,
-    "moe_k": 2,
-    "moe_num_shared_experts": 2,
-    "moe_layer_start_index": 1,
-    "moe_layer_end_index": 1,
-    "moe_layer_interval": 1,
-}
+    "moe_num_experts": 10, "moe_intermediate_size": 24, "moe_k": 2, "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1, "moe_layer_end_index": 1, "moe_layer_interval": 1,
+}  # fmt: skip
 _MIMO = {
-    "hybrid_layer_pattern": [0, 1],
-    "layernorm_epsilon": 1e-6,
-    "moe_layer_freq": [0, 1],
-    "swa_head_dim": 64,
-    "swa_num_attention_heads": 8,
-    "swa_num_key_value_heads": 4,
-    "sliding_window_size": 32,
-    "swa_v_head_dim": 48,
-    "swa_rope_theta": 1e4,
-    "add_swa_attention_sink_bias": True,
-    "add_full_attention_sink_bias": False,
-}
+    "hybrid_layer_pattern": [0, 1], "layernorm_epsilon": 1e-6, "moe_layer_freq": [0, 1], "swa_head_dim": 64,
+    "swa_num_attention_heads": 8, "swa_num_key_value_heads": 4, "sliding_window_size": 32, "swa_v_head_dim": 48,
+    "swa_rope_theta": 1e4, "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
+}  # fmt: skip
 _JAMBA = {
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
-    "expert_layer_period": 2,
-    "expert_layer_offset": 1,
+    "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
     "mamba_dt_rank": 8,
-}
+}  # fmt: skip
 _LFM = {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128, "block_ff_dim": 96, "conv_bias": False}
 _HY = {"expert_hidden_dim": 24, "moe_router_enable_expert_bias": True, "route_norm": True, "qk_norm": True}
 
 MIXED = {
-    "hybrid_override_pattern": "M*E-",
-    "layers_block_type": ["mamba", "attention", "moe", "mlp"],
-    "num_hidden_layers": 4,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
-    "n_groups": 4,
-    "ssm_state_size": 16,
-    "conv_kernel": 4,
-    "expand": 1,
-    "chunk_size": 16,
-    "n_routed_experts": 10,
-    "moe_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 40,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
+    "hybrid_override_pattern": "M*E-", "layers_block_type": ["mamba", "attention", "moe", "mlp"],
+    "num_hidden_layers": 4, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4, "ssm_state_size": 16,
+    "conv_kernel": 4, "expand": 1, "chunk_size": 16, "n_routed_experts": 10, "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
     "topk_group": 1,
-}
+}  # fmt: skip
 _INDEXED = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
 
 TEXT = {
