@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -64,8 +64,7 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """Output and gradients of a layer."""
     layer.zero_grad()
-    made = layer(x, splits, **said)
-    return _with_gradients(layer, x, made, grad)
+    return _with_gradients(layer, x, layer(x, splits, **said), grad)
 
 
 def expected(
@@ -74,6 +73,18 @@ def expected(
     """The same of the loop."""
     layer.zero_grad()
     return _with_gradients(layer, x, looped(layer, x, splits), grad)
+
+
+def assert_close(results: dict[str, torch.Tensor], loops: dict[str, torch.Tensor], near: float = 0.0) -> None:
+    """Output and gradients of a layer are those of the loop: to the bit, or as near as this, relative."""
+    for name, result in results.items():
+        torch.testing.assert_close(readable(result), loops[name], rtol=near, atol=10 * near)
+
+
+def grad_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The gradient that a tensor has."""
+    assert tensor.grad is not None
+    return tensor.grad
 
 
 def of_output(shape: Sequence[int], dtype: torch.dtype, seed: int = 2) -> torch.Tensor:
@@ -86,14 +97,27 @@ def _with_gradients(
 ) -> dict[str, torch.Tensor]:
     x.grad = None
     made.backward(of_output(made.shape, made.dtype) if grad is None else grad)
-    found = {"output": made.detach(), "input": _gradient(x)}
-    found |= {name: _gradient(parameter) for name, parameter in layer.named_parameters()}
-    return found
+    gradients = {name: _gradient(parameter) for name, parameter in layer.named_parameters()}
+    return {"output": made.detach(), "input": _gradient(x), **gradients}
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a gradient; zeros where there is none."""
-    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.grad is None else tensor.grad.detach().clone()
+    return (
+        torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if tensor.grad is None
+        else tensor.grad.detach().clone()
+    )
+
+
+def warm_up(step: Callable[[], object]) -> None:
+    """Run a step as torch wants it before a CUDA graph is captured: three times, beside the current stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
 
 
 class Unreadable(torch.Tensor):

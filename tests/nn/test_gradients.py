@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.live.ranks import run
-from tests.nn.layers import EXPERTS, SPLITS, expected, layer, of_output, rows
+from tests.nn.layers import EXPERTS, SPLITS, expected, grad_of, layer, of_output, rows
 from tests.quant.kinds import KINDS
 from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear
@@ -52,20 +53,21 @@ def test_every_combination_equals_eager(main: str, delay: bool, biases: str, sin
     made = layer(
         single_grouped_weight=single, delay_wgrad_compute=delay, fuse_wgrad_accumulation=fuse, **BIASES[biases]
     ).force_path(way)
-    for one in _weights(made):
-        one.main_grad = torch.full(one.shape, TWO)  # type: ignore[attr-defined]
+    weights: list[Any] = _weights(made)
+    for one in weights:
+        one.main_grad = torch.full(one.shape, TWO)
     for seed, splits in enumerate(MICROBATCHES):
-        for one in _weights(made):
-            one.overwrite_main_grad = main == "overwrite" and seed == 0  # type: ignore[attr-defined]
+        for one in weights:
+            one.overwrite_main_grad = main == "overwrite" and seed == 0
         found = made(rows(made, seed), splits)
         found.backward(of_output(found.shape, found.dtype, seed))
     if delay:
         assert made.need_backward_dw()
         assert all(one.grad is None for one in made.parameters())
-        assert all((one.main_grad == TWO).all() for one in _weights(made))  # type: ignore[attr-defined]
+        assert all((one.main_grad == TWO).all() for one in weights)
         for seed, _ in enumerate(MICROBATCHES):
-            for one in _weights(made):
-                one.overwrite_main_grad = main == "overwrite" and seed == 0  # type: ignore[attr-defined]
+            for one in weights:
+                one.overwrite_main_grad = main == "overwrite" and seed == 0
             made.backward_dw()
     wanted = _summed(single, BIASES[biases])
     for name, one in made.named_parameters():
@@ -74,8 +76,7 @@ def test_every_combination_equals_eager(main: str, delay: bool, biases: str, sin
             base = TWO if main == "accumulate" else 0
             torch.testing.assert_close(one.main_grad, wanted[name] + base, rtol=1e-6, atol=1e-5)  # type: ignore[attr-defined]
         else:
-            assert one.grad is not None
-            torch.testing.assert_close(one.grad, wanted[name], rtol=1e-6, atol=1e-5)
+            torch.testing.assert_close(grad_of(one), wanted[name], rtol=1e-6, atol=1e-5)
 
 
 def test_backward_dw_twice_or_too_early_is_refused() -> None:
@@ -88,12 +89,10 @@ def test_backward_dw_twice_or_too_early_is_refused() -> None:
         made.backward_dw()  # out of order: there was only a forward
     found.sum().backward()
     made.backward_dw()
-    kept = [one.grad.clone() for one in made.parameters() if one.grad is not None]
+    before = [grad_of(one).clone() for one in made.parameters()]
     with pytest.raises(TransaxleError, match="without a backward before it"):
         made.backward_dw()
-    assert all(
-        torch.equal(one, two.grad) for one, two in zip(kept, made.parameters(), strict=True) if two.grad is not None
-    )
+    assert all(torch.equal(one, grad_of(two)) for one, two in zip(before, made.parameters(), strict=True))
     now = layer()
     now.backward_dw()  # nothing is delayed, so there is nothing to do
     assert not now.need_backward_dw()
@@ -183,29 +182,6 @@ def test_a_copy_has_none_of_the_steps_in_progress() -> None:
     assert made.weight0.grad is not None
 
 
-@pytest.mark.parametrize("way", ["grouped", "per_expert"])
-@pytest.mark.parametrize("single", [False, True])
-def test_without_gradients_the_output_is_the_same(single: bool, way: Any) -> None:
-    made = layer(single_grouped_weight=single, single_grouped_bias=single).force_path(way)
-    wanted = made(rows(made), [3, 0, 5, 2])
-    for without in (torch.no_grad(), torch.inference_mode()):
-        with without:
-            found = made(rows(made), [3, 0, 5, 2])
-        assert not found.requires_grad
-        assert torch.equal(found, wanted)
-
-
-def test_gradients_of_frozen_experts_are_left_out() -> None:
-    made = layer(delay_wgrad_compute=True)
-    made.weight2.requires_grad_(False)
-    found = made(rows(made), [3, 4, 3, 2])
-    found.backward(of_output(found.shape, found.dtype))
-    made.backward_dw()
-    assert made.weight2.grad is None
-    wanted = expected(layer(), rows(made), [3, 4, 3, 2])
-    assert torch.equal(made.weight1.grad, wanted["weight1"])
-
-
 # Delayed gradients of weights under FSDP2: those that FSDP2 itself gives, on real ranks.
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -222,15 +198,20 @@ def _layer(form: str, kind: str | None, *, delay: bool) -> GroupedLinear:
     return made.quantize_(KINDS[kind]) if kind else made
 
 
-def _grads(made: nn.Module) -> dict[str, torch.Tensor]:
-    found = {}
+def _grads(made: nn.Module) -> Iterator[tuple[str, DTensor]]:
     for name, one in made.named_parameters():
         grad = one.grad
         assert isinstance(one, DTensor)
         assert isinstance(grad, DTensor)
         assert (grad.placements, grad.device_mesh, grad.dtype) == (one.placements, one.device_mesh, one.dtype)
-        found[name] = grad.full_tensor()
-    return found
+        yield name, grad
+
+
+def _are_equal(by_delay: dict[bool, dict[str, torch.Tensor]]) -> None:
+    assert by_delay[True].keys() == by_delay[False].keys()
+    for name, grad in by_delay[True].items():
+        assert grad.any()
+        assert torch.equal(grad, by_delay[False][name]), name
 
 
 def _steps(made: GroupedLinear, rank: int) -> dict[str, torch.Tensor]:
@@ -244,7 +225,7 @@ def _steps(made: GroupedLinear, rank: int) -> dict[str, torch.Tensor]:
             made.backward_dw()
     if made.delay_wgrad_compute:
         made.backward_dw()
-    return _grads(made)
+    return {name: grad.full_tensor() for name, grad in _grads(made)}
 
 
 def _both_ways(rank: int, world: int, form: str, kind: str | None, shape: tuple[int, ...]) -> None:
@@ -254,10 +235,7 @@ def _both_ways(rank: int, world: int, form: str, kind: str | None, shape: tuple[
         made = _layer(form, kind, delay=delay)
         fully_shard(made, mesh=mesh)
         found[delay] = _steps(made, rank)
-    assert found[True].keys() == found[False].keys()
-    for name, grad in found[True].items():
-        assert grad.any()
-        assert torch.equal(grad, found[False][name]), name
+    _are_equal(found)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -279,15 +257,8 @@ def _with_experts(rank: int, world: int) -> None:
         x = rows(made, seed=rank)
         made(x, SPLITS[4][half][: EXPERTS // 2]).backward(of_output((len(x), 24), torch.float32, seed=rank))
         made.backward_dw()
-        found[delay] = {}
-        for name, one in made.named_parameters():
-            assert isinstance(one, DTensor)
-            assert isinstance(one.grad, DTensor)
-            assert one.grad.placements == one.placements
-            found[delay][name] = one.grad.to_local()
-    for name, grad in found[True].items():
-        assert grad.any()
-        assert torch.equal(grad, found[False][name]), name
+        found[delay] = {name: grad.to_local() for name, grad in _grads(made)}
+    _are_equal(found)
 
 
 def test_they_are_so_over_expert_parallelism() -> None:

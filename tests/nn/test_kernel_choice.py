@@ -17,14 +17,17 @@ from tests.nn.layers import (
     SINGLE,
     SPLITS,
     Unreadable,
+    assert_close,
     expected,
     experts,
     forms,
+    grad_of,
     layer,
     of_output,
     readable,
     rows,
     run,
+    warm_up,
 )
 from transaxle.encodings import encoding as encodings
 from transaxle.encodings.encoding import FLOAT8, Encoding
@@ -54,13 +57,7 @@ H200, B200, A100, RTX = (9, 0), (10, 0), (8, 0), (12, 0)
     ],
     ids=str,
 )
-def test_each_condition(
-    dtype: torch.dtype,
-    device: torch.device,
-    features: tuple[int, int],
-    capability: tuple[int, int] | None,
-    why: str | None,
-) -> None:
+def test_each_condition(dtype: Any, device: Any, features: Any, capability: Any, why: str | None) -> None:
     found = path(dtype, device, features, capability=capability)
     assert found.way == ("grouped" if why is None else "per_expert")
     if why is None:
@@ -85,44 +82,35 @@ def test_the_capability_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert path(torch.bfloat16, torch.device("cuda", 0), (24, 16)).way == "grouped"
 
 
-@pytest.mark.parametrize("said", [{"params_dtype": torch.float64}, {"in_features": 0}, {"out_features": 0}], ids=str)
-def test_a_device_m_splits_works_where_the_condition_fails(said: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "said", [{"params_dtype": torch.float64}, {"in_features": 0}, {"out_features": 0}, {}], ids=str
+)
+def test_a_device_m_splits_works_where_the_condition_fails_or_the_user_forces_the_other_way(said: Any) -> None:
     """One copy to the host, and the same results: here the numbers are on a CPU, but only reachable by that copy."""
     made = layer(**said)
     x = rows(made, dtype=said.get("params_dtype", torch.float32))
-    assert made.path(x).way == "per_expert"
+    assert made.path(x).way == ("per_expert" if said else "grouped")
+    made.force_path(None if said else "per_expert")
+    assert str(made.path(x)).startswith(f"per_expert ({'chosen' if said else 'forced'})")
     reads = Counted(torch.tensor([3, 0, 5, 2]))
-    found, wanted = run(made, x, reads), expected(made, x, [3, 0, 5, 2])
+    results = run(made, x, reads)
     assert reads.times == 1
-    for name, one in found.items():
-        torch.testing.assert_close(readable(one), wanted[name], rtol=0, atol=0)
+    assert_close(results, expected(made, x, [3, 0, 5, 2]))
+    assert made.force_path(None).path(x).way == ("per_expert" if said else "grouped")
 
 
-def test_a_device_m_splits_works_where_the_user_forces_the_other_way() -> None:
-    made = layer()
-    x = rows(made)
-    wanted = expected(made, x, [3, 0, 5, 2])
-    assert str(made.path(x)).startswith("grouped (chosen)")
-    made.force_path("per_expert")
-    assert str(made.path(x)).startswith("per_expert (forced)")
-    reads = Counted(torch.tensor([3, 0, 5, 2]))
-    found = run(made, x, reads)
-    assert reads.times == 1
-    for name, one in found.items():  # the same kernel as the loop, biases included
-        torch.testing.assert_close(readable(one), wanted[name], rtol=0, atol=0)
-    assert made.force_path(None).path(x).way == "grouped"
+def test_ways_that_are_not_possible() -> None:
+    x = rows(layer())
     with pytest.raises(TransaxleError, match="a grouped product is not possible"):
         layer(params_dtype=torch.float64).force_path("grouped")(x.double(), [3, 0, 5, 2])
     with pytest.raises(TransaxleError, match="no way 'faster'"):
-        made.force_path("faster")  # type: ignore[arg-type]
+        layer().force_path("faster")  # type: ignore[arg-type]
 
 
 def test_wrong_numbers_are_read_as_the_device_takes_them() -> None:
     made = layer().force_path("per_expert")
     x = rows(made)
-    found, wanted = run(made, x, Counted(torch.tensor([3, -2, 50, 2]))), expected(made, x, [3, 0, 9, 0])
-    for name, one in found.items():
-        torch.testing.assert_close(readable(one), wanted[name], rtol=0, atol=0)
+    assert_close(run(made, x, Counted(torch.tensor([3, -2, 50, 2]))), expected(made, x, [3, 0, 9, 0]))
 
 
 def test_no_copy_to_the_host_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +278,9 @@ def _product(
     x: torch.Tensor, matrices: Sequence[torch.Tensor], splits: Sequence[int], encoding: Encoding = FLOAT8
 ) -> torch.Tensor:
     """Rows, quantized each alone, times the values of matrices [in, out], in float64; zeros for rows of no expert."""
-    values = _dequantized(*_codes(x, encoding))
+    codes, scales = _codes(x, encoding)
+    of_rows = scales.double().view(len(codes), -1)  # one for each row or for each 32 elements of it
+    values = codes.double() * of_rows.repeat_interleave(codes.shape[1] // of_rows.shape[1], 1)
     made, start = torch.zeros((len(x), matrices[0].shape[1]), dtype=torch.float64), 0
     for count, matrix in zip(splits, matrices, strict=True):
         made[start : start + count] = values[start : start + count] @ matrix.double()
@@ -298,10 +288,11 @@ def _product(
     return made
 
 
-def _dequantized(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Codes times scales, one for each row or for each 32 elements of it."""
-    of_rows = scales.double().view(len(codes), -1)
-    return codes.double() * of_rows.repeat_interleave(codes.shape[1] // of_rows.shape[1], 1)
+def _with_bias(made: GroupedLinear, products: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
+    """Products of all rows, with the bias of its expert added to each."""
+    biases = [one.detach().expand(count, -1) for one, count in zip(experts(made, "bias"), splits, strict=True)]
+    products[: sum(splits)] += torch.cat(biases)
+    return products
 
 
 def _weights(made: GroupedLinear, *, columnwise: bool = False) -> list[torch.Tensor]:
@@ -323,26 +314,20 @@ def test_it_is_the_product_of_the_codes(
     found = made(x, torch.tensor(splits))
     weights = _weights(made)
     wanted = _product(x.detach(), [one.t() for one in weights], splits).bfloat16()
-    if bias:
-        of_rows = [one.detach().expand(count, -1) for one, count in zip(experts(made, "bias"), splits, strict=True)]
-        wanted[: sum(splits)] += torch.cat(of_rows)
+    wanted = _with_bias(made, wanted, splits) if bias else wanted
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=1e-2 if bias else 1e-3)
     assert not found[sum(splits) :].any()
     grad = of_output(found.shape, torch.bfloat16)
     found.backward(grad)
-    assert x.grad is not None
-    torch.testing.assert_close(x.grad, _product(grad, weights, splits).bfloat16(), rtol=2**-7, atol=1e-3)
-    assert not x.grad[sum(splits) :].any()
+    torch.testing.assert_close(grad_of(x), _product(grad, weights, splits).bfloat16(), rtol=2**-7, atol=1e-3)
+    assert not grad_of(x)[sum(splits) :].any()
     assert emulated.calls == 2
     plain = layer(**said).quantize_(RECIPES[recipe])
     y = rows(plain, dtype=torch.bfloat16)
     plain(y, splits).backward(grad)
     for one, two in zip(made.parameters(), plain.parameters(), strict=True):
-        assert one.grad is not None
-        assert two.grad is not None
-        assert torch.equal(one.grad, two.grad)  # no products of codes
-    if any(splits):
-        assert 0 < _far(x.grad, y.grad if y.grad is not None else x) < FAR
+        assert torch.equal(grad_of(one), grad_of(two))  # no products of codes
+    assert not any(splits) or 0 < _far(grad_of(x), grad_of(y)) < FAR
 
 
 @forms
@@ -360,8 +345,7 @@ def test_mxfp8_is_the_product_of_the_codes(emulated: Emulated, form: str, both: 
     assert emulated.calls == 1 + both
     assert all(isinstance(one, Unreadable) for one in found.values())
     wanted = _product(x.detach(), [one.t() for one in _weights(made)], splits, encodings.MXFP8).bfloat16()
-    of_rows = [one.detach().expand(count, -1) for one, count in zip(experts(made, "bias"), splits, strict=True)]
-    wanted[: sum(splits)] += torch.cat(of_rows)
+    wanted = _with_bias(made, wanted, splits)
     torch.testing.assert_close(readable(found["output"]), wanted, rtol=2**-7, atol=2e-2)
     of_values = run(made.force_path("grouped"), x, splits, grad)
     if both:
@@ -418,13 +402,7 @@ CONDITIONS: list[tuple[Any, Any, Any, Any, Any, str | None]] = [
 
 @pytest.mark.parametrize(("dtype", "device", "features", "capability", "quantizer", "why"), CONDITIONS, ids=str)
 def test_each_condition_of_products_of_codes(
-    dtype: Any,
-    device: Any,
-    features: Any,
-    capability: Any,
-    quantizer: Any,
-    why: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: Any, device: Any, features: Any, capability: Any, quantizer: Any, why: str | None, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(module, "_build", lambda: BUILT)
 
@@ -449,10 +427,8 @@ def test_a_build_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_build", lambda: "USE_CUDA=1")
     found = path(torch.bfloat16, CUDA, (64, 32), capability=B200, quantizer=MX)
     assert str(found).startswith("grouped (chosen): no obstacle to a grouped product; torch was built without")
-    assert (
-        path(torch.bfloat16, CUDA, (48, 32), capability=H200, forced="scaled", quantizer=RECIPES["current"]).way
-        == "scaled"
-    )
+    of_float8 = path(torch.bfloat16, CUDA, (48, 32), capability=H200, forced="scaled", quantizer=RECIPES["current"])
+    assert of_float8.way == "scaled"
 
 
 def test_on_a_cpu_a_layer_says_why_not() -> None:
@@ -485,9 +461,7 @@ def test_on_a_gpu_it_is_near_the_product_of_the_values(form: str, recipe: str, s
     grad = of_output(found.shape, torch.bfloat16).cuda()
     found.backward(grad)
     wanted.backward(grad)
-    assert x.grad is not None
-    assert y.grad is not None
-    for one, two in ((found, wanted), (x.grad, y.grad)):
+    for one, two in ((found, wanted), (grad_of(x), grad_of(y))):
         assert not one[sum(splits) :].any()
         assert not any(splits) or 0 < _far(one, two) < FAR
     assert len(list(made.parameters())) in (2, 2 * EXPERTS)
@@ -503,12 +477,7 @@ def test_one_capture_serves_all_splits_of_codes(recipe: str) -> None:
     _needs_a_kernel(made, x)
     grad = of_output((512, 384), torch.bfloat16).cuda()
     counts = torch.tensor([128, 0, 77, 300], device=CUDA)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            torch.autograd.grad(made(x, counts), x, grad)
-    torch.cuda.current_stream().wait_stream(side)
+    warm_up(lambda: torch.autograd.grad(made(x, counts), x, grad))
     graph = torch.cuda.CUDAGraph()
     with nothing_waits(), torch.cuda.graph(graph):
         found = made(x, counts)

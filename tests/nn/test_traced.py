@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from tests.cuda import nothing_waits
-from tests.nn.layers import EXPERTS, ROWS, SINGLE, SPLITS, expected, experts, layer, of_output, rows, run
+from tests.nn.layers import (
+    EXPERTS,
+    ROWS,
+    SINGLE,
+    SPLITS,
+    assert_close,
+    expected,
+    grad_of,
+    layer,
+    of_output,
+    rows,
+    run,
+    warm_up,
+)
 from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear
 from transaxle.quant import Float8CurrentScaling
@@ -23,34 +37,22 @@ WITHIN = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
     ("said", "dtype"), [(SINGLE, torch.bfloat16), ({"in_features": 15, "out_features": 23}, torch.float32)], ids=str
 )
 def test_it_compiles_to_one_graph_for_all_splits(said: dict[str, Any], dtype: torch.dtype) -> None:
-    torch._dynamo.reset()
-    made = layer(params_dtype=dtype, **said)
-    graphs = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(made, fullgraph=True, backend=backend)
+    made, graphs = layer(params_dtype=dtype, **said), Graphs()
+    compiled = torch.compile(made, fullgraph=True, backend=graphs)
     x = rows(made, dtype=dtype)
     for splits in SPLITS:
         _forget(made, x)
         found = compiled(x, torch.tensor(splits))
         found.backward(of_output(found.shape, found.dtype))
         mine = {name: one.grad.clone() for name, one in made.named_parameters() if one.grad is not None}
-        assert x.grad is not None
-        mine |= {"output": found.detach(), "input": x.grad.clone()}
-        wanted = expected(made, x, splits)
-        for name, one in mine.items():
-            torch.testing.assert_close(one, wanted[name], rtol=WITHIN[dtype], atol=10 * WITHIN[dtype])
+        mine |= {"output": found.detach(), "input": grad_of(x).clone()}
+        assert_close(mine, expected(made, x, splits), WITHIN[dtype])
     assert len(graphs) == 1
-    torch._dynamo.reset()
 
 
 @quiet
 def test_the_gradients_are_traced_too() -> None:
     """Ahead of time, forward and backward become two graphs, which know of no number of rows."""
-    torch._dynamo.reset()
     made = layer(**SINGLE)
     compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
     x = rows(made)
@@ -58,25 +60,20 @@ def test_the_gradients_are_traced_too() -> None:
         _forget(made, x)
         found = compiled(x, torch.tensor(splits))
         found.backward(of_output(found.shape, found.dtype))
-        assert x.grad is not None
-        mine = x.grad.clone()
+        mine = grad_of(x).clone()
         assert torch.equal(mine, expected(made, x, splits)["input"])
-    torch._dynamo.reset()
 
 
 @quiet
 def test_a_list_of_splits_is_traced_too() -> None:
-    torch._dynamo.reset()
     made = layer()
     compiled = torch.compile(made, fullgraph=True, backend="eager")
     for splits in SPLITS[:3]:
         assert torch.equal(compiled(rows(made), splits), made(rows(made), splits))
-    torch._dynamo.reset()
 
 
 @quiet
 def test_the_other_way_breaks_the_graph_where_it_has_to_read() -> None:
-    torch._dynamo.reset()
     made = layer().force_path("per_expert")
     whole = torch.compile(made, fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="needs m_splits on the host"):
@@ -84,20 +81,17 @@ def test_the_other_way_breaks_the_graph_where_it_has_to_read() -> None:
     assert torch.equal(whole(rows(made), SPLITS[0]), made(rows(made), SPLITS[0]))
     broken = torch.compile(made, backend="eager")
     assert torch.equal(broken(rows(made), torch.tensor(SPLITS[0])), made(rows(made), SPLITS[0]))
-    torch._dynamo.reset()
 
 
 @quiet
 @pytest.mark.parametrize("said", [{"recipe": Float8CurrentScaling()}, {"delay_wgrad_compute": True}], ids=str)
 def test_what_is_not_traced_runs_outside_of_the_graph(said: dict[str, Any]) -> None:
-    torch._dynamo.reset()
     made = layer(**said)
     x = rows(made)
     found = run(torch.compile(made, backend="aot_eager"), x, torch.tensor(SPLITS[0]))  # type: ignore[arg-type]
     assert torch.equal(found["input"], expected(made, x, SPLITS[0])["input"])
     with pytest.raises(torch._dynamo.exc.Unsupported, match="are not traced"):
         torch.compile(made, fullgraph=True, backend="eager")(x, torch.tensor(SPLITS[0]))
-    torch._dynamo.reset()
 
 
 class _Between(torch.nn.Module):
@@ -120,19 +114,12 @@ class _Between(torch.nn.Module):
 )
 def test_ten_steps_with_changing_splits_compile_once(said: dict[str, Any], breaks: int) -> None:
     """What is quantized, or delays its gradients, breaks the graph in one place, and nothing is compiled again."""
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     made = layer(**said)
-    model, graphs = _Between(made), list[Any]()
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model, backend=backend)
-    x = rows(made).detach()
-    seen = []
+    model, graphs = _Between(made), Graphs()
+    compiled = torch.compile(model, backend=graphs)
+    x, seen = rows(made).detach(), []
     for step in range(10):
         splits = torch.tensor(SPLITS[step % len(SPLITS)])
         found = compiled(x, splits)
@@ -144,6 +131,22 @@ def test_ten_steps_with_changing_splits_compile_once(said: dict[str, Any], break
         seen.append(len(graphs))
     assert seen == [breaks + 1] * 10
     assert len(torch._dynamo.utils.counters["graph_break"]) == breaks  # told for the layer and for what is around it
+
+
+class Graphs(list[Any]):
+    """A backend that keeps the graphs it is given, and runs them as they are."""
+
+    def __call__(self, graph: Any, _: Any) -> Any:
+        """Return what runs."""
+        self.append(graph)
+        return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    """What other tests compiled, or this one, is forgotten."""
+    torch._dynamo.reset()
+    yield
     torch._dynamo.reset()
 
 
@@ -165,12 +168,7 @@ def test_one_capture_serves_all_splits(said: dict[str, Any]) -> None:
     grad = of_output((ROWS, 128), torch.bfloat16).to("cuda")
     splits = torch.tensor(SPLITS[0], device="cuda")
     assert made.path(x).way == "grouped"
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            made(x, splits).backward(grad)
-    torch.cuda.current_stream().wait_stream(side)
+    warm_up(lambda: made(x, splits).backward(grad))
     for one in (x, *made.parameters()):
         one.grad = None
     graph = torch.cuda.CUDAGraph()
@@ -186,8 +184,7 @@ def test_one_capture_serves_all_splits(said: dict[str, Any]) -> None:
         fresh = _on_gpu(**said)
         eager = fresh(other, torch.tensor(numbers, device="cuda"))
         eager.backward(grad)
-        assert other.grad is not None
-        wanted = [eager.detach(), other.grad, *(one.grad for one in fresh.parameters() if one.grad is not None)]
+        wanted = [eager.detach(), grad_of(other), *(one.grad for one in fresh.parameters() if one.grad is not None)]
         assert all(torch.equal(one, two) for one, two in zip(replayed, wanted, strict=True)), numbers
 
 
@@ -196,21 +193,8 @@ def test_one_capture_serves_all_splits(said: dict[str, Any]) -> None:
 def test_on_a_gpu_it_is_a_loop_of_linears(splits: list[int]) -> None:
     made = _on_gpu()
     x = torch.randn(ROWS, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    found = made(x, torch.tensor(splits, device="cuda"))
-    found.backward(torch.ones_like(found))
-    mine = [x.grad, *(one.grad for one in made.parameters())]
-    x.grad = None
-    made.zero_grad()
-    start, parts = 0, []
-    for count, weight, bias in zip(splits, experts(made, "weight"), experts(made, "bias"), strict=True):
-        parts.append(torch.nn.functional.linear(x[start : start + count], weight, bias))
-        start += count
-    wanted = torch.cat([*parts, x.new_zeros((ROWS - start, 128))])
-    torch.testing.assert_close(found, wanted, rtol=3e-2, atol=0.3)
-    wanted.backward(torch.ones_like(wanted))
-    for one, two in zip(mine, [x.grad, *(one.grad for one in made.parameters())], strict=True):
-        assert one is not None
-        torch.testing.assert_close(one, torch.zeros_like(one) if two is None else two, rtol=3e-2, atol=0.3)
+    grad = torch.ones((ROWS, 128), dtype=torch.bfloat16, device="cuda")
+    assert_close(run(made, x, torch.tensor(splits, device="cuda"), grad), expected(made, x, splits, grad), 3e-2)
 
 
 @pytest.mark.gpu
