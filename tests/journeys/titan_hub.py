@@ -137,16 +137,12 @@ def _kimi(_: Any, tower: Any, text: dict[str, Any]) -> dict[str, Any]:
         "vision_start_token_id": 4,
         "vision_end_token_id": 5,
         "vision_config": {
-            "hidden_size": tower.dim,
-            "intermediate_size": tower.block.mlp.fc1.out_features,
-            "num_hidden_layers": tower.num_layers,
-            "num_attention_heads": tower.num_heads,
-            "patch_size": tower.patch_size,
-            "pos_emb_height": tower.init_pos_emb_height,
-            "pos_emb_width": tower.init_pos_emb_width,
-            "merge_kernel_size": tower.merge_kernel_size,
+            "hidden_size": tower.dim, "intermediate_size": tower.block.mlp.fc1.out_features,
+            "num_hidden_layers": tower.num_layers, "num_attention_heads": tower.num_heads,
+            "patch_size": tower.patch_size, "pos_emb_height": tower.init_pos_emb_height,
+            "pos_emb_width": tower.init_pos_emb_width, "merge_kernel_size": tower.merge_kernel_size,
         },
-    }
+    }  # fmt: skip
 
 
 def _muse(model: Any) -> dict[str, Any]:
@@ -181,17 +177,12 @@ _MUSE = {
 
 def _muse_pictures(model: Any, tower: Any, text: dict[str, Any]) -> dict[str, Any]:
     vision = {
-        "hidden_size": tower.latent_dim,
-        "intermediate_size": tower.block.mlp.fc1.out_features,
-        "num_hidden_layers": tower.num_layers,
-        "num_attention_heads": tower.num_heads,
-        "patch_size": tower.patch_size,
-        "pos_emb_height": tower.pos_emb_grid_h,
-        "pos_emb_width": tower.pos_emb_grid_w,
-        "patch_temporal": tower.patch_temporal,
-        "merge_size": tower.downsample_factor,
+        "hidden_size": tower.latent_dim, "intermediate_size": tower.block.mlp.fc1.out_features,
+        "num_hidden_layers": tower.num_layers, "num_attention_heads": tower.num_heads, "patch_size": tower.patch_size,
+        "pos_emb_height": tower.pos_emb_grid_h, "pos_emb_width": tower.pos_emb_grid_w,
+        "patch_temporal": tower.patch_temporal, "merge_size": tower.downsample_factor,
         "layer_types": ["window_attention", "full_attention"],
-    }
+    }  # fmt: skip
     sizes = {"out_hidden_size": tower.output_dim, "projector_hidden_size": model.vision_adapter.c_fc.out_features}
     return {**_MUSE, **sizes, "text_config": text, "vision_config": vision}
 
@@ -237,17 +228,14 @@ def _qwen_pictures(_: Any, tower: Any, text: dict[str, Any]) -> dict[str, Any]:
         "vision_start_token_id": 4,
         "vision_end_token_id": 5,
         "vision_config": {
-            "depth": tower.num_layers,
-            "hidden_size": tower.dim,
-            "intermediate_size": tower.block.mlp.fc1.out_features,
-            "num_heads": tower.num_heads,
-            "patch_size": tower.patch_size,
-            "spatial_merge_size": tower.spatial_merge_size,
+            "depth": tower.num_layers, "hidden_size": tower.dim,
+            "intermediate_size": tower.block.mlp.fc1.out_features, "num_heads": tower.num_heads,
+            "patch_size": tower.patch_size, "spatial_merge_size": tower.spatial_merge_size,
             "temporal_patch_size": tower.temporal_patch_size,
             "num_position_embeddings": tower.num_position_embeddings,
             "out_hidden_size": tower.merger.fc2.out_features,
         },
-    }
+    }  # fmt: skip
 
 
 _FAMILIES = {

@@ -103,11 +103,9 @@ def _with_gradients(
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a gradient; zeros where there is none."""
-    return (
-        torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        if tensor.grad is None
-        else tensor.grad.detach().clone()
-    )
+    if tensor.grad is None:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.grad.detach().clone()
 
 
 def warm_up(step: Callable[[], object]) -> None:

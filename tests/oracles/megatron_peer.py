@@ -286,16 +286,13 @@ def local_model(config: Config) -> Iterator[Any]:
                     layer.submodules.self_attention.submodules.core_attention = PlainAttention
             with patch.object(multi_latent_attention, "HAVE_TE", new=False):
                 built = GPTModel(
-                    settings,
-                    layers,
+                    settings, layers,
                     mtp_block_spec=get_gpt_mtp_block_spec(settings, layers, use_transformer_engine=False),
-                    vocab_size=known.vocab_size,
-                    max_sequence_length=64,
-                    share_embeddings_and_output_weights=known.tie_word_embeddings,
-                    position_embedding_type="rope",
+                    vocab_size=known.vocab_size, max_sequence_length=64,
+                    share_embeddings_and_output_weights=known.tie_word_embeddings, position_embedding_type="rope",
                     rotary_base=known.rope_parameters["rope_theta"],
                     rotary_percent=known.rope_parameters.get("partial_rotary_factor", 1.0),
-                )
+                )  # fmt: skip
             yield built.eval()
         finally:
             parallel_state.destroy_model_parallel()
@@ -348,14 +345,11 @@ def transformer_config(known: Any) -> Any:
     if hasattr(known, "n_shared_experts"):
         moe |= {
             "moe_shared_expert_intermediate_size": known.moe_intermediate_size * known.n_shared_experts,
-            "moe_router_score_function": "sigmoid",
-            "moe_router_num_groups": known.n_group,
-            "moe_router_group_topk": known.topk_group,
-            "moe_router_topk_scaling_factor": known.routed_scaling_factor,
-            "moe_router_enable_expert_bias": True,
-            "moe_router_pre_softmax": True,
+            "moe_router_score_function": "sigmoid", "moe_router_num_groups": known.n_group,
+            "moe_router_group_topk": known.topk_group, "moe_router_topk_scaling_factor": known.routed_scaling_factor,
+            "moe_router_enable_expert_bias": True, "moe_router_pre_softmax": True,
             "mtp_num_layers": known.num_nextn_predict_layers or None,
-        }
+        }  # fmt: skip
     oss = known.model_type == _OSS
     norms = known.model_type.startswith("qwen3") or kind is MLATransformerConfig
     if oss:

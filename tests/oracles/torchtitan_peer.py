@@ -124,14 +124,11 @@ def _configuration(config: Config) -> Any:
     width, vocabulary = config["hidden_size"], config["vocab_size"]
     model, layers = _LAYERS[_FAMILIES[config["model_type"]]](config)
     return model(
-        dim=width,
-        vocab_size=vocabulary,
-        enable_weight_tying=config["tie_word_embeddings"],
+        dim=width, vocab_size=vocabulary, enable_weight_tying=config["tie_word_embeddings"],
         tok_embeddings=Embedding.Config(num_embeddings=vocabulary, embedding_dim=width, param_init=init),
         norm=RMSNorm.Config(normalized_shape=width, param_init=init),
-        lm_head=Linear.Config(in_features=width, out_features=vocabulary, param_init=init),
-        **layers,
-    )
+        lm_head=Linear.Config(in_features=width, out_features=vocabulary, param_init=init), **layers,
+    )  # fmt: skip
 
 
 def _llama(config: Config) -> tuple[Any, dict[str, Any]]:

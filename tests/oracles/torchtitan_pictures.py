@@ -110,20 +110,13 @@ def _qwen(config: Config) -> Any:
 def _qwen_layers(text: Config) -> Any:
     qwen3_5 = _package("qwen3_5")
     sizes = {
-        "n_layers": text["num_hidden_layers"],
-        "dim": text["hidden_size"],
-        "n_heads": text["num_attention_heads"],
-        "n_kv_heads": text["num_key_value_heads"],
-        "head_dim": text["head_dim"],
-        "rotary_dim": 4,
+        "n_layers": text["num_hidden_layers"], "dim": text["hidden_size"], "n_heads": text["num_attention_heads"],
+        "n_kv_heads": text["num_key_value_heads"], "head_dim": text["head_dim"], "rotary_dim": 4,
         "rope": qwen3_5.MRoPE.Config(dim=4, max_seq_len=64, theta=1e4, mrope_section=[1, 1, 0]),
-        "n_key_heads": text["linear_num_key_heads"],
-        "n_value_heads": text["linear_num_value_heads"],
-        "key_head_dim": text["linear_key_head_dim"],
-        "value_head_dim": text["linear_value_head_dim"],
-        "full_attention_interval": text["layer_types"].index("full_attention") + 1,
-        "attn_backend": "flex",
-    }
+        "n_key_heads": text["linear_num_key_heads"], "n_value_heads": text["linear_num_value_heads"],
+        "key_head_dim": text["linear_key_head_dim"], "value_head_dim": text["linear_value_head_dim"],
+        "full_attention_interval": text["layer_types"].index("full_attention") + 1, "attn_backend": "flex",
+    }  # fmt: skip
     if "num_experts" not in text:
         return qwen3_5._build_qwen35_layers(hidden_dim=text["intermediate_size"], **sizes)
     return qwen3_5._build_qwen35_moe_layers(
@@ -145,16 +138,12 @@ def _kimi(config: Config) -> Any:
         norm=RMSNorm.Config(normalized_shape=text["hidden_size"], param_init=_ANY),
         layers=layers["layers"],
         vision_encoder=kimi._vision_encoder_config(
-            dim=vision["hidden_size"],
-            ffn_dim=vision["intermediate_size"],
-            num_layers=vision["num_hidden_layers"],
-            num_heads=vision["num_attention_heads"],
-            init_pos_emb_height=vision["pos_emb_height"],
-            init_pos_emb_width=vision["pos_emb_width"],
-            text_hidden_size=text["hidden_size"],
+            dim=vision["hidden_size"], ffn_dim=vision["intermediate_size"], num_layers=vision["num_hidden_layers"],
+            num_heads=vision["num_attention_heads"], init_pos_emb_height=vision["pos_emb_height"],
+            init_pos_emb_width=vision["pos_emb_width"], text_hidden_size=text["hidden_size"],
             **{key: vision[key] for key in ("patch_size", "merge_kernel_size")},
         ),
-    )
+    )  # fmt: skip
 
 
 def _muse(config: Config) -> Any:
@@ -163,15 +152,11 @@ def _muse(config: Config) -> Any:
     assert text["intermediate_size"] == 3 * text["hidden_size"]
     assert config["out_hidden_size"] == width * vision["merge_size"] ** 2
     tower = muse.muse_glimmer_vision_encoder_config(
-        latent_dim=width,
-        num_layers=vision["num_hidden_layers"],
-        num_heads=vision["num_attention_heads"],
-        mlp_ratio=vision["intermediate_size"] / width,
-        downsample_factor=vision["merge_size"],
-        pos_emb_grid_h=vision["pos_emb_height"],
-        pos_emb_grid_w=vision["pos_emb_width"],
+        latent_dim=width, num_layers=vision["num_hidden_layers"], num_heads=vision["num_attention_heads"],
+        mlp_ratio=vision["intermediate_size"] / width, downsample_factor=vision["merge_size"],
+        pos_emb_grid_h=vision["pos_emb_height"], pos_emb_grid_w=vision["pos_emb_width"],
         **{key: vision[key] for key in ("patch_size", "patch_temporal")},
-    )
+    )  # fmt: skip
     adapted = config["projector_hidden_size"]
     return muse._muse_glimmer_config(
         dim=text["hidden_size"], n_layers=text["num_hidden_layers"], n_heads=text["num_attention_heads"],

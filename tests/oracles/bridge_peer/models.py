@@ -111,13 +111,10 @@ _STEP: Config = {
     "zero_centered": True,
 }  # fmt: skip
 _STEP_AHEAD = {
-    "num_nextn_predict_layers": 1,
-    "layer_types": [*_STEP["layer_types"], "sliding_attention"],
-    "rope_theta": [*_STEP["rope_theta"], 1e4],
-    "partial_rotary_factors": [*_STEP["partial_rotary_factors"], 1.0],
-    "swiglu_limits": [*_STEP["swiglu_limits"], 0.0],
-    "swiglu_limits_shared": [*_STEP["swiglu_limits_shared"], 0.0],
-}
+    "num_nextn_predict_layers": 1, "layer_types": [*_STEP["layer_types"], "sliding_attention"],
+    "rope_theta": [*_STEP["rope_theta"], 1e4], "partial_rotary_factors": [*_STEP["partial_rotary_factors"], 1.0],
+    "swiglu_limits": [*_STEP["swiglu_limits"], 0.0], "swiglu_limits_shared": [*_STEP["swiglu_limits_shared"], 0.0],
+}  # fmt: skip
 _TOWER = {"hidden_size": 32, "intermediate_size": 36}
 _QWEN_TOWER = {
     **_TOWER, "depth": 2, "num_heads": 4, "out_hidden_size": 40, "in_channels": 3, "patch_size": 4,

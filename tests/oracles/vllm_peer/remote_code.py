@@ -27,16 +27,12 @@ def _gated(name: str, width: int) -> _Shapes:
 def _step_attention(heads: int) -> _Shapes:
     """Attention of Step-3.5, and the norms of its layer."""
     return {
-        "input_layernorm.weight": (128,),
-        "self_attn.q_proj.weight": (heads * 64, 128),
-        "self_attn.k_proj.weight": (2 * 64, 128),
-        "self_attn.v_proj.weight": (2 * 64, 128),
-        "self_attn.o_proj.weight": (128, heads * 64),
-        "self_attn.q_norm.weight": (64,),
-        "self_attn.k_norm.weight": (64,),
-        "self_attn.g_proj.weight": (heads, 128),
+        "input_layernorm.weight": (128,), "self_attn.q_proj.weight": (heads * 64, 128),
+        "self_attn.k_proj.weight": (2 * 64, 128), "self_attn.v_proj.weight": (2 * 64, 128),
+        "self_attn.o_proj.weight": (128, heads * 64), "self_attn.q_norm.weight": (64,),
+        "self_attn.k_norm.weight": (64,), "self_attn.g_proj.weight": (heads, 128),
         "post_attention_layernorm.weight": (128,),
-    }
+    }  # fmt: skip
 
 
 _LING = {
@@ -53,19 +49,16 @@ _LING_STORED = {
     **_in_layers(
         range(2),
         {
-            "input_layernorm.weight": (128,),
-            "attention.query_key_value.weight": (12 * 64, 128),
-            "attention.dense.weight": (128, 8 * 64),
-            "attention.query_layernorm.weight": (64,),
-            "attention.key_layernorm.weight": (64,),
-            "post_attention_layernorm.weight": (128,),
+            "input_layernorm.weight": (128,), "attention.query_key_value.weight": (12 * 64, 128),
+            "attention.dense.weight": (128, 8 * 64), "attention.query_layernorm.weight": (64,),
+            "attention.key_layernorm.weight": (64,), "post_attention_layernorm.weight": (128,),
         },
     ),
     **_in_layers([0], _gated("mlp", 96)),
     **_in_layers([1], {"mlp.gate.weight": (10, 128), "mlp.gate.expert_bias": (10,)}),
     **_in_layers([1], _gated("mlp.shared_experts", 24)),
     **_in_layers([1], {k: v for e in range(10) for k, v in _gated(f"mlp.experts.{e}", 24).items()}),
-}
+}  # fmt: skip
 STEP = {
     **DENSE,
     "model_type": "step3p5",
@@ -85,17 +78,12 @@ STEP = {
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
 STEP_STORED = {
-    "model.embed_tokens.weight": (90, 128),
-    "model.norm.weight": (128,),
-    "lm_head.weight": (90, 128),
-    **_in_layers([0], _step_attention(8)),
-    **_in_layers([1], _step_attention(12)),
-    **_in_layers([0], _gated("mlp", 96)),
-    **_in_layers([1], {"moe.gate.weight": (10, 128), "moe.router_bias": (10,)}),
+    "model.embed_tokens.weight": (90, 128), "model.norm.weight": (128,), "lm_head.weight": (90, 128),
+    **_in_layers([0], _step_attention(8)), **_in_layers([1], _step_attention(12)),
+    **_in_layers([0], _gated("mlp", 96)), **_in_layers([1], {"moe.gate.weight": (10, 128), "moe.router_bias": (10,)}),
     **_in_layers([1], {"moe.gate_proj.weight": (10, 24, 128), "moe.up_proj.weight": (10, 24, 128)}),
-    **_in_layers([1], {"moe.down_proj.weight": (10, 128, 24)}),
-    **_in_layers([1], _gated("share_expert", 40)),
-}
+    **_in_layers([1], {"moe.down_proj.weight": (10, 128, 24)}), **_in_layers([1], _gated("share_expert", 40)),
+}  # fmt: skip
 
 REMOTE_CODE = {
     "bailing_moe_v2": Model("BailingMoeV2ForCausalLM", _LING, stored=_LING_STORED),
