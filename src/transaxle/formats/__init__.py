@@ -1,3 +1,3 @@
-"""Checkpoint formats: how a container on disk is recognised, catalogued, read and written. A file name inside a
-checkpoint can never lead outside of the checkpoint's folder.
+"""Checkpoint formats: how a checkpoint's files on disk are recognised, catalogued, read and written. A file name inside
+a checkpoint can never lead outside the checkpoint's folder.
 """

@@ -1,20 +1,21 @@
-"""The catalog of a container: its tensors and the places of their bytes, known before any data is read.
+"""The catalog of a checkpoint: its tensors and the places of their bytes, known before any data is read.
 
-Readers, drafts and plans all use catalogs. An existing container (`Container`) and one not yet written (`Draft`) are
-described alike: by entries, each with extents (chunks of its bytes in files). A plan is therefore a list of copies
-between two catalogs.
+The readers of checkpoint formats, the drafts of new checkpoints, and conversion plans all use catalogs. An existing
+checkpoint (`Container`) and a checkpoint that is not yet written (`Draft`) are described in the same way: by one entry
+for each tensor, with extents, which are the tensor's chunks in files. A conversion plan is therefore a list of copies
+from one catalog to a second catalog.
 
-A `Seal` locates the digests (hashes of its bytes) that a file contains itself, if the file is a whole checkpoint
-without a manifest: one digest for each tensor, and one for all bytes outside the tensors. Digests are known only after
-the bytes are written, so space of a fixed width is reserved for the digests and filled in last. Other programs see the
-digests as ordinary metadata.
+A file that is a whole checkpoint has no manifest beside it; it contains digests (hashes) of its own bytes instead: one
+digest for each tensor, and one for all bytes outside the tensors. A `Seal` records where the digests are. Digests are
+known only after the tensors' bytes are written, so space of a fixed width is reserved for the digests and filled in
+last. To other programs the digests are ordinary metadata.
 
-A plain number in a container's metadata, such as a number in a pickle, becomes a tensor without dims. The bytes of a
-metadata number are in a pseudo-file in memory, `NUMBERS`, a name that no real file can have.
+A plain number in a checkpoint's metadata, such as a number in a pickle, becomes a tensor without dims. The bytes of
+such numbers are in a pseudo-file in memory, named `NUMBERS`; no real file can have this name.
 
-Dtypes are named by their safetensors code. A dtype without a safetensors code has torch's name in capitals
-(`COMPLEX32`); formats that cannot store the dtype refuse it. Shapes of F4 and F6 count *elements*, although their bytes
-are packed along the last dim.
+Dtypes are named by their safetensors codes. A dtype without a safetensors code gets torch's name in capitals
+(`COMPLEX32`); formats that cannot store the dtype refuse it. Shapes of F4 and F6 tensors count *elements*, although the
+bytes of these tensors are packed along the last dim.
 """
 
 from __future__ import annotations
@@ -48,21 +49,23 @@ BITS: dict[str, int] = {
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-"""Bits per element by safetensors code, in the order by which the safetensors library sorts tensors."""
+"""Safetensors dtype code -> bits per element, in the order in which the safetensors library sorts tensors."""
 
 ITEM_BITS: dict[str, int] = BITS | {
     "COMPLEX32": 32, "COMPLEX128": 128, "QINT8": 8, "QUINT8": 8, "QINT32": 32, "QUINT4X2": 8, "QUINT2X4": 8,
     "BITS8": 8, "BITS16": 16, "BITS1X8": 8, "BITS2X4": 8, "BITS4X2": 8,
     **{f"{sign}INT{bits}": 8 for sign in ("", "U") for bits in range(1, 8)},
 }  # fmt: skip
-"""Bits per element of every dtype that may be stored; torch's packed dtypes count as 8 bits."""
+"""Dtype code -> bits per element, for every dtype that a checkpoint may contain; torch's packed dtypes count as
+8 bits.
+"""
 
 Shape = tuple[int, ...]
 
 
 @cache
 def _numpy() -> Mapping[str, np.dtype]:
-    """Return the numpy dtypes by code; the first call imports `ml_dtypes`."""
+    """Return safetensors dtype code -> numpy dtype; the first call imports `ml_dtypes`."""
     import ml_dtypes
 
     return {
@@ -78,7 +81,7 @@ def _numpy() -> Mapping[str, np.dtype]:
 
 
 def numpy_dtype(code: str) -> np.dtype:
-    """Return the numpy dtype of a code; U8 for packed dtypes (F4, F6) and for plain bytes."""
+    """Return the numpy dtype of a safetensors code; it is U8 for packed dtypes (F4, F6) and for plain bytes."""
     return _numpy().get(code, np.dtype("u1"))
 
 
@@ -88,7 +91,7 @@ def _codes() -> Mapping[np.dtype, str]:
 
 
 def is_scalar(value: object) -> bool:
-    """Tell whether a value is a numpy scalar, without importing numpy."""
+    """Return whether a value is a numpy scalar, without importing numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic)
 
@@ -103,34 +106,32 @@ def code_of(dtype: np.dtype) -> str:
     """Return the safetensors code of a numpy dtype.
 
     Raises:
-        KeyError: for a dtype without a code.
+        KeyError: if the dtype has no code.
     """
     return _codes()[dtype]
 
 
 def number_value(data: bytes, code: str) -> float:
-    """Return the number that the bytes of one element encode, such as an optimizer's step; integers stay
-    exact.
-    """
+    """Return the number that one tensor element's bytes encode, such as an optimizer's step; integers stay exact."""
     value: float = scalar(data, code).item()
     return value
 
 
 PACKED = {"F4": 2}
-"""Maps a dtype code to the number of elements that torch counts as one along the last dim."""
+"""Dtype code -> how many elements along the last dim torch counts as one element."""
 
 
 def elements_shape(counts: Shape, code: str) -> Shape:
-    """Convert torch's shape to the shape in elements, which differs for packed dtypes."""
+    """Convert a shape in torch's count to a shape in elements; the two differ only for packed dtypes."""
     packed = PACKED.get(code, 1)
     return counts if packed == 1 or not counts else (*counts[:-1], counts[-1] * packed)
 
 
 def packed_width(code: str, width: int) -> int:
-    """Return the number of bytes of `width` consecutive elements in a row.
+    """Return the number of bytes that `width` consecutive elements of a tensor's row occupy.
 
     Raises:
-        Refused: SHAPE_MISMATCH if packed elements do not fill whole bytes.
+        Refused: with code SHAPE_MISMATCH if packed elements do not fill whole bytes.
     """
     bits = ITEM_BITS[code] * width
     if bits % 8:
@@ -140,7 +141,9 @@ def packed_width(code: str, width: int) -> int:
 
 @lru_cache(maxsize=4096)
 def nbytes(code: str, shape: tuple[int, ...]) -> int:
-    """Return the size in bytes of a dense tensor; see `packed_width`. Cached, as a model has few distinct shapes."""
+    """Return the size in bytes of a tensor without gaps; packed dtypes count as in `packed_width`. Results are cached,
+    because a model has few distinct shapes.
+    """
     count = 1
     for size in shape:
         count *= size
@@ -148,146 +151,154 @@ def nbytes(code: str, shape: tuple[int, ...]) -> int:
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False):
-    """A rectangular chunk of a stored tensor, and the place of its bytes in a file."""
+    """A rectangular chunk of a stored tensor, and the place of the chunk's bytes in a file."""
 
     start: tuple[int, ...]
     """Index of the chunk's first element in the stored tensor, one number for each dim."""
     shape: tuple[int, ...]
     """Size of the chunk in each dim, in elements."""
     file: str
-    """Name of the file that contains the chunk, relative to the container."""
+    """Name of the file that contains the chunk, relative to the checkpoint's folder."""
     offset: int
     """Byte offset of the chunk's first element in the file."""
     strides: tuple[int, ...] | None = None
-    """Strides in the file, in elements; None if the chunk is row-major without gaps."""
+    """Strides of the chunk in the file, in elements; None if the chunk is row-major without gaps."""
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """A stored tensor: its dtype, its shape, and its extents."""
+    """A stored tensor: its dtype, its shape, and the extents of its chunks."""
 
     name: str
     dtype: str
     """Code of the dtype: a key of `ITEM_BITS`, in most cases a safetensors code."""
     shape: tuple[int, ...]
-    """Shape of the tensor in elements, also for packed dtypes."""
+    """Shape of the tensor, always in elements, even if the dtype is packed."""
     extents: tuple[Extent, ...]
     """Chunks that tile the tensor without gaps or overlaps."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in bytes when stored densely."""
+        """Return the size of the tensor in bytes when its elements are stored without gaps."""
         return nbytes(self.dtype, self.shape)
 
 
 class Checksum(msgspec.Struct, frozen=True, gc=False):
-    """A checksum that a file has for a range of its bytes; the checksum is checked when the range has been read."""
+    """A checksum that a checkpoint's file contains for a range of the file's bytes; it is checked once the range has
+    been read.
+    """
 
     file: str
-    """Name of the file that contains the range, relative to the container."""
+    """Name of the file that contains the byte range, relative to the checkpoint's folder."""
     offset: int
-    """Offset in the file of the range's first byte."""
+    """Offset in the file of the byte range's first byte."""
     size: int
-    """Size of the range in bytes."""
+    """Size of the byte range."""
     crc32: int
-    """CRC-32 of the bytes in the range."""
+    """CRC-32 of the byte range."""
     what: str
-    """Description of the range for error messages, such as a record's name."""
+    """Description of the byte range for error messages, such as the name of an archive's record."""
 
     @property
     def end(self) -> int:
-        """Offset in the file after the range's last byte."""
+        """Return the offset in the file after the byte range's last byte."""
         return self.offset + self.size
 
 
 class Twin(msgspec.Struct, frozen=True):
-    """Two stored tensors that must be equal, such as a replica on another rank, or a step number in several files."""
+    """Two stored tensors that must be equal, such as a tensor and its replica on a second rank, or a step number in
+    several files.
+    """
 
     first: Entry
-    """The tensor that conversions read; the second tensor is only compared."""
+    """The tensor that conversions read; the tensor `second` is only compared with it."""
     second: Entry
-    """The copy that is compared, of the same dtype and shape as the first tensor."""
+    """The tensor that is only compared; it has the dtype and shape of `first`."""
     why: str
     """Reason for which the two tensors must be equal, for error messages."""
     replica: bool = False
-    """Whether the two are copies that ranks update independently, so that the values may have drifted apart."""
+    """Whether the two tensors are replicas that ranks update independently, so that their values may have drifted
+    apart."""
     rounded: bool = False
-    """Whether the copy has lower precision; it must then equal, bit by bit, the first tensor after rounding."""
+    """Whether `second` has lower precision; it must then equal, bit by bit, the tensor `first` after rounding."""
     dates: bool = False
-    """Whether equality proves that two files come from one save; such tensors are compared even if nothing else reads
-    them."""
+    """Whether equality of the two tensors proves that two files come from one save; such tensors are compared even if
+    nothing else reads them."""
 
 
 class Recoding(msgspec.Struct, frozen=True):
-    """Conversions of tensor values while a container is read: decoding, casts, and a merged adapter."""
+    """How tensor values are changed while a checkpoint is read: by decoding, by casts, or by merging an adapter."""
 
     computed: Mapping[str, ComputedTensor] = msgspec.field(default_factory=dict)
-    """Maps the name of a virtual file to the computation that produces its values."""
+    """Name of a virtual file -> the computation that produces the file's values."""
     dtype: str | None = None
-    """Safetensors code of the dtype that plain tensors are cast to; None: no cast."""
+    """Safetensors code of the dtype to which plain tensors are cast; None means no cast."""
     stayed: tuple[str, ...] = ()
-    """Names of the plain tensors that keep their dtype while all other plain tensors are cast."""
+    """Names of the plain tensors that keep their dtype although all other plain tensors are cast."""
     adapter: Container | None = None
     """The LoRA adapter that is merged into the weights."""
     notes: tuple[str, ...] = ()
-    """Sentences about the recoding, which are shown with a plan."""
+    """Sentences about the recoding that are shown together with a conversion plan."""
     compact: Mapping[str, Entry] = msgspec.field(default_factory=dict)
-    """Maps scales that are stored in a kernel's order to the entry of the same scales in row-major order."""
+    """Name of a scales tensor that is stored in a kernel's element order -> entry of the same scales in row-major
+    order."""
     compact_notes: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Maps each tensor in `compact` to the metadata that describes it in row-major order."""
+    """Name of each tensor in `compact` -> metadata that describes the tensor in row-major order."""
 
 
 class Container(msgspec.Struct, frozen=True):
-    """An opened checkpoint: its catalog, and the storage of its files."""
+    """An opened checkpoint: its catalog of tensors, and the storage that reads its files."""
 
     format: str
     """Name of the checkpoint's format, such as `safetensors`."""
     path: str
     """Path of the checkpoint as the user typed it."""
     storage: Storage
-    """Storage that reads byte ranges of `files`."""
+    """The storage that reads byte ranges of `files`."""
     entries: Mapping[str, Entry]
-    """Stored tensors by name, in file order."""
+    """Tensor name -> catalog entry, in the order of the files."""
     files: Mapping[str, int]
-    """Size in bytes of each file that contains tensors or their description."""
+    """File name -> size in bytes, for each file that contains tensors or their description."""
     metadata: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Metadata of the container, in the structure that its format has."""
+    """Metadata of the checkpoint, in the structure that the format prescribes."""
     carried: tuple[str, ...] = ()
-    """Further files of the folder that conversions copy with the model (config, tokenizer)."""
+    """Names of further files of the folder that conversions copy along with the model, such as its config and its
+    tokenizer."""
     ignored: tuple[str, ...] = ()
-    """Names that conversions neither read nor copy: unrelated tensor files, hidden files, sub-folders, links and
-    special files; see `registry`.
+    """Names in the folder that conversions neither read nor copy: unrelated tensor files, hidden files, sub-folders,
+    links and special files; see `registry`.
     """
     checksums: tuple[Checksum, ...] = ()
-    """Checksums that the checkpoint's files contain, as their format provides; `verify` checks them."""
+    """Checksums that the checkpoint's files contain; `verify` checks them."""
     twins: tuple[Twin, ...] = ()
-    """Pairs of tensors that must be equal; each conversion compares them before it writes."""
+    """Pairs of tensors that must be equal; each conversion compares the two tensors of a pair before it writes."""
     left: Mapping[str, Entry] = msgspec.field(default_factory=dict)
-    """Tensors that the files contain, but that were not selected."""
+    """Tensor name -> catalog entry, for tensors that the files contain but that were not selected."""
     training: tuple[TrainingItem, ...] = ()
-    """Training state other than model and optimizer, such as schedules; see `TrainingItem`."""
+    """Training state other than the model and the optimizer, such as learning rate schedules."""
     seals: tuple[Seal, ...] = ()
-    """Locations of the digests that files contain of their own bytes; `verify` checks them."""
+    """Where files contain digests of their own bytes; `verify` checks these digests."""
     config: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Facts about the model from the container's own files, with the keys of a config.json; used if there is no
+    """Facts about the model from the checkpoint's own files, with the keys of a config.json; used if there is no
     config.json."""
     unread: tuple[Refusal, ...] = ()
-    """Refusals of optimizer state that cannot be read; the refusals are raised if the optimizer is requested."""
+    """Refusals of optimizer state that cannot be read; they are raised if the user requests the optimizer."""
     uncompared: tuple[Twin, ...] = ()
-    """Pairs of equal tensors that were not selected; only `verify` compares them."""
+    """Pairs of equal tensors that were not selected; only `verify` compares the two tensors of such a pair."""
     paths: Mapping[str, tuple[str | int, ...]] = msgspec.field(default_factory=dict)
-    """Maps a tensor to its key path in the state dict, for tensors outside the model's and the optimizer's dicts; see
+    """Tensor name -> key path in the state dict, for tensors outside the dicts of the model and the optimizer; see
     `State`."""
     recoding: Recoding = Recoding()
-    """The tensors that are computed, and the stored tensors from which they are computed."""
+    """Which tensors are computed, and from which stored tensors."""
 
     def with_computed(
         self, computed: Mapping[str, ComputedTensor], entries: Mapping[str, Entry], **changes: Any
     ) -> Container:
-        """Return the container with further computed tensors.
+        """Return the opened checkpoint with further computed tensors.
 
         Args:
-            computed: maps a virtual file's name, unique in the container, to the computation of its values.
-            entries: all tensors of the new container, including the computed ones.
+            computed: maps the name of a virtual file, unique in the checkpoint, to the computation of the file's
+                values.
+            entries: all tensors of the returned checkpoint, including the computed tensors.
             **changes: new values of fields of `Recoding` and `Container`.
         """
         recoding = {name: changes.pop(name) for name in Recoding.__struct_fields__ if name in changes}
@@ -298,16 +309,17 @@ class Container(msgspec.Struct, frozen=True):
 
     @property
     def beside(self) -> frozenset[str]:
-        """Names of the tensors that belong to the items of `training`."""
+        """Names of the tensors that belong to the training state in `training`."""
         return frozenset([item.name for item in self.training if item.name is not None])
 
     @property
     def nbytes(self) -> int:
-        """Total size of all tensors in bytes."""
+        """Return the total size in bytes of all tensors."""
         return sum(entry.nbytes for entry in self.entries.values())
 
     def without(self, names: Collection[str]) -> Container:
-        """Return the container without some tensors: these move to `left`, and their twins to `uncompared`.
+        """Return the opened checkpoint without some tensors: these tensors move to `left`, and their twins to
+        `uncompared`.
 
         Twins that prove that all files come from one save (`dates`) are still compared.
         """
@@ -338,7 +350,7 @@ class Spec(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fragment(msgspec.Struct, frozen=True):
-    """Bytes of a new file that do not depend on tensor values, such as a header or an index."""
+    """Bytes of a new file that do not depend on tensor values, such as the bytes of a header or an index."""
 
     file: str
     offset: int
@@ -346,33 +358,35 @@ class Fragment(msgspec.Struct, frozen=True):
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """The layout of a container that is not written yet: the place of each tensor in its files."""
+    """The layout of a checkpoint that is not written yet: the place of each tensor in the checkpoint's files."""
 
     format: str
     entries: Mapping[str, Entry]
-    """Tensors to write by name, in the order in which they are written."""
+    """Tensor name -> catalog entry of a tensor to write, in the order of writing."""
     files: Mapping[str, int]
-    """Final size of each file, in bytes."""
+    """File name -> final size of the file in bytes."""
     fragments: tuple[Fragment, ...]
     """All bytes of the files that are outside the tensors."""
     seal: Seal | None = None
-    """Space for digests in a single-file checkpoint; the fragment with the digests is written last. None: the
-    checkpoint gets no digests."""
+    """Space for digests in a checkpoint that is a single file; the fragment with the digests is written last. None
+    means that the checkpoint gets no digests."""
     copies: Mapping[str, tuple[Extent, ...]] = msgspec.field(default_factory=dict)
-    """Maps a tensor to further places of its bytes, for chunks that several ranks store."""
+    """Tensor name -> further places of the tensor's bytes, for chunks that several ranks store."""
     notes: tuple[str, ...] = ()
-    """Sentences for the user: settings that programs need to read the files, and assumptions where the source gives no
-    information."""
+    """Sentences for the user: which settings other programs need to read the files, and what was assumed where the
+    source checkpoint lacks information."""
 
     def early_fragments(self) -> tuple[Fragment, ...]:
-        """Return the fragments that can be written before any tensor: all but the one with space for digests."""
+        """Return the fragments that can be written before any tensor: all fragments except the one with space for
+        digests.
+        """
         return tuple(fragment for fragment in self.fragments if not self._contains_digests(fragment))
 
     def late_fragments(self, hashes: Mapping[str, str]) -> Iterator[Fragment]:
         """Yield the fragment that contains the digests, with all digests filled in.
 
         Args:
-            hashes: maps each tensor to the hash of its bytes.
+            hashes: maps the name of each tensor to the hash of the tensor's bytes.
         """
         if self.seal is None:
             return
@@ -384,7 +398,7 @@ class Draft(msgspec.Struct, frozen=True):
                 yield replace(sealed, data=data)
 
     def with_files(self, files: Mapping[str, bytes]) -> Draft:
-        """Return the draft with further files, given as a mapping from name to contents."""
+        """Return the draft with further files; `files` maps each file name to the file's contents."""
         fragments = (Fragment(name, 0, text) for name, text in sorted(files.items()))
         sizes = {name: len(text) for name, text in sorted(files.items())}
         return replace(self, files={**self.files, **sizes}, fragments=(*self.fragments, *fragments))
@@ -407,14 +421,15 @@ _BLOCK = 1 << 20
 
 
 class Seal(msgspec.Struct, frozen=True):
-    """Locations of the digests in a file, as byte offsets."""
+    """Where a file's digests are, as byte offsets in the file."""
 
     file: str
-    """Name of the file with the digests, relative to the container."""
+    """Name of the file that contains the digests, relative to the checkpoint's folder."""
     head: int
-    """Offset of the digest of all bytes outside the tensors; this digest is computed with zeros in its own place."""
+    """Offset of the digest of all bytes outside the tensors; this digest is computed with zeros at its own place in the
+    file."""
     places: Mapping[int, int]
-    """Maps the offset of each tensor that is not empty to the offset of its digest."""
+    """Offset of each tensor that is not empty -> offset of the tensor's digest."""
 
 
 def make_seal(file: str, head: int, begin: int, offsets: Iterable[int]) -> Seal:
@@ -430,7 +445,7 @@ def make_seal(file: str, head: int, begin: int, offsets: Iterable[int]) -> Seal:
 
 
 def read_digest(storage: Storage, seal: Seal, place: int) -> str:
-    """Read the digest that is stored at an offset of the file."""
+    """Read the digest that is stored at the offset `place` of the file."""
     return storage.read(seal.file, place, DIGITS).decode("latin-1")
 
 
@@ -438,9 +453,9 @@ def digest_outside(storage: Storage, seal: Seal, tensors: Iterable[tuple[int, in
     """Compute the digest of all bytes of a file outside its tensors.
 
     Args:
-        storage: storage of the file.
-        seal: locations of the file's digests.
-        tensors: `(first byte, offset after the last byte)` of each tensor.
+        storage: storage that reads the file.
+        seal: where the file's digests are.
+        tensors: `(first byte, offset after the last byte)` of each tensor in the file.
     """
     return _digest(_bytes_outside(storage, seal.file, tensors), seal.head)
 
@@ -455,7 +470,7 @@ def _bytes_outside(storage: Storage, file: str, tensors: Iterable[tuple[int, int
 
 
 def _digest(parts: Iterable[tuple[int, bytes]], head: int) -> str:
-    """Return the digest of `(offset, bytes)` parts, with zeros at `head`, the place of the digest itself."""
+    """Return the digest of `(offset, bytes)` pairs, with zeros at `head`, where the digest itself is stored."""
     state = xxhash.xxh3_128()
     for offset, data in parts:
         first, last = max(head, offset), min(head + DIGITS, offset + len(data))
@@ -466,12 +481,12 @@ def _digest(parts: Iterable[tuple[int, bytes]], head: int) -> str:
 
 
 def fill_digests(parts: Iterable[tuple[int, bytes]], seal: Seal, hashes: Mapping[int, str]) -> list[tuple[int, bytes]]:
-    """Return the bytes outside the tensors with the digests filled in.
+    """Return the bytes outside the tensors with all digests filled in.
 
     Args:
         parts: `(offset, bytes)` of all bytes outside the tensors, in file order.
-        seal: locations of the file's digests.
-        hashes: maps the offset of each tensor to its digest.
+        seal: where the file's digests are.
+        hashes: maps the offset of each tensor in the file to the tensor's digest.
     """
     pieces = []
     for offset, data in parts:
@@ -488,16 +503,19 @@ def fill_digests(parts: Iterable[tuple[int, bytes]], seal: Seal, hashes: Mapping
 
 
 NUMBERS = "//numbers"
-"""Name of the pseudo-file; as a path it would have an empty component."""
+"""Name of the pseudo-file in memory for numbers; no real file can have it, because one component of the path is
+empty.
+"""
 Number = int | float | bool
 _I64, _U64 = range(-(2**63), 2**63), range(2**64)
 
 
 def number(value: Number) -> tuple[str, bytes] | None:
-    """Return the safetensors code and the bytes of a Python number: BOOL, I64 (U64 above its range) or F64.
+    """Return the safetensors code and the bytes of a Python number: BOOL for a bool, I64 for an int (U64 above the
+    range of I64), F64 for a float.
 
     Returns:
-        None for an integer that is too large for I64 and U64.
+        The result is None for an integer that is too large for both I64 and U64.
     """
     if isinstance(value, bool):
         return "BOOL", bytes([value])
@@ -509,10 +527,10 @@ def number(value: Number) -> tuple[str, bytes] | None:
 
 
 class NumbersInMemory(Overlay):
-    """A storage with `NUMBERS`, an additional file in memory, beside its real files.
+    """A storage that adds to real files one file in memory, `NUMBERS`, with the bytes of numbers.
 
     Args:
-        below: the storage of the real files.
+        below: the storage that reads the real files.
     """
 
     def __init__(self, below: Storage) -> None:
@@ -520,7 +538,7 @@ class NumbersInMemory(Overlay):
         self._numbers = bytearray()
 
     def moved_onto(self, below: Storage) -> NumbersInMemory:
-        """Return an overlay of a different storage that shares these numbers."""
+        """Return a `NumbersInMemory` on top of the storage `below`, with the numbers of this one."""
         moved = NumbersInMemory(below)
         moved._numbers = self._numbers
         return moved
@@ -532,23 +550,25 @@ class NumbersInMemory(Overlay):
         return extent
 
     def add_all(self, other: NumbersInMemory) -> int:
-        """Append the numbers of a second overlay, and return the new offset of its first number."""
+        """Append the numbers of a second `NumbersInMemory`, and return the new offset of the first appended number."""
         start = len(self._numbers)
         self._numbers += other._numbers
         return start
 
     def size(self, name: str) -> int:
-        """Return the size of a file, also of `NUMBERS`; see `Storage.size`."""
+        """Return the size of a real file or of `NUMBERS`; see `Storage.size`."""
         return len(self._numbers) if name == NUMBERS else super().size(name)
 
     def version(self, name: str) -> str:
-        """Return a file's version (see `Storage.version`); `NUMBERS` has none, as its numbers come from a real file."""
+        """Return a file's version (see `Storage.version`); `NUMBERS` has no version, because its numbers come from a
+        real file.
+        """
         return "" if name == NUMBERS else super().version(name)
 
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """Add a read of a file, also of `NUMBERS`; see `Storage.add_read`."""
+        """Add a read of a real file or of `NUMBERS` to the steps; see `Storage.add_read`."""
         if name == NUMBERS:
             steps.call(partial(read_strided, self._copy, offset, view, width, loops), READING, view.nbytes)
         else:

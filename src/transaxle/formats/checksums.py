@@ -1,10 +1,12 @@
-"""Checks the checksums that a container stores, while its bytes are read.
+"""Computes the checksums of a checkpoint's byte ranges while these are read, and compares them with the checksums in
+its files.
 
-A zip archive contains the CRC-32 of each record. Each part that is read is added to the checksum of its range (its
-record), in any order; bytes that nobody reads are read at the end, for the checksum alone.
+A zip archive contains the CRC-32 of each of its records (files inside the archive). A record may be read in several
+parts, in any order; the CRC-32 of each part is added to the record's checksum. Bytes of a record that nothing else
+reads are read at the end, only for the checksum.
 
-`copier.c` computes a CRC-32 in a third of zlib's time where the processor multiplies without carries, which is every
-x86-64 of the last ten years; on older processors zlib computes the same number.
+`copier.c` computes a CRC-32 in a third of zlib's time on processors with carry-less multiplication, which is every
+x86-64 processor of the last ten years; on older processors zlib computes the same number.
 """
 
 from __future__ import annotations
@@ -31,30 +33,34 @@ from transaxle.formats.storage.storage import Overlay, Storage
 
 _BLOCK = 1 << 20
 _MAX_PARTS = 4096
-"""Maximum number of parts of a range with known checksums; further parts are dropped, and read again at the end."""
+"""Maximum number of separate parts of one byte range whose checksums are remembered; the checksums of further parts are
+dropped, and these parts are read again at the end."""
 _POLYNOMIAL, _ONES = 0xEDB88320, 0xFFFFFFFF
 _HINT = "Copy or download the file again; `transaxle verify` finds everything that is damaged."
 
 SummedRange = tuple[int, int, int]
-"""A part with its checksum: `(first byte in the file, offset after the last byte, CRC-32 of the bytes)`."""
+"""A part of a byte range with its checksum: `(first byte in the file, offset after the last byte, CRC-32 of the
+bytes)`."""
 
 
 class Tally(msgspec.Struct):
-    """Progress of the checksum of one byte range of a file."""
+    """How much of the checksum of one byte range of a file has been computed."""
 
     parts: list[SummedRange] = msgspec.field(default_factory=list)
-    """Parts with known checksums, in order and without overlaps; adjacent parts are merged."""
+    """Parts of the range with known checksums, in order and without overlaps; adjacent parts are merged."""
     read: int = 0
-    """Number of bytes of the range that were read; a byte that was read twice counts twice."""
+    """Number of bytes of the range that were read so far; a byte that was read twice counts twice."""
     shared: int = 0
-    """Number of bytes that were read as short runs, and whose share of the checksum is known."""
+    """Number of bytes that were read as short runs and whose contribution to the range's checksum (in `share`) is
+    known."""
     share: int = 0
-    """XOR of the short runs' shares of the checksum (see `copier.c`); bytes that were read twice cancel out."""
+    """XOR of the contributions of short runs to the range's checksum (see `copier.c`); bytes that were read twice
+    cancel out."""
     cover: int = 0
-    """Value that `share` would have if each byte were 255; by this value one sees which bytes `share` includes."""
+    """Value that `share` would have if each byte were 255; it shows which bytes `share` includes."""
 
     def add(self, summed: SummedRange) -> None:
-        """Add a part with its checksum, unless it overlaps an earlier part or there are too many parts."""
+        """Add a part of the range with its checksum, unless it overlaps an earlier part or there are too many parts."""
         at = bisect_left(self.parts, summed)
         previous = self.parts[at - 1] if at else None
         following = self.parts[at] if at < len(self.parts) else None
@@ -82,13 +88,13 @@ class Tally(msgspec.Struct):
 
 
 class Witness(Overlay):
-    """A storage that checks the stored checksums of byte ranges while these ranges are read. Several threads can share
-    it.
+    """A storage that compares byte ranges with their stored checksums while these ranges are read. Several threads can
+    use one `Witness` at the same time.
 
     Args:
-        below: the storage of the files.
-        checksums: stored checksums of byte ranges of the files; no two ranges overlap.
-        entries: the tensors of the checkpoint, by which an error names the tensor in a damaged range.
+        below: the storage that reads the files.
+        checksums: stored checksums of byte ranges of the files; no two of the ranges overlap.
+        entries: the tensors of the checkpoint; an error uses them to name the tensor in a damaged range.
     """
 
     def __init__(self, below: Storage, checksums: Sequence[Checksum], entries: Mapping[str, Entry]) -> None:
@@ -106,7 +112,9 @@ class Witness(Overlay):
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """Add a read as in `Storage`; ranges with a checksum are read by separate steps, so that each gets its sum."""
+        """Add a read as `Storage.add_read` does; bytes that have a checksum are read by separate steps, which also
+        compute their CRC-32.
+        """
         if loops:
             self._add_strided_read(steps, name, offset, view, width, loops)
             return
@@ -131,7 +139,9 @@ class Witness(Overlay):
     def _add_strided_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
     ) -> None:
-        """Add a strided read; if all of its runs are in one range with a checksum, add their share of the checksum."""
+        """Add a strided read of short runs; if all runs are in one range with a checksum, also compute what they
+        contribute to it.
+        """
         self.below.add_read(steps, name, offset, view, width, loops)
         total, end = _extent(offset, width, loops)
         touched = [*self._ranges_in(name, offset, end)]
@@ -145,18 +155,19 @@ class Witness(Overlay):
                 steps.then(partial(self._count_shared, checksum, total, end, result, cover))
 
     def recheck(self) -> None:
-        """Check that no file has changed, then finish reading each partly read range, and check its checksum.
+        """Check that no file has changed, then read the rest of each partly read range, and compare the range with its
+        checksum.
 
         Raises:
-            Refused: CORRUPT, for each range whose bytes do not match its checksum.
-            StorageError: IO, if a file cannot be read.
+            Refused: with code CORRUPT for each range whose bytes do not match its checksum.
+            StorageError: with code IO if a file cannot be read.
         """
         super().recheck()
         self.check_rest(self.open())
         self.refuse_wrong()
 
     def mark_read(self, file: str, offset: int, size: int) -> None:
-        """Mark bytes as read by another reader, so that `recheck` checks the ranges around them."""
+        """Record that a different reader has read these bytes, so that `recheck` checks the ranges around them."""
         for checksum in self._ranges_in(file, offset, offset + size):
             with self._lock:
                 self._tally(checksum)
@@ -167,14 +178,14 @@ class Witness(Overlay):
             return list(self._tallies)
 
     def take_tallies(self) -> dict[Checksum, Tally]:
-        """Return the partly read ranges with their progress, to combine it with that of other ranks, and forget the
-        progress here.
+        """Return the partly read ranges with their progress, and forget this progress; the caller combines it with that
+        of other ranks.
 
-        A range of which at least half was read is first read to its end, and checked.
+        A range of which at least half was read is first read to its end and checked instead.
 
         Raises:
-            Refused: CORRUPT, for each range whose bytes do not match its checksum.
-            StorageError: IO, if a file cannot be read.
+            Refused: with code CORRUPT for each range whose bytes do not match its checksum.
+            StorageError: with code IO if a file cannot be read.
         """
         self.check_rest([each for each in self.open() if 2 * self.tally(each).read >= each.size])
         self.refuse_wrong()
@@ -183,7 +194,9 @@ class Witness(Overlay):
         return tallies
 
     def tally(self, checksum: Checksum) -> Tally:
-        """Return the progress of a range whose checksum is not checked yet; an empty tally if nothing was read."""
+        """Return the progress of a range whose checksum is not checked yet; the tally is empty if nothing of the range
+        was read.
+        """
         return self._tallies.get(checksum, Tally())
 
     def count(self, checksum: Checksum, parts: Sequence[SummedRange]) -> None:
@@ -200,11 +213,12 @@ class Witness(Overlay):
                 del self._tallies[checksum]
 
     def combine_tallies(self, checksum: Checksum, tallies: Sequence[Tally]) -> None:
-        """Combine the progress of several ranks in one range, and check the range if all its bytes were read.
+        """Combine the progress of several ranks in reading one range, and check the range if all of its bytes were
+        read.
 
         Args:
-            checksum: the range, with its stored checksum.
-            tallies: the progress of each rank, including this rank.
+            checksum: the byte range with its stored checksum.
+            tallies: the progress of each rank in this range, including the calling rank.
         """
         self.count(checksum, [part for tally in tallies for part in tally.parts])
         share, cover = (reduce(xor, each) for each in zip(*((each.share, each.cover) for each in tallies), strict=True))
@@ -212,7 +226,7 @@ class Witness(Overlay):
             self._check_share(checksum, sum(tally.shared for tally in tallies), share, cover)
 
     def check_rest(self, checksums: Collection[Checksum]) -> None:
-        """Read the bytes of ranges that nobody has read, and check the ranges' checksums.
+        """Read the bytes of ranges that no reader has read yet, and check the ranges' checksums.
 
         Raises:
             TransaxleError: if a read fails.
@@ -226,17 +240,17 @@ class Witness(Overlay):
                     self.count(checksum, [(first, last, self._crc_of(checksum.file, first, last, buffer, steps))])
 
     def is_right(self, checksum: Checksum) -> bool | None:
-        """Tell whether a range matches its checksum; None if the range is not checked yet."""
+        """Return whether a range matches its checksum; None if the range is not checked yet."""
         return self._results.get(checksum) if checksum.size else checksum.crc32 == 0
 
     def refuse_wrong(self, places: Iterable[tuple[str, int, int]] | None = None) -> None:
-        """Refuse checked ranges that do not match their checksum.
+        """Refuse ranges that were found not to match their checksums.
 
         Args:
-            places: `(file, first byte, number of bytes)` of the only ranges to refuse; None: all ranges.
+            places: `(file, first byte, number of bytes)` of the byte ranges that may be refused; None means all ranges.
 
         Raises:
-            Refused: CORRUPT, for each range that is refused.
+            Refused: with code CORRUPT for each range that is refused.
         """
         with self._lock:
             wrong = {checksum: None for checksum, right in self._results.items() if not right}
@@ -252,7 +266,7 @@ class Witness(Overlay):
         return Refusal("CORRUPT", message, Where(checksum.file, self._tensor_in(checksum)), _HINT)
 
     def _count_read(self, checksum: Checksum, start: int, stop: int) -> list[tuple[int, int]]:
-        """Count bytes of a range as read, and return those parts of them whose checksums are not known yet."""
+        """Count bytes of a range as read, and return their sub-ranges whose checksums are not known yet."""
         with self._lock:
             tally = self._tally(checksum)
             if tally is None:
@@ -261,24 +275,26 @@ class Witness(Overlay):
             return tally.gaps(start, stop)
 
     def _check_whole(self, checksum: Checksum, crc: c_uint32) -> None:
-        """Check a range that was read as a whole and whose checksum is computed."""
+        """Check a range that was read in one piece and whose checksum `crc` has been computed."""
         with self._lock:
             self._results.setdefault(checksum, crc.value == checksum.crc32)
             self._tallies.pop(checksum, None)
 
     def _count_one(self, checksum: Checksum, first: int, last: int, crc: c_uint32) -> None:
-        """Count a part of a range that was read and whose checksum is computed."""
+        """Count a part of a range that was read and whose checksum has been computed."""
         self.count(checksum, [(first, last, crc.value)])
 
     def _count_runs(self, checksum: Checksum, total: int) -> None:
-        """Count the bytes of runs that were read, but whose checksum was not computed."""
+        """Count the bytes of short runs that were read without computing their checksum."""
         with self._lock:
             tally = self._tally(checksum)
             if tally is not None:
                 tally.read += total
 
     def _count_shared(self, checksum: Checksum, total: int, end: int, result: array[int], cover: int) -> None:
-        """Count runs whose share of the checksum was computed; `result` comes from `Steps.add_crc_share`."""
+        """Count the bytes of short runs whose contribution to the range's checksum was computed; `result` comes from
+        `Steps.add_crc_share`.
+        """
         self._count_runs(checksum, total)
         with self._lock:
             tally = self._tally(checksum)
@@ -291,11 +307,11 @@ class Witness(Overlay):
             self._check_share(checksum, tally.shared, tally.share, tally.cover)
 
     def _check_share(self, checksum: Checksum, shared: int, share: int, cover: int) -> None:
-        """Check a range by the shares of its runs, if the shares include each byte of the range exactly once.
+        """Check a range by the contributions of its short runs, if these include each byte of the range exactly once.
 
-        Otherwise (a byte was read twice, and another byte never) the range stays unchecked, and is read again later.
-        `share` alone cannot show whether bytes are missing: zeros contribute nothing to it, and bytes read twice cancel
-        out.
+        If a byte was read twice and a different byte never, the range stays unchecked and is read again later. `share`
+        alone cannot show whether bytes are missing, because zero bytes contribute nothing to it, and bytes that were
+        read twice cancel out.
         """
         if shared != checksum.size or checksum in self._results or cover != _cover(checksum.size, ()):
             return
@@ -316,7 +332,7 @@ class Witness(Overlay):
         return crc.value
 
     def _ranges_in(self, file: str, start: int, stop: int) -> Iterator[Checksum]:
-        """Yield the ranges with a checksum that overlap `[start, stop)` of a file."""
+        """Yield the byte ranges with a checksum that overlap `[start, stop)` of a file."""
         ranges = self._ranges.get(file)
         if ranges is None:
             return
@@ -327,11 +343,11 @@ class Witness(Overlay):
             at += 1
 
     def _tally(self, checksum: Checksum) -> Tally | None:
-        """Return the progress of a range; None if the range is already checked."""
+        """Return the progress of a byte range; None if the range is already checked."""
         return None if checksum in self._results else self._tallies.setdefault(checksum, Tally())
 
     def _tensor_in(self, checksum: Checksum) -> str | None:
-        """Return the name of the first tensor in a range."""
+        """Return the name of the first tensor in a byte range."""
         start, stop = checksum.offset, checksum.end
         places = self._places.get(checksum.file, [])
         at = bisect_left(places, (start, ""))
@@ -339,7 +355,7 @@ class Witness(Overlay):
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, str]]]:
-        """Maps each file to its tensors, as a sorted list of `(offset, name)`."""
+        """Return file name -> the file's tensors, as a sorted list of `(offset, tensor name)`."""
         places_by_file: dict[str, list[tuple[int, str]]] = {}
         for name, entry in self._entries.items():
             for extent in entry.extents:
@@ -348,14 +364,16 @@ class Witness(Overlay):
 
 
 def _extent(offset: int, width: int, loops: Sequence[Loop]) -> tuple[int, int]:
-    """Return the total bytes of strided runs, and the file offset at which the last run ends."""
+    """Return the total number of bytes of strided runs, and the file offset at which the last run ends."""
     total = width * prod(count for count, _, _ in loops)
     return total, offset + width + sum((count - 1) * step for count, step, _ in loops)
 
 
 @lru_cache(1024)
 def _cover(width: int, loops: tuple[tuple[int, int], ...]) -> int:
-    """Return the checksum share of runs whose bytes are all 255; `loops` are `(count, step in the file)`."""
+    """Return what runs would contribute to a checksum if all their bytes were 255; `loops` are `(count, step in the
+    file)`.
+    """
     octet = zlib.crc32(b"\xff") ^ zlib.crc32(b"\0")
     share = _geometric_sum(octet, crc_shift(1), width)
     for count, step in reversed(loops):
@@ -366,7 +384,8 @@ def _cover(width: int, loops: tuple[tuple[int, int], ...]) -> int:
 def _geometric_sum(share: int, power: int, count: int) -> int:
     """Return the polynomial `share` times the sum of `power**i` for i in `range(count)`."""
     total = 0
-    upto = 1 << 31  # `power` to the number of terms summed so far: at first none, so the polynomial 1
+    # `power` to the number of terms summed so far; no term is summed at first, so this is the polynomial 1
+    upto = 1 << 31
     for bit in f"{count:b}":
         total ^= _times(upto, total)
         upto = _times(upto, upto)
@@ -377,22 +396,25 @@ def _geometric_sum(share: int, power: int, count: int) -> int:
 
 
 def with_checks(container: Container) -> Container:
-    """Return the container with a storage that checks the checksums of its files during reads."""
+    """Return the opened checkpoint with a storage that checks the checksums of byte ranges during reads."""
     return replace(container, storage=Witness(container.storage, container.checksums, container.entries))
 
 
 def merge_parts(first: SummedRange, second: SummedRange) -> SummedRange:
-    """Merge two adjacent parts and their checksums.
+    """Merge two adjacent parts of a byte range, and their checksums.
 
-    The CRC-32 of A followed by B is the CRC of A, shifted by the length of B, XOR the CRC of B. CRCs are polynomials
-    modulo a fixed polynomial, and a shift by a byte multiplies by x**8 (zlib's `crc32_combine`, which Python lacks).
+    The CRC-32 of A followed by B is the CRC of A, shifted by the length of B, XOR the CRC of B. A CRC is a polynomial
+    modulo a fixed polynomial, and a shift by one byte multiplies it by x**8. zlib has this as `crc32_combine`, which
+    Python lacks.
     """
     return first[0], second[1], _times(crc_shift(second[1] - second[0]), first[2]) ^ second[2]
 
 
 @lru_cache(1024)
 def crc_shift(size: int) -> int:
-    """Return x**(8 * size) modulo the CRC polynomial; the highest bit is the coefficient of the lowest power."""
+    """Return x**(8 * size) modulo the CRC polynomial; the highest bit of the result is the coefficient of the lowest
+    power.
+    """
     power, square = 1 << 31, 1 << 23
     while size:
         if size & 1:
@@ -414,7 +436,7 @@ def _times(first: int, second: int) -> int:
 
 
 _MIN_BYTES = 1 << 12
-"""Minimum number of bytes for which the compiled function is called."""
+"""Minimum number of bytes for which the compiled CRC-32 function is called."""
 _CRC = ctypes.c_uint32
 
 

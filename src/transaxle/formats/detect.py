@@ -108,10 +108,10 @@ def open_container(
         naming: function that names an optimizer's parameters, if its state has only their numbers.
 
     Raises:
-        UsageError: AMBIGUOUS if the first matching clue has two candidates, or if there is no such format.
-        Refused: UNSUPPORTED if there is no checkpoint; INCOMPLETE for one shard of several; the codes of the format's
-            reader if it refuses the files.
-        StorageError: IO, if a file cannot be read.
+        UsageError: with code AMBIGUOUS if the first matching clue has two candidates, or if there is no such format.
+        Refused: with code UNSUPPORTED if there is no checkpoint; with code INCOMPLETE for one shard of several; the
+            codes of the format's reader if it refuses the files.
+        StorageError: with code IO if a file cannot be read.
     """
     kind = None if format is None else find(format)
     if format is not None and kind is None:
@@ -258,7 +258,7 @@ def _written_format(folder: Folder) -> Format | None:
     match first.
 
     Raises:
-        Refused: UNSUPPORTED if no installed package provides the format.
+        Refused: with code UNSUPPORTED if no installed package provides the format.
     """
     if folder.storage.single or MANIFEST not in folder.names:
         return None

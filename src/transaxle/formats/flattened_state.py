@@ -61,7 +61,8 @@ def flatten(value: object, file: str) -> list[Leaf]:
         file: name of the file, for error messages.
 
     Raises:
-        Refused: CORRUPT for a container that contains itself, too deep nesting, or more leaves than any real file has.
+        Refused: with code CORRUPT for a container that contains itself, too deep nesting, or more leaves than any real
+            file has.
     """
     if is_tensor(value):
         return [Leaf((_ALONE,), "tensor", value)]
@@ -211,8 +212,8 @@ def nest_state(
         groups: parameter groups of the optimizer.
 
     Raises:
-        Refused: NAME_COLLISION if two tensors have one key path, or one tensor's path begins with that of another
-            tensor.
+        Refused: with code NAME_COLLISION if two tensors have one key path, or one tensor's path begins with that of
+            another tensor.
     """
     top: dict[Any, Any] = {}
     containers: dict[KeyPath, dict[Any, Any]] = {(): top}

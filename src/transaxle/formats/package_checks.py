@@ -136,8 +136,8 @@ def check_container(kind: Format, container: Any, member: str) -> None:
         member: the file or sub-folder that was read.
 
     Raises:
-        Refused: CORRUPT, naming the file, tensor and package.
-        StorageError: IO, if a file cannot be read.
+        Refused: with code CORRUPT, naming the file, tensor and package.
+        StorageError: with code IO if a file cannot be read.
     """
     if not _is_a(container, Container):
         checks = _Checks(kind, {})
@@ -185,7 +185,7 @@ def check_draft(kind: Format, draft: Any, specs: Sequence[Spec]) -> None:
         specs: the tensors to be written.
 
     Raises:
-        Refused: CORRUPT, OVERLAP or UNSUPPORTED, naming the file, tensor and package.
+        Refused: with one of the codes CORRUPT, OVERLAP or UNSUPPORTED, naming the file, tensor and package.
     """
     hint = f"This is a bug of {kind.package}. Nothing was written."
     if not _is_a(draft, Draft) or not _is_a(draft.files, Mapping) or not _is_a(draft.entries, Mapping):
@@ -311,7 +311,7 @@ def _span_bytes(dtype: str, extent: Extent) -> int:
     """Return the number of bytes from a chunk's first element to the end of its last one.
 
     Raises:
-        Refused: SHAPE_MISMATCH where packed elements do not fill whole bytes.
+        Refused: with code SHAPE_MISMATCH where packed elements do not fill whole bytes.
     """
     if extent.strides is None or not prod(extent.shape):
         return nbytes(dtype, extent.shape)

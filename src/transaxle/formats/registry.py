@@ -278,8 +278,8 @@ def check_newest(folder: Folder, file: str) -> None:
     """Refuse a tag file that names a missing sub-folder, as reading a different step would be wrong.
 
     Raises:
-        Refused: PATH_ESCAPE for a path out of the folder; CORRUPT for an empty tag; INCOMPLETE for a missing
-            sub-folder.
+        Refused: with code PATH_ESCAPE for a path out of the folder; with code CORRUPT for an empty tag; with code
+            INCOMPLETE for a missing sub-folder.
     """
     if not file or file not in folder.names or newest_step(folder, file) is not None:
         return
@@ -540,8 +540,8 @@ def plugin_formats() -> tuple[Format, ...]:
     """Return the formats that other installed packages provide.
 
     Raises:
-        Refused: UNSUPPORTED for a plugin that cannot be used, NAME_COLLISION if two plugins claim the same file
-            endings.
+        Refused: with code UNSUPPORTED for a plugin that cannot be used; with code NAME_COLLISION if two plugins claim
+            the same file endings.
     """
     kinds = tuple(map(_load_format, plugins(GROUP)))
     claimed = {end: "Transaxle" for kind in builtin().values() for end in (*kind.one_file, *kind.parts)}
@@ -721,8 +721,9 @@ def sort_sidecars(storage: Storage, files: Collection[str], *, of_run: bool = Fa
         of_run: whether the folder belongs to a training run, so that it contains files of other kinds than the model's.
 
     Raises:
-        Refused: PATH_ESCAPE or UNSUPPORTED if the folder's config.json exists but must not be read.
-        StorageError: IO, if the folder cannot be read.
+        Refused: with one of the codes PATH_ESCAPE or UNSUPPORTED if the folder's config.json exists but must not be
+            read.
+        StorageError: with code IO if the folder cannot be read.
     """
     listing = storage.listing()
     if _CONFIG in listing.special:

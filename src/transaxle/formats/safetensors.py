@@ -126,8 +126,9 @@ def read_header(storage: Storage, file: str, begin: int = 0) -> Header:
         begin: offset in the file at which the header begins.
 
     Raises:
-        Refused: CORRUPT, NAME_COLLISION, OVERLAP or UNSUPPORTED; the refusal lists every problem, with file and tensor.
-        StorageError: IO, if the file cannot be read.
+        Refused: with one of the codes CORRUPT, NAME_COLLISION, OVERLAP or UNSUPPORTED; the refusal lists every problem,
+            with file and tensor.
+        StorageError: with code IO if the file cannot be read.
     """
     size = storage.size(file) - begin
     start = storage.read(file, begin, min(size, len(_LFS_POINTER)))
@@ -160,7 +161,8 @@ def parse_header(text: bytes, file: str, data_size: int, begin: int = 0) -> Head
         begin: offset in the file at which the header begins.
 
     Raises:
-        Refused: CORRUPT, NAME_COLLISION, OVERLAP or UNSUPPORTED; the refusal lists every problem, with file and tensor.
+        Refused: with one of the codes CORRUPT, NAME_COLLISION, OVERLAP or UNSUPPORTED; the refusal lists every problem,
+            with file and tensor.
     """
     pair_count = pairs_in(text)
     if pair_count > MAX_PAIRS:
@@ -198,7 +200,7 @@ def _seal(text: bytes, metadata: Mapping[str, str], entries: Mapping[str, Entry]
     """Return the places of the digests in a header; None if the header has none.
 
     Raises:
-        Refused: CORRUPT if some of the digests are missing.
+        Refused: with code CORRUPT if some of the digests are missing.
     """
     digest_texts = [metadata.get(key) for key in SEALED]
     if digest_texts == [None, None]:
@@ -254,7 +256,7 @@ def encode_header(tensors: Iterable[tuple[Spec, int, int]], metadata: Mapping[st
         metadata: strings for the key `__metadata__`, which is omitted if there are none.
 
     Raises:
-        Refused: UNSUPPORTED for names or metadata that are not Unicode, and for a header over 100 MB.
+        Refused: with code UNSUPPORTED for names or metadata that are not Unicode, and for a header over 100 MB.
     """
     document: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
     for spec, begin, end in tensors:
@@ -494,9 +496,9 @@ def open_safetensors(storage: Storage, path: str, member: str) -> Container:
         member: name of a `*.safetensors` file or of an index, `*.safetensors.index.json`.
 
     Raises:
-        Refused: CORRUPT, INCOMPLETE for a missing shard or tensor, NAME_COLLISION, OVERLAP, PATH_ESCAPE or UNSUPPORTED;
-            one refusal lists all problems of the index and the headers.
-        StorageError: IO, if a file cannot be read.
+        Refused: with one of the codes CORRUPT; with code INCOMPLETE for a missing shard or tensor, NAME_COLLISION,
+            OVERLAP, PATH_ESCAPE or UNSUPPORTED; one refusal lists all problems of the index and the headers.
+        StorageError: with code IO if a file cannot be read.
     """
     read = read_files(storage, member, lambda file: read_header(storage, file))
     _check_whole(read.parts)
@@ -526,7 +528,8 @@ def _check_whole(headers: Mapping[str, Header]) -> None:
     """Refuse files in which torch saved only parts of tensors.
 
     Raises:
-        Refused: INCOMPLETE for a file with parts of tensors; CORRUPT for a malformed note about parts.
+        Refused: with code INCOMPLETE for a file with parts of tensors; with code CORRUPT for a malformed note about
+            parts.
     """
     faults = Faults()
     for file, header in headers.items():

@@ -96,8 +96,9 @@ def read_index(storage: Storage, index: str) -> tuple[dict[str, str], dict[str, 
     """Return the weight map of an index, and the strings of its metadata except those that follow from the shards.
 
     Raises:
-        Refused: CORRUPT for an invalid index, NAME_COLLISION if it lists a tensor twice, UNSUPPORTED for too many keys.
-        StorageError: IO, if the index cannot be read.
+        Refused: with code CORRUPT for an invalid index; with code NAME_COLLISION if it lists a tensor twice; with code
+            UNSUPPORTED for too many keys.
+        StorageError: with code IO if the index cannot be read.
     """
     size = storage.size(index)
     if size > _MAX_INDEX:
@@ -133,7 +134,7 @@ def read_files(storage: Storage, member: str, read: Callable[[str], FileContent]
 
     Raises:
         Refused: the codes of `read` and of an invalid index; one refusal lists all problems together.
-        StorageError: IO, if a file cannot be read.
+        StorageError: with code IO if a file cannot be read.
     """
     faults = Faults()
     parts, entries, index_texts = _read_set(storage, member, read, faults)
@@ -226,7 +227,7 @@ def read_shards(
         faults: list that receives the problems of shards; a shard with problems is missing in the result.
 
     Raises:
-        StorageError: IO, if the folder cannot be listed.
+        StorageError: with code IO if the folder cannot be listed.
     """
     begin = _folder_of(index)
     listing = storage.listing(begin.rstrip("/"))
@@ -358,7 +359,7 @@ def refuse_many(files: int, size: int, shard_size: int) -> None:
         shard_size: the maximum size of a shard in bytes, as the user gave it.
 
     Raises:
-        UsageError: AMBIGUOUS, if there would be too many files.
+        UsageError: with code AMBIGUOUS if there would be too many files.
     """
     if files <= MAX_FILES:
         return

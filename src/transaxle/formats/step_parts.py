@@ -139,8 +139,8 @@ def _schedule(storage: Storage, path: str, file: str) -> Container:
     """Open the state of a learning-rate schedule as a container without tensors, with one training item.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT or UNSUPPORTED, if the schedule's pickle cannot be read.
-        StorageError: IO, if the file cannot be read.
+        Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if the schedule's pickle cannot be read.
+        StorageError: with code IO if the file cannot be read.
     """
     item = TrainingItem((_SCHEDULER,), None, read_saved(storage, file).value, _SETTINGS)
     metadata = {TRAINING: [_SCHEDULER], LEFT_BEHIND: {_SCHEDULER: _SETTINGS}}
@@ -163,7 +163,7 @@ def _merge(storage: Storage, weights: Container, states: Sequence[Container]) ->
     """Merge containers into one, whose file names are relative to the step folder.
 
     Raises:
-        Refused: NAME_COLLISION for a tensor that two of the containers have.
+        Refused: with code NAME_COLLISION for a tensor that two of the containers have.
     """
     faults = Faults()
     numbers = NumbersInMemory(storage)

@@ -365,7 +365,8 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
             leaf's value, or `NOTHING`.
 
     Raises:
-        Refused: NAME_COLLISION for two leaves with one name; CORRUPT if the total length of the names is too large.
+        Refused: with code NAME_COLLISION for two leaves with one name; with code CORRUPT if the total length of the
+            names is too large.
     """
     leaves, empty = _without_empty(leaves)
     optimizers = _OptimizerNames(leaves)
@@ -689,7 +690,7 @@ def with_full_precision(container: Container, *, strict: bool) -> Container:
         strict: refuse a low-precision weight without a full-precision copy, instead of keeping the weight.
 
     Raises:
-        Refused: UNSUPPORTED for each low-precision weight without a copy, if `strict`.
+        Refused: with code UNSUPPORTED for each low-precision weight without a copy, if `strict`.
     """
     faults = Faults()
     entries: dict[str, Entry] = {}

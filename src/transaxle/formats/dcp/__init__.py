@@ -1,3 +1,3 @@
-"""torch.distributed.checkpoint (DCP) folders: reads their chunks without torch, and lays out new folders that torch can
-load.
+"""The folder format of torch.distributed.checkpoint (DCP): reads chunks from DCP folders without torch, and lays out
+new folders that torch can load.
 """

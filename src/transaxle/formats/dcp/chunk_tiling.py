@@ -1,10 +1,10 @@
 """Checks that chunks cover every element of a tensor exactly once, without comparing pairs of chunks.
 
-A box's indicator function (1 inside, 0 outside) is the cumulative sum, along every dim, of +1 and -1 at the box's
-corners. Cumulative sums are invertible: the boxes cover every index once if and only if the signed corners of all boxes
-add up to the signed corners of the tensor. So a single pass over the chunks gives an exact answer for any arrangement
-of chunks. Where the two sums differ, the first differing corner in row-major order is the first wrong index, and its
-sign tells a hole from an overlap.
+A chunk is a box of indices. The indicator function of a box (1 inside, 0 outside) is the cumulative sum, along every
+dim, of +1 and -1 at the box's corners. Cumulative sums are invertible: the boxes cover every index once if and only if
+the signed corners of all boxes add up to the signed corners of the tensor. So a single pass over the chunks gives an
+exact answer for any arrangement of chunks. Where the two sums differ, the first differing corner in row-major order is
+the first wrong index, and the sign of the difference distinguishes a hole from an overlap.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from transaxle.errors import Faults
 from transaxle.formats.catalog import Shape
 
 MAX_CORNERS = 1 << 22
-"""Cap on the total corners of one tensor's chunks; a chunk has 2^n corners if n dims are cut."""
+"""Maximum of the total corners of one tensor's chunks; a chunk has 2^n corners if n dims are cut."""
 
 ChunkBox = tuple[Shape, Shape]
 """A chunk of a tensor, as (first index along each dim, size along each dim)."""
 
 
 class Flaw(NamedTuple):
-    """The first element of a tensor, in row-major order, that no chunk or more than one chunk covers."""
+    """The first element of a tensor, in row-major order, that is covered by no chunk or by more than one chunk."""
 
     at: Shape
-    """Index of this element, one number for each dim."""
+    """Index of the element, one number for each dim."""
     copies: int
-    """Number of chunks that cover this element: 0 is a hole, 2 or more an overlap."""
+    """Number of chunks that cover the element: 0 is a hole, 2 or more an overlap."""
 
 
 class TooManyCornersError(ValueError):
@@ -39,7 +39,7 @@ class TooManyCornersError(ValueError):
 
 
 def outside(shape: Shape, box: ChunkBox) -> bool:
-    """Tell whether a chunk reaches beyond a tensor of this shape, or has a different number of dims."""
+    """Return whether a chunk reaches beyond a tensor of this shape, or has a different number of dims."""
     starts, sizes = box
     if not len(starts) == len(sizes) == len(shape):
         return True
@@ -58,7 +58,7 @@ def flaw(shape: Shape, boxes: Sequence[ChunkBox]) -> Flaw | None:
         boxes: the chunks, all inside the tensor (see `outside`); empty chunks are ignored.
 
     Raises:
-        TooManyCornersError: the chunks have more than `MAX_CORNERS` corners.
+        TooManyCornersError: if the chunks have more than `MAX_CORNERS` corners.
     """
     if 0 in shape:
         return None
@@ -87,7 +87,8 @@ def check_tiling(name: str, shape: Shape, boxes: Sequence[ChunkBox], file: str, 
         shape: shape of the tensor.
         boxes: the chunks, each as (first index, shape).
         file: name of the file that describes the chunks, for error messages.
-        faults: list of faults; receives CORRUPT (chunk outside the tensor), INCOMPLETE (hole), OVERLAP or UNSUPPORTED.
+        faults: list of faults, to which the problem is added: CORRUPT (a chunk outside the tensor), INCOMPLETE (a
+            hole), OVERLAP or UNSUPPORTED.
 
     Returns:
         whether the chunks cover the tensor exactly once.
@@ -116,8 +117,8 @@ def check_tiling(name: str, shape: Shape, boxes: Sequence[ChunkBox], file: str, 
 
 
 def _is_grid(shape: Shape, boxes: Sequence[ChunkBox]) -> bool:
-    """Tell quickly whether the chunks form a regular grid: all of one size, and one chunk at each multiple of this
-    size.
+    """Return whether the chunks form a regular grid (all of one size, one chunk at each multiple of this size); this is
+    a fast check.
     """
     sizes = boxes[0][1] if boxes else ()
     if len(sizes) != len(shape) or 0 in sizes or any(size % step for size, step in zip(shape, sizes, strict=True)):

@@ -1,12 +1,12 @@
 """Lays out a new DCP folder: assigns a file and a byte offset to every chunk before any data is written.
 
-The result is what one rank of torch would save: `.metadata`, and data files `__0_0.distcp`, `__0_1.distcp`, …. Any
-number of ranks can load it. A tensor is one chunk unless it exceeds the cap on a file or an archive; then it is cut
-into chunks of whole rows, each contiguous.
+The new folder looks as if one rank of torch had saved it: it contains `.metadata`, and the data files `__0_0.distcp`,
+`__0_1.distcp`, …. Any number of ranks can load this folder. A tensor is stored as one chunk if it fits into one file
+and one archive; a larger tensor is cut into chunks of whole rows, each contiguous.
 
-The archive of a chunk equals the output of `torch.save` for one tensor, but is laid out before the tensor's bytes are
-known. The archive's bytes around the tensor (its frame) depend only on dtype and shape, so thousands of chunks share a
-few frames.
+The archive of a chunk has the same bytes as the output of `torch.save` for one tensor, but is laid out before the
+tensor's bytes are known. The bytes of an archive before and after the tensor (the archive's frame) depend only on dtype
+and shape, so thousands of chunks share a few frames.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE,
 from transaxle.formats.training_state import PARAMS, KeyPath, ParamGroup, join_path
 
 LARGEST = 1 << 30
-"""Cap on the tensor bytes in one archive, because torch reads a whole archive even to load a part of it."""
+"""Maximum number of tensor bytes in one archive; torch reads a whole archive even to load a part of it."""
 
 _FOLDER = "archive"
-"""Name that torch gives to the folder inside a zip archive when it writes to a stream, as DCP does."""
+"""Name of the folder inside a zip archive that torch writes to a stream, as DCP does."""
 _KEY = "0"
 _TYPED = frozenset(STORAGES.values())
-"""Dtypes that have a storage class in torch; tensors of all newer dtypes are pickled with untyped storage."""
+"""Dtypes for which torch has a typed storage class; tensors of newer dtypes are pickled with untyped storage."""
 
 
 class ArchiveFrame(NamedTuple):
-    """The bytes of a chunk's archive before and after its tensor."""
+    """The bytes of a chunk's archive before and after the chunk's tensor."""
 
     head: bytes
     """The archive's bytes before the tensor."""
@@ -67,7 +67,7 @@ class ArchiveFrame(NamedTuple):
 
 @lru_cache(256)
 def frame(dtype: DType, shape: tuple[int, ...], size: int) -> ArchiveFrame:
-    """Return the frame of the archive of one row-major tensor.
+    """Return the frame (the bytes before and after the tensor) of an archive with one row-major tensor.
 
     Args:
         dtype: the tensor's dtype.
@@ -98,7 +98,7 @@ METADATA_VERSION = "1.0.0"
 """Version number that torch writes into the metadata."""
 
 DTYPES = {code: DType(name) for name, code in CODES.items()}
-"""Safetensors dtype code -> name of the torch dtype."""
+"""Safetensors dtype code -> torch dtype."""
 _METADATA_MODULE = f"{MODULES[0]}.metadata"
 _CLASSES = {
     name: Global(_METADATA_MODULE, name)
@@ -115,20 +115,22 @@ _INFO, _SIZE = Global(f"{MODULES[0]}.filesystem", "_StorageInfo"), Global("torch
 
 
 class TorchTensor(NamedTuple):
-    """A tensor to be written, with dtype and shape as torch has them; torch counts packed elements as one."""
+    """A tensor to be written, with its dtype and shape as torch describes them; torch counts packed elements (two FP4
+    values in a byte) as one.
+    """
 
     spec: Spec
-    """Name, dtype code and shape of the tensor, with each packed element counted."""
+    """Name, dtype code and shape of the tensor, in elements."""
     path: KeyPath
     """Keys that lead to the tensor in the saved state dict."""
     dtype: DType
     shape: Shape
     size: int
-    """Size in bytes."""
+    """Size of the tensor in bytes."""
 
 
 class ChunkPlace(NamedTuple):
-    """A chunk of a tensor (its box in torch's elements), with the byte range of its archive."""
+    """A chunk of a tensor (first index and shape, in torch's elements), with the byte range of the chunk's archive."""
 
     start: Shape
     shape: Shape
@@ -136,13 +138,13 @@ class ChunkPlace(NamedTuple):
 
 
 def as_torch_tensor(spec: Spec, path: KeyPath, names_by_key: dict[str, str], faults: Faults) -> TorchTensor | None:
-    """Return a tensor with dtype and shape as torch has them; add a fault for each reason why torch cannot store it.
+    """Describe a tensor as torch does; if torch cannot store the tensor, add a fault for each reason and return None.
 
     Args:
-        spec: name, dtype code and logical shape.
-        path: path of the tensor in the saved state dict.
-        names_by_key: flat DCP key -> tensor name, of all tensors so far; this tensor is added.
-        faults: list of faults; receives NAME_COLLISION, SHAPE_MISMATCH or UNSUPPORTED.
+        spec: name, dtype code and shape of the tensor.
+        path: key path of the tensor in the saved state dict.
+        names_by_key: flat DCP key -> tensor name, for all tensors so far; this tensor is added.
+        faults: list of faults, to which NAME_COLLISION, SHAPE_MISMATCH or UNSUPPORTED is added.
     """
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     key = join_path(path)
@@ -180,7 +182,9 @@ def as_torch_tensor(spec: Spec, path: KeyPath, names_by_key: dict[str, str], fau
 
 
 def cut(tensor: TorchTensor, limit: int) -> Iterator[tuple[Shape, Shape]]:
-    """Cut a tensor into boxes of at most `limit` bytes, each contiguous in row-major order; yield them in order."""
+    """Cut a tensor into boxes of at most `limit` bytes, each contiguous in row-major order; yield the boxes in this
+    order.
+    """
     start = (0,) * len(tensor.shape)
     if tensor.size <= limit:
         yield start, tensor.shape
@@ -205,30 +209,30 @@ def _runs(shape: Shape, item: int, limit: int) -> Iterator[tuple[Shape, Shape]]:
 
 
 class DataFiles:
-    """Fills data files one after another with aligned archives, and zero padding between archives.
+    """Fills data files one after another with archives at aligned offsets, and writes zeros between archives.
 
     Args:
-        shard_size: cap on the tensor bytes in one file; None for a single file.
+        shard_size: maximum number of tensor bytes in one file; None means that there is a single file.
         size: total bytes of all tensors.
 
     Raises:
-        UsageError: AMBIGUOUS, if `shard_size` would give too many files.
+        UsageError: with code AMBIGUOUS if `shard_size` would give too many files.
     """
 
     def __init__(self, shard_size: int | None, size: int) -> None:
         if shard_size is not None:
             refuse_many(-(-size // shard_size), size, shard_size)
         self.limit = LARGEST if shard_size is None else min(shard_size, LARGEST)
-        """Cap on the tensor bytes in one archive."""
+        """Maximum number of tensor bytes in one archive."""
         self._shard_size = shard_size
         self._sizes: dict[str, int] = {}
         self._fragments: list[Fragment] = []
         self._pending = bytearray()
         self._file = ""
         self._end = 0
-        """Bytes placed in the current file so far."""
+        """Number of bytes in the current file so far."""
         self._tensor_bytes = 0
-        """Tensor bytes placed in the current file so far, without frames and padding."""
+        """Number of tensor bytes in the current file so far, without frames and padding."""
         self._begin()
 
     def place(self, dtype: DType, shape: Shape) -> tuple[Payload, int]:
@@ -252,13 +256,13 @@ class DataFiles:
         return payload, data
 
     def put(self, dtype: DType, value: bytes) -> Payload:
-        """Store a 0-dim tensor of known value, given its bytes."""
+        """Store a tensor without dims whose value is known, given the value's bytes."""
         payload, offset = self.place(dtype, ())
         self._fragments.append(Fragment(payload.file, offset, value))
         return payload
 
     def keep(self, archive: bytes) -> Payload:
-        """Store a complete archive, given its bytes."""
+        """Store a complete archive, given the archive's bytes."""
         payload = Payload(self._file, self._end, len(archive))
         padded = archive + bytes(-len(archive) % ALIGNMENT)
         self._pending += padded
@@ -266,7 +270,7 @@ class DataFiles:
         return payload
 
     def finish(self) -> tuple[list[Fragment], dict[str, int]]:
-        """Close the last file; return the fragments of bytes outside the tensors, and the size of each file."""
+        """Close the last file; return the fragments (all bytes outside the tensors), and the size of each file."""
         self._close()
         return self._fragments, self._sizes
 
@@ -276,7 +280,7 @@ class DataFiles:
         self._end = self._tensor_bytes = 0
 
     def _flush(self, head: bytes) -> None:
-        """Add the bytes since the last tensor as one fragment."""
+        """Turn the bytes since the last tensor into one fragment."""
         bytes_between = bytes(self._pending) + head
         if bytes_between:
             self._fragments.append(Fragment(self._file, self._end - len(self._pending), bytes_between))
@@ -288,7 +292,7 @@ class DataFiles:
 
 
 def _bytes_of(dtype: DType, shape: Shape) -> int:
-    """Return the size in bytes of a chunk, given its shape in torch."""
+    """Return the size in bytes of a chunk, given the chunk's shape in torch's elements."""
     return nbytes(dtype.code, elements_shape(shape, dtype.code))
 
 
@@ -297,12 +301,13 @@ ObjectPlaces = list[tuple[KeyPath, Payload]]
 
 
 def metadata_of(tensors: ChunksByTensor, objects: ObjectPlaces, *, with_paths: bool = True) -> Object:
-    """Return torch's `Metadata` object for a folder. The object's lists are streamed, so it can be pickled only once.
+    """Return torch's `Metadata` object, which describes a DCP folder. The object's lists are streamed, so it can be
+    pickled only once.
 
     Args:
-        tensors: the tensors with their chunks.
-        objects: path and archive of each item that is not a tensor.
-        with_paths: whether to record the state-dict path of each key, as torch's planners do; Megatron's keys are not
+        tensors: the tensors of the folder, with their chunks.
+        objects: key path and archive of each item that is not a tensor.
+        with_paths: whether to record the state-dict path of each key, as torch's planners do; Megatron's keys have no
             paths.
     """
     paths = {
@@ -320,7 +325,7 @@ def metadata_of(tensors: ChunksByTensor, objects: ObjectPlaces, *, with_paths: b
 
 
 def _item_metadata(tensors: ChunksByTensor, objects: ObjectPlaces) -> Iterator[tuple[str, Object]]:
-    """Yield each DCP key with its metadata: of a tensor with its chunks, or of an object."""
+    """Yield each DCP key with the metadata of its tensor (which lists the chunks) or of its object."""
     properties = {tensor.dtype: _properties(tensor.dtype) for tensor, _ in tensors}
     for tensor, chunks in tensors:
         boxes = (_torch_object("ChunkStorageMetadata", offsets=_size(c.start), sizes=_size(c.shape)) for c in chunks)
@@ -338,7 +343,7 @@ def _item_metadata(tensors: ChunksByTensor, objects: ObjectPlaces) -> Iterator[t
 
 
 def _storage_places(tensors: ChunksByTensor, objects: ObjectPlaces) -> Iterator[tuple[Object, Object]]:
-    """Yield torch's `MetadataIndex` of each chunk and object with its storage info: file, offset and length."""
+    """Yield torch's `MetadataIndex` of each chunk and each object, with its file, offset and length."""
     for tensor, chunks in tensors:
         key = join_path(tensor.path)
         for number, (start, _, payload) in enumerate(chunks):
@@ -369,7 +374,8 @@ def _size(counts: Shape) -> Object:
 
 
 _MOST_FLAT = 200_000
-"""Cap on the flattened optimizer settings per parameter; if there are more, only the settings of groups are written."""
+"""Maximum number of flattened optimizer settings; above it, settings are written only for each group, not for each
+parameter."""
 
 
 def draft(
@@ -384,15 +390,16 @@ def draft(
 
     Args:
         tensors: the tensors to be written; files are filled in this order.
-        metadata: ignored, because the format has no place for free text.
-        shard_size: cap on the tensor bytes in one file; larger tensors are cut into chunks. None for one file.
-        groups: parameter groups of the optimizer; their settings are written nested and also flattened, since torch
+        metadata: not used, because the format has no place for free text.
+        shard_size: maximum number of tensor bytes in one file; larger tensors are cut into chunks. None means that
+            there is a single file.
+        groups: parameter groups of the optimizer; their settings are written both nested and flattened, since torch
             loads either form.
-        training: state of the trainer other than tensors, by state-dict path.
+        training: values of the training state that are not tensors, by state-dict path.
 
     Raises:
-        Refused: with every tensor that cannot be stored: UNSUPPORTED (its dtype, or a name that is not valid Unicode),
-            NAME_COLLISION, SHAPE_MISMATCH (packed elements that do not fill whole bytes).
+        Refused: with every tensor that cannot be stored, and the code UNSUPPORTED (its dtype, or a name that is not
+            valid Unicode), NAME_COLLISION or SHAPE_MISMATCH (packed elements that do not fill whole bytes).
     """
     del metadata
     faults = Faults()
@@ -430,23 +437,24 @@ def draft(
 def _objects(
     values: Iterable[tuple[KeyPath, object]], files: DataFiles, tensor_keys: Collection[str], chunks: ChunksByTensor
 ) -> ObjectPlaces:
-    """Store values that are not tensors; equal values share one archive.
+    """Store values that are not tensors in archives; equal values share one archive.
 
     Args:
-        values: path and value of each item.
+        values: key path and value of each item.
         files: the data files to which the archives are added.
-        tensor_keys: flat keys of the tensors.
-        chunks: list of tensors with chunks; receives the numpy scalars, which are stored as tensors.
+        tensor_keys: flat DCP keys of the tensors.
+        chunks: list of tensors with their chunks, to which numpy scalars are added, since they are stored as tensors.
 
     Returns:
-        path and archive of each value that is stored as an object.
+        key path and archive of each value that is stored as an object.
     """
     shared_archives: dict[str, Payload] = {}
     objects: ObjectPlaces = []
     keys_so_far = set(tensor_keys)
     for path, value in values:
         if join_path(path) in keys_so_far:
-            # If a parameter's name is a number, a nested and a flattened path share a flat key: the nested one is used.
+            # If a parameter's name is a number, a nested path and a flattened path can have the same flat key; then the
+            # nested path is stored.
             continue
         keys_so_far.add(join_path(path))
         if isinstance(value, np.generic):
@@ -463,7 +471,7 @@ def _objects(
 
 
 def _by_path(groups: Sequence[ParamGroup]) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield every optimizer setting under the two paths by which torch finds it: by parameter group, and by
+    """Yield every optimizer setting under the two key paths by which torch finds it: by parameter group, and by
     parameter.
     """
     for number, group in enumerate(groups):

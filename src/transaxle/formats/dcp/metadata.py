@@ -1,9 +1,10 @@
-"""Reads a `.metadata` file into plain values: the items, their chunks, and the byte ranges of chunks and objects.
+"""Reads the `.metadata` file of a DCP folder into plain values: the saved items (tensors and objects), their chunks,
+and the byte ranges of chunks and objects.
 
-torch unpickles this file without any restriction. Here a restricted pickle interpreter reads it, which allows only
-classes of torch (under all names that these have had) and of Megatron. No field is trusted: dtypes, counts and names
-are checked, and every problem is reported with its item. Older forms of the file are read too. A field that is missing,
-or does not have the type that torch writes, counts as absent.
+torch unpickles this file without any restriction. Transaxle reads it with a restricted pickle interpreter, which allows
+only classes of torch (under all names that these classes have had) and of Megatron. Dtypes, counts and names in the
+file are checked, and every problem is reported with the item that it concerns. Metadata files of old torch versions are
+read as well. A field that is missing, or does not have the type that torch writes, counts as absent.
 
 An item's key is its key in the state dict that torch saves and loads: for a weight, the parameter's name; for optimizer
 state, torchtitan's `optimizer.state.<parameter>.<state>`, to which torch also flattens `{"optimizer":
@@ -37,24 +38,24 @@ from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state import GROUPS, KeyPath, join_path
 
 MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
-"""Package of torch's DCP classes: the current name, and the name before torch 2.0."""
+"""Package of torch's DCP classes: first the current name, then the name before torch 2.0."""
 _PROPERTIES = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.sharded_tensor.metadata")
-"""Module with `TensorProperties`: the current name, and the name before torch 2.3."""
+"""Module of the class `TensorProperties`: first the current name, then the name before torch 2.3."""
 _CLASSES = {
     "Metadata": "metadata", "TensorStorageMetadata": "metadata", "BytesStorageMetadata": "metadata",
     "ChunkStorageMetadata": "metadata", "MetadataIndex": "metadata", "StorageMeta": "metadata",
     "_StorageInfo": "filesystem",
 }  # fmt: skip
-"""Class name -> module inside torch's DCP package."""
+"""Class name -> module inside torch's DCP package that defines the class."""
 TENSOR_PROPERTIES = frozenset((module, "TensorProperties") for module in _PROPERTIES)
 _MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 GLOBALS = {name: tuple(Global(f"{package}.{module}", name) for package in MODULES) for name, module in _CLASSES.items()}
 """Class name -> all (module, name) pairs under which the class can be pickled."""
-GLOBALS["Metadata"] += (Global(_MEGATRON, "MCoreMetadata"),)  # megatron-core 0.15
+GLOBALS["Metadata"] += (Global(_MEGATRON, "MCoreMetadata"),)  # since megatron-core 0.15
 _PLANNER = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-"""Classes of torch's planner: Megatron stores the plans of all ranks in the same file."""
+"""Classes of torch's save planner; Megatron stores the save plans of all ranks in the metadata file."""
 _KINDS_OF_ITEM = ("TENSOR", "SHARD", "BYTE_IO")
 
 
@@ -78,24 +79,25 @@ def _names() -> Iterator[tuple[str, str]]:
 NAMES: Names = {
     **ALLOWED,
     **dict.fromkeys(_names(), INERT),
-    # Every mention of a class gives the same object of `GLOBALS`: comparing identities takes a tenth of the time.
+    # Every pickled name of one class maps to the same object of `GLOBALS`, because comparing identities takes a tenth
+    # of the time.
     **{(each.module, each.name): GlobalRule(each) for possible in GLOBALS.values() for each in possible},
 }
-"""Globals that may be in the pickle of a metadata file, but not of a data file."""
+"""Classes and functions that the pickle of a metadata file may name, although a data file may not."""
 
 
 MAX_DIMS = 64
-"""numpy's cap on the dims of an array."""
+"""Maximum number of dims of a numpy array."""
 _MAX_COUNT = 2**63 - 1
 
 
 def fields_of(value: object, name: str, *, bare: bool = False) -> Mapping[str, Any] | None:
-    """Return the fields of a pickled dataclass by name; None if the value is not an instance of the class.
+    """Return the fields of a pickled dataclass by field name; None if the value is not an instance of the class.
 
     Args:
         value: any value from the pickle.
-        name: name of the class.
-        bare: whether to accept an object without fields.
+        name: name of the dataclass.
+        bare: whether to accept an instance without any fields.
     """
     if not isinstance(value, Object) or value.args or value.items or value.pairs or value.cls not in GLOBALS[name]:
         return None
@@ -105,9 +107,10 @@ def fields_of(value: object, name: str, *, bare: bool = False) -> Mapping[str, A
 
 
 def properties_of(value: object) -> tuple[DType | None, str | None]:
-    """Return a tensor's dtype, and the name of its layout if it is not dense.
+    """Return a tensor's dtype, and the name of the tensor's layout if the layout is not dense.
 
-    Some versions of torch pickle the class with a tuple of its fields; the first two are dtype and layout.
+    Some versions of torch pickle `TensorProperties` as a tuple of its fields; the first two fields are dtype and
+    layout.
     """
     if not isinstance(value, Object) or (value.cls.module, value.cls.name) not in TENSOR_PROPERTIES:
         return None, None
@@ -132,7 +135,9 @@ def layout_of(value: object) -> str:
 
 
 def counts_of(value: object) -> Shape | None:
-    """Return a shape or index as a tuple of ints; None if the value is neither. Old versions of torch wrote lists."""
+    """Return a shape or an index as a tuple of ints; None if the value is neither a shape nor an index. Old versions of
+    torch wrote shapes as lists.
+    """
     if isinstance(value, list):
         value = tuple(value)
     if not isinstance(value, tuple) or len(value) > MAX_DIMS + 1:
@@ -151,13 +156,13 @@ def kind_of(value: object) -> str:
 
 
 METADATA = DCP_METADATA
-"""Name of the common metadata file; if each rank wrote a metadata file, the suffix of these files."""
+"""Name of the metadata file of the whole folder; where each rank wrote a metadata file, the suffix of these files."""
 DATA_FILE = DCP_DATA
 
 _DEEPEST = 100
 _MEMORY_PER_BYTE, _MOST_MEMORY = 64, 8 << 30
-"""Caps on the memory for reading a large metadata file, per byte of the file and in total. A chunk takes some 140 bytes
-of the file, and at most 6 kB of memory.
+"""Maximum memory for reading a large metadata file: bytes per byte of the file, and bytes in total. A chunk takes about
+140 bytes of the file, and at most 6 kB of memory.
 """
 _SPARSE = "a {} layout is not supported; only dense tensors are"
 
@@ -169,25 +174,26 @@ class Payload(NamedTuple):
     """The byte range of a stored chunk of a tensor, or of a stored object."""
 
     file: str
-    """Name of the data file, relative to the folder."""
+    """Name of the data file, relative to the checkpoint's folder."""
     offset: int
-    """Offset of the first byte in the file."""
+    """Offset of the byte range in the data file."""
     length: int
-    """Size in bytes."""
+    """Size of the byte range."""
 
 
 class SavedChunk(NamedTuple):
-    """A rectangular part of a tensor, in torch's elements (packed elements count as one)."""
+    """A rectangular chunk of a tensor, in torch's elements (packed elements count as one)."""
 
     start: Shape
-    """First index along each dim."""
+    """Index of the chunk's first element, one number for each dim."""
     shape: Shape
-    """Elements along each dim."""
+    """Number of elements of the chunk along each dim."""
     payload: Payload | None
-    """Byte range of the chunk; None if the metadata gives none, which is valid for an empty chunk."""
+    """Byte range of the chunk; None if the metadata lists no byte range, which is valid for an empty chunk."""
 
 
-# A checkpoint has a hundred thousand of them: this constructor takes a third of the time of the class itself.
+# A checkpoint can have a hundred thousand of these records; `tuple.__new__` takes a third of the time of the classes'
+# own constructors.
 _new_payload: Callable[[Iterable[Any]], Payload] = partial(tuple.__new__, Payload)
 _new_chunk: Callable[[Iterable[Any]], SavedChunk] = partial(tuple.__new__, SavedChunk)
 
@@ -198,7 +204,7 @@ class SavedItem(msgspec.Struct, frozen=True, gc=False):
     key: str
     """Flat key of the item in the metadata."""
     path: KeyPath
-    """Path of the item in the nested state dict."""
+    """Key path of the item in the nested state dict."""
     dtype: DType | None
     """Dtype of a tensor; None for an object."""
     shape: Shape
@@ -212,19 +218,19 @@ class SavedItem(msgspec.Struct, frozen=True, gc=False):
 
 
 def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem]:
-    """Read one `.metadata` file.
+    """Read one `.metadata` file and return its items.
 
     Args:
-        storage: the folder's files.
+        storage: storage that reads the folder's files.
         file: name of the metadata file.
-        faults: list of faults; receives the problems of single items, which are then left out.
+        faults: list of faults, to which the problems of single items are added; these items are left out.
 
     Returns:
-        the items, in the order of the file.
+        the items of the file, in the order of the file.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT or UNSUPPORTED, if the file as a whole cannot be read.
-        StorageError: IO, if the file cannot be read.
+        Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if the file as a whole cannot be read.
+        StorageError: with code IO if the file cannot be read.
     """
     bounds = Bounds()
     size = storage.size(file)
@@ -235,9 +241,9 @@ def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem
         with suppress(Unread):
             columns, parts = _scan_columns(storage.read(file, 0, size), bounds.memory)
             places = _places_of_columns(parts)
-            del parts  # frees the scan's memory, which the items may need
+            del parts  # frees the memory of the scan before the items are built
             return _items_of_columns(columns, places, file)
-        # The fast scan gave up: the interpreter reads the file again and reports what is wrong.
+        # The fast scan gave up, so the interpreter reads the file again and reports what is wrong.
         pickled = read_pickle(storage.read(file, 0, size), file=file, bounds=bounds, allowed=NAMES)
         return _items(pickled.value, file, faults)
 
@@ -248,10 +254,10 @@ def _scan_columns(data: bytes, memory: int) -> tuple[_Columns, _PartColumns]:
 
 
 def _items(top: object, file: str, faults: Faults) -> list[SavedItem]:
-    """Return the items that a file describes.
+    """Return the items that a metadata file describes.
 
     Raises:
-        Refused: CORRUPT, if the file is not a checkpoint's metadata.
+        Refused: with code CORRUPT if the file is not a checkpoint's metadata.
     """
     fields = fields_of(top, "Metadata")
     if fields is None:
@@ -269,11 +275,11 @@ def _items(top: object, file: str, faults: Faults) -> list[SavedItem]:
 
 
 class _Places:
-    """The byte ranges of all items."""
+    """The byte ranges of all items of a metadata file."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Payload] = {}
-        """Key of an object -> its byte range."""
+        """Key of an object -> byte range of the object."""
         self.chunks: defaultdict[str, dict[Shape, Payload]] = defaultdict(dict)
         """Key of a tensor -> first index of a chunk -> byte range of the chunk."""
 
@@ -284,7 +290,7 @@ class _Places:
 
 
 class _ItemReader:
-    """Checks the items of one metadata file and builds a `SavedItem` for each; problems become faults."""
+    """Checks the items of one metadata file and builds a `SavedItem` for each item; problems of items become faults."""
 
     def __init__(self, file: str, faults: Faults, places: _Places, notes: Mapping[Any, Any]) -> None:
         self._file = file
@@ -376,7 +382,7 @@ class _ItemReader:
     ) -> SavedItem | None:
         places = self._places.chunks.get(key, {})
         is_object = key in self._places.objects
-        # Chunks are usually listed in the order in which they are stored.
+        # A metadata file usually lists chunks in the order in which they are stored.
         payloads = places.values() if tuple(places) == tuple(starts) else map(places.get, starts)
         chunks = tuple(map(_new_chunk, zip(starts, shapes, payloads, strict=True)))
         extra = () if isinstance(payloads, ValuesView) else places.keys() - set(starts)
@@ -396,7 +402,7 @@ class _ItemReader:
     def path(self, key: str, paths: object) -> KeyPath | None:
         """Return the state-dict path of a key; if the path is malformed, add a fault and return None.
 
-        `paths` may be private data of a custom planner; then the key itself is the path.
+        `paths` may be the private data of a user-written planner; then the key itself is the path.
         """
         if not paths or not isinstance(paths, dict):
             return (key,)
@@ -453,7 +459,9 @@ def _read_places(storage_data: Mapping[Any, Any], file: str, faults: Faults) -> 
 
 
 def _payload(info: Mapping[str, Any] | None, file: str, key: str, faults: Faults) -> Payload | None:
-    """Return the byte range of a chunk or object; if it is impossible or transformed, add a fault and return None."""
+    """Return the byte range of a chunk or object; if the range is impossible, or its bytes are compressed, add a fault
+    and return None.
+    """
     if info is None or not isinstance(info.get("relative_path"), str):
         faults.add("CORRUPT", "its place is not a byte range in a file", file, key)
         return None
@@ -480,15 +488,15 @@ _FIELDS = "state_dict_metadata", "storage_data", "planner_data", "mcore_data"
 
 
 class _Columns(NamedTuple):
-    """The items of a metadata file as columns, so that the scan's memory is free before items are built."""
+    """The items of a metadata file as columns, so that the scan's memory can be freed before the items are built."""
 
     keys: list[str]
-    """Flat key of each item, in the order of the file."""
+    """Flat key of each item, in the order of the metadata file."""
     are_objects: list[bool]
     paths: object
     notes: object
     properties: list[object]
-    """Pickled `TensorProperties` of each tensor; each column below also has one row per tensor or chunk."""
+    """Pickled `TensorProperties` of each tensor; each column below has one row per tensor or per chunk."""
     shapes: Sizes
     chunk_counts: list[int]
     chunk_starts: Sizes
@@ -502,17 +510,17 @@ class _PartColumns(NamedTuple):
     """Flat key of the item to which each chunk or object belongs."""
     are_chunks: list[bool]
     starts: Sizes
-    """First index of each chunk, one row per chunk; objects have no row here."""
+    """Index of each chunk's first element, one row per chunk; objects have no row in this column."""
     files: list[str]
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
 
 
 def _columns(graph: Graph) -> tuple[_Columns, _PartColumns]:
-    """Return the columns of items, and the columns of chunks and objects, of a metadata file.
+    """Return a metadata file's columns of items, and its columns of chunks and objects.
 
     Raises:
-        Unread: the file is wrong, or has a form that current torch does not write.
+        Unread: if the file is wrong, or has a form that current torch does not write.
     """
     top = np.array([graph.root], np.uint32)
     item_metadata, storage_data, paths, notes = (
@@ -558,10 +566,10 @@ def _columns(graph: Graph) -> tuple[_Columns, _PartColumns]:
 
 
 def _items_of_columns(columns: _Columns, places: _Places, file: str) -> list[SavedItem]:
-    """Build the items from their columns.
+    """Build the items of a metadata file from their columns.
 
     Raises:
-        Unread: an item has a problem.
+        Unread: if an item has a problem.
     """
     faults = Faults()
     reader = _ItemReader(file, faults, places, columns.notes if isinstance(columns.notes, dict) else {})
@@ -587,7 +595,7 @@ def _items_of_columns(columns: _Columns, places: _Places, file: str) -> list[Sav
 
 
 def _objects_of_columns(columns: _Columns, places: _Places, reader: _ItemReader) -> Iterator[SavedItem]:
-    """Build the items that are objects, in bulk, because Megatron saves an object for every expert."""
+    """Build all items that are objects at once, because Megatron saves an object for every expert."""
     keys = list(compress(columns.keys, columns.are_objects))
     paths = [reader.path(key, columns.paths) for key in keys] if columns.paths else zip(keys, strict=True)
     if not (places.objects.keys() >= set(keys) and places.chunks.keys().isdisjoint(keys)):
@@ -597,10 +605,10 @@ def _objects_of_columns(columns: _Columns, places: _Places, reader: _ItemReader)
 
 
 def _places_of_columns(parts: _PartColumns) -> _Places:
-    """Return the byte ranges of all chunks and objects.
+    """Return the byte ranges of all chunks and objects of a metadata file.
 
     Raises:
-        Unread: a chunk or object has two byte ranges.
+        Unread: if a chunk or object has two byte ranges.
     """
     offsets, lengths = parts.offsets.tolist(), parts.lengths.tolist()
     payloads = list(map(_new_payload, zip(parts.files, offsets, lengths, strict=True)))
@@ -624,10 +632,10 @@ _WRAPPER = "app"
 
 
 def path_of(name: str) -> KeyPath:
-    """Return the state-dict path under which a tensor of a catalog is written to DCP.
+    """Return the state-dict path under which DCP stores a tensor of a catalog.
 
     `optim/<parameter>/<state>` becomes the path (`optimizer`, `state`, parameter, state), where a numbered parameter
-    `#<i>` becomes the number. A tensor under any other name has a path of one key.
+    `#<i>` becomes the number. A tensor with any other name has a path of one key.
     """
     path = optimizer_path(name)
     return (name,) if path is None else tuple(map(str, path))
@@ -641,8 +649,8 @@ def flat_path(parameter: str, setting: str) -> KeyPath:
 def paths_within(paths: Sequence[KeyPath]) -> tuple[list[KeyPath], str | None]:
     """Return each item's path without torch's wrapper, and the wrapper's name (empty if there is no wrapper).
 
-    torch's own wrapper is `{"app": AppState(...)}`. A flat key without a recorded path stays one key, but a key of
-    optimizer state is recognised and split.
+    In state dicts that torch wraps itself, the wrapper is `{"app": AppState(...)}`. A flat key without a recorded path
+    stays a path of one key, but a key of optimizer state is recognised and split.
     """
     split_paths = [_split(path[0]) if len(path) == 1 else path for path in paths]
     if split_paths and all(len(path) > 1 and path[0] == _WRAPPER for path in split_paths):

@@ -1,15 +1,16 @@
-"""Reads the stored bytes of DCP items: small torch archives, thousands in one file, or safetensors data at a file's
-end.
+"""Reads the stored bytes of DCP items, which are small torch archives, thousands in one file, or safetensors data at a
+file's end.
 
-The metadata may be wrong about a chunk, so every archive must be read: dtype, shape and byte offset of its tensor are
-taken from the archive and then compared with the metadata. Reading one archive with all checks is slow, and a
-checkpoint may have a hundred thousand archives. But archives of tensors of one shape differ only in the tensor, its
-checksum and a serial number. So an archive that was read with all checks serves as a stencil for similar archives.
+The metadata may be wrong about a chunk, so every archive must be read: dtype, shape and byte offset of a chunk's tensor
+come from the chunk's archive and are then compared with the metadata. Reading one archive with all checks is slow, and
+a checkpoint may have a hundred thousand archives. But the archives of two tensors of one shape differ only in the
+tensor's bytes, the tensor's checksum and a serial number. So an archive that was read with all checks is used as a
+stencil, with which similar archives are compared.
 
 The frame of an archive is its bytes around the tensor (head and tail), and its skeleton is the frame without checksums
 and serial number. If two archives have the same skeleton, byte for byte, their tensors have the same dtype, shape and
-offset, because checksums and serial number do not affect these. The two copies of the tensor's checksum must still
-agree.
+offset, because checksums and serial numbers do not affect dtype, shape and offset. An archive contains the tensor's
+checksum twice, and these two numbers must still be equal.
 """
 
 from __future__ import annotations
@@ -51,53 +52,56 @@ from transaxle.formats.training_state import Leaf
 
 _SERIAL = ".data/serialization_id"
 _MAX_SKELETONS = 10_000
-"""Cap on the skeletons that are remembered; a checkpoint has a few hundred."""
+"""Maximum number of skeletons that are remembered; a checkpoint has a few hundred."""
 _MAX_ARRANGEMENTS = 8
-"""Cap on the arrangements (see `_Arrangement`) that are tried for archives of one length."""
+"""Maximum number of arrangements (see `_Arrangement`) that are tried for archives of one length."""
 _MAX_WHOLE_READ = 1 << 14
-"""Size in bytes up to which an archive is read whole; of a larger archive only the bytes around the tensor are read."""
+"""Size in bytes up to which an archive is read whole; of a larger archive only the bytes before and after the tensor
+are read."""
 _BLOCK = 1 << 18
 """Batch size in bytes: for reading neighbouring archives, and for comparing skeletons."""
 _MAX_CONTENTS = 4
-"""Cap on the skeletons that are looked for in one batch; archives with further skeletons are matched one by one."""
+"""Maximum number of skeletons that are looked for in one batch; archives with further skeletons are matched one
+by one.
+"""
 _CRC = struct.Struct("<I")
 _CRC_IN_CENTRAL, _CRC_IN_LOCAL, _CRC_IN_DESCRIPTOR = 16, 14, 4
 
 Result = TypeVar("Result")
 
 _MIN_BATCH = 8
-"""Smallest number of similar chunks that are matched as a batch rather than one by one."""
+"""Minimum number of similar chunks that are matched as a batch rather than one by one."""
 _AGAIN = "Copy the file again, or save the checkpoint again."
 
 
 class _Arrangement(NamedTuple):
-    """How an archive is divided: where its tensor is, and which bytes around the tensor must match.
+    """How an archive is divided: where its tensor is, and which of the bytes around the tensor must match.
 
-    The bytes around the tensor, head and tail joined, are its frame. `fixed_spans` and `checksums` are positions in the
-    frame.
+    The bytes before and after the tensor (head and tail), joined, are the archive's frame. `fixed_spans` and
+    `checksums` are positions in the frame.
     """
 
     head: int
-    """Number of bytes before the tensor."""
+    """Number of bytes of the archive before the tensor."""
     tail: int
     """Offset in the archive of the first byte after the tensor."""
     fixed_spans: tuple[tuple[int, int], ...]
-    """Spans (start, stop) of the frame's bytes that must be equal in all archives of this arrangement."""
+    """Spans (start, stop) of the frame whose bytes must be equal in all archives of this arrangement."""
     checksums: tuple[tuple[int, int], ...]
-    """Pairs of positions in the frame of the two copies of each CRC-32; the tensor's CRC-32 comes first."""
+    """For each CRC-32, the positions in the frame of its two copies; the tensor's CRC-32 comes first."""
 
 
 class Match(NamedTuple, Generic[Result]):
-    """A match: an archive has the same skeleton as an archive that was read before."""
+    """An archive that has the same skeleton as an archive that was read before."""
 
     result: Result
     """Contents of the earlier archive with the same skeleton."""
     crc32: int
-    """CRC-32 of this archive's tensor; 0 if it has no tensor or no checksum."""
+    """CRC-32 of this archive's tensor; 0 if the archive has no tensor or no checksum."""
 
 
 class Matches(NamedTuple, Generic[Result]):
-    """Archives of a batch that all have one known skeleton."""
+    """Archives of a batch that all have the same known skeleton."""
 
     result: Result
     """Contents of the earlier archive with this skeleton."""
@@ -108,7 +112,7 @@ class Matches(NamedTuple, Generic[Result]):
 
 
 class Stencils(Generic[Result]):
-    """Remembers the skeletons of archives that were read, with the archives' contents."""
+    """Remembers the skeletons of archives that were read with all checks, together with the archives' contents."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -118,7 +122,9 @@ class Stencils(Generic[Result]):
         self._buffer: NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def match(self, payload: Payload) -> Match[Result] | None:
-        """Return the contents of an archive if its skeleton is known; None if the archive must be read."""
+        """Return the contents of an archive if its skeleton is known; otherwise return None, and the archive must be
+        read.
+        """
         for arrangement, contents in self._by_length.get(payload.length, ()):
             frame = self._frame(payload, arrangement)
             result = contents.get(_skeleton_of(frame, arrangement))
@@ -133,7 +139,8 @@ class Stencils(Generic[Result]):
         return None
 
     def matches(self, file: str, length: int, offsets: Sequence[int]) -> Iterator[Matches[Result]]:
-        """Match many archives of one length at once; an archive that is in none of the matches must be read by itself.
+        """Match many archives of one length at once; an archive that is in none of the returned matches must be read by
+        itself.
 
         Args:
             file: name of the file that contains the archives.
@@ -201,7 +208,9 @@ class Stencils(Generic[Result]):
     def _distant_frames(
         self, file: str, length: int, offsets: Sequence[int], arrangement: _Arrangement
     ) -> NDArray[np.uint8]:
-        """Read the frames of long archives, one row per archive; evenly spaced archives need few read calls."""
+        """Read the frames of long archives, one row per archive; if the archives are evenly spaced, few read calls
+        suffice.
+        """
         head, tail = arrangement.head, arrangement.tail
         width = length - (tail - head)
         rows = np.empty((len(offsets), width), np.uint8)
@@ -209,7 +218,7 @@ class Stencils(Generic[Result]):
             buffer = rows[first : first + count].reshape(-1).data
             begin, end = offsets[first], offsets[first + count - 1]
             reads = [(begin, 0, head, count), (begin + tail, head, length - tail, count)]
-            # the tail of an archive and the head of the next are adjacent, both in the file and in `rows`
+            # the tail of an archive and the head of the next archive are adjacent, both in the file and in `rows`
             if step == length:
                 middle = (begin + tail, head, width, count - 1)
                 reads = [(begin, 0, head, 1), middle, (end + tail, (count - 1) * width + head, length - tail, 1)]
@@ -221,8 +230,8 @@ class Stencils(Generic[Result]):
 
 
 def _cut_out(data: NDArray[np.uint8], length: int, offsets: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return `length` bytes from each offset of `data`, one row per offset; no copy is made if offsets are evenly
-    spaced.
+    """Return `length` bytes from each offset of `data`, one row per offset; if offsets are evenly spaced, nothing is
+    copied.
     """
     steps = np.diff(offsets)
     if (steps == steps[:1]).all():
@@ -231,7 +240,9 @@ def _cut_out(data: NDArray[np.uint8], length: int, offsets: NDArray[np.int64]) -
 
 
 def _progressions(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Split offsets into arithmetic progressions; yield (position of the first offset, count, step) of each."""
+    """Split offsets into arithmetic progressions; yield for each progression the position of its first offset, its
+    count and its step.
+    """
     first = 0
     while first < len(offsets):
         stop = first + 1
@@ -245,7 +256,7 @@ def _progressions(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 def _matches(
     frames: NDArray[np.uint8], arrangement: _Arrangement, contents: dict[bytes, Result]
 ) -> Iterator[Matches[Result]]:
-    """Yield the groups of rows that have a known skeleton.
+    """Yield the groups of archives that have a known skeleton.
 
     Args:
         frames: the frames, one row per archive.
@@ -274,13 +285,13 @@ def _matches(
 
 
 def _numbers(frames: NDArray[np.uint8], at: int) -> NDArray[np.uint32]:
-    """Return the 32-bit number at one byte position, for each row."""
+    """Return the 32-bit number at one byte position of each row."""
     return np.ndarray(len(frames), "<u4", frames, at, frames.strides[:1])
 
 
 def _are_all(frames: NDArray[np.uint8], model: NDArray[np.uint8], arrangement: _Arrangement) -> bool:
-    """Tell whether the frames in all rows have the same skeleton as the frame `model`."""
-    filled = frames.copy()  # compared as bytes objects, which takes a tenth of the time of comparing arrays
+    """Return whether the frames in all rows have the same skeleton as the frame `model`."""
+    filled = frames.copy()  # compared as bytes objects, which takes a tenth of the time that comparing arrays takes
     for (_, start), (stop, _) in pairwise(arrangement.fixed_spans):
         filled[:, start:stop] = model[start:stop]
     return filled.tobytes() == model.tobytes() * len(filled)
@@ -351,9 +362,9 @@ class _TensorArchive(NamedTuple):
     shape: Shape
     """Shape of the tensor in torch's elements."""
     place: Extent
-    """Extent of the tensor in logical elements; its offset counts from the archive's first byte."""
+    """Extent of the tensor in elements; its offset counts from the archive's first byte."""
     repeated: int
-    """Bytes of the tensor that are not stored, because strides of zero repeat stored bytes."""
+    """Number of the tensor's bytes that are not stored, because strides of zero repeat stored bytes."""
     stored: tuple[int, int]
     """Offset of the tensor's storage from the archive's first byte, and size of the storage in bytes."""
 
@@ -364,7 +375,7 @@ class QuantizedChunk(NamedTuple):
     layout: PlainLayout
     """How the tensor's values are computed from its buffers."""
     parts: Mapping[str, Entry]
-    """Suffix of the tensor's name -> buffer of this chunk."""
+    """Suffix of the tensor's name -> catalog entry of the buffer with this suffix, for this chunk only."""
     dtype: str
     """torch's name of the dtype that the tensor reports, such as `bfloat16`."""
 
@@ -376,7 +387,9 @@ class _ObjectArchive(NamedTuple):
 
 
 class _Blob(NamedTuple):
-    """Safetensors data at the end of a data file: its tensors, each with its first index in the whole tensor."""
+    """Safetensors data at the end of a data file: the tensors there, each with the index of its first element in the
+    whole tensor.
+    """
 
     entries: Mapping[str, Entry]
     starts: Mapping[str, Shape]
@@ -386,9 +399,9 @@ class Payloads:
     """Reads the archives of DCP items, and checks them against the metadata.
 
     Args:
-        storage: the folder's files.
-        sizes: size of each data file in bytes.
-        faults: list of faults; receives every problem, with file and item.
+        storage: storage that reads the folder's files.
+        sizes: file name -> size of the data file in bytes.
+        faults: list of faults, to which every problem is added, with file and item.
     """
 
     def __init__(self, storage: Storage, sizes: Mapping[str, int], faults: Faults) -> None:
@@ -401,7 +414,7 @@ class Payloads:
         self._occupied: dict[str, list[tuple[int, int, str]]] = {}
         self._repeated = 0
         self.checksums: list[Checksum] = []
-        """CRC-32 of each tensor's stored bytes, as the archives record it."""
+        """CRC-32 of each tensor's stored bytes, as the archives state it."""
 
     def chunk(self, item: SavedItem, chunk: SavedChunk) -> Extent | QuantizedChunk | None:
         """Return where a chunk's bytes are; if the chunk has a problem, add a fault and return None."""
@@ -436,7 +449,7 @@ class Payloads:
                 continue
             places[at] = self.chunk(item, chunk)
             checksums[at], self.checksums = self.checksums, []
-            # The archive just read may be a stencil for the remaining similar archives.
+            # The archive that was read last may be a stencil for the remaining similar archives.
             similar = (
                 similar_chunks.pop((chunk.payload.file, chunk.payload.length, chunk.shape), ()) if chunk.payload else ()
             )
@@ -459,9 +472,10 @@ class Payloads:
         Args:
             item: the tensor of the chunks.
             chunks: all chunks of the tensor.
-            which: positions in `chunks` of the chunks to match.
-            places: receives where each matching chunk's bytes are; a chunk that does not match must be read by itself.
-            checksums: receives the checksum of each chunk that matches.
+            which: positions in `chunks` of the chunks to match in this batch.
+            places: list, to which the place of each matching chunk's bytes is written; a chunk that does not match must
+                be read by itself.
+            checksums: list, to which the checksum of each matching chunk is written.
         """
         assert item.dtype is not None
         (file, _, length), shape = _payload(chunks[which[0]]), chunks[which[0]].shape
@@ -501,9 +515,10 @@ class Payloads:
                     checksums[at] = checksum
 
     def leaf(self, item: SavedItem) -> Leaf | None:
-        """Return the value of an object; if the object's archive has a problem, add a fault and return None.
+        """Return the value of an item that is an object; if the object's archive has a problem, add a fault and return
+        None.
 
-        Unlike tensors, objects of equal value may share an archive.
+        Two objects of equal value may share an archive; two tensors may not.
         """
         payload = item.payload
         if payload is None or not self._inside(item.key, payload):
@@ -541,7 +556,7 @@ class Payloads:
                     reached, holder = end, key
 
     def _inside(self, key: str, payload: Payload) -> bool:
-        """Tell whether a byte range is inside its file, and add a fault if not; a missing file already has a fault."""
+        """Return whether a byte range is inside its file; if not, add a fault unless the missing file has one."""
         size = self._sizes.get(payload.file)
         if size is not None and payload.offset + payload.length > size:
             end = payload.offset + payload.length
@@ -610,7 +625,7 @@ class Payloads:
         )
 
     def _agrees(self, item: SavedItem, chunk: SavedChunk, payload: Payload, dtype: str, shape: Shape) -> bool:
-        """Tell whether an archive's tensor has the dtype and shape that the metadata gives; add a fault if not."""
+        """Return whether an archive's tensor has the dtype and shape that the metadata states; add a fault if not."""
         assert item.dtype is not None
         if dtype != item.dtype.name:
             message = f"the metadata says {item.dtype.name}, but the file holds {dtype}"
@@ -623,7 +638,7 @@ class Payloads:
         return True
 
     def _is_stored(self, key: str, payload: Payload, repeated: int) -> bool:
-        """Add up the bytes that strides of zero repeat; tell whether the sum over all files is below the cap."""
+        """Add up the bytes that strides of zero repeat; return whether the sum over all files is below the maximum."""
         self._repeated += repeated
         if self._repeated > REPEATED:
             message = f"with strides of zero the files claim more than {REPEATED} bytes that they do not hold"

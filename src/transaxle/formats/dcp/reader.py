@@ -1,16 +1,17 @@
 """Opens folders of torch.distributed.checkpoint (DCP) as a catalog of whole tensors, each with its chunks.
 
-torch trusts the metadata when it loads: elements that no chunk covers silently keep their old values. Here the chunks
-of every tensor must cover it exactly once, the description in each chunk's archive must agree with the metadata, and
-every byte must exist.
+torch trusts the metadata when it loads a checkpoint: elements that no chunk covers silently keep their old values.
+Transaxle checks that the chunks of every tensor cover it exactly once, that the description in each chunk's archive
+agrees with the metadata, and that every byte exists.
 
-Of a quantized tensor, each rank saved a chunk of codes with the scales of these codes. The metadata gives the dtype and
-shape that the tensor reports to torch. Codes are cut like an unquantized tensor; the scales of a chunk begin at the
-chunk's first index divided by the tile. A scale of the whole tensor is in every chunk and must be equal in all chunks,
-which the container's `twins` require.
+A quantized tensor consists of codes and scales; each rank saves a chunk of the codes together with the scales of these
+codes. The metadata states the dtype and shape that the tensor reports to torch. Codes are cut like an unquantized
+tensor; the scales of a chunk begin at the chunk's first index divided by the tile (the block of codes that share one
+scale). A scale of the whole tensor is in every chunk and must be equal in all chunks; the opened checkpoint's `twins`
+contain this requirement.
 
-Shards of torch's `HuggingFaceStorageWriter` look like a safetensors checkpoint, but each file lists the parts on one
-rank as if they were whole tensors. A note in each header says which parts of the tensors are in the file.
+Files of torch's `HuggingFaceStorageWriter` look like a safetensors checkpoint, but each file lists the chunks on one
+rank as if they were whole tensors. A note in each file's header states which chunks of the tensors are in the file.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ _UNEQUAL_RANKS = "different from rank to rank"
 
 
 def metadata_files(names: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the metadata files: a common file, or one file per rank, in the order of ranks."""
+    """Return the names of the metadata files: one file for the whole folder, or one file per rank, in the order of
+    ranks.
+    """
     if METADATA in names:
         return (METADATA,)
     ranks = sorted((int(match[1]), name) for name in names if (match := _RANK.fullmatch(name)))
@@ -70,18 +73,18 @@ def metadata_files(names: Collection[str]) -> tuple[str, ...]:
 def open_dcp(storage: Storage, path: str, member: str) -> Container:
     """Open the DCP folder that a metadata file describes.
 
-    Ranks that saved without coordination wrote one metadata file each; all these files are read together. Parts that
-    several ranks saved must be equal, which the container's `twins` require.
+    Ranks that saved without coordination wrote one metadata file each, and these files are read together. Chunks that
+    several ranks saved must be equal; the opened checkpoint's `twins` contain this requirement.
 
     Args:
-        storage: the checkpoint's files.
+        storage: storage that reads the checkpoint's files.
         path: the checkpoint's path as the user typed it.
-        member: `.metadata`, or the `__<rank>.metadata` of any rank.
+        member: name of a metadata file: `.metadata`, or the `__<rank>.metadata` of any rank.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT, DTYPE_MISMATCH, INCOMPLETE, NAME_COLLISION, OVERLAP, PATH_ESCAPE,
-            SHAPE_MISMATCH, UNSUPPORTED: every problem found, each with file and item.
-        StorageError: IO, if a file cannot be read.
+        Refused: with every problem found, each with file and item, and one of the codes UNSAFE_PICKLE, CORRUPT,
+            DTYPE_MISMATCH, INCOMPLETE, NAME_COLLISION, OVERLAP, PATH_ESCAPE, SHAPE_MISMATCH or UNSUPPORTED.
+        StorageError: with code IO if a file cannot be read.
     """
     metadata_names = (member,) if member == METADATA else metadata_files(set(storage.names()) - {METADATA})
     return read_folder(storage, path, metadata_names, Conventions())
@@ -91,14 +94,14 @@ def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conv
     """Read the checkpoint that metadata files describe.
 
     Args:
-        storage: the checkpoint's files.
+        storage: storage that reads the checkpoint's files.
         path: the checkpoint's path as the user typed it.
-        metadata_names: names of the metadata files: `.metadata`, or one per rank.
+        metadata_names: names of the metadata files: `.metadata`, or one file per rank.
         conventions: how the program that saved the folder names its items.
 
     Raises:
-        Refused: see `open_dcp`.
-        StorageError: IO, if a file cannot be read.
+        Refused: with the codes that `open_dcp` lists.
+        StorageError: with code IO if a file cannot be read.
     """
     faults = Faults()
     member = metadata_names[0]
@@ -109,7 +112,7 @@ def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conv
     inline = NumbersInMemory(storage)
     payloads = Payloads(inline, sizes, faults)
     leaves_of_items = (conventions.known_leaf(item.item) or _leaf(item, payloads, faults) for item in items)
-    # several items may be listed as one leaf
+    # several items may have been read as the same leaf object
     leaves = list({id(leaf): leaf for leaf in leaves_of_items if leaf is not None}.values())
     payloads.check_overlaps()
     if faults:
@@ -155,17 +158,17 @@ def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conv
 
 
 def _read_it(item: SavedItem) -> None:
-    """Return None: every item must be read, whatever its key."""
+    """Return None, which means that every item must be read, whatever its key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conventions:
-    """How a program uses a DCP folder: its item paths, and the items that need not be read."""
+    """What is particular to one program's DCP folders: the key paths of items, and the items that need not be read."""
 
     format: str = DCP.name
-    """Name of the container format."""
+    """Name of the checkpoint format."""
     paths: Callable[[Sequence[KeyPath]], tuple[list[KeyPath], str | None]] = paths_within
-    """Function that returns each item's path without the program's wrapper, and the wrapper's name."""
+    """Function that returns each item's key path without the program's wrapper, and the wrapper's name."""
     known_leaf: Callable[[SavedItem], Leaf | None] = _read_it
     """Function that returns the leaf to list for an item that need not be read, or None for an item that must be
     read."""
@@ -174,7 +177,7 @@ class Conventions:
 
 
 class _ItemOfRanks(NamedTuple):
-    """One key of the saved state, with its descriptions in all metadata files."""
+    """One key of the saved state dict, with its descriptions in all metadata files."""
 
     item: SavedItem
     file: str
@@ -183,13 +186,13 @@ class _ItemOfRanks(NamedTuple):
     """The items under this key in the metadata files after the first."""
 
 
-# There are very many of these records, and this constructor takes a third of the time of the generated one.
+# There are very many of these records; `tuple.__new__` takes a third of the time of the class's own constructor.
 _new_item: Callable[[Iterable[Any]], _ItemOfRanks] = partial(tuple.__new__, _ItemOfRanks)
 
 
 @dataclass(frozen=True, slots=True)
 class _WholeTensor:
-    """A dense tensor that its chunks cover exactly once, with pairs of copies of chunks that must be equal."""
+    """A dense tensor that its chunks cover exactly once, with the pairs of equal chunks from different ranks."""
 
     entry: Entry
     twins: tuple[Twin, ...]
@@ -234,7 +237,7 @@ def _items(storage: Storage, files: Sequence[str], conventions: Conventions, fau
 
 
 def _sizes(storage: Storage, items: Sequence[_ItemOfRanks], member: str, faults: Faults) -> dict[str, int]:
-    """Return the size of every data file; a missing or unreadable file is a fault."""
+    """Return the size of every data file; add a fault for a missing or unreadable file."""
     described = [item.item for item in items]
     if any(item.duplicates for item in items):
         described = [each for item in items for each in (item.item, *item.duplicates)]
@@ -349,7 +352,7 @@ _box: Callable[[SavedChunk], ChunkBox] = itemgetter(slice(2))
 
 
 def _is_empty(item: SavedItem, chunk: SavedChunk) -> bool:
-    """Tell whether a chunk is empty and inside the tensor: ranks without rows save such chunks."""
+    """Return whether a chunk is empty and inside the tensor: ranks that have no rows of a tensor save such chunks."""
     return 0 in chunk.shape and not outside(item.shape, chunk[:2])
 
 
@@ -360,7 +363,7 @@ def _twins(
     second_place: Extent | QuantizedChunk | None,
     faults: Faults,
 ) -> Iterator[Twin]:
-    """Yield the pairs of tensors that must be equal because both are copies of one chunk; for a quantized tensor, one
+    """Yield the pairs of tensors that must be equal because both are copies of one chunk; a quantized tensor yields one
     pair per buffer.
     """
     key = item_of_ranks.item.key
@@ -387,7 +390,7 @@ def _number(name: str, value: Number | Scalar, inline: NumbersInMemory) -> Entry
 
 
 def _bytes(value: Number | Scalar) -> tuple[str, bytes]:
-    """Return a dtype that can represent a number, and the number's bytes in this dtype."""
+    """Return a dtype code that can represent a number, and the number's bytes in this dtype."""
     code_and_bytes = (value.code, value.data) if isinstance(value, Scalar) else number(value)
     assert code_and_bytes is not None
     return code_and_bytes
@@ -401,16 +404,18 @@ _HINT = "Save it unsharded, or dequantized."
 
 @dataclass(frozen=True, slots=True)
 class AssembledTensor:
-    """A quantized tensor that was joined from its chunks."""
+    """A quantized tensor that was joined from its saved chunks."""
 
     kind: StoringKind
-    """Encoding: how the tensor's values are computed from its buffers."""
+    """The encoding, which states how the tensor's values are computed from its buffers."""
     parts: Mapping[str, Entry]
-    """Suffix of the tensor's name -> buffer; codes still have the dtype that the file gives."""
+    """Suffix of the tensor's name -> catalog entry of the buffer; the codes still have the dtype that the file
+    states.
+    """
     twins: tuple[Twin, ...]
-    """Pairs of entries that must be equal, such as a number that every chunk repeats."""
+    """Pairs of tensors that must be equal, such as a number that every chunk repeats."""
     unread: Mapping[str, str]
-    """Suffix of the tensor's name -> description, for buffers that are not read."""
+    """Suffix of the tensor's name -> description, for buffers of the tensor that are not read."""
 
 
 def assemble(
@@ -423,8 +428,9 @@ def assemble(
         shape: shape of the tensor.
         chunks: chunks of the tensor, at least one; together they cover it exactly once.
         file: name of the file that describes the tensor, for error messages.
-        faults: list of faults; receives DTYPE_MIXED, if chunks have different encodings; BLOCK_MISALIGNED, if a cut is
-            inside a tile; UNSUPPORTED, if a stack of matrices with one scale per matrix is cut.
+        faults: list of faults, to which problems are added: DTYPE_MIXED if chunks have different encodings;
+            BLOCK_MISALIGNED if a chunk begins inside a tile (a block of codes with one scale); UNSUPPORTED if a stack
+            of matrices with one scale per matrix is cut.
 
     Returns:
         the joined tensor; None if there is a fault.
@@ -465,8 +471,8 @@ def assemble(
 
 
 def _split_tile(shape: Shape, tile: Shape, start: Shape, chunks: Sequence[SavedChunk]) -> SplitTile | None:
-    """Describe the tile that a chunk's first index splits, along the first dim with a split; None if too large to
-    draw.
+    """Describe the tile that a chunk's first index splits, along the first dim with a split; None if the tile is too
+    large for the error's drawing.
     """
     from transaxle.axes.layout.tile import DRAWN, SplitTile
 
@@ -502,8 +508,8 @@ def copies(key: str, first: QuantizedChunk, second: QuantizedChunk, why: str, fa
         key: name of the tensor.
         first: the chunk that is read.
         second: the copy of the chunk, from a different rank.
-        why: template of the error message for unequal copies; two file names and the key are filled in.
-        faults: list of faults; receives DTYPE_MIXED, if the copies have different encodings.
+        why: template of the error message for unequal copies; the two file names and the tensor's key are filled in.
+        faults: list of faults, to which DTYPE_MIXED is added if the copies have different encodings.
     """
     files = [chunk.parts[CODES].extents[0].file for chunk in (first, second)]
     if first.layout.kind != second.layout.kind:
@@ -516,17 +522,17 @@ def copies(key: str, first: QuantizedChunk, second: QuantizedChunk, why: str, fa
 def buffers(
     quantized: Mapping[str, AssembledTensor], plain: Collection[str], file: str, metadata: dict[str, Any]
 ) -> dict[str, Entry]:
-    """Return the buffers of quantized tensors by name, and add a description of these tensors to the metadata.
+    """Return the buffers of quantized tensors by buffer name, and describe these tensors in the metadata.
 
     Args:
         quantized: the quantized tensors by name.
         plain: names of the tensors that are not quantized.
         file: name of the file that describes the tensors, for error messages.
-        metadata: metadata of the container, to which the description is added.
+        metadata: metadata of the opened checkpoint, to which the description of quantized tensors is added.
 
     Raises:
-        Refused: NAME_COLLISION, if a buffer's name is also a tensor's name; UNSUPPORTED, if codes have an unknown
-            dtype.
+        Refused: with code NAME_COLLISION if a buffer's name is also a tensor's name; with code UNSUPPORTED if codes
+            have an unknown dtype.
     """
     faults = Faults()
     old = any(tensor.kind.is_old for tensor in quantized.values())
@@ -551,8 +557,8 @@ def buffers(
 
 
 def _tile(kind: StoringKind, end: str, first: Entry, shape: Shape) -> Shape | None:
-    """Return the shape of the tile of codes that shares one element of a buffer; None if the tile is the whole
-    tensor.
+    """Return the shape of the tile (the block of codes that share one element of a buffer); None if the tile is the
+    whole tensor.
     """
     if end == CODES:
         return (*(1 for _ in shape[:-1]), 2 if kind.packed else 1) if shape else ()
@@ -569,27 +575,28 @@ def _extents(chunks: Sequence[tuple[SavedChunk, QuantizedChunk]], end: str, tile
         )
 
 
-# Unconsolidated safetensors shards of torch's `HuggingFaceStorageWriter`: each rank's parts of tensors.
+# Unconsolidated safetensors files of torch's `HuggingFaceStorageWriter`, which contain each rank's chunks of tensors.
 
 _SHARD = re.compile(DCP_SHARD)
 
 
 def shard_files(names: Collection[str]) -> tuple[str, ...]:
-    """Return the names of unconsolidated safetensors shards, sorted."""
+    """Return the names of unconsolidated safetensors files, sorted."""
     return tuple(sorted(name for name in names if _SHARD.fullmatch(name)))
 
 
 def open_shards(storage: Storage, path: str, member: str) -> Container:
-    """Open a folder of safetensors shards that were saved per rank and not consolidated.
+    """Open a folder of safetensors files that ranks saved separately and that were not consolidated.
 
     Args:
-        storage: the checkpoint's files.
+        storage: storage that reads the checkpoint's files.
         path: the checkpoint's path as the user typed it.
-        member: file name of one of the shards.
+        member: name of one of the files.
 
     Raises:
-        Refused: CORRUPT, DTYPE_MISMATCH, INCOMPLETE, NAME_COLLISION, OVERLAP, UNSUPPORTED: every problem found.
-        StorageError: IO, if a file cannot be read.
+        Refused: with every problem found, and one of the codes CORRUPT, DTYPE_MISMATCH, INCOMPLETE, NAME_COLLISION,
+            OVERLAP or UNSUPPORTED.
+        StorageError: with code IO if a file cannot be read.
     """
     faults = Faults()
     headers: dict[str, Header] = {}
@@ -616,7 +623,7 @@ def open_shards(storage: Storage, path: str, member: str) -> Container:
 
 
 def _join_parts(name: str, parts: list[tuple[Entry, Extent]], faults: Faults) -> Entry | None:
-    """Return the tensor that consists of the given parts; if the parts do not fit together, add a fault and return
+    """Return the tensor that consists of the given chunks; if the chunks do not fit together, add a fault and return
     None.
     """
     (model, _), (_, first_extent) = parts[0], parts[0]
@@ -641,7 +648,7 @@ def _join_parts(name: str, parts: list[tuple[Entry, Extent]], faults: Faults) ->
 
 
 def _notes(headers: Mapping[str, Header]) -> dict[str, str]:
-    """Return the metadata entries that are equal in all headers, without the notes about which parts a file has."""
+    """Return the metadata entries that are equal in all headers, without the notes on which chunks a file contains."""
     texts = [header.metadata for header in headers.values()]
     first_text = texts[0] if texts else {}
     return {

@@ -1,11 +1,13 @@
-r"""Reads the pattern lists in DeepSpeed's universal metadata: for each kind of tensor-parallel cut, a list of name
-patterns.
+r"""Reads the pattern lists in DeepSpeed's universal-checkpoint metadata: for each kind of tensor-parallel cut, a list
+of patterns for parameter names.
 
 If the metadata has pattern lists, DeepSpeed cuts a parameter that matches no list along its first dim. The widths of a
-cut are the shards' sizes; for fused parameters they are in the metadata.
+cut are the sizes of the shards along the cut dim; for fused parameters (such as q, k and v in one tensor) the metadata
+states these widths.
 
-The patterns that DeepSpeed itself writes are escaped names; patterns of training frameworks contain `.`, `\d+` and the
-like. A pattern need only match the beginning of a name, unless it ends in `$`.
+The patterns that DeepSpeed itself writes are escaped names; the patterns of training frameworks are regular expressions
+with `.`, `\d+` and the like. A pattern need only match the beginning of a parameter name, unless the pattern ends in
+`$`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class Patterns:
     """Finds the patterns that match a parameter name; patterns for exactly one name are looked up in a dict.
 
     Raises:
-        Refused: UNSUPPORTED, if a pattern is malformed, or RE2 cannot run it.
+        Refused: with code UNSUPPORTED if a pattern is malformed, or RE2 cannot run it.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -50,7 +52,7 @@ class Patterns:
         """Return the patterns that match a parameter name.
 
         Raises:
-            Refused: UNSUPPORTED, if matching takes far longer than with any real checkpoint.
+            Refused: with code UNSUPPORTED if matching takes far longer than for any real checkpoint.
         """
         whole = [self._of_name[name]] if name in self._of_name else []
         try:
@@ -65,36 +67,38 @@ def _refusal(error: PatternError) -> TransaxleError:
 
 
 def exact_pattern(name: str) -> str:
-    """Return the pattern that DeepSpeed writes for exactly this name."""
+    """Return the pattern that DeepSpeed writes for exactly this parameter name."""
     return f"^{re.escape(name)}$"
 
 
 Widths = tuple[tuple[int, ...], ...]
-"""Sizes along the cut dim, as `widths[part][rank]`: of each part of a fused parameter on each tensor-parallel rank."""
+"""Sizes along the cut dim, as `widths[sub_parameter][rank]`: of each sub-parameter of a fused parameter on each
+tensor-parallel rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedParameter:
-    """A fused parameter: several parts, such as q, k and v, concatenated along one dim."""
+    """A fused parameter: several sub-parameters, such as q, k and v, concatenated along one dim."""
 
     shape: tuple[int | tuple[int, ...], ...]
-    """Shape as DeepSpeed writes it: one size may be -1, to be inferred; the entry at `dim` is a tuple of part sizes, or
-    (before 0.4) the number of parts.
+    """Shape as DeepSpeed writes it: one size may be -1, which means that it is inferred; the entry at `dim` is a tuple
+    of the sub-parameters' sizes, or (before metadata version 0.4) the number of sub-parameters.
     """
     dim: int
     widths: Widths | None
-    """Size of each part on each rank; None before metadata version 0.4, when every part was cut evenly."""
+    """Size of each sub-parameter on each rank; None before metadata version 0.4, when every sub-parameter was cut
+    evenly."""
 
 
 class Categories:
-    """The pattern lists in the universal metadata of one model.
+    """The pattern lists in the universal-checkpoint metadata of one model.
 
     Args:
         info: the model's universal-checkpoint metadata.
 
     Raises:
-        Refused: CORRUPT, if the metadata is malformed; UNSUPPORTED, if its version is too new or a pattern cannot be
-            run.
+        Refused: with code CORRUPT if the metadata is malformed; with code UNSUPPORTED if its version is too new or a
+            pattern cannot be run.
     """
 
     def __init__(self, info: CheckedValue) -> None:
@@ -104,7 +108,8 @@ class Categories:
         if self.version > keys.INFO_CURRENT:
             message = f"the metadata has version {self.version}; versions up to {keys.INFO_CURRENT} can be read"
             raise refuse("UNSUPPORTED", message, file=info.file)
-        # AutoTP always writes a list of unsupported parameters; without it, a training framework wrote the metadata.
+        # AutoTP always writes a list of unsupported parameters; metadata without this list was written by a training
+        # framework.
         self._of_framework = info.get(keys.UNSUPPORTED_PATTERNS) is None
         self._lists = {
             key: Patterns(_texts(info, key))
@@ -120,20 +125,22 @@ class Categories:
         self._fused_patterns = Patterns(self._fused)
 
     def why_unsupported(self, name: str) -> str | None:
-        """Return the recorded reason why DeepSpeed could not describe a parameter's cut; None if it could."""
+        """Return the reason in the metadata why DeepSpeed could not describe a parameter's cut; None if DeepSpeed could
+        describe it.
+        """
         patterns = self._refusal.match(name)
         return self._reasons[patterns[0]] if patterns else None
 
     def spread(self, name: str, shards: Sequence[Shape]) -> Spread:
-        """Return how a parameter is spread over the tensor-parallel ranks, according to the pattern lists.
+        """Return how a parameter is distributed over the tensor-parallel ranks, according to the pattern lists.
 
         Args:
             name: name of the parameter.
             shards: shape of the parameter's shard on each rank.
 
         Raises:
-            Refused: CORRUPT, if lists contradict each other; SHAPE_MISMATCH, if the shards' shapes do not fit the cut;
-                UNSUPPORTED for an uneven cut that the metadata does not describe.
+            Refused: with code CORRUPT if lists contradict each other; with code SHAPE_MISMATCH if the shards' shapes do
+                not fit the cut; with code UNSUPPORTED for an uneven cut that the metadata does not describe.
         """
         kind = self.kind(name)
         if kind in (keys.REPLICATED_PATTERNS, keys.AVERAGED_PATTERNS):
@@ -152,13 +159,15 @@ class Categories:
         return by_widths(_whole_shape(shards, dim), dim, (rows,))
 
     def without_padding(self, name: str, spread: Spread) -> Spread:
-        """Return a parameter's spread; if the parameter is a padded vocabulary, without the padding rows.
+        """Return how a parameter is distributed over the ranks, without padding rows if the parameter is a padded
+        vocabulary.
 
-        AutoTP pads nothing, but lists every parameter with `embed` in its name as a vocabulary. So its list is used
-        only if the metadata also gives the padded size.
+        AutoTP pads nothing, but lists every parameter with `embed` in its name as a vocabulary. So AutoTP's list of
+        vocabularies is used only if the metadata also states the padded size.
 
         Raises:
-            Refused: CORRUPT, if the unpadded size is missing; SHAPE_MISMATCH, if sizes contradict the shards.
+            Refused: with code CORRUPT if the unpadded size is missing; with code SHAPE_MISMATCH if sizes contradict the
+                shards.
         """
         if not self.is_padded_vocabulary(name):
             return spread
@@ -175,25 +184,28 @@ class Categories:
 
     @property
     def any(self) -> bool:
-        """Whether the metadata has pattern lists at all; if so, a parameter in no list is cut along its first dim."""
+        """Whether the metadata has any pattern lists; if so, a parameter that no list matches is cut along its first
+        dim.
+        """
         return any(
             self._info.get(key) is not None for key in (*self._cut_lists(), keys.SUB_PARAMS, keys.VOCABULARY_PATTERNS)
         )
 
     def names(self, name: str) -> bool:
-        """Tell whether a parameter's name matches any pattern list that gives a cut."""
+        """Return whether a parameter's name matches any pattern list that states a cut."""
         return bool(self._kinds(name))
 
     def is_padded_vocabulary(self, name: str) -> bool:
-        """Tell whether a parameter has padded vocabulary rows."""
+        """Return whether a parameter has padded vocabulary rows."""
         is_reliable = self._of_framework or self._info.get(keys.PADDED_VOCABULARY) is not None
         return is_reliable and self._match(keys.VOCABULARY_PATTERNS, name)
 
     def kind(self, name: str) -> str:
-        """Return the metadata key of the list that gives a parameter's cut; empty if it is cut along dim 0 as one part.
+        """Return the metadata key of the list that states a parameter's cut; the key is empty if the parameter is cut
+        along dim 0 as a single block.
 
         Raises:
-            Refused: CORRUPT, if lists contradict each other.
+            Refused: with code CORRUPT if lists contradict each other.
         """
         kinds = self._kinds(name)
         if len(kinds) > 1:
@@ -205,16 +217,16 @@ class Categories:
         return self._fused[self._fused_patterns.match(name)[0]]
 
     def only_rows(self, name: str) -> bool:
-        """Tell whether AutoTP's lists say only that a parameter is cut along dim 1, not in which order its blocks
-        are.
+        """Return whether AutoTP's lists state only that a parameter is cut along dim 1, without the order of the
+        parameter's blocks.
         """
         return not self._of_framework and self._kinds(name) == [keys.ROW_PATTERNS]
 
     def _kinds(self, name: str) -> list[str]:
-        """Return the metadata keys of all lists that give a parameter's cut.
+        """Return the metadata keys of all lists that state a parameter's cut.
 
         AutoTP lists a row-parallel fused parameter twice, as row-parallel and as fused; then only the list of fused
-        ones counts.
+        parameters counts.
         """
         lists = [key for key in (*self._cut_lists(), keys.SUB_PARAMS) if self._match(key, name)]
         # The list of fused parameters is more exact than the list of row-parallel parameters.
@@ -250,7 +262,7 @@ class Categories:
             if uneven:
                 message = f"parts of {uneven} rows cannot be cut evenly over {len(shards)} ranks, and the metadata "
                 raise self._fault(name, f"{message}(version {self.version}) gives no widths", "UNSUPPORTED")
-            # Before version 0.4 metadata could describe only even cuts.
+            # Before version 0.4, the metadata could describe only even cuts.
             widths = tuple((size // len(shards),) * len(shards) for size in parts)
         if len(widths) != len(parts) or any(len(part_widths) != len(shards) for part_widths in widths):
             raise self._fault(
@@ -269,7 +281,9 @@ class Categories:
         return fold_dims(by_widths(logical, fused_parameter.dim, widths), shards)
 
     def _equal_parts(self, name: str, count: int, shards: Sequence[Shape], dim: int) -> tuple[int, ...]:
-        """Return the sizes of `count` equal parts: before version 0.4 only the number of parts is recorded."""
+        """Return the sizes of `count` equal sub-parameters; before version 0.4, the metadata states only how many there
+        are.
+        """
         if self.version >= keys.INFO_CURRENT:
             raise self._fault(
                 name, f"{keys.SUB_PARAMS} must give the sizes of the parts, not only their number {count}", "CORRUPT"
@@ -308,12 +322,12 @@ def _texts(info: CheckedValue, key: str) -> tuple[str, ...]:
 
 
 def size_of(node: CheckedValue) -> int | tuple[int, ...]:
-    """Return the size of one dim of a fused parameter: an int, a tuple of the parts' sizes, or -1.
+    """Return the size of one dim of a fused parameter: an int, a tuple of the sub-parameters' sizes, or -1.
 
     -1 means that the size is inferred from the number of elements.
 
     Raises:
-        Refused: CORRUPT, if the value is none of these.
+        Refused: with code CORRUPT if the value is neither an int nor a list of ints.
     """
     if node.is_list:
         sizes = node.naturals()
@@ -324,7 +338,7 @@ def size_of(node: CheckedValue) -> int | tuple[int, ...]:
 
 
 def _complete_shape(fused_parameter: FusedParameter, parts: Sequence[int], total: int) -> Shape | None:
-    """Return a fused parameter's shape with the size -1 replaced by the inferred size; None where no size fits."""
+    """Return a fused parameter's shape with the size -1 replaced by the inferred size; None if no size fits."""
     sizes = [sum(parts) if dim == fused_parameter.dim else size for dim, size in enumerate(fused_parameter.shape)]
     known_sizes = [sum(size) if isinstance(size, tuple) else size for size in sizes]
     if known_sizes.count(-1) > 1:

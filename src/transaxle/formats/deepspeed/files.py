@@ -1,4 +1,4 @@
-"""Sorts the files of a DeepSpeed checkpoint by rank, and finds the step folder to open.
+"""Sorts the files of a DeepSpeed checkpoint by rank, and finds the step folder (such as `global_step100`) to open.
 
 A missing rank, or two files that claim the same rank, is an error.
 """
@@ -28,30 +28,31 @@ class RankFiles:
     """The files of a DeepSpeed step folder, sorted by rank."""
 
     model: Mapping[ModelRank, Mapping[int, str]]
-    """(model-parallel rank, data-parallel rank) -> model file; below ZeRO-3 the only data-parallel rank is 0."""
+    """Model-parallel rank -> data-parallel rank -> name of the model file; without ZeRO-3 the only data-parallel rank
+    is 0."""
     optimizer: Mapping[ModelRank, Mapping[int, str]]
-    """(model-parallel rank, data-parallel rank) -> optimizer file; empty without ZeRO."""
+    """Model-parallel rank -> data-parallel rank -> name of the optimizer file; empty if the run does not use ZeRO."""
     layers: Mapping[int, Mapping[int, str]]
-    """(layer, tensor-parallel rank) -> file with the weights of one pipeline layer."""
+    """Pipeline layer -> tensor-parallel rank -> name of the file with the layer's weights."""
     experts: Mapping[ModelRank, Mapping[tuple[int, int], str]]
-    """Model-parallel rank -> (MoE layer, expert) -> expert file; the layer is -1 if the file has this expert of all
-    layers."""
+    """Model-parallel rank -> (MoE layer, expert) -> name of the expert's file; the layer is -1 if the file contains the
+    weights of this expert in all layers."""
     numbered: tuple[str, ...]
-    """Optimizer files of expert-parallel ranks in a run without ZeRO; the optimizer state in them has no parameter
-    names."""
+    """Names of the optimizer files of expert-parallel ranks in a run without ZeRO; the optimizer state in these files
+    has no parameter names."""
     zero3: bool
     """Whether each data-parallel rank has a separate model file, as under ZeRO-3."""
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Names of all files in this record."""
+        """Names of all files of the step folder that belong to a rank."""
         grids = (*self.model.values(), *self.optimizer.values(), *self.layers.values())
         names = [name for ranks in grids for name in ranks.values()]
         return (*names, *(name for of_rank in self.experts.values() for name in of_rank.values()), *self.numbered)
 
 
 def is_rank_file(name: str) -> bool:
-    """Tell whether DeepSpeed gives files of ranks names like this one."""
+    """Return whether a file name follows the pattern of DeepSpeed's rank files."""
     return any(pattern.fullmatch(name) for pattern in (_ZERO, _MODEL, _LAYER, _EXPERT, _NUMBERED))
 
 
@@ -60,10 +61,11 @@ def sort_files(names: Iterable[str], folder: str) -> RankFiles:
 
     Args:
         names: names of all files in the folder.
-        folder: the folder's name, for error messages.
+        folder: name of the folder, for error messages.
 
     Raises:
-        Refused: INCOMPLETE, if files of ranks are missing; CORRUPT, if several files claim the same rank.
+        Refused: with code INCOMPLETE if files of ranks are missing; with code CORRUPT if several files claim the same
+            rank.
     """
     model: dict[int, dict[int, str]] = {}
     optimizer: dict[int, dict[int, str]] = {}

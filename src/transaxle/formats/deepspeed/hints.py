@@ -1,8 +1,9 @@
-"""Hints in the files of a universal checkpoint, which tell DeepSpeed how to cut a tensor when it loads.
+"""Hints in the files of a universal checkpoint, which tell DeepSpeed how to cut a tensor among ranks when it loads the
+tensor.
 
-DeepSpeed needs hints where the training framework cuts the model itself; without a hint, DeepSpeed cuts a parameter
-into equal shards along dim 0. Parameters that AutoTP has cut need no hints, because each carries a record of its cut.
-Transaxle keeps hints as plain data, among the facts about a run.
+DeepSpeed needs hints if the training framework cuts the model itself; a parameter without a hint is cut into equal
+shards along dim 0. Parameters that AutoTP has cut need no hints, because each of these parameters has a record of its
+cut. Transaxle stores the hints as plain data, among the facts about a run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ HINTS = "cuts"
 """Key of the hints among the facts about a run; the value is a dict from parameter name to hint."""
 _CUT_AGAIN = "DeepSpeed could not cut this parameter again. Convert the run's own checkpoint once more."
 Hint = Mapping[str, Any]
-"""Cut of one parameter: a dict with some of the keys `cat_dim`, `param_n_sub_params`, `sub_param_shape`,
+"""How one parameter is cut: a dict with some of the keys `cat_dim`, `param_n_sub_params`, `sub_param_shape`,
 `vocab_tensor`."""
 _SHAPE_CLASS = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
 
@@ -35,7 +36,8 @@ def hints_of(models: Sequence[RankModel]) -> dict[str, Hint]:
         models: the model files of the run's ranks.
 
     Raises:
-        Refused: CORRUPT if the metadata is malformed; UNSUPPORTED if its version or its patterns cannot be read.
+        Refused: with code CORRUPT if the metadata is malformed; with code UNSUPPORTED if its version or its patterns
+            cannot be read.
     """
     hints: dict[str, Hint] = {}
     for model in models:
@@ -51,7 +53,7 @@ def hints_of(models: Sequence[RankModel]) -> dict[str, Hint]:
 
 
 def hints_entry(hints: Mapping[str, Hint]) -> dict[str, Any]:
-    """Return a dict with the hints under the key `HINTS`; an empty dict where there are no hints."""
+    """Return a dict with the hints under the key `HINTS`; the dict is empty if there are no hints."""
     return {HINTS: dict(hints)} if hints else {}
 
 
@@ -71,10 +73,11 @@ def _hint(categories: Categories, name: str) -> dict[str, Any]:
 
 
 def read_hint(file: CheckedValue) -> dict[str, Any]:
-    """Read the hint in a parameter file of a universal checkpoint; an empty hint means the default cut, along dim 0.
+    """Read the hint in a parameter's file of a universal checkpoint; an empty hint means the default cut, which is
+    along dim 0.
 
     Raises:
-        Refused: CORRUPT, if the hint is malformed.
+        Refused: with code CORRUPT if the hint is malformed.
     """
     hint: dict[str, Any] = {}
     for key in (keys.CAT_DIM, keys.SUB_COUNT):
@@ -105,7 +108,7 @@ def check_hint(hint: Hint, name: str, shape: Shape, file: str) -> None:
         file: name of the file with the hint, for error messages.
 
     Raises:
-        Refused: SHAPE_MISMATCH, if the hint does not fit the shape.
+        Refused: with code SHAPE_MISMATCH if the hint does not fit the shape.
     """
     sub_shape = hint.get(keys.SUB_SHAPE)
     dim, parts = hint.get(keys.CAT_DIM, 0), hint.get(keys.SUB_COUNT, 1)
@@ -130,7 +133,7 @@ def hint_fields(hint: Hint, name: str, shape: Shape) -> dict[str, Any]:
         shape: shape of the whole tensor.
 
     Raises:
-        Refused: SHAPE_MISMATCH, if the hint does not fit the shape.
+        Refused: with code SHAPE_MISMATCH if the hint does not fit the shape.
     """
     fields = {key: value for key, value in hint.items() if key != keys.SUB_SHAPE}
     sub_shape = hint.get(keys.SUB_SHAPE)

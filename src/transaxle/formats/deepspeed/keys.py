@@ -1,10 +1,10 @@
 """The dict keys in DeepSpeed's checkpoints and universal metadata, as constants, and checked access to the values.
 
-The keys are DeepSpeed's own (0.19.8: `checkpoint/constants.py`, `module_inject/layers.py`); the code that reads a key
-describes its value.
+The keys are those of DeepSpeed 0.19.8 (`checkpoint/constants.py`, `module_inject/layers.py`); the code that reads a key
+describes the key's value.
 
-`CheckedValue` wraps a value of an untrusted dict. Code that reads such a value states the expected type by one call;
-for any other type the file is refused, with its name and the path to the value.
+`CheckedValue` wraps a value of an untrusted dict. Code that reads such a value calls a method for the type that it
+expects; a value of any other type is refused, with the file's name and the path to the value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transaxle.formats import training_state as groups
 FORMAT: Final = registry.DEEPSPEED.name
 UNIVERSAL: Final = registry.UNIVERSAL.name
 
-# Files.
+# Names and endings of DeepSpeed's files.
 LATEST: Final = registry.LATEST
 LATEST_UNIVERSAL: Final = registry.LATEST_UNIVERSAL
 MODEL_END: Final = registry.MODEL_END
@@ -29,7 +29,7 @@ ZERO_FOLDER: Final = registry.DEEPSPEED_ZERO
 OPTIMIZER_FILE: Final = "optimizer_state.pt"
 STATE_END: Final = ".pt"
 
-# A rank's model file.
+# Keys in a rank's model file.
 MODULE: Final = "module"
 BUFFER_NAMES: Final = "buffer_names"
 OPTIMIZER: Final = "optimizer"
@@ -56,7 +56,7 @@ ZERO_CONFIG: Final = "zero_optimization"
 ROUND_ROBIN: Final = "round_robin_gradients"
 VERSION: Final = "ds_version"
 
-# A rank's optimizer file.
+# Keys in a rank's optimizer file.
 STATE: Final = "optimizer_state_dict"
 BASE_STATE: Final = "base_optimizer_state"
 BASE_STEP: Final = "base_optimizer_state_step"
@@ -88,7 +88,7 @@ SUB_SHAPE: Final = "sub_param_shape"
 VOCABULARY: Final = "vocab_tensor"
 EXPERT: Final = "is_expert_param"
 
-# Keys of the universal-checkpoint metadata, which every model and optimizer file contains.
+# Keys of the universal-checkpoint metadata, which every model file and every optimizer file contains.
 INFO: Final = "universal_checkpoint_info"
 INFO_VERSION: Final = "universal_checkpoint_version"
 INFO_CURRENT: Final = 0.4
@@ -107,7 +107,7 @@ PADDED_VOCABULARY: Final = "padded_vocab_size"
 PATTERNS: Final = "patterns"
 SHAPE: Final = "shape"
 
-# Keys of metadata in the affine form.
+# Keys of universal-checkpoint metadata in the affine form (see `spread`).
 AFFINE: Final = "affine_map"
 AFFINE_VERSION: Final = "version"
 AFFINE_CURRENT: Final = 1
@@ -120,7 +120,7 @@ DEST: Final = "dest"
 LOCATIONS: Final = "locations"
 SCALE: Final = "scale"
 
-# Keys of the record that a parameter in memory carries.
+# Keys of the record that AutoTP attaches to a parameter in memory.
 RECORD: Final = "ds_autotp_universal_checkpoint_meta"
 PARTITION_TYPE: Final = "partition_type"
 PARTITION_DIM: Final = "partition_dim"
@@ -143,7 +143,7 @@ _MAX_SHOWN = 6
 
 
 class CheckedValue:
-    """A value from a pickle file, whose type is checked when it is read.
+    """A value from a pickle file, whose type is checked when the value is read.
 
     Args:
         value: the unpickled value.
@@ -167,7 +167,7 @@ class CheckedValue:
         """Return the value of a key in this dict; None if the key is missing or its value is None.
 
         Raises:
-            Refused: CORRUPT, if this value is not a dict.
+            Refused: with code CORRUPT if this `CheckedValue` is not a dict.
         """
         value = self._dict().get(key)
         return None if value is None else CheckedValue(value, self.file, (*self.path, str(key)))
@@ -182,7 +182,7 @@ class CheckedValue:
         """Yield the keys and values of this dict.
 
         Raises:
-            Refused: CORRUPT, if this value is not a dict.
+            Refused: with code CORRUPT if this `CheckedValue` is not a dict.
         """
         for key, value in self._dict().items():
             yield key, CheckedValue(value, self.file, (*self.path, str(key)))
@@ -191,7 +191,7 @@ class CheckedValue:
         """Yield the keys and values of this dict; all keys must be strings.
 
         Raises:
-            Refused: CORRUPT, if this value is not a dict, or a key is not a string.
+            Refused: with code CORRUPT if this `CheckedValue` is not a dict, or a key is not a string.
         """
         for key, node in self.items():
             if not isinstance(key, str):
@@ -199,10 +199,10 @@ class CheckedValue:
             yield key, node
 
     def list(self) -> list[CheckedValue]:
-        """Return the items of this list or tuple.
+        """Return the elements of this list or tuple.
 
         Raises:
-            Refused: CORRUPT, if this value is neither a list nor a tuple.
+            Refused: with code CORRUPT if this `CheckedValue` is neither a list nor a tuple.
         """
         if not isinstance(self.value, list | tuple):
             raise self.fault(f"expected a list, not {_summary(self.value)}")
@@ -210,19 +210,19 @@ class CheckedValue:
 
     @property
     def is_dict(self) -> bool:
-        """Whether this is a dict."""
+        """Whether the value is a dict."""
         return isinstance(self.value, dict)
 
     @property
     def is_list(self) -> bool:
-        """Whether this is a list or a tuple."""
+        """Whether the value is a list or a tuple."""
         return isinstance(self.value, list | tuple)
 
     def natural(self) -> int:
-        """Return this value as a non-negative int.
+        """Return the value as a non-negative int.
 
         Raises:
-            Refused: CORRUPT, if the value is not a non-negative int.
+            Refused: with code CORRUPT if the value is not a non-negative int.
         """
         value = self.value
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _LARGEST:
@@ -230,10 +230,10 @@ class CheckedValue:
         return value
 
     def real(self) -> float:
-        """Return this value as a finite float.
+        """Return the value as a finite float.
 
         Raises:
-            Refused: CORRUPT, if the value is not a finite number.
+            Refused: with code CORRUPT if the value is not a finite number.
         """
         value = self.value
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
@@ -241,38 +241,38 @@ class CheckedValue:
         return float(value)
 
     def text(self) -> str:
-        """Return this value as a string.
+        """Return the value as a string.
 
         Raises:
-            Refused: CORRUPT, if the value is not a string.
+            Refused: with code CORRUPT if the value is not a string.
         """
         if not isinstance(self.value, str):
             raise self.fault(f"expected a text, not {_summary(self.value)}")
         return self.value
 
     def flag(self) -> bool:
-        """Return this value as a bool.
+        """Return the value as a bool.
 
         Raises:
-            Refused: CORRUPT, if the value is not a bool.
+            Refused: with code CORRUPT if the value is not a bool.
         """
         if not isinstance(self.value, bool):
             raise self.fault(f"expected True or False, not {_summary(self.value)}")
         return self.value
 
     def naturals(self) -> tuple[int, ...]:
-        """Return this value as a tuple of non-negative ints, such as a shape.
+        """Return the value as a tuple of non-negative ints, such as a shape.
 
         Raises:
-            Refused: CORRUPT, if the value is not a list of non-negative ints.
+            Refused: with code CORRUPT if the value is not a list of non-negative ints.
         """
         return tuple(item.natural() for item in self.list())
 
     def texts(self) -> tuple[str, ...]:
-        """Return this value as strings.
+        """Return the value as a tuple of strings.
 
         Raises:
-            Refused: CORRUPT, if the value is not a list of strings.
+            Refused: with code CORRUPT if the value is not a list of strings.
         """
         return tuple(item.text() for item in self.list())
 
@@ -283,7 +283,7 @@ class CheckedValue:
 
 
 def _summary(value: object) -> str:
-    """Return a short description of a value; the value may be huge, or contain itself."""
+    """Return a short description of a value; it is safe for values that are huge or contain themselves."""
     if isinstance(value, str | int | float) or value is None:
         text = repr(value) if not isinstance(value, int) or abs(value) < _LARGEST else "a very large number"
         return text if len(text) <= 10 * _MAX_SHOWN else f"{text[: 10 * _MAX_SHOWN]}…"

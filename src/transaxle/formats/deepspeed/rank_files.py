@@ -204,7 +204,8 @@ class TensorReader:
         """Return a tensor as an entry of the catalog.
 
         Raises:
-            Refused: CORRUPT, if the value is not a tensor; UNSUPPORTED, if it is not a strided view of its storage.
+            Refused: with code CORRUPT if the value is not a tensor; with code UNSUPPORTED if it is not a strided view
+                of its storage.
         """
         value = node.value
         if not isinstance(value, TensorRef | Object):
@@ -223,7 +224,7 @@ class TensorReader:
         """Return a tensor as a flat buffer.
 
         Raises:
-            Refused: CORRUPT, if the tensor is not a contiguous vector.
+            Refused: with code CORRUPT if the tensor is not a contiguous vector.
         """
         entry = self.tensor(" > ".join(node.path), node)
         if len(entry.shape) != 1 or any(extent.strides not in (None, (1,)) for extent in entry.extents):
@@ -256,8 +257,8 @@ def read_state(inline: NumbersInMemory, file: str) -> RankState:
     """Read an optimizer file.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT or UNSUPPORTED, if the file cannot be read as DeepSpeed's.
-        StorageError: IO, if the file cannot be read.
+        Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if the file cannot be read as DeepSpeed's.
+        StorageError: with code IO if the file cannot be read.
     """
     saved = read_saved(inline, file)
     root = CheckedValue(saved.value, file)[keys.STATE]
@@ -345,8 +346,8 @@ def read_model(inline: NumbersInMemory, file: str) -> RankModel:
     """Read a model file.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT or UNSUPPORTED, if the file cannot be read as DeepSpeed's.
-        StorageError: IO, if the file cannot be read.
+        Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if the file cannot be read as DeepSpeed's.
+        StorageError: with code IO if the file cannot be read.
     """
     saved = read_saved(inline, file)
     root = CheckedValue(saved.value, file)
@@ -379,8 +380,8 @@ def read_layer(inline: NumbersInMemory, file: str) -> tuple[Mapping[str, Entry],
     """Read the file of one pipeline layer: its tensors, and the checksums of their bytes.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT or UNSUPPORTED, if the file cannot be read as DeepSpeed's.
-        StorageError: IO, if the file cannot be read.
+        Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if the file cannot be read as DeepSpeed's.
+        StorageError: with code IO if the file cannot be read.
     """
     saved = read_saved(inline, file)
     return dict(_tensors(TensorReader(inline, file), CheckedValue(saved.value, file))), saved.checksums
@@ -417,8 +418,8 @@ def plain(node: CheckedValue) -> Any:
     """Return a setting as plain data (numbers, strings, lists, dicts); None if the setting is not plain data.
 
     Raises:
-        Refused: CORRUPT, if there are more values than real settings have: a pickle can repeat one list exponentially
-            often.
+        Refused: with code CORRUPT if there are more values than real settings have: a pickle can repeat one list
+            exponentially often.
     """
     return _plain(node, _MAX_DEPTH, [_MAX_VALUES])
 
@@ -464,7 +465,8 @@ def merge_shards(name: str, shards: Sequence[RankShard], spread: Spread) -> tupl
         the whole tensor, and the pairs of blocks that must be equal because several ranks have them.
 
     Raises:
-        Refused: DTYPE_MIXED, if shards have different dtypes; INCOMPLETE, if there is an element that no rank has.
+        Refused: with code DTYPE_MIXED if shards have different dtypes; with code INCOMPLETE if there is an element that
+            no rank has.
     """
     # A rank without elements has an empty tensor, whose dtype does not matter.
     holders = [shard for shard, blocks in zip(shards, spread.blocks, strict=True) if blocks]

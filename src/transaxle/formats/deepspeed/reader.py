@@ -71,8 +71,8 @@ def unscale(entry: Entry, factor: float, inline: NumbersInMemory) -> Entry:
     """Return a tensor divided by the factor that its stored values include.
 
     Raises:
-        Refused: LOSSY, if the division is not exact; UNSUPPORTED, if the tensor is large or does not have a
-            floating-point dtype.
+        Refused: with code LOSSY if the division is not exact; with code UNSUPPORTED if the tensor is large or does not
+            have a floating-point dtype.
     """
     dtype = numpy_dtype(entry.dtype)
     if entry.nbytes > _LARGEST or entry.dtype not in ("F32", "F16", "BF16", "F64"):
@@ -125,7 +125,8 @@ def read_numbered_state(
         name -> tensor of optimizer state, path -> description of each unread value, and the optimizer's groups.
 
     Raises:
-        Refused: CORRUPT, if the state is malformed; UNSUPPORTED, if a tensor is not a strided view of its storage.
+        Refused: with code CORRUPT if the state is malformed; with code UNSUPPORTED if a tensor is not a strided view of
+            its storage.
     """
     node = model.root.get(keys.OPTIMIZER)
     if node is None:
@@ -215,7 +216,7 @@ def open_deepspeed(
 
     Raises:
         Refused: with every problem in the files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
-        StorageError: IO, if a file cannot be read.
+        StorageError: with code IO if a file cannot be read.
     """
     prefix = "" if member == HERE else f"{member}/"
     listing = storage.listing(prefix.rstrip("/"))
@@ -330,7 +331,7 @@ def check_one_save(models: Sequence[RankModel]) -> None:
     """Check that all model files were saved after the same number of steps.
 
     Raises:
-        Refused: CORRUPT, if the folder mixes files of two saves.
+        Refused: with code CORRUPT if the folder mixes files of two saves.
     """
     first_file, first_steps = "", None
     for model in models:
@@ -348,7 +349,7 @@ def _refuse_copies(storage: Storage, models: _Models, states: _States) -> None:
     them.
 
     Raises:
-        Refused: CORRUPT, if two ranks' files are identical.
+        Refused: with code CORRUPT if two ranks' files are identical.
     """
     faults = Faults()
     for number, parts in states.items():
@@ -391,7 +392,8 @@ def degrees(models: _Models, layers: Collection[Mapping[int, str]], parts: int =
         parts: number of data-parallel ranks with optimizer files; 0 without such files.
 
     Raises:
-        Refused: CORRUPT, if the files contradict each other; INCOMPLETE, if files of ranks are missing.
+        Refused: with code CORRUPT if the files contradict each other; with code INCOMPLETE if files of ranks are
+            missing.
     """
     first_model = models[0][0]
     dimensions = first_model.root.get(keys.DIMENSIONS)

@@ -117,7 +117,7 @@ def cut(shape: Shape, dim: int | None, rule: ChunkRule, ranks: int) -> Spread:
     parameter.
 
     Raises:
-        Refused: SHAPE_MISMATCH, if the rule does not fit the shape.
+        Refused: with code SHAPE_MISMATCH if the rule does not fit the shape.
     """
     shards, blocks = [], []
     for rank in range(ranks):
@@ -140,7 +140,7 @@ def by_widths(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> Spread
     """Return the spread of a parameter whose parts are concatenated along a dim; each part has a width per rank.
 
     Raises:
-        Refused: SHAPE_MISMATCH, if the widths do not add up to the size of the dim.
+        Refused: with code SHAPE_MISMATCH if the widths do not add up to the size of the dim.
     """
     rules = tuple(Widths(tuple(part_widths)) for part_widths in widths)
     rule: ChunkRule = (
@@ -259,7 +259,7 @@ def fold_dims(spread: Spread, shards: Sequence[Shape]) -> Spread:
     """Return a spread with leading dims merged, so that it has as many dims as the shards.
 
     Raises:
-        Refused: SHAPE_MISMATCH, if merging does not give the shards' shapes.
+        Refused: with code SHAPE_MISMATCH if merging does not give the shards' shapes.
     """
     dims = len(shards[0]) if shards else 0
     extra = len(spread.shape) - dims + 1
@@ -310,7 +310,8 @@ def maps_of(info: CheckedValue) -> dict[str, CheckedValue]:
     """Return name pattern -> affine description, from a model's metadata; empty if it has no affine descriptions.
 
     Raises:
-        Refused: UNSUPPORTED for an unknown version of the affine form; CORRUPT, if the metadata is malformed.
+        Refused: with code UNSUPPORTED for an unknown version of the affine form; with code CORRUPT if the metadata is
+            malformed.
     """
     affine = info.get(keys.AFFINE)
     if affine is None:
@@ -331,9 +332,9 @@ def read_affine(node: CheckedValue, ranks: int) -> Spread:
         ranks: the tensor-parallel degree of the checkpoint.
 
     Raises:
-        Refused: CORRUPT, if a piece is outside the parameter or shard, or the pieces do not fill the shards exactly
-            once; UNSUPPORTED, if a piece is not a box; SHAPE_MISMATCH, if the description has a different number of
-            ranks.
+        Refused: with code CORRUPT if a piece is outside the parameter or shard, or the pieces do not fill the shards
+            exactly once; with code UNSUPPORTED if a piece is not a box; with code SHAPE_MISMATCH if the description has
+            a different number of ranks.
     """
     shape = node[keys.LOGICAL_SHAPE].naturals()
     entries = node[keys.RANKS]
@@ -488,7 +489,7 @@ def refuse_unknown_cuts(_storage: Storage, names: Sequence[str], _config: Mappin
     """Refuse every checkpoint: the `Cutter` that is used if the caller passes none.
 
     Raises:
-        Refused: UNSUPPORTED, always.
+        Refused: with code UNSUPPORTED, always.
     """
     raise refuse("UNSUPPORTED", UNKNOWN_CUTS, tensor=names[0] if names else None, hint=HINT)
 
@@ -519,9 +520,10 @@ class TableCuts:
             shards: shape of its shard on each rank.
 
         Raises:
-            Refused: UNSUPPORTED, if the table lacks the name; SHAPE_MISMATCH, if the table does not fit the shards'
-                shapes.
-            UsageError: UNKNOWN_AXIS or AMBIGUOUS, if the table needs more information about the model.
+            Refused: with code UNSUPPORTED if the table lacks the name; with code SHAPE_MISMATCH if the table does not
+                fit the shards' shapes.
+            UsageError: with one of the codes UNKNOWN_AXIS or AMBIGUOUS if the table needs more information about the
+                model.
         """
         division = self._divide(name, shards)
         return cut(division.shape, division.dim, division.rule, len(shards))

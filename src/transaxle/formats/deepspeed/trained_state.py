@@ -65,8 +65,8 @@ class ExpertShares:
         dense group.
 
         Raises:
-            Refused: CORRUPT, if the counts do not fit; UNSUPPORTED, if it is unknown whether parameters belong to
-                experts.
+            Refused: with code CORRUPT if the counts do not fit; with code UNSUPPORTED if it is unknown whether
+                parameters belong to experts.
         """
         total = len(self._states)
         counts = self._states[0].root.get(keys.PARTITION_COUNT)
@@ -192,8 +192,8 @@ def read_trained(model: RankModel, states: Sequence[RankState]) -> tuple[dict[st
         the parameters in the order of the buffers, and the pairs of numbers that must be equal on all ranks.
 
     Raises:
-        Refused: CORRUPT, if lengths contradict each other; INCOMPLETE, if a rank lacks an optimizer state;
-            NAME_COLLISION, if a parameter is in two groups.
+        Refused: with code CORRUPT if lengths contradict each other; with code INCOMPLETE if a rank lacks an optimizer
+            state; with code NAME_COLLISION if a parameter is in two groups.
     """
     stages = {state.stage for state in states}
     if len(stages) > 1:

@@ -58,7 +58,7 @@ def open_universal(storage: Storage, path: str, member: str, weights: Weights = 
 
     Raises:
         Refused: with every problem in the files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
-        StorageError: IO, if a file cannot be read.
+        StorageError: with code IO if a file cannot be read.
     """
     prefix = "" if member == HERE else f"{member}/"
     inline = NumbersInMemory(storage)

@@ -96,7 +96,7 @@ class Record:
             bias: whether the parameter is a bias.
 
         Raises:
-            Refused: SHAPE_MISMATCH, if view, widths and shape contradict each other.
+            Refused: with code SHAPE_MISMATCH if view, widths and shape contradict each other.
         """
         logical, sizes = resolve_view(view, dim, shape, len(widths))
         _check_widths(widths, sizes, None)
@@ -117,8 +117,8 @@ class Record:
         """Describe a cut that widths cannot express, such as parts that several ranks share, or blocks in a new order.
 
         Raises:
-            Refused: SHAPE_MISMATCH, if the spread does not have this shape; INCOMPLETE, if there is an element that no
-                rank has.
+            Refused: with code SHAPE_MISMATCH if the spread does not have this shape; with code INCOMPLETE if there is
+                an element that no rank has.
         """
         _check_spread(spread, shape)
         return cls(kind, shape, shape, dim, spread, output=shape if bias else shape[:-1], bias=bias)
@@ -176,9 +176,9 @@ def read(record: Mapping[str, Any], name: str, ranks: int) -> Record:
         ranks: tensor-parallel degree.
 
     Raises:
-        Refused: UNSUPPORTED for a later version, or an uneven cut in a version that only describes even cuts; CORRUPT
-            for contradictions; SHAPE_MISMATCH, if sizes and widths do not add up; INCOMPLETE, if there is an element
-            that no rank has.
+        Refused: with code UNSUPPORTED for a later version, or an uneven cut in a version that only describes even cuts;
+            with code CORRUPT for contradictions; with code SHAPE_MISMATCH if sizes and widths do not add up; with code
+            INCOMPLETE if there is an element that no rank has.
     """
     with _tensor_context(name):
         node = CheckedValue(dict(record), keys.RECORD)
@@ -330,7 +330,7 @@ def resolve_view(view: View | None, dim: int, shape: Shape, count: int | None) -
         count: number of parts for which there are widths; None if unknown.
 
     Raises:
-        Refused: SHAPE_MISMATCH, if the view does not have as many elements as the parameter.
+        Refused: with code SHAPE_MISMATCH if the view does not have as many elements as the parameter.
     """
     view_sizes = shape if view is None else view
     if dim >= len(view_sizes):
@@ -472,7 +472,7 @@ class UniversalInfo:
         ranks: tensor-parallel degree.
 
     Raises:
-        Refused: CORRUPT, if the metadata is malformed; UNSUPPORTED, if its version is too new.
+        Refused: with code CORRUPT if the metadata is malformed; with code UNSUPPORTED if its version is too new.
     """
 
     def __init__(self, node: CheckedValue, ranks: int) -> None:
@@ -490,8 +490,8 @@ class UniversalInfo:
             shards: shape of the parameter's shard on each rank.
 
         Raises:
-            Refused: UNSUPPORTED, if the metadata does not describe the parameter; CORRUPT, if its two forms disagree;
-                SHAPE_MISMATCH, if the metadata does not fit the shards' shapes.
+            Refused: with code UNSUPPORTED if the metadata does not describe the parameter; with code CORRUPT if its two
+                forms disagree; with code SHAPE_MISMATCH if the metadata does not fit the shards' shapes.
         """
         reason = self._categories.why_unsupported(name)
         if reason is not None:

@@ -52,8 +52,9 @@ def distributed(folder: Folder) -> tuple[str, ...]:
     """Return the folders that are distributed checkpoints: of the newest iteration, or `HERE` for the given folder.
 
     Raises:
-        Refused: CORRUPT, if the tracker file is malformed; INCOMPLETE, if the iteration that it names is missing.
-        StorageError: IO, if a file cannot be read.
+        Refused: with code CORRUPT if the tracker file is malformed; with code INCOMPLETE if the iteration that it names
+            is missing.
+        StorageError: with code IO if a file cannot be read.
     """
     if folder.storage.single:
         return ()
@@ -77,8 +78,9 @@ def legacy(folder: Folder) -> tuple[str, ...]:
     """Return the folders that contain one folder per rank: of the newest iteration, or `HERE` for the given folder.
 
     Raises:
-        Refused: CORRUPT, if the tracker file is malformed; INCOMPLETE, if the iteration that it names is missing.
-        StorageError: IO, if a file cannot be read.
+        Refused: with code CORRUPT if the tracker file is malformed; with code INCOMPLETE if the iteration that it names
+            is missing.
+        StorageError: with code IO if a file cannot be read.
     """
     if folder.storage.single:
         return ()
@@ -100,7 +102,7 @@ def _check_backend(folder: Folder, name: str) -> None:
     """Refuse a sub-folder in Megatron's older format, zarr.
 
     Raises:
-        Refused: UNSUPPORTED, if the folder's `metadata.json` names zarr.
+        Refused: with code UNSUPPORTED if the folder's `metadata.json` names zarr.
     """
     if _backend(folder, f"{name}/") == _ZARR:
         raise refuse("UNSUPPORTED", _ZARR_UNSUPPORTED, file=f"{folder.inside}{name}", hint=_ZARR_HINT)
@@ -110,7 +112,7 @@ def _check_ranks(folder: Folder, newest: str) -> None:
     """Check that an iteration's folder contains rank folders, if it is not a distributed checkpoint.
 
     Raises:
-        Refused: INCOMPLETE, if the folder contains no rank folders.
+        Refused: with code INCOMPLETE if the folder contains no rank folders.
     """
     where = f"{folder.inside}{newest}"
     if any(map(_RANK.fullmatch, folder.storage.listing(where).folders)):
@@ -124,8 +126,9 @@ def newest_iteration(folder: Folder) -> str | None:
     """Return the sub-folder of the iteration that the tracker file names; None without a tracker file.
 
     Raises:
-        Refused: CORRUPT, if the tracker file is malformed; INCOMPLETE, if the iteration's folder is missing.
-        StorageError: IO, if a file cannot be read.
+        Refused: with code CORRUPT if the tracker file is malformed; with code INCOMPLETE if the iteration's folder is
+            missing.
+        StorageError: with code IO if a file cannot be read.
     """
     if MEGATRON_TRACKER not in folder.names:
         return None
@@ -175,7 +178,7 @@ def check_complete(storage: Storage, *, has_state: bool) -> None:
             so that `common.pt` may be missing.
 
     Raises:
-        Refused: INCOMPLETE, with each missing file.
+        Refused: with code INCOMPLETE, with each missing file.
     """
     names, faults = storage.names(), Faults()
     for file in (BACKEND_FILE, *(() if has_state else (COMMON_FILE,))):
@@ -191,8 +194,9 @@ def check_backend(storage: Storage) -> None:
     """Check the backend and versions in a distributed checkpoint's `metadata.json`, if this file exists.
 
     Raises:
-        Refused: CORRUPT, if the file is malformed; UNSUPPORTED for an unknown backend or a later version.
-        StorageError: IO, if a file cannot be read.
+        Refused: with code CORRUPT if the file is malformed; with code UNSUPPORTED for an unknown backend or a later
+            version.
+        StorageError: with code IO if a file cannot be read.
     """
     if BACKEND_FILE not in storage.names():
         return

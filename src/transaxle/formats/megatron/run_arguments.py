@@ -328,8 +328,8 @@ def with_settings_of_run(
         the completed state, and for each unreadable file the reason.
 
     Raises:
-        Refused: UNSAFE_PICKLE or CORRUPT, if a pickled settings file cannot be unpickled safely.
-        StorageError: IO, if a file cannot be read.
+        Refused: with one of the codes UNSAFE_PICKLE or CORRUPT if a pickled settings file cannot be unpickled safely.
+        StorageError: with code IO if a file cannot be read.
     """
     inside = "" if member == HERE else f"{member}/"
     args = dict(state.args)

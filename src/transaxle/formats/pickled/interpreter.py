@@ -94,8 +94,8 @@ def read_pickle(
         persistent: function that resolves persistent ids.
 
     Raises:
-        Refused: UNSAFE_PICKLE, which names each forbidden global; CORRUPT for a malformed pickle; UNSUPPORTED for
-            buffers outside of the pickle.
+        Refused: with code UNSAFE_PICKLE, which names each forbidden global; with code CORRUPT for a malformed pickle;
+            with code UNSUPPORTED for buffers outside of the pickle.
         PickleEnds: if the pickle continues beyond `data`, see `complete`.
     """
     record_prefix = f"record {record}: " if record else ""

@@ -63,8 +63,8 @@ class LocalStorage(Storage):
     place inside the folder, or in a Hugging Face cache from `snapshots/<revision>/` to `blobs/<hash>`.
 
     Raises:
-        Refused: UNSUPPORTED if the path is a FIFO, a socket or a device.
-        StorageError: IO if the path is missing or unreadable; the hint suggests a similar path.
+        Refused: with code UNSUPPORTED if the path is a FIFO, a socket or a device.
+        StorageError: with code IO if the path is missing or unreadable; the hint suggests a similar path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -184,8 +184,8 @@ class LocalStorage(Storage):
         stays readable.
 
         Raises:
-            Refused: CORRUPT, for each file that was written to.
-            StorageError: IO, if a file's status cannot be read.
+            Refused: with code CORRUPT for each file that was written to.
+            StorageError: with code IO if a file's status cannot be read.
         """
         for name, (_, _, *expected, _) in tuple(self._stamps.items()):
             with self._handles.use(name) as fd:
@@ -259,8 +259,9 @@ def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
         max_bytes: maximum size of the file in bytes.
 
     Raises:
-        Refused: UNSUPPORTED if the path is a folder, a FIFO, a socket or a device; CORRUPT if the file is too large.
-        StorageError: IO if the file is missing or unreadable.
+        Refused: with code UNSUPPORTED if the path is a folder, a FIFO, a socket or a device; with code CORRUPT if the
+            file is too large.
+        StorageError: with code IO if the file is missing or unreadable.
     """
     shown = os.fspath(path)
     kind = _kind_of(shown)

@@ -86,8 +86,8 @@ class Storage(Protocol):
         """List the checkpoint's folder or one of its sub-folders; the names do not include the folder.
 
         Raises:
-            Refused: PATH_ESCAPE, for a folder outside of the checkpoint.
-            StorageError: IO, if the folder cannot be read.
+            Refused: with code PATH_ESCAPE for a folder outside of the checkpoint.
+            StorageError: with code IO if the folder cannot be read.
         """
 
     def names(self) -> tuple[str, ...]:
@@ -98,9 +98,9 @@ class Storage(Protocol):
         """Return the size of a file in bytes.
 
         Raises:
-            Refused: PATH_ESCAPE for a name that leads outside; UNSUPPORTED for anything but a regular file; CORRUPT for
-                a changed file.
-            StorageError: IO for a missing or unreadable file.
+            Refused: with code PATH_ESCAPE for a name that leads outside; with code UNSUPPORTED for anything but a
+                regular file; with code CORRUPT for a changed file.
+            StorageError: with code IO for a missing or unreadable file.
         """
 
     def version(self, name: str) -> str:
@@ -114,7 +114,7 @@ class Storage(Protocol):
 
         Raises:
             Refused: the codes of `size`; CORRUPT if the file ends before the view is full.
-            StorageError: IO, if the read fails.
+            StorageError: with code IO if the read fails.
         """
 
     def add_read(
@@ -145,8 +145,8 @@ class Storage(Protocol):
         """Check that no file has changed since it was read; called before results are published.
 
         Raises:
-            Refused: CORRUPT, for each file that has changed.
-            StorageError: IO, if a file cannot be examined.
+            Refused: with code CORRUPT for each file that has changed.
+            StorageError: with code IO if a file cannot be examined.
         """
 
     def close(self) -> None:
@@ -335,8 +335,8 @@ def split_name(name: str) -> tuple[str, ...]:
     """Split the relative name of a file, such as `a/b/c`, and check that it stays inside its folder.
 
     Raises:
-        Refused: PATH_ESCAPE for an empty or absolute name, for components that are empty, `.` or `..` (also between
-            backslashes, which are separators on Windows), and for names that contain a NUL.
+        Refused: with code PATH_ESCAPE for an empty or absolute name, for components that are empty, `.` or `..` (also
+            between backslashes, which are separators on Windows), and for names that contain a NUL.
     """
     parts = tuple(name.split("/"))
     if "\0" in name or any(segment in ("", ".", "..") for segment in parts) or ".." in name.split("\\"):

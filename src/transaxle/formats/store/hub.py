@@ -105,7 +105,8 @@ def parse_hub_url(url: str) -> HubUrl:
     """Parse an `hf://` URL.
 
     Raises:
-        Refused: UNSUPPORTED for a URL without a repository; PATH_ESCAPE for a path that leads out of the repository.
+        Refused: with code UNSUPPORTED for a URL without a repository; with code PATH_ESCAPE for a path that leads out
+            of the repository.
     """
     body = url.partition("://")[2]
     first, _, rest_of_path = body.partition("/")
@@ -169,7 +170,7 @@ def redirect_target(url: str, location: str) -> str:
         location: the redirect's `Location` header, absolute or relative.
 
     Raises:
-        StorageError: IO for a scheme other than http and https, or a redirect from https to http.
+        StorageError: with code IO for a scheme other than http and https, or a redirect from https to http.
     """
     import httpx
 
@@ -196,7 +197,8 @@ class HubRequests:
         shown: URL of the repository, for error messages.
 
     Raises:
-        Refused: UNSUPPORTED if a package is missing, network access is forbidden, or the hub's address is not http(s).
+        Refused: with code UNSUPPORTED if a package is missing, network access is forbidden, or the hub's address is not
+            http(s).
     """
 
     def __init__(self, shown: str) -> None:
@@ -241,7 +243,7 @@ class HubRequests:
             span: `(first byte, offset after the last byte)` of the range; None for the whole file.
 
         Raises:
-            StorageError: IO, if the request fails.
+            StorageError: with code IO if the request fails.
         """
         headers = {} if span is None else {"Range": f"bytes={span[0]}-{span[1] - 1}"}
         for _ in range(_MAX_REDIRECTS):
@@ -259,7 +261,7 @@ class HubRequests:
         signed for GET requests only.
 
         Raises:
-            StorageError: IO, if the request fails.
+            StorageError: with code IO if the request fails.
         """
         for _ in range(_MAX_REDIRECTS):
             answer = self._request("HEAD", url, {}, file, 0)
@@ -498,9 +500,10 @@ class HubService:
         url: `hf://OWNER/NAME`, optionally with a revision and with a folder or file.
 
     Raises:
-        Refused: UNSUPPORTED if the URL names no repository, or network access is forbidden; PATH_ESCAPE if its path
-            leads out of the repository.
-        StorageError: IO if the repository does not exist, this user has no access, or the hub cannot be reached.
+        Refused: with code UNSUPPORTED if the URL names no repository, or network access is forbidden; with code
+            PATH_ESCAPE if its path leads out of the repository.
+        StorageError: with code IO if the repository does not exist, this user has no access, or the hub cannot be
+            reached.
     """
 
     scheme = HUB
@@ -532,7 +535,7 @@ class HubService:
         """Return the listing's information on a file or folder; None if the path does not exist.
 
         Raises:
-            StorageError: IO, if the hub cannot be read.
+            StorageError: with code IO if the hub cannot be read.
         """
         if not path:
             return {"name": path, "type": _FOLDER}
@@ -542,7 +545,7 @@ class HubService:
         """Return the direct contents of a folder; empty if the folder does not exist.
 
         Raises:
-            StorageError: IO, if the hub cannot be read.
+            StorageError: with code IO if the hub cannot be read.
         """
         return list(self._list(path, file).values())
 
@@ -550,8 +553,8 @@ class HubService:
         """Return a range of a file's bytes.
 
         Raises:
-            Refused: CORRUPT if the file at the address is not the listed file.
-            StorageError: IO, if the hub cannot be read.
+            Refused: with code CORRUPT if the file at the address is not the listed file.
+            StorageError: with code IO if the hub cannot be read.
         """
         if start >= stop:
             return b""

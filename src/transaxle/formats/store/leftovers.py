@@ -75,8 +75,8 @@ class Claim:
             unlocked: accept an existing folder even if the file system has no locks.
 
         Raises:
-            UsageError: EXISTS if another run has the lock, or may be using the folder without a lock.
-            StorageError: IO, if the folder cannot be created or locked.
+            UsageError: with code EXISTS if another run has the lock, or may be using the folder without a lock.
+            StorageError: with code IO if the folder cannot be created or locked.
         """
         try:
             while True:
@@ -113,7 +113,7 @@ class Claim:
         """Wait until all worker processes have released the shared lock, and make it exclusive again.
 
         Raises:
-            UsageError: EXISTS if a worker does not release the lock in time.
+            UsageError: with code EXISTS if a worker does not release the lock in time.
         """
         end = time.monotonic() + _PATIENCE
         while self._fd is not None and lock(self._fd) is False:
@@ -234,8 +234,8 @@ def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
         path: a target, which need not exist, a folder of targets, or a leftover; on S3 a URL, also of a bucket.
 
     Raises:
-        Refused: UNSUPPORTED for a URL of a service other than S3; no other service can have leftovers.
-        StorageError: IO, if a folder or service cannot be read.
+        Refused: with code UNSUPPORTED for a URL of a service other than S3; no other service can have leftovers.
+        StorageError: with code IO if a folder or service cannot be read.
     """
     typed = os.fspath(path)
     if is_url(typed):
@@ -356,7 +356,7 @@ def clean_target(target: str) -> tuple[str, ...]:
     """Remove the leftovers of a complete target; return one note on each leftover, with its outcome.
 
     Raises:
-        StorageError: IO, if a leftover cannot be removed.
+        StorageError: with code IO if a leftover cannot be removed.
     """
     notes = []
     if is_url(target) and local_path(target) is None:
@@ -380,7 +380,7 @@ def clean(leftover: Leftover) -> Leftover:
         The leftover with its new outcome.
 
     Raises:
-        StorageError: IO, if the leftover cannot be removed or moved.
+        StorageError: with code IO if the leftover cannot be removed or moved.
     """
     if is_url(leftover.path):
         from transaxle.formats.store.unfinished_uploads import remove
@@ -412,8 +412,8 @@ def discard(target: Path) -> None:
         target: folder of the checkpoint.
 
     Raises:
-        UsageError: EXISTS if a run is writing to the folder.
-        StorageError: IO, if the checkpoint cannot be deleted.
+        UsageError: with code EXISTS if a run is writing to the folder.
+        StorageError: with code IO if the checkpoint cannot be deleted.
     """
     hidden = neighbour(target, PARTIAL)
     claim = Claim(hidden, str(target))

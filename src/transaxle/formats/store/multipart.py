@@ -78,7 +78,7 @@ def multipart(service: Service) -> S3Multipart:
     """Return the object with the multipart calls of a service.
 
     Raises:
-        Refused: UNSUPPORTED for a service on which an upload belongs to one process.
+        Refused: with code UNSUPPORTED for a service on which an upload belongs to one process.
     """
     if service.scheme not in S3:
         message = f"several workers cannot write to a service like {service.scheme}://, only to s3://"
@@ -165,7 +165,7 @@ class S3Multipart:
             The file's ETag, if it follows from the ETags of the parts; otherwise an empty string.
 
         Raises:
-            UsageError: EXISTS, if `new` is set and the file exists.
+            UsageError: with code EXISTS if `new` is set and the file exists.
         """
         parts = [{"PartNumber": number, "ETag": f'"{tag}"'} for number, tag in enumerate(tags, 1)]
         options = {**self._of(path), "UploadId": upload, "MultipartUpload": {"Parts": parts}}
@@ -316,7 +316,7 @@ def abort_empty(calls: S3Multipart, upload: OpenUpload, file: str) -> None:
     """Abort an upload, unless it has stored parts or no longer exists.
 
     Raises:
-        StorageError: IO, if the service fails or refuses.
+        StorageError: with code IO if the service fails or refuses.
     """
     if calls.list_parts(upload.path, upload.upload, file) == {}:
         calls.abort(upload.path, upload.upload, file)

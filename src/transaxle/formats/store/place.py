@@ -201,7 +201,7 @@ def irreplaceable(folder: ReplaceableFolder, overwrite: Overwrite) -> tuple[str,
     """Return `(reason, hint)` why a folder must not be replaced; two empty strings if it may be replaced.
 
     Raises:
-        StorageError: IO, if the folder cannot be read.
+        StorageError: with code IO if the folder cannot be read.
     """
     top = folder.top()
     if not top:
@@ -235,7 +235,7 @@ def foreign_files(folder: ReplaceableFolder) -> list[str]:
     """Return the files of a folder that do not belong to a checkpoint; names of sub-folders end in `/`.
 
     Raises:
-        StorageError: IO, if the folder cannot be read.
+        StorageError: with code IO if the folder cannot be read.
     """
     unknown = _unknown_to(builtin().values(), folder)
     # Files unknown to the built-in formats may belong to a plugin format; plugins are loaded only if there are such
@@ -429,9 +429,9 @@ class TargetPlace:
             folder.
 
     Raises:
-        UsageError: EXISTS for the root of the file system; AMBIGUOUS for an invalid `overwrite`.
-        Refused: NAME_COLLISION for a name that is reserved for hidden neighbours.
-        StorageError: IO if the target is not a valid path, or its parent folder is missing.
+        UsageError: with code EXISTS for the root of the file system; with code AMBIGUOUS for an invalid `overwrite`.
+        Refused: with code NAME_COLLISION for a name that is reserved for hidden neighbours.
+        StorageError: with code IO if the target is not a valid path, or its parent folder is missing.
     """
 
     def __init__(self, target: str | os.PathLike[str], *, overwrite: Overwrite) -> None:
@@ -479,8 +479,8 @@ class TargetPlace:
             leftover_hint: text about leftovers next to the target, for the error message.
 
         Raises:
-            UsageError: EXISTS, if the target may not be replaced.
-            StorageError: IO if the target cannot be examined.
+            UsageError: with code EXISTS if the target may not be replaced.
+            StorageError: with code IO if the target cannot be examined.
         """
         if not os.path.lexists(self.typed if not self._overwrite else self.target):
             return
@@ -549,8 +549,8 @@ class TargetPlace:
             work: path of the finished work: `partial`, or the single file in it, with its final access rights.
 
         Raises:
-            UsageError: EXISTS if the target appeared in the meantime.
-            StorageError: IO, if the rename fails.
+            UsageError: with code EXISTS if the target appeared in the meantime.
+            StorageError: with code IO if the rename fails.
         """
         try:
             if self.single:
@@ -651,7 +651,7 @@ def make_durable(folder: Path) -> None:
     """Write a folder's directory entries to the disk, on file systems that support it.
 
     Raises:
-        StorageError: IO, if the sync fails.
+        StorageError: with code IO if the sync fails.
     """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

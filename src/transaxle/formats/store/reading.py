@@ -168,8 +168,8 @@ class RemoteStorage(Storage):
         service: client of the service behind the URL; None: the fsspec client for the scheme.
 
     Raises:
-        Refused: UNSUPPORTED if no installed package supports the scheme of the URL.
-        StorageError: IO if the URL is missing or unreadable; the hint suggests a similar name.
+        Refused: with code UNSUPPORTED if no installed package supports the scheme of the URL.
+        StorageError: with code IO if the URL is missing or unreadable; the hint suggests a similar name.
     """
 
     def __init__(self, url: str, memory: int = MEMORY, service: Readable | None = None) -> None:

@@ -230,8 +230,8 @@ class Service:
         writing: open the service for writing; new files stay invisible until they are committed.
 
     Raises:
-        Refused: UNSUPPORTED for an unknown URL scheme, or if the package for the scheme is missing.
-        StorageError: IO, if the service fails or refuses.
+        Refused: with code UNSUPPORTED for an unknown URL scheme, or if the package for the scheme is missing.
+        StorageError: with code IO if the service fails or refuses.
     """
 
     pinned = False
@@ -273,7 +273,7 @@ class Service:
             file: name of the file or folder for error messages.
 
         Raises:
-            StorageError: IO, if the service fails or refuses.
+            StorageError: with code IO if the service fails or refuses.
         """
         with self._convert_errors("reading its status", file):
             self.client.invalidate_cache()
@@ -286,7 +286,7 @@ class Service:
         """Return the direct contents of a folder; empty if the folder does not exist.
 
         Raises:
-            StorageError: IO, if the service fails or refuses.
+            StorageError: with code IO if the service fails or refuses.
         """
         with self._convert_errors("opening it" if self.scheme in WEB else "listing the folder", file):
             self.client.invalidate_cache()
@@ -299,7 +299,7 @@ class Service:
         """Return the paths of all files below a folder, as the client spells them.
 
         Raises:
-            StorageError: IO, if the service fails or refuses.
+            StorageError: with code IO if the service fails or refuses.
         """
         with self._convert_errors("listing the folder", file):
             self.client.invalidate_cache()
@@ -309,7 +309,7 @@ class Service:
         """Return the requested range of a file's bytes, which the service may shorten.
 
         Raises:
-            StorageError: IO, if the service fails or refuses.
+            StorageError: with code IO if the service fails or refuses.
         """
         with self._convert_errors(f"reading {stop - start} bytes at offset {start}", file):
             if self.scheme in S3 and start < stop:
@@ -320,8 +320,9 @@ class Service:
         """Begin to write a file that is sent in parts of `part` bytes.
 
         Raises:
-            Refused: UNSUPPORTED if the service cannot write files, or would show them before they are complete.
-            StorageError: IO, if the service fails or refuses.
+            Refused: with code UNSUPPORTED if the service cannot write files, or would show them before they are
+                complete.
+            StorageError: with code IO if the service fails or refuses.
         """
         from fsspec.spec import AbstractBufferedFile
 
@@ -345,7 +346,7 @@ class Service:
         """Delete a file; a missing file is not an error.
 
         Raises:
-            StorageError: IO, if the service fails or refuses.
+            StorageError: with code IO if the service fails or refuses.
         """
         with self._convert_errors("deleting it", file):
             self.client.invalidate_cache()

@@ -137,8 +137,8 @@ class SharedUpload(Upload):
             items: number of work items.
 
         Raises:
-            UsageError: EXISTS if there is an upload of different work, or any upload without `resume`.
-            StorageError: IO, if the service fails or refuses.
+            UsageError: with code EXISTS if there is an upload of different work, or any upload without `resume`.
+            StorageError: with code IO if the service fails or refuses.
         """
         self._sizes = sizes
         if self._single and len(sizes) > 1:
@@ -482,7 +482,7 @@ class FileSender:
         """Copy bytes into the parts of a file, and send full parts.
 
         Raises:
-            StorageError: IO, if this part or an earlier one could not be sent.
+            StorageError: with code IO if this part or an earlier one could not be sent.
         """
         if file not in self._parts:
             return
@@ -548,7 +548,7 @@ class FileSender:
         """Wait until all parts are sent; return each file's ETags of its parts, in order.
 
         Raises:
-            StorageError: IO, if a part could not be sent.
+            StorageError: with code IO if a part could not be sent.
             ValueError: if the worker has not written all bytes of a file.
         """
         tags = dict[str, tuple[str, ...]]()

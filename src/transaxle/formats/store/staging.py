@@ -71,8 +71,8 @@ class Staging:
         sync: make all files durable before the rename. Without syncing, a power failure may leave damaged files.
 
     Raises:
-        UsageError: EXISTS if the target exists and may not be replaced, or another run is writing to it.
-        StorageError: IO if the parent folder is missing or not writable.
+        UsageError: with code EXISTS if the target exists and may not be replaced, or another run is writing to it.
+        StorageError: with code IO if the parent folder is missing or not writable.
     """
 
     ordered: Literal[False] = False
@@ -197,7 +197,7 @@ class Staging:
         """Create a marker file that identifies this run's folder for a `Writer`, and return its name.
 
         Raises:
-            StorageError: NO_SPACE on a full disk, IO for other failures.
+            StorageError: with code NO_SPACE on a full disk; with code IO for other failures.
         """
         run = f"run-{os.urandom(8).hex()}"
         with _as_storage_error(_MAKING, str(self.path)):
@@ -208,7 +208,7 @@ class Staging:
         """Let other processes write into the prepared files, each with a `Writer` that shares this run's lock.
 
         Raises:
-            UsageError: EXISTS if another run took the lock meanwhile.
+            UsageError: with code EXISTS if another run took the lock meanwhile.
         """
         self._claim.share()
 
@@ -216,7 +216,8 @@ class Staging:
         """Wait until the processes that share the lock have closed their writers, then exclude all writers.
 
         Raises:
-            UsageError: EXISTS if a process does not close its writer in time, or another run took the lock meanwhile.
+            UsageError: with code EXISTS if a process does not close its writer in time, or another run took the lock
+                meanwhile.
         """
         self._claim.take_back()
 
@@ -231,9 +232,9 @@ class Staging:
             earlier run wrote.
 
         Raises:
-            Refused: PATH_ESCAPE for a name that leads out of the target; UNSUPPORTED for several files with a
-                single-file target.
-            StorageError: NO_SPACE on a full disk, IO for other failures.
+            Refused: with code PATH_ESCAPE for a name that leads out of the target; with code UNSUPPORTED for several
+                files with a single-file target.
+            StorageError: with code NO_SPACE on a full disk; with code IO for other failures.
         """
         paths = {name: self._path(name) for name in files}
         self._remove_others(frozenset(paths.values()))
@@ -262,7 +263,7 @@ class Staging:
         """Write a contiguous view into a prepared file.
 
         Raises:
-            StorageError: NO_SPACE on a full disk, IO for other failures.
+            StorageError: with code NO_SPACE on a full disk; with code IO for other failures.
         """
         if not view.nbytes:
             return
@@ -289,8 +290,8 @@ class Staging:
         """Create a whole file with the given content; for files whose size was not known to `prepare`.
 
         Raises:
-            Refused: PATH_ESCAPE, for a file name that leads out of the target.
-            StorageError: NO_SPACE on a full disk, IO for other failures.
+            Refused: with code PATH_ESCAPE for a file name that leads out of the target.
+            StorageError: with code NO_SPACE on a full disk; with code IO for other failures.
         """
         self._create(file, self._path(file), len(data))
         self.pwrite(file, 0, memoryview(data))
@@ -299,7 +300,7 @@ class Staging:
         """Make a file durable and close it; called when the file is complete, so that `commit` need not wait.
 
         Raises:
-            StorageError: NO_SPACE on a full disk, IO for other failures.
+            StorageError: with code NO_SPACE on a full disk; with code IO for other failures.
         """
         with self._unsynced_lock:
             dirty = file in self._unsynced
@@ -313,9 +314,9 @@ class Staging:
         """Make all files durable and move the checkpoint to its target. All threads must have finished writing.
 
         Raises:
-            UsageError: EXISTS if the target appeared in the meantime.
-            StorageError: NO_SPACE on a full disk; IO for other failures, also if a file was removed or changed its size
-                meanwhile.
+            UsageError: with code EXISTS if the target appeared in the meantime.
+            StorageError: with code NO_SPACE on a full disk; with code IO for other failures, also if a file was removed
+                or changed its size meanwhile.
         """
         self._place.check()
         for file in sorted(self._sizes):
@@ -426,7 +427,8 @@ def write_at(fd: int, octets: memoryview, offset: int, file: str) -> None:
         file: name of the file, for error messages.
 
     Raises:
-        StorageError: NO_SPACE on a full disk; IO for other failures, also if the system silently writes no bytes.
+        StorageError: with code NO_SPACE on a full disk; with code IO for other failures, also if the system silently
+            writes no bytes.
     """
     written = 0
     while written < octets.nbytes:
@@ -467,8 +469,8 @@ class Writer:
             name skips this check.
 
     Raises:
-        UsageError: EXISTS if another run has locked the folder.
-        StorageError: IO if the folder does not exist.
+        UsageError: with code EXISTS if another run has locked the folder.
+        StorageError: with code IO if the folder does not exist.
     """
 
     def __init__(self, folder: str | Path, *, sync: bool, shared: bool = False, run: str = "") -> None:
@@ -494,7 +496,7 @@ class Writer:
         """Write a contiguous view into an existing file.
 
         Raises:
-            StorageError: NO_SPACE on a full disk, IO for other failures.
+            StorageError: with code NO_SPACE on a full disk; with code IO for other failures.
         """
         with view.cast("B") as octets, self._handles.use(file) as fd:
             self._dirty.add(file)
@@ -510,7 +512,8 @@ class Writer:
         """Make all bytes durable that this writer has written.
 
         Raises:
-            StorageError: NO_SPACE on a full disk; IO for other failures, including delayed write errors.
+            StorageError: with code NO_SPACE on a full disk; with code IO for other failures, including delayed write
+                errors.
         """
         for file in sorted(self._dirty) if self._sync else ():
             with self._handles.use(file) as fd:
@@ -524,7 +527,8 @@ class Writer:
         """Create or replace a small file atomically.
 
         Raises:
-            StorageError: NO_SPACE on a full disk; IO for other failures, also if the file's folder does not exist.
+            StorageError: with code NO_SPACE on a full disk; with code IO for other failures, also if the file's folder
+                does not exist.
         """
         import secrets  # imported late: only workers need this module
 
@@ -574,7 +578,7 @@ def storage_at(path: str | os.PathLike[str]) -> Storage:
     """Open a path or URL for reading; the errors are those of `LocalStorage`, `RemoteStorage` and `HubService`.
 
     Raises:
-        Refused: UNSUPPORTED for the web page of a repository: a page has no checkpoint files.
+        Refused: with code UNSUPPORTED for the web page of a repository: a page has no checkpoint files.
     """
     path = as_local_path(os.fspath(path))
     if not is_url(path):

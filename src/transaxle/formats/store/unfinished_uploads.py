@@ -78,7 +78,7 @@ class HiddenObjects:
         """Read the record of the upload; return None if there is none.
 
         Raises:
-            Refused: CORRUPT if the record cannot be parsed.
+            Refused: with code CORRUPT if the record cannot be parsed.
         """
         return self._read(_BEGUN, UploadRecord)
 
@@ -90,7 +90,7 @@ class HiddenObjects:
             new: fail if there is a record already.
 
         Raises:
-            UsageError: EXISTS, if `new` is set and there is a record already.
+            UsageError: with code EXISTS if `new` is set and there is a record already.
         """
         self._put(_BEGUN, msgspec.json.encode(record), new=new)
 
@@ -186,8 +186,8 @@ def orphans(url: str, *, uploads: bool = True) -> Iterator[Orphan]:
         uploads: also list uploads without a record; the service may forbid this.
 
     Raises:
-        Refused: UNSUPPORTED for services other than S3.
-        StorageError: IO, if the service fails or refuses.
+        Refused: with code UNSUPPORTED for services other than S3.
+        StorageError: with code IO if the service fails or refuses.
     """
     service = Service(url)
     calls = multipart(service)
@@ -263,7 +263,7 @@ def remove(url: str) -> None:
         url: URL of the leftover.
 
     Raises:
-        StorageError: IO, if the service fails or refuses.
+        StorageError: with code IO if the service fails or refuses.
     """
     at, _, upload = url.partition(_UPLOAD)
     service = Service(at)
@@ -299,7 +299,7 @@ def remove_unanswered_uploads(service: Service, own_uploads: Sequence[OpenUpload
         own_uploads: the uploads of this run, which have ended.
 
     Raises:
-        StorageError: IO, if the service fails or refuses.
+        StorageError: with code IO if the service fails or refuses.
     """
     calls = multipart(service)
     since = {each.path: each.since for each in own_uploads}

@@ -187,8 +187,8 @@ def _complete(service: Service, stream: Any, file: str, *, new: bool) -> str | N
         The result of `S3Multipart.complete`; None if the stream must complete itself.
 
     Raises:
-        UsageError: EXISTS, if `new` is set and the file exists.
-        StorageError: IO, if the service fails or refuses.
+        UsageError: with code EXISTS if `new` is set and the file exists.
+        StorageError: with code IO if the service fails or refuses.
     """
     upload = getattr(stream, "mpu", None)
     if service.scheme not in S3 or not upload:
@@ -241,9 +241,9 @@ class Upload:
             least 5 MiB.
 
     Raises:
-        UsageError: EXISTS if the target exists and may not be replaced.
-        Refused: UNSUPPORTED if `resume` is set, or the service has no multipart uploads.
-        StorageError: IO, if the service fails or refuses.
+        UsageError: with code EXISTS if the target exists and may not be replaced.
+        Refused: with code UNSUPPORTED if `resume` is set, or the service has no multipart uploads.
+        StorageError: with code IO if the service fails or refuses.
     """
 
     ordered: Literal[True] = True
@@ -334,8 +334,9 @@ class Upload:
             An empty set, since no earlier run can have started a file.
 
         Raises:
-            Refused: PATH_ESCAPE; UNSUPPORTED for several files with a single-file target, or for a read-only service.
-            StorageError: IO, if the service fails or refuses.
+            Refused: with code PATH_ESCAPE; with code UNSUPPORTED for several files with a single-file target, or for a
+                read-only service.
+            StorageError: with code IO if the service fails or refuses.
         """
         for name, size in files.items():
             self._begin(name, size)
@@ -348,7 +349,7 @@ class Upload:
         read-only view is kept without a copy, so its bytes must not change.
 
         Raises:
-            StorageError: IO, if the service fails or refuses.
+            StorageError: with code IO if the service fails or refuses.
         """
         if view.nbytes:
             self._streams[file].write(offset, view)
@@ -357,8 +358,8 @@ class Upload:
         """Write a whole file with the given content; for files whose size was not known to `prepare`.
 
         Raises:
-            Refused: PATH_ESCAPE, for a file name that leads out of the target.
-            StorageError: IO, if the service fails or refuses.
+            Refused: with code PATH_ESCAPE for a file name that leads out of the target.
+            StorageError: with code IO if the service fails or refuses.
         """
         self._begin(file, len(data))
         self.pwrite(file, 0, memoryview(data))
@@ -378,8 +379,8 @@ class Upload:
         new files.
 
         Raises:
-            UsageError: EXISTS if the target appeared in the meantime.
-            StorageError: IO, if the service fails or does not have all bytes that were sent.
+            UsageError: with code EXISTS if the target appeared in the meantime.
+            StorageError: with code IO if the service fails or does not have all bytes that were sent.
         """
         self.complete()
         self.make_way()
@@ -391,7 +392,7 @@ class Upload:
         """First step of `commit`, for callers whose checkpoint several ranks upload: send the remaining bytes.
 
         Raises:
-            StorageError: IO, if the service fails or refuses.
+            StorageError: with code IO if the service fails or refuses.
         """
         for file in self._streams.values():
             file.close()
@@ -400,8 +401,8 @@ class Upload:
         """Second step of `commit`, on one rank only: check the target again, and delete the replaced checkpoint.
 
         Raises:
-            UsageError: EXISTS if the target appeared in the meantime.
-            StorageError: IO, if the service fails or refuses.
+            UsageError: with code EXISTS if the target appeared in the meantime.
+            StorageError: with code IO if the service fails or refuses.
         """
         info = self._service.info(self._service.path, self._shown)
         self._check(info)
@@ -413,9 +414,9 @@ class Upload:
         again.
 
         Raises:
-            UsageError: EXISTS if another run has written one of the files since `make_way`, and nothing may be
-                replaced.
-            StorageError: IO, if the service fails or does not have all bytes that were sent.
+            UsageError: with code EXISTS if another run has written one of the files since `make_way`, and nothing may
+                be replaced.
+            StorageError: with code IO if the service fails or does not have all bytes that were sent.
         """
         for name in sorted(self._streams, key=turn):
             self._appear_one(name)
@@ -443,7 +444,7 @@ class Upload:
             the names of the files of other ranks are unknown.
 
         Raises:
-            StorageError: IO, if the service fails or refuses.
+            StorageError: with code IO if the service fails or refuses.
         """
         names = list(self._appeared)
         foreign = [name for name, stamp in self._looks(names).items() if stamp != self._stamps.get(name)]
@@ -495,7 +496,7 @@ class Upload:
         """Remove uploads whose first request got no response, after which the client began a second upload.
 
         Raises:
-            StorageError: IO, if the service fails or refuses.
+            StorageError: with code IO if the service fails or refuses.
         """
         uploads = [
             file.beginning for file in self._streams.values() if isinstance(file, StreamedFile) and file.beginning

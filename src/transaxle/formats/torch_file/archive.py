@@ -54,8 +54,8 @@ def window(storage: Storage, file: str, start: int = 0, size: int | None = None)
     """Return the window of a whole file, or of a range.
 
     Raises:
-        Refused: CORRUPT if the range is not inside the file.
-        StorageError: IO, if the file's size cannot be read.
+        Refused: with code CORRUPT if the range is not inside the file.
+        StorageError: with code IO if the file's size cannot be read.
     """
     file_size = storage.size(file)
     size = file_size - start if size is None else size
@@ -108,7 +108,7 @@ class Archive(msgspec.Struct, frozen=True):
         """Read a small record, and check its checksum.
 
         Raises:
-            Refused: CORRUPT, if the record does not match its checksum.
+            Refused: with code CORRUPT if the record does not match its checksum.
         """
         record = self.records[name]
         data = self.window.read(record.offset, record.size)
@@ -143,9 +143,9 @@ def read_archive(window: FileWindow) -> Archive:
     """Read the directory of an archive, and check that each record's local header agrees with it.
 
     Raises:
-        Refused: CORRUPT for a malformed archive; PATH_ESCAPE for a name that leads outside; UNSUPPORTED for compressed
-            or encrypted records.
-        StorageError: IO, if the file cannot be read.
+        Refused: with code CORRUPT for a malformed archive; with code PATH_ESCAPE for a name that leads outside; with
+            code UNSUPPORTED for compressed or encrypted records.
+        StorageError: with code IO if the file cannot be read.
     """
     begin, size, count = _directory(window)
     listed = sorted(_entries(window, begin, size, count), key=lambda entry: entry.header)

@@ -61,9 +61,9 @@ def open_torch(storage: Storage, path: str, member: str) -> Container:
         member: name of a file, `*.pt`, `*.pth` or `*.bin`, or of an index, `*.bin.index.json`.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, NAME_COLLISION, PATH_ESCAPE, UNSUPPORTED; one refusal lists all
-            problems of all files.
-        StorageError: IO, if a file cannot be read.
+        Refused: with one of the codes UNSAFE_PICKLE, CORRUPT, INCOMPLETE, NAME_COLLISION, PATH_ESCAPE, UNSUPPORTED; one
+            refusal lists all problems of all files.
+        StorageError: with code IO if a file cannot be read.
     """
     inline = NumbersInMemory(storage)
     read = read_files(storage, member, lambda file: read_part(inline, file))
@@ -93,7 +93,7 @@ def read_part(inline: NumbersInMemory, file: str) -> TorchContents:
 
     Raises:
         Refused: with the same codes as `open_torch`.
-        StorageError: IO, if the file cannot be read.
+        StorageError: with code IO if the file cannot be read.
     """
     saved = read_saved(inline, file)
     leaves = flatten(saved.value, file)

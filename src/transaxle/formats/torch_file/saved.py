@@ -174,8 +174,9 @@ def read_legacy(window: FileWindow) -> tuple[Any, Storages]:
         The saved object, and its storages with their offsets in the file.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT or UNSUPPORTED, if the file's pickles or storages are at fault.
-        StorageError: IO, if the file cannot be read.
+        Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if the file's pickles or storages are at
+            fault.
+        StorageError: with code IO if the file cannot be read.
     """
     max_bytes = Bounds().size
     size = min(_FIRST_READ, window.size)
@@ -287,8 +288,9 @@ def read_saved(
         allowed: table of the globals that the file's pickle may name.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT, PATH_ESCAPE or UNSUPPORTED, if the archive or its pickle is at fault.
-        StorageError: IO, if the file cannot be read.
+        Refused: with one of the codes UNSAFE_PICKLE, CORRUPT, PATH_ESCAPE or UNSUPPORTED if the archive or its pickle
+            is at fault.
+        StorageError: with code IO if the file cannot be read.
     """
     area = window(storage, file, start, size)
     begin = area.read(0, min(len(_LFS_POINTER), area.size))
@@ -354,7 +356,7 @@ def _seal(area: FileWindow, archive: Archive) -> Seal | None:
     records.
 
     Raises:
-        Refused: CORRUPT if some of the digests are missing.
+        Refused: with code CORRUPT if some of the digests are missing.
     """
     record = archive.records.get(SEALED)
     if record is None:

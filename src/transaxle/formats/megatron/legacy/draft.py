@@ -116,7 +116,7 @@ class ModelDivision:
         """Return the ranks that have a parameter.
 
         Raises:
-            Refused: UNSUPPORTED, if the parameter's name does not show its pipeline stage.
+            Refused: with code UNSUPPORTED if the parameter's name does not show its pipeline stage.
         """
         last = self.degrees.pp - 1
         match, expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
@@ -141,7 +141,7 @@ def divide_model(names: Sequence[str], degrees: Degrees) -> ModelDivision:
     """Divide a model's layers and experts among ranks, given its parameter names.
 
     Raises:
-        Refused: UNSUPPORTED, if layers or experts do not divide evenly among the ranks.
+        Refused: with code UNSUPPORTED if layers or experts do not divide evenly among the ranks.
     """
     layers = 1 + max((int(match[1]) for name in names if (match := _LAYER.fullmatch(name))), default=-1)
     experts = 1 + max((int(match[2]) for name in names if (match := _EXPERT.fullmatch(name))), default=-1)
@@ -202,7 +202,8 @@ class RankContents:
                 step is in the groups' settings, and the step tensors get a separate entry.
 
         Raises:
-            Refused: UNSUPPORTED, if the order of the parameters is unknown, or a full-precision copy is missing.
+            Refused: with code UNSUPPORTED if the order of the parameters is unknown, or a full-precision copy is
+                missing.
         """
         parts, steps = [], []
         for experts in (False, True) if apart else (None,):
@@ -385,7 +386,7 @@ def _refuse_codes(tensors: Sequence[Spec], weights: Mapping[str, Spec]) -> None:
     """Refuse quantized weights that have optimizer state, because Megatron's optimizer needs unquantized values.
 
     Raises:
-        Refused: UNSUPPORTED for each such weight.
+        Refused: with code UNSUPPORTED for each such weight.
     """
     trained = dict.fromkeys(split_slot(spec.name)[0] for spec in tensors if spec.name.startswith(OPTIMIZER))
     faults = Faults()
@@ -467,7 +468,7 @@ def _parts_of(
     """Return for each tensor-parallel rank the shape and boxes of its part of a tensor; copies are one shared object.
 
     Raises:
-        Refused: UNSUPPORTED or SHAPE_MISMATCH, if the cut does not fit the tensor.
+        Refused: with one of the codes UNSUPPORTED or SHAPE_MISMATCH if the cut does not fit the tensor.
     """
     weight = weights.get(parameter)
     if weight is None:
@@ -530,7 +531,7 @@ def _settings(
     With expert parallelism, experts have separate groups.
 
     Raises:
-        Refused: UNSUPPORTED, if the parameters have taken different numbers of steps.
+        Refused: with code UNSUPPORTED if the parameters have taken different numbers of steps.
     """
     states = [(spec, *split_slot(spec.name)) for spec in tensors if spec.name.startswith(OPTIMIZER)]
     parameters = dict.fromkeys(parameter for _, parameter, _ in states)
@@ -570,8 +571,8 @@ def _args(config: Mapping[str, Any], weights: Mapping[str, Spec], degrees: Degre
     """Return Megatron's arguments for these parallel degrees; empty if the config does not give the model's sizes.
 
     Raises:
-        Refused: UNSUPPORTED, if there are several ranks but the sizes are unknown, or attention heads do not divide
-            evenly.
+        Refused: with code UNSUPPORTED if there are several ranks but the sizes are unknown, or attention heads do not
+            divide evenly.
     """
     rows = weights[EMBEDDING].shape[0] if EMBEDDING in weights else None
     args = arguments(config, list(weights), rows)

@@ -44,7 +44,8 @@ def stage_layers(args: Mapping[str, Any], mesh: Mesh, file: str) -> list[list[ra
         file: name of the file with the arguments, for error messages.
 
     Raises:
-        Refused: CORRUPT, if the arguments are malformed; UNSUPPORTED, if they do not determine the layers.
+        Refused: with code CORRUPT if the arguments are malformed; with code UNSUPPORTED if they do not determine the
+            layers.
     """
     layers = args.get("num_layers")
     if mesh.pp == 1 and mesh.vp == 1:
@@ -128,8 +129,8 @@ class Numbering:
         """Return a dict from each local tensor name to its global name.
 
         Raises:
-            Refused: CORRUPT, if the rank cannot have a layer or expert of this number; INCOMPLETE, if layers or experts
-                are missing; UNSUPPORTED, if all experts are stored as one tensor.
+            Refused: with code CORRUPT if the rank cannot have a layer or expert of this number; with code INCOMPLETE if
+                layers or experts are missing; with code UNSUPPORTED if all experts are stored as one tensor.
         """
         global_names, layers = {}, set()
         mixtures: dict[str, set[int]] = {}
@@ -178,7 +179,7 @@ def experts_of(args: Mapping[str, Any], mesh: Mesh, rank: int, file: str) -> ran
     """Return the range of global expert numbers on a rank; an empty range without expert parallelism.
 
     Raises:
-        Refused: CORRUPT, if the number of experts is not divisible by the number of ranks.
+        Refused: with code CORRUPT if the number of experts is not divisible by the number of ranks.
     """
     count = args.get("num_experts")
     if mesh.ep == 1:
@@ -251,7 +252,7 @@ def by_groups(
 
     Raises:
         OrderUnknown: the settings do not determine the group of a parameter.
-        Refused: CORRUPT, if the settings are malformed.
+        Refused: with code CORRUPT if the settings are malformed.
     """
     if len(groups) == 1:
         return [list(parameters)]

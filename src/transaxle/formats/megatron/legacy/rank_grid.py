@@ -76,8 +76,9 @@ def read_rank(inline: NumbersInMemory, prefix: str, folder: str) -> RankFile:
         folder: name of the rank's folder in the iteration's folder.
 
     Raises:
-        Refused: UNSAFE_PICKLE or CORRUPT, if the file is no valid pickle; UNSUPPORTED, if its version is too old.
-        StorageError: IO, if the file cannot be read.
+        Refused: with one of the codes UNSAFE_PICKLE or CORRUPT if the file is no valid pickle; with code UNSUPPORTED if
+            its version is too old.
+        StorageError: with code IO if the file cannot be read.
     """
     file = f"{prefix}{folder}/{MEGATRON_MODEL}"
     saved = read_saved(inline, file, allowed=NAMES)
@@ -105,7 +106,7 @@ def _check_version(root: CheckedValue) -> None:
     """Refuse files of old checkpoint versions, in which fused qkv rows may be in a different order.
 
     Raises:
-        Refused: CORRUPT, if the version is malformed; UNSUPPORTED, if it is too old.
+        Refused: with code CORRUPT if the version is malformed; with code UNSUPPORTED if it is too old.
     """
     node = root.get(_VERSION)
     version = 0.0 if node is None else node.real()
@@ -192,8 +193,8 @@ def place_ranks(files: Sequence[RankFile]) -> tuple[Mesh, Mapping[MeshPlace, Ran
     """Place the ranks on their mesh.
 
     Raises:
-        Refused: CORRUPT, if files contradict each other or their folders' names; INCOMPLETE, if folders of ranks are
-            missing; UNSUPPORTED, if the mesh cannot be determined.
+        Refused: with code CORRUPT if files contradict each other or their folders' names; with code INCOMPLETE if
+            folders of ranks are missing; with code UNSUPPORTED if the mesh cannot be determined.
     """
     faults = Faults()
     first = files[0]

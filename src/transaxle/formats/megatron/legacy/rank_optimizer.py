@@ -102,8 +102,8 @@ def read_optimizer(
 
     Raises:
         OrderUnknown: the files do not show which state belongs to which parameter.
-        Refused: UNSAFE_PICKLE, CORRUPT or UNSUPPORTED, if a file cannot be read as Megatron's.
-        StorageError: IO, if a file cannot be read.
+        Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if a file cannot be read as Megatron's.
+        StorageError: with code IO if a file cannot be read.
     """
     optimizer = RankOptimizer()
     top = rank.root.get(OPTIMIZER_KEY)
@@ -321,7 +321,7 @@ def check_copies(inline: NumbersInMemory, weights: Mapping[tuple[int, str], Entr
 
     Raises:
         OrderUnknown: a copy differs from its weight, so the assumed order of parameters is wrong.
-        StorageError: IO, if a file cannot be read.
+        StorageError: with code IO if a file cannot be read.
     """
     keys = [key for key, state in optimizer.states.items() if MASTER in state.states and weights[key].dtype in LOW]
     for key in keys[:: max(1, len(keys) // _SAMPLES)]:

@@ -94,7 +94,7 @@ def open_legacy(
     Raises:
         Refused: with every problem in the files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
         UsageError: the family's table needs information that the checkpoint lacks, such as a head count.
-        StorageError: IO, if a file cannot be read.
+        StorageError: with code IO if a file cannot be read.
     """
     prefix = "" if member == HERE else f"{member}/"
     inline = NumbersInMemory(storage)
@@ -170,7 +170,7 @@ def _refuse_copies(inline: NumbersInMemory, files: Sequence[RankFile]) -> None:
     """Refuse two identical files of ranks: one is a copy by mistake, and would be taken for the other rank's part.
 
     Raises:
-        Refused: CORRUPT, if two ranks' files are identical.
+        Refused: with code CORRUPT if two ranks' files are identical.
     """
     faults = Faults()
     for file, first in find_copies(inline, [(each.file, each.checksums) for each in files]):
@@ -299,7 +299,7 @@ def _entries(whole: JoinedTensors, weights: Weights | None, path: str) -> dict[s
     """Return the catalog entries: first the weights, then the optimizer state.
 
     Raises:
-        Refused: UNSUPPORTED, if `weights` is `fp32` and a full-precision copy is missing.
+        Refused: with code UNSUPPORTED if `weights` is `fp32` and a full-precision copy is missing.
     """
     entries: dict[str, Entry] = {}
     for name, entry in whole.weights.items():

@@ -136,7 +136,7 @@ def _optimizer(
     """Return the optimizer's settings (None if there is no optimizer state), and notes for the user.
 
     Raises:
-        Refused: UNSUPPORTED, if the parameters have made different numbers of steps.
+        Refused: with code UNSUPPORTED if the parameters have made different numbers of steps.
     """
     states = [(spec, *split_slot(spec.name)) for spec in tensors if spec.name.startswith(OPTIMIZER)]
     parameters = dict.fromkeys(parameter for _, parameter, _ in states)

@@ -131,7 +131,7 @@ def run_of_items(storage: Storage, payloads: Mapping[str, Payload]) -> RunState:
     """Return the state of a Megatron-FSDP run, which is stored as separate items.
 
     Raises:
-        Refused: UNSAFE_PICKLE or CORRUPT, if a pickled item is unsafe or malformed.
+        Refused: with one of the codes UNSAFE_PICKLE or CORRUPT if a pickled item is unsafe or malformed.
     """
     state: dict[str, Any] = {}
     for key, payload in sorted(payloads.items()):
@@ -145,7 +145,8 @@ def join_gates(container: Container) -> Container:
     """Join the gate and up halves of each MLP into one tensor, as in the model.
 
     Raises:
-        Refused: INCOMPLETE, if only one of the two halves exists; SHAPE_MISMATCH, if the halves do not fit together.
+        Refused: with code INCOMPLETE if only one of the two halves exists; with code SHAPE_MISMATCH if the halves do
+            not fit together.
     """
     faults = Faults()
     entries: dict[str, Entry] = {}
@@ -197,7 +198,8 @@ def restore_shapes(container: Container, shapes: Mapping[str, Shape], file: str)
         file: name of the metadata file, for error messages.
 
     Raises:
-        Refused: CORRUPT, if the parts do not fit the shape; UNSUPPORTED, if a chunk spans several parts.
+        Refused: with code CORRUPT if the parts do not fit the shape; with code UNSUPPORTED if a chunk spans several
+            parts.
     """
     faults = Faults()
     entries = dict(container.entries)
@@ -419,7 +421,7 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
     Raises:
         Refused: as for a DCP folder (see `open_dcp`); INCOMPLETE, if the save was interrupted; UNSUPPORTED, if `fp32`
             copies are missing.
-        StorageError: IO, if a file cannot be read.
+        StorageError: with code IO if a file cannot be read.
     """
     files = storage if member == HERE else SubFolder(storage, member)
     names = metadata_files(files.names())
@@ -553,7 +555,7 @@ def _run_state(storage: Storage, common: Payload | None) -> RunState:
     """Read the run's state that is not sharded; an empty state if the folder has none.
 
     Raises:
-        Refused: UNSAFE_PICKLE or CORRUPT, if a pickled item is unsafe or malformed.
+        Refused: with one of the codes UNSAFE_PICKLE or CORRUPT if a pickled item is unsafe or malformed.
     """
     if COMMON_FILE in storage.names():
         common = Payload(COMMON_FILE, 0, storage.size(COMMON_FILE))

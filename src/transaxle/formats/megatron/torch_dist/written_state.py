@@ -50,7 +50,7 @@ def make_groups(
         the groups, and notes for the user about command-line arguments for Megatron.
 
     Raises:
-        Refused: UNSUPPORTED, if no group has a learning rate, or the groups differ in more than weight decay.
+        Refused: with code UNSUPPORTED if no group has a learning rate, or the groups differ in more than weight decay.
     """
     settings: dict[bool, dict[str, Any]] = {}
     for group in groups:
@@ -85,7 +85,7 @@ def refuse_other_optimizers(groups: Sequence[ParamGroup], states: Collection[str
         states: names of the optimizer's states, except steps and copies of weights.
 
     Raises:
-        Refused: UNSUPPORTED, if the optimizer is not Adam.
+        Refused: with code UNSUPPORTED if the optimizer is not Adam.
     """
     other_states = sorted(set(states) - _MOMENTS)
     reasons = [f"it has the state {', '.join(other_states)}"] if other_states else []
@@ -253,8 +253,8 @@ def optimizer_settings(
         the settings, and notes for the user about command-line arguments for Megatron.
 
     Raises:
-        Refused: UNSUPPORTED, if the source's optimizer is not Adam, or its groups differ in ways that Megatron's
-            cannot.
+        Refused: with code UNSUPPORTED if the source's optimizer is not Adam, or its groups differ in ways that
+            Megatron's cannot.
     """
     has_experts = any(_EXPERTS in name for name in parameters)
     megatron_run_groups = groups_in(facts.get("optimizer"))
