@@ -1,8 +1,8 @@
-"""Detects the format of a path: tries the clues of all formats in a fixed order, and uses the first format that
-matches.
+"""Detects the format of a path: tries the clues (recognisable file names) of all formats in a fixed order, and uses the
+first format that matches.
 
 One folder may contain a checkpoint twice, in two formats or two precisions. So the order of the clues is fixed, files
-that were not chosen are listed as ignored, and the user must choose if one clue has two matches; nothing is guessed.
+that were not chosen are listed as ignored, and if one clue matches two checkpoints the user must choose between them.
 
 """
 
@@ -62,7 +62,7 @@ _OF_RANKS = (
 )
 _MAX_SUBFOLDERS = 50
 _SNAPSHOTS = "snapshots"
-"""Folder in huggingface_hub's cache that contains one sub-folder per revision."""
+"""Name of the folder in huggingface_hub's cache that contains one sub-folder per revision."""
 _ORIGIN = "Give the checkpoint that it was made from, or save its tensors as safetensors."
 _WRITTEN_AS = re.compile(rb'\{\s*"transaxle":\s*\d+,\s*"format":\s*"([A-Za-z0-9_.+-]{1,100})"')
 """Pattern for the start of Transaxle's manifests; the rest of a manifest, which may be long, is not read."""
@@ -70,9 +70,10 @@ _LONGEST_BEGINNING = 512
 _PART_NAMES = re.compile(
     r"\.hf_metadata|model|optim|pytorch_model_fsdp_\d+|optimizer_\d+|(?:optimizer(?:_\d+)?|scheduler)\.(?:pt|bin)"
 )
-"""Names of files and folders that occur in step folders with parts, see `step_parts`."""
+"""Pattern for names of files and folders that occur in a step folder whose model and optimizer are separate
+checkpoints, see `step_parts`."""
 _WEIGHTS = "weights"
-"""Name of a reader's option, for formats that may store the weights twice."""
+"""Name of the reader option that selects the weights, for formats that may store the weights twice."""
 
 
 class _Match(NamedTuple):
@@ -80,7 +81,7 @@ class _Match(NamedTuple):
 
     kind: Format
     clue: Clue | None
-    """The clue that matched; None if the user named the format of a single file."""
+    """The clue (recognisable file name) that matched; None if the user named the format of a single file."""
     member: str
 
 
@@ -99,18 +100,20 @@ def open_container(
 
     Args:
         path: path of the folder or file.
-        format: name of the only format to try; None: all formats.
-        weights: which weights to read, if the format stores them twice; None: the optimizer's (master) copies.
-        cutter: tells how ranks sharded parameters, if the checkpoint does not record it.
-        optimizer: whether to read the optimizer's state; None: only if the checkpoint has its parameter names.
-        average: average replicas that differ; only formats with one file per rank have replicas.
-        lenient: ignore `weights` and `average` for formats to which they do not apply, instead of refusing.
-        naming: function that names an optimizer's parameters, if its state has only their numbers.
+        format: name of the only format to try; None means all formats.
+        weights: which weights to read, if the format stores them twice; None means the optimizer's (master) copies.
+        cutter: function that finds how ranks sharded parameters, if the checkpoint does not state it.
+        optimizer: whether to read the optimizer's state; None means only if the checkpoint contains the parameter names
+            of this state.
+        average: whether to average replicas that differ; only formats with one file per rank have replicas.
+        lenient: whether to ignore `weights` and `average` for formats to which they do not apply, instead of refusing.
+        naming: function that names an optimizer's parameters, if the checkpoint lists them only by number.
 
     Raises:
-        UsageError: with code AMBIGUOUS if the first matching clue has two candidates, or if there is no such format.
-        Refused: with code UNSUPPORTED if there is no checkpoint; with code INCOMPLETE for one shard of several; the
-            codes of the format's reader if it refuses the files.
+        UsageError: with code AMBIGUOUS if the first matching clue matches two checkpoints, or if there is no format of
+            this name.
+        Refused: with code UNSUPPORTED if there is no checkpoint; with code INCOMPLETE if the path is one shard file of
+            several; with the codes of the format's reader if it refuses the files.
         StorageError: with code IO if a file cannot be read.
     """
     kind = None if format is None else find(format)
@@ -131,13 +134,15 @@ def open_container(
 
 
 def has_choices(format: str) -> bool:  # noqa: A002 - as above
-    """Tell whether checkpoints of a format may store the weights twice, or replicas that differ."""
+    """Return whether checkpoints of a format may store the weights twice, or replicas that differ."""
     kind = find(format)
     return kind is not None and _WEIGHTS in kind.reader_takes
 
 
 def _inapplicable(weights: Weights | None, *, average: bool) -> tuple[tuple[str, str], ...]:
-    """Return `(message, hint)` for each given option that does not apply to a format that stores each weight once."""
+    """Return `(message, hint)` for each option of the user that does not apply to a format that stores each weight
+    once.
+    """
     precision = "{} stores its weights once, so there is no precision to choose", "Omit --weights."
     replicas = "{} stores its weights once, so there are no replicas to average", "Omit --average-replicas (average=)."
     return (*([precision] if weights is not None else []), *([replicas] if average else []))
@@ -147,13 +152,14 @@ class _Choices(NamedTuple):
     """The user's choices for opening a path."""
 
     kind: Format | None = None
-    """The only format to try; None: all formats."""
+    """The only format to try; None means all formats."""
     options: Mapping[str, Any] = {}
-    """Options for the readers, by name."""
+    """Options for the readers of formats, by name."""
     inapplicable: Sequence[tuple[str, str]] = ()
-    """`(message, hint)` for the refusal if the format stores each weight once; see `_inapplicable`."""
+    """`(message, hint)` of a refusal, for each option that does not apply if the format stores each weight once; see
+    `_inapplicable`."""
     naming: Naming | None = None
-    """Function that names an optimizer's numbered parameters; None: their state is not read."""
+    """Function that names an optimizer's numbered parameters; None means that their state is not read."""
 
 
 def _open(storage: Storage, path: str, choices: _Choices) -> Container:
@@ -173,12 +179,16 @@ def _open(storage: Storage, path: str, choices: _Choices) -> Container:
 
 
 def _may_have_parts(folder: Folder) -> bool:
-    """Tell whether a folder may be a step folder with parts, see `step_parts`."""
+    """Return whether a folder may be a step folder with separate checkpoints for model and optimizer, see
+    `step_parts`.
+    """
     return any(map(_PART_NAMES.fullmatch, (*folder.names, *folder.folders)))
 
 
 def _open_parts(folder: Folder, path: str, matches: Sequence[_Match], choices: _Choices) -> Container:
-    """Open a folder that looks like a step folder with parts (see `step_parts`), even if it has no parts."""
+    """Open a folder that looks like a step folder with separate checkpoints for model and optimizer (see `step_parts`),
+    even if it is an ordinary checkpoint.
+    """
     from transaxle.formats.step_parts import in_part, weights_folders, with_model_files, with_parts
 
     folder = replace(folder, storage=with_model_files(folder))
@@ -201,7 +211,7 @@ def _open_parts(folder: Folder, path: str, matches: Sequence[_Match], choices: _
 
 
 def _open_match(folder: Folder, path: str, matches: Sequence[_Match], choices: _Choices) -> Container:
-    """Open the checkpoint for which the clues matched."""
+    """Open the checkpoint in a folder, for which one or more clues matched."""
     storage = folder.storage
     if len(matches) > 1:
         raise _refuse_several(path, matches)
@@ -230,7 +240,7 @@ def _open_match(folder: Folder, path: str, matches: Sequence[_Match], choices: _
 
 
 def _unfinished_around(file: str) -> bool:
-    """Tell whether a local file is in a folder whose conversion is not finished."""
+    """Return whether a local file is in a folder whose conversion is not finished."""
     return not is_url(file) and (Path(file).parent / SCRATCH).is_dir()
 
 
@@ -238,7 +248,8 @@ def _folder(storage: Storage, inside: str = "") -> Folder:
     if storage.single:
         return Folder(storage, "", (storage.single,), ())
     listing = storage.listing(inside)
-    # Candidates include files that must not be read: opening one explains why, unlike a plain "nothing here".
+    # Candidates include files that must not be read: trying to open one explains the reason to the user, which "nothing
+    # here" would not.
     return Folder(storage, f"{inside}/" if inside else "", listing.everything(), listing.folders)
 
 
@@ -252,10 +263,10 @@ def _first_matches(folder: Folder, only: Format | None) -> list[_Match]:
 
 
 def _written_format(folder: Folder) -> Format | None:
-    """Return the plugin format that a folder's manifest names; None for a built-in format or without a manifest.
+    """Return the plugin format that a folder's manifest names; None if it names a built-in format, or there is no
+    manifest.
 
-    A plugin's files may have names like those of a built-in format, and the clue of the built-in format would then
-    match first.
+    The files of a plugin's format may have names like those of a built-in format, whose clue would then match first.
 
     Raises:
         Refused: with code UNSUPPORTED if no installed package provides the format.
@@ -299,24 +310,30 @@ def _by_place(formats: Iterable[Format]) -> Iterator[list[tuple[Format, Clue]]]:
 
 
 def _shard(member: str) -> re.Match[str] | None:
-    """Match the name of a shard, with groups for its number and the count; None for a name that is not a shard's."""
+    """Match the name of a shard file, with regex groups for its number and the number of shards; None if the name has
+    no such numbers.
+    """
     return _SHARD.fullmatch(member.removesuffix(next((end for end in one_file_ends() if member.endswith(end)), "")))
 
 
 def _rank(file: str) -> tuple[str, int] | None:
-    """Split the name of a rank's file into the name without the rank, and the rank; None if the name has no rank."""
+    """Split the name of a rank's file into the name without the rank, and the rank; None if the name contains
+    no rank.
+    """
     match = _RANK.fullmatch(file)
     return None if match is None else (f"{match[1]}{match[3]}", int(match[2]))
 
 
 def part_of_ranks(storage: Storage) -> Refusal | None:
-    """Return a refusal if a single file is, by its name, the file of one rank of several, so not a whole model."""
+    """Return a refusal if the name of a single file shows that the file belongs to one rank of several, and so is not a
+    whole model.
+    """
     rank = _rank(storage.single) if storage.single else None
     if rank is None:
         return None
     neighbours: list[str] = []
     if not is_url(storage.path):
-        with suppress(OSError):  # if the folder cannot be listed, the name alone decides
+        with suppress(OSError):  # if the folder cannot be listed, the file's name alone decides
             neighbours = os.listdir(os.path.dirname(storage.path) or ".")  # noqa: PTH120, PTH208 - as typed
     sibling_files = {
         other[1]: name for name in sorted(neighbours) if (other := _rank(name)) is not None and other[0] == rank[0]
@@ -351,7 +368,9 @@ def _refuse_several(path: str, matches: Sequence[_Match]) -> TransaxleError:
 
 
 def _refuse_nothing(folder: Folder, only: Format | None) -> TransaxleError:
-    """Return the refusal of a path without a checkpoint; it lists the contents, and sub-folders with a checkpoint."""
+    """Return the refusal of a path without a checkpoint; the refusal lists the path's contents, and sub-folders with a
+    checkpoint.
+    """
     storage = folder.storage
     summary = f"no {only.name} checkpoint" if only else "no checkpoint"
     if storage.single:
@@ -368,7 +387,7 @@ def _refuse_nothing(folder: Folder, only: Format | None) -> TransaxleError:
     names = [*folder.names, *(f"{name}/" for name in folder.folders)]
     path = storage.path.rstrip("/")
     subfolders = [name for name in folder.folders if name not in (STATE_FOLDER, _SNAPSHOTS)]
-    if _SNAPSHOTS in folder.folders:  # other folders of a hub's cache contain files named by hashes
+    if _SNAPSHOTS in folder.folders:  # all other folders of a hub's cache contain files named by hashes
         subfolders = [f"{_SNAPSHOTS}/{name}" for name in storage.listing(_SNAPSHOTS).folders]
     deeper = [f"{path}/{name}" for name in subfolders[:_MAX_SUBFOLDERS] if _has_checkpoint(storage, name, only)]
     hint = ""
@@ -391,7 +410,7 @@ def _refuse_file(path: str, summary: str, only: Format | None) -> TransaxleError
         return refuse("UNSUPPORTED", f"{summary}: files that end in {end} are not read", file=path, hint=_ORIGIN)
     elif not is_url(path) and _is_checkpoint(around := os.path.dirname(path) or "."):  # noqa: PTH120 - as typed
         hint = f"Give the folder: {around}"
-    else:  # safetensors files may have any name; in the remaining formats, files keep their endings
+    else:  # safetensors files may have any name; the files of all other formats have fixed endings
         hint = f"If it is a safetensors file all the same, say so: --format {SAFETENSORS.name}."
     return refuse("UNSUPPORTED", f"{summary}: the file's name does not tell a known format", file=path, hint=hint)
 
@@ -413,7 +432,7 @@ def _weights_folders(folder: Folder) -> list[str]:
 
 
 def _has_checkpoint(storage: Storage, inside: str, only: Format | None) -> bool:
-    """Tell whether a sub-folder looks like a checkpoint; False if the sub-folder cannot be read."""
+    """Return whether a sub-folder looks like a checkpoint; False if the sub-folder cannot be read."""
     try:
         folder = _folder(storage, inside)
         return SCRATCH not in folder.folders and bool(_first_matches(folder, only) or _weights_folders(folder))

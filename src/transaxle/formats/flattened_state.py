@@ -1,9 +1,9 @@
-"""Flattens nested state dicts of pickles into leaves, and nests them again.
+"""Flattens nested state dicts of pickles into a list of leaves (values with key paths), and nests leaves again.
 
-The walk does not recurse, detects containers that contain themselves, and limits the number of leaves: a few bytes of
-pickle can describe a billion leaves by sharing one list many times.
+The function that walks through a state dict does not recurse, detects containers that contain themselves, and limits
+the number of leaves: a few bytes of pickle can describe a billion leaves by sharing one list many times.
 
-A whole checkpoint is one nested state dict, with the model, the optimizer's state, and other items:
+A whole checkpoint is one nested state dict with the model, the optimizer's state, and further values:
 
       {"model": {name: tensor}, "optimizer": {"state": {parameter: {state: tensor}}, "param_groups": [...]}, ...}
 
@@ -25,24 +25,24 @@ from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap, Qu
 from transaxle.formats.training_state import GROUPS, OPTIMIZER, PARAMS, KeyPath, Leaf, ParamGroup
 
 _MAX_ITEMS = 2_000_000
-"""Maximum number of leaves and containers in one state dict."""
+"""Maximum number of leaves and containers (dicts, lists, tuples) in one state dict."""
 _MAX_PATH_LENGTHS = 12_000_000
-"""Maximum total length of all key paths."""
+"""Maximum of the total number of keys in all key paths."""
 _DEEPEST = 100
 _LONGEST = 4096
 _ALONE = "tensor"
-"""Name given to a tensor that was saved without a dict around it."""
+"""Name of a tensor that was saved without a dict around it."""
 _CONTAINERS = (dict, OrderedMap, list, tuple)
 
 
 class Odd(str):
-    """Stand-in in a key path for a key that is neither a string nor an integer."""
+    """Stand-in, in a key path, for a dict key that is neither a string nor an integer."""
 
     __slots__ = ()
 
 
 def is_tensor(value: object) -> bool:
-    """Tell whether a value is a tensor, including kinds that cannot be read."""
+    """Return whether a value is a tensor, including kinds of tensors that cannot be read."""
     if type(value) is TensorRef or type(value) is Quantized:
         return True
     if type(value) is not Object:
@@ -51,18 +51,18 @@ def is_tensor(value: object) -> bool:
 
 
 def flatten(value: object, file: str) -> list[Leaf]:
-    """Return the leaves of an unpickled value, in order.
+    """Return the leaves of an unpickled value, in the order of the value.
 
-    Dicts, lists and tuples are walked. An empty dict is one leaf, and so is a list or tuple that contains neither
-    tensors nor containers.
+    The leaves inside dicts, lists and tuples are listed one by one. But an empty dict is one leaf, and so is a list or
+    tuple that contains neither tensors nor dicts, lists or tuples.
 
     Args:
-        value: plain values and descriptors.
-        file: name of the file, for error messages.
+        value: an unpickled value, made of plain values and tensor descriptors.
+        file: name of the pickle file, for error messages.
 
     Raises:
-        Refused: with code CORRUPT for a container that contains itself, too deep nesting, or more leaves than any real
-            file has.
+        Refused: with code CORRUPT for a container that contains itself, for too deep nesting, and for more leaves than
+            any real file has.
     """
     if is_tensor(value):
         return [Leaf((_ALONE,), "tensor", value)]
@@ -70,7 +70,7 @@ def flatten(value: object, file: str) -> list[Leaf]:
 
 
 class _Walk:
-    """One walk over a nested value, with the limits that remain and the lists already examined."""
+    """One walk through a nested value, with the limits that remain and the lists already examined."""
 
     def __init__(self, file: str) -> None:
         self._file = file
@@ -122,7 +122,9 @@ class _Walk:
         return key
 
     def _is_leaf(self, value: Any) -> bool:
-        """Return whether a container counts as one leaf; a shared list is examined only once."""
+        """Return whether a dict, list or tuple counts as one leaf; a list that occurs several times is examined only
+        once.
+        """
         if isinstance(value, dict):
             return False
         is_plain = self._plain.get(id(value))
@@ -141,7 +143,7 @@ def _leaf(path: KeyPath, value: Any) -> Leaf:
 
 
 def describe(value: object) -> str:
-    """Return a description, for messages, of a value that is neither tensor nor number."""
+    """Return a description, for messages, of a value that is neither a tensor nor a number."""
     if type(value) is Object:
         return str(value.cls)
     if type(value) is Quantized:
@@ -165,9 +167,9 @@ class Nesting(msgspec.Struct, frozen=True):
     """Key paths of the tensors in a nested state dict, except those of an optimizer."""
 
     root: str | None = None
-    """Top-level key of the model's dict; None: the model's tensors are themselves at the top level."""
+    """Key of the model's dict at the top level; None means that the model's tensors are themselves at the top level."""
     paths: Mapping[str, KeyPath] = msgspec.field(default_factory=dict)
-    """Maps the name of each tensor outside the model's dict to its key path."""
+    """Tensor name -> key path, for each tensor outside the model's dict."""
 
     def path(self, name: str) -> KeyPath:
         """Return the key path of a tensor in the nested dict."""
@@ -178,7 +180,7 @@ class Nesting(msgspec.Struct, frozen=True):
 
 
 def optimizer_path(name: str) -> KeyPath | None:
-    """Return the key path of a tensor named `optim/<parameter>/<state>`; None for other names."""
+    """Return the key path of a tensor named `optim/<parameter>/<state>`; None for a tensor with any other name."""
     parameter, _, state = name.removeprefix(OPTIMIZER).rpartition("/")
     if not name.startswith(OPTIMIZER) or not parameter or not state:
         return None
@@ -191,23 +193,25 @@ def group_path(number: int, setting: str) -> KeyPath:
 
 
 def as_numbered(parameter: str) -> str | int:
-    """Return the number `n` of a parameter named `#n`; any other name is returned unchanged."""
+    """Return the number `n` for a parameter named `#n`; any other name is returned unchanged."""
     number = _NUMBER.fullmatch(parameter)
     return int(number[1]) if number else parameter
 
 
 def list_groups(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
-    """Return parameter groups as torch lists them, with numbers for unnamed parameters; see `as_numbered`."""
+    """Return parameter groups as torch lists them, in which unnamed parameters are listed by number; see
+    `as_numbered`.
+    """
     return [{**group, PARAMS: [as_numbered(parameter) for parameter in group[PARAMS]]} for group in groups]
 
 
 def nest_state(
     values: Mapping[str, object], nesting: Nesting, groups: Sequence[Mapping[str, object]]
 ) -> dict[Any, Any]:
-    """Nest tensors and optimizer settings into one state dict.
+    """Nest tensors and optimizer settings in one state dict.
 
     Args:
-        values: mapping from tensor name to value.
+        values: tensor name -> value.
         nesting: key paths of all tensors that are not optimizer state.
         groups: parameter groups of the optimizer.
 

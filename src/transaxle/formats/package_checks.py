@@ -1,8 +1,8 @@
-"""Checks the catalogs and drafts that plugin formats return.
+"""Checks the catalogs and drafts that formats of plugin packages return.
 
-All later code relies on catalogs being right: shapes are integers, bytes are inside their files, and chunks tile their
-tensor. The built-in formats check their catalogs while they parse. The code of a plugin is not tested by this project,
-and its files are untrusted, so each of its catalogs is checked once.
+All later code relies on catalogs being right: shapes are integers, bytes are inside their files, and chunks cover their
+tensor exactly once. The built-in formats check their catalogs while they parse files. This project does not test the
+code of a plugin, and the files that a plugin reads are untrusted, so each catalog that it returns is checked once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WIDEST = max(ITEM_BITS.values())
 
 
 class _Range(NamedTuple):
-    """A byte range of a file that a draft assigns to a tensor or fragment."""
+    """A byte range of a file that a draft assigns to a tensor or a fragment (bytes outside the tensors)."""
 
     start: int
     stop: int
@@ -33,12 +33,12 @@ class _Range(NamedTuple):
 
 
 class _Checks:
-    """Checks the result of one plugin format and collects the problems.
+    """Checks what the format of one plugin returned, and collects the problems.
 
     Args:
-        kind: the plugin format; each problem mentions its package.
-        files: maps each file to its size in bytes.
-        hint: the hint of each problem; empty: a default hint about files that were read.
+        kind: the plugin's format; each problem mentions the plugin's package.
+        files: maps the name of each file to its size in bytes.
+        hint: the hint of each problem; if empty, a default hint about files that were read.
     """
 
     def __init__(self, kind: Format, files: Mapping[str, int], hint: str = "") -> None:
@@ -55,9 +55,9 @@ class _Checks:
         """Check one catalog entry: a tensor and the places of its bytes.
 
         Args:
-            name: the tensor's key in the catalog.
-            entry: the tensor's entry in the catalog.
-            file: file to name in a problem if the entry has no extent with a file.
+            name: the key of the tensor in the catalog.
+            entry: the entry of the tensor in the catalog.
+            file: name of the file that a problem mentions if the entry has no extent with a file.
         """
         if not _is_a(entry, Entry) or entry.name != name or not _is_text(name):
             self.add("CORRUPT", f"{entry!r} for the tensor {name!r}; expected an Entry of that name", file)
@@ -83,7 +83,7 @@ class _Checks:
         return _is_whole(entry) or self._tiles(entry, file)
 
     def _extent(self, entry: Entry, extent: Any, file: str | None) -> bool:
-        """Check that the fields of a chunk are integers, and that its bytes are inside its file."""
+        """Check that the fields of a chunk's extent are integers, and that the chunk's bytes are inside its file."""
         if not _is_a(extent.file, str) or extent.file not in self.files:
             self.add("CORRUPT", f"bytes in the file {extent.file!r}, which is not among its files", file, entry.name)
             return False
@@ -128,15 +128,16 @@ class _Checks:
 
 
 def check_container(kind: Format, container: Any, member: str) -> None:
-    """Refuse a container of a plugin format with wrong types, or with places outside of its files.
+    """Refuse an opened checkpoint of a plugin's format that has values of wrong types, or byte ranges outside its
+    files.
 
     Args:
-        kind: the plugin format.
+        kind: the plugin's format.
         container: the value that the format's reader returned.
-        member: the file or sub-folder that was read.
+        member: name of the file or sub-folder that was read.
 
     Raises:
-        Refused: with code CORRUPT, naming the file, tensor and package.
+        Refused: with code CORRUPT, and the names of the file, the tensor and the package.
         StorageError: with code IO if a file cannot be read.
     """
     if not _is_a(container, Container):
@@ -177,15 +178,16 @@ def _check_sum(checks: _Checks, checksum: Any, member: str) -> None:
 
 
 def check_draft(kind: Format, draft: Any, specs: Sequence[Spec]) -> None:
-    """Refuse a draft of a plugin format that does not give each tensor, and each byte of its files, exactly one place.
+    """Refuse a draft of a plugin's format that does not assign exactly one place to each tensor and to each byte of its
+    files.
 
     Args:
-        kind: the plugin format.
+        kind: the plugin's format.
         draft: the value that the format's draft function returned.
         specs: the tensors to be written.
 
     Raises:
-        Refused: with one of the codes CORRUPT, OVERLAP or UNSUPPORTED, naming the file, tensor and package.
+        Refused: with code CORRUPT, OVERLAP or UNSUPPORTED, and the names of the file, the tensor and the package.
     """
     hint = f"This is a bug of {kind.package}. Nothing was written."
     if not _is_a(draft, Draft) or not _is_a(draft.files, Mapping) or not _is_a(draft.entries, Mapping):
@@ -219,7 +221,7 @@ def check_draft(kind: Format, draft: Any, specs: Sequence[Spec]) -> None:
 
 
 def _check_file(checks: _Checks, kind: Format, file: Any, size: Any) -> None:
-    """Check a file's name and size; a later conversion that replaces the file recognises it by its name."""
+    """Check a file's name and size; a later conversion that replaces the file recognises the file by its name."""
     if not _is_text(file) or type(size) is not int or size < 0:
         checks.add(
             "CORRUPT", f"the size {size!r} for the file {file!r}; expected a name and an integer from 0 on", None
@@ -240,7 +242,9 @@ def _check_file(checks: _Checks, kind: Format, file: Any, size: Any) -> None:
 
 
 def _add_tensor_ranges(checks: _Checks, entry: Entry, ranges: Mapping[str, list[_Range]]) -> None:
-    """Record a tensor's byte ranges; to be written, its chunks must be consecutive runs of its row-major bytes."""
+    """Record a tensor's byte ranges; a tensor to be written must consist of chunks that are consecutive runs of its
+    row-major bytes.
+    """
     for before, extent in _nonempty_chunks(entry):
         if _first_element(entry.shape, extent) != before or not _is_run(entry.shape, extent):
             problem = (
@@ -253,7 +257,7 @@ def _add_tensor_ranges(checks: _Checks, entry: Entry, ranges: Mapping[str, list[
 
 
 def _nonempty_chunks(entry: Entry) -> Iterator[tuple[int, Extent]]:
-    """Yield each chunk that is not empty, with the number of elements in the chunks before it."""
+    """Yield each chunk that is not empty, with the number of elements in all chunks before it."""
     before = 0
     for extent in entry.extents:
         if prod(extent.shape):
@@ -262,7 +266,7 @@ def _nonempty_chunks(entry: Entry) -> Iterator[tuple[int, Extent]]:
 
 
 def _first_element(shape: tuple[int, ...], extent: Extent) -> int:
-    """Return the row-major index of a chunk's first element in its tensor."""
+    """Return the row-major index, in the tensor, of a chunk's first element."""
     number = 0
     for size, start in zip(shape, extent.start, strict=True):
         number = number * size + start
@@ -270,7 +274,9 @@ def _first_element(shape: tuple[int, ...], extent: Extent) -> int:
 
 
 def _is_run(shape: tuple[int, ...], extent: Extent) -> bool:
-    """Tell whether a chunk is contiguous in the row-major tensor: single indices, one slice, then only whole dims."""
+    """Return whether a chunk is contiguous in the row-major tensor: it selects single indices, then one slice, then
+    only whole dims.
+    """
     sizes = list(zip(extent.shape, shape, strict=True))
     while sizes and sizes[0][0] == 1:
         sizes.pop(0)
@@ -293,7 +299,9 @@ def _add_fragment(checks: _Checks, fragment: Any, ranges: Mapping[str, list[_Ran
 
 
 def _check_filled(checks: _Checks, file: str, ranges: Sequence[_Range]) -> None:
-    """Check that each byte of a file belongs to one tensor or fragment; a gap would be neither written nor verified."""
+    """Check that each byte of a file belongs to one tensor or fragment; a byte that belongs to none would be neither
+    written nor verified.
+    """
     reached, last_owner = 0, "a fragment"
     filled = sorted((part for part in ranges if part.start < part.stop), key=lambda part: part[:2])
     for part in (*filled, _Range(checks.files[file], checks.files[file], None)):
@@ -308,10 +316,10 @@ def _check_filled(checks: _Checks, file: str, ranges: Sequence[_Range]) -> None:
 
 
 def _span_bytes(dtype: str, extent: Extent) -> int:
-    """Return the number of bytes from a chunk's first element to the end of its last one.
+    """Return the number of bytes from the beginning of a chunk's first element to the end of its last element.
 
     Raises:
-        Refused: with code SHAPE_MISMATCH where packed elements do not fill whole bytes.
+        Refused: with code SHAPE_MISMATCH if packed elements do not fill whole bytes.
     """
     if extent.strides is None or not prod(extent.shape):
         return nbytes(dtype, extent.shape)
@@ -324,7 +332,7 @@ def _is_whole(entry: Entry) -> bool:
 
 
 def _are_counts(values: Any) -> bool:
-    """Tell whether a value is a tuple of non-negative `int`s; bools and floats are not."""
+    """Return whether a value is a tuple of non-negative `int`s; bools and floats do not count as `int`."""
     return _is_a(values, tuple) and all(type(value) is int and value >= 0 for value in values)
 
 
@@ -334,5 +342,7 @@ def _is_a(value: Any, kind: type) -> bool:
 
 
 def _is_text(name: Any) -> bool:
-    """Tell whether a value is a string that can be encoded in UTF-8; a lone surrogate, as JSON can contain, cannot."""
+    """Return whether a value is a string that can be encoded in UTF-8; a string with a lone surrogate, as JSON can
+    contain, cannot.
+    """
     return type(name) is str and not any("\ud800" <= character <= "\udfff" for character in name)

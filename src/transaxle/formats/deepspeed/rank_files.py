@@ -1,12 +1,14 @@
-"""Reads the files of each rank (parameters, flat buffers, counters, settings), and merges the shards of tensors.
+"""Reads the files of each rank (parameters, flat buffers, counters, settings), and merges the shards of tensors into
+whole tensors.
 
-In stages 1 and 2, ZeRO concatenates the parameters of a group into one vector, and gives every rank an interval of the
-vector. In stage 3, ZeRO gives every rank an equal interval of each parameter. In all stages a rank has an interval of a
-parameter's row-major elements, which consists of a few boxes. Padding belongs to no parameter.
+In stages 1 and 2, ZeRO concatenates the parameters of an optimizer group into one vector, and each rank stores an
+interval of the vector. In stage 3, each rank stores an equal interval of each parameter. In all stages a rank stores an
+interval of a parameter's row-major elements; such an interval consists of a few boxes. Elements of padding belong to no
+parameter.
 
-`merge_shards` joins the shards on all tensor-parallel ranks to the whole tensor, along its spread. `run_of` and the
-functions after it collect the facts about the training run: counters, versions, and optimizer settings by parameter
-name.
+`merge_shards` joins the shards on all tensor-parallel ranks into the whole tensor; a `Spread` describes which boxes
+each rank has. `run_of` and the functions after it collect the facts about the training run: counters, versions, and
+optimizer settings by parameter name.
 """
 
 from __future__ import annotations
@@ -30,30 +32,31 @@ from transaxle.formats.training_state import plain as plain_setting
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """One rank's flat buffer: a contiguous vector in a file."""
+    """A contiguous vector of elements in one rank's file; it contains the rank's intervals of many parameters."""
 
     dtype: str
     length: int
     file: str
     offset: int
-    """Offset of the first element in the file, in bytes."""
+    """Offset in bytes of the vector's first element in the file."""
 
     def at(self, element: int) -> int:
-        """Return the offset of an element in the file, in bytes."""
+        """Return the offset in bytes of one of the vector's elements in the file."""
         return self.offset + element * BITS[self.dtype] // 8
 
 
 @dataclass(frozen=True, slots=True)
 class FlatInterval:
-    """An interval of a parameter's row-major elements, and where it is in a rank's flat buffer."""
+    """An interval of a parameter's row-major elements, and where the interval is in a rank's flat buffer."""
 
     start: int
-    """First element of the interval, counted in the parameter; `stop` is one past the last element."""
+    """First element of the interval, counted from the beginning of the parameter; `stop` is one past the last
+    element."""
     stop: int
     part: int
     """Index of the flat buffer that contains the interval."""
     at: int
-    """First element of the interval, counted in the buffer."""
+    """First element of the interval, counted from the beginning of the flat buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +66,19 @@ class FlatPosition:
     name: str
     shape: Shape
     start: int
-    """First element of the parameter in the vector."""
+    """First element of the parameter, counted from the beginning of the vector."""
 
     @property
     def size(self) -> int:
-        """Number of elements of the parameter."""
+        """Return the number of elements of the parameter."""
         return prod(self.shape)
 
 
 def lay_out(shapes: Mapping[str, Shape], paddings: Sequence[int]) -> tuple[list[FlatPosition], int]:
-    """Place parameters one after another in a vector, each followed by its padding.
+    """Place parameters one after another in a vector, each followed by padding.
 
     Returns:
-        the position of each parameter, and the length of the vector in elements.
+        the position of each parameter in the vector, and the length of the vector in elements.
     """
     placed = []
     at = 0
@@ -86,17 +89,18 @@ def lay_out(shapes: Mapping[str, Shape], paddings: Sequence[int]) -> tuple[list[
 
 
 def rank_intervals(position: FlatPosition, width: int, parts: int) -> Iterator[FlatInterval]:
-    """Yield the intervals of a parameter in a group's vector that is cut into equal parts, one per rank.
+    """Yield the intervals of a parameter in a group's vector, which is cut into parts of equal width, one part per
+    rank.
 
     Args:
-        position: the parameter's place in the vector.
-        width: elements in each part.
-        parts: number of parts.
+        position: place of the parameter in the vector.
+        width: number of elements in each rank's part.
+        parts: number of ranks.
     """
     parameter_end = position.start + position.size
     if not width or position.start >= parameter_end:
         return
-    # Only the parts that overlap the parameter, up to the last rank's part.
+    # Only parts that overlap the parameter are visited, at most up to the last rank's part.
     for dp_rank in range(position.start // width, min((parameter_end - 1) // width + 1, parts)):
         start, end = max(position.start, dp_rank * width), min(parameter_end, (dp_rank + 1) * width)
         yield FlatInterval(start - position.start, end - position.start, dp_rank, start - dp_rank * width)
@@ -104,7 +108,7 @@ def rank_intervals(position: FlatPosition, width: int, parts: int) -> Iterator[F
 
 def shard_width(size: int, parts: int) -> int:
     """Return how many elements of a parameter each rank has under ZeRO-3, including padding."""
-    # Rounded up: the last ranks may have fewer real elements than this, or none.
+    # The division is rounded up: the last ranks may have fewer real elements than this, or none.
     return -(-size // parts)
 
 
@@ -112,7 +116,7 @@ def chunks(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, 
     """Split an interval of a row-major array into boxes that are contiguous in the array.
 
     Yields:
-        first index and shape of the box, and its first element counted from the beginning of the interval.
+        for each box: its first index, its shape, and its first element counted from the beginning of the interval.
     """
     at = 0
     for box in lexicographic_boxes(shape, start, stop):
@@ -126,7 +130,7 @@ def extents(shape: Shape, intervals: Sequence[FlatInterval], vectors: Sequence[F
 
     Args:
         shape: shape of the parameter.
-        intervals: the parameter's intervals in the buffers.
+        intervals: the intervals of the parameter in the flat buffers.
         vectors: the flat buffers of all ranks.
     """
     return tuple(
@@ -137,17 +141,17 @@ def extents(shape: Shape, intervals: Sequence[FlatInterval], vectors: Sequence[F
 
 
 _MAX_DEPTH, _MAX_VALUES = 8, 1_000_000
-"""Caps on the nesting depth of a setting, and on the number of values in it."""
+"""Maximum nesting depth of a setting, and maximum number of values in it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupBuffers:
-    """One rank's part of an optimizer group: its flat buffers, and numbers such as the step."""
+    """One rank's share of an optimizer group: its flat buffers, and numbers such as the step."""
 
     vectors: Mapping[str, FlatBuffer]
-    """Name of the optimizer state -> flat buffer; the state `fp32` is the master weights."""
+    """Name of the optimizer state -> flat buffer; the state `fp32` contains the master weights."""
     numbers: Mapping[str, Entry]
-    """Name of the optimizer state -> number of the whole group, such as `step`."""
+    """Name of the optimizer state -> number that applies to the whole group, such as `step`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,10 +164,10 @@ class RankState:
     root: CheckedValue
     """The dict `optimizer_state_dict` of the file."""
     settings: tuple[tuple[tuple[int, ...], CheckedValue], ...]
-    """For each optimizer group, the indices of its flat buffers, and its settings."""
+    """For each optimizer group, the indices of its flat buffers, and the group's settings."""
     unread: Mapping[str, str]
-    """Path in the file -> description, for values that are neither tensors of a group nor numbers, and so are not
-    read."""
+    """Path in the file -> description, for values that are not read because they are neither tensors of a group nor
+    numbers."""
     checksums: tuple[Checksum, ...] = ()
 
 
@@ -176,14 +180,16 @@ class RankModel:
     shapes: tuple[Mapping[str, Shape], ...]
     """For each optimizer group, the shapes of its parameters on this rank, in the order of the flat buffer."""
     frozen: Mapping[str, Shape]
-    """Name -> shape of the frozen parameters that the file lists."""
+    """Parameter name -> shape, for the frozen parameters that the file lists."""
     fragments: Mapping[str, Entry]
-    """Name -> tensor of the frozen parameters; under ZeRO-3, only this rank's interval."""
+    """Parameter name -> tensor, for frozen parameters; under ZeRO-3, the tensor is only this rank's interval of the
+    parameter."""
     module: Mapping[str, Entry]
-    """Tensors of the module's state dict, in low precision; under ZeRO-3 the parameters among them are empty."""
+    """Name -> tensor of the module's state dict, in low precision; under ZeRO-3, the parameters among these tensors are
+    empty."""
     buffers: frozenset[str]
     shared: Mapping[str, str]
-    """Second name of a shared parameter -> its first name."""
+    """Second name of a shared parameter -> first name of this parameter."""
     checksums: tuple[Checksum, ...] = ()
 
 
@@ -192,7 +198,7 @@ class TensorReader:
     """Reads the tensors and numbers in one file.
 
     Args:
-        inline: receives numbers whose bytes are in the pickle itself.
+        inline: storage in memory, to which numbers are added whose bytes are in the pickle itself.
         file: name of the file.
     """
 
@@ -201,11 +207,11 @@ class TensorReader:
     unread: dict[str, str] = field(default_factory=dict)
 
     def tensor(self, name: str, node: CheckedValue) -> Entry:
-        """Return a tensor as an entry of the catalog.
+        """Return the catalog entry of a tensor in the file.
 
         Raises:
-            Refused: with code CORRUPT if the value is not a tensor; with code UNSUPPORTED if it is not a strided view
-                of its storage.
+            Refused: with code CORRUPT if the value is not a tensor; with code UNSUPPORTED if the tensor is not a
+                strided view of its storage.
         """
         value = node.value
         if not isinstance(value, TensorRef | Object):
@@ -221,7 +227,7 @@ class TensorReader:
         return entry
 
     def vector(self, node: CheckedValue) -> FlatBuffer:
-        """Return a tensor as a flat buffer.
+        """Return a tensor in the file as a flat buffer.
 
         Raises:
             Refused: with code CORRUPT if the tensor is not a contiguous vector.
@@ -236,7 +242,7 @@ class TensorReader:
         return FlatBuffer(entry.dtype, entry.shape[0], extent.file, extent.offset)
 
     def number(self, name: str, node: CheckedValue) -> Entry | None:
-        """Return a number as a 0-dim catalog entry; None if the value is not a number."""
+        """Return the catalog entry of a number, a tensor without dims; None if the value is not a number."""
         value = node.value
         if isinstance(value, TensorRef | Object):
             entry = self.tensor(name, node)
@@ -254,7 +260,7 @@ class TensorReader:
 
 
 def read_state(inline: NumbersInMemory, file: str) -> RankState:
-    """Read an optimizer file.
+    """Read a rank's optimizer file.
 
     Raises:
         Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if the file cannot be read as DeepSpeed's.
@@ -276,7 +282,7 @@ def read_state(inline: NumbersInMemory, file: str) -> RankState:
     masters = root[keys.MASTER_ZERO3 if stage == 3 else keys.MASTER].list()
     states: list[CheckedValue | None]
     settings: list[tuple[tuple[int, ...], CheckedValue]] = []
-    if base.is_list:  # an elastic checkpoint has states without padding, and no settings
+    if base.is_list:  # an elastic checkpoint has optimizer states without padding, and no settings
         states = list(base.list())
     else:
         states_by_index = base[keys.STATES]
@@ -294,14 +300,14 @@ def read_state(inline: NumbersInMemory, file: str) -> RankState:
 
 
 def _note_unread(reader: TensorReader, settings: CheckedValue) -> None:
-    """List the group's settings that are not plain data as unread."""
+    """Add those settings of a group that are not plain data to the list of unread values."""
     for _, node in settings.string_items():
         if plain_setting(node.value) is NOTHING:
             reader.unread[".".join(node.path)] = describe(node.value)
 
 
 def _stage(root: CheckedValue) -> int:
-    """Return the ZeRO stage, which a file stores as a number or as a member of DeepSpeed's enum."""
+    """Return the ZeRO stage, which the file stores as a number or as a member of DeepSpeed's enum."""
     stage = root.get(keys.ZERO_STAGE)
     if stage is None:
         return 1
@@ -312,7 +318,9 @@ def _stage(root: CheckedValue) -> int:
 
 
 def _common_step(root: CheckedValue, settings: list[tuple[tuple[int, ...], CheckedValue]]) -> CheckedValue | None:
-    """Return the step that is stored once for all groups, as fused optimizers and elastic checkpoints do; else None."""
+    """Return the step if the file stores one step for all groups, as fused optimizers and elastic checkpoints do;
+    otherwise None.
+    """
     step = root.get(keys.BASE_STEP)
     if step is None and settings:
         step = settings[0][1].get(keys.STEP)
@@ -343,7 +351,7 @@ def _optimizer_group(
 
 
 def read_model(inline: NumbersInMemory, file: str) -> RankModel:
-    """Read a model file.
+    """Read a rank's model file.
 
     Raises:
         Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if the file cannot be read as DeepSpeed's.
@@ -377,7 +385,7 @@ def read_model(inline: NumbersInMemory, file: str) -> RankModel:
 
 
 def read_layer(inline: NumbersInMemory, file: str) -> tuple[Mapping[str, Entry], tuple[Checksum, ...]]:
-    """Read the file of one pipeline layer: its tensors, and the checksums of their bytes.
+    """Read the file of one pipeline layer: its tensors, and the checksums of the tensors' bytes.
 
     Raises:
         Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if the file cannot be read as DeepSpeed's.
@@ -388,7 +396,7 @@ def read_layer(inline: NumbersInMemory, file: str) -> tuple[Mapping[str, Entry],
 
 
 def _shapes_by_group(shapes: CheckedValue | None) -> list[CheckedValue]:
-    """Return a dict from name to shape for each optimizer group; old files have a single dict."""
+    """Return for each optimizer group a dict from parameter name to shape; old files have a single dict."""
     if shapes is None:
         return []
     return [shapes] if shapes.is_dict else shapes.list()
@@ -418,8 +426,8 @@ def plain(node: CheckedValue) -> Any:
     """Return a setting as plain data (numbers, strings, lists, dicts); None if the setting is not plain data.
 
     Raises:
-        Refused: with code CORRUPT if there are more values than real settings have: a pickle can repeat one list
-            exponentially often.
+        Refused: with code CORRUPT if a setting contains more values than any real setting; by repeating one list, a
+            short pickle can describe exponentially many values.
     """
     return _plain(node, _MAX_DEPTH, [_MAX_VALUES])
 
@@ -443,7 +451,7 @@ def _plain(node: CheckedValue, depth: int, budget: list[int]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """One tensor-parallel rank's shard of a tensor, complete over its data-parallel ranks."""
+    """One tensor-parallel rank's shard of a tensor, complete over the data-parallel ranks of this rank."""
 
     dtype: str
     shape: Shape
@@ -454,15 +462,15 @@ class RankShard:
 
 
 def merge_shards(name: str, shards: Sequence[RankShard], spread: Spread) -> tuple[Entry, list[Twin]]:
-    """Merge the shards of a tensor.
+    """Merge the shards of a tensor into the whole tensor.
 
     Args:
         name: name of the whole tensor.
         shards: the shard on each tensor-parallel rank, in rank order.
-        spread: which part of the tensor each rank has.
+        spread: which boxes of the tensor each rank has.
 
     Returns:
-        the whole tensor, and the pairs of blocks that must be equal because several ranks have them.
+        the whole tensor, and pairs of blocks that must be equal because several ranks have the same block.
 
     Raises:
         Refused: with code DTYPE_MIXED if shards have different dtypes; with code INCOMPLETE if there is an element that
@@ -492,7 +500,7 @@ def merge_shards(name: str, shards: Sequence[RankShard], spread: Spread) -> tupl
 
 
 def full_spread(shards: Sequence[RankShard]) -> Spread:
-    """Return the spread of a tensor that is replicated on every rank."""
+    """Return the spread of a tensor of which every rank has a whole copy."""
     return whole(shards[0].shape, len(shards))
 
 
@@ -502,7 +510,7 @@ def _block_entry(name: str, dtype: str, shards: Sequence[RankShard], holding: Ra
 
 
 def _block_extents(shards: Sequence[RankShard], holding: RankBlock, start: Shape) -> Iterator[Extent]:
-    """Yield the extents of a rank's block as extents of a tensor in which the block begins at index `start`."""
+    """Yield the extents of a rank's block, as extents of a tensor in which the block begins at index `start`."""
     shard, block = shards[holding.rank], holding.block
     for extent in shard.extents:
         low = tuple(map(max, extent.start, block.at))
@@ -513,7 +521,7 @@ def _block_extents(shards: Sequence[RankShard], holding: RankBlock, start: Shape
             continue
         sizes = tuple(stop_index - start_index for start_index, stop_index in zip(low, high, strict=True))
         strides = extent.strides or row_major(extent.shape)
-        # Number of elements in the extent before the first element that is used.
+        # Number of elements in the extent before the first element that belongs to the block.
         skipped = sum((a - b) * step for a, b, step in zip(low, extent.start, strides, strict=True))
         yield Extent(
             tuple(s + a - b for s, a, b in zip(start, low, block.at, strict=True)),
@@ -534,7 +542,7 @@ def block_with_scale(spread: Spread) -> ShardBlock | None:
 
 
 def moment_refusal(name: str, block: ShardBlock, file: str) -> TransaxleError:
-    """Return the `Refused` error for optimizer state whose parameter is stored multiplied by a factor."""
+    """Return the `Refused` error for the optimizer state of a parameter that is stored multiplied by a factor."""
     message = (
         f"its parameter is stored multiplied by {block.scale}: the moments could be divided too, but the optimizer's "
         "settings could not, so training would continue differently"
@@ -559,8 +567,8 @@ def run_of(model: RankModel, settings: CheckedValue | None) -> dict[str, Any]:
     """Return the facts about a training run, as plain data.
 
     Args:
-        model: the model file of the first rank.
-        settings: the optimizer dict in the first rank's file; None without ZeRO.
+        model: contents of the model file of the first rank.
+        settings: the dict `optimizer_state_dict` in the optimizer file of the first rank; None without ZeRO.
     """
     facts: dict[str, Any] = {}
     for key in (*_COUNTERS, keys.SCHEDULER):
@@ -584,11 +592,11 @@ def run_of(model: RankModel, settings: CheckedValue | None) -> dict[str, Any]:
 
 
 def state_groups(states: Sequence[Sequence[RankState]], models: Sequence[RankModel]) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, each with the group's settings and parameter names.
+    """Return the optimizer's parameter groups, each with its settings and its parameter names.
 
     Args:
-        states: the optimizer files of each model rank.
-        models: the first model file of each model rank.
+        states: contents of the optimizer files of each model-parallel rank.
+        models: contents of the first model file of each model-parallel rank.
     """
     groups = []
     for group, (indices, settings) in enumerate(states[0][0].settings):
@@ -598,7 +606,7 @@ def state_groups(states: Sequence[Sequence[RankState]], models: Sequence[RankMod
 
 
 def universal_groups(settings: Sequence[CheckedValue], models: Sequence[RankModel]) -> list[dict[str, Any]]:
-    """Return the optimizer groups of a universal checkpoint, without the empty groups that only fill up the list."""
+    """Return the optimizer groups of a universal checkpoint, without the empty groups that DeepSpeed only skips."""
     groups = [
         _settings_of_group(group_settings, _indices(group_settings, group_index), models)
         for group_index, group_settings in enumerate(settings)
@@ -607,7 +615,9 @@ def universal_groups(settings: Sequence[CheckedValue], models: Sequence[RankMode
 
 
 def _indices(settings: CheckedValue, number: int) -> tuple[int, ...]:
-    """Return the indices of a group's flat buffers: several under ZeRO-3, else one, equal to the group's number."""
+    """Return the indices of a group's flat buffers: several under ZeRO-3; otherwise one, which equals the group's
+    number.
+    """
     listed = settings.get(keys.PARAMS)
     return (number,) if listed is None else listed.naturals()
 

@@ -1,16 +1,17 @@
 """Opens DeepSpeed checkpoints: joins the files of all ranks into one catalog of whole tensors, without copying bytes.
 
-A tensor under a parameter's name is the weight in full precision; `optim/<parameter>/<state>` is optimizer state.
-Nothing is guessed: lengths, maps, shapes and metadata of all files must agree, and parts that several ranks have must
-be equal.
+In the catalog, a tensor under a parameter's name is the weight in full precision, and `optim/<parameter>/<state>` is
+optimizer state. Lengths, maps, shapes and metadata of all files must agree, and elements that several ranks store must
+be equal; otherwise the checkpoint is refused.
 
-Some parameters are stored multiplied by a factor: in a row-parallel layer every rank adds the bias, so each rank stores
-the bias divided by the number of ranks. Scaled parameters are small, so their values are read and rescaled when the
-checkpoint is opened, if this is exact.
+Some parameters are stored multiplied by a factor: in a row-parallel layer the outputs of all ranks are summed, so each
+rank stores the bias divided by the number of ranks. Parameters with such a factor are small, so their values are read
+and rescaled when the checkpoint is opened, if rescaling is exact.
 
-Without ZeRO, the optimizer's state is whole in the model file, under numbers of parameters. The file does not say which
-parameter has which number, and parameters are never paired by shape or order: the state keeps its numbers,
-`optim/#<i>/<state>`. The full-precision copies of low-precision weights are the state `fp32`.
+Without ZeRO, the model file contains the optimizer's whole state, by numbers of parameters. The file does not state
+which parameter has which number, and Transaxle never pairs parameters by shape or order; so the tensors of optimizer
+state have names with the number: `optim/#<i>/<state>`. The optimizer state `fp32` contains the full-precision copies of
+low-precision weights.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def unscale(entry: Entry, factor: float, inline: NumbersInMemory) -> Entry:
     """Return a tensor divided by the factor that its stored values include.
 
     Raises:
-        Refused: with code LOSSY if the division is not exact; with code UNSUPPORTED if the tensor is large or does not
-            have a floating-point dtype.
+        Refused: with code LOSSY if the division is not exact; with code UNSUPPORTED if the tensor is large, or its
+            dtype is not a floating-point dtype.
     """
     dtype = numpy_dtype(entry.dtype)
     if entry.nbytes > _LARGEST or entry.dtype not in ("F32", "F16", "BF16", "F64"):
@@ -80,10 +81,10 @@ def unscale(entry: Entry, factor: float, inline: NumbersInMemory) -> Entry:
         raise refuse("UNSUPPORTED", message, tensor=entry.name)
     stored = _values(entry, dtype, inline)
     with np.errstate(all="ignore"):
-        # Divide in extended precision, then round to the stored dtype.
+        # Divide in extended precision, then round the quotient to the stored dtype.
         divided = (stored.astype(np.longdouble) / np.longdouble(factor)).astype(dtype)
         rescaled = (divided.astype(np.longdouble) * np.longdouble(factor)).astype(dtype)
-        # Rounding back to the same bits is not enough: the division itself must have been exact.
+        # That the rounded product has the same bits is not enough: the division itself must have been exact.
         exact = divided.astype(np.longdouble) * np.longdouble(factor) == stored.astype(np.longdouble)
     if rescaled.tobytes() != stored.tobytes() or not bool(np.all(exact | np.isnan(stored.astype(np.float64)))):
         count = int(np.count_nonzero(~exact))
@@ -115,14 +116,15 @@ def _extent_view(extent: Extent, strides: tuple[int, ...], kind: np.dtype, inlin
 def read_numbered_state(
     model: RankModel, inline: NumbersInMemory
 ) -> tuple[Mapping[str, Entry], Mapping[str, str], Sequence[ParamGroup]]:
-    """Read the optimizer state by parameter number in a model file of a run without ZeRO.
+    """Read the optimizer state in the model file of a run without ZeRO; the file lists this state by parameter number.
 
     Args:
-        model: the model file.
-        inline: receives numbers whose bytes are in the pickle itself.
+        model: contents of the model file.
+        inline: storage in memory, to which numbers are added whose bytes are in the pickle itself.
 
     Returns:
-        name -> tensor of optimizer state, path -> description of each unread value, and the optimizer's groups.
+        a dict from name to tensor of optimizer state, a dict from path to description of each unread value, and the
+        optimizer's groups.
 
     Raises:
         Refused: with code CORRUPT if the state is malformed; with code UNSUPPORTED if a tensor is not a strided view of
@@ -159,9 +161,9 @@ def _entry(reader: TensorReader, name: str, leaf: Leaf) -> Entry:
 
 
 TIES = "ties"
-"""Key of the ties in the metadata: a dict from second names to the names of the tensors that they share."""
+"""Key of the ties (second names of shared weights) in the metadata: a dict from second name to first name."""
 SCRIPTS = frozenset({keys.LATEST, keys.LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py"})
-"""Files next to the step folders that a conversion does not copy, because only DeepSpeed uses them."""
+"""Names of files next to the step folders that a conversion does not copy, because only DeepSpeed uses them."""
 _TIED = "tied_modules."
 _LAYER_NUMBER = re.compile(r"(\d{1,6})\.")
 _WITHOUT_ZERO = "state of an optimizer without ZeRO"
@@ -183,7 +185,9 @@ class _Assembly:
     ties: dict[str, str] = field(default_factory=dict)
 
     def add(self, stage: Stage, number: int) -> None:
-        """Add the tensors of a pipeline stage; a tensor that an earlier stage has too must be equal in both."""
+        """Add the tensors of a pipeline stage; a tensor that an earlier stage also has must be equal in the two
+        stages.
+        """
         for first_entries, stage_entries in ((self.weights, stage.weights), (self.low, stage.low)):
             for name, entry in stage_entries.items():
                 self._require_equal(first_entries.setdefault(name, entry), entry, number)
@@ -204,18 +208,19 @@ class _Assembly:
 def open_deepspeed(
     storage: Storage, path: str, member: str, weights: Weights = "fp32", cutter: Cutter = refuse_unknown_cuts
 ) -> Container:
-    """Open the checkpoint in one step folder.
+    """Open the checkpoint in one step folder of a DeepSpeed run.
 
     Args:
-        storage: the checkpoint's files.
+        storage: storage that reads the checkpoint's files.
         path: the checkpoint's path as the user typed it.
-        member: name of the step folder; `HERE` for the path itself.
-        weights: which weights get the plain parameter names: the optimizer's master weights, or the module's
+        member: name of the step folder; `HERE` if the path is the step folder itself.
+        weights: which values get the plain parameter names: the optimizer's master weights, or the module's
             low-precision weights.
-        cutter: finds how parameters are cut over tensor-parallel ranks, if the files do not say.
+        cutter: function that finds how parameters are cut over tensor-parallel ranks; called if the files do not state
+            the cuts.
 
     Raises:
-        Refused: with every problem in the files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
+        Refused: with every problem in the files, and codes such as UNSAFE_PICKLE, CORRUPT, INCOMPLETE and UNSUPPORTED.
         StorageError: with code IO if a file cannot be read.
     """
     prefix = "" if member == HERE else f"{member}/"
@@ -235,12 +240,13 @@ def open_deepspeed(
     pp, tp = degrees(models, files.layers.values(), len(files.optimizer.get(0, {})))
     catalog = _Assembly()
     table_cuts = _table_cuts(models, layers, storage, cutter) if tp > 1 else None
-    # Model-parallel ranks are numbered stage by stage: stage * tp + tensor-parallel rank.
+    # Model-parallel ranks are numbered stage by stage: stage * tensor-parallel degree + tensor-parallel rank.
     for stage in range(pp):
         numbers = [stage * tp + rank for rank in range(tp)]
         catalog.add(_stage([(models[n], states.get(n, ())) for n in numbers], table_cuts, faults), stage)
     catalog.twins.extend(_steps_of_stages([states[stage * tp][0] for stage in range(pp) if states.get(stage * tp)]))
-    # Layer files are added last, because full-precision weights from the optimizer's files have precedence.
+    # Layer files are added last, because the full-precision weights in optimizer files have precedence over their
+    # weights.
     _add_layers(catalog, layers, _info(models[0], table_cuts, tp), tp, faults)
     if pp > 1 or layers:
         _check_layers(catalog, models, layers, faults)
@@ -267,8 +273,8 @@ _Layers = Mapping[int, Sequence[Mapping[str, Entry]]]
 def _read(
     inline: NumbersInMemory, files: RankFiles, prefix: str, faults: Faults
 ) -> tuple[_Models, _States, _Layers, list[Checksum]]:
-    """Read the model, optimizer and layer files, and collect the checksums in them; every unreadable file is a
-    fault.
+    """Read the model, optimizer and layer files, and collect the checksums in these files; a file that cannot be read
+    is added to the faults.
     """
     models: dict[Rank, list[RankModel]] = {}
     states: dict[Rank, list[RankState]] = {}
@@ -307,7 +313,9 @@ def _read(
 def _add_expert_tensors(
     inline: NumbersInMemory, models: _Models, files: RankFiles, prefix: str, checksums: list[Checksum], faults: Faults
 ) -> _Models:
-    """Return the model files, each completed with the tensors from the rank's expert files."""
+    """Return the contents of the model files, each completed with the tensors from the expert files of the same
+    rank.
+    """
     models_by_rank = dict(models)
     for rank, expert_files in files.experts.items():
         read: dict[str, Mapping[str, Entry]] = {}
@@ -345,8 +353,8 @@ def check_one_save(models: Sequence[RankModel]) -> None:
 
 
 def _refuse_copies(storage: Storage, models: _Models, states: _States) -> None:
-    """Check that no two ranks' optimizer files of ZeRO-3 are identical: the files do not record the rank that wrote
-    them.
+    """Check that no two ranks' optimizer files of ZeRO-3 are identical, because these files do not record which rank
+    wrote them.
 
     Raises:
         Refused: with code CORRUPT if two ranks' files are identical.
@@ -357,7 +365,7 @@ def _refuse_copies(storage: Storage, models: _Models, states: _States) -> None:
             prod(shape) for model in models.get(number, ())[:1] for group in model.shapes for shape in group.values()
         ]
         widths = [(size, shard_width(size, len(parts))) for size in sizes]
-        # The last ranks may have nothing but padding, and then their files are equal.
+        # The files of the last ranks may contain only padding, and are equal then.
         own_parts = [
             each for at, each in enumerate(parts) if each.stage == 3 and any(size > at * n for size, n in widths)
         ]
@@ -369,10 +377,11 @@ def _refuse_copies(storage: Storage, models: _Models, states: _States) -> None:
 
 
 def _steps_of_stages(states: Sequence[RankState]) -> Iterator[Twin]:
-    """Yield pairs of steps that must be equal: a group's step in the first pipeline stage, and in each later stage.
+    """Yield pairs of steps that must be equal: the step of a group in the first pipeline stage, and its step in a later
+    stage.
 
     Args:
-        states: one optimizer file of each pipeline stage.
+        states: contents of one optimizer file of each pipeline stage.
     """
     for state in states[1:]:
         if len(state.groups) != len(states[0].groups):
@@ -384,12 +393,13 @@ def _steps_of_stages(states: Sequence[RankState]) -> Iterator[Twin]:
 
 
 def degrees(models: _Models, layers: Collection[Mapping[int, str]], parts: int = 0) -> tuple[int, int]:
-    """Return the pipeline degree and the tensor-parallel degree; their product is the number of model-parallel ranks.
+    """Return the pipeline-parallel degree and the tensor-parallel degree; their product is the number of model-parallel
+    ranks.
 
     Args:
-        models: model-parallel rank -> model file.
-        layers: pipeline layer -> tensor-parallel rank -> layer file.
-        parts: number of data-parallel ranks with optimizer files; 0 without such files.
+        models: model-parallel rank -> contents of its model files.
+        layers: pipeline layer -> tensor-parallel rank -> name of the layer file.
+        parts: number of data-parallel ranks with optimizer files; 0 if there are no such files.
 
     Raises:
         Refused: with code CORRUPT if the files contradict each other; with code INCOMPLETE if files of ranks are
@@ -400,7 +410,7 @@ def degrees(models: _Models, layers: Collection[Mapping[int, str]], parts: int =
     ranks = len(models)
     if dimensions is not None:
         pp, tp = (dimensions[key].natural() for key in (keys.PP_DEGREE, keys.TP_DEGREE))
-    else:  # files of earlier versions record no degree, but each layer has one file per tensor-parallel rank
+    else:  # files of earlier versions do not state the degree, but each layer has one file per tensor-parallel rank
         tp = len(next(iter(layers))) if layers else ranks
         pp = ranks // max(tp, 1)
     if pp * tp != ranks:
@@ -418,11 +428,11 @@ def degrees(models: _Models, layers: Collection[Mapping[int, str]], parts: int =
 
 
 def _table_cuts(models: _Models, layers: _Layers, storage: Storage, cutter: Cutter) -> TableCuts | None:
-    """Return the tensor-parallel cuts according to the family's table; None if all files have metadata about the
-    cuts.
+    """Return the tensor-parallel cuts according to the family's table of tensor names; None if all files have metadata
+    about the cuts.
     """
     firsts = [ranks[0] for _, ranks in sorted(models.items())]
-    # The run itself wrote the metadata, so it has precedence over any table.
+    # The run itself wrote the metadata, so it has precedence over any table of tensor names.
     if all(model.root.get(keys.INFO) is not None for model in firsts):
         return None
     names = dict.fromkeys(
@@ -462,7 +472,7 @@ def _stage(
 
 
 def _info(models: Sequence[RankModel], table_cuts: TableCuts | None, tp: int) -> UniversalInfo | TableCuts | None:
-    """Return the source of tensor-parallel cuts: the metadata in the files, or the family's table."""
+    """Return the source of tensor-parallel cuts: the metadata in the files, or the family's table of tensor names."""
     node = models[0].root.get(keys.INFO)
     return table_cuts if node is None or tp == 1 else UniversalInfo(node, tp)
 
@@ -470,7 +480,7 @@ def _info(models: Sequence[RankModel], table_cuts: TableCuts | None, tp: int) ->
 def _add_layers(
     catalog: _Assembly, layers: _Layers, info: UniversalInfo | TableCuts | None, tp: int, faults: Faults
 ) -> None:
-    """Add the tensors in the layer files of a pipeline: low-precision weights, buffers and frozen parameters."""
+    """Add the tensors in the layer files of a pipeline: low-precision weights, buffers, and frozen parameters."""
     for number, ranks in layers.items():
         if len(ranks) != tp:
             message = f"it has files of {len(ranks)} tensor-parallel ranks; the run had {tp}"
@@ -482,7 +492,8 @@ def _add_layers(
             shared = next(
                 (weight for weight in catalog.weights if weight.startswith(_TIED) and weight.endswith(f".{name}")), None
             )
-            # A tied layer stores its weight again under the layer number, but trains it only under the tied name.
+            # A tied layer's file contains the shared weight a second time, but only the weight under the tied name is
+            # trained.
             tied = own_weight is None and shared is not None and not _trains(catalog, number)
             entry_name = shared if tied and shared is not None else full_name
             if tied:
@@ -510,7 +521,7 @@ def _check_layers(catalog: _Assembly, models: _Models, layers: _Layers, faults: 
 def _merge_layer_tensor(
     name: str, rank_entries: Sequence[Entry | None], info: UniversalInfo | TableCuts | None
 ) -> tuple[Entry, list[Twin]]:
-    """Merge a layer's tensor from the files of its tensor-parallel ranks."""
+    """Merge a layer's tensor from the layer files of the tensor-parallel ranks."""
     shards = [RankShard(entry.dtype, entry.shape, entry.extents, "") for entry in rank_entries if entry is not None]
     if len(shards) < len(rank_entries):
         raise refuse(
@@ -523,7 +534,7 @@ def _merge_layer_tensor(
 
 
 def _trains(catalog: _Assembly, layer: int) -> bool:
-    """Tell whether any parameter of a layer is trained under the layer's own name."""
+    """Return whether any parameter of a layer is trained under the layer's own name."""
     return any(name.startswith(f"{layer}.") for name in catalog.states)
 
 
@@ -532,7 +543,7 @@ def _with_all_experts(model: RankModel, states: Sequence[RankState]) -> RankMode
 
 
 def _add_aliases(catalog: _Assembly, models: _Models) -> None:
-    """Add the second names of shared parameters."""
+    """Add the second names of shared parameters to the collected tensors."""
     for ranks in models.values():
         for model in ranks:
             for alias, name in model.shared.items():
@@ -561,7 +572,7 @@ def _entries(catalog: _Assembly, inline: NumbersInMemory, weights: Weights, file
             if name in entries:
                 raise refuse("NAME_COLLISION", f"a parameter has the same name as a state of {parameter}", tensor=name)
             entries[name] = Entry(name, entry.dtype, entry.shape, entry.extents)
-    # Optimizer state without ZeRO is in model files or in numbered files, never in both.
+    # Optimizer state of a run without ZeRO is either in model files or in numbered files.
     entries |= catalog.numbered
     return {name: entry for name, entry in entries.items() if prod(entry.shape) or entry.extents or entry.shape}
 
@@ -569,10 +580,10 @@ def _entries(catalog: _Assembly, inline: NumbersInMemory, weights: Weights, file
 def _add_numbered(
     catalog: _Assembly, models: _Models, states: _States, inline: NumbersInMemory, files: RankFiles
 ) -> dict[str, str]:
-    """Add the state of an optimizer without ZeRO; return path -> description of each unread value.
+    """Add the optimizer state of a run without ZeRO; return path -> description of each unread value.
 
-    Each model-parallel rank numbers its parameters separately. So with several model-parallel ranks it is unknown which
-    shards belong to one parameter, and no optimizer state is read.
+    Each model-parallel rank numbers its parameters separately from the other ranks. So with several model-parallel
+    ranks it is unknown which shards belong to one parameter, and no optimizer state is read.
     """
     left_behind = dict.fromkeys(files.numbered, f"{_WITHOUT_ZERO}, of one expert-parallel rank")
     if states or models[0][0].root.get(keys.OPTIMIZER) is None:

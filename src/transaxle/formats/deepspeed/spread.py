@@ -1,19 +1,22 @@
-"""Spreads: which boxes of a parameter each tensor-parallel rank has, and where the boxes are in the rank's shard.
+"""A spread describes which boxes of a parameter each tensor-parallel rank has, and where these boxes are in the rank's
+shard.
 
-Every form of DeepSpeed's metadata is converted into a spread, with the cutting rules of `axes`. Spreads can be
-compared, checked for holes and turned into extents, whatever form of metadata they come from.
+Every form of DeepSpeed's metadata about cuts is converted into a spread, by the functions for cutting dims in `axes`.
+Spreads can be compared, checked for holes and turned into extents, whatever form of metadata they were made from.
 
-The affine form of the metadata (`affine_map`, version 1) describes each rank's shard as strided views of the parameter.
+One form of the metadata, the affine form (`affine_map`, version 1), describes each rank's shard as strided views of the
+parameter.
 
     {"version": 1, "params": {pattern: {"logical_shape": [...], "ranks": {rank: {"shard_shape": [...], "pieces": [
         {"shape": [...], "source": [offset, strides], "dest": [offset, strides], "locations": [...], "scale": 1.0}]}}}}}
 
-`source` is a view of the whole parameter, `dest` a view of the shard, both row-major. `locations` lists the ranks that
-have the piece; `scale` may be missing. Every piece must be a box in the parameter, and also in the shard.
+In it, `source` is a strided view of the whole parameter, and `dest` a strided view of the shard; parameter and shard
+are row-major. `locations` lists the ranks that have the box; `scale` (a factor by which the values are multiplied) may
+be missing. Every entry of `pieces` must be a box in the parameter, and also a box in the shard.
 
-If no metadata describes the cut, the family's table of tensor names or the user's rules do. This module does not read
-tables: the caller passes a function (`Cutter`). It is called once with all parameter names and returns a second
-function (`Divider`), which is called for each name with the shapes of the shards.
+If no metadata describes the cut of a parameter, the family's table of tensor names or the user's mapping rules describe
+it. This module does not read such tables: the caller passes a function (`Cutter`). The `Cutter` is called once with all
+parameter names and returns a second function (`Divider`), which is called for each name with the shapes of the shards.
 """
 
 from __future__ import annotations
@@ -46,19 +49,19 @@ from transaxle.formats.storage.storage import Storage
 
 @dataclass(frozen=True, slots=True)
 class ShardBlock:
-    """A box of a parameter that is stored as a box of one rank's shard."""
+    """A box of a parameter that is stored as a box of one rank's shard of this parameter."""
 
     start: Shape
-    """First index of the box in the whole parameter."""
+    """First index of the box in the whole parameter, one number for each dim."""
     at: Shape
-    """First index of the box in the shard."""
+    """First index of the box in the shard, one number for each dim."""
     shape: Shape
     scale: float = 1.0
-    """Factor that the stored values include; divide by it to get the parameter's values."""
+    """Factor by which the stored values are multiplied; divide by the factor to get the parameter's values."""
 
     @property
     def size(self) -> int:
-        """Number of elements in the box."""
+        """Return the number of elements in the box."""
         return prod(self.shape)
 
 
@@ -71,15 +74,17 @@ class Spread:
     shards: tuple[Shape, ...]
     """Shape of each rank's shard."""
     blocks: tuple[tuple[ShardBlock, ...], ...]
-    """For each rank, its non-empty boxes."""
+    """For each rank, the boxes of the parameter that the rank has; none of the boxes is empty."""
 
     @property
     def is_scaled(self) -> bool:
-        """Whether any rank stores its values multiplied by a factor."""
+        """Whether any rank stores its values multiplied by a factor other than 1."""
         return any(block.scale != 1 for blocks in self.blocks for block in blocks)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return a rank's boxes as `Piece` records of `axes`; the axes are named `0`, `1`, … after the dims."""
+        """Return a rank's boxes as `Piece` records of `axes` (boxes with strides); the axes are named `0`, `1`, … after
+        the dims.
+        """
         strides = row_major(self.shards[rank])
         names = [str(dim) for dim in range(len(self.shape))]
         return tuple(
@@ -94,7 +99,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class RankBlock:
-    """A box of a parameter, with the rank that has this box."""
+    """A box of a parameter, and the rank that has this box."""
 
     rank: int
     block: ShardBlock
@@ -102,22 +107,22 @@ class RankBlock:
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Which rank each box of a parameter is read from, and which ranks have further copies of the box."""
+    """From which rank each box of a parameter is read, and which ranks have further copies of the box."""
 
     blocks_to_read: tuple[RankBlock, ...]
     """Disjoint boxes, each with the first rank that has the box."""
     copies: tuple[tuple[RankBlock, RankBlock], ...]
-    """Pairs of the same box on two ranks: the box that is read, and the copy."""
+    """Pairs of the same box on two ranks: first the box that is read, then its copy."""
     missing: int
     """Number of the parameter's elements that no rank has."""
 
 
 def cut(shape: Shape, dim: int | None, rule: ChunkRule, ranks: int) -> Spread:
-    """Return the spread of a parameter that a rule cuts along `dim`; if `dim` is None, every rank has the whole
-    parameter.
+    """Return the spread of a parameter that is cut along `dim` as `rule` describes; if `dim` is None, every rank has
+    the whole parameter.
 
     Raises:
-        Refused: with code SHAPE_MISMATCH if the rule does not fit the shape.
+        Refused: with code SHAPE_MISMATCH if the rule for cutting does not fit the shape.
     """
     shards, blocks = [], []
     for rank in range(ranks):
@@ -137,7 +142,7 @@ def cut(shape: Shape, dim: int | None, rule: ChunkRule, ranks: int) -> Spread:
 
 
 def by_widths(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> Spread:
-    """Return the spread of a parameter whose parts are concatenated along a dim; each part has a width per rank.
+    """Return the spread of a parameter that is a concatenation of blocks along a dim; each block has a width per rank.
 
     Raises:
         Refused: with code SHAPE_MISMATCH if the widths do not add up to the size of the dim.
@@ -150,7 +155,7 @@ def by_widths(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> Spread
 
 
 def whole(shape: Shape, ranks: int) -> Spread:
-    """Return the spread of a parameter that is replicated on every rank."""
+    """Return the spread of a parameter of which every rank has a whole copy."""
     return cut(shape, None, Replicated(), ranks)
 
 
@@ -163,7 +168,7 @@ def _shard_offsets(intervals: Sequence[tuple[int, int]]) -> Iterator[tuple[int, 
 
 
 def same(first: Spread, second: Spread) -> bool:
-    """Tell whether two spreads put every element at the same place, even if they split the parameter into different
+    """Return whether two spreads put every element at the same place, even if they split the parameter into different
     boxes.
     """
     if first.shape != second.shape or first.shards != second.shards:
@@ -186,13 +191,14 @@ def _agree(first_blocks: Sequence[ShardBlock], second_blocks: Sequence[ShardBloc
             shared_in_b = _overlap(b, a.start, a.shape)
             if shared_in_b is None or shared.at != shared_in_b.at or a.scale != b.scale:
                 return False
-            # Both spreads have the same number of elements, so they are equal if all elements are common.
+            # The blocks of both spreads have the same number of elements, so the spreads agree if all elements are
+            # common.
             common += shared.size
     return common == sum(block.size for block in first_blocks)
 
 
 def _overlap(block: ShardBlock, start: Shape, shape: Shape) -> ShardBlock | None:
-    """Return the part of a block inside a box of the whole parameter; None if the two are disjoint."""
+    """Return the part of a block that is inside a box of the whole parameter; None if block and box are disjoint."""
     low = tuple(map(max, block.start, start))
     high = tuple(min(b + n, s + m) for b, n, s, m in zip(block.start, block.shape, start, shape, strict=True))
     if any(h <= lo for lo, h in zip(low, high, strict=True)):
@@ -209,7 +215,8 @@ def owners(spread: Spread) -> Owners:
     for rank, blocks in enumerate(spread.blocks):
         for block in blocks:
             remaining = [block]
-            # A later rank owns only boxes that no earlier rank has; its other boxes are copies to be compared.
+            # A later rank owns only those boxes that no earlier rank has; the boxes that an earlier rank has are copies
+            # to be compared.
             for owner in tuple(owned):
                 copy = _overlap(block, owner.block.start, owner.block.shape)
                 original = _overlap(owner.block, block.start, block.shape)
@@ -222,7 +229,7 @@ def owners(spread: Spread) -> Owners:
 
 
 def _without(block: ShardBlock, hole: ShardBlock) -> Iterator[ShardBlock]:
-    """Yield disjoint boxes that together are the part of a block outside a box."""
+    """Yield disjoint boxes that together cover the part of a block outside the box `hole`."""
     low, shape = list(block.start), list(block.shape)
     if _overlap(block, hole.start, hole.shape) is None:
         yield block
@@ -236,12 +243,12 @@ def _without(block: ShardBlock, hole: ShardBlock) -> Iterator[ShardBlock]:
                 )
                 if piece is not None:
                     yield piece
-        # The next dim only splits the part that overlaps the hole in this dim, so the boxes are disjoint.
+        # Only the part that overlaps the hole in this dim is split along the next dim, so the boxes are disjoint.
         low[dim], shape[dim] = first, last - first
 
 
 def clip_rows(spread: Spread, rows: int) -> Spread:
-    """Return the spread of only the first rows of a parameter; all further rows in the shards become padding."""
+    """Return the spread of only the first `rows` rows of a parameter; all further rows in the shards become padding."""
     shape = (rows, *spread.shape[1:])
     origin = (0,) * len(shape)
     blocks = tuple(
@@ -256,10 +263,11 @@ def clip_rows(spread: Spread, rows: int) -> Spread:
 
 
 def fold_dims(spread: Spread, shards: Sequence[Shape]) -> Spread:
-    """Return a spread with leading dims merged, so that it has as many dims as the shards.
+    """Return the spread of a parameter whose leading dims are merged, so that the parameter has as many dims as the
+    shards.
 
     Raises:
-        Refused: with code SHAPE_MISMATCH if merging does not give the shards' shapes.
+        Refused: with code SHAPE_MISMATCH if merging dims does not result in the shards' shapes.
     """
     dims = len(shards[0]) if shards else 0
     extra = len(spread.shape) - dims + 1
@@ -291,7 +299,8 @@ def _fold_block(block: ShardBlock, whole_head: Shape, shard_head: Shape) -> Iter
     for index in product(*map(range, outer)):
         start = sum((b + i) * step for b, i, step in zip(block.start, (*index, 0), source, strict=False))
         at = sum((b + i) * step for b, i, step in zip(block.at, (*index, 0), dest, strict=False))
-        # Runs adjacent in parameter and shard become one longer run, so that folding whole dims gives a single box.
+        # Runs of rows that are adjacent in parameter and shard become one longer run, so that folding whole dims
+        # results in a single box.
         if runs and runs[-1][0] + runs[-1][2] == start and runs[-1][1] + runs[-1][2] == at:
             runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + inner)
         else:
@@ -303,11 +312,12 @@ def _fold_block(block: ShardBlock, whole_head: Shape, shard_head: Shape) -> Iter
 
 
 MAX_PIECES = 1024
-"""Cap on one parameter's pieces on all ranks together; real parameters have a few pieces per rank."""
+"""Maximum number of one parameter's boxes on all ranks together; a real parameter has a few boxes per rank."""
 
 
 def maps_of(info: CheckedValue) -> dict[str, CheckedValue]:
-    """Return name pattern -> affine description, from a model's metadata; empty if it has no affine descriptions.
+    """Return name pattern -> affine description, from a model's metadata; the dict is empty if the metadata has no
+    affine descriptions.
 
     Raises:
         Refused: with code UNSUPPORTED for an unknown version of the affine form; with code CORRUPT if the metadata is
@@ -332,9 +342,9 @@ def read_affine(node: CheckedValue, ranks: int) -> Spread:
         ranks: the tensor-parallel degree of the checkpoint.
 
     Raises:
-        Refused: with code CORRUPT if a piece is outside the parameter or shard, or the pieces do not fill the shards
-            exactly once; with code UNSUPPORTED if a piece is not a box; with code SHAPE_MISMATCH if the description has
-            a different number of ranks.
+        Refused: with code CORRUPT if a box is outside the parameter or shard, or the boxes do not fill the shards
+            exactly once; with code UNSUPPORTED if a strided view is not a box; with code SHAPE_MISMATCH if the
+            description has a different number of ranks.
     """
     shape = node[keys.LOGICAL_SHAPE].naturals()
     entries = node[keys.RANKS]
@@ -371,7 +381,7 @@ def read_affine(node: CheckedValue, ranks: int) -> Spread:
 
 
 def write_affine(spread: Spread) -> dict[str, Any]:
-    """Return the affine description of a parameter, as DeepSpeed writes it; the inverse of `read_affine`."""
+    """Return the affine description of a parameter, as DeepSpeed writes it; `read_affine` is the inverse function."""
     ranks_by_box: dict[tuple[Shape, Shape], list[int]] = {}
     for rank, blocks_of_rank in enumerate(spread.blocks):
         for block in blocks_of_rank:
@@ -436,7 +446,7 @@ def _start(place: CheckedValue, sizes: Shape, full_shape: Shape) -> Shape:
     if 0 in sizes:
         return (0,) * len(full_shape)
     dense = row_major(full_shape)
-    # The stride of a dim of size 1 is never used, so it is arbitrary.
+    # The stride of a dim of size 1 is never used, so any stride is accepted for such a dim.
     if any(size > 1 and step != dense_step for size, step, dense_step in zip(sizes, strides, dense, strict=True)):
         message = f"strides {list(strides)} do not select a box of {list(full_shape)}"
         raise refuse("UNSUPPORTED", message, file=place.file, tensor=" > ".join(place.path))
@@ -451,9 +461,9 @@ def _start(place: CheckedValue, sizes: Shape, full_shape: Shape) -> Shape:
 
 
 def _check_shard(entries: CheckedValue, rank: int, blocks: Sequence[ShardBlock], shard: Shape) -> None:
-    """Check that the pieces of a rank fill the rank's shard exactly once."""
+    """Check that the boxes on a rank fill the rank's shard exactly once."""
     filled = sum(block.size for block in blocks)
-    # An overlap and a hole of equal size would keep the count right, so overlaps are looked for as well.
+    # An overlap and a hole of equal size would leave the number of elements right, so overlaps are looked for as well.
     twice = any(
         all(
             a < b + n and b < a + m
@@ -468,14 +478,14 @@ def _check_shard(entries: CheckedValue, rank: int, blocks: Sequence[ShardBlock],
 
 
 Divider = Callable[[str, Sequence[Shape]], Division]
-"""Function that returns the cut of a parameter, given its name and its shape on every rank; raises `Refused` if
-unknown."""
+"""Function that returns the cut of a parameter, given the parameter's name and its shape on every rank; raises
+`Refused` if the cut is unknown."""
 Cutter = Callable[[Storage, Sequence[str], Mapping[str, Any]], Divider]
-"""Function that returns a `Divider` for a checkpoint, given its files, its parameter names, and sizes under the keys of
-a config.json.
+"""Function that returns a `Divider` for a checkpoint, given the checkpoint's files, its parameter names, and model
+sizes under the keys of a config.json.
 
-It raises `Refused` if no table has the names. The sizes come from the checkpoint's own files, and are needed for
-checkpoints without a config.json.
+The function raises `Refused` if no table of tensor names contains these names. The sizes come from the checkpoint's own
+files, and are needed if the checkpoint has no config.json.
 """
 
 UNKNOWN_CUTS = "the checkpoint does not say how it was cut over the tensor-parallel ranks, so they cannot be joined"
@@ -486,25 +496,26 @@ HINT = (
 
 
 def refuse_unknown_cuts(_storage: Storage, names: Sequence[str], _config: Mapping[str, Any]) -> Divider:
-    """Refuse every checkpoint: the `Cutter` that is used if the caller passes none.
+    """Refuse every checkpoint; this function is the `Cutter` if the caller passes none.
 
     Raises:
-        Refused: with code UNSUPPORTED, always.
+        Refused: always, with code UNSUPPORTED.
     """
     raise refuse("UNSUPPORTED", UNKNOWN_CUTS, tensor=names[0] if names else None, hint=HINT)
 
 
 class TableCuts:
-    """The tensor-parallel cuts of a checkpoint, according to a table rather than to metadata in its files.
+    """The tensor-parallel cuts of a checkpoint according to a table of tensor names, for files without metadata about
+    the cuts.
 
     Args:
-        cutter: function that looks parameter names up in the tables.
-        storage: the checkpoint's files.
+        cutter: function that looks up parameter names in the tables of tensor names.
+        storage: storage that reads the checkpoint's files.
         names: names of all parameters.
         config: sizes from the checkpoint's files, under the keys of a config.json.
 
     Raises:
-        Refused, UsageError: no table has the names.
+        Refused, UsageError: if no table contains the names.
     """
 
     def __init__(
@@ -513,17 +524,17 @@ class TableCuts:
         self._divide = cutter(storage, names, config or {})
 
     def spread(self, name: str, shards: Sequence[Shape]) -> Spread:
-        """Return how a parameter is spread over the tensor-parallel ranks.
+        """Return how a parameter is distributed over the tensor-parallel ranks.
 
         Args:
             name: name of the parameter.
-            shards: shape of its shard on each rank.
+            shards: shape of the parameter's shard on each rank.
 
         Raises:
-            Refused: with code UNSUPPORTED if the table lacks the name; with code SHAPE_MISMATCH if the table does not
-                fit the shards' shapes.
-            UsageError: with one of the codes UNKNOWN_AXIS or AMBIGUOUS if the table needs more information about the
-                model.
+            Refused: with code UNSUPPORTED if the table of tensor names lacks the name; with code SHAPE_MISMATCH if the
+                table does not fit the shards' shapes.
+            UsageError: with code UNKNOWN_AXIS or AMBIGUOUS if the table of tensor names needs more information about
+                the model.
         """
         division = self._divide(name, shards)
         return cut(division.shape, division.dim, division.rule, len(shards))

@@ -1,13 +1,13 @@
-"""Assembles the tensors of a run's pipeline stages from the files of all ranks.
+"""Assembles the tensors of a run's pipeline stages from the DeepSpeed files of all ranks.
 
-The trained parameters of a model-parallel rank are read from the flat buffers of its data-parallel ranks. Every length
-is checked: parameters and padding must add up exactly to the buffers, and if a rank's file has a map of fragments, the
-map must agree.
+The trained parameters of a model-parallel rank are read from the flat buffers of the rank's data-parallel ranks. Every
+length is checked: parameters and padding must add up exactly to the buffers, and a map of fragments in a rank's file
+must agree with the computed positions.
 
 In DeepSpeed's own MoE layers, each expert-parallel rank counts its experts from zero. The module tensors of experts are
-in separate files, with expert numbers of the whole model. In the optimizer's files, a group of expert parameters is cut
-only over the ranks with the same experts, and expert numbers are the rank's; `partition_count` is the number of these
-ranks.
+in separate files, where experts have the numbers of the whole model. In the optimizer's files, a group of expert
+parameters is cut only over the ranks with the same experts, and experts have the rank's own numbers; `partition_count`
+is the number of ranks with the same experts.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class ExpertShares:
     """Finds the data-parallel ranks over which each optimizer group is cut, and the global names of expert parameters.
 
     Args:
-        model: the model file.
-        states: the optimizer files, in the order of data-parallel ranks.
+        model: contents of the model file.
+        states: contents of the optimizer files, in the order of data-parallel ranks.
     """
 
     def __init__(self, model: RankModel, states: Sequence[RankState]) -> None:
@@ -61,12 +61,12 @@ class ExpertShares:
                     self._local[head] = max(self._local.get(head, 0), number + 1)
 
     def of(self, group: int) -> list[Sequence[RankState]]:
-        """Return the optimizer files over which a group is cut: one list per expert-parallel rank, or one list for a
-        dense group.
+        """Return the contents of the optimizer files over which a group is cut: one list per expert-parallel rank, or
+        one list for a dense group.
 
         Raises:
-            Refused: with code CORRUPT if the counts do not fit; with code UNSUPPORTED if it is unknown whether
-                parameters belong to experts.
+            Refused: with code CORRUPT if the numbers of ranks do not fit; with code UNSUPPORTED if it is unknown
+                whether the group's parameters belong to experts.
         """
         total = len(self._states)
         counts = self._states[0].root.get(keys.PARTITION_COUNT)
@@ -83,16 +83,16 @@ class ExpertShares:
             if _split_name(name)[1] is None:
                 message = f"it is cut over {sharing} of {total} ranks, but is not an expert of DeepSpeed's MoE layer"
                 raise refuse("UNSUPPORTED", message, file=self._model.file, tensor=name)
-        # Number of expert-parallel ranks; each has `sharing` data-parallel ranks with the same experts.
+        # Number of expert-parallel ranks; `sharing` data-parallel ranks have the same experts.
         ranks = total // sharing
-        # By default expert-parallel ranks are neighbours, so ranks with the same experts are `ranks` apart; with data
-        # parallelism first they are neighbours themselves.
+        # By default expert-parallel ranks are neighbours, so ranks with the same experts are `ranks` apart; if data
+        # parallelism comes first, ranks with the same experts are neighbours.
         if self._is_strided:
             return [self._states[rank::ranks] for rank in range(ranks)]
         return [self._states[rank * sharing : (rank + 1) * sharing] for rank in range(ranks)]
 
     def name(self, name: str, rank: int) -> str:
-        """Return a parameter's name in the whole model, in which experts have global numbers.
+        """Return a parameter's name in the whole model, in which experts have the whole model's numbers.
 
         Args:
             name: the parameter's name on the expert-parallel rank.
@@ -102,7 +102,7 @@ class ExpertShares:
         return name if number is None else f"{head}{number + rank * self._local[head]}{tail}"
 
     def with_all_experts(self) -> RankModel:
-        """Return the model file, with the parameters of the experts of all ranks added to its groups."""
+        """Return the contents of the model file, with the expert parameters of all ranks added to the groups."""
         shapes = tuple(
             {
                 self.name(name, rank): shape
@@ -115,14 +115,16 @@ class ExpertShares:
 
 
 def _is_strided(model: RankModel) -> bool:
-    """Tell whether neighbouring ranks have different experts, which is the default."""
+    """Return whether neighbouring ranks have different experts, which is the default."""
     config = model.root.get(keys.CONFIG)
     data_first = None if config is None else config.get(keys.DATA_BEFORE_EXPERTS)
     return data_first is None or not data_first.flag()
 
 
 def _split_name(name: str) -> tuple[str, int | None, str]:
-    """Split an expert's parameter name into the text before its number, the number, and the text after it."""
+    """Split an expert's parameter name into the text before the expert's number, the number, and the text after the
+    number.
+    """
     head, mark, tail = name.partition(keys.EXPERTS)
     number = tail.partition(".")[0]
     if not mark or not number.isdecimal() or not number.isascii() or len(number) > len(str(1 << 20)):
@@ -136,17 +138,18 @@ def add_experts(
     tensors_by_file: Mapping[str, Mapping[str, Entry]],
     faults: Faults,
 ) -> RankModel:
-    """Return a model file with the tensors from its expert files.
+    """Return the contents of a model file, completed with the tensors from the rank's expert files.
 
     Args:
-        model: the model file.
-        files: expert file by (layer, expert).
-        tensors_by_file: tensors of each expert file.
-        faults: receives INCOMPLETE for an expert without a file, and NAME_COLLISION for a tensor in two files.
+        model: contents of the model file.
+        files: maps (layer, expert) to the name of the expert file.
+        tensors_by_file: maps the name of each expert file to the tensors in it.
+        faults: list of faults, to which INCOMPLETE is added for an expert without a file, and NAME_COLLISION for a
+            tensor in two files.
     """
     counts = model.root.get(keys.NUM_EXPERTS)
     expert_counts = [] if counts is None or not counts.is_list else list(enumerate(counts.naturals()))
-    # earlier versions write one file per expert, with the expert's tensors in all layers
+    # earlier versions of DeepSpeed write one file per expert, with the expert's tensors in all layers
     if any(layer < 0 for layer, _ in files):
         expert_counts = [(-1, max(count for _, count in expert_counts))] if expert_counts else []
     for layer, count in expert_counts:
@@ -165,7 +168,7 @@ def add_experts(
 OF_ONE_RUN = "The folder mixes files of two runs; keep those of one."
 """Hint for errors about files that contradict each other."""
 _SLACK = 16
-"""Cap on the alignment padding of a group's vector, in elements per rank."""
+"""Maximum number of elements of alignment padding at the end of a group's vector, per rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +179,21 @@ class TrainedParameter:
     """Index of the optimizer group that contains the parameter."""
     shape: Shape
     states: Mapping[str, RankShard]
-    """Name of the optimizer state -> shard on the model-parallel rank; the state `fp32` is the master weights."""
+    """Name of the optimizer state -> shard of this state on the model-parallel rank; the state `fp32` contains the
+    master weights."""
     numbers: Mapping[str, Entry]
-    """Name of the optimizer state -> number, such as `step`."""
+    """Name of the optimizer state -> number that is stored for it, such as the `step`."""
 
 
 def read_trained(model: RankModel, states: Sequence[RankState]) -> tuple[dict[str, TrainedParameter], list[Twin]]:
     """Read the trained parameters of one model-parallel rank.
 
     Args:
-        model: the rank's model file.
-        states: the rank's optimizer files, in the order of data-parallel ranks.
+        model: contents of the rank's model file.
+        states: contents of the rank's optimizer files, in the order of data-parallel ranks.
 
     Returns:
-        the parameters in the order of the buffers, and the pairs of numbers that must be equal on all ranks.
+        the parameters in the order of the flat buffers, and the pairs of numbers that must be equal on all ranks.
 
     Raises:
         Refused: with code CORRUPT if lengths contradict each other; with code INCOMPLETE if a rank lacks an optimizer
@@ -222,7 +226,7 @@ def read_trained(model: RankModel, states: Sequence[RankState]) -> tuple[dict[st
 
 
 def _check_counts(states: Sequence[RankState]) -> None:
-    """Check that all ranks state the same partition counts, one for each group."""
+    """Check that all ranks state the same partition counts (numbers of ranks), one for each group."""
     first_counts, *other_counts = [_counts(state) for state in states]
     for state, counts in zip(states[1:], other_counts, strict=True):
         if counts != first_counts:
@@ -236,7 +240,7 @@ def _check_counts(states: Sequence[RankState]) -> None:
 
 
 def _counts(state: RankState) -> tuple[int, ...] | None:
-    """Return the number of ranks over which each group is cut; None if the file does not record it."""
+    """Return the number of ranks over which each group is cut; None if the file does not state it."""
     counts = state.root.get(keys.PARTITION_COUNT)
     if counts is None or state.stage == 3:
         return None
@@ -247,7 +251,9 @@ _FlatParameter = tuple[int, str, Shape, list[FlatInterval], Mapping[str, list[Fl
 
 
 def _flat_parameters(model: RankModel, states: Sequence[RankState], *, zero3: bool) -> Iterator[_FlatParameter]:
-    """Yield each parameter as (group, name, shape, intervals, buffers); the intervals refer to the buffers."""
+    """Yield each parameter as (group, name, shape, intervals, flat buffers); the intervals are positions in the
+    buffers.
+    """
     if zero3:
         yield from _zero3(model, states)
         return
@@ -267,7 +273,9 @@ def _flat_parameters(model: RankModel, states: Sequence[RankState], *, zero3: bo
 
 
 def _is_round_robin(model: RankModel) -> bool:
-    """Tell whether `round_robin_gradients` was on, which deals out each group's parameters to the ranks in turn."""
+    """Return whether the run set `round_robin_gradients`, which deals out each group's parameters to the ranks
+    in turn.
+    """
     config = model.root.get(keys.CONFIG)
     zero = None if config is None else config.get(keys.ZERO_CONFIG)
     round_robin = None if zero is None else zero.get(keys.ROUND_ROBIN)
@@ -282,18 +290,20 @@ def _group_intervals(
     *,
     round_robin: bool,
 ) -> Iterator[tuple[FlatPosition, list[FlatInterval]]]:
-    """Yield the parameters of a group, with their intervals in the buffers of the ranks that share the group."""
+    """Yield the parameters of a group, with their intervals in the flat buffers of the ranks over which the group is
+    cut.
+    """
     width = _width(states, group, masters)
     places, used = lay_out(shapes, _paddings(states[0], group, len(shapes)))
-    # Elements beyond the parameters must be alignment padding; more means that shapes and buffers are of different
-    # runs.
+    # Elements beyond the parameters must be alignment padding; more elements mean that shapes and buffers come from
+    # different runs.
     slack = width * len(states) - used
     if not 0 <= slack < _SLACK * len(states) or not _adds_up(states, group, slack, _sum(masters) - used):
         message = f"group {group}: its parameters need {used} elements, but its buffers have {width * len(states)}"
         raise refuse("CORRUPT", message, file=states[0].file)
     cut = {place.name: list(rank_intervals(place, width, len(states))) for place in places}
-    # The shapes are in the order of the buffers. The map of DeepSpeed 0.19.8 is in the order before parameters were
-    # dealt out, which its buffers never had.
+    # The shapes are listed in the order of the flat buffers. DeepSpeed 0.19.8 writes the map in the order before
+    # parameters were dealt out to ranks, although the buffers are in the order after it.
     places_before, _ = lay_out(_module_order(shapes, len(states)), (0,) * len(shapes)) if round_robin else ((), 0)
     cut_before = {place.name: list(rank_intervals(place, width, len(states))) for place in places_before}
     _check_map(states, group, cut, cut_before)
@@ -308,16 +318,21 @@ def _module_order(shapes: Mapping[str, Shape], ranks: int) -> dict[str, Shape]:
 
 
 def _buffers(states: Sequence[RankState], group: int) -> dict[str, list[FlatBuffer]]:
-    """Return name of the optimizer state -> flat buffer of each rank; the buffer is empty if a rank has none."""
+    """Return name of the optimizer state -> flat buffer of each rank; if a rank has no buffer for the state, an empty
+    buffer is listed.
+    """
     names = dict.fromkeys(name for state in states for name in state.groups[group].vectors)
     empty_buffer = FlatBuffer("", 0, "", 0)
     return {name: [state.groups[group].vectors.get(name, empty_buffer) for state in states] for name in names}
 
 
 def _width(states: Sequence[RankState], group: int, masters: Sequence[FlatBuffer]) -> int:
-    """Return the elements in each rank's part of a group's vector, including padding that the files may leave out."""
+    """Return the number of elements in each rank's part of a group's vector, including padding that the files may leave
+    out.
+    """
     lengths = [vector.length for vector in masters]
-    # Elastic checkpoints store the buffers without padding. With padding added, all ranks' parts must be equally long.
+    # Elastic checkpoints store the buffers without padding. With padding added, the parts of all ranks must have the
+    # same length.
     padded = {length + _padding(state, group) for length, state in zip(lengths, states, strict=True)}
     if len(padded) == 1:
         return padded.pop()
@@ -332,17 +347,17 @@ def _sum(vectors: Sequence[FlatBuffer]) -> int:
 
 
 def _adds_up(states: Sequence[RankState], group: int, slack: int, excess: int) -> bool:
-    """Tell whether the elements beyond a group's parameters are the recorded padding, if any is recorded.
+    """Return whether the elements beyond a group's parameters are the padding that the files state, if they state any.
 
     Args:
-        states: the ranks' optimizer files.
-        group: index of the group.
-        slack: elements beyond the parameters in the ranks' equal parts.
-        excess: elements beyond the parameters in the stored buffers.
+        states: contents of the ranks' optimizer files.
+        group: index of the optimizer group.
+        slack: number of elements beyond the parameters, if all ranks' parts have equal width.
+        excess: number of elements beyond the parameters in the stored buffers.
     """
     if any(state.root.get(keys.GROUP_PADDINGS) is None for state in states):
         return True
-    # The recorded padding must equal the excess of the equal parts, or of the stored buffers.
+    # The stated padding must equal the excess of the equal parts, or the excess of the stored buffers.
     return sum(_padding(state, group) for state in states) in (slack, excess)
 
 
@@ -352,7 +367,7 @@ def _padding(state: RankState, group: int) -> int:
 
 
 def _paddings(state: RankState, group: int, count: int) -> Sequence[int]:
-    """Return the padding after each parameter, in elements; zeros for files of earlier versions."""
+    """Return the number of padding elements after each parameter; zeros for files of earlier versions."""
     listed = state.root.get(keys.PARAM_PADDINGS)
     if listed is None:
         return (0,) * count
@@ -375,7 +390,7 @@ def _check_inside(
     buffers: Mapping[str, Sequence[FlatBuffer]],
     states: Sequence[RankState],
 ) -> None:
-    """Check that a parameter's intervals are inside the stored buffers of all its states."""
+    """Check that a parameter's intervals are inside the stored buffers of all optimizer states."""
     for state, vectors in buffers.items():
         for run in intervals:
             vector, end = vectors[run.part], run.at + run.stop - run.start
@@ -391,14 +406,14 @@ def _check_map(
     cut: Mapping[str, Sequence[FlatInterval]],
     cut_before: Mapping[str, Sequence[FlatInterval]],
 ) -> None:
-    """If ranks' files have maps of fragments, check these maps against the computed intervals.
+    """Check the maps of fragments in the ranks' files, if there are any, against the computed intervals.
 
     Args:
-        states: the ranks' optimizer files.
-        group: index of the group.
-        cut: intervals of each parameter.
-        cut_before: intervals in the order that parameters had before they were dealt out, which a map may have; empty
-            if they were not dealt out.
+        states: contents of the ranks' optimizer files.
+        group: index of the optimizer group.
+        cut: parameter name -> computed intervals of the parameter.
+        cut_before: parameter name -> intervals in the order that parameters had before they were dealt out, which a map
+            may have; empty if they were not dealt out.
     """
     for dp_rank, state in enumerate(states):
         listed = state.root.get(keys.MAPPINGS)
@@ -406,7 +421,7 @@ def _check_map(
             continue
         expected = _fragments(cut, dp_rank)
         recorded = {name: _fragment(node) for name, node in _nth(listed, group).string_items()}
-        # A parameter that a rank does not hold is either absent or recorded with zero elements.
+        # A parameter of which a rank has no elements is either absent from the map, or listed with zero elements.
         if cut_before and {name: at for name, at in recorded.items() if at[1]} == _fragments(cut_before, dp_rank):
             continue
         for name in [*expected, *recorded]:
@@ -420,7 +435,9 @@ def _check_map(
 
 
 def _fragments(cut: Mapping[str, Sequence[FlatInterval]], dp_rank: int) -> dict[str, tuple[int, int]]:
-    """Return the fragments on one rank, as (first element in the buffer, number of elements) by parameter."""
+    """Return parameter name -> (first element in the flat buffer, number of elements), for the fragments on one
+    rank.
+    """
     return {
         name: (run.at, run.stop - run.start)
         for name, intervals in cut.items()
@@ -444,7 +461,7 @@ def _zero3(model: RankModel, states: Sequence[RankState]) -> Iterator[_FlatParam
     parts, groups = len(states), len(states[0].groups)
     names = dict.fromkeys(name for state in states for group in state.groups for name in group.vectors)
     empty_buffer = FlatBuffer("", 0, "", 0)
-    # Flattened to one list, rank by rank and group by group: buffer number rank * groups + group.
+    # Buffers of all ranks in one list, rank by rank and group by group: the index of a buffer is rank * groups + group.
     buffers = {
         name: [group.vectors.get(name, empty_buffer) for state in states for group in state.groups] for name in names
     }
@@ -464,7 +481,8 @@ def _zero3(model: RankModel, states: Sequence[RankState]) -> Iterator[_FlatParam
         intervals = [
             run
             for dp_rank in range(parts)
-            # A rank's buffers form one sequence: an interval may be in any of them, and continue in the next.
+            # The buffers of a rank form one sequence: an interval may begin in any buffer and continue in the next
+            # buffer.
             for run in _split_run(
                 min(dp_rank * width, size), min((dp_rank + 1) * width, size), at, ends, dp_rank * groups
             )
@@ -473,12 +491,13 @@ def _zero3(model: RankModel, states: Sequence[RankState]) -> Iterator[_FlatParam
         _check_inside(place, intervals, buffers, [state for state in states for _ in state.groups])
         group = next((number for number, end in enumerate(ends) if at < end), 0)
         yield group, name, shape, intervals, buffers
-        # Every rank reserves the same width for a parameter, even if the rank's interval is shorter or empty.
+        # Every rank reserves the same width for a parameter, even if the rank's interval of the parameter is shorter or
+        # empty.
         at += width
 
 
 def _split_run(start: int, stop: int, at: int, ends: Sequence[int], base: int) -> Iterator[FlatInterval]:
-    """Split an interval of a parameter at the ends of the rank's consecutive buffers."""
+    """Split an interval of a parameter where one of the rank's consecutive buffers ends."""
     begin = 0
     for number, end in enumerate(ends):
         low, high = max(at, begin), min(at + stop - start, end)
@@ -497,8 +516,11 @@ def _dtype(state: str, vectors: Sequence[FlatBuffer], states: Sequence[RankState
 
 
 def _steps(parameters: Mapping[str, TrainedParameter], states: Sequence[RankState]) -> Iterator[Twin]:
-    """Yield pairs of numbers that must be equal: a group's number on the first rank, and on each later rank."""
-    # Reversed, so that in the dict the first parameter of each group replaces all later parameters of the group.
+    """Yield pairs of numbers that must be equal: the number of a group on the first rank, and the number on each later
+    rank.
+    """
+    # The order is reversed so that, in the dict, the first parameter of each group replaces all later parameters of the
+    # group.
     first_parameters = {item.group: name for name, item in reversed(list(parameters.items()))}
     for group, name in first_parameters.items():
         for state in states[1:]:
@@ -514,7 +536,7 @@ class ModelRank:
     """The files and trained parameters of one tensor-parallel rank of a pipeline stage."""
 
     models: Sequence[RankModel]
-    """Model files of the rank: a single file, or under ZeRO-3 one file per data-parallel rank."""
+    """Contents of the model files of the rank: a single file, or under ZeRO-3 one file per data-parallel rank."""
     trained: Mapping[str, TrainedParameter]
 
 
@@ -523,16 +545,16 @@ class Stage:
     """The tensors of one pipeline stage."""
 
     weights: dict[str, Entry] = field(default_factory=dict)
-    """Name -> trained weight in full precision, frozen parameter or buffer."""
+    """Tensor name -> trained weight in full precision, frozen parameter, or buffer."""
     low: dict[str, Entry] = field(default_factory=dict)
-    """Name -> tensor of the module's state dict, in low precision."""
+    """Tensor name -> tensor of the module's state dict, in low precision."""
     states: dict[str, dict[str, Entry]] = field(default_factory=dict)
-    """Parameter name -> name of the state -> optimizer state."""
+    """Parameter name -> name of the optimizer state -> tensor of optimizer state."""
     twins: list[Twin] = field(default_factory=list)
     compared: set[tuple[tuple[Extent, ...], tuple[Extent, ...]]] = field(default_factory=set)
     """Pairs of numbers that are already in `twins`; the parameters of a group share their numbers."""
     scaled: dict[str, float] = field(default_factory=dict)
-    """Name -> factor, for weights that ranks store multiplied by a factor."""
+    """Parameter name -> factor, for weights that ranks store multiplied by a factor."""
 
 
 def assemble(
@@ -542,8 +564,9 @@ def assemble(
 
     Args:
         ranks: the tensor-parallel ranks of the stage.
-        info: source of the tensor-parallel cuts: the files' metadata or a table; None if there is neither.
-        faults: list of faults; receives every problem.
+        info: source of the tensor-parallel cuts: the metadata in the files, or a table of tensor names; None if there
+            is neither.
+        faults: list of faults, to which every problem is added.
         without: names of tensors to leave out, such as empty placeholders.
     """
     stage = Stage()
@@ -554,24 +577,25 @@ def assemble(
         shards = [_frozen_or_buffer(rank, name) for rank in ranks]
         if any(name in rank.trained for rank in ranks):
             _add_trained(stage, name, ranks, spreads, faults)
-        # Frozen parameters and buffers must be on every tensor-parallel rank.
+        # Frozen parameters and buffers must exist on every tensor-parallel rank.
         elif all(shard is not None for shard in shards):
             present = [shard for shard in shards if shard is not None]
             buffer = name in ranks[0].models[0].buffers
             _merge_into(stage.weights, name, present, spreads.of(name, present, buffer=buffer), stage, faults)
         if all(name in rank.models[0].module for rank in ranks):
             low = [_dense(rank.models[0].module[name], rank.models[0].file) for rank in ranks]
-            # An untrained tensor exists only in the module: it is the full and the low precision weight.
+            # An untrained tensor exists only in the module, so it is both the full-precision and the low-precision
+            # weight.
             if name not in ranks[0].trained and name in stage.weights:
                 stage.low[name] = stage.weights[name]
-            # Under ZeRO-3 the trained parameters in the module are empty placeholders, not weights.
+            # Under ZeRO-3, the module contains empty placeholders in place of the trained parameters.
             elif any(prod(shard.shape) for shard in low) or not any(name in rank.trained for rank in ranks):
                 _merge_into(stage.low, name, low, spreads.of(name, low), stage, faults)
     return stage
 
 
 def _names(ranks: Sequence[ModelRank]) -> list[str]:
-    """Return the names of the stage's tensors in the module's order, without second names of shared parameters."""
+    """Return the names of the stage's tensors in the order of the module, without second names of shared parameters."""
     shared = {alias for rank in ranks for model in rank.models for alias in model.shared}
     names: dict[str, None] = {}
     for rank in ranks:
@@ -581,7 +605,7 @@ def _names(ranks: Sequence[ModelRank]) -> list[str]:
 
 
 class _Spreads:
-    """Looks up the spread of each parameter, and remembers it, so that each problem is reported only once."""
+    """Looks up the spread of each parameter once and remembers it, so that each problem is reported only once."""
 
     def __init__(self, info: UniversalInfo | TableCuts | None, ranks: int, faults: Faults) -> None:
         self._info, self._ranks, self._faults = info, ranks, faults
@@ -591,7 +615,8 @@ class _Spreads:
     def of(self, name: str, shards: Sequence[RankShard], *, buffer: bool = False) -> Spread | None:
         """Return the spread of a parameter; if it is unknown, add a fault and return None."""
         shapes = tuple(shard.shape for shard in shards)
-        # Buffers of equal shape on all ranks are taken as copies, because the metadata lists only parameters.
+        # A buffer of the module that has the same shape on all ranks counts as replicated, because the metadata lists
+        # only parameters.
         if self._ranks == 1 or (buffer and len(set(shapes)) == 1):
             return full_spread(shards)
         key = name, shapes
@@ -613,7 +638,7 @@ class _Spreads:
 
 
 def _add_trained(stage: Stage, name: str, ranks: Sequence[ModelRank], spreads: _Spreads, faults: Faults) -> None:
-    """Add a trained parameter to the stage: its weights, states and numbers."""
+    """Add a trained parameter to the stage: its weights, optimizer states and numbers."""
     first = next(rank.trained[name] for rank in ranks if name in rank.trained)
     for state in first.states:
         shards = []
@@ -641,7 +666,7 @@ def _add_trained(stage: Stage, name: str, ranks: Sequence[ModelRank], spreads: _
         item = rank.trained.get(name)
         for key, entry in () if item is None or item is first else item.numbers.items():
             first_entry = first.numbers.get(key, entry)
-            # All parameters of a group refer to the same bytes for the step, so one comparison is enough.
+            # All parameters of a group share one stored step, so one comparison is enough.
             if (first_entry.extents, entry.extents) not in stage.compared and first_entry is not entry:
                 stage.compared.add((first_entry.extents, entry.extents))
                 why = f"{key} of {name} is one number on all tensor-parallel ranks"
@@ -652,7 +677,7 @@ def _merge_into(
     into: dict[str, Entry], name: str, shards: Sequence[RankShard], spread: Spread | None, stage: Stage, faults: Faults,
     *, shown: str = "",
 ) -> None:  # fmt: skip
-    """Merge shards and store the tensor under `name`; add pairs of copies, which must be equal, to the stage's
+    """Merge shards into a tensor and store it as `into[name]`; add pairs of copies, which must be equal, to the stage's
     `twins`.
     """
     if spread is None:
@@ -683,7 +708,7 @@ def _empty(rank: ModelRank, name: str, dtype: str) -> RankShard | None:
 
 
 def _frozen_or_buffer(rank: ModelRank, name: str) -> RankShard | None:
-    """Return a rank's shard of a frozen parameter or a buffer; None if the rank does not have it."""
+    """Return a rank's shard of a frozen parameter or buffer; None if the rank has no such tensor."""
     first_model = rank.models[0]
     shape = first_model.frozen.get(name)
     if len(rank.models) > 1 and shape is not None:
@@ -695,7 +720,7 @@ def _frozen_or_buffer(rank: ModelRank, name: str) -> RankShard | None:
         return None
     if shape is not None and entry.shape != shape:
         size = prod(shape)
-        # ZeRO-3 flattens the tensor, even with one data-parallel rank
+        # ZeRO-3 flattens the tensor, even if there is only one data-parallel rank
         if len(rank.models) == 1 and entry.shape == (size,):
             return _gather_frozen(rank.models, name, shape)
         raise refuse(
@@ -712,7 +737,9 @@ def _dense(entry: Entry, file: str) -> RankShard:
 
 
 def _gather_frozen(models: Sequence[RankModel], name: str, shape: Shape) -> RankShard:
-    """Return a frozen parameter that ZeRO-3 stores as equal intervals on the ranks; the last interval is padded."""
+    """Return a frozen parameter that ZeRO-3 stores as equal intervals on the ranks; the last interval includes
+    padding.
+    """
     size, parts = prod(shape), len(models)
     width = shard_width(size, parts)
     vectors, intervals = [], []

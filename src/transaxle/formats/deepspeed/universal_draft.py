@@ -1,4 +1,4 @@
-"""Lays out new universal checkpoints, from which DeepSpeed can resume at any ZeRO stage and any parallel degrees.
+"""Lays out new universal checkpoints, from which DeepSpeed can resume with any ZeRO stage and any parallel degrees.
 
     latest_universal
     global_step3_universal/
@@ -7,8 +7,8 @@
         zero/<parameter>/fp32.pt, exp_avg.pt, …                                   {"param": tensor}, and hints
         zero/<parameter>/step.pt                                                  a number
 
-DeepSpeed 0.19.8 stores settings in one form for ZeRO-1 and 2, and in another form for ZeRO-3; each stage reads only its
-own form. The two forms use different keys, so the files written here contain both.
+DeepSpeed 0.19.8 reads optimizer settings in one form for ZeRO-1 and 2, and in a second form for ZeRO-3; each stage
+reads only its own form. The two forms use different keys, so the files that Transaxle writes contain both forms.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from transaxle.formats.training_state import MEGATRON, OPTIMIZER
 
 MODEL_FILES = (f"mp_rank_00{keys.MODEL_END}", f"zero_pp_rank_0_mp_rank_00{keys.MODEL_END}")
 _DEFAULT_VERSION = "0.19.8"
-"""DeepSpeed version to record if the source was not written by DeepSpeed: the version whose layout is written here."""
+"""DeepSpeed version that a new checkpoint states if the source was not written by DeepSpeed: the version whose layout
+is written."""
 _MIN_GROUPS = 32
-"""Minimum number of parameter groups to write; empty groups fill up, since DeepSpeed skips groups that a file lacks."""
+"""Minimum number of parameter groups to write; empty groups are added up to this number, since DeepSpeed skips groups
+that a file lacks."""
 _MAX_NAME_BYTES = 255
 _UNNAMED = "#"
 _RATE = "lr"
@@ -43,7 +45,8 @@ _NEW_OPTIMIZER = (
     "there is no optimizer state: DeepSpeed begins with a new optimizer at ZeRO-1 and 2, and fails at ZeRO-3, where "
     "the weights are to be loaded before deepspeed.initialize (tx.load)"
 )
-"""Note for the user about a checkpoint without optimizer state: what DeepSpeed 0.19.8 silently does when it loads."""
+"""Note for the user about a checkpoint without optimizer state: what DeepSpeed 0.19.8 does without a message when it
+loads."""
 _WEIGHTS_ALONE = "Leave out the optimizer: --no-optimizer, or optimizer=False."
 
 
@@ -58,17 +61,18 @@ def draft(
     """Lay out a universal checkpoint.
 
     Args:
-        tensors: the tensors to write; a tensor named `optim/<parameter>/<state>` is optimizer state, all others are
-            weights.
-        metadata: ignored, because the format has no place for free text.
-        shard_size: ignored, because every tensor has a separate file.
-        run: counters and settings of the run, as `rank_files.run_of` returns them.
-        read: returns the bytes of a tensor by name; called for step counters, which ZeRO-3 reads from the settings.
+        tensors: the tensors to write; a tensor named `optim/<parameter>/<state>` is optimizer state, all other tensors
+            are weights.
+        metadata: not used, because the format has no place for free text.
+        shard_size: not used, because every tensor has a separate file.
+        run: counters and settings of the training run, as `rank_files.run_of` returns them.
+        read: function that returns the bytes of a tensor by name; called for step counters, which ZeRO-3 reads from the
+            settings.
 
     Raises:
-        Refused: with every tensor that cannot be stored: UNSUPPORTED (its dtype; a name that cannot be a file name;
-            optimizer state of a parameter without name, or whose step differs from its group's), PATH_ESCAPE,
-            NAME_COLLISION or SHAPE_MISMATCH.
+        Refused: with every tensor that cannot be stored, and the code UNSUPPORTED (its dtype; a name that cannot be a
+            file name; optimizer state of a parameter without name, or whose step differs from its group's step),
+            PATH_ESCAPE, NAME_COLLISION or SHAPE_MISMATCH.
     """
     del metadata, shard_size
     facts = _run_facts(run or {})
@@ -108,8 +112,8 @@ def draft(
 
 
 def _notes(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a note for the user if groups have different learning rates: ZeRO-3 loads one learning rate for all
-    groups.
+    """Return a note for the user if parameter groups have different learning rates, because ZeRO-3 loads one learning
+    rate for all groups.
     """
     groups = facts.get(keys.GROUPS, ())
     if not groups or _agree(groups, _RATE, groups[0].get(_RATE)):
@@ -118,7 +122,9 @@ def _notes(facts: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _run_facts(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the run's counters and settings, with Megatron's counters renamed to DeepSpeed's keys."""
+    """Return the training run's counters and settings; counters under Megatron's keys are renamed to
+    DeepSpeed's keys.
+    """
     megatron = run.get(MEGATRON) or {}
     counts = {
         keys.GLOBAL_STEPS: megatron.get("iteration"),
@@ -128,7 +134,9 @@ def _run_facts(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split a tensor name into the parameter's name and the optimizer state's; the state of a weight is `fp32`."""
+    """Split a tensor name into the names of the parameter and of its optimizer state; a weight counts as the state
+    `fp32`.
+    """
     if name.startswith(OPTIMIZER):
         parameter, slash, state = name.removeprefix(OPTIMIZER).rpartition("/")
         if slash:
@@ -137,7 +145,9 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def _check(spec: Spec, parameter: str, state: str, file: str, places: Mapping[str, object], faults: Faults) -> None:
-    """Add a fault for each reason why a tensor cannot be written, such as a name that cannot be a folder and a file."""
+    """Add a fault for each reason why a tensor cannot be written, such as a name that cannot be a folder or
+    file name.
+    """
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     if not is_plain(parameter) or not is_plain(state):
         message = f"it would become the folder {parameter!r} and the file {state!r}, which are not plain names"
@@ -160,7 +170,7 @@ def _check(spec: Spec, parameter: str, state: str, file: str, places: Mapping[st
 
 
 def _hint_fields(spec: Spec, parameter: str, hints: Mapping[str, Hint], faults: Faults) -> dict[str, Any]:
-    """Return the hint entries for a tensor's file; a hint that does not fit the tensor's shape is a fault."""
+    """Return the hint entries for a tensor's file; add a fault for a hint that does not fit the tensor's shape."""
     try:
         return hint_fields(hints.get(parameter, {}), parameter, spec.shape)
     except TransaxleError as error:
@@ -174,12 +184,12 @@ _Data = list[bytes]
 def _common_step(
     facts: Mapping[str, Any], tensors: Sequence[Spec], read: Callable[[str], bytes], faults: Faults
 ) -> tuple[Spec, bytes] | None:
-    """Return the step that all parameters have, as tensor and bytes; None if groups differ in step, or no step is
-    stored.
+    """Return the step that all parameters have, as a tensor and its bytes; None if groups have different steps, or no
+    step is stored.
 
-    ZeRO-1 and 2 read one step per group, from the files of the group's parameters. ZeRO-3 reads one step for all
-    groups, from the settings. So different steps within a group are a fault; if only groups differ, the settings get no
-    step.
+    ZeRO-1 and 2 read one step per group from the files of the group's parameters. ZeRO-3 reads one step for all groups
+    from the settings. So different steps within a group are a fault; if only the steps of different groups differ, no
+    step is written into the settings.
     """
     group_of = {name: at for at, group in enumerate(facts.get(keys.GROUPS, ())) for name in group[keys.PARAMS]}
     first_of: dict[int | None, tuple[str, float]] = {}
@@ -201,7 +211,9 @@ def _common_step(
 def _small_files(
     folder: str, facts: Mapping[str, Any], tensors: Sequence[Spec], step: tuple[Spec, bytes] | None
 ) -> Iterator[tuple[str, _Data]]:
-    """Yield the files that contain no weights or optimizer tensors: settings, model files and `latest_universal`."""
+    """Yield the files that contain no weights or optimizer tensors: settings file, model files, and
+    `latest_universal`.
+    """
     step_bytes: list[int | bytes] = []
     step_state: dict[str, object] = {}
     if step is not None:
@@ -227,7 +239,7 @@ def _fragments_of(file: str, parts: _Data) -> Iterator[Fragment]:
 def _settings(facts: Mapping[str, Any], step_state: Mapping[str, object]) -> dict[str, Any]:
     """Return the optimizer's settings: ZeRO-1 and 2 read `param_groups`, ZeRO-3 reads `optimizer_state_dict`.
 
-    ZeRO-3 applies the settings of the first group to all groups. So the first group is written with only the settings
+    ZeRO-3 applies the settings of the first group to all groups. So the first group is written with only those settings
     that are equal in all groups; for all other settings the resuming run keeps its own values.
     """
     groups = [
@@ -255,16 +267,16 @@ def _agree(groups: Sequence[Mapping[str, Any]], key: str, value: object) -> bool
 
 
 def _plain(value: object) -> object:
-    """Return a setting as DeepSpeed stores it: as a plain number, even if torch's optimizer has a 0-dim tensor."""
+    """Return a setting as DeepSpeed stores it: a plain number, even if torch's optimizer stores a tensor
+    without dims.
+    """
     if isinstance(value, np.generic):
         return value.item()
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def _scaler(recorded: object) -> Object | None:
-    """Return DeepSpeed's loss scaler object; None if the run recorded no scaler, or one of a class that is not
-    allowed.
-    """
+    """Return DeepSpeed's loss scaler object; None if the run had no loss scaler, or one of a forbidden class."""
     if not isinstance(recorded, dict) or not isinstance(recorded.get(FIELDS), dict):
         return None
     module, _, name = str(recorded.get(CLASS)).rpartition(".")
@@ -272,7 +284,9 @@ def _scaler(recorded: object) -> Object | None:
 
 
 def _model(facts: Mapping[str, Any], tensors: Sequence[Spec]) -> dict[str, Any]:
-    """Return the contents of the model file: counters, and for each parameter group a dict from name to shape."""
+    """Return the contents of the model file: counters, and for each parameter group a dict from parameter name to
+    shape.
+    """
     shapes = {spec.name: spec.shape for spec in tensors}
     groups = [
         OrderedMap({name: Object(_SIZE, (shapes[name],)) for name in group[keys.PARAMS] if name in shapes})

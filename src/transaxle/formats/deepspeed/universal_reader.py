@@ -1,8 +1,9 @@
 """Opens universal checkpoints, which have one folder per parameter; each folder has one file per optimizer state.
 
-DeepSpeed writes two variants. In the first (below ZeRO-3, or under tensor parallelism) a file contains a dict with the
-tensor in its real shape, and untrained tensors have files too. In the second (ZeRO-3 alone) a file contains only the
-flattened tensor; its shape, and all untrained tensors, are in the model files.
+DeepSpeed writes two variants. In the first variant (ZeRO below stage 3, or tensor parallelism) a file contains a dict
+with the tensor in its real shape, and untrained tensors also have files. In the second variant (ZeRO-3 without other
+parallelism) a file contains only the flattened tensor; the tensor's shape, and all untrained tensors, are in the model
+files.
 """
 
 from __future__ import annotations
@@ -31,33 +32,34 @@ from transaxle.formats.training_state import OPTIMIZER, RUN
 
 _MODEL = f"*{keys.MODEL_END}"
 _PLAIN = "mp_rank_"
-"""Prefix of the model files that are not split over data-parallel ranks, unlike the model files of ZeRO-3."""
+"""Prefix of the model files that are not split over data-parallel ranks; the model files of ZeRO-3, which are split,
+have a different prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
-    """Shapes of parameters, as the model files give them."""
+    """Shapes of parameters, as the model files state them."""
 
     ranks: int
     """Tensor-parallel degree of the run from which the universal checkpoint was made."""
     on_first_rank: Mapping[str, Shape]
-    """Parameter name -> shape on the first tensor-parallel rank."""
+    """Parameter name -> shape of the parameter's shard on the first tensor-parallel rank."""
     logical: Mapping[str, Shape]
-    """Parameter name -> shape of the whole parameter, if the metadata gives it."""
+    """Parameter name -> shape of the whole parameter, if the metadata states it."""
 
 
 def open_universal(storage: Storage, path: str, member: str, weights: Weights = "fp32") -> Container:
     """Open a universal checkpoint.
 
     Args:
-        storage: the checkpoint's files.
+        storage: storage that reads the checkpoint's files.
         path: the checkpoint's path as the user typed it.
-        member: name of the step folder; `HERE` for the path itself.
-        weights: which weights get the plain parameter names: the optimizer's master weights, or the module's
-            low-precision weights, if the model files contain them whole.
+        member: name of the step folder; `HERE` if the path is the step folder itself.
+        weights: which values get the plain parameter names: the optimizer's master weights, or the module's
+            low-precision weights, if the model files contain these as whole tensors.
 
     Raises:
-        Refused: with every problem in the files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
+        Refused: with every problem in the files, and codes such as UNSAFE_PICKLE, CORRUPT, INCOMPLETE and UNSUPPORTED.
         StorageError: with code IO if a file cannot be read.
     """
     prefix = "" if member == HERE else f"{member}/"
@@ -116,7 +118,9 @@ def open_universal(storage: Storage, path: str, member: str, weights: Weights = 
 def _models(
     inline: NumbersInMemory, storage: Storage, prefix: str, checksums: list[Checksum], faults: Faults
 ) -> list[RankModel]:
-    """Read the model files in the step folder; files that are not split over data-parallel ranks are preferred."""
+    """Read the model files in the step folder; if there are model files that are not split over data-parallel ranks,
+    only these are read.
+    """
     names = [name for name in storage.listing(prefix.rstrip("/")).everything() if name.endswith(keys.MODEL_END)]
     plain = [name for name in names if name.startswith(_PLAIN)]
     try:
@@ -136,7 +140,7 @@ def _models(
 
 
 def _read_model_files(models: Sequence[RankModel], faults: Faults) -> tuple[_Shapes, Stage]:
-    """Return the parameter shapes in the model files, and the tensors that these files contain whole."""
+    """Return the parameter shapes that the model files state, and the whole tensors in these files."""
     shapes_by_name = {name: shape for group in models[0].shapes for name, shape in group.items()}
     by_rank = _by_rank(models)
     pp, tp = degrees(by_rank, ())
@@ -168,9 +172,7 @@ def _is_plain(model: RankModel) -> bool:
 
 
 def _by_rank(models: Sequence[RankModel]) -> dict[int, list[RankModel]]:
-    """Group model files by model-parallel rank; under ZeRO-3 there is one file for each data-parallel rank in a
-    group.
-    """
+    """Group model files by model-parallel rank; under ZeRO-3, a group has one file per data-parallel rank."""
     grid = sort_files([model.file.rpartition("/")[2] for model in models], "").model
     by_name = {model.file.rpartition("/")[2]: model for model in models}
     return {rank: [by_name[name] for _, name in sorted(parts.items())] for rank, parts in sorted(grid.items())}
@@ -191,7 +193,7 @@ def _parameter(
     inline: NumbersInMemory, zero: str, parameter: str, shapes: _Shapes, files: list[str], checksums: list[Checksum],
     hints: dict[str, Hint], faults: Faults,
 ) -> Iterator[tuple[str, Entry]]:  # fmt: skip
-    """Yield (name, tensor) for the files in one parameter's folder; files with problems are added to the faults."""
+    """Yield (name, tensor) for the files in one parameter's folder; problems of files are added to the faults."""
     for file in inline.listing(f"{zero}/{parameter}").everything():
         full_path = f"{zero}/{parameter}/{file}"
         if not file.endswith(keys.STATE_END):
@@ -216,7 +218,7 @@ def _parameter(
 
 def _check_all_there(entries: Mapping[str, Entry], parameters: Sequence[str], shapes: _Shapes, faults: Faults) -> None:
     """Check that all trained parameters, and all parameters with a folder, have weights; check the shapes of their
-    states.
+    optimizer states.
     """
     trained = [name for name, shape in shapes.on_first_rank.items() if prod(shape)]
     for name in dict.fromkeys((*parameters, *trained)):
@@ -233,7 +235,7 @@ def _check_all_there(entries: Mapping[str, Entry], parameters: Sequence[str], sh
 def _check_states(entries: Mapping[str, Entry], groups: Sequence[Mapping[str, Any]]) -> None:
     """Check that all parameters of a group have the same optimizer states.
 
-    A parameter without any state is valid: the optimizer never updated it.
+    A parameter without any optimizer state is valid, because the optimizer never updated it.
     """
     states_of: dict[str, set[str]] = {}
     for name in entries:
@@ -262,7 +264,7 @@ def _check_states(entries: Mapping[str, Entry], groups: Sequence[Mapping[str, An
 
 
 def _tensor(tensors: TensorReader, name: str, node: CheckedValue, parameter: str, state: str, shapes: _Shapes) -> Entry:
-    """Return the tensor in the file of one state, in the parameter's shape."""
+    """Return the tensor in the file of one optimizer state, in the parameter's shape."""
     if state == keys.STEP:
         step_entry = tensors.number(name, node)
         if step_entry is None:
@@ -287,9 +289,12 @@ def _tensor(tensors: TensorReader, name: str, node: CheckedValue, parameter: str
 
 
 def _check_shape(entry: Entry, parameter: str, shapes: _Shapes, file: str) -> Entry:
-    """Check a tensor's shape against the model files, and return the tensor in the shape that the module has."""
+    """Compare a tensor's shape with the model files, and return the tensor in the shape that the parameter has in the
+    module.
+    """
     first_rank_shape, logical = shapes.on_first_rank.get(parameter), shapes.logical.get(parameter)
-    # With several ranks the model files give only the first rank's shape; the metadata may give the whole shape.
+    # If there are several ranks, the model files state only the first rank's shape; the metadata may state the whole
+    # shape.
     expected_shape = logical if shapes.ranks > 1 else first_rank_shape
     if expected_shape is not None and prod(expected_shape) != prod(entry.shape):
         message = (
@@ -297,8 +302,8 @@ def _check_shape(entry: Entry, parameter: str, shapes: _Shapes, file: str) -> En
             "DeepSpeed 0.19.8 writes only the first rank's part of parameters that are not trained"
         )
         raise refuse("INCOMPLETE", message, file=file, tensor=entry.name)
-    # DeepSpeed stores fused parameters with their sub-parameters as a dim of their own; the module has these dims
-    # merged.
+    # DeepSpeed stores a fused parameter with a separate dim for its sub-parameters; in the module this dim is merged
+    # with the next dim.
     if first_rank_shape is not None and len(first_rank_shape) < len(entry.shape):
         extra = len(entry.shape) - len(first_rank_shape) + 1
         return _view_as(entry, (prod(entry.shape[:extra]), *entry.shape[extra:]) if first_rank_shape else ())
@@ -306,7 +311,7 @@ def _check_shape(entry: Entry, parameter: str, shapes: _Shapes, file: str) -> En
 
 
 def _view_as(entry: Entry, shape: Shape) -> Entry:
-    """Return a contiguous tensor viewed in a new shape."""
+    """Return a contiguous tensor with a new shape."""
     extent = entry.extents[0]
     if extent.strides is not None:
         raise refuse(
@@ -319,7 +324,9 @@ def _view_as(entry: Entry, shape: Shape) -> Entry:
 
 
 def _add_steps(entries: dict[str, Entry], settings: CheckedValue, inline: NumbersInMemory) -> None:
-    """Add a step tensor for every trained parameter if the step is stored only in the settings, as under ZeRO-3."""
+    """Add a step tensor for every trained parameter if the checkpoint stores the step only in the settings, as under
+    ZeRO-3.
+    """
     inner = settings.get(keys.STATE)
     states = None if inner is None else inner.get(keys.STATES)
     first_state = None if states is None else states.get(0)

@@ -1,17 +1,19 @@
-"""DeepSpeed's universal metadata about tensor-parallel cuts: the record of one parameter, and the metadata of a model.
+"""DeepSpeed's universal-checkpoint metadata about tensor-parallel cuts: the record of one parameter, and the metadata
+of a model.
 
-DeepSpeed attaches a record (a dict) to each parameter in memory. The dict repeats the same facts in several forms: part
-sizes, widths per rank, a shape, a nested dict for the converter that repeats half of the keys, and the cut as an affine
-map. `Record` stores each fact once, and derives the whole dict from these facts. Reading a dict derives all forms again
-and refuses contradictions.
+DeepSpeed attaches a record (a dict) to each parameter in memory. The dict repeats the same facts in several forms:
+sizes of sub-parameters, widths per rank, a shape, the cut as an affine map, and a nested dict for DeepSpeed's
+converter, which repeats half of the keys. `Record` stores each fact once, and derives the whole dict from these facts.
+`read` derives all forms from these facts again, and refuses a dict that contradicts itself.
 
     Record.cut("column", (48, 32), 0, [[8, 8], [8, 8], [8, 8]], view=(3, -1)).as_dict()
 
-returns the record of the weight of a `Linear(32, 48)`: three parts of 16 rows, each cut over two ranks. Records are
-plain data, without torch.
+returns the record of the weight of a `Linear(32, 48)`: three sub-parameters of 16 rows, each cut over two ranks.
+Records are plain data and need no torch.
 
 The metadata of a model, `universal_checkpoint_info`, describes each parameter by an affine map, by lists of name
-patterns, or by both. One form is enough; if a parameter is in both forms, the two cuts must be equal.
+patterns, or by both. One of the two forms is enough; if the metadata describes a parameter in both forms, the two cuts
+must be equal.
 """
 
 from __future__ import annotations
@@ -40,41 +42,42 @@ from transaxle.formats.deepspeed.spread import (
 )
 
 LayerKind = Literal["column", "row"]
-"""Kind of a tensor-parallel layer: each rank of a `column` layer computes part of the output, of a `row` layer a
-partial sum.
+"""Kind of a tensor-parallel layer: in a `column` layer each rank computes part of the output, in a `row` layer a
+partial sum of the whole output.
 
 The kind of the layer does not determine which dim of the parameter is cut.
 """
 Size = int | tuple[int, ...]
 View = tuple[Size, ...]
-"""A shape in which the entry of the cut dim is a tuple of part sizes or a number of parts; -1 is a size to be
-inferred."""
+"""A shape in which the entry of the cut dim is a tuple of sub-parameter sizes, or the number of sub-parameters; -1 is a
+size to be inferred."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """How one parameter is cut over tensor-parallel ranks. Create a record with one of the class methods, such as `cut`
-    or `read`.
+    """How one parameter is cut over tensor-parallel ranks. Records are created by the class methods, such as `cut`, or
+    by the function `read`.
     """
 
     kind: LayerKind
     original: Shape
     """Shape of the whole parameter in the module."""
     logical: Shape
-    """Shape of the whole parameter as the view has it; `dim` counts its dims. The view may split leading dims."""
+    """Shape of the whole parameter after the parameter's `view` was applied; `dim` counts the dims of this shape. The
+    view may split leading dims of the parameter."""
     dim: int | None
-    """The dim of `logical` that is cut; None if every rank has the whole parameter."""
+    """Index of the dim of `logical` that is cut; None if every rank has the whole parameter."""
     spread: Spread | None
-    """The boxes that each rank has of the logical shape; None if the cut cannot be described."""
+    """The boxes of the logical shape that each rank has; None if the cut cannot be described."""
     widths: Widths | None = None
-    """Size of each part on each rank along the cut dim; None if there is no cut, or only `spread` can describe the
-    cut."""
+    """Size of each sub-parameter on each rank along the cut dim; None if there is no cut, or only `spread` can describe
+    the cut."""
     view: View | None = None
-    """The view as the caller gave it; None for a parameter that is not divided into parts."""
+    """The view (a shape with sub-parameters) as the caller passed it; None for a parameter without sub-parameters."""
     output: Shape | None = None
-    """Shape that the record notes for the layer's output; it does not affect the cut."""
+    """Shape that the record states for the layer's output; it does not affect the cut."""
     shard: Shape | None = None
-    """Shape that the record notes for this rank's shard; it does not affect the cut."""
+    """Shape that the record states for this rank's shard; it does not affect the cut."""
     bias: bool = False
     reason: str | None = None
     """Reason why the cut cannot be described; None if it can be described."""
@@ -84,15 +87,15 @@ class Record:
         cls, kind: LayerKind, shape: Shape, dim: int, widths: Sequence[Sequence[int]], *, view: View | None = None,
         rank: int | None = None, bias: bool = False,
     ) -> Record:  # fmt: skip
-        """Describe a parameter that is cut along one dim: every rank has some rows of every part.
+        """Describe a parameter that is cut along one dim: every rank has some rows of every sub-parameter.
 
         Args:
             kind: kind of the layer.
             shape: shape of the whole parameter.
-            dim: the dim that is cut, counted among the view's dims.
-            widths: rows of each part on each rank, as `widths[part][rank]`.
-            view: the view, if the parameter is divided into parts, or is cut with other dims than `shape` has.
-            rank: the rank for which the record is; the record notes this rank's shard shape.
+            dim: index of the dim that is cut, counted among the view's dims.
+            widths: number of rows of each sub-parameter on each rank, as `widths[sub_parameter][rank]`.
+            view: the shape with sub-parameters, if the parameter has any, or is cut with other dims than `shape` has.
+            rank: the rank to which the record belongs; the record then states this rank's shard shape.
             bias: whether the parameter is a bias.
 
         Raises:
@@ -108,13 +111,14 @@ class Record:
 
     @classmethod
     def shared(cls, kind: LayerKind, shape: Shape, ranks: int, *, bias: bool = False) -> Record:
-        """Describe a parameter that is replicated on every rank."""
+        """Describe a parameter of which every rank has a whole copy."""
         output = shape if bias else shape[:-1]
         return cls(kind, shape, shape, None, whole(shape, ranks), output=output, shard=shape, bias=bias)
 
     @classmethod
     def placed(cls, kind: LayerKind, shape: Shape, dim: int, spread: Spread, *, bias: bool = False) -> Record:
-        """Describe a cut that widths cannot express, such as parts that several ranks share, or blocks in a new order.
+        """Describe a cut that widths cannot express, such as sub-parameters that several ranks share, or blocks in a
+        new order.
 
         Raises:
             Refused: with code SHAPE_MISMATCH if the spread does not have this shape; with code INCOMPLETE if there is
@@ -125,7 +129,9 @@ class Record:
 
     @classmethod
     def unsupported(cls, kind: LayerKind, shape: Shape, reason: str, *, bias: bool = False) -> Record:
-        """Describe a parameter whose cut cannot be described, with the reason; the converter will refuse it."""
+        """Describe a parameter whose cut cannot be described, and state the reason; DeepSpeed's converter will refuse
+        the parameter.
+        """
         return cls(kind, shape, shape, None, None, output=shape if bias else shape[:-1], bias=bias, reason=reason)
 
     @property
@@ -135,7 +141,7 @@ class Record:
 
     @property
     def parts(self) -> tuple[int, ...] | None:
-        """Sizes of the parameter's parts along the cut dim; None for a parameter without a view."""
+        """Return the sizes of the sub-parameters along the cut dim; None for a parameter without a view."""
         if self.view is None or self.dim is None:
             return None
         if self.widths is not None:
@@ -143,7 +149,7 @@ class Record:
         return resolve_view(self.view, self.dim, self.original, None)[1]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record as the dict that DeepSpeed reads; the inverse of `read`."""
+        """Return the record as the dict that DeepSpeed reads; `read` is the inverse function."""
         widths = None if self.widths is None else [list(each) for each in self.widths]
         common = {
             keys.PARTITION_TYPE: self.kind,
@@ -177,8 +183,8 @@ def read(record: Mapping[str, Any], name: str, ranks: int) -> Record:
 
     Raises:
         Refused: with code UNSUPPORTED for a later version, or an uneven cut in a version that only describes even cuts;
-            with code CORRUPT for contradictions; with code SHAPE_MISMATCH if sizes and widths do not add up; with code
-            INCOMPLETE if there is an element that no rank has.
+            with code CORRUPT if fields contradict each other; with code SHAPE_MISMATCH if sizes and widths do not add
+            up; with code INCOMPLETE if there is an element that no rank has.
     """
     with _tensor_context(name):
         node = CheckedValue(dict(record), keys.RECORD)
@@ -236,7 +242,7 @@ class _RecordReader:
         widths, affine = self._widths(), self._affine_spread()
         if record.dim is None:
             spread = whole(self._logical, self._ranks)
-        # A cut that widths cannot express is recorded only as an affine map.
+        # A cut that widths cannot express is stored only as an affine map.
         elif widths is None and affine is not None:
             spread = affine
         else:
@@ -248,7 +254,9 @@ class _RecordReader:
         return replace(record, spread=spread, widths=widths)
 
     def _check_counts(self, record: Record) -> None:
-        """Check that all shapes have the same number of elements, and that the view implies the recorded part sizes."""
+        """Check that all shapes have the same number of elements, and that the view implies the sub-parameter sizes in
+        the dict.
+        """
         shapes = {keys.ORIGINAL_SHAPE: record.original, keys.LOGICAL_SHAPE: record.logical}
         # `output` has as many elements as the bias, but may have different dims
         if record.bias and record.output is not None:
@@ -270,7 +278,7 @@ class _RecordReader:
             raise _mismatch(message)
 
     def _widths(self) -> Widths | None:
-        """Return the size of each part on each rank; None if the sizes are not recorded."""
+        """Return the size of each sub-parameter on each rank; None if the dict does not contain these sizes."""
         single = self._node.get(keys.PARTITION_SIZES)
         if self._dim is None or (self._parts is None and single is None):
             return None
@@ -286,12 +294,12 @@ class _RecordReader:
         return self._parts
 
     def _resolve_view(self, dim: int) -> tuple[Shape, tuple[int, ...]]:
-        """Return the logical shape, and the sizes of the parts along `dim`."""
+        """Return the logical shape, and the sizes of the sub-parameters along `dim`."""
         shape = self._logical if self._view is None else self._original
         return resolve_view(self._view, dim, shape, None if self._parts is None else len(self._parts))
 
     def _even_widths(self) -> Widths:
-        """Return even widths: records before version 0.4 describe only even cuts."""
+        """Return even widths, because records before version 0.4 describe only even cuts."""
         sizes = self._resolve_view(cast("int", self._dim))[1]
         uneven = [size for size in sizes if size % self._ranks]
         if uneven:
@@ -318,16 +326,16 @@ class _RecordReader:
 
 
 def resolve_view(view: View | None, dim: int, shape: Shape, count: int | None) -> tuple[Shape, tuple[int, ...]]:
-    """Return the logical shape that a view describes, and the sizes of the parts along the cut dim.
+    """Return the logical shape that a view describes, and the sizes of the sub-parameters along the cut dim.
 
-    An int at the cut dim of a view is the number of parts. But if there are widths for only one part, the int is the
-    size of this part, as DeepSpeed writes it for biases.
+    An int at the cut dim of a view is the number of sub-parameters. But if there are widths for only one sub-parameter,
+    the int is the size of this sub-parameter, as DeepSpeed writes it for biases.
 
     Args:
-        view: the view; None means the shape itself, as a single part.
-        dim: the dim that is cut.
+        view: the view; None means that the parameter has the shape `shape` and a single sub-parameter.
+        dim: index of the dim that is cut.
         shape: shape of the whole parameter.
-        count: number of parts for which there are widths; None if unknown.
+        count: number of sub-parameters for which there are widths; None if unknown.
 
     Raises:
         Refused: with code SHAPE_MISMATCH if the view does not have as many elements as the parameter.
@@ -336,15 +344,15 @@ def resolve_view(view: View | None, dim: int, shape: Shape, count: int | None) -
     if dim >= len(view_sizes):
         raise _mismatch(f"{keys.PARTITION_DIM} is {dim}, but the shape has only {len(view_sizes)} dims")
     parts = -1 if view is None else view_sizes[dim]
-    # A number in the cut dim is the number of parts for a weight, but the size for a fused bias, which has one list of
-    # widths.
+    # A number in the cut dim is the number of sub-parameters for a weight, but the size for a fused bias, which has one
+    # list of widths.
     sized = isinstance(parts, int) and parts > 1 and count == 1
     if any(isinstance(size, tuple) for at, size in enumerate(view_sizes) if at != dim):
         raise _mismatch(f"{keys.SUB_SHAPE} {list(view_sizes)} has parts in a dim other than the cut one, {dim}")
     counted = view is not None and not sized
     sizes = [_view_size(size, counted=counted and at == dim) for at, size in enumerate(view_sizes)]
     unknown = [at for at, size in enumerate(sizes) if size == -1]
-    # Several unknown sizes can be inferred only if the view has the same dims as the parameter.
+    # Several unknown sizes can be inferred only if the view has as many dims as the parameter.
     if len(unknown) > 1 and len(sizes) == len(shape):
         for at in unknown:
             sizes[at] = shape[at]
@@ -368,8 +376,8 @@ def _view_size(size: Size, *, counted: bool) -> int:
     """Return the size of one dim of a view; -1 if it must be inferred from the other dims.
 
     Args:
-        size: the entry of this dim in the view.
-        counted: whether the entry is a number of parts, so that the dim's size is unknown.
+        size: entry of this dim in the view.
+        counted: whether the entry is a number of sub-parameters, so that the dim's size is unknown.
     """
     if isinstance(size, tuple):
         return sum(size)
@@ -406,11 +414,12 @@ _REPEATED = (
     keys.PARTITION_TYPE, keys.PARTITION_DIM, keys.SUB_SHAPE, keys.SHARD_WIDTHS, keys.ORIGINAL_SHAPE, keys.IS_BIAS,
     keys.REPLICATED,
 )  # fmt: skip
-"""Keys that a record has twice: at the top level, for restoring, and in the nested dict for the converter."""
+"""Keys that a record contains twice: at the top level, for restoring, and in the nested dict, for DeepSpeed's
+converter."""
 
 
 def _check_conversion(node: CheckedValue) -> None:
-    """Check that the nested dict for the converter has the same values as the top level of the record."""
+    """Check that the nested dict for DeepSpeed's converter has the same values as the top level of the record."""
     conversion = node[keys.CONVERSION]
     for key in _REPEATED:
         recorded, repeated = (_plain(side.get(key)) for side in (node, conversion))
@@ -425,7 +434,9 @@ def _plain(node: CheckedValue | None) -> object:
 
 
 def _check_widths(widths: Sequence[Sequence[int]], sizes: Sequence[int], ranks: int | None) -> None:
-    """Check that there are widths for every part and rank, and that a part's widths add up to the part's size."""
+    """Check that there are widths for every sub-parameter and rank, and that these widths add up to the sub-parameter's
+    size.
+    """
     if len(widths) != len(sizes):
         raise _mismatch(f"there are widths of {len(widths)} parts, but it has {len(sizes)} parts: {list(sizes)}")
     for size, part_widths in zip(sizes, widths, strict=True):
@@ -446,7 +457,7 @@ def _check_spread(spread: Spread, shape: Shape) -> None:
 
 
 def _merge_leading_dims(shard: Shape, dims: int) -> Shape:
-    """Return a shard's shape with the leading dims merged into one, so that `dims` dims remain."""
+    """Return a shard's shape with the leading dims merged, so that `dims` dims remain."""
     extra = len(shard) - dims + 1
     return (prod(shard[:extra]), *shard[extra:])
 
@@ -465,7 +476,7 @@ def _tensor_context(name: str) -> Iterator[None]:
 
 
 class UniversalInfo:
-    """The tensor-parallel cuts of a checkpoint, from the universal metadata in its files.
+    """The tensor-parallel cuts of a checkpoint, from the universal-checkpoint metadata in its files.
 
     Args:
         node: the universal-checkpoint metadata.
@@ -483,15 +494,16 @@ class UniversalInfo:
         self._categories = Categories(node)
 
     def spread(self, name: str, shards: Sequence[Shape]) -> Spread:
-        """Return how a parameter is spread over the tensor-parallel ranks.
+        """Return how a parameter is distributed over the tensor-parallel ranks.
 
         Args:
             name: name of the parameter.
             shards: shape of the parameter's shard on each rank.
 
         Raises:
-            Refused: with code UNSUPPORTED if the metadata does not describe the parameter; with code CORRUPT if its two
-                forms disagree; with code SHAPE_MISMATCH if the metadata does not fit the shards' shapes.
+            Refused: with code UNSUPPORTED if the metadata does not describe the parameter; with code CORRUPT if the
+                affine map and the pattern lists disagree; with code SHAPE_MISMATCH if the metadata does not fit the
+                shards' shapes.
         """
         reason = self._categories.why_unsupported(name)
         if reason is not None:
@@ -518,8 +530,8 @@ class UniversalInfo:
         return self._categories.without_padding(name, affine)
 
     def _reconcile(self, name: str, affine: Spread, from_lists: Spread) -> Spread:
-        """Return the spread from the affine map after checking it against the pattern lists; it may also give an order
-        of blocks.
+        """Compare the spread from the affine map with the pattern lists, and return it; only the affine map can
+        describe a new order of blocks.
         """
         finer = self._categories.only_rows(name) and _along(affine, 1) and affine.shards == from_lists.shards
         if affine.shape != from_lists.shape or not (finer or same(affine, from_lists)):
@@ -531,7 +543,7 @@ class UniversalInfo:
         return affine
 
     def _with_tensor_name(self, name: str, make: Callable[[], Spread]) -> Spread:
-        """Return the spread that `make` returns; if `make` raises `Refused`, add the tensor's name."""
+        """Return the spread that `make` returns; if `make` raises `Refused`, add the parameter's name to the error."""
         try:
             return make()
         except TransaxleError as error:
@@ -541,7 +553,7 @@ class UniversalInfo:
 
 
 def _along(spread: Spread, dim: int) -> bool:
-    """Tell whether a spread cuts the parameter along `dim` and along no other dim."""
+    """Return whether a spread cuts the parameter along `dim` and along no other dim."""
     return all(
         size == full_size
         for blocks in spread.blocks

@@ -1,1 +1,1 @@
-"""Checkpoints of Megatron-LM and megatron-core."""
+"""Reads and writes checkpoints of Megatron-LM and megatron-core."""

@@ -1,19 +1,20 @@
-"""Reads the optimizer's state of each parameter out of flat buckets, or gives the reason why that is impossible.
+"""Reads each parameter's optimizer state out of flat buckets (1-dim tensors with the elements of many parameters).
 
     chained_1.optimizer.distributed.dp_group_idx_3.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg
     chained_1.optimizer.distributed.dp_group_idx_3.per_bucket_numel/shard_0_1          elements with padding
     chained_1.optimizer.distributed.dp_group_idx_3.optimizer/shard_0_1                 settings
 
-Groups of data-parallel ranks are numbered: tensor-parallel ranks fastest, then expert-parallel ranks, then stages.
-Expert-parallel experts have a separate optimizer, the last of the chained optimizers.
+The distributed optimizer stores such buckets for each group of data-parallel ranks. The groups are numbered:
+tensor-parallel ranks fastest, then expert-parallel ranks, then pipeline stages. Experts of expert-parallel ranks have a
+separate optimizer, the last of the chained optimizers.
 
-- A stage's model chunks are consecutive parts of the model, the first chunks of all stages before the second ones. The
-  number of layers in a chunk follows from the sizes of its buffers, which contain exactly its parameters.
-- In a bucket the last parameters come first, each at a multiple of 64 elements. A bucket ends when it is full, as its
-  stored size shows, and before an embedding that another stage has too. A rank saved one chunk for each parameter and
-  each gap, so every chunk must begin at a parameter, at a gap, or at the share of the next rank.
-- The chunks of the weights show which box of the stored tensor the elements are. Copies on several ranks must be equal,
-  and each weight must be the rounded value of its full-precision copy, bit by bit; this proves the order.
+- A stage's model chunks are consecutive parts of the model, the first chunks of all stages before the second chunks of
+  all stages. A chunk's number of layers follows from the sizes of its buffers, which contain exactly its parameters.
+- In a bucket the last parameters are stored first, each at a multiple of 64 elements. A bucket ends when it is full, as
+  its stored size shows, and before an embedding of which a second stage has a copy. A rank saved one stored chunk for
+  each parameter and each gap, so each chunk begins at a parameter, a gap, or the next rank's share.
+- The stored chunks of the weights show which box of the stored tensor the elements are. Copies on several ranks must be
+  equal, and each weight must be its rounded full-precision copy, bit by bit; this proves the order.
 """
 
 from __future__ import annotations
@@ -50,32 +51,32 @@ from transaxle.formats.torch_file.saved import StoredStorage, ViewFault, place
 from transaxle.formats.training_state import MASTER, OPTIMIZER
 
 _ALIGNMENT = 64
-"""A parameter in a bucket begins at a multiple of this many elements."""
+"""A parameter in a flat bucket begins at a multiple of this number of elements."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A flat bucket: a part of the buffer of one group of data-parallel ranks."""
+    """A flat bucket: part of the buffer of a group of data-parallel ranks, as a 1-dim tensor per optimizer state."""
 
     states: Mapping[str, Entry]
     """Name of the optimizer state -> 1-dim tensor with the elements of all parameters in the bucket."""
     padded: int
-    """Number of elements with the padding at the end, which is not stored; ranks have equal shares of this number."""
+    """Number of elements with the padding at the bucket's end, which is not stored; ranks have equal shares of it."""
 
     @property
     def size(self) -> int:
-        """Number of stored elements, without the padding at the end."""
+        """Return the number of stored elements, without the padding at the bucket's end."""
         return next(iter(self.states.values())).shape[0]
 
     @cached_property
     def starts(self) -> frozenset[int]:
-        """First element of each stored chunk, counted in the bucket."""
+        """Return the first element of each stored chunk, counted from the beginning of the bucket."""
         return frozenset(extent.start[0] for extent in next(iter(self.states.values())).extents)
 
 
 @dataclass(frozen=True)
 class GroupBuffer:
-    """The buckets with the parameters of one dtype, of one model chunk on a group of data-parallel ranks."""
+    """The buckets with the parameters of one dtype, in one model chunk on a group of data-parallel ranks."""
 
     key: str
     """Common prefix of the names of the buffer's stored tensors."""
@@ -83,30 +84,30 @@ class GroupBuffer:
     """Safetensors dtype code of the parameters."""
     buckets: tuple[Bucket, ...]
     full: int | None = None
-    """Size at which a bucket ended, in elements, if all buckets are stored as one without padding; else None."""
+    """Size in elements at which a bucket ended, if all buckets are stored as one without padding; otherwise None."""
 
     @property
     def size(self) -> int:
-        """Number of stored elements in all buckets."""
+        """Return the number of stored elements in all buckets."""
         return sum(bucket.size for bucket in self.buckets)
 
 
 class BucketPlace(NamedTuple):
-    """The place of a parameter in a buffer."""
+    """Where a parameter is in a buffer."""
 
     parameter: LocalParameter
     bucket: int
-    """Index of the bucket in its buffer."""
+    """Index of the parameter's bucket in the buffer."""
     start: int
-    """First element of the parameter, counted in the bucket."""
+    """First element of the parameter, counted from the beginning of the bucket."""
 
 
 def lay_into_buckets(parameters: Sequence[LocalParameter], buffer: GroupBuffer) -> list[BucketPlace] | None:
-    """Lay parameters into the buckets of a buffer; None if parameters and buffer do not fit exactly.
+    """Place parameters in the buckets of a buffer; return None if parameters and buffer do not fit exactly.
 
     Args:
         parameters: the parameters, in the order in which the model registers them.
-        buffer: the buffer, with the sizes of its buckets and the beginnings of their chunks.
+        buffer: the buffer, with the sizes of its buckets and the first elements of the buckets' stored chunks.
     """
     if buffer.full is not None:
         tries = (_lay_end_to_end(parameters, full, apart) for full in (None, buffer.full) for apart in (False, True))
@@ -138,12 +139,12 @@ def lay_into_buckets(parameters: Sequence[LocalParameter], buffer: GroupBuffer) 
 def _lay_end_to_end(
     parameters: Sequence[LocalParameter], full: int | None, apart: bool
 ) -> tuple[list[BucketPlace], int]:
-    """Lay parameters into buckets that are stored as one; also return the total number of elements.
+    """Place parameters in buckets that are stored as one; also return the total number of elements.
 
     Args:
         parameters: the parameters, in the order in which the model registers them.
         full: number of elements at which a bucket ends; None for a single bucket.
-        apart: whether embeddings have buckets of their own.
+        apart: whether embeddings have separate buckets.
     """
     places: list[BucketPlace] = []
     base = at = 0
@@ -164,7 +165,7 @@ def _align(at: int) -> int:
 
 
 def _explains_chunks(bucket: Bucket, places: Sequence[BucketPlace]) -> bool:
-    """Tell whether parameters, gaps and rank shares explain all chunks' starts, and every parameter starts a chunk."""
+    """Return whether parameters, gaps and rank shares explain all chunks' starts, and each parameter starts a chunk."""
     starts, size = bucket.starts, bucket.size
     begins = {each.start for each in places}
     ends = {each.start + each.parameter.size for each in places} - {size}
@@ -184,18 +185,18 @@ def _explains_chunks(bucket: Bucket, places: Sequence[BucketPlace]) -> bool:
 
 
 def _are_rank_shares(starts: frozenset[int], unexplained: frozenset[int], share: int, size: int) -> bool:
-    """Tell whether all unexplained chunks begin at shares of ranks, and every share of a rank begins with a chunk."""
+    """Return whether all unexplained chunks begin at shares of ranks, and a chunk begins at every share of a rank."""
     return not any(other % share for other in unexplained) and all(at in starts for at in range(share, size, share))
 
 
 _GAP = 64
-"""Upper bound on the gap between two parameters, in elements."""
+"""Maximum gap between two parameters, in elements."""
 BuffersByGroup = Mapping[int, Sequence[GroupBuffer]]
-"""Number of a group of data-parallel ranks -> buffers of the group, in the order in which the ranks have them."""
+"""Number of a group of data-parallel ranks -> buffers of the group, in the order that they have on the ranks."""
 
 
 class BufferContents(NamedTuple):
-    """A buffer with the parameters that it contains."""
+    """A buffer, with the parameters that it contains."""
 
     buffer: GroupBuffer
     rank: int
@@ -204,18 +205,18 @@ class BufferContents(NamedTuple):
 
 
 class NoFitError(Exception):
-    """Some buffers do not fit the model's parameters; the message says which."""
+    """Some buffers do not fit the model's parameters; the error message states which."""
 
 
 @dataclass
 class _BufferQueue:
-    """The buffers of each group, with a position up to which they have been assigned."""
+    """The buffers of each group of ranks, with a position up to which they have been assigned to parameters."""
 
     groups: BuffersByGroup
     positions: dict[int, int] = field(default_factory=dict)
 
     def next(self, group: int, number: int) -> Sequence[GroupBuffer]:
-        """Return the next unassigned buffers of a group, at most `number`."""
+        """Return the next unassigned buffers of a group of ranks, at most `number`."""
         at = self.positions.get(group, 0)
         return self.groups.get(group, ())[at : at + number]
 
@@ -224,7 +225,7 @@ class _BufferQueue:
         self.positions[group] = self.positions.get(group, 0) + number
 
     def first_unassigned(self) -> GroupBuffer | None:
-        """Return the first buffer that has not been assigned; None if all have been."""
+        """Return the first buffer that has not been assigned to parameters; None if all buffers have been assigned."""
         unread_buffers = (
             buffer for group, listed in sorted(self.groups.items()) for buffer in listed[self.positions.get(group, 0) :]
         )
@@ -235,15 +236,14 @@ def assign_buffers(model: Model, order: Order, dense: BuffersByGroup, experts: B
     """Assign the model's parameters to the buffers.
 
     Args:
-        model: the parameters.
-        order: the order in which modules register them.
-        dense: groups with the parameters that are replicated over expert-parallel ranks; if experts have no separate
-            groups, also with the experts.
-        experts: groups of expert-parallel ranks.
+        model: the parameters of the model.
+        order: the order in which modules register the parameters.
+        dense: buffers of groups with parameters that expert-parallel ranks replicate, also of experts in such groups.
+        experts: buffers of the groups of expert-parallel ranks.
 
     Raises:
-        NoFitError: the buffers do not fit the parameters.
-        UnknownOrderError: a segment of a parameter's name is unknown.
+        NoFitError: if the buffers do not fit the parameters.
+        UnknownOrderError: if a segment of a parameter's name is unknown.
     """
     ranks = model.ranks[False]
     stages, remainder = divmod(len(dense), ranks)
@@ -280,7 +280,7 @@ def _chunks(
     experts_only: bool | None,
     contents: list[BufferContents],
 ) -> Iterator[_Chunk]:
-    """Yield the model chunks of all stages in the order of the model; append the contents of their buffers."""
+    """Yield the model chunks of all stages, in model order; append the contents of their buffers to `contents`."""
     unread, ranks = _BufferQueue(dense), model.ranks[False]
     first = 0
     while first < len(model.items):
@@ -309,10 +309,10 @@ def _has(model: Model, order: Order, at: int, experts_only: bool | None) -> bool
 def _fit_chunk(
     model: Model, order: Order, first: int, groups: range, unread: _BufferQueue, experts_only: bool | None
 ) -> tuple[int, list[BufferContents]]:
-    """Find a stage's next model chunk; return the end of the chunk's range of parts, and the contents of its buffers.
+    """Find a stage's next model chunk; return the end of the chunk's range of model parts, and its buffers' contents.
 
     Raises:
-        NoFitError: no number of parts fits the buffers.
+        NoFitError: if no number of model parts fits the buffers.
     """
     head = unread.next(groups[0], 1)[0]
     elements = parameters = 0
@@ -322,21 +322,19 @@ def _fit_chunk(
         parameters += len(added)
         if elements > head.size:
             break
-        # `elements` and `parameters` do not count a copy of another stage's embedding.
+        # `elements` and `parameters` do not count the copy of an embedding of another stage.
         if elements + parameters * _GAP < head.size and not model.items[stop - 1].may_copy:
             continue
         contents = _fit(model.local(range(first, stop), order, experts_only=experts_only), groups, unread)
         if contents is not None:
             while not first and stop < len(model.items) and not model.items[stop].parameters:
-                stop += 1  # parts without parameters: an output tied to the embedding of the same stage
+                stop += 1  # model parts without parameters, such as an output tied to the embedding of the same stage
             return stop, contents
     raise NoFitError(f"{head.key} does not hold consecutive parts of the model from number {first} on")
 
 
 def _fit(parameters: Sequence[LocalParameter], groups: range, unread: _BufferQueue) -> list[BufferContents] | None:
-    """Lay parameters into the next unassigned buffers of some groups of ranks, and mark these as assigned; None if they
-    do not fit.
-    """
+    """Place parameters in the next unassigned buffers of the groups of ranks; return None if that is impossible."""
     by_dtype: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
         by_dtype.setdefault(parameter.stored.entry.dtype, []).append(parameter)
@@ -358,10 +356,10 @@ def _fit(parameters: Sequence[LocalParameter], groups: range, unread: _BufferQue
 def _assign_expert_buffers(
     model: Model, order: Order, groups: BuffersByGroup, chunks: Sequence[_Chunk], stages: int, parallel: int
 ) -> list[BufferContents]:
-    """Return the contents of the experts' buffers, for a number of expert-parallel ranks.
+    """Return the contents of the experts' buffers, assuming `parallel` expert-parallel ranks.
 
     Raises:
-        NoFitError: the buffers do not fit.
+        NoFitError: if the buffers do not fit.
     """
     unread, ranks = _BufferQueue(groups), model.ranks[True]
     if max(groups) >= ranks * parallel * stages:
@@ -391,24 +389,24 @@ _BUCKET = re.compile(
 _OBJECT = re.compile(rf"{_GROUP}(?P<what>\w+)/shard_0_1")
 _PADDED, _UNPADDED = "per_bucket_numel", "per_bucket_numel_unpadded"
 GATHERED = "param_state"
-"""Name of the object with the state of all buffers of a group, if one rank of the group gathered the state."""
+"""Name of the object with the optimizer state of all a group's buffers, if one rank of the group gathered it."""
 _COALESCED, _COUNT = "buckets_coalesced", "numel_unpadded"
 _LEAST_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 Objects = Mapping[tuple[int, int, str], Any]
-"""Unpickled objects of groups, by (optimizer, group, name)."""
+"""Unpickled objects of groups of ranks, by (number of the optimizer, number of the group, name of the object)."""
 
 
 @dataclass(frozen=True)
 class ChainedOptimizer:
-    """One of the run's chained optimizers, with its buffers."""
+    """One of the run's chained optimizers, with its flat buffers."""
 
     number: int
     groups: BuffersByGroup
 
 
 def is_of_groups(key: str) -> bool:
-    """Tell whether an item belongs to a group of data-parallel ranks (a bucket, sizes or settings), by its key."""
+    """Return whether a key belongs to an item (a bucket, sizes or settings) of a group of data-parallel ranks."""
     return re.match(_GROUP, key) is not None
 
 
@@ -417,15 +415,15 @@ def read_gathered(
 ) -> list[ChainedOptimizer]:
     """Return every optimizer's buffers, if one rank of each group gathered them (`dp_zero_gather_scatter`).
 
-    These buffers are tensors in a pickled object, without padding between the buckets of a buffer.
+    Gathered buffers are tensors in a pickled object, without padding between the buckets of a buffer.
 
     Args:
-        objects: the unpickled objects of groups.
+        objects: the unpickled objects of groups of ranks.
         files: name of the file that contains each object.
-        arguments: Megatron's arguments of the run.
+        arguments: Megatron's training arguments of the run.
 
     Raises:
-        UnknownOrderError: an object does not contain gathered buffers.
+        UnknownOrderError: if an object does not contain gathered buffers.
     """
     ranks = (arguments.get(each) for each in ("data_parallel_size", "context_parallel_size"))
     default_size = max(_LEAST_BUCKET, _BUCKET_PER_RANK * prod(count for count in ranks if isinstance(count, int)))
@@ -459,7 +457,7 @@ def _gathered_buffer(name: str, value: object, file: str, full: int) -> GroupBuf
 
 
 def _vector(name: str, tensor: object, file: str) -> Entry:
-    """Return a tensor of a pickled object, which must be 1-dim."""
+    """Return a tensor of a pickled object; the tensor must have one dim."""
     if not isinstance(tensor, TensorRef) or len(tensor.shape) != 1 or not isinstance(tensor.storage, StoredStorage):
         raise UnknownOrderError(f"{name} is no tensor of one dim")
     try:
@@ -469,13 +467,13 @@ def _vector(name: str, tensor: object, file: str) -> Entry:
 
 
 def object_name(key: str) -> tuple[int, int, str] | None:
-    """Return (optimizer, group, name) of a group's object, from the item's key; None if the item is no such object."""
+    """Return (number of optimizer, number of group, name) of a group's object, from its key; else None."""
     match = _OBJECT.fullmatch(key)
     return None if match is None else (int(match["chain"] or 0), int(match["group"]), match["what"])
 
 
 def is_bucket(key: str) -> bool:
-    """Tell whether an item is an optimizer state of a bucket, by its key."""
+    """Return whether an item's key shows that the item is one optimizer state of a bucket."""
     return _BUCKET.fullmatch(key) is not None
 
 
@@ -483,11 +481,11 @@ def optimizers_of(entries: Mapping[str, Entry], objects: Objects) -> list[Chaine
     """Return the buffers of every optimizer.
 
     Args:
-        entries: the tensors of a folder; only buckets are used.
-        objects: the unpickled objects of groups, with the sizes of buckets.
+        entries: the tensors of a folder; only flat buckets are used.
+        objects: the unpickled objects of groups of ranks, which contain the sizes of buckets.
 
     Raises:
-        UnknownOrderError: buckets are missing, or contradict the recorded sizes.
+        UnknownOrderError: if buckets are missing, or contradict the sizes in the objects.
     """
     states: dict[tuple[int, int, int], dict[int, dict[str, Entry]]] = {}
     about: dict[tuple[int, int, int], tuple[str, str]] = {}
@@ -514,10 +512,10 @@ def optimizers_of(entries: Mapping[str, Entry], objects: Objects) -> list[Chaine
 def _buckets(
     name: str, states: Mapping[int, Mapping[str, Entry]], padded: list[int] | None, stored: list[int] | None
 ) -> tuple[Bucket, ...]:
-    """Return the buckets of a buffer, after comparing the buckets' sizes with the recorded sizes.
+    """Return the buckets of a buffer, after comparing the buckets' sizes with the sizes in the objects.
 
     Raises:
-        UnknownOrderError: the sizes differ, or buckets are missing.
+        UnknownOrderError: if the sizes differ, or buckets are missing.
     """
     if padded is None or stored is None:
         raise UnknownOrderError(f"the sizes of the buckets of {name} are missing")
@@ -538,7 +536,7 @@ def _buckets(
 
 
 def _sizes(value: Any, number: int) -> list[int] | None:
-    """Return the sizes of a buffer's buckets, stored in a dict with a list for each dtype pair; else None."""
+    """Return the sizes of a buffer's buckets, from a dict with a list for each pair of dtypes, or None."""
     if not isinstance(value, list) or number >= len(value) or not isinstance(value[number], dict):
         return None
     (sizes,) = value[number].values() if len(value[number]) == 1 else (None,)
@@ -551,14 +549,14 @@ _ROUNDED = "{} must be its full-precision copy in the flat buckets, rounded: tha
 
 
 class _Piece(NamedTuple):
-    """A box of a stored tensor whose elements are contiguous in one chunk of a bucket."""
+    """A box of a stored tensor whose elements are contiguous in one stored chunk of a bucket."""
 
     start: Shape
     shape: Shape
     chunk: int
-    """Index of the chunk in the bucket."""
+    """Index of the stored chunk in the bucket."""
     at: int
-    """First element of the box, counted in the chunk."""
+    """First element of the box, counted from the beginning of the chunk."""
 
 
 @dataclass
@@ -567,20 +565,20 @@ class _ParameterStates:
 
     stored: StoredParameter
     dtypes: dict[str, str] = field(default_factory=dict)
-    """Safetensors dtype code of each state."""
+    """Name of the optimizer state -> safetensors dtype code."""
     copies: list[dict[str, list[Extent]]] = field(default_factory=list)
-    """Name of the state -> lists of extents: first of the tensor, then of each further copy on other ranks."""
+    """Optimizer state -> extents: a dict for the tensor itself, and one for each copy on a further rank."""
     box_counts: Counter[tuple[Shape, Box]] = field(default_factory=Counter)
-    """(layer and expert, box) -> number of times that this box has occurred."""
+    """(index of layer and expert, box) -> number of times that this box has occurred."""
 
     def add(self, place: BucketPlace, boxes: Sequence[Box], states: Mapping[str, Entry], starts: Sequence[int]) -> None:
         """Add the elements of one parameter on one rank.
 
         Args:
-            place: the parameter, with its place in a bucket.
+            place: the parameter, and its place in a bucket.
             boxes: the rank's boxes of the stored tensor.
-            states: the bucket's tensor for each state; all have the same chunks.
-            starts: first element of each chunk, counted in the bucket.
+            states: the bucket's tensor for each optimizer state; all these tensors have the same stored chunks.
+            starts: first element of each stored chunk, counted from the beginning of the bucket.
         """
         slot, at = place.parameter.slot, place.start
         for box in boxes:
@@ -595,7 +593,7 @@ class _ParameterStates:
             at += prod(box.shape)
 
     def entries(self, name: str, state: str) -> list[Entry]:
-        """Return one optimizer state as a tensor, followed by its further copies as tensors."""
+        """Return one optimizer state of the parameter as a tensor, followed by its further copies as tensors."""
         return [
             Entry(
                 name,
@@ -615,18 +613,18 @@ def _extents(pieces: Sequence[_Piece], bucket: Entry) -> Iterator[Extent]:
 
 
 def _pieces(slot: Shape, box: Box, starts: Sequence[int], first: int) -> Iterator[_Piece]:
-    """Split a box, which is row-major in a bucket, into pieces that are in one chunk each.
+    """Split a box, which is row-major in a bucket, into boxes that are each inside one stored chunk.
 
     Args:
-        slot: index along the dims that stack layers and experts.
-        box: first index and shape of the box in all dims but the stacked ones.
-        starts: first element of each chunk of the bucket, in order.
-        first: first element of the box, counted in the bucket.
+        slot: index of the layer and the expert along the stacked dims.
+        box: first index and shape of the box in all dims except the stacked dims.
+        starts: first element of each stored chunk of the bucket, in order.
+        first: first element of the box, counted from the beginning of the bucket.
     """
     single = (1,) * len(slot)
     stop = first + prod(box.shape)
     number = bisect_right(starts, first) - 1
-    if number + 1 == len(starts) or stop <= starts[number + 1]:  # the usual case: the box is inside one chunk
+    if number + 1 == len(starts) or stop <= starts[number + 1]:  # the usual case: the box is inside one stored chunk
         yield _Piece(slot + box.start, single + box.shape, number, first - starts[number])
         return
     at = first
@@ -647,10 +645,10 @@ def tensors_by_parameter(
     """Return the optimizer's tensors as `optim/<parameter>/<state>`, and the pairs of tensors that must be equal.
 
     Args:
-        contents: the contents of all buffers.
+        contents: the contents of all flat buffers.
         ranks: number of ranks over which parameters are cut; see `rank_parameters.Model`.
-        names: name of an optimizer state in buckets -> its name in the result.
-        master: name of the state that is the full-precision copy of the weight.
+        names: name of an optimizer state in buckets -> name of this state in the result.
+        master: name of the optimizer state that is the full-precision copy of the weight.
     """
     states_by_weight: dict[str, _ParameterStates] = {}
     for buffer, rank, places in contents:
@@ -677,7 +675,7 @@ def tensors_by_parameter(
 
 
 _SAMPLE = 64
-"""Number of elements of each weight that are compared to choose between possible orders."""
+"""Number of elements of each weight that are compared to choose between possible orders of parameters."""
 _STORED_MASTER = "param"
 _WHY = "the flat buckets of its distributed optimizer cannot be read: {}"
 LEAVE_OUT = "--no-optimizer leaves the optimizer's state out."
@@ -690,15 +688,15 @@ _HINT = (
 def with_state_of_parameters(
     container: Container, objects: Objects, files: Mapping[tuple[int, int, str], str], arguments: Mapping[str, Any]
 ) -> Container:
-    """Replace the flat buckets in a container by the optimizer state of every parameter.
+    """Replace the flat buckets in an opened checkpoint by the optimizer state of every parameter.
 
-    If the order of parameters in the buckets is unknown, the result has no optimizer state, but gives the reason.
+    If the order of parameters in the buckets is unknown, the result has a refusal in place of the optimizer state.
 
     Args:
-        container: a container in which each bucket is a tensor under Megatron's name.
-        objects: the unpickled objects of groups.
+        container: an opened checkpoint in which each bucket is a tensor under Megatron's name.
+        objects: the unpickled objects of groups of ranks.
         files: name of the file that contains each object.
-        arguments: Megatron's arguments of the run.
+        arguments: Megatron's training arguments of the run.
     """
     buckets = {name: entry for name, entry in container.entries.items() if is_bucket(name)}
     in_objects = any(what == GATHERED for _, _, what in objects)
@@ -720,11 +718,11 @@ def _by_parameter(
 ) -> tuple[dict[str, Entry], list[Twin]]:
     """Return the optimizer state of every parameter, and the pairs of tensors that must be equal.
 
-    If several orders fit, samples of the weights decide; the later comparison of the pairs proves the choice.
+    If several orders of parameters fit, samples of the weights decide; comparing the pairs later proves the choice.
 
     Raises:
-        NoFitError: the buckets do not fit the parameters in any known order.
-        UnknownOrderError: the order of the parameters is unknown.
+        NoFitError: if the buckets do not fit the parameters in any known order.
+        UnknownOrderError: if the order of the parameters is unknown.
     """
     master_dtypes = {
         bucket.states[_STORED_MASTER].dtype if _STORED_MASTER in bucket.states else "missing"
@@ -749,7 +747,7 @@ def _by_parameter(
 
 
 def _samples_agree(storage: Storage, twin: Twin) -> bool:
-    """Tell whether the first contiguous elements of a weight equal those of its full-precision copy, rounded."""
+    """Return whether the first contiguous elements of a weight equal those of its rounded full-precision copy."""
     first, second = twin.first.extents[0], twin.second.extents[0]
     count = min(first.shape[-1:], second.shape[-1:], (_SAMPLE,))[0] if first.shape else 1
     master, weight = (
@@ -766,7 +764,7 @@ def _fits(
     """Yield the contents of all buffers, once for each order of parameters in which all buffers fit.
 
     Raises:
-        NoFitError: no order fits; the message is about the first order tried.
+        NoFitError: if no order fits; the message describes the first order that was tried.
     """
     problems: list[NoFitError] = []
     fits = False
@@ -784,14 +782,14 @@ def _fits(
 
 
 def _splits(model: Model, optimizers: Sequence[ChainedOptimizer]) -> Iterator[tuple[BuffersByGroup, BuffersByGroup]]:
-    """Yield the possible divisions of groups into dense groups and expert groups, the most likely division first."""
+    """Yield the possible divisions of groups of ranks into dense and expert groups, the most likely division first."""
     if model.experts and len(optimizers) > 1:
         yield _merge_groups(optimizers[:-1]), optimizers[-1].groups
     yield _merge_groups(optimizers), {}
 
 
 def _merge_groups(optimizers: Sequence[ChainedOptimizer]) -> BuffersByGroup:
-    """Merge the groups of the optimizers of all model chunks."""
+    """Merge the groups of ranks that the optimizers of all model chunks have."""
     merged: dict[int, list[GroupBuffer]] = {}
     for chain in optimizers:
         for group, buffers in chain.groups.items():

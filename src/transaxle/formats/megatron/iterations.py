@@ -1,4 +1,5 @@
-"""Finds Megatron checkpoints: in the folder of a single iteration, or in a run's folder with all iterations.
+"""Finds Megatron checkpoints: in the folder of a single iteration, or in a run's folder with the folders of all
+iterations.
 
 run/latest_checkpointed_iteration.txt     # `7`, or `release` for weights without a run
 run/iter_0000007/                         # a torch_dist folder, a DCP folder of Megatron-FSDP, or mp_rank_* folders
@@ -33,23 +34,25 @@ _SUPPORTED: dict[str, str | int] = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""Key in `metadata.json` -> supported values."""
+"""Key in `metadata.json` -> value that Transaxle supports."""
 _KEYS = _SUPPORTED.keys()
 _ZARR_UNSUPPORTED = "it is of Megatron's older format, zarr, which is not read"
 _ZARR_HINT = "Let the release that wrote it load it, and save it in torch_dist (--ckpt-format torch_dist)."
 COMMON_FILE = "common.pt"
-"""File with the run's state that is not sharded, such as arguments and counters; written up to megatron-core 0.18."""
+"""Name of the file with that part of the run's state which is not sharded, such as arguments and counters; written up
+to megatron-core 0.18."""
 _DATA = re.compile(rf"__\d+_\d+{re.escape(DCP_DATA)}")
 
 RELEASE = "release"
 WEIGHTS = "weights"
-"""Sub-folder in which NeMo stores the checkpoint itself."""
+"""Name of the sub-folder in which NeMo stores the checkpoint itself."""
 _RANK = re.compile(MEGATRON_RANK)
 _MAX_BYTES = 4096
 
 
 def distributed(folder: Folder) -> tuple[str, ...]:
-    """Return the folders that are distributed checkpoints: of the newest iteration, or `HERE` for the given folder.
+    """Return the names of folders that are distributed checkpoints: the newest iteration's folder, or `HERE` if the
+    folder itself is one.
 
     Raises:
         Refused: with code CORRUPT if the tracker file is malformed; with code INCOMPLETE if the iteration that it names
@@ -64,7 +67,7 @@ def distributed(folder: Folder) -> tuple[str, ...]:
     candidates = [name for name in (newest or WEIGHTS,) if name in folder.folders]
     if newest is not None and WEIGHTS in folder.storage.listing(f"{folder.inside}{newest}").folders:
         candidates.append(f"{newest}/{WEIGHTS}")
-    # Megatron-FSDP writes plain DCP folders: only the tracker shows that they are Megatron's.
+    # Megatron-FSDP writes ordinary DCP folders: only the run's tracker file shows that Megatron wrote them.
     is_checkpoint = _is_torch_dist if newest is None else _is_distributed
     members = tuple(name for name in candidates if is_checkpoint(folder, f"{name}/"))
     for name in candidates if not members else ():
@@ -75,7 +78,8 @@ def distributed(folder: Folder) -> tuple[str, ...]:
 
 
 def legacy(folder: Folder) -> tuple[str, ...]:
-    """Return the folders that contain one folder per rank: of the newest iteration, or `HERE` for the given folder.
+    """Return the names of folders that contain one folder per rank: the newest iteration's folder, or `HERE` if the
+    folder itself does.
 
     Raises:
         Refused: with code CORRUPT if the tracker file is malformed; with code INCOMPLETE if the iteration that it names
@@ -94,7 +98,9 @@ def legacy(folder: Folder) -> tuple[str, ...]:
 
 
 def _is_interrupted(names: Sequence[str]) -> bool:
-    """Tell whether a folder's files come from an interrupted save: Megatron writes the metadata file last."""
+    """Return whether a folder's files come from an interrupted save, because the metadata file, which Megatron writes
+    last, is missing.
+    """
     return COMMON_FILE in names and DCP_METADATA not in names and any(map(_DATA.fullmatch, names))
 
 
@@ -123,7 +129,8 @@ def _check_ranks(folder: Folder, newest: str) -> None:
 
 
 def newest_iteration(folder: Folder) -> str | None:
-    """Return the sub-folder of the iteration that the tracker file names; None without a tracker file.
+    """Return the name of the sub-folder of the iteration that the run's tracker file names; None if there is no tracker
+    file.
 
     Raises:
         Refused: with code CORRUPT if the tracker file is malformed; with code INCOMPLETE if the iteration's folder is
@@ -158,7 +165,7 @@ def _is_distributed(folder: Folder, inside: str) -> bool:
 
 
 def _is_torch_dist(folder: Folder, inside: str) -> bool:
-    """Tell whether a folder is a torch_dist checkpoint, even a damaged or incomplete one."""
+    """Return whether a folder is a torch_dist checkpoint, even a damaged or incomplete one."""
     where = f"{folder.inside}{inside}"
     names = folder.names if not inside else folder.storage.listing(where.rstrip("/")).names
     if BACKEND_FILE not in names:
@@ -170,15 +177,15 @@ def _is_torch_dist(folder: Folder, inside: str) -> bool:
 
 
 def check_complete(storage: Storage, *, has_state: bool) -> None:
-    """Check that a torch_dist checkpoint has the small files that Megatron writes beside the tensors.
+    """Check that a torch_dist checkpoint has the small files that Megatron writes beside the files with tensors.
 
     Args:
-        storage: the checkpoint's files.
+        storage: storage that reads the checkpoint's files.
         has_state: whether the run's arguments and counters are stored elsewhere (as a DCP item, or in settings files),
             so that `common.pt` may be missing.
 
     Raises:
-        Refused: with code INCOMPLETE, with each missing file.
+        Refused: with code INCOMPLETE and each missing file.
     """
     names, faults = storage.names(), Faults()
     for file in (BACKEND_FILE, *(() if has_state else (COMMON_FILE,))):
@@ -215,7 +222,9 @@ def check_backend(storage: Storage) -> None:
 
 
 def _backend(folder: Folder, inside: str) -> str:
-    """Return the backend named in a folder's `metadata.json`; an empty text without this file."""
+    """Return the backend (storage format) named in a folder's `metadata.json`; an empty string if there is no such
+    file.
+    """
     where = f"{folder.inside}{inside}"
     names = folder.storage.listing(where.rstrip("/")).names
     about = _read_backend_file(folder.storage, f"{where}{BACKEND_FILE}") if BACKEND_FILE in names else None

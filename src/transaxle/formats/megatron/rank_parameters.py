@@ -1,15 +1,16 @@
-"""The parameters that each rank has, their boxes in the stored tensors, and the order of parameters in a module.
+"""Determines the parameters that each rank has, the boxes of these parameters in the stored tensors, and the order of
+parameters in a module.
 
-A stored tensor may stack all layers and all experts; each chunk is what one rank saved of one layer and expert. So the
-chunks show how a parameter was cut: not at all, into one chunk per rank, or, for a fused gate and up projection, into
-two chunks per rank, one from each half.
+A stored tensor may stack the parameters of all layers and experts; each chunk is what one rank saved of one layer and
+expert. So the chunks show how a parameter was cut: not at all, into one chunk per rank, or, for a fused gate and up
+projection, into two chunks per rank, one from the gate and one from the up projection.
 
 Flat buckets contain the parameters in the reverse of the order in which Megatron's modules register them. Constructors
-create submodules in this order, and a module's own parameters come before those of its submodules. The order was read
-from the models of megatron-core 0.12.3, 0.14.0, 0.15.3, 0.16.1 and 0.19.2, which agree. The names in a checkpoint leave
-two points open. First, the norm before a projection is inside the projection in Transformer Engine, but a separate
-module in local layers, both under the same stored name. Second, a module registers expert by expert, or first one
-linear of all experts and then the other linear.
+create submodules in this order, and register a module's own parameters before those of its submodules. The order was
+read from the models of megatron-core 0.12.3, 0.14.0, 0.15.3, 0.16.1 and 0.19.2, which have the same order. The names in
+a checkpoint do not show two choices. First, the norm before a projection is part of the projection in Transformer
+Engine, but a separate module in Megatron's own layers; its stored name is the same. Second, a module registers either
+expert by expert, or the first linear layers of all experts before the second linear layers of all experts.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _SEGMENTS = (
 them."""
 _RANKS = {segment: rank for rank, segment in enumerate(_SEGMENTS)}
 _BUFFERS = frozenset({"expert_bias", "local_tokens_per_expert"})
-"""Last name segment of buffers, which the optimizer does not train."""
+"""Last name segments of buffers, which the optimizer does not train."""
 _NORM_MODULES = {("self_attention", "linear_qkv"): "input_layernorm", ("mlp", "linear_fc1"): "pre_mlp_layernorm"}
 """Projection that may contain a norm -> name of this norm as a separate module."""
 _NORM = "layer_norm_"
@@ -58,7 +59,7 @@ OrderKey = tuple[int, ...]
 
 
 class UnknownOrderError(Exception):
-    """The order in which a model registers its parameters is unknown; the message gives the reason."""
+    """The order in which a model registers its parameters is unknown; the error message states the reason."""
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -67,11 +68,11 @@ class Order(msgspec.Struct, frozen=True):
     norms_apart: bool
     """Whether the norms before projections are separate modules."""
     grouped: bool
-    """Whether the first linears of all experts come before the second linears of all experts."""
+    """Whether the first linear layers of all experts come before the second linear layers of all experts."""
 
 
 def orders(arguments: Mapping[str, Any]) -> Iterator[Order]:
-    """Yield all possible orders, first the order that the run's arguments suggest."""
+    """Yield all possible orders of parameters, first the order that the run's arguments suggest."""
     apart = arguments.get("transformer_impl") == "local"
     grouped = arguments.get("moe_grouped_gemm") is not False
     for norms in (apart, not apart):
@@ -80,18 +81,20 @@ def orders(arguments: Mapping[str, Any]) -> Iterator[Order]:
 
 
 def is_trained(name: str) -> bool:
-    """Tell whether a stored tensor is a trained parameter rather than a buffer."""
+    """Return whether a stored tensor is a trained parameter rather than a buffer."""
     return name.rpartition(".")[2] not in _BUFFERS
 
 
 def has_layers(name: str) -> bool:
-    """Tell whether a stored tensor stacks all layers along its first dim."""
+    """Return whether a stored tensor stacks all layers along its first dim."""
     segments = name.split(".")
     return segments[1:2] == ["layers"] and len(segments) > 2 and not segments[2].isdecimal()
 
 
 def has_experts(name: str) -> bool:
-    """Tell whether a stored tensor stacks all experts along a dim, which follows the dim of layers if there is one."""
+    """Return whether a stored tensor stacks all experts along a dim; this dim follows the dim of layers if there is
+    one.
+    """
     return _experts_at(name.split(".")) is not None
 
 
@@ -100,12 +103,12 @@ def order_key(name: str, layer: int | None, expert: int | None, order: Order) ->
 
     Args:
         name: name of the stored tensor.
-        layer: index along the tensor's layer dim; None if it does not stack layers.
-        expert: index along the tensor's expert dim; None if it does not stack experts.
-        order: the choices in the order that names do not show.
+        layer: index along the tensor's layer dim; None if the tensor does not stack layers.
+        expert: index along the tensor's expert dim; None if the tensor does not stack experts.
+        order: the two choices in the order that names do not show.
 
     Raises:
-        UnknownOrderError: a segment of the name is unknown.
+        UnknownOrderError: if a segment of the name is unknown.
     """
     template = _template(name, layer is not None, expert is not None, order)
     return tuple(layer if rank is _LAYER else expert if rank is _EXPERT else rank for rank in template)  # type: ignore[misc]
@@ -129,7 +132,7 @@ def _template(name: str, layer: bool, expert: bool, order: Order) -> tuple[int |
 
 
 def _experts_at(segments: list[str]) -> int | None:
-    """Return the position of the segments `experts.experts` in a name; None if the name lacks them."""
+    """Return the position of the segments `experts.experts` in a name; None if the name does not contain them."""
     return next((at for at, pair in enumerate(pairwise(segments)) if pair == _EXPERTS), None)
 
 
@@ -148,7 +151,7 @@ _EMBEDDING, _OUTPUT, _FINAL, _AHEAD = "embedding", "output_layer", "final_layern
 _WORDS = "embedding.word_embeddings.weight"
 _OUTPUT_WEIGHT = "output_layer.weight"
 _KINDS = (_EMBEDDING, "layers", _FINAL, _AHEAD, _OUTPUT)
-"""Kinds of model parts, in the order in which they follow along the pipeline."""
+"""Kinds of model parts, in the order in which the parts follow along the pipeline."""
 _LAYERS_AT, _AHEAD_AT, _OUTPUT_AT = 1, 3, 4
 
 
@@ -167,7 +170,7 @@ class StoredParameter:
     stacked: int
     """Number of leading dims along which layers and experts are stacked."""
     boxes: tuple[Box, ...]
-    """Boxes that the ranks saved of one layer and expert, without the stacked dims."""
+    """Boxes of one layer and expert that the ranks saved, without the stacked dims."""
 
     @property
     def name(self) -> str:
@@ -180,14 +183,15 @@ class StoredParameter:
         return has_experts(self.name)
 
     def rank_boxes(self, rank: int, ranks: int) -> tuple[Box, ...]:
-        """Return the boxes that one rank has, in the order in which the rank's tensor concatenates them.
+        """Return the boxes of this parameter that one rank has, in the order in which the rank's tensor concatenates
+        them.
 
         Args:
             rank: number of the rank.
             ranks: number of ranks over which parameters of this kind are cut.
 
         Raises:
-            UnknownOrderError: the parameter's boxes do not fit this number of ranks.
+            UnknownOrderError: if the parameter's boxes do not fit this number of ranks.
         """
         if len(self.boxes) == 1:
             return self.boxes
@@ -195,10 +199,11 @@ class StoredParameter:
         return tuple(self.boxes[half * ranks + rank] for half in range(halves))
 
     def halves(self, ranks: int) -> int:
-        """Return how many parts of the parameter are cut separately: 2 for a fused gate and up projection, else 1.
+        """Return how many blocks of the parameter are cut separately: 2 for a fused gate and up projection, otherwise
+        1.
 
         Raises:
-            UnknownOrderError: the parameter's boxes do not fit this number of ranks.
+            UnknownOrderError: if the parameter's boxes do not fit this number of ranks.
         """
         count = len(self.boxes)
         gated = self.name.split(".")[-2:-1] == [_GATED]
@@ -212,7 +217,7 @@ class StoredParameter:
 
 
 class LocalParameter(NamedTuple):
-    """A parameter on one rank, belonging to one layer and expert."""
+    """The parameter of one layer and expert on one rank."""
 
     key: OrderKey
     """Sort key of the parameter in the module's order."""
@@ -222,47 +227,52 @@ class LocalParameter(NamedTuple):
     size: int
     """Number of the parameter's elements on the rank."""
     shared: bool
-    """Whether the parameter may be an embedding that two stages have; a shared embedding begins a new bucket."""
+    """Whether the parameter may be an embedding of which two stages have copies; such an embedding begins a new
+    bucket."""
 
 
 class ModelPart(NamedTuple):
-    """A part of the model that pipeline stages do not split: the embedding, a layer, the final norm, or the output."""
+    """A part of the model that is always on one pipeline stage: the embedding, a layer, the final norm, or the
+    output.
+    """
 
     kind: str
     parameters: tuple[tuple[StoredParameter, int | None], ...]
-    """Stored tensors of the part, each with the index along the tensor's layer dim (None if it does not stack
-    layers)."""
+    """Stored tensors of the model part, each with the index along the tensor's layer dim (None if the tensor does not
+    stack layers)."""
 
     @property
     def may_copy(self) -> bool:
-        """Whether a pipeline stage with this part may have a copy of the embedding."""
+        """Whether a pipeline stage with this model part may have a copy of the embedding."""
         return self.kind in (_AHEAD, _OUTPUT)
 
 
 @dataclass(frozen=True)
 class Model:
-    """The parameters of a model, divided into parts that pipeline stages do not split."""
+    """The parameters of a model, divided into parts that are each on one pipeline stage."""
 
     items: tuple[ModelPart, ...]
-    """All parts of the model, in pipeline order."""
+    """All model parts, in pipeline order."""
     ranks: Mapping[bool, int]
-    """Number of ranks over which parameters are cut; the key is True for experts' parameters, False for all others."""
+    """Number of ranks over which parameters are cut; the key is True for parameters of experts, False for all
+    others."""
     experts: int
     """Number of experts in each layer; 0 for a model without experts."""
 
     def local(
         self, part_range: range, order: Order, experts: range | None = None, *, experts_only: bool | None = None
     ) -> list[LocalParameter]:
-        """Return the parameters on a rank that has a range of the model's parts, in the module's order.
+        """Return the parameters on a rank that has a range of the model parts, in the module's order.
 
         Args:
-            part_range: numbers of the parts that the rank has.
-            order: the choices in the order that names do not show.
+            part_range: indices of the model parts that the rank has.
+            order: the two choices in the order that names do not show.
             experts: numbers of the experts that the rank has; None for all experts.
-            experts_only: True to return only experts' parameters; False to leave them out; None for all parameters.
+            experts_only: True to return only the parameters of experts; False to leave these out; None to return all
+                parameters.
 
         Raises:
-            UnknownOrderError: a segment of a name is unknown.
+            UnknownOrderError: if a segment of a name is unknown.
         """
         parameters: list[LocalParameter] = []
         for item in self._parts_of_stage(part_range):
@@ -282,7 +292,9 @@ class Model:
         return sorted(parameters, key=lambda parameter: parameter.key)
 
     def _parts_of_stage(self, part_range: range) -> list[ModelPart]:
-        """Return the parts of one stage; a stage after the first may also have a copy of the embedding."""
+        """Return the model parts of one pipeline stage; a stage after the first may also have a copy of the
+        embedding.
+        """
         parts = [self.items[at] for at in part_range]
         first = self.items[0]
         kinds = {item.kind for item in parts}
@@ -298,7 +310,7 @@ def model_of(entries: Iterable[Entry]) -> Model:
     """Return the `Model` that consists of the given stored tensors.
 
     Raises:
-        UnknownOrderError: a tensor does not have one chunk per layer, expert and rank, or belongs to no part of a
+        UnknownOrderError: if a tensor does not have one chunk per layer, expert and rank, or belongs to no part of a
             model.
     """
     parameters = [_parameter_of(entry) for entry in entries if is_trained(entry.name)]
@@ -325,7 +337,7 @@ def model_of(entries: Iterable[Entry]) -> Model:
 
 
 def _ranks(parameters: Sequence[StoredParameter]) -> int:
-    """Return the number of ranks over which parameters are cut, as their boxes show it."""
+    """Return the number of ranks over which parameters are cut, as the parameters' boxes show it."""
     return max((len(each.boxes) for each in parameters if f".{_GATED}." not in each.name), default=1)
 
 
@@ -344,9 +356,7 @@ def _parameter_of(entry: Entry) -> StoredParameter:
 
 
 def _parts_of(parameter: StoredParameter) -> list[tuple[tuple[int, int], int | None]]:
-    """Return the parts of the model to which a stored tensor belongs, each with the index along the tensor's layer
-    dim.
-    """
+    """Return the model parts to which a stored tensor belongs, each with the index along the tensor's layer dim."""
     segments = parameter.name.split(".")
     if segments[:2] == ["decoder", "layers"]:
         if has_layers(parameter.name):

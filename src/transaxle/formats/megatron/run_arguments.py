@@ -2,16 +2,16 @@
 
 Megatron's arguments are a pickled `argparse.Namespace` of some eight hundred entries, with members of Megatron's own
 enums among them. Transaxle's pickle interpreter describes the enums without importing them; only numbers, strings and
-lists are used.
+lists among the arguments are used.
 
 Megatron-Bridge and NeMo store settings in YAML files instead. A tag such as `!!python/object` in YAML is ignored, and
-an alias stands for the value of its anchor.
+an alias means the value of its anchor.
 
     iter_0000007/run_config.yaml      Megatron-Bridge: `model`, the settings of the model provider
     iter_0000007/train_state.pt       step and sample counters
     CHECKPOINT/context/model.yaml     NeMo 2: `config`, the same settings; the checkpoint itself is CHECKPOINT/weights
 
-Classes named in the YAML files are never imported.
+No class that the YAML files name is ever imported.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import read_saved
 
 _MAX_DEPTH = 8
-"""Cap on the nesting depth of plain data."""
+"""Maximum nesting depth of plain data."""
 _MEGATRON_PACKAGES = ("megatron", "nemo", "transformer_engine")
 """Python packages whose enums and settings classes occur in pickled arguments."""
 
 
 class _Names(dict[tuple[str, str], GlobalRule]):
-    """The set of globals (classes and functions) that a run's pickle may name; Megatron's are described, never
-    imported.
+    """The set of globals (classes and functions) that the pickle of a run's arguments may name; Megatron's globals are
+    described, never imported.
     """
 
     def get(self, key: tuple[str, str], default: Any = None) -> Any:
@@ -47,10 +47,10 @@ class _Names(dict[tuple[str, str], GlobalRule]):
 
 
 _SIGNALS = ("Signals", "Signals.SIGINT", "Signals.SIGTERM", "Signals.SIGHUP", "Signals.SIGUSR1", "Signals.SIGUSR2")
-"""Globals with which the exit signal is pickled among the arguments: up to Python 3.11.3, Enum members were pickled by
-name."""
+"""Globals with which the exit signal is pickled among the arguments; up to Python 3.11.3, members of an Enum were
+pickled by name."""
 NAMES: Names = _Names({**ALLOWED, **{("signal", name): INERT for name in _SIGNALS}, ("enum", "Enum"): INERT})
-"""The globals (classes and functions) that a run's pickle may name; see `_Names`."""
+"""The globals (classes and functions) that the pickle of a run's arguments may name; see `_Names`."""
 
 KEYS: Mapping[str, str] = {
     "num_hidden_layers": "num_layers",
@@ -87,21 +87,21 @@ DEGREES = {
 
 
 COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
-"""Names of the arguments with the counts of samples consumed so far."""
+"""Names of the arguments that count the samples consumed so far."""
 _ROWS = ("vocab_size", "padded_vocab_size")
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """The contents of a Megatron checkpoint other than tensors, as plain data."""
+    """The contents of a Megatron checkpoint, except tensors, as plain data."""
 
     args: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Megatron's arguments: value by name."""
+    """Name of a Megatron argument -> value."""
     facts: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Iteration, checkpoint version, scheduler state and optimizer settings, by key."""
 
     def config(self) -> dict[str, Any]:
-        """Return the model's sizes from the arguments, under the keys of a config.json; the vocabulary size is without
-        padding.
+        """Return the model's sizes from the arguments, under the keys of a config.json; the vocabulary size does not
+        include padding.
         """
         args = self.args
         config = {key: args[name] for key, name in KEYS.items() if args.get(name) is not None}
@@ -120,7 +120,9 @@ class RunState(msgspec.Struct, frozen=True):
         return {key: value for key, value in config.items() if value is not None}
 
     def step(self) -> int | None:
-        """Return the number of optimizer steps taken; None if it is not stored, or differs between parameter groups."""
+        """Return the number of optimizer steps taken; None if the number is not stored, or differs between parameter
+        groups.
+        """
         # A parameter group without parameters may have no step; torch's own optimizers store the step as a float.
         steps = {step for step in _steps(self.facts.get("optimizer")) if step is not None}
         (only,) = steps if len(steps) == 1 else (None,)
@@ -146,7 +148,7 @@ class RunState(msgspec.Struct, frozen=True):
 
 
 def _steps(settings: object) -> Iterator[Any]:
-    """Yield the step of each group in an optimizer's settings; the optimizer may be a chain of several."""
+    """Yield the step of each group in an optimizer's settings; the optimizer may be a chain of several optimizers."""
     if isinstance(settings, dict):
         groups, state = settings.get("param_groups"), settings.get("state")
         if isinstance(groups, list):
@@ -158,7 +160,7 @@ def _steps(settings: object) -> Iterator[Any]:
 
 
 def _sparse_layers(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return which layers have experts, under each config key that some family uses for it."""
+    """Return which layers have experts, under each config key that any family uses for this information."""
     layers, frequency = args.get("num_layers"), args.get("moe_layer_freq", 1)
     if not isinstance(layers, int) or not 0 <= layers < 100_000:
         return {}
@@ -181,7 +183,9 @@ def _sparse_layers(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sizes_of_shared_experts(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the size of the shared experts under each config key that some family uses: in experts, or in rows."""
+    """Return the size of the shared experts, as a number of experts or of rows, under each config key that any family
+    uses for it.
+    """
     rows, expert_rows = args.get("moe_shared_expert_intermediate_size"), args.get("moe_ffn_hidden_size")
     if not isinstance(rows, int) or not isinstance(expert_rows, int) or rows < 1 or expert_rows < 1:
         return {}
@@ -198,7 +202,7 @@ def run_state(value: object, number: Callable[[TensorRef], float | None] = lambd
 
     Args:
         value: the unpickled state.
-        number: function that returns the value of a 0-dim tensor as a Python number.
+        number: function that returns the value of a tensor without dims as a Python number.
     """
     if isinstance(value, list) and len(value) == 1:
         (value,) = value  # Megatron wraps a sharded object with a single shard in a list
@@ -211,12 +215,12 @@ def run_state(value: object, number: Callable[[TensorRef], float | None] = lambd
 
 
 def plain_data(value: object, number: Callable[[TensorRef], float | None] = lambda _: None) -> Any:
-    """Return a value as plain data (numbers, strings, lists, dicts), without dict items of other types; None if it is
-    not plain.
+    """Return a value as plain data (numbers, strings, lists, dicts), without dict entries of other types; None if the
+    value itself is of another type.
 
     Args:
         value: the unpickled value.
-        number: function that returns the value of a 0-dim tensor as a Python number.
+        number: function that returns the value of a tensor without dims as a Python number.
     """
     return _plain(value, number, _MAX_DEPTH)
 
@@ -237,21 +241,21 @@ def _plain(value: object, number: Callable[[TensorRef], float | None], depth: in
 
 
 _MAX_YAML_DEPTH, _MAX_VALUES = 60, 50_000
-"""Caps on the nesting depth of a YAML file, and on its number of values; an alias counts as all values of its
+"""Maximum nesting depth of a YAML file, and maximum number of values in it; an alias counts as all values of its
 anchor."""
 _PLAIN = frozenset(f"tag:yaml.org,2002:{word}" for word in ("null", "bool", "int", "float"))
 """YAML tags of plain values that are not strings."""
 
 
 class UnreadableSettingsError(ValueError):
-    """A settings file is not valid YAML, has too many values, or has keys that are not plain."""
+    """A settings file is not valid YAML, has too many values, or has keys that are not plain data."""
 
 
 def read_settings(text: str) -> Any:
     """Parse the YAML text of settings into dicts, lists, strings and numbers.
 
     Raises:
-        UnreadableSettingsError: the text cannot be parsed; the message has the line number.
+        UnreadableSettingsError: if the text cannot be parsed; the message states the line number.
     """
     import yaml
 
@@ -297,7 +301,7 @@ _SECTIONS, _INNER = ("model", "config"), "transformer"
 """Keys of the model's settings in a YAML file, and the key of the transformer's settings inside these settings."""
 _STEP = "step"
 _RENAMED = {"num_moe_experts": "num_experts", "hybrid_layer_pattern": "hybrid_override_pattern"}
-"""Name of a setting -> Megatron's argument, where the two names differ."""
+"""Name of a setting -> Megatron's argument, if the two names differ."""
 _TIED, _GROUPS = "share_embeddings_and_output_weights", "num_query_groups"
 
 
@@ -314,18 +318,18 @@ class _Settings:
 def with_settings_of_run(
     state: RunState, storage: Storage, member: str, number: Callable[[Storage, str, TensorRef], float | None]
 ) -> tuple[RunState, dict[str, str]]:
-    """Add the arguments and counters in settings files to the state of a run.
+    """Add the arguments and counters in settings files to the state of a training run.
 
-    If the state has any Megatron arguments, no settings file is read.
+    If the state already has any Megatron arguments, no settings file is read.
 
     Args:
-        state: the state in the checkpoint itself.
-        storage: the checkpoint's files.
+        state: the run's state from the checkpoint itself.
+        storage: storage that reads the checkpoint's files.
         member: name of the checkpoint's folder.
-        number: function that returns the value of a 0-dim tensor in a file.
+        number: function that returns the value of a tensor without dims in a file.
 
     Returns:
-        the completed state, and for each unreadable file the reason.
+        the completed state, and a dict from each file that cannot be read to the reason.
 
     Raises:
         Refused: with one of the codes UNSAFE_PICKLE or CORRUPT if a pickled settings file cannot be unpickled safely.
@@ -351,7 +355,7 @@ def with_settings_of_run(
 
 
 def settings_files(storage: Storage, member: str) -> list[str]:
-    """Return the settings files that exist in a checkpoint's folder and its parent folder."""
+    """Return the names of the settings files that exist in a checkpoint's folder and in the folder above it."""
     inside = "" if member == HERE else f"{member}/"
     above = inside.removesuffix(f"{WEIGHTS}/")
     files = [f"{inside}{RUN_CONFIG}", *([f"{above}{MODEL_SETTINGS}"] if above != inside else [])]

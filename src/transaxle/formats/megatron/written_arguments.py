@@ -1,8 +1,8 @@
-"""Megatron's training arguments to store in a new checkpoint, derived from the model's config and tensor names.
+"""Derives Megatron's training arguments, which a new checkpoint stores, from the model's config and tensor names.
 
-When Megatron loads a checkpoint, it compares a few stored arguments with its own, and with `--use-checkpoint-args` it
-takes the model's sizes from the stored arguments. An argument that cannot be derived is left out: Megatron has a
-default for a missing argument, but would trust a wrong value.
+When Megatron loads a checkpoint, it compares a few of the stored arguments with its own arguments. With
+`--use-checkpoint-args` it takes the model's sizes from the stored arguments. An argument that cannot be derived is left
+out, because Megatron has a default for a missing argument, but would trust a wrong value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _DEGREES = {
     "context_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
 }
-"""Parallel degrees to store: those of a run on one device, because a distributed checkpoint loads at any degrees."""
+"""Parallel degrees to store; they are those of a run on one device, because a distributed checkpoint can be loaded with
+any degrees."""
 _SILU = frozenset({"silu", "swish"})
 
 
@@ -30,17 +31,19 @@ def arguments(config: Mapping[str, Any], names: Collection[str], padded_vocabula
     """Return the arguments that Megatron would store in a checkpoint of this model.
 
     Args:
-        config: the model's config.json; empty where it is unknown.
-        names: tensor names in Megatron's dialect.
-        padded_vocabulary: rows of the embedding, padding included; None to let Megatron choose the padding.
+        config: the model's config.json; empty if it is unknown.
+        names: tensor names as Megatron uses them.
+        padded_vocabulary: number of rows of the embedding, including padding; None lets Megatron choose the padding.
 
     Returns:
-        value by argument name; empty where the config lacks the number of layers or heads, or the hidden size.
+        argument name -> value; empty if the config lacks the number of layers, the number of heads, or the hidden size.
     """
     text_config = _text_config(config)
     args = {argument: text_config[key] for key, argument in KEYS.items() if text_config.get(key) is not None}
     if not {"num_layers", "hidden_size", "num_attention_heads"} <= args.keys():
-        return {}  # Megatron accepts a checkpoint without arguments, but not arguments without these three
+        # Megatron accepts a checkpoint without any arguments, but refuses arguments without layers, heads or hidden
+        # size
+        return {}
     heads = args["num_attention_heads"]
     args["num_query_groups"] = args.get("num_query_groups", heads)
     args["group_query_attention"] = args["num_query_groups"] != heads
@@ -55,8 +58,8 @@ def arguments(config: Mapping[str, Any], names: Collection[str], padded_vocabula
 
 
 def _is_pre_softmax(config: Mapping[str, Any]) -> bool | None:
-    """Tell whether the router applies softmax before top-k, so that the top-k weights do not sum to one; None if the
-    config does not say.
+    """Return whether the router applies softmax before top-k, so that the top-k weights do not sum to one; None if the
+    config does not state this.
     """
     normalized = config.get("norm_topk_prob")
     return (
@@ -65,30 +68,33 @@ def _is_pre_softmax(config: Mapping[str, Any]) -> bool | None:
 
 
 def _width_of_shared_experts(config: Mapping[str, Any]) -> int | None:
-    """Return the width of all shared experts together; None where the model has none, or the config does not say."""
+    """Return the width of all shared experts together; None if the model has no shared experts, or the config does not
+    state the width.
+    """
     width, count = config.get("moe_intermediate_size"), config.get("n_shared_experts")
     total_width = width * count if isinstance(width, int) and isinstance(count, int) else None
     return config.get("shared_expert_intermediate_size", total_width) or None
 
 
 def is_padded(config: Mapping[str, Any], rows: int | None) -> bool:
-    """Tell whether an embedding is padded: whether its number of rows differs from the model's vocabulary size.
+    """Return whether an embedding is padded, which means that its number of rows differs from the model's vocabulary
+    size.
 
     Args:
-        config: the model's config.json; empty where it is unknown.
-        rows: number of rows of the embedding; None where the model has no embedding.
+        config: the model's config.json; empty if it is unknown.
+        rows: number of rows of the embedding; None if the model has no embedding.
     """
     return rows != _text_config(config).get("vocab_size", rows)
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the text model: the outer config, with the keys of its `text_config` taking precedence."""
+    """Return the config of the text model: the outer config, in which the keys of its `text_config` have precedence."""
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, Mapping) else dict(config)
 
 
 def _from_names(names: Collection[str], args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the presence or absence of tensors determines, such as `qk_layernorm`."""
+    """Return the arguments that follow from which tensors exist, such as `qk_layernorm`."""
     ends = {name.rpartition("decoder.layers.")[2].lstrip("0123456789.") for name in names}
     implied: dict[str, Any] = {
         "add_qkv_bias": "self_attention.linear_qkv.bias" in ends,
@@ -110,7 +116,7 @@ def _from_names(names: Collection[str], args: Mapping[str, Any]) -> dict[str, An
 
 
 def _from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that tensor names do not show, only the config, such as the base of RoPE."""
+    """Return the arguments that follow only from the config, such as the base of RoPE."""
     rope = config.get("rope_parameters")
     rope = rope if isinstance(rope, Mapping) else {}
     base = config.get("rope_theta", rope.get("rope_theta"))

@@ -1,7 +1,7 @@
 """The table of globals (classes and functions) that a pickle may name; an entry only describes a call and runs nothing.
 
-One table serves all formats: as no entry runs anything, a name that one format needs does no harm in another format. A
-pickle that names a global outside the table is refused, however harmless that global may be.
+One table serves all formats: since no entry runs anything, an entry that one format needs does no harm in any other
+format. A pickle that names a global outside the table is refused, however harmless that global may be.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from transaxle.formats.pickled.descriptors import NOTHING, DType, StorageType
 
 
 class GlobalRule(msgspec.Struct, frozen=True, eq=False):
-    """How an allowed global, or a call of it, is represented."""
+    """How the interpreter represents an allowed global (class or function), or a call of it."""
 
     value: Any = NOTHING
-    """Python value that represents the global itself; NOTHING: a `Global` represents it."""
+    """Python value that represents the global itself; NOTHING means that a `Global` represents it."""
     build: Build | None = None
-    """Function that builds the result of a call; None: the result is an `Object` that describes the call."""
+    """Function that builds the result of a call of the global; None means that the result is an `Object` that describes
+    the call."""
 
 
 Names = Mapping[tuple[str, str], GlobalRule]
-"""Mapping from (module, qualified name) to the rule of that global."""
+"""(module, qualified name) of a global -> how the global is represented."""
 
 INERT = GlobalRule()
-"""Rule for a class or function whose calls are only described, not rebuilt."""
+"""Entry for a class or function whose calls are only described, not rebuilt."""
 MEMBER = GlobalRule()
-"""Rule for a call of `getattr`: the attribute must be a method that the table contains under its qualified name."""
+"""Entry for a call of `getattr`: the attribute must be a method that the table of globals contains under its qualified
+name."""
 
 DTYPES = (
     "float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32", "int64", "int32", "int16",
@@ -40,7 +42,7 @@ DTYPES = (
     "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16",
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
 )  # fmt: skip
-"""The names of all dtypes of torch 2.13 and earlier."""
+"""Names of all dtypes of torch 2.13 and earlier versions."""
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "ComplexDoubleStorage": "complex128", "ComplexFloatStorage": "complex64", "LongStorage": "int64",
@@ -48,7 +50,7 @@ STORAGES = {
     "BoolStorage": "bool", "QInt8Storage": "qint8", "QUInt8Storage": "quint8", "QInt32Storage": "qint32",
     "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4",
 }  # fmt: skip
-"""Maps the name of each torch storage class to the dtype of its elements."""
+"""Name of a torch storage class -> name of the dtype of its elements."""
 
 _PYTHON = {
     "_io": ("BytesIO",),
@@ -107,7 +109,7 @@ TENSORS = frozenset(
     + [("torch.nn.parameter", name) for name in _TORCH["torch.nn.parameter"]]
     + list(transformer_engine.TENSORS)
 )
-"""Globals whose calls return tensors that are not plain views of a storage."""
+"""Functions whose calls return tensors that are not plain views of a storage."""
 
 
 def _inert(table: Mapping[str, Iterable[str]]) -> Iterator[tuple[tuple[str, str], GlobalRule]]:

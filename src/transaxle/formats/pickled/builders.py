@@ -1,7 +1,8 @@
-"""Builders of the results of well-known calls in pickles; each builder checks the arguments and returns plain data.
+"""Functions that build the results of well-known calls in pickles; each of these builders checks the arguments and
+returns plain data.
 
-No builder calls the function that the pickle names. A pickle is refused if it passes arguments that the real function
-never gets.
+No builder calls the function that the pickle names. A pickle that passes arguments which the real function never gets
+is refused.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ Tensor = TensorRef | Object | Quantized
 
 
 class Caller(Protocol):
-    """The part of the pickle interpreter that builders use."""
+    """The methods of the pickle interpreter that builders call."""
 
     def call(self, function: object, args: object) -> Any:
-        """Return the result, or the description, of a call of the given global."""
+        """Return the result of a call of the given global (class or function), or a description of the call."""
 
     def charge(self, amount: int) -> None:
-        """Subtract the bytes of a copied value from the memory budget."""
+        """Subtract the bytes of a copied value from the interpreter's memory budget."""
 
 
 Build = Callable[[Global, Args, Caller], Any]
-"""Builder: `build(function, arguments, caller)` returns the result of the call."""
+"""A builder: `build(function, arguments, caller)` returns the result of the call."""
 
 MAX_DIMS = 64
 _MAX_COUNT = 2**63 - 1
@@ -54,7 +55,7 @@ def check_length(function: Global, args: Args, *lengths: int) -> None:
         raise malformed(f"{function} takes {' or '.join(map(str, lengths))} arguments, not {len(args)}")
 
 
-# Globals of Python's standard library and numpy.
+# Globals of Python's standard library.
 
 
 def ordered_map(function: Global, args: Args, caller: Caller) -> OrderedMap:
@@ -76,13 +77,15 @@ def ordered_map(function: Global, args: Args, caller: Caller) -> OrderedMap:
 
 
 def default_map(function: Global, args: Args, caller: Caller) -> OrderedMap:
-    """Build the dict of `defaultdict(factory)`; the factory is ignored."""
+    """Build the dict of `defaultdict(factory)`; the factory function is ignored."""
     check_length(function, args, 0, 1, 2)
     return ordered_map(function, args[1:], caller)
 
 
 def collection(function: Global, args: Args, caller: Caller) -> Object:
-    """Describe `set([…])`, `frozenset([…])` or `deque([…], length)`, with the elements as `items`."""
+    """Describe `set([…])`, `frozenset([…])` or `deque([…], length)`; the elements become the `items` of the
+    `Object`.
+    """
     check_length(function, args, 0, 1, 2)
     argument = args[0] if args else []
     if type(argument) not in (list, tuple):
@@ -114,14 +117,14 @@ def complex_number(function: Global, args: Args, _: Caller) -> complex:
 
 
 def describe_reconstructor(function: Global, args: Args, _: Caller) -> Object:
-    """Describe a call `copyreg._reconstructor(cls, base, state)`, which creates objects in pickle protocols 0, 1."""
+    """Describe a call `copyreg._reconstructor(cls, base, state)`, which creates objects in pickle protocols 0 and 1."""
     check_length(function, args, 3)
     if type(args[0]) is not Global:
         raise malformed(f"{function} needs a class")
     return Object(args[0], () if args[2] is None else (args[2],), new=True)
 
 
-# numpy's.
+# Globals of numpy.
 
 _NUMPY_CODES = {
     "b1": "BOOL", "i1": "I8", "i2": "I16", "i4": "I32", "i8": "I64", "u1": "U8", "u2": "U16", "u4": "U32", "u8": "U64",
@@ -131,7 +134,7 @@ _ORDERS = frozenset({"<", ">", "|", "="})
 
 
 def numpy_scalar(function: Global, args: Args, _: Caller) -> Scalar | Object:
-    """Build the number of `scalar(dtype, octets)`; if the dtype has no safetensors code, describe the call."""
+    """Build the number of `scalar(dtype, octets)`; if the dtype has no safetensors code, only describe the call."""
     dtype, data = args if len(args) == 2 else (None, None)
     if type(dtype) is not Object or type(data) is not bytes or not dtype.args or type(dtype.state) is not tuple:
         return Object(function, args)
@@ -146,7 +149,7 @@ def numpy_scalar(function: Global, args: Args, _: Caller) -> Scalar | Object:
     return Scalar(code, data[::-1] if order == ">" else data)
 
 
-# torch's.
+# Globals of torch.
 
 
 def size(function: Global, args: Args, _: Caller) -> tuple[int, ...]:
@@ -156,7 +159,7 @@ def size(function: Global, args: Args, _: Caller) -> tuple[int, ...]:
 
 
 def counts(function: Global, noun: str, values: Any) -> tuple[int, ...]:
-    """Return sizes or strides as a tuple; refuse anything but a short sequence of non-negative integers."""
+    """Return sizes or strides as a tuple; refuse any value that is not a short sequence of non-negative integers."""
     if type(values) not in (tuple, list):
         raise malformed(f"{function}: the {noun} must be a list of counts, not a {type(values).__name__}")
     if len(values) > MAX_DIMS:
@@ -188,7 +191,7 @@ def _view(function: Global, args: Args, dtype: object, metadata: object) -> Tens
 
 
 def tensor(function: Global, args: Args, _: Caller) -> TensorRef:
-    """Return the tensor that `_rebuild_tensor(storage, offset, size, stride)` creates, as a description."""
+    """Describe the tensor that `_rebuild_tensor(storage, offset, size, stride)` creates."""
     check_length(function, args, 4)
     return _view(function, args, None, None)
 
@@ -219,14 +222,16 @@ def parameter_class(function: Global, args: Args, _: Caller) -> Tensor:
 
 
 def tensor_of(function: Global, value: object) -> Tensor:
-    """Return the argument if it is a tensor of any kind; refuse other values."""
+    """Return the argument if it is a tensor of any kind; refuse any other value."""
     if not isinstance(value, TensorRef | Object | Quantized):
         raise malformed(f"{function} needs a tensor, not a {type(value).__name__}")
     return value
 
 
 def of_type(function: Global, args: Args, caller: Caller) -> Tensor:
-    """Build the tensor of `_rebuild_from_type_v2(function, type, args, state)`; describe the call for a subclass."""
+    """Build the tensor of `_rebuild_from_type_v2(function, type, args, state)`; if the type is a subclass of a tensor
+    class, describe the call.
+    """
     check_length(function, args, 4)
     rebuild, kind, inner, state = args
     if type(kind) is not Global or type(rebuild) is not Global:

@@ -1,9 +1,10 @@
-"""The values that the interpreter builds from a pickle: plain data, and descriptions of everything else.
+"""The values that the pickle interpreter builds: plain data, and descriptions of all classes, functions and objects.
 
-Numbers, strings, bytes, lists, tuples and dicts represent themselves. A class or function that a pickle names is a
-`Global`, and the result of calling it is an `Object`, which has the name, the arguments and the state. Objects that a
-pickle shares are shared here as well, and may contain themselves, so code that walks them must limit its number of
-steps. The exceptions for malformed or unreadable pickles are defined here as well.
+Numbers, strings, bytes, lists, tuples and dicts represent themselves. A class or function that a pickle names is
+represented by a `Global`, and the result of a call of it by an `Object`, which contains the name, the arguments and the
+state. If a pickle uses one object in several places, the interpreter's values share it as well, and a value may contain
+itself. So code that walks through the values must limit its number of steps. This module also defines the exceptions
+for pickles that are malformed or cannot be read.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ CODES: Mapping[str, str] = {
     "complex64": "C64", "float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0",
     "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float4_e2m1fn_x2": "F4",
 }  # fmt: skip
-"""torch's dtype name -> safetensors code; for a dtype not listed, the code is torch's name in capitals."""
+"""Name of a torch dtype -> safetensors code; the code of a dtype that is not listed is torch's name in capitals."""
 
 
 class Global(msgspec.Struct, frozen=True):
-    """A class or function that a pickle names; it was not imported."""
+    """A class or function that a pickle names, and that was not imported."""
 
     module: str
     name: str
-    """Qualified name of the global in its module; for a bound class method `Class.method`."""
+    """Qualified name of the global in its module; the name of a bound class method is `Class.method`."""
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -42,7 +43,7 @@ class DType(msgspec.Struct, frozen=True):
 
     @property
     def code(self) -> str:
-        """Safetensors code of the dtype; if it has none, torch's name in capitals."""
+        """Return the safetensors code of the dtype; if it has no code, torch's name in capitals."""
         return CODES.get(self.name, self.name.upper())
 
 
@@ -54,7 +55,7 @@ class StorageType(msgspec.Struct, frozen=True):
 
 
 class Nothing:
-    """The type of `NOTHING`, which marks an object without state (None is a state)."""
+    """The type of `NOTHING`, which marks an object without state; None would be a state."""
 
     __slots__ = ()
 
@@ -66,79 +67,83 @@ NOTHING = Nothing()
 
 
 class OrderedMap(dict[Any, Any]):
-    """A dict created in the pickle by calling `OrderedDict` or a similar class; it may have attributes."""
+    """A dict that the pickle creates by calling `OrderedDict` or a similar class; such a dict may have attributes."""
 
     __slots__ = ("state",)
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.state: object = NOTHING
-        """Attributes of the dict, such as `_metadata` of a torch state dict; NOTHING if it has none."""
+        """Attributes of the dict, such as `_metadata` of a torch state dict; NOTHING if the dict has no attributes."""
 
 
 class Object(msgspec.Struct, eq=False):
-    """Description of the result of calling a global. An `Object` equals only itself, so it can be the key of a dict."""
+    """Description of the result of calling a global (a class or function). An `Object` equals only itself, so it can be
+    the key of a dict.
+    """
 
     cls: Global
-    """Class or function that is called."""
+    """The class or function that is called."""
     args: tuple[Any, ...] = ()
     """Positional arguments of the call."""
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Keyword arguments of the call."""
     state: object = NOTHING
-    """State that the pickle sets by the opcode BUILD: for most classes, a dict of attributes."""
+    """State that the pickle sets with the opcode BUILD; for most classes it is a dict of attributes."""
     items: list[Any] = msgspec.field(default_factory=list)
     """Items that the pickle appends or adds to the object."""
     pairs: dict[Any, Any] = msgspec.field(default_factory=dict)
     """Key-value pairs that the pickle sets in the object."""
     new: bool = False
-    """Whether the class's `__new__` creates the object, instead of a call of the class."""
+    """Whether the object is created by the `__new__` of its class, instead of a call of the class."""
 
 
 class Persistent(msgspec.Struct, eq=False):
-    """A persistent id that was not resolved; it refers to an object outside the pickle."""
+    """A persistent id that the interpreter did not resolve; such an id refers to an object outside the pickle."""
 
     pid: object
 
 
 class Key(msgspec.Struct, eq=False):
-    """A dict key that is not a plain scalar, such as a tuple; it is never hashed by its value."""
+    """A dict key that is not a plain scalar, such as a tuple; a `Key` is never hashed by its value."""
 
     value: object
 
 
 class TensorRef(msgspec.Struct, eq=False):
-    """A tensor: a strided view of a storage. Offset, shape and strides are counted in elements as torch counts them."""
+    """A tensor in a pickle: a strided view of a storage. Offset, shape and strides are counted in elements as torch
+    counts them.
+    """
 
     storage: object
-    """The value to which the storage's persistent id was resolved."""
+    """The value to which the persistent id of the storage was resolved."""
     dtype: DType | None
-    """Dtype of the elements; None: as the dtype of the storage."""
+    """Dtype of the elements; None means that the tensor has the dtype of its storage."""
     offset: int
     """Index of the view's first element in the storage."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     flags: tuple[str, ...] = ()
-    """Lazy operations (`conj`, `neg`) that torch has not yet applied to the stored values."""
+    """Operations (`conj`, `neg`) that torch has not yet applied to the stored values."""
 
 
 class Quantized(msgspec.Struct, eq=False):
     """A quantized tensor of TransformerEngine, with codes and scales as tensors (see `transformer_engine`)."""
 
     kind: str
-    """Name of the tensor's class, such as `MXFP8Tensor`."""
+    """Name of the tensor class, such as `MXFP8Tensor`."""
     dtype: DType
-    """The dtype that the tensor has for torch, unlike the dtype of its codes."""
+    """The dtype that the tensor reports to torch; its codes have a different dtype."""
     number: int
-    """TransformerEngine's number for the dtype of the tensor's codes."""
+    """Number by which TransformerEngine denotes the dtype of the tensor's codes."""
     numbering: str
-    """Numbering of dtypes in which `number` is valid: `old`, `new`, or empty if unknown."""
+    """Numbering of dtypes to which `number` belongs: `old`, `new`, or empty if unknown."""
     shape: tuple[int, ...] | None
-    """Shape in elements; None in pickles that do not record it."""
+    """Shape of the tensor in elements; None if the pickle does not contain the shape."""
     buffers: Mapping[str, TensorRef]
-    """Maps argument names to the buffers that are not None."""
+    """Name of a constructor argument -> buffer, for all buffers that are not None."""
     settings: Mapping[str, int]
-    """Maps argument names to the tensor's flags."""
+    """Name of a constructor argument -> flag of the tensor."""
 
 
 class Scalar(msgspec.Struct, frozen=True):
@@ -151,7 +156,7 @@ class Scalar(msgspec.Struct, frozen=True):
 
 
 class PickleFault(Exception):
-    """Raised if a pickle is malformed, or cannot be read by this package."""
+    """Raised if a pickle is malformed, or cannot be read by Transaxle."""
 
     def __init__(self, message: str, code: Code = "CORRUPT") -> None:
         super().__init__(message)
@@ -160,7 +165,7 @@ class PickleFault(Exception):
 
 
 class PickleEnds(PickleFault):
-    """Raised if the bytes end before the end of the pickle."""
+    """Raised if the data ends before the end of the pickle."""
 
 
 def malformed(message: str) -> PickleFault:
@@ -176,7 +181,7 @@ _SMALL = 2**64
 
 
 def put(target: dict[Any, Any], flat: Sequence[Any]) -> None:
-    """Add keys and values, given alternately, to a dict; the keys are untrusted.
+    """Add keys and values to a dict; `flat` contains them alternately, and the keys are untrusted.
 
     Hashing untrusted keys is dangerous: nested tuples take time that doubles with each level, and integers can be
     chosen so that all hashes are equal. So only plain scalars are hashed; any other key becomes a `Key`, which is equal

@@ -4,11 +4,12 @@
     OUT/release/mp_rank_00_001/model_optim_rng.pt     tensor-parallel rank 0, pipeline stage 1
 
 A tensor that several ranks have is written to the file of each of these ranks. Optimizer state is written as Megatron's
-plain optimizer stores it, because the flat buffers of `--use-distributed-optimizer` depend on the job.
+plain optimizer stores it; the flat buffers of `--use-distributed-optimizer` would depend on the number of ranks of the
+job.
 
-Local names are the tensor names in Megatron's modules. Their order matters, because the optimizer numbers its
-parameters in this order. Norms and experts are written under several names, so that both Transformer Engine's modules
-and Megatron's local modules can load them.
+Local names are the tensor names in the modules of one rank, where layers and experts are numbered from zero. The order
+of local names matters, because the optimizer numbers its parameters in this order. Norms and experts are written under
+several names, so that both Transformer Engine's modules and Megatron's own modules can load them.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ _NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-"""Name of a norm inside a linear layer of Transformer Engine -> its name as a separate module."""
+"""Name of a norm inside a linear layer of Transformer Engine -> name of the norm as a separate module."""
 _ORDER = (
     "input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.q_layernorm",
     "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.router", "mlp.experts.linear_fc1",
@@ -81,7 +82,7 @@ _ORDER = (
 )  # fmt: skip
 """Modules of a layer, in the order in which Megatron creates them."""
 _MODULE_PARAMETERS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
-"""Last name segments of a module's parameters, in the order in which the module registers them."""
+"""Last segments of the names of a module's parameters, in the order in which the module registers the parameters."""
 _TOPS = ("embedding.", "decoder.layers.", "decoder.", "mtp.", "output_layer.")
 """Name prefixes of a model's top-level modules, in the order in which Megatron creates them."""
 _TOP_PARAMETERS = (EMBEDDING, "decoder.final_layernorm.weight", "decoder.final_layernorm.bias", HEAD)
@@ -90,12 +91,12 @@ _EXPERTS = "is_expert_parallel"
 
 @dataclass(frozen=True, slots=True)
 class ParameterRanks:
-    """The ranks that have a parameter, and the parameter's local names on them."""
+    """The ranks that have a parameter, and the local names of the parameter on these ranks."""
 
     stages: tuple[int, ...]
-    """Pipeline stages with the parameter; all stages but the first have copies."""
+    """Numbers of the pipeline stages that have the parameter; all these stages but the first have copies."""
     expert: int | None
-    """The expert-parallel rank that has the parameter; None if all expert-parallel ranks have it."""
+    """Number of the expert-parallel rank that has the parameter; None if all expert-parallel ranks have it."""
     names: tuple[str, ...]
     """Local name of the parameter in each stage of `stages`."""
 
@@ -106,11 +107,11 @@ class ModelDivision:
 
     degrees: Degrees
     layers: int
-    """Number of layers in each stage."""
+    """Number of layers in each pipeline stage."""
     experts: int
-    """Number of experts on each expert-parallel rank; 0 without experts."""
+    """Number of experts on each expert-parallel rank; 0 for a model without experts."""
     tied: bool
-    """Whether the head is tied to the embedding."""
+    """Whether the output head is tied to the embedding."""
 
     def ranks_of(self, name: str) -> ParameterRanks:
         """Return the ranks that have a parameter.
@@ -138,7 +139,7 @@ class ModelDivision:
 
 
 def divide_model(names: Sequence[str], degrees: Degrees) -> ModelDivision:
-    """Divide a model's layers and experts among ranks, given its parameter names.
+    """Divide a model's layers and experts evenly among ranks, given the model's parameter names.
 
     Raises:
         Refused: with code UNSUPPORTED if layers or experts do not divide evenly among the ranks.
@@ -161,20 +162,20 @@ def _uneven(count: str, ranks: int, kind: str, option: str) -> TransaxleError:
 
 @dataclass(slots=True)
 class RankContents:
-    """The contents of one rank's file, without the bytes of its tensors."""
+    """The contents of one rank's file, except the bytes of tensors."""
 
     place: MeshPlace
     storages: list[int | bytes] = field(default_factory=list)
     """Size of each tensor storage in the file, in bytes."""
     model: dict[str, TensorRef] = field(default_factory=dict)
-    """Weights by local name."""
+    """Local name -> weight."""
     parameters: dict[str, tuple[str, Shape]] = field(default_factory=dict)
-    """Dtype and shape of each weight, by local name."""
+    """Local name -> dtype and shape of the weight."""
     states: dict[str, dict[str, TensorRef]] = field(default_factory=dict)
-    """Local name -> name of the state -> optimizer state."""
+    """Local name -> name of the optimizer state -> tensor of this state."""
 
     def add(self, local: str, state: str, dtype: str, shape: Shape) -> int:
-        """Add a weight, or an optimizer state if `state` is given; return the number of the new storage."""
+        """Add a weight, or an optimizer state if `state` is not empty; return the number of the new tensor storage."""
         key = len(self.storages)
         self.storages.append(nbytes(dtype, shape))
         if state:
@@ -185,7 +186,9 @@ class RankContents:
         return key
 
     def state_dict(self) -> OrderedMap:
-        """Return the model's state dict in the module's order, with the names that other kinds of modules use."""
+        """Return the model's state dict in the module's order; it also contains the names that other kinds of modules
+        use.
+        """
         state_dict = OrderedMap()
         for name in sorted(self.model, key=_module_order):
             state_dict[name] = self.model[name]
@@ -193,13 +196,14 @@ class RankContents:
         return state_dict
 
     def optimizer(self, groups: Sequence[Mapping[str, Any]], *, apart: bool, torch_steps: bool) -> dict[str, Any]:
-        """Return the file's entries for the optimizer: states by parameter number, and full-precision copies by group.
+        """Return the file's entries for the optimizer: optimizer states by parameter number, and full-precision copies
+        by group.
 
         Args:
-            groups: settings of each group.
+            groups: settings of each parameter group.
             apart: whether experts have a separate optimizer.
             torch_steps: whether to store the step in each parameter's state, as torch's optimizers do; otherwise the
-                step is in the groups' settings, and the step tensors get a separate entry.
+                step is stored in the groups' settings, and the step tensors in a separate entry.
 
         Raises:
             Refused: with code UNSUPPORTED if the order of the parameters is unknown, or a full-precision copy is
@@ -218,7 +222,7 @@ class RankContents:
         return entries if torch_steps else {**entries, STEPS: steps}
 
     def _is_low(self, names: Sequence[str]) -> bool:
-        """Tell whether Megatron's optimizer stores full-precision copies of these parameters; True if there are no
+        """Return whether Megatron's optimizer stores full-precision copies of these parameters; True if there are no
         parameters.
         """
         return not names or any(self.parameters[name][0] in LOW for name in names)
@@ -226,7 +230,9 @@ class RankContents:
     def _part(
         self, groups: Sequence[Mapping[str, Any]], names: Sequence[str], *, experts: bool
     ) -> tuple[dict[str, Any], dict[int, TensorRef]]:
-        """Return the entry of one chained optimizer, and parameter number -> step for this optimizer."""
+        """Return the entry of one of the chained optimizers, and a dict from parameter number to step for this
+        optimizer.
+        """
         unknown = next((name for name in names if not _has_order(name)), None)
         if unknown is not None:
             raise _no_order(f"the place of {unknown} among Megatron's parameters is not known")
@@ -266,7 +272,9 @@ def _no_order(why: str) -> TransaxleError:
 
 
 def _module_order(name: str) -> tuple[int, int, int, int, int, str]:
-    """Return a parameter's sort key in the order of Megatron's modules: top, layer, module, expert, parameter, name."""
+    """Return a parameter's sort key in the order of Megatron's modules: top-level module, layer, module, expert,
+    parameter, name.
+    """
     match = _LAYER.fullmatch(name)
     if match is None:
         return next((place for place, top in enumerate(_TOPS) if name.startswith(top)), len(_TOPS)), 0, 0, 0, 0, name
@@ -281,7 +289,7 @@ def _module_order(name: str) -> tuple[int, int, int, int, int, str]:
 
 
 def _has_order(name: str) -> bool:
-    """Tell whether a parameter's position in the module's order is known."""
+    """Return whether a parameter's position in the module's order is known."""
     in_layer, _, in_module = _module_order(name)[2:5]
     return name in _TOP_PARAMETERS or (
         _LAYER.fullmatch(name) is not None and in_layer < len(_ORDER) and in_module < len(_MODULE_PARAMETERS)
@@ -289,7 +297,7 @@ def _has_order(name: str) -> bool:
 
 
 def _other_names(name: str) -> Iterator[str]:
-    """Yield the names that a tensor has in other implementations of its module."""
+    """Yield the names that a tensor has in other implementations of the tensor's module."""
     match = _LAYER.fullmatch(name)
     if match is not None and match[2] in _NORMS:
         yield f"decoder.layers.{match[1]}.{_NORMS[match[2]]}"
@@ -299,23 +307,23 @@ def _other_names(name: str) -> Iterator[str]:
 
 
 Parts = Mapping[str, tuple[int, tuple[Intervals, ...]] | None]
-"""Parameter name -> (cut dim, intervals of each tensor-parallel rank along this dim); None for a replicated
-parameter."""
+"""Parameter name -> (index of the cut dim, intervals of each tensor-parallel rank along this dim); None for a
+replicated parameter."""
 _GLOBAL_STEPS = "global_steps"
 _EXPERT_GROUP = "is_expert_parallel"
 _TRAINED = frozenset({*LOW, "F32", "F64"})
-"""Dtypes of weights for which optimizer state can be written."""
+"""Safetensors dtype codes of weights for which optimizer state can be written."""
 
 
 class _StorageBox(NamedTuple):
-    """A box of a tensor, and where the box is in a tensor storage of a rank's file."""
+    """A box of a tensor, and the place of the box in a tensor storage of a rank's file."""
 
     place: MeshPlace
     storage: int
     start: Shape
     shape: Shape
     at: int
-    """Offset of the box in the storage, in bytes."""
+    """Offset in bytes of the box in the storage."""
     strides: Shape | None
 
 
@@ -330,21 +338,22 @@ def draft(
     run: Mapping[str, Any] | None = None,
     read: Callable[[str], bytes] | None = None,
 ) -> Draft:
-    """Lay out the folders of all ranks: weights alone become a `release`; weights with optimizer state, an iteration.
+    """Lay out the folders of all ranks: in the folder `release` if there are only weights, in the folder of an
+    iteration if there is optimizer state.
 
     Args:
-        tensors: the tensors to write, under Megatron's global names.
-        metadata: ignored, because the format has no place for free text.
-        shard_size: ignored, because each rank has exactly one file.
-        degrees: the parallel degrees for which to write; None for a single rank.
+        tensors: the tensors to write, under the whole model's names.
+        metadata: not used, because the format has no place for free text.
+        shard_size: not used, because each rank has exactly one file.
+        degrees: the parallel degrees of the new checkpoint; None means a single rank.
         parts: tensor-parallel cut of each parameter.
         config: the model's config.json.
         run: counters and settings of the training run that wrote the source checkpoint.
-        read: returns the bytes of a tensor by name; called for the optimizer's steps.
+        read: function that returns the bytes of a tensor by name; called for the optimizer's steps.
 
     Raises:
-        Refused: with every tensor that cannot be stored: UNSUPPORTED, NAME_COLLISION or SHAPE_MISMATCH; or UNSUPPORTED,
-            if Megatron could not load the optimizer state.
+        Refused: with every tensor that cannot be stored, and the code UNSUPPORTED, NAME_COLLISION or SHAPE_MISMATCH; or
+            with code UNSUPPORTED if Megatron could not load the optimizer state.
     """
     del metadata, shard_size
     degrees = degrees or Degrees()
@@ -383,10 +392,11 @@ def draft(
 
 
 def _refuse_codes(tensors: Sequence[Spec], weights: Mapping[str, Spec]) -> None:
-    """Refuse quantized weights that have optimizer state, because Megatron's optimizer needs unquantized values.
+    """Refuse quantized weights for which there is optimizer state, because Megatron's optimizer needs unquantized
+    values.
 
     Raises:
-        Refused: with code UNSUPPORTED for each such weight.
+        Refused: with code UNSUPPORTED for each quantized weight with optimizer state.
     """
     trained = dict.fromkeys(split_slot(spec.name)[0] for spec in tensors if spec.name.startswith(OPTIMIZER))
     faults = Faults()
@@ -412,7 +422,7 @@ def _distribute(
     """Distribute every tensor over the ranks.
 
     Returns:
-        the contents of each rank's file; the boxes of each tensor; and the boxes that further ranks repeat.
+        the contents of each rank's file; the boxes of each tensor; and the boxes that are repeated on further ranks.
 
     Raises:
         Refused: with every tensor that cannot be stored.
@@ -450,7 +460,7 @@ def _distribute(
 
 
 def _rank_names(holders: ParameterRanks, degrees: Degrees) -> Iterator[tuple[MeshPlace, str]]:
-    """Yield the ranks that have a parameter, each with the parameter's local name."""
+    """Yield the ranks that have a parameter, each with the parameter's local name on the rank."""
     for stage, local in zip(holders.stages, holders.names, strict=True):
         for expert in range(degrees.ep) if holders.expert is None else (holders.expert,):
             for rank in range(degrees.tp):
@@ -458,14 +468,15 @@ def _rank_names(holders: ParameterRanks, degrees: Degrees) -> Iterator[tuple[Mes
 
 
 _PartBoxes = list[tuple[Shape, Shape, int, Shape | None]]
-"""Boxes in a rank's part of a tensor, each as (first index in the whole tensor, shape, first element in the part,
+"""Boxes in a rank's shard of a tensor, each as (first index in the whole tensor, shape, first element in the shard,
 strides)."""
 
 
 def _parts_of(
     spec: Spec, parameter: str, state: str, weights: Mapping[str, Spec], parts: Parts, degrees: Degrees
 ) -> list[tuple[Shape, _PartBoxes]]:
-    """Return for each tensor-parallel rank the shape and boxes of its part of a tensor; copies are one shared object.
+    """Return for each tensor-parallel rank the shape and the boxes of the rank's shard of a tensor; equal shards are
+    one shared object.
 
     Raises:
         Refused: with one of the codes UNSUPPORTED or SHAPE_MISMATCH if the cut does not fit the tensor.
@@ -505,7 +516,7 @@ def _cut_of(weight: Spec, parts: Parts, degrees: Degrees) -> tuple[int, Sequence
 
 
 def _part(whole: Shape, dim: int, intervals: Intervals) -> tuple[Shape, _PartBoxes]:
-    """Return the shape of one rank's part of a tensor, and the boxes in this part."""
+    """Return the shape of one rank's shard of a tensor, and the boxes in this shard."""
     shape = (*whole[:dim], sum(stop - start for start, stop in intervals), *whole[dim + 1 :])
     strides = row_major(shape)
     inside: _PartBoxes = []
@@ -526,9 +537,9 @@ def _settings(
     degrees: Degrees,
     read: Callable[[str], bytes] | None,
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the settings of the optimizer's groups, and notes for the user about arguments for Megatron.
+    """Return the settings of the optimizer's groups, and notes that tell the user which arguments to pass to Megatron.
 
-    With expert parallelism, experts have separate groups.
+    With expert parallelism, the parameters of experts are in separate groups.
 
     Raises:
         Refused: with code UNSUPPORTED if the parameters have taken different numbers of steps.
@@ -562,13 +573,15 @@ def _value(
     if settings is None:
         return content
     groups = settings["param_groups"]
-    # If the source's groups have no step, the source's optimizer stores it per parameter, as torch's optimizers do.
+    # If the source's groups have no step, the source's optimizer stores the step per parameter, as torch's optimizers
+    # do.
     torch_steps = all("step" not in group for group in groups)
     return content | rank.optimizer(groups, apart=degrees.ep > 1, torch_steps=torch_steps)
 
 
 def _args(config: Mapping[str, Any], weights: Mapping[str, Spec], degrees: Degrees) -> dict[str, Any]:
-    """Return Megatron's arguments for these parallel degrees; empty if the config does not give the model's sizes.
+    """Return Megatron's training arguments for these parallel degrees; empty if the config does not contain the model's
+    sizes.
 
     Raises:
         Refused: with code UNSUPPORTED if there are several ranks but the sizes are unknown, or attention heads do not
@@ -594,6 +607,8 @@ def _args(config: Mapping[str, Any], weights: Mapping[str, Spec], degrees: Degre
 
 
 def _rank_args(args: Mapping[str, Any], place: MeshPlace, degrees: Degrees) -> Mapping[str, Any]:
-    """Return the arguments of one rank, with the rank's number, so that a reader notices a file in a wrong folder."""
+    """Return the training arguments of one rank, which include the rank's number, so that a reader notices a file in a
+    wrong folder.
+    """
     rank = (place.pp * degrees.ep + place.ep) * degrees.tp + place.tp
     return {**args, "rank": rank, "world_size": degrees.pp * degrees.ep * degrees.tp} if args else args

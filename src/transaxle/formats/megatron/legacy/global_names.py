@@ -1,12 +1,14 @@
-"""Derives the whole model's tensor names, and the order of parameters in the optimizer, from the names on one rank.
+"""Derives the whole model's tensor names, and the order of parameters in the optimizer, from the tensor names on one
+rank.
 
-A rank numbers its layers and experts from zero. The run's arguments determine which layers a stage has; the files must
-agree.
+A rank numbers its layers and experts from zero. The run's arguments determine which layers a pipeline stage has, and
+the files must agree with the arguments.
 
-Optimizer state has no parameter names: it is listed by parameter number, or is in flat buffers. A parameter's shape and
-name determine its optimizer group: vectors and biases have no weight decay, and expert-parallel experts have a separate
-optimizer. A group lists parameters in the module's order, a flat buffer in the reverse order. These assumptions are
-checked against the files; if they do not fit, or are ambiguous, the optimizer state is not read.
+Optimizer state in the files has no parameter names: it is listed by parameter number, or is in flat buffers. A
+parameter's shape and name determine its optimizer group: vectors and biases have no weight decay, and expert-parallel
+experts have a separate optimizer. An optimizer group lists parameters in the module's order, a flat buffer contains
+them in the reverse order. These assumptions about groups and order are checked against the files; if they do not fit,
+or are ambiguous, the optimizer state is not read.
 """
 
 from __future__ import annotations
@@ -31,21 +33,21 @@ _LONGEST_LAYOUT = 100_000
 
 
 def is_expert(name: str) -> bool:
-    """Tell whether a parameter belongs to routed experts."""
+    """Return whether a parameter belongs to routed experts."""
     return _EXPERTS in name.split(".")
 
 
 def stage_layers(args: Mapping[str, Any], mesh: Mesh, file: str) -> list[list[range]]:
-    """Return the global layer numbers of each stage, as `layers[pipeline stage][virtual stage]`.
+    """Return the layer numbers in the whole model of each pipeline stage, as `layers[pipeline stage][virtual stage]`.
 
     Args:
-        args: Megatron's arguments of the run.
+        args: Megatron's training arguments of the run.
         mesh: parallel degrees of the run.
         file: name of the file with the arguments, for error messages.
 
     Raises:
-        Refused: with code CORRUPT if the arguments are malformed; with code UNSUPPORTED if they do not determine the
-            layers.
+        Refused: with code CORRUPT if the arguments are malformed; with code UNSUPPORTED if they do not determine which
+            stage has which layers.
     """
     layers = args.get("num_layers")
     if mesh.pp == 1 and mesh.vp == 1:
@@ -54,7 +56,8 @@ def stage_layers(args: Mapping[str, Any], mesh: Mesh, file: str) -> list[list[ra
         raise refuse("CORRUPT", f"args > num_layers: expected a number of layers, not {layers!r}", file=file)
     layout = args.get("pipeline_model_parallel_layout")
     counts = _counts(args, layers, mesh, file) if layout is None else _layout_counts(layout, mesh, file)
-    # Layer numbers run through the first virtual stages of all ranks, then through all second virtual stages, ….
+    # Layer numbers run through the first virtual stage of every rank, then through the second virtual stage of every
+    # rank, and so on.
     stages: list[list[range]] = [[] for _ in range(mesh.pp)]
     begin = 0
     for chunk in range(mesh.vp):
@@ -68,7 +71,9 @@ def stage_layers(args: Mapping[str, Any], mesh: Mesh, file: str) -> list[list[ra
 
 
 def _counts(args: Mapping[str, Any], layers: int, mesh: Mesh, file: str) -> list[list[int]]:
-    """Return the number of layers in each stage; all are equal, except that the first and the last may be set apart."""
+    """Return the number of layers in each stage; all numbers are equal, but the arguments can set those of the first
+    and the last stage separately.
+    """
     ends = [_count(args, f"decoder_{end}_pipeline_num_layers", file) for end in ("first", "last")]
     embeds, loses = (bool(args.get(f"account_for_{end}_in_pipeline_split")) for end in ("embedding", "loss"))
     if any(end is not None for end in ends):
@@ -102,7 +107,9 @@ def _divide_layers(layers: int, parts: int, kind: str, file: str) -> int:
 
 
 def _layout_counts(layout: object, mesh: Mesh, file: str) -> list[list[int]]:
-    """Return the number of layers in each stage of a layout such as `Et*3|(tt|)*29m|L`, where `t` is a layer."""
+    """Return the number of layers in each stage of a pipeline layout such as `Et*3|(tt|)*29m|L`, where `t` is a
+    layer.
+    """
     text = layout.replace(",", "") if isinstance(layout, str) else ""
     while (match := _LAYOUT.search(text)) is not None and len(text) < _LONGEST_LAYOUT:
         part, times = (match[1], match[2]) if match[2] else (match[3], match[4])
@@ -118,15 +125,16 @@ def _layout_counts(layout: object, mesh: Mesh, file: str) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """Global numbers of the layers and experts that one rank has in one stage."""
+    """The numbers, in the whole model, of the layers and experts that one rank has in one pipeline stage."""
 
     layers: range
-    """Global numbers of the stage's layers."""
+    """Numbers of the stage's layers in the whole model."""
     experts: range
-    """Global numbers of the rank's experts; empty without expert parallelism, when local numbers are already global."""
+    """Numbers of the rank's experts in the whole model; empty without expert parallelism, because the file's own
+    numbers are those of the whole model then."""
 
     def names(self, local: Iterable[str], file: str) -> dict[str, str]:
-        """Return a dict from each local tensor name to its global name.
+        """Return a dict from each local tensor name to the tensor's name in the whole model.
 
         Raises:
             Refused: with code CORRUPT if the rank cannot have a layer or expert of this number; with code INCOMPLETE if
@@ -176,7 +184,7 @@ def _number_too_large(kind: str, number: int, count: int, file: str, name: str) 
 
 
 def experts_of(args: Mapping[str, Any], mesh: Mesh, rank: int, file: str) -> range:
-    """Return the range of global expert numbers on a rank; an empty range without expert parallelism.
+    """Return the numbers of a rank's experts in the whole model; an empty range without expert parallelism.
 
     Raises:
         Refused: with code CORRUPT if the number of experts is not divisible by the number of ranks.
@@ -192,18 +200,18 @@ def experts_of(args: Mapping[str, Any], mesh: Mesh, rank: int, file: str) -> ran
 
 
 LOW = ("BF16", "F16")
-"""Low-precision dtypes: for weights of these dtypes an optimizer has full-precision copies."""
+"""Low-precision dtypes: an optimizer has full-precision copies of weights of these dtypes."""
 _BIAS = ".bias"
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 _HEAD_NORMS = ("q_layernorm.", "k_layernorm.")
 _ALIGNMENT = 64
-"""A parameter begins at a multiple of this many elements in a flat buffer."""
+"""In a flat buffer, a parameter begins at a multiple of this number of elements."""
 _LEAST_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 _EXPERT_FLAG, _NO_DECAY, _DECOUPLED = "is_expert_parallel", "wd_mult", "is_decoupled_lr"
 
 
 class OrderUnknown(Exception):
-    """The files do not show which optimizer state belongs to which parameter; the message gives the reason."""
+    """The files do not show which optimizer state belongs to which parameter; the error message states the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +221,7 @@ class Parameter:
     chunk: int
     """Number of the virtual pipeline stage, counted on the rank."""
     name: str
-    """Global name of the parameter."""
+    """Name of the parameter in the whole model."""
     dtype: str
     shape: tuple[int, ...]
     expert: bool
@@ -228,30 +236,30 @@ class Parameter:
 
 
 def is_vocabulary(name: str) -> bool:
-    """Tell whether a parameter has one row for each token of the vocabulary."""
+    """Return whether a parameter has one row for each token of the vocabulary."""
     return f".{name}".endswith(tuple(f".{end}" for end in _VOCABULARY))
 
 
 def has_expert_groups(groups: Sequence[CheckedValue]) -> bool:
-    """Tell whether the settings of optimizer groups mark them as groups of experts."""
+    """Return whether the settings of optimizer groups mark any groups as groups of experts."""
     return any(_flag(group, _EXPERT_FLAG) for group in groups)
 
 
 def by_groups(
     parameters: Sequence[Parameter], groups: Sequence[CheckedValue], args: Mapping[str, Any]
 ) -> list[list[Parameter]]:
-    """Divide parameters among an optimizer's groups, according to the groups' settings.
+    """Divide parameters among an optimizer's groups, according to the settings of the groups.
 
     Args:
         parameters: the parameters on this rank that the optimizer trains, in the order of the module.
-        groups: settings of each group.
-        args: Megatron's arguments of the run.
+        groups: settings of each optimizer group.
+        args: Megatron's training arguments of the run.
 
     Returns:
-        for each group the list of its parameters, in the order of the module.
+        a list of parameters for each group, in the order of the module.
 
     Raises:
-        OrderUnknown: the settings do not determine the group of a parameter.
+        OrderUnknown: if the settings do not determine the group of a parameter.
         Refused: with code CORRUPT if the settings are malformed.
     """
     if len(groups) == 1:
@@ -293,7 +301,7 @@ def _is_decoupled(group: CheckedValue, args: Mapping[str, Any]) -> bool:
 
 
 def _has_no_decay(parameter: Parameter, args: Mapping[str, Any]) -> bool:
-    """Tell whether Megatron applies no weight decay to a parameter."""
+    """Return whether Megatron applies no weight decay to a parameter."""
     bare = len(parameter.shape) == 1 or parameter.name.endswith(_BIAS)
     if args.get("apply_wd_to_qk_layernorm"):
         return bare and not any(norm in parameter.name for norm in _HEAD_NORMS)
@@ -310,12 +318,13 @@ def buffers(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
 
 
 def bucket_size(args: Mapping[str, Any], stage: int, chunk: int, elements: int) -> int | None:
-    """Return the number of elements after which Megatron begins a new bucket; None for a single bucket.
+    """Return the number of elements after which Megatron begins a new bucket of a flat buffer; None means a single
+    bucket.
 
     Args:
-        args: Megatron's arguments of the run.
-        stage: pipeline stage.
-        chunk: virtual pipeline stage.
+        args: Megatron's training arguments of the run.
+        stage: number of the pipeline stage.
+        chunk: number of the virtual pipeline stage.
         elements: total number of elements of the parameters on the rank.
     """
     if not args.get("overlap_grad_reduce") or stage or chunk or args.get("overlap_param_gather_with_optimizer_step"):
@@ -328,20 +337,21 @@ def bucket_size(args: Mapping[str, Any], stage: int, chunk: int, elements: int) 
 
 
 def lay_flat(parameters: Sequence[Parameter], bucket: int | None) -> tuple[list[tuple[Parameter, int]], int]:
-    """Lay out the parameters of a flat buffer in Megatron's order, last parameter first, without the padding after
+    """Place the parameters in a flat buffer in Megatron's order (the last parameter first), without the padding after
     buckets.
 
-    Every bucket begins at a multiple of the parameters' alignment, so buckets can be laid out independently.
+    Every bucket begins at a multiple of the parameters' alignment, so each bucket can be laid out without knowing the
+    previous ones.
 
     Args:
         parameters: the parameters, in the order of the module.
-        bucket: number of elements after which a bucket ends; None for a single bucket.
+        bucket: number of elements after which a bucket ends; None means a single bucket.
 
     Returns:
         each parameter with the index of its first element in the buffer, and the buffer's total number of elements.
     """
     places: list[tuple[Parameter, int]] = []
-    stored = at = 0  # elements in all finished buckets, and in the current bucket
+    stored = at = 0  # number of elements in all finished buckets, and in the current bucket
     empty = True
     for parameter in reversed(parameters):
         at = -(-at // _ALIGNMENT) * _ALIGNMENT

@@ -1,12 +1,13 @@
-"""Reads the model file of each rank, places the ranks on the mesh, and checks that together they have the whole model.
+"""Reads the model file of each rank, places the ranks on the mesh (the grid of parallel degrees), and checks that they
+have the whole model.
 
     mp_rank_TT              tensor-parallel rank
     mp_rank_TT_PPP          and pipeline stage or expert-parallel rank, depending on the run's arguments
     mp_rank_TT_PPP_EEE      all three
 
-Not every mesh position has a folder: a rank whose parts other ranks also write may write nothing. There must be dense
-parameters for every stage and tensor-parallel rank, and experts for every stage, expert-parallel and
-expert-tensor-parallel rank.
+Not every mesh position has a folder: a rank may write nothing if other ranks write everything that it has. There must
+be dense parameters for every pipeline stage and tensor-parallel rank, and experts for every stage, expert-parallel rank
+and expert-tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -28,24 +29,25 @@ from transaxle.formats.torch_file.saved import read_saved
 
 OPTIMIZER_KEY = "optimizer"
 STEPS = "transaxle_steps"
-"""Key of the step counters that Transaxle adds to the file: for each optimizer, parameter number -> 0-dim tensor."""
+"""Key of the step counters that Transaxle adds to the file: for each optimizer, a dict from parameter number to tensor
+without dims."""
 _MODEL = re.compile(r"model(\d{0,4})")
 _EXTRA = "_extra_state"
 _ARGS, _VERSION, _SCHEDULER = "args", "checkpoint_version", "opt_param_scheduler"
 _FACTS = (_ARGS, _VERSION, "iteration", _SCHEDULER, "num_floating_point_operations_so_far")
-"""Keys in a rank's file of plain data, such as counters, that is read as the run's state."""
+"""Keys in a rank's file whose values are plain data, such as counters; the values become part of the run's state."""
 _MIN_VERSION = 3.0
-"""First checkpoint version in which fused qkv rows have today's order."""
+"""First checkpoint version in which the rows of fused qkv weights have today's order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleChunk:
-    """One virtual pipeline stage of one rank: the module's tensors, under the rank's local names."""
+    """One virtual pipeline stage of one rank: the tensors of the module, under the rank's local names."""
 
     tensors: Mapping[str, Entry]
-    """Local name -> tensor, in the order in which the module registers them."""
+    """Local name -> tensor, in the order in which the module registers the tensors."""
     extra: tuple[str, ...]
-    """Local names of Transformer Engine's extra state, which is not read."""
+    """Local names of Transformer Engine's extra state, which Transaxle does not read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,11 +61,11 @@ class RankFile:
     root: CheckedValue
     """The unpickled contents of the file."""
     run: RunState
-    """Arguments, counters and scheduler of the run."""
+    """Arguments, counters and scheduler state of the run."""
     chunks: tuple[ModuleChunk, ...]
-    """The rank's part of the model, divided into its virtual pipeline stages."""
+    """The rank's share of the model, divided into the rank's virtual pipeline stages."""
     unread: Mapping[str, str]
-    """Key in the file -> description, for values that are not read."""
+    """Key in the file -> description, for values that Transaxle does not read."""
     checksums: tuple[Checksum, ...]
 
 
@@ -71,8 +73,8 @@ def read_rank(inline: NumbersInMemory, prefix: str, folder: str) -> RankFile:
     """Read the model file of one rank.
 
     Args:
-        inline: the checkpoint's files.
-        prefix: path of the iteration's folder, with a final `/`; empty for the checkpoint itself.
+        inline: storage that reads the checkpoint's files.
+        prefix: path of the iteration's folder, with a final `/`; empty if this folder is the checkpoint itself.
         folder: name of the rank's folder in the iteration's folder.
 
     Raises:
@@ -103,10 +105,10 @@ def read_rank(inline: NumbersInMemory, prefix: str, folder: str) -> RankFile:
 
 
 def _check_version(root: CheckedValue) -> None:
-    """Refuse files of old checkpoint versions, in which fused qkv rows may be in a different order.
+    """Refuse files of old checkpoint versions, in which the rows of fused qkv weights may be in a different order.
 
     Raises:
-        Refused: with code CORRUPT if the version is malformed; with code UNSUPPORTED if it is too old.
+        Refused: with code CORRUPT if the version is malformed; with code UNSUPPORTED if the version is too old.
     """
     node = root.get(_VERSION)
     version = 0.0 if node is None else node.real()
@@ -131,7 +133,7 @@ def _chunk(reader: TensorReader, model: CheckedValue, unread: dict[str, str]) ->
             raise refuse("UNSUPPORTED", message, file=model.file, hint=hint)
         elif isinstance(node.value, TensorRef | Object) and is_tensor(node.value):
             entry = reader.tensor(name, node)
-            # A second name for the same bytes, which a different module class reads, is not a tensor of its own.
+            # A second name for the same bytes, which a different module class reads, does not count as a tensor.
             if entry.extents and places.setdefault(entry.extents, name) == name:
                 tensors[name] = entry
         elif is_tensor(node.value):
@@ -152,9 +154,9 @@ _EQUAL_ARGUMENTS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "use_distributed_optimizer",
     "overlap_grad_reduce", "ddp_bucket_size", "ddp_num_buckets", "optimizer",
 )  # fmt: skip
-"""Megatron arguments that determine how files are read; they must be equal in all files."""
+"""Megatron arguments that determine how files are read; each must have the same value in all files."""
 _OTHER_RANKS = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
-"""Megatron arguments of runs whose first ranks have a separate model, an encoder."""
+"""Megatron arguments of runs in which the first ranks have a separate model, an encoder."""
 _COPY = "Copy the missing folders; where each machine wrote to its own disk, gather them in one place first."
 
 
@@ -163,7 +165,7 @@ class Mesh:
     """The parallel degrees of a run."""
 
     tp: int = 1
-    """Tensor-parallel degree of tensors outside of experts."""
+    """Tensor-parallel degree of all tensors except those of experts."""
     pp: int = 1
     """Number of pipeline stages."""
     ep: int = 1
@@ -184,16 +186,16 @@ class MeshPlace:
 
 
 def folder_of(place: MeshPlace, mesh: Mesh) -> str:
-    """Return the name of the folder that Megatron gives to a rank."""
+    """Return the name that Megatron gives to a rank's folder."""
     stage = f"_{place.pp:03d}" if mesh.pp > 1 else ""
     return f"mp_rank_{place.tp:02d}{stage}{f'_{place.ep:03d}' if mesh.ep > 1 else ''}"
 
 
 def place_ranks(files: Sequence[RankFile]) -> tuple[Mesh, Mapping[MeshPlace, RankFile]]:
-    """Place the ranks on their mesh.
+    """Find the coordinates of each rank on the mesh of the run.
 
     Raises:
-        Refused: with code CORRUPT if files contradict each other or their folders' names; with code INCOMPLETE if
+        Refused: with code CORRUPT if files contradict each other or the names of their folders; with code INCOMPLETE if
             folders of ranks are missing; with code UNSUPPORTED if the mesh cannot be determined.
     """
     faults = Faults()
@@ -273,7 +275,7 @@ def _place_of_folder(folder: str, mesh: Mesh) -> MeshPlace | None:
 
 
 def _check_complete(ranks: Mapping[MeshPlace, RankFile], mesh: Mesh, first: RankFile) -> None:
-    """Check that the files exist that together have all dense parameters and all experts."""
+    """Check that there are the files that together contain all dense parameters and all experts."""
     faults = Faults()
     dense = {(place.pp, place.tp) for place in ranks}
     experts = {(place.pp, place.ep, place.tp % mesh.etp) for place in ranks}
@@ -290,9 +292,9 @@ def _check_complete(ranks: Mapping[MeshPlace, RankFile], mesh: Mesh, first: Rank
 
 
 def _check_numbers(ranks: Mapping[MeshPlace, RankFile], mesh: Mesh) -> None:
-    """Check by the rank number in each file's args that the file is in the folder of this rank.
+    """Check that each file is in the folder of the rank that wrote it, by the rank number in the file's arguments.
 
-    Some converters write the same rank number into all files; if numbers repeat, nothing is checked.
+    Some converters write the same rank number into all files; if a number repeats, nothing is checked.
     """
     numbers = {place: _writer_rank(file.run.args) for place, file in ranks.items()}
     if None in numbers.values() or len(set(numbers.values())) < len(ranks):
@@ -310,29 +312,32 @@ def _check_numbers(ranks: Mapping[MeshPlace, RankFile], mesh: Mesh) -> None:
 
 
 def _writer_rank(args: Mapping[str, Any]) -> int | None:
-    """Return the number of the rank that wrote a file, according to the args in it; None if the args do not say."""
+    """Return the number of the rank that wrote a file, according to the arguments in the file; None if they do not
+    state it.
+    """
     rank, world = args.get("rank"), args.get("world_size")
     is_known = type(rank) is int and type(world) is int and not any(args.get(name) for name in _OTHER_RANKS)
     return rank if is_known and 0 <= rank < world else None  # type: ignore[operator]
 
 
 def _place_of_rank(args: Mapping[str, Any], mesh: Mesh, place: MeshPlace) -> MeshPlace:
-    """Return the mesh coordinates that Megatron gives to the rank with the number in these args.
+    """Return the mesh coordinates that Megatron gives to the rank whose number is in these arguments.
 
-    Rank numbers count tensor-parallel ranks fastest and pipeline stages slowest. A coordinate that the args do not
+    Rank numbers count tensor-parallel ranks fastest and pipeline stages slowest. A coordinate that the arguments do not
     determine is taken from `place`.
     """
     rank, world, context = args["rank"], args["world_size"], args.get("context_parallel_size") or 1
     ranks_per_stage = mesh.tp * context if args.get("use_tp_pp_dp_mapping") else world // mesh.pp
-    # with context parallelism, Megatron's releases differ in how they number expert-parallel ranks
+    # with context parallelism, Megatron's releases number expert-parallel ranks in different ways
     expert = rank // mesh.etp % mesh.ep if context == 1 else place.ep
     return MeshPlace(rank // max(ranks_per_stage, 1) % mesh.pp, expert, rank % mesh.tp)
 
 
 def _writers(mesh: Mesh) -> Iterator[tuple[int, int]]:
-    """Yield the coordinates (expert-parallel rank, tensor-parallel rank) that together have all parameters of a stage.
+    """Yield the coordinates (expert-parallel rank, tensor-parallel rank) of ranks that together have all parameters of
+    a stage.
 
-    Megatron numbers both kinds of tensor-parallel ranks fastest, so the first ranks of a stage are enough.
+    Megatron numbers tensor-parallel and expert-tensor-parallel ranks fastest, so the first ranks of a stage are enough.
     """
     for rank in range(max(mesh.tp, mesh.etp * mesh.ep)):
         yield rank // mesh.etp % mesh.ep, rank % mesh.tp

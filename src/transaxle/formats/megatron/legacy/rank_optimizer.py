@@ -1,7 +1,8 @@
 """Reads the optimizer state of each rank, and joins the tensors of all ranks.
 
 A rank's model file lists optimizer state by parameter number; a distributed optimizer has flat buffers in a separate
-file. The shards on tensor-parallel ranks are joined into whole tensors; copies on several ranks must be equal.
+file. The shards on tensor-parallel ranks are joined into whole tensors; copies of a shard on several ranks must be
+equal.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ _INNER = ("optimizer", "optimizer_state_dict")
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 _COALESCED, _UNPADDED, _PARAM = "buckets_coalesced", "numel_unpadded", "param"
 _SAMPLES, _SAMPLED = 24, 16
-"""How many parameters of a rank are compared with their full-precision copies, and how many elements of each
-parameter."""
+"""How many parameters of a rank are compared with their full-precision copies, and how many elements of each parameter
+are compared."""
 _CLOSE = 2.0**-6
-"""Cap on the relative difference between a weight and its full-precision copy; the error of rounding is smaller."""
+"""Maximum relative difference between a weight and its full-precision copy; the error of rounding is smaller."""
 
 
 @dataclass(slots=True)
@@ -58,9 +59,9 @@ class ParameterState:
     """The optimizer state of one parameter on one rank."""
 
     states: dict[str, RankShard] = field(default_factory=dict)
-    """Name of the state -> tensor, in the parameter's shape on this rank."""
+    """Name of the optimizer state -> tensor, in the shape that the parameter has on this rank."""
     numbers: dict[str, Entry] = field(default_factory=dict)
-    """Name of the state -> number, such as the step."""
+    """Name of the optimizer state -> number, such as the step."""
 
 
 @dataclass(slots=True)
@@ -68,11 +69,11 @@ class RankOptimizer:
     """The optimizer state and settings of one rank."""
 
     states: dict[tuple[int, str], ParameterState] = field(default_factory=dict)
-    """(virtual pipeline stage, global name of the parameter) -> optimizer state."""
+    """(virtual pipeline stage, name of the parameter in the whole model) -> optimizer state."""
     groups: list[tuple[ParamGroup, list[str]]] = field(default_factory=list)
-    """Settings of each parameter group, with the global names of the group's parameters on this rank."""
+    """Settings of each parameter group, with the whole-model names of the group's parameters on this rank."""
     flat: frozenset[str] = frozenset()
-    """Global names of the parameters whose state must be in a flat buffer of at least one rank."""
+    """Whole-model names of the parameters whose optimizer state must be in a flat buffer of at least one rank."""
     checksums: tuple[Checksum, ...] = ()
 
 
@@ -83,7 +84,7 @@ class _ChainedOptimizer:
     node: CheckedValue
     groups: list[CheckedValue]
     parameters: list[list[Parameter]]
-    """Parameters of each group."""
+    """Parameters of each optimizer group."""
     all: list[Parameter]
     """All parameters of this optimizer, in the order of the module."""
 
@@ -94,14 +95,14 @@ def read_optimizer(
     """Read the optimizer state of a rank.
 
     Args:
-        inline: the checkpoint's files.
-        rank: the rank's model file.
-        stage: pipeline stage of the rank.
+        inline: storage that reads the checkpoint's files.
+        rank: contents of the rank's model file.
+        stage: number of the rank's pipeline stage.
         parameters: all trained parameters of the rank, in the order of the module.
-        flat_file: the file of the distributed optimizer; None if the rank has no such file.
+        flat_file: name of the file of the distributed optimizer; None if the rank has no such file.
 
     Raises:
-        OrderUnknown: the files do not show which state belongs to which parameter.
+        OrderUnknown: if the files do not show which optimizer state belongs to which parameter.
         Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if a file cannot be read as Megatron's.
         StorageError: with code IO if a file cannot be read.
     """
@@ -126,7 +127,9 @@ def read_optimizer(
 
 
 def _parts(top: CheckedValue, parameters: Sequence[Parameter], args: Mapping[str, Any]) -> Iterator[_ChainedOptimizer]:
-    """Yield the chained optimizers of a run: a single one, or one for dense parameters and one for experts."""
+    """Yield the chained optimizers of a run: either a single optimizer, or one for dense parameters and one for
+    experts.
+    """
     nodes = top.list() if top.is_list else [top]
     groups = [_inner(node)[_GROUPS].list() for node in nodes]
     experts = [has_expert_groups(each) for each in groups]
@@ -156,13 +159,13 @@ def _inner(node: CheckedValue) -> CheckedValue:
 
 
 def _settings(group: CheckedValue, besides: Collection[str] = (PARAMS, _STEP)) -> dict[str, Any]:
-    """Return the plain-data settings of a parameter group, without the keys in `besides`."""
+    """Return those settings of a parameter group that are plain data, without the keys in `besides`."""
     settings = {key: plain(node.value) for key, node in group.string_items() if key not in besides}
     return {key: value for key, value in settings.items() if value is not NOTHING}
 
 
 def optimizer_settings(top: CheckedValue | None) -> dict[str, Any]:
-    """Return a dict with the settings of all groups, under the key of the run's optimizer; empty without an
+    """Return a dict with the settings of all groups, under the key of the run's optimizer; empty if there is no
     optimizer.
     """
     if top is None:
@@ -179,13 +182,13 @@ def _read_numbered(
     reader: TensorReader, part: _ChainedOptimizer, steps: Mapping[Any, CheckedValue], optimizer: RankOptimizer
 ) -> None:
     """Add the optimizer states that a rank's model file lists by parameter number, and the steps that Transaxle wrote
-    there.
+    into the file.
 
     Args:
-        reader: reads tensors in the rank's model file.
+        reader: reads the tensors of the rank's model file.
         part: the chained optimizer that is read.
         steps: parameter number -> step; empty in files that Megatron wrote.
-        optimizer: record to which the states are added.
+        optimizer: record to which the optimizer states are added.
     """
     inner = _inner(part.node)
     states = inner[_STATE]
@@ -244,7 +247,7 @@ def _read_flat(
     parts: Sequence[_ChainedOptimizer],
     optimizer: RankOptimizer,
 ) -> None:
-    """Add the states in the flat buffers of the distributed optimizer."""
+    """Add the optimizer states that are in the flat buffers of the distributed optimizer."""
     saved = read_saved(inline, file, allowed=NAMES)
     optimizer.checksums = saved.checksums
     top = CheckedValue(saved.value, file)
@@ -255,7 +258,7 @@ def _read_flat(
     elements = sum(parameter.size for part in parts for parameter in part.all)
     for node, part in zip(nodes, parts, strict=True):
         if node.value is None:
-            continue  # a different rank of the data-parallel group wrote this optimizer
+            continue  # a different rank of the data-parallel group wrote the file of this optimizer
         _check_form(node)
         steps = {
             member.name: step
@@ -287,7 +290,7 @@ def _check_form(node: CheckedValue) -> None:
 def _vectors(
     reader: TensorReader, node: CheckedValue, number: int, members: Sequence[Parameter]
 ) -> dict[str, FlatBuffer]:
-    """Return name of the state -> flat buffers, for the parameters of one dtype."""
+    """Return name of the optimizer state -> flat buffer, for the parameters of one dtype."""
     kinds = [(key, value) for key, value in node[number].items()]
     kind = kinds[0][0].value if len(kinds) == 1 and isinstance(kinds[0][0], Key) else None
     stored = kind[0].code if isinstance(kind, tuple) and kind and isinstance(kind[0], DType) else None
@@ -301,7 +304,7 @@ def _vectors(
 def _places(
     members: Sequence[Parameter], bucket: int | None, vectors: Mapping[str, FlatBuffer], file: str
 ) -> list[tuple[Parameter, int]]:
-    """Return each parameter with the index of its first element in the buffers; the buffers' lengths must fit
+    """Return each parameter with the index of its first element in the flat buffers; the buffers' lengths must fit
     exactly.
     """
     places, length = lay_flat(members, bucket)
@@ -312,15 +315,15 @@ def _places(
 
 
 def check_copies(inline: NumbersInMemory, weights: Mapping[tuple[int, str], Entry], optimizer: RankOptimizer) -> None:
-    """Compare samples of the full-precision copies with the weights, which are the rounded copies.
+    """Compare samples of the full-precision copies with the weights; each weight must be its rounded copy.
 
     Args:
-        inline: the checkpoint's files.
-        weights: (virtual pipeline stage, global name) -> weight on the rank.
+        inline: storage that reads the checkpoint's files.
+        weights: maps (virtual pipeline stage, name in the whole model) to the weight on the rank.
         optimizer: the rank's optimizer state.
 
     Raises:
-        OrderUnknown: a copy differs from its weight, so the assumed order of parameters is wrong.
+        OrderUnknown: if a copy differs from its weight, which shows that the assumed order of parameters is wrong.
         StorageError: with code IO if a file cannot be read.
     """
     keys = [key for key, state in optimizer.states.items() if MASTER in state.states and weights[key].dtype in LOW]
@@ -337,7 +340,7 @@ def check_copies(inline: NumbersInMemory, weights: Mapping[tuple[int, str], Entr
 
 
 def _sample(inline: NumbersInMemory, places: Sequence[Any], dtype: str, skipped: int, count: int) -> np.ndarray | None:
-    """Read some elements from the middle of a tensor; None if the tensor is not one contiguous extent."""
+    """Read some elements from the middle of a tensor; return None if the tensor is not one contiguous extent."""
     if len(places) != 1 or places[0].strides is not None or not count:
         return None
     kind = numpy_dtype(dtype)
@@ -347,7 +350,7 @@ def _sample(inline: NumbersInMemory, places: Sequence[Any], dtype: str, skipped:
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _AHEAD = ".eh_proj.weight"
-"""Suffix of the name of the projection before a multi-token prediction layer, whose rows Megatron cuts."""
+"""Suffix of the name of the projection before a multi-token prediction layer; Megatron cuts this projection by rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,14 +369,15 @@ class JoinedTensors:
 
     weights: dict[str, Entry] = field(default_factory=dict)
     states: dict[str, dict[str, Entry]] = field(default_factory=dict)
-    """Parameter name -> name of the state -> optimizer state (a tensor or a number)."""
+    """Parameter name -> name of the optimizer state -> tensor or number of this state."""
     twins: list[Twin] = field(default_factory=list)
 
 
 def is_cut_by_rows(name: str) -> bool:
-    """Tell whether Megatron always cuts a parameter by rows, whatever the family's table says.
+    """Return whether Megatron always cuts a parameter by rows, even if the family's table of tensor names states
+    otherwise.
 
-    The rows of a vocabulary are cut together with the padding rows.
+    The rows of a vocabulary are cut together with its padding rows.
     """
     return is_vocabulary(name) or name.endswith(_AHEAD)
 
@@ -383,9 +387,9 @@ class ShardJoiner:
 
     Args:
         mesh: parallel degrees of the run.
-        cuts: how parameters are cut over tensor-parallel ranks, from the family's table; None without tensor
-            parallelism.
-        args: Megatron's arguments of the run.
+        cuts: how parameters are cut over tensor-parallel ranks, from the family's table of tensor names; None without
+            tensor parallelism.
+        args: Megatron's training arguments of the run.
     """
 
     def __init__(self, mesh: Mesh, cuts: TableCuts | None, args: Mapping[str, Any]) -> None:
@@ -397,14 +401,14 @@ class ShardJoiner:
     def join(
         self, shards_by_name: Mapping[str, Mapping[tuple[int, int], Sequence[RankParameter]]], flat: frozenset[str]
     ) -> JoinedTensors:
-        """Join all parameters.
+        """Join the shards of all parameters.
 
         Args:
-            shards_by_name: parameter name -> (pipeline stage, virtual stage) -> the shards of all ranks.
-            flat: names of the parameters whose state must be in a flat buffer of at least one rank.
+            shards_by_name: maps parameter name to (pipeline stage, virtual stage) to the shards of all ranks.
+            flat: names of the parameters whose optimizer state must be in a flat buffer of at least one rank.
 
         Returns:
-            the joined tensors; problems are added to the joiner's `faults`.
+            the joined tensors; problems are added to the joiner's list `faults`.
         """
         joined = JoinedTensors()
         for name, stages in shards_by_name.items():
@@ -418,7 +422,7 @@ class ShardJoiner:
         return joined
 
     def _stage(self, joined: JoinedTensors, name: str, parts: Sequence[RankParameter], *, must: bool) -> None:
-        """Join the shards that the ranks of one stage have of a parameter."""
+        """Join the shards of a parameter on the ranks of one pipeline stage."""
         count = self._mesh.etp if is_expert(name) else self._mesh.tp
         by_rank: list[list[RankParameter]] = [[] for _ in range(count)]
         for part in parts:
@@ -455,10 +459,11 @@ class ShardJoiner:
                 self._add_number_twin(joined, name, key, number)
 
     def _spread(self, name: str, shards: Sequence[RankShard]) -> Spread:
-        """Return how a parameter is spread over the tensor-parallel ranks.
+        """Return how a parameter is distributed over the tensor-parallel ranks.
 
         Raises:
-            Refused, UsageError: the family's table lacks the parameter, or does not fit the shards' shapes.
+            Refused, UsageError: if the family's table of tensor names lacks the parameter, or does not fit the shards'
+            shapes.
         """
         shapes: list[Shape] = [shard.shape for shard in shards]
         if is_cut_by_rows(name) and shapes[0]:
@@ -479,8 +484,8 @@ class ShardJoiner:
     def _merge(
         self, joined: JoinedTensors, name: str, shown: str, spread: Spread, shards: Sequence[Sequence[RankShard]]
     ) -> Entry:
-        """Merge the first shard of each tensor-parallel rank into a whole tensor; note all further shards as equal
-        copies.
+        """Merge the first shard of each tensor-parallel rank into a whole tensor; add all further shards as copies that
+        must be equal.
         """
         firsts = [holders[0] for holders in shards]
         entry, twins = merge_shards(shown, firsts, spread)
@@ -501,7 +506,9 @@ class ShardJoiner:
         return entry
 
     def _add_entry(self, joined: JoinedTensors, into: dict[str, Entry], key: str, shown: str, entry: Entry) -> None:
-        """Add a tensor of one stage; if an earlier stage has the same tensor, note that the two must be equal."""
+        """Add a tensor of one pipeline stage; if an earlier stage has the same tensor, add the pair as tensors that
+        must be equal.
+        """
         first = into.setdefault(key, entry)
         if first is not entry:
             self._require_equal(joined, first, entry, shown)
@@ -521,7 +528,9 @@ class ShardJoiner:
             joined.twins.append(Twin(first, number, f"{key} of {name} is one number on all ranks"))
 
     def tie(self, joined: JoinedTensors) -> None:
-        """For tied embeddings, remove the head: it is the last stage's copy of the embedding, and must equal it."""
+        """If embeddings are tied, remove the output head: it is the last stage's copy of the embedding, and must equal
+        it.
+        """
         embedding = joined.weights.get(EMBEDDING)
         if embedding is None or HEAD not in joined.weights:
             return

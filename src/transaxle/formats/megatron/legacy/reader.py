@@ -1,8 +1,8 @@
-"""Opens Megatron checkpoints with one folder for each rank (`--ckpt-format torch`), as a single catalog of whole
+"""Opens Megatron checkpoints with one folder for each rank (`--ckpt-format torch`) as a single catalog of whole
 tensors.
 
 Tensor names are those that Megatron would use if one rank had the whole model. The family's table of tensor names
-describes how parameters are cut over tensor-parallel ranks. Parts that several ranks have must be equal.
+describes how parameters are cut over tensor-parallel ranks. Shards that several ranks have must be equal.
 """
 
 from __future__ import annotations
@@ -59,16 +59,17 @@ _EXTRA = "state of TransformerEngine's modules"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LocalModel:
-    """One rank's part of the model, under global tensor names."""
+    """One rank's share of the model, under the tensor names of the whole model."""
 
     place: MeshPlace
     file: RankFile
     chunks: list[dict[str, Entry]]
-    """For each virtual pipeline stage: global name -> tensor, in the order in which the module registers them."""
+    """For each virtual pipeline stage: name in the whole model -> tensor, in the order in which the module registers
+    the tensors."""
     extra: list[str]
-    """Global names of Transformer Engine's extra state, which is not read."""
+    """Whole-model names of Transformer Engine's extra state, which Transaxle does not read."""
     flat_file: str | None
-    """File of the rank's distributed optimizer; None if the rank has no such file."""
+    """Name of the file of the rank's distributed optimizer; None if the rank has no such file."""
 
 
 def open_legacy(
@@ -79,21 +80,22 @@ def open_legacy(
     cutter: Cutter = refuse_unknown_cuts,
     optimizer: bool | None = None,
 ) -> Container:
-    """Open one iteration, whose folder contains a folder for each rank.
+    """Open the folder of one iteration, which contains a folder for each rank.
 
     Args:
-        storage: the checkpoint's files.
+        storage: storage that reads the checkpoint's files.
         path: the checkpoint's path as the user typed it.
-        member: name of the iteration's folder; `HERE` for the path itself.
-        weights: which weights get the plain parameter names: the model's own (`lp`, also for None), or the optimizer's
-            full-precision copies (`fp32`).
-        cutter: finds how parameters are cut over tensor-parallel ranks.
-        optimizer: True to require optimizer state; False to ignore it; None to read it if the parameters' order is
-            known.
+        member: name of the iteration's folder; `HERE` if the path is this folder itself.
+        weights: which values get the plain parameter names: the model's weights (`lp`, also for None), or the
+            optimizer's full-precision copies (`fp32`).
+        cutter: function that finds how parameters are cut over tensor-parallel ranks.
+        optimizer: True to require optimizer state; False to ignore it; None to read it only if the order of parameters
+            is known.
 
     Raises:
-        Refused: with every problem in the files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
-        UsageError: the family's table needs information that the checkpoint lacks, such as a head count.
+        Refused: with every problem in the files, and codes such as UNSAFE_PICKLE, CORRUPT, INCOMPLETE and UNSUPPORTED.
+        UsageError: if the family's table of tensor names needs information that the checkpoint lacks, such as a number
+            of attention heads.
         StorageError: with code IO if a file cannot be read.
     """
     prefix = "" if member == HERE else f"{member}/"
@@ -137,10 +139,10 @@ def open_legacy(
 
 
 def _read_files(inline: NumbersInMemory, prefix: str, path: str) -> list[RankFile]:
-    """Read the model files of all ranks; every unreadable file is a fault.
+    """Read the model files of all ranks; a file that cannot be read is added to the faults.
 
     Raises:
-        Refused: with every problem in the files; INCOMPLETE, if there are no model files.
+        Refused: with every problem in the files; with code INCOMPLETE if there are no model files.
     """
     listing = inline.listing(prefix.rstrip("/"))
     faults = Faults()
@@ -167,7 +169,8 @@ def _read_files(inline: NumbersInMemory, prefix: str, path: str) -> list[RankFil
 
 
 def _refuse_copies(inline: NumbersInMemory, files: Sequence[RankFile]) -> None:
-    """Refuse two identical files of ranks: one is a copy by mistake, and would be taken for the other rank's part.
+    """Refuse two identical files of ranks: one of them is a copy by mistake, and would be read as the data of a
+    different rank.
 
     Raises:
         Refused: with code CORRUPT if two ranks' files are identical.
@@ -183,11 +186,11 @@ def _refuse_copies(inline: NumbersInMemory, files: Sequence[RankFile]) -> None:
 def _with_global_names(
     inline: NumbersInMemory, prefix: str, ranks: Mapping[MeshPlace, RankFile], mesh: Mesh
 ) -> list[_LocalModel]:
-    """Return each rank's part of the model under global tensor names.
+    """Return each rank's share of the model, under the tensor names of the whole model.
 
     Raises:
-        Refused: the names do not fit (see `Numbering.names`); CORRUPT, if a rank's number of virtual stages contradicts
-            its args.
+        Refused: with the codes of `Numbering.names` if the names do not fit; with code CORRUPT if a rank's number of
+            virtual stages contradicts its arguments.
     """
     first = next(iter(ranks.values()))
     args = first.run.args
@@ -221,7 +224,8 @@ def _with_global_names(
 def _optimizers(
     inline: NumbersInMemory, models: Sequence[_LocalModel], mesh: Mesh
 ) -> tuple[dict[MeshPlace, RankOptimizer], str]:
-    """Return the optimizers of all ranks and an empty text, or no optimizers and the reason why their order is unknown.
+    """Return the optimizers of all ranks and an empty string, or no optimizers and the reason why the order of
+    parameters is unknown.
 
     Raises:
         Refused: with every problem in the optimizer files.
@@ -246,18 +250,20 @@ def _optimizers(
 
 
 def _why_not_read(files: Sequence[RankFile]) -> str:
-    """Return the reason why the files' optimizer state is not read; an empty text if they have no optimizer state."""
+    """Return the reason why the files' optimizer state is not read; an empty string if they have no optimizer state."""
     return "not wanted" if any(file.root.get(OPTIMIZER_KEY) is not None for file in files) else ""
 
 
 def _is_buffer(name: str) -> bool:
-    """Tell whether a module's tensor is a buffer: a router's counts or its expert bias."""
+    """Return whether a module's tensor is a buffer: the token counts or the expert bias of a router."""
     *_, parent, last = ("", *name.split("."))
     return parent == _ROUTER and last not in _ROUTER_PARAMETERS
 
 
 def _embeddings_of_stages(args: Mapping[str, Any], mesh: Mesh) -> frozenset[str]:
-    """Return the names of parameters that several pipeline stages share in training: the embedding, and a tied head."""
+    """Return the names of parameters that several pipeline stages share in training: the embedding, and an output head
+    that is tied to it.
+    """
     tied = args.get(_TIED) is False
     if mesh.pp == 1 or not (tied or args.get("mtp_num_layers")):
         return frozenset()
@@ -268,7 +274,7 @@ def _join_shards(
     storage: Storage, models: Sequence[_LocalModel], optimizers: Mapping[MeshPlace, RankOptimizer], mesh: Mesh,
     cutter: Cutter,
 ) -> JoinedTensors:  # fmt: skip
-    """Join the shards of all ranks.
+    """Join the shards of all ranks into whole tensors.
 
     Raises:
         Refused, UsageError: with every reason why shards cannot be joined.
@@ -296,7 +302,7 @@ def _join_shards(
 
 
 def _entries(whole: JoinedTensors, weights: Weights | None, path: str) -> dict[str, Entry]:
-    """Return the catalog entries: first the weights, then the optimizer state.
+    """Return the catalog entries: first those of the weights, then those of the optimizer state.
 
     Raises:
         Refused: with code UNSUPPORTED if `weights` is `fp32` and a full-precision copy is missing.
@@ -317,14 +323,16 @@ def _entries(whole: JoinedTensors, weights: Weights | None, path: str) -> dict[s
 
 
 def _unread_files(inline: NumbersInMemory, model: _LocalModel) -> list[str]:
-    """Return the paths of the files in a rank's folder that are not read."""
+    """Return the paths of the files in a rank's folder that Transaxle does not read."""
     folder = model.file.file.removesuffix(f"/{MEGATRON_MODEL}")
     read = (model.file.file, model.flat_file)
     return [name for each in inline.listing(folder).everything() if (name := f"{folder}/{each}") not in read]
 
 
 def _groups(optimizers: Sequence[RankOptimizer], entries: Mapping[str, Entry]) -> list[ParamGroup]:
-    """Return the optimizer groups of all ranks, merged by equal settings, with the parameters that have state."""
+    """Return the optimizer groups of all ranks, merged if their settings are equal, with the parameters that have
+    optimizer state.
+    """
     trained = {name.removeprefix(OPTIMIZER).rpartition("/")[0] for name in entries if name.startswith(OPTIMIZER)}
     groups: dict[str, tuple[ParamGroup, dict[str, None]]] = {}
     for optimizer in optimizers:

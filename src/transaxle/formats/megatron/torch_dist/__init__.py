@@ -1,1 +1,3 @@
-"""Megatron's distributed checkpoints (`torch_dist`): DCP folders with Megatron's own file names and tensor keys."""
+"""Reads and writes Megatron's distributed checkpoints (`torch_dist`): DCP folders with Megatron's own file names and
+tensor keys.
+"""

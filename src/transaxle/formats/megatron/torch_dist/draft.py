@@ -1,4 +1,4 @@
-"""Lays out a new distributed checkpoint of Megatron (`torch_dist`), which Megatron's `--load` reads at any parallel
+"""Lays out a new distributed checkpoint of Megatron (`torch_dist`), which Megatron's `--load` reads with any parallel
 degrees.
 
     OUT/latest_checkpointed_iteration.txt     `release`, or the iteration if the optimizer's state is there
@@ -6,10 +6,10 @@ degrees.
     OUT/release/common.pt                     arguments, versions
     OUT/release/metadata.json
 
-Megatron reads whole chunks. So a tensor that stacks all layers is cut as Megatron itself cuts it: one chunk for each
-layer, each expert, and each half of a fused gate and up projection. Megatron requires an `_extra_state` for every
-module; here all modules share one empty archive. The optimizer's step is written twice: in the settings of the
-parameter groups, where Megatron reads it, and as tensors.
+When Megatron loads a checkpoint, it reads whole chunks of tensors. So a tensor that stacks all layers is cut as
+Megatron itself cuts it: one chunk for each layer, each expert, and each half of a fused gate and up projection.
+Megatron requires an `_extra_state` for every module; in the new checkpoint all modules share one empty archive. The
+optimizer's step is written twice: in the settings of the parameter groups, where Megatron reads it, and as tensors.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from transaxle.formats.torch_file.draft import lay_out_value
 from transaxle.formats.training_state import GROUPS, MASTER, OPTIMIZER, KeyPath, ParamGroup
 
 Cuts = Mapping[str, Sequence[Sequence[int]]]
-"""Tensor name -> for each leading dim, the first index of each chunk."""
+"""Tensor name -> list with one entry for each leading dim: the indices along this dim at which chunks begin."""
 _MASTER = "param"
 """Megatron's name for the optimizer state that is the full-precision copy of the weights."""
 _STEP, GLOBAL_STEPS = "step", "global_steps"
@@ -53,8 +53,8 @@ _MODULE = re.compile(
     r"\.(?:weight|layer_norm_weight)(?:\.[A-Za-z]+)?"
 )
 _HEAD, _LISTED = "output_layer", (".layers.", ".deepstack_merger_list.")
-"""Module name of the head, which has an `_extra_state` in only some models; and name segments of module lists: the
-tensors of a list are stacked along an axis, unless a number follows the segment in the name.
+"""First the module name of the output head, which has an `_extra_state` in only some models. Then the name segments of
+module lists: the tensors of a list are stacked along an axis, unless a number follows the segment in the name.
 """
 _NORM_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -62,7 +62,7 @@ _NORM_NAMES = {
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
-"""Name of a norm in Transformer Engine's modules -> its name in Megatron's local modules."""
+"""Name of a norm in Transformer Engine's modules -> name of the norm in Megatron's own modules."""
 _NORM = re.compile(rf"(.+\.layers\.(?:\d+\.)?)({'|'.join(map(re.escape, _NORM_NAMES))})")
 _STATELESS = re.compile(r".*\.router")
 _ATTENTION = re.compile(r"(.+\.self_attention)\.linear_proj")
@@ -79,21 +79,23 @@ def draft(
     read: Callable[[str], bytes] | None = None,
     degrees: Degrees | None = None,
 ) -> Draft:
-    """Lay out a distributed checkpoint: weights alone become a `release`; weights with optimizer state, an iteration.
+    """Lay out a distributed checkpoint: in the folder `release` if there are only weights, in the folder of an
+    iteration if there is optimizer state.
 
     Args:
         tensors: the tensors to write, under Megatron's names; files are filled in this order.
-        metadata: ignored, because the format has no place for free text.
-        shard_size: cap on the tensor bytes in one file; None for a single file.
-        cuts: how to cut tensors that stack several layers or experts: the first index of each chunk along each dim.
+        metadata: not used, because the format has no place for free text.
+        shard_size: maximum number of tensor bytes in one file; None means that there is a single file.
+        cuts: how to cut tensors that stack several layers or experts; see `Cuts`.
         config: the model's config.json.
         run: counters and settings of the training run that wrote the source checkpoint.
-        read: returns the bytes of a tensor by name; called for the optimizer's steps.
-        degrees: the parallel degrees for which the user has padded the vocabulary; None for the source's padding.
+        read: function that returns the bytes of a tensor by name; called for the optimizer's steps.
+        degrees: the parallel degrees for which the user has padded the vocabulary; None means the padding of the source
+            checkpoint.
 
     Raises:
-        Refused: with every tensor that cannot be stored: UNSUPPORTED, NAME_COLLISION or SHAPE_MISMATCH; or UNSUPPORTED
-            or INCOMPLETE, if Megatron could not load the optimizer state.
+        Refused: with every tensor that cannot be stored, and the code UNSUPPORTED, NAME_COLLISION or SHAPE_MISMATCH; or
+            with code UNSUPPORTED or INCOMPLETE if Megatron could not load the optimizer state.
     """
     del metadata
     facts = run_facts(run or {})
@@ -186,9 +188,9 @@ def _place_tensors(
 
 
 def _own_masters(tensors: Sequence[Spec], faults: Faults) -> dict[str, str]:
-    """Return the trained weights that have no full-precision copy, each with the name that a copy would have.
+    """Return the trained weights without a full-precision copy, each with the name that such a copy would have.
 
-    A weight without a copy is stored as its own copy too; if the weight is not F32, it is a fault.
+    A weight without a copy is also stored as the copy; if the weight is not F32, a fault is added.
     """
     dtypes = {spec.name: spec.dtype for spec in tensors}
     trained = {parameter for name in dtypes if (parameter := split_slot(name)[0]) != name}
@@ -201,10 +203,10 @@ def _own_masters(tensors: Sequence[Spec], faults: Faults) -> dict[str, str]:
 
 
 def _further_keys(name: str, own_masters: Mapping[str, str]) -> Iterator[str]:
-    """Yield the additional DCP keys under which a tensor's bytes are also listed.
+    """Yield the additional DCP keys under which the new checkpoint lists a tensor's bytes.
 
-    A full-precision weight also gets the key of the optimizer's copy. Some norms get two keys: one for Megatron's local
-    modules, one for Transformer Engine's.
+    A full-precision weight also gets the key of the optimizer's full-precision copy. Some norms get two keys: one key
+    for Megatron's own modules, and one for Transformer Engine's modules.
     """
     for tensor_name in (name, *([own_masters[name]] if name in own_masters else ())):
         if tensor_name != name:
@@ -216,8 +218,8 @@ def _further_keys(name: str, own_masters: Mapping[str, str]) -> Iterator[str]:
 
 
 def _item_key(name: str) -> str:
-    """Return Megatron's DCP key of a tensor; for optimizer state, it is the state's name followed by the
-    parameter's.
+    """Return Megatron's DCP key of a tensor; in the key of optimizer state, the state's name comes before the
+    parameter's name.
     """
     parameter, state = split_slot(name)
     return parameter if not state else f"optimizer.state.{_MASTER if state == MASTER else state}.{parameter}"
@@ -240,7 +242,7 @@ def _boxes(shape: Shape, starts: Sequence[Sequence[int]]) -> Iterator[tuple[Shap
 
 
 def _place_extra_states(shapes: Mapping[str, Shape], files: DataFiles) -> ObjectPlaces:
-    """Store an `_extra_state` for every module, layer and expert; they all share one empty archive."""
+    """Store an `_extra_state` for every module, layer and expert; all of them share one empty archive."""
     modules: dict[str, Shape] = {}
     for name, shape in shapes.items():
         match = _MODULE.fullmatch(name)
@@ -260,7 +262,7 @@ def _place_extra_states(shapes: Mapping[str, Shape], files: DataFiles) -> Object
 
 
 def _counts(module: str, shape: Shape) -> Shape:
-    """Return the sizes of the leading dims of a module's tensors that count layers and experts."""
+    """Return the sizes of those leading dims of a module's tensors along which layers and experts are stacked."""
     lists = sum(1 for each in _LISTED if re.search(rf"{re.escape(each)}(?!\d)", module))
     return shape[: lists + (1 if ".experts.experts." in module else 0)]
 

@@ -1,20 +1,21 @@
 """Opens Megatron's distributed checkpoints: weights, optimizer state in the parameters' shapes, and the run's state.
 
-Tensors stack layers and experts along axes, which the family's table describes. In names of optimizer state, Megatron
-has the state before the parameter; this module swaps the two. It recognises pickled objects by their keys: the
-restricted pickle interpreter reads the run's arguments, and all other objects are left unread.
+Tensors stack layers and experts along axes, which the family's table of tensor names describes. In Megatron's names of
+optimizer state, the state comes before the parameter; this module swaps the two. This module recognises pickled objects
+by their keys: the restricted pickle interpreter reads the run's arguments, and all other objects are left unread.
 
-Up to megatron-core 0.15, ranks can save optimizer state as ranges of flattened tensors (`fully_sharded_model_space`).
-Each rank of a data-parallel group has a range of its model-parallel part of a parameter. The stored tensor has one dim
-for each dim of the parameter, with as many entries as there are parts along it, and a last dim for the elements of a
-part. The metadata has the original shape.
+Up to megatron-core 0.15, ranks can save optimizer state as intervals of flattened tensors
+(`fully_sharded_model_space`). Each rank of a data-parallel group saves an interval of the group's model-parallel shard
+of a parameter. The stored tensor has one dim for each dim of the parameter, with as many entries as there are shards
+along the dim, and a last dim for the elements of a shard. The metadata states the parameter's original shape.
 
 Megatron does not store which parameters are in an optimizer group. A group's settings determine its parameters: whether
-it is for expert-parallel experts, has weight decay (vectors and biases have none), or has a separate learning rate for
-embeddings.
+the group is for expert-parallel experts, has weight decay (vectors and biases have none), or has a separate learning
+rate for embeddings.
 
 Megatron numbers multi-token prediction layers (`mtp.layers.0.…`) even if the decoder's layers are stacked in one
-tensor. Tables describe both as layers of one kind, so here the stacked layers are split into numbered tensors too.
+tensor. Tables of tensor names describe these layers and the decoder's layers as layers of one kind, so this module also
+splits the stacked layers into numbered tensors.
 
 Checkpoints of Megatron-FSDP (`--ckpt-format fsdp_dtensor`) are DCP folders with different tensor names:
 
@@ -22,7 +23,8 @@ Checkpoints of Megatron-FSDP (`--ckpt-format fsdp_dtensor`) are DCP folders with
     optimizer.state.module.module.module.decoder.….exp_avg       the parameter before the state
     args, iteration, opt_param_scheduler.max_lr, …               pickled, each an item of its own
 
-In these, layers and experts have global numbers, and the weights are the optimizer's full-precision weights.
+In these checkpoints, layers and experts have the numbers of the whole model, and the weights are the optimizer's
+full-precision weights.
 """
 
 from __future__ import annotations
@@ -105,12 +107,12 @@ _SCHEDULER = "opt_param_scheduler"
 
 
 def is_of_fsdp(keys: Collection[str]) -> bool:
-    """Tell whether the keys of a folder are Megatron-FSDP's."""
+    """Return whether the keys of a DCP folder are those of Megatron-FSDP."""
     return any(key.startswith(_MODEL) for key in keys)
 
 
 def fsdp_path(key: str) -> KeyPath:
-    """Return the path of a Megatron-FSDP item, reordered so that the parameter comes before the optimizer state."""
+    """Return the key path of a Megatron-FSDP item, reordered so that the parameter comes before the optimizer state."""
     match = _FSDP_STATE.fullmatch(key)
     if match is not None:
         return ("optimizer", "state", *match.groups())
@@ -118,17 +120,19 @@ def fsdp_path(key: str) -> KeyPath:
 
 
 def is_fact(key: str) -> bool:
-    """Tell whether a Megatron-FSDP item is part of the run's state, such as the arguments."""
+    """Return whether a Megatron-FSDP item is part of the run's state, such as the arguments."""
     return key in _FACTS or key.startswith(f"{_SCHEDULER}.")
 
 
 def short_key(key: str) -> str:
-    """Return the key under which an unread item is listed; the settings of all parameters are listed under one key."""
+    """Return the key under which an unread item is listed; the settings of all parameters are listed under a single
+    key.
+    """
     return _SETTINGS if key.startswith(f"{_SETTINGS}.") else key
 
 
 def run_of_items(storage: Storage, payloads: Mapping[str, Payload]) -> RunState:
-    """Return the state of a Megatron-FSDP run, which is stored as separate items.
+    """Return the state of a Megatron-FSDP run; the folder stores the values of this state as separate items.
 
     Raises:
         Refused: with one of the codes UNSAFE_PICKLE or CORRUPT if a pickled item is unsafe or malformed.
@@ -142,10 +146,10 @@ def run_of_items(storage: Storage, payloads: Mapping[str, Payload]) -> RunState:
 
 
 def join_gates(container: Container) -> Container:
-    """Join the gate and up halves of each MLP into one tensor, as in the model.
+    """Join the separately stored gate and up projections of each MLP into one tensor, as in the model.
 
     Raises:
-        Refused: with code INCOMPLETE if only one of the two halves exists; with code SHAPE_MISMATCH if the halves do
+        Refused: with code INCOMPLETE if only one of the two projections exists; with code SHAPE_MISMATCH if the two do
             not fit together.
     """
     faults = Faults()
@@ -179,7 +183,7 @@ def join_gates(container: Container) -> Container:
 
 
 def _concatenate(name: str, first: Entry, second: Entry) -> Entry:
-    """Concatenate two tensors along the first dim; if they are 0-dim, return the first tensor."""
+    """Concatenate two tensors along the first dim; if they have no dims, return the first tensor."""
     if not first.shape:
         return replace(first, name=name)
     rows = first.shape[0]
@@ -190,16 +194,16 @@ def _concatenate(name: str, first: Entry, second: Entry) -> Entry:
 
 
 def restore_shapes(container: Container, shapes: Mapping[str, Shape], file: str) -> Container:
-    """Return the container with flattened tensors in the shapes that they have in the model.
+    """Return the opened checkpoint, with flattened tensors in the shapes that they have in the model.
 
     Args:
-        container: the container with tensors as the folder stores them.
+        container: the opened checkpoint, with tensors as the folder stores them.
         shapes: original shape of each flattened tensor, by name.
         file: name of the metadata file, for error messages.
 
     Raises:
-        Refused: with code CORRUPT if the parts do not fit the shape; with code UNSUPPORTED if a chunk spans several
-            parts.
+        Refused: with code CORRUPT if the shards do not fit the shape; with code UNSUPPORTED if a chunk spans several
+            shards.
     """
     faults = Faults()
     entries = dict(container.entries)
@@ -228,11 +232,11 @@ def restore_shapes(container: Container, shapes: Mapping[str, Shape], file: str)
 
 
 def _unflatten(entry: Entry, part: Shape) -> Iterator[Extent]:
-    """Yield the extents of a flattened tensor as boxes of the original tensor.
+    """Yield the extents of a flattened tensor, as boxes of the original tensor.
 
     Args:
         entry: the flattened tensor, as the folder stores it.
-        part: shape of each part.
+        part: shape of each shard of the original tensor.
     """
     for extent in entry.extents:
         *number, low = extent.start
@@ -246,7 +250,7 @@ def _unflatten(entry: Entry, part: Shape) -> Iterator[Extent]:
 
 
 SETTINGS = "optimizer"
-"""Key of the optimizer's settings, both in the objects of data-parallel groups and in the run's state."""
+"""Key of the optimizer's settings, in the objects of data-parallel groups and in the run's state."""
 _LISTED = "param_groups"
 _DECAY, _EXPERTS, _DECOUPLED = "wd_mult", "is_expert_parallel", "is_decoupled_lr"
 _GROUP_KEYS = ("lr_mult", "pre_lr_mult", "pre_wd_mult", _DECAY, _EXPERTS, _DECOUPLED)
@@ -261,8 +265,8 @@ def with_settings(state: RunState, objects: Objects) -> tuple[RunState, list[str
     """Add the optimizer settings in the objects of data-parallel groups to the state of a run.
 
     Args:
-        state: the state of the run.
-        objects: unpickled objects of the groups.
+        state: the state of the run so far.
+        objects: the unpickled objects of the data-parallel groups.
 
     Returns:
         the completed state, and a message for each contradiction between groups.
@@ -291,13 +295,17 @@ def _kind(group: object) -> object:
 
 
 def with_groups(container: Container, state: RunState) -> Container:
-    """Add the optimizer's groups with their parameters to a container's metadata, if the parameters are known."""
+    """Add the optimizer's groups with their parameters to the metadata of an opened checkpoint, if these parameters are
+    known.
+    """
     groups = _groups_with_names(container, state)
     return container if not groups else replace(container, metadata={**container.metadata, GROUPS: groups})
 
 
 def _groups_with_names(container: Container, state: RunState) -> list[ParamGroup]:
-    """Return the optimizer groups with their parameter names; an empty list if any parameter's group is ambiguous."""
+    """Return the optimizer groups with their parameter names; an empty list if it is ambiguous to which group some
+    parameter belongs.
+    """
     groups = list(settings_of_groups(state.facts.get(SETTINGS)))
     parameters = dict.fromkeys(
         parameter for name in container.entries if name.startswith(OPTIMIZER) for parameter in split_slot(name)[:1]
@@ -334,7 +342,7 @@ def settings_of_groups(optimizer: object) -> Iterator[Mapping[str, Any]]:
 
 
 def _candidate_groups(name: str, dims: int, groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> list[int]:
-    """Return the indices of the optimizer groups to which a parameter may belong."""
+    """Return the indices of the optimizer groups to which a parameter may belong, by the groups' settings."""
     of_experts = has_experts(name) and any(group.get(_EXPERTS) for group in groups)
     candidates = [number for number, group in enumerate(groups) if bool(group.get(_EXPERTS)) == of_experts]
     if any(groups[number].get(_DECOUPLED) for number in candidates):
@@ -358,7 +366,7 @@ _MAX_LAYERS = 100_000
 
 
 def with_numbered_layers(container: Container) -> Container:
-    """Split stacked layers into numbered tensors, if the container has multi-token prediction layers."""
+    """Split stacked layers into numbered tensors, if the opened checkpoint has multi-token prediction layers."""
     models = {match[1] for name in container.entries if (match := _AHEAD.fullmatch(split_slot(name)[0]))}
     if not models:
         return container
@@ -398,12 +406,12 @@ def _layer_extents(entry: Entry, layer: int) -> Iterator[Extent]:
 
 
 COMMON = "common_state/shard_0_1"
-"""DCP key of the item with the run's state that is not sharded, from megatron-core 0.19 on."""
+"""DCP key of the item with that part of the run's state which is not sharded, since megatron-core 0.19."""
 _MASTERS = frozenset({"fp32_param", "param", "master_param"})
 _STATE = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.([A-Za-z_][A-Za-z0-9_]*)\.(.+)", re.DOTALL)
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _WRAPPER = "module."
-"""Prefix of tensor names in NeMo 2's checkpoints, because NeMo 2 saves a module that wraps the model."""
+"""Prefix of tensor names in NeMo 2's checkpoints; NeMo 2 saves a module that wraps the model."""
 _SHARD = "/shard_"
 _NUMBERS_OF_SHARD = re.compile(r"[\d.]+_[\d.]+")
 
@@ -412,15 +420,15 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
     """Open a distributed checkpoint of Megatron.
 
     Args:
-        storage: the checkpoint's files.
+        storage: storage that reads the checkpoint's files.
         path: the checkpoint's path as the user typed it.
-        member: name of the iteration's folder; `HERE` for the path itself.
-        weights: which weights get the plain parameter names: the model's own (`lp`, also for None), or the optimizer's
-            full-precision copies (`fp32`).
+        member: name of the iteration's folder; `HERE` if the path is this folder itself.
+        weights: which values get the plain parameter names: the model's weights (`lp`, also for None), or the
+            optimizer's full-precision copies (`fp32`).
 
     Raises:
-        Refused: as for a DCP folder (see `open_dcp`); INCOMPLETE, if the save was interrupted; UNSUPPORTED, if `fp32`
-            copies are missing.
+        Refused: with the codes of `open_dcp`; with code INCOMPLETE if the save was interrupted; with code UNSUPPORTED
+            if `fp32` copies are missing.
         StorageError: with code IO if a file cannot be read.
     """
     files = storage if member == HERE else SubFolder(storage, member)
@@ -442,7 +450,7 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
     state, unread = with_settings_of_run(state, storage, member, _number)
     metadata = {**container.metadata, MEGATRON: state.to_metadata()}
     unread = {**metadata.pop(LEFT_BEHIND, {}), **unread}
-    # not read here: `_run_state` has read this item, with the globals that only Megatron's pickles may name
+    # not read again: `_run_state` has read this item, with the globals that only Megatron's pickles may name
     unread.pop(_without_shard(COMMON), None)
     metadata |= {LEFT_BEHIND: unread} if unread else {}
     container = replace(container, metadata=metadata, config=state.config())
@@ -461,20 +469,24 @@ class _Items:
 
     def __init__(self) -> None:
         self.common: Payload | None = None
-        """Byte range of the run's state that is not sharded; None if it is not an item of the folder."""
+        """Byte range of that part of the run's state which is not sharded; None if the folder has no item with this
+        state."""
         self.of_groups: dict[tuple[int, int, str], Payload] = {}
-        """Byte ranges of the objects of data-parallel groups, by name; see `flat_buckets.object_name`."""
+        """Name of an object of data-parallel groups -> byte range; see `flat_buckets.object_name`."""
         self.is_of_fsdp = False
         self.facts: dict[str, Payload] = {}
-        """Key -> byte range of the items with the state of a Megatron-FSDP run, such as its arguments."""
+        """Key -> byte range, for the items with the state of a Megatron-FSDP run, such as its arguments."""
         self.shapes: dict[str, Shape] = {}
-        """Original shape of each flattened tensor, by name."""
+        """Tensor name -> original shape, for each flattened tensor."""
         self._unread: dict[str, Leaf] = {}
         self._shard_leaves: dict[str, Leaf] = {}
-        """Key of an unread object, without a shard's number -> the leaf that stands for all of its shards."""
+        """Key of an unread object, without the number of its shard -> the leaf that represents all shards of the
+        object."""
 
     def select(self, items: Sequence[SavedItem]) -> list[SavedItem]:
-        """Return the items without second keys for a tensor; remember the original shapes of flattened tensors."""
+        """Return the items, except those that are second keys of a tensor; remember the original shapes of flattened
+        tensors.
+        """
         self.is_of_fsdp = is_of_fsdp([item.key for item in items])
         for item in items:
             if item.unflattened is not None:
@@ -482,7 +494,7 @@ class _Items:
         return _without_aliases(items)
 
     def paths(self, paths: Sequence[KeyPath]) -> tuple[list[KeyPath], None]:
-        """Return the paths of items, reordered so that the parameter comes before the optimizer state."""
+        """Return the key paths of items, reordered so that the parameter comes before the optimizer state."""
         return [(fsdp_path if self.is_of_fsdp else _path)(join_path(path)) for path in paths], None
 
     def object_leaf(self, item: SavedItem) -> Leaf | None:
@@ -495,7 +507,7 @@ class _Items:
             if is_fact(item.key) and item.payload is not None:
                 self.facts[item.key] = item.payload
             return Leaf((short_key(item.key),), "other", None, "pickled state of Megatron's")
-        # An object's shards (one for each layer, expert and rank) are listed as one leaf.
+        # The shards of an object (one for each layer, expert and rank) are listed as one leaf.
         begin, shard, number = item.key.rpartition(_SHARD)
         leaf = self._shard_leaves.get(begin)
         if leaf is not None and shard and _NUMBERS_OF_SHARD.fullmatch(number):
@@ -513,9 +525,9 @@ class _Items:
 
 
 def _without_aliases(items: Sequence[SavedItem]) -> list[SavedItem]:
-    """Return the items without second keys for a tensor: items with the same chunks as an earlier item.
+    """Return the items, except those that are second keys of a tensor (items with the same chunks as an earlier item).
 
-    Transaxle writes second keys itself, see `draft`.
+    Transaxle itself writes such second keys, see `draft`.
     """
     chunks_by_first: dict[
         SavedChunk, list[tuple[SavedChunk, ...]]
@@ -552,7 +564,7 @@ def _name(key: str) -> str:
 
 
 def _run_state(storage: Storage, common: Payload | None) -> RunState:
-    """Read the run's state that is not sharded; an empty state if the folder has none.
+    """Read that part of the run's state which is not sharded; the state is empty if the folder has no such item.
 
     Raises:
         Refused: with one of the codes UNSAFE_PICKLE or CORRUPT if a pickled item is unsafe or malformed.
@@ -565,7 +577,7 @@ def _run_state(storage: Storage, common: Payload | None) -> RunState:
 
 
 def _number(storage: Storage, file: str, tensor: TensorRef) -> float | None:
-    """Return the value of a 0-dim tensor; None if the tensor has dims."""
+    """Return the value of a tensor without dims; None if the tensor has dims."""
     stored = tensor.storage
     if tensor.shape or not isinstance(stored, StoredStorage) or tensor.offset >= stored.count:
         return None
@@ -576,7 +588,9 @@ def _number(storage: Storage, file: str, tensor: TensorRef) -> float | None:
 def _with_optimizer(
     storage: Storage, container: Container, items: _Items, state: RunState
 ) -> tuple[Container, RunState]:
-    """Return a container with optimizer state by parameter, and the run's state completed with optimizer settings."""
+    """Return an opened checkpoint with its optimizer state by parameter, and the run's state completed with optimizer
+    settings.
+    """
     objects: dict[tuple[int, int, str], Any] = {}
     problems: list[Refusal] = []
     for name, payload in items.of_groups.items():
@@ -599,7 +613,7 @@ def _with_optimizer(
 
 
 def _without_unknown_state(container: Container) -> Container:
-    """Remove optimizer tensors of unknown layout from a container, and add the reason to the container."""
+    """Remove optimizer tensors of unknown layout from an opened checkpoint, and add a refusal with the reason to it."""
     unknown = [name for name in container.entries if _OPTIMIZER.match(name)]
     if not unknown:
         return container
@@ -610,7 +624,9 @@ def _without_unknown_state(container: Container) -> Container:
 
 
 def _with_sidecars(container: Container) -> Container:
-    """Set a container's sidecar files, leaving out Megatron's own files, which describe only this folder."""
+    """Set the further files that conversions copy, leaving out Megatron's own files, which describe only this
+    folder.
+    """
     sidecars = sort_sidecars(container.storage, container.files)
     megatron_files = {COMMON_FILE, BACKEND_FILE, MEGATRON_TRACKER, RUN_CONFIG, TRAIN_STATE, LATEST_TRAIN_STATE}
     carried = tuple(name for name in sidecars.carried if name not in megatron_files)
@@ -619,7 +635,9 @@ def _with_sidecars(container: Container) -> Container:
 
 
 def _with_steps(container: Container, state: RunState) -> Container:
-    """Add a step tensor to every parameter's optimizer state, because Megatron stores the step only once."""
+    """Add a step tensor to every parameter's optimizer state, because Megatron stores the step only once for all
+    parameters.
+    """
     step = state.step()
     digits = None if step is None else number(step)
     inline = layer(container.storage, NumbersInMemory)

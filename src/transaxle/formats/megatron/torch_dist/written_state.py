@@ -1,10 +1,11 @@
-"""The run's state to store in a new Megatron checkpoint: arguments, versions, scheduler and optimizer groups.
+"""Makes the run's state that a new Megatron checkpoint stores: arguments, versions, scheduler and optimizer groups.
 
-Megatron's optimizer groups are copied if the source is a Megatron run, else made from the source optimizer's groups.
-When Megatron loads, it does not match groups by position. Since 0.19 it matches groups by four properties: whether they
-have weight decay, whether they contain experts, and the minimum and maximum of the learning rate, both given as
-arguments. Then Megatron takes the learning rate and weight decay from its arguments, but betas, epsilon and the number
-of steps from the matching group. Megatron applies weight decay to matrices, not to vectors and biases.
+If the source is a Megatron run, its optimizer groups are copied; otherwise they are made from the source optimizer's
+groups. When Megatron loads a checkpoint, it does not match optimizer groups by position. Since megatron-core 0.19 it
+matches groups by four properties: whether they have weight decay, whether they contain experts, and the minimum and the
+maximum of the learning rate, which Megatron takes from its command line. Megatron then takes the learning rate and
+weight decay from its arguments, but betas, epsilon and the number of steps from the matching group. Megatron applies
+weight decay to matrices, not to vectors and biases.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ _MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 """Names of Adam's two moments among optimizer states."""
 _COUPLED, _AMSGRAD = "decoupled_weight_decay", "amsgrad"
 _OTHER_UPDATES = (_AMSGRAD, "maximize")
-"""Settings of torch's Adam that change the update rule, and that Megatron's Adam lacks."""
+"""Settings of torch's Adam that change the update rule, and that Megatron's Adam does not have."""
 _WEIGHTS_ALONE = "Write the weights alone: --no-optimizer."
 _SHOWN = 3
-"""Cap on the parameter names that a note to the user lists."""
+"""Maximum number of parameter names that a note to the user lists."""
 
 
 def make_groups(
     groups: Sequence[ParamGroup], step: int, parameters: Mapping[str, Shape]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Make Megatron's two optimizer groups, with weight decay and without, from another optimizer's groups.
+    """Make Megatron's two optimizer groups, one with weight decay and one without, from the groups of a different
+    optimizer.
 
     Args:
         groups: the source's optimizer groups.
@@ -47,7 +49,7 @@ def make_groups(
         parameters: shapes of the trained parameters, under Megatron's names.
 
     Returns:
-        the groups, and notes for the user about command-line arguments for Megatron.
+        the groups, and notes that tell the user which command-line arguments to pass to Megatron.
 
     Raises:
         Refused: with code UNSUPPORTED if no group has a learning rate, or the groups differ in more than weight decay.
@@ -81,8 +83,8 @@ def refuse_other_optimizers(groups: Sequence[ParamGroup], states: Collection[str
     """Refuse the state of an optimizer that is not Adam, because Megatron would continue with Adam.
 
     Args:
-        groups: the source's optimizer groups.
-        states: names of the optimizer's states, except steps and copies of weights.
+        groups: optimizer groups of the source checkpoint.
+        states: names of the optimizer states, except steps and copies of weights.
 
     Raises:
         Refused: with code UNSUPPORTED if the optimizer is not Adam.
@@ -122,7 +124,7 @@ def _make_group(source_settings: Mapping[str, Any], decays: bool, step: int) -> 
 
 
 def _advice(source_settings: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return a note that names the arguments with which Megatron will find the matching groups."""
+    """Return a note for the user that names the arguments with which Megatron will find the matching groups."""
     group = groups[0]
     lr = f"--lr {group['max_lr']} --min-lr {group['min_lr']} --weight-decay {group['weight_decay']}"
     guessed = (
@@ -151,7 +153,7 @@ def _coupling_notes(groups: Sequence[ParamGroup]) -> list[str]:
 
 
 def _decay_notes(groups: Sequence[ParamGroup], parameters: Mapping[str, Shape]) -> list[str]:
-    """Return notes on parameters that had weight decay in the source but not in Megatron, or the reverse."""
+    """Return notes on parameters that had weight decay in the source but do not have it in Megatron, or the reverse."""
     differing: dict[bool, list[str]] = {True: [], False: []}
     any_decay = any(_plain(group.get("weight_decay", 0.0)) for group in groups)
     for group in groups:
@@ -175,7 +177,8 @@ def _names_text(names: Sequence[str]) -> str:
 
 
 SHARDING = "fully_reshardable"
-"""Megatron's name for the optimizer layout in which states have the shapes of parameters, and load at any degrees."""
+"""Megatron's name for the optimizer layout in which states have the shapes of parameters, and can be loaded with any
+parallel degrees."""
 _VERSION = 3.0
 _GLOBAL_SAMPLES = "global_samples"
 _EXPERTS, _APART = ".experts.", "is_expert_parallel"
@@ -190,15 +193,15 @@ def common_state(
     facts: Mapping[str, Any],
     optimizer: Mapping[str, Any] | None,
 ) -> bytes:
-    """Return the bytes of `common.pt`, the file with the run's state that is not sharded, as `torch.save` would write
-    it.
+    """Return the bytes of `common.pt`, the file with that part of the run's state which is not sharded, as `torch.save`
+    would write it.
 
     Args:
-        names: tensor names in Megatron's dialect.
+        names: tensor names as Megatron uses them.
         config: contents of the model's config.json.
-        vocabulary: rows of the embedding.
+        vocabulary: number of rows of the embedding.
         facts: state of the source's run, if it is a Megatron run; see `run_arguments.RunState`.
-        optimizer: the optimizer's settings; None where no optimizer state is written.
+        optimizer: the optimizer's settings; None if no optimizer state is written.
     """
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     state = state_of_run(arguments(config, names, vocabulary), facts, optimizer)
@@ -215,9 +218,9 @@ def state_of_run(
     """Return a run's counters, scheduler state and arguments, under the keys that a Megatron checkpoint has for them.
 
     Args:
-        args: Megatron's arguments by name; empty where they are unknown.
+        args: Megatron's training arguments by name; empty if they are unknown.
         facts: state of the source's run.
-        optimizer: the optimizer's settings; None where no optimizer state is written.
+        optimizer: the optimizer's settings; None if no optimizer state is written.
     """
     state: dict[str, Any] = {"checkpoint_version": _VERSION, "iteration": facts.get("iteration", 0)}
     arguments_and_counters = dict(args)
@@ -240,21 +243,22 @@ def optimizer_settings(
     step: int,
     states: Collection[str] = (),
 ) -> tuple[dict[Any, Any], list[str]]:
-    """Return the optimizer's settings as Megatron stores them, copied from a Megatron run or made from other groups.
+    """Return the optimizer's settings as Megatron stores them, copied from a Megatron run or made from the groups of a
+    different optimizer.
 
     Args:
         parameters: shapes of the trained parameters, under Megatron's names.
         facts: state of the source's run, if it is a Megatron run.
-        groups: the source's optimizer groups.
+        groups: optimizer groups of the source checkpoint.
         step: number of steps that the source's optimizer has taken.
-        states: names of the optimizer's states, except steps and copies of weights.
+        states: names of the optimizer states, except steps and copies of weights.
 
     Returns:
-        the settings, and notes for the user about command-line arguments for Megatron.
+        the settings, and notes that tell the user which command-line arguments to pass to Megatron.
 
     Raises:
         Refused: with code UNSUPPORTED if the source's optimizer is not Adam, or its groups differ in ways that
-            Megatron's cannot.
+            Megatron's groups cannot.
     """
     has_experts = any(_EXPERTS in name for name in parameters)
     megatron_run_groups = groups_in(facts.get("optimizer"))
@@ -268,10 +272,10 @@ def optimizer_settings(
 
 
 def run_facts(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a Megatron run; for a DeepSpeed run, its sample counter under Megatron's key.
+    """Return the state of a Megatron run; for a DeepSpeed run, return its sample counter under Megatron's key.
 
     Args:
-        run: the source's counters and settings, from its metadata.
+        run: counters and settings of the source's run, from the source's metadata.
     """
     facts = dict(run.get(MEGATRON, {}))
     if isinstance(samples := run.get(_GLOBAL_SAMPLES), int) and _SAMPLES not in facts.get("counters", {}):
@@ -285,7 +289,7 @@ def step_of(optimizer: Mapping[Any, Any]) -> int:
 
 
 def _scheduler(optimizer: Mapping[Any, Any], samples: int) -> dict[str, Any]:
-    """Return the state of a scheduler with constant learning rate and weight decay; it counts samples, not steps.
+    """Return the state of a scheduler with constant learning rate and weight decay; this scheduler counts samples.
 
     Megatron loads this state if its own scheduler settings are equal, or with `--override-opt_param-scheduler`.
     """
@@ -316,14 +320,18 @@ def groups_in(optimizer: object) -> list[dict[str, Any]]:
 
 
 def _expert_groups(groups: Sequence[Mapping[str, Any]], has_experts: bool) -> list[dict[str, Any]]:
-    """Return expert groups to add: a run without expert parallelism has no such groups, but Megatron requires them."""
+    """Return the expert groups to add: a run without expert parallelism has no groups for experts, but Megatron
+    requires them.
+    """
     if not has_experts or any(group.get(_APART) for group in groups):
         return []
     return [{**group, _APART: True} for group in groups if group.get("wd_mult", 1.0)]
 
 
 def _chain_groups(groups: Sequence[dict[str, Any]], has_experts: bool) -> dict[Any, Any]:
-    """Return the settings of one optimizer or, if the model has experts, of two chained optimizers."""
+    """Return the settings of one optimizer or, if the model has experts, of two chained optimizers (dense and
+    experts).
+    """
 
     def of(members: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {"optimizer": {"param_groups": list(members)}, "param_state_sharding_type": SHARDING}
