@@ -1,26 +1,28 @@
-"""Box arithmetic: pieces of logical tensors, nested strides, chunks on the ranks of a mesh, and ranges of axis indices.
+"""Box arithmetic: regions of tensors as boxes with offsets and strides, and the positions of a dim on each rank of a
+mesh.
 
-**Pieces**: a piece says which box of a logical tensor a chunk of a stored tensor contains, with offset and strides.
+**Pieces**: a piece describes which box of a logical tensor a chunk of a stored tensor contains, with offset and
+    strides.
 
-The function `pieces` turns a layout, whole or cut, into pieces. `PieceOverlap` intersects a source piece with a target
-piece, which gives one strided copy. All movement of data consists of such copies: changes of layout, resharding,
-partial reads and the plans of single ranks.
+The function `pieces` turns the layout of a tensor or of a shard into pieces. `PieceOverlap` intersects a source piece
+with a target piece; the result is one strided copy. All movement of data consists of such copies: changes of layout,
+resharding, partial reads, and what a single rank copies.
 
-**Nested strides**: where the elements of a box lie in linear memory, and how an interval of memory cuts the box.
+**Nested strides**: nested loops describe where the elements of a box lie in linear memory, and which boxes an interval
+of memory contains.
 
 In a *nested* list of `(size, stride)` loops, outermost first, each stride is at least as large as the span of
-everything inside it, so positions grow with the lexicographic order of the indices. All algorithms here rest on three
-facts. An interval of positions contains a contiguous range of the lexicographic order (`rank`). A contiguous range is
-the union of at most `2k-1` boxes (`lexicographic_boxes`). Two adjacent loops without a gap between them are one loop
-(`coalesce`).
+everything inside it, so positions grow with the lexicographic order of the indices. All algorithms of this module use
+three facts. An interval of positions contains a contiguous range of the lexicographic order (`rank`). A contiguous
+range is the union of at most `2k-1` boxes (`lexicographic_boxes`). Two adjacent loops without a gap between them are
+equivalent to one loop (`coalesce`).
 
-**Chunk rules**: a chunk rule says which positions of a stored dim each rank of a mesh gets.
+**Chunk rules**: a chunk rule computes which positions of a stored dim each rank of a mesh has.
 
-A chunk rule maps a list of intervals and a rank to a list of intervals, so the cuts of several mesh dims can be applied
-one after the other. A chunk rule is a plain data object; the tests compare its result with torch's own chunking of an
-`arange`.
+A chunk rule maps a list of intervals and a rank to a list of intervals, so several mesh dims can cut a tensor one after
+the other. A chunk rule is a plain data object; the tests compare its result with torch's own chunking of an `arange`.
 
-**Ranges**: which positions of a stored dim have axis indices in a given range.
+**Ranges**: the function `positions` computes which positions of a stored dim have axis indices in given ranges.
 
 The module `divide` solves the inverse problem: it infers from the shapes of the shards how a dim was cut.
 """
@@ -65,10 +67,10 @@ def rank(loops: Sequence[tuple[int, int]], position: int) -> int:
 
 
 def lexicographic_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Split the elements number `start` to `stop - 1` of an array of `shape`, in row-major order, into boxes, in order.
+    """Split the elements from `start` to `stop - 1` of an array of `shape`, counted in row-major order, into boxes.
 
-    Post-conditions: the boxes are disjoint, their union is the range of elements, and there are at most `2 * len(shape)
-    - 1` boxes.
+    Post-conditions: the boxes are in row-major order and disjoint, their union is the range of elements, and there are
+    at most `2 * len(shape) - 1` boxes.
     """
     if start >= stop:
         return
@@ -132,11 +134,11 @@ class Piece(msgspec.Struct, frozen=True):
     """A box of one logical tensor, with its offset and strides in one chunk of a stored tensor."""
 
     box: Mapping[str, Interval]
-    """Axis of the logical tensor -> interval of its indices in the box."""
+    """Axis of the logical tensor -> interval `(start, stop)` of indices along the axis."""
     offset: int
     """Number of elements from the beginning of the chunk to the first element of the box."""
     strides: Mapping[str, int]
-    """Axis -> distance in the chunk, in elements, between two neighbours along that axis."""
+    """Axis -> distance in the chunk, in elements, between two neighbouring elements along the axis."""
 
     @property
     def size(self) -> int:
@@ -155,7 +157,9 @@ class BoxCopy(msgspec.Struct, frozen=True):
     target_offset: int
     """Offset of the box's first element in the target chunk, in elements."""
     loops: tuple[Loop, ...]
-    """The loops of the copy, each `(size, source stride, target stride)`, merged where possible, in target order."""
+    """The loops of the copy, each `(size, source stride, target stride)`, merged where possible and sorted by target
+    stride.
+    """
 
     @property
     def size(self) -> int:
@@ -170,8 +174,9 @@ def cut(share: Share, start: int, stop: int) -> list[tuple[tuple[Interval, ...],
     """Return the boxes of a logical tensor that lie in the interval `[start, stop)` of one stored dim.
 
     Returns:
-        For each box, `(index interval per axis of the share, position of the box's first element)`, in stored order: at
-        most `2k-1` boxes for k axes. The boxes have exactly the logical tensor's elements in the interval.
+        For each box, `(index interval per axis of the share, position of the box's first element)`, in stored order.
+        There are at most `2k-1` boxes for k axes, and together they have exactly the logical tensor's elements in the
+        interval.
     """
     loops = [(size, stride) for _, size, stride in share.axes]
     first_rank, last_rank = rank(loops, start - share.offset), rank(loops, stop - share.offset)
@@ -181,7 +186,7 @@ def cut(share: Share, start: int, stop: int) -> list[tuple[tuple[Interval, ...],
 
 
 Cut = Callable[[Share, int, int], list[tuple[tuple[Interval, ...], int]]]
-"""Type of the function `cut`, and of functions that cache the results of `cut`."""
+"""Type of the function `cut`, and of functions that call `cut` and cache its results."""
 
 
 def pieces(
@@ -191,14 +196,14 @@ def pieces(
     strides: Sequence[int] | None = None,
     cut: Cut = cut,
 ) -> tuple[Piece, ...]:
-    """Describe the part of a stored tensor's chunk that belongs to one logical tensor, as pieces.
+    """Describe which elements of one logical tensor a chunk of a stored tensor contains, as pieces.
 
     Args:
         layout: layout of the stored tensor.
         component: name of the logical tensor.
-        intervals: for each stored dim, the intervals of positions that the chunk contains, in the chunk's order; None:
-            the chunk is the whole tensor.
-        strides: the chunk's strides, in elements; None: the chunk is row-major.
+        intervals: for each stored dim, the intervals of positions that the chunk contains, in the chunk's order; None
+            means that the chunk is the whole tensor.
+        strides: the chunk's strides, in elements; None means that the chunk is row-major.
         cut: the function `cut` of this module, or a function that caches its results.
 
     Returns:
@@ -234,10 +239,11 @@ def pieces(
 
 
 class PieceOverlap:
-    """The overlap of a source piece and a target piece of the same logical tensor, for many similar source tensors.
+    """The overlap of a source piece and a target piece of the same logical tensor, computed once for many source
+    tensors.
 
-    Source tensors that differ only in the numbers in their names (layer, expert) share one overlap; `at` returns the
-    copy for one source tensor.
+    Source tensors whose names differ only in numbers (of layers or experts) share one overlap; `at` returns the copy
+    for one of these source tensors.
 
     Args:
         source: the piece of a logical tensor in a chunk of a source tensor.
@@ -245,8 +251,8 @@ class PieceOverlap:
         name_axes: the axes whose index is a number in the source tensor's name.
         target_index: axis -> index, for the axes whose index is a number in the target tensor's name.
 
-    An axis that only the target has is a copy axis: the same value is written for every index (broadcast). The source
-    never has an axis that the target lacks.
+    An axis that only the target has is a copy axis: the same value is written for every index along it (broadcast).
+    Every axis of the source is also an axis of the target.
     """
 
     __slots__ = ("_loops", "_named", "_same", "_source_offset", "_target_offset", "size")
@@ -260,8 +266,8 @@ class PieceOverlap:
         loops: list[Loop] = []
         for axis, (low, high) in target.box.items():
             step = target.strides[axis]
-            # The source tensor's name fixes the index of this axis: it is one index of the target's box, or nothing
-            # overlaps.
+            # The source tensor's name fixes the index of this axis. Either the target's box contains that index, or
+            # nothing overlaps.
             if axis in name_axes:
                 self._named.append((axis, low, high, step))
                 continue
@@ -276,7 +282,7 @@ class PieceOverlap:
             target_offset += (first - low) * step
             loops.append((max(last - first, 0), stride, step))
         is_empty = any(size == 0 for size, _, _ in loops)
-        # An axis whose index is in the target's name selects one index of the source.
+        # The target tensor's name fixes the index of this axis, so the copy reads only that index of the source.
         for axis, index in target_index.items():
             if axis in source.box:
                 low, high = source.box[axis]
@@ -289,7 +295,7 @@ class PieceOverlap:
         """Number of elements in each copy; 0 if the source and target pieces do not overlap."""
 
     def at(self, source_index: Mapping[str, int]) -> BoxCopy | None:
-        """Return the copy from the source tensor whose name has these indices; None if source and target do not
+        """Return the copy from the source tensor whose name has these indices, or None if source and target do not
         overlap.
 
         Post-condition: the copy moves every element of the logical tensor that is in both pieces, and no other element.
@@ -309,22 +315,23 @@ class PieceOverlap:
 
 
 Intervals = tuple[Interval, ...]
-"""Intervals of a dim that one rank has; the rank's local dim is the concatenation of these intervals."""
+"""Intervals of a dim that one rank has; concatenated, these intervals are the rank's local dim."""
 
 
 def whole(length: int) -> Intervals:
-    """Return the intervals of a dim that is not cut: a single interval of the full length."""
+    """Return a single interval of the full length: the intervals of a dim that is not cut."""
     return ((0, length),)
 
 
 def count_positions(intervals: Sequence[Interval]) -> int:
-    """Return the sum of the lengths of the intervals."""
+    """Return the number of positions in the intervals, which do not overlap."""
     return sum(stop - start for start, stop in intervals)
 
 
 def take(intervals: Sequence[Interval], start: int, stop: int) -> Intervals:
-    """Return the part `[start, stop)` of concatenated intervals, as intervals of the original dim; adjacent ones are
-    joined.
+    """Concatenate intervals, cut out the positions `[start, stop)`, and return these as intervals of the original dim.
+
+    Adjacent intervals are joined.
     """
     intervals_taken: list[Interval] = []
     base = 0
@@ -340,15 +347,15 @@ def take(intervals: Sequence[Interval], start: int, stop: int) -> Intervals:
 
 
 class ChunkRule(Protocol):
-    """Rule by which `parts` ranks divide a dim, given as intervals of positions, among them."""
+    """Rule by which the ranks along a mesh dim divide a tensor's dim among them."""
 
     def __call__(self, intervals: Intervals, parts: int, rank: int, /) -> Intervals:
-        """Return the part of `intervals` that belongs to rank number `rank` of `parts` ranks."""
+        """Return the positions that one rank has after a dim, given as `intervals`, is divided among `parts` ranks."""
 
 
 def torch_chunk(count: int, parts: int, rank: int) -> Interval:
-    """Return the rows that `torch.chunk` gives to `rank`: chunk sizes are rounded up, so the last chunks are short or
-    empty.
+    """Return the rows that rank number `rank` has after `torch.chunk`, which rounds chunk sizes up: the last chunks may
+    be short or empty.
     """
     step = -(-count // parts)
     return min(rank * step, count), min((rank + 1) * step, count)
@@ -358,24 +365,24 @@ class Shard(msgspec.Struct, frozen=True):
     """DTensor's `Shard`: cuts a dim as `torch.chunk` does."""
 
     def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
-        """Apply the rule (see `ChunkRule`)."""
+        """Return the positions that one rank has (see `ChunkRule`)."""
         return take(intervals, *torch_chunk(count_positions(intervals), parts, rank))
 
 
 class StridedShard(msgspec.Struct, frozen=True):
-    """DTensor's `_StridedShard(split_factor)`: cuts a dim into `split_factor` chunks, then each chunk over
-    the ranks.
+    """DTensor's `_StridedShard(split_factor)`: cuts a dim into `split_factor` chunks, then divides each chunk among the
+    ranks.
     """
 
     split_factor: int
     """Number of chunks into which the dim is cut first."""
 
     def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
-        """See `ChunkRule`."""
+        """Return the positions that one rank has (see `ChunkRule`)."""
         local: list[Interval] = []
         total = count_positions(intervals)
         for outer in range(self.split_factor):
-            # Every rank gets a part of each outer chunk, so its local tensor joins `split_factor` pieces.
+            # Every rank gets positions from each outer chunk, so its local tensor joins `split_factor` intervals.
             start, stop = torch_chunk(total, self.split_factor, outer)
             low, high = torch_chunk(stop - start, parts, rank)
             local.extend(take(intervals, start + low, start + high))
@@ -383,17 +390,19 @@ class StridedShard(msgspec.Struct, frozen=True):
 
 
 class Widths(msgspec.Struct, frozen=True):
-    """An uneven cut (as in DeepSpeed) with an explicit number of rows for each rank, which may be zero."""
+    """Cuts a dim, as DeepSpeed may do, into parts of unequal size: one explicit number of rows per rank,
+    possibly zero.
+    """
 
     widths: tuple[int, ...]
     """Number of rows of each rank, in rank order."""
 
     def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
-        """See `ChunkRule`.
+        """Return the positions that one rank has (see `ChunkRule`).
 
         Raises:
-            Refused: SHAPE_MISMATCH, if the sum of the widths is not the dim's length, or there is not one width per
-                rank.
+            Refused: with the code SHAPE_MISMATCH if the widths do not sum to the dim's length, or their number is not
+                the number of ranks.
         """
         total = count_positions(intervals)
         if len(self.widths) != parts or sum(self.widths) != total:
@@ -403,25 +412,27 @@ class Widths(msgspec.Struct, frozen=True):
 
 
 class Replicated(msgspec.Struct, frozen=True):
-    """Every rank gets the whole dim, for example all kv heads, if there are fewer kv heads than ranks."""
+    """Gives every rank the whole dim, such as all key-value heads where a model has fewer key-value heads than
+    ranks.
+    """
 
     def __call__(self, intervals: Intervals, _parts: int, _rank: int, /) -> Intervals:
-        """See `ChunkRule`."""
+        """Return all positions (see `ChunkRule`)."""
         return intervals
 
 
 class PerComponent(msgspec.Struct, frozen=True):
-    """Cuts each component of a fused dim (such as q, k, v) by its own rule; a rank's local dim joins its parts in
-    order.
+    """Cuts each component of a fused dim (such as q, k, v) by its own rule; a rank's local dim joins its share of each
+    component.
     """
 
     lengths: tuple[int, ...]
     """Number of rows of each component of the fused dim, in stored order."""
     rules: tuple[ChunkRule, ...]
-    """Chunk rule for each component, in the same order."""
+    """Chunk rule for each component, in the order of `lengths`."""
 
     def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
-        """See `ChunkRule`.
+        """Return the positions that one rank has (see `ChunkRule`).
 
         Raises:
             Refused: SHAPE_MISMATCH, if the sum of the components' lengths is not the length of the dim.
@@ -439,12 +450,14 @@ class PerComponent(msgspec.Struct, frozen=True):
 
 
 class MeshCut(msgspec.Struct, frozen=True):
-    """How one mesh dim cuts a stored tensor, for one rank."""
+    """How one mesh dim cuts a stored tensor, as seen by one rank."""
 
     dim: int | None
-    """Number of the stored dim that is cut (negative: counted from the end); None: the tensor is replicated."""
+    """Index of the stored dim that is cut (negative: counted from the end); None means that every rank has the whole
+    tensor.
+    """
     parts: int
-    """Size of the mesh dim: the number of ranks that share out the tensor."""
+    """Size of the mesh dim: the number of ranks among which the stored dim is divided."""
     rank: int
     """Coordinate of this rank along the mesh dim."""
     rule: ChunkRule = Shard()
@@ -454,12 +467,12 @@ class MeshCut(msgspec.Struct, frozen=True):
 def place(
     shape: Sequence[int], cuts: Sequence[MeshCut], base: Sequence[Intervals] | None = None
 ) -> tuple[Intervals, ...]:
-    """Return which intervals of each stored dim one rank has; the cuts of the mesh dims are applied from first to last.
+    """Return which intervals of each stored dim one rank has after all mesh dims have cut the tensor.
 
     Args:
         shape: shape of the stored tensor.
-        cuts: for each mesh dim, how it cuts the tensor.
-        base: intervals of each stored dim before these cuts; None: the whole tensor is cut.
+        cuts: for each mesh dim, how it cuts the tensor; the cuts are applied from first to last.
+        base: intervals of each stored dim before these cuts; None means that the cuts begin with the whole tensor.
 
     Raises:
         Refused: SHAPE_MISMATCH, if the tensor lacks the dim to cut, or a chunk rule does not fit the dim's length.
@@ -476,7 +489,7 @@ def place(
 
 Indices: TypeAlias = "NDArray[np.int64]"
 Ranges = Mapping[str, tuple[int, int]]
-"""Axis -> range `[start, stop)` of its indices; an axis that is not a key has its full range."""
+"""Axis -> range `[start, stop)` of indices along the axis; an axis that is not a key has its full range."""
 
 
 def axes_in(node: Node) -> frozenset[str]:
@@ -498,8 +511,8 @@ def positions(node: Node, sizes: Mapping[str, int], ranges: Ranges) -> Intervals
         ranges: axis -> range of indices to include.
 
     Returns:
-        Intervals of positions, in the order of the dim. Concatenated, they are the dim of a tensor with only these
-        indices.
+        Intervals of positions, in the order of the dim. Concatenated, they are the dim of a smaller tensor that has
+        only the indices in `ranges`.
     """
 
     def to_whole_index(index: Mapping[str, Indices]) -> Mapping[str, Indices]:
@@ -514,7 +527,7 @@ def positions_of(
     sizes: Mapping[str, int],
     to_whole_index: Callable[[Mapping[str, Indices]], Mapping[str, Indices]],
 ) -> Intervals:
-    """Return where the elements of a smaller dim lie in the full dim with the same axes.
+    """Return the positions that a smaller dim, which has the same axes, occupies in the full dim.
 
     Args:
         node: the stored dim, as a node of the parsed expression.
@@ -544,7 +557,7 @@ def positions_of(
 
 
 def segment_sizes(node: Node, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the lengths of the segments of a dim (q, k and v of a fused dim), or the dim's length if it has no
+    """Return the lengths of the segments of a fused dim (such as q, k and v), or the dim's length if the dim has no
     segments.
     """
     return (
@@ -555,14 +568,14 @@ def segment_sizes(node: Node, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _dim_layout(node: Node, sizes: Mapping[str, int]) -> Layout:
-    """Return the layout of a tensor that has only this dim."""
+    """Return the layout of a one-dimensional tensor whose dim is `node`."""
     fused = any(isinstance(inner, Sum) for inner in walk(node))
     return Expression("", None if fused else "", (_name_padding(node),)).layout(sizes)
 
 
 def _name_padding(node: Node) -> Node:
-    """Give the padding segments of a dim distinct names, so that positions are computed for them as for logical
-    tensors.
+    """Give the padding segments of a dim distinct names, so that the layout contains their positions as it does for
+    logical tensors.
     """
     match node:
         case Merge(parts):

@@ -1,1 +1,3 @@
-"""Applies the tables of tensor names to a concrete model: axes get sizes, and stored tensors get layouts."""
+"""Applies a model family's tables of tensor names to a concrete model: computes axis sizes and the layouts of stored
+tensors.
+"""

@@ -1,11 +1,15 @@
-"""Matches ("binds") the tensor names of a checkpoint with the lines of a dialect.
+"""Matches ("binds") the tensor names of a checkpoint with the mapping rules of a dialect.
 
-Each stored name matches one line of the dialect with certain indices (layer, expert), or is ignored, or is unknown.
-Name patterns match whole names. One prefix (such as `module.` or `language_model.`) is stripped from all names of a
-checkpoint. If two lines match the same name, their conditions decide: on the encoding of the stored tensor, on the
-config, or on the presence of other tensors. If both lines remain possible, the name is refused. The optimizer states of
-a parameter, named `optim/<parameter>/<state>`, have the line of the parameter; each state is called a *slot*. Optimizer
-states may be named in another dialect than the weights.
+A dialect is one framework's tensor names and layouts; each line of its table is one mapping rule. Each stored name
+matches one mapping rule with certain indices (of layer, expert), or is ignored, or is unknown. Name patterns match
+whole names. One prefix (such as `module.` or `language_model.`) is stripped from all names of a checkpoint.
+
+If two mapping rules match the same name, the conditions of these rules decide. A condition depends on the encoding of
+the stored tensor, on the config, or on the presence of other tensors. If both rules remain possible, the name is
+refused.
+
+The optimizer states of a parameter, named `optim/<parameter>/<state>`, have the mapping rule of the parameter; each
+state is called a *slot*. Optimizer states may be named in another dialect than the weights.
 """
 
 from __future__ import annotations
@@ -31,17 +35,17 @@ WEIGHT = ""
 OPTIM = "optim/"
 """Prefix of the names of optimizer states: `optim/<parameter>/<state>`."""
 IN_MEMORY = "transformers"
-"""Name of the dialect that transformers uses in memory, with stacked experts; some files mix it with the
-hub's names.
+"""Name of the dialect that transformers uses in memory, with stacked experts; some files mix its names with the hub's
+names.
 """
 _MANY = 16
 """Smallest number of similar names that are matched in one call instead of one by one."""
 Index = tuple[int, ...]
-"""Indices (layer, expert, …) of the axes in a line's name pattern, in the order of the pattern."""
+"""Indices (of layer, expert, …) of the axes in a mapping rule's name pattern, in the order of the pattern."""
 
 
 def split_slot(name: str) -> tuple[str, str]:
-    """Split a stored name into the parameter's name and the slot (weight or optimizer state)."""
+    """Split a stored name into the parameter's name and the slot; slot "" means the weight, else an optimizer state."""
     if name.startswith(OPTIM):
         parameter, _, state = name[len(OPTIM) :].rpartition("/")
         if parameter and state != WEIGHT:
@@ -50,42 +54,46 @@ def split_slot(name: str) -> tuple[str, str]:
 
 
 def join_slot(parameter: str, slot: str) -> str:
-    """Return the stored name for a parameter and a slot. The inverse is `split_slot`."""
+    """Return the stored name for a parameter and a slot; the function `split_slot` reverses it."""
     return parameter if slot == WEIGHT else f"{OPTIM}{parameter}/{slot}"
 
 
 class BoundNames(msgspec.Struct, frozen=True):
-    """The names of one checkpoint, matched with the lines of one dialect."""
+    """The names of one checkpoint, matched with the mapping rules of one dialect."""
 
     family: Family
     """Model family to which the names belong."""
     dialect: Dialect
-    """Dialect with whose lines the names were matched."""
+    """Dialect with whose mapping rules the names were matched."""
     prefix: str
-    """Prefix of every stored name, in addition to the name in the dialect."""
+    """Text in front of every stored name that the names in the dialect lack."""
     names: Mapping[tuple[Line, str], Mapping[Index, str]]
-    """Table line and slot -> index (layer, expert) -> stored name."""
+    """Mapping rule and slot -> indices (layer, expert) -> stored name."""
     ignored: tuple[str, ...]
-    """Stored names of tensors that are no part of the model, such as buffers that can be recomputed."""
+    """Stored names of tensors that do not belong to the model, such as buffers that can be recomputed."""
     unknown: tuple[str, ...]
-    """Stored names that match no line of the dialect."""
+    """Stored names that match no mapping rule of the dialect."""
     encodings: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Stored name -> name of the tensor's encoding, one of `family.WORDS`; unquantized tensors are absent."""
     own: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Stored name -> name without the segments that module wrappers insert; empty if no name has such segments."""
+    """Stored name -> name without the segments that module wrappers insert; empty if no stored name has such
+    segments.
+    """
     state_dialect: Dialect | None = None
-    """Dialect in which the optimizer states are named; None: the dialect of the weights."""
+    """Dialect in which the optimizer states are named; None means the dialect of the weights."""
 
 
 def _prefixes(names: Mapping[str, list[str]], dialect: Dialect) -> dict[str, int]:
-    """Count, for every possible prefix, the names that would match the dialect if the prefix were stripped."""
+    """Return prefix -> number of names that would match the dialect if the prefix were stripped, for every possible
+    prefix.
+    """
     readable: dict[str, int] = defaultdict(int)
     longest = max(map(len, dialect.by_skeleton), default=0)
     for key, names_alike in names.items():
         sample = names_alike[0]
-        # A number contains no dot, so the part of a skeleton after a dot is the skeleton of the text after that dot.
-        # Dots are tried from the right, at most as many as the dialect's names have: a stored name may have 10,000
-        # dots.
+        # A number contains no dot, so the skeleton of the text after a dot is the end of the whole name's skeleton.
+        # Dots are tried from the right, at most as many as the dialect's names have, because a stored name may have
+        # 10,000 dots.
         start, begin = len(sample), len(key)
         while begin >= 0 and len(key) - begin <= longest + 1:
             start, begin = sample.rfind(".", 0, start), key.rfind(".", 0, begin)
@@ -98,7 +106,7 @@ def _prefixes(names: Mapping[str, list[str]], dialect: Dialect) -> dict[str, int
 
 
 def without_wrappers(names: Iterable[str]) -> dict[str, str]:
-    """Return stored name -> name without the segments that module wrappers insert; empty if no name has such
+    """Return stored name -> name without the segments that module wrappers insert; empty if no stored name has such
     segments.
     """
     parameters = {name: split_slot(name) for name in names}
@@ -107,7 +115,9 @@ def without_wrappers(names: Iterable[str]) -> dict[str, str]:
 
 
 def group(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group parameter names that differ only in numbers, by skeleton (the name with each number replaced by 0)."""
+    """Group parameter names that differ only in numbers. The key is the skeleton: the name with each number replaced by
+    0.
+    """
     listed = list(names)
     grouped: dict[str, list[str]] = defaultdict(list)
     for key, name in zip(skeletons(listed), listed, strict=True):
@@ -116,11 +126,13 @@ def group(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def score(grouped: Mapping[str, list[str]], dialect: Dialect) -> tuple[int, str]:
-    """Return the prefix with which the most names match the dialect, and the number of these names."""
+    """Return the number of names that match the dialect, and the prefix that was stripped to reach this highest
+    number.
+    """
     counts = _prefixes(grouped, dialect)
     if not counts:
         return 0, ""
-    # Of prefixes with equal counts the shortest is taken, which leaves the most of each name.
+    # Of prefixes with equal counts the shortest is used, so that as little as possible is stripped from the names.
     prefix = max(counts, key=lambda key: (counts[key], -len(key)))
     return counts[prefix], prefix
 
@@ -131,7 +143,7 @@ def refuse_headless(families: Iterable[Family], grouped: Mapping[str, list[str]]
     Args:
         families: model families to which the names may belong.
         grouped: the checkpoint's names by skeleton; most of these names match no dialect.
-        ways: text that the hint adds: what else the user can do.
+        ways: further advice that is added to the hint of the error.
 
     Raises:
         UsageError: UNKNOWN_FAMILY, if the model is stored without its head, as transformers stores base models.
@@ -152,15 +164,15 @@ def refuse_headless(families: Iterable[Family], grouped: Mapping[str, list[str]]
 
 
 def with_counts(sizes: Sizes, dialect: Dialect, prefix: str, names: Iterable[str]) -> Sizes:
-    """Add the size of an axis `L` that only names show, because the dialect numbers other names from it
-    (`mtp_layers.{l-L}`).
+    """Add the size of an axis `L` from which a dialect numbers other names (`mtp_layers.{l-L}`), where only names show
+    the size.
 
-    The first L numbers belong to another line of the dialect (`layers.{l}`), so L is the largest number of that line
-    plus one.
+    A second mapping rule of the dialect (`layers.{l}`) has the numbers below L, so L is the largest number in the names
+    of that second rule, plus one.
 
     Args:
         sizes: axis sizes from the config and the user, which take precedence.
-        dialect: the dialect in which the names are.
+        dialect: the dialect in which the tensors are named.
         prefix: prefix of every stored name.
         names: the stored names.
     """
@@ -195,24 +207,25 @@ def bind(
     stored: Mapping[str, Stored] | None = None,
     weights: BoundNames | None = None,
 ) -> BoundNames:
-    """Match names with the lines of a dialect.
+    """Match names with the mapping rules of a dialect.
 
     Args:
         names: the stored names to match.
         family: the model family to which the names belong.
-        dialect: the dialect with whose lines the names are matched.
+        dialect: the dialect with whose mapping rules the names are matched.
         sizes: axis sizes from the config and the user.
-        prefix: text that every stored name has before the name in the dialect.
-        encodings: stored name -> name of the tensor's encoding, one of `family.WORDS`; None: no tensor is quantized.
-        stored: the stored tensors by name; their shapes may show a size that is needed to split merged numbers, as of
-            `{(l e)}`.
-        weights: the matched names of the weights, if `names` are names of optimizer states; None: `names` includes the
-            weights.
+        prefix: text in front of every stored name that the names in the dialect lack.
+        encodings: stored name -> name of the tensor's encoding, one of `family.WORDS`; None means that no tensor is
+            quantized.
+        stored: stored name -> tensor. The shapes may show a size that is needed to split one number into two indices,
+            as in names with `{(l e)}`.
+        weights: the matched names of the weights, if `names` are names of optimizer states; None means that `names`
+            includes the weights.
 
     Raises:
-        UsageError: UNKNOWN_AXIS, if a size that is needed to compute an index is unknown; AMBIGUOUS, if the config does
-            not decide which of two lines a name matches.
-        Refused: NAME_COLLISION, if two names differ only in the segments that module wrappers insert.
+        UsageError: with the code UNKNOWN_AXIS if a size that is needed to compute an index is unknown; with the code
+            AMBIGUOUS if the config does not determine which of two mapping rules a name matches.
+        Refused: with the code NAME_COLLISION if two names differ only in the segments that module wrappers insert.
     """
     encodings = encodings or {}
     if unwrapped := without_wrappers(names):
@@ -241,8 +254,9 @@ def _refusal_of_wrapped_names(unwrapped: Mapping[str, str], stored_names: Mappin
     """Build the error for names that are equal without the segments that module wrappers insert.
 
     Args:
-        unwrapped: stored name -> stripped name.
-        stored_names: stripped name -> stored name (of several names with the same stripped name, the last one).
+        unwrapped: stored name -> name without the segments of wrappers.
+        stored_names: name without the segments of wrappers -> stored name (if several stored names are equal without
+            them, the last one).
     """
     message = "without the segments of wrappers it has the name of {}: {}"
     hint = "Wrappers such as torch.compile add a segment to a name; keep all names with --to safetensors:identity."
@@ -254,10 +268,10 @@ def _refusal_of_wrapped_names(unwrapped: Mapping[str, str], stored_names: Mappin
 
 
 def _with_stored_names(bound: BoundNames, stored_names: Mapping[str, str], encodings: Mapping[str, str]) -> BoundNames:
-    """Return the matched names with the stored names in place of the stripped names.
+    """Replace the stripped names in `bound` by the stored names.
 
-    A name that matches no line keeps its segment `module`, because only a match proves that a wrapper inserted the
-    segment.
+    A name that matches no mapping rule keeps the segment `module`, because only a match proves that a wrapper inserted
+    the segment.
     """
     unwrapped = {name: inner for inner, name in stored_names.items()}
     unread = (stored_names[inner] for inner in bound.unknown)
@@ -275,12 +289,13 @@ def _with_stored_names(bound: BoundNames, stored_names: Mapping[str, str], encod
 
 
 def with_kept(bound: BoundNames, target: Dialect, sizes: Sizes, stored: Mapping[str, Stored]) -> BoundNames:
-    """Match names that are unknown in the checkpoint's own dialect with other dialects of the family.
+    """Match names that are unknown in the checkpoint's own dialect with further dialects of the family.
 
-    The other dialects are the target dialect, then the family's first dialect (the hub's), then that of transformers in
-    memory. Such names come from earlier conversions, which kept tensors without a name in their target under the old
-    names. A logical tensor that the checkpoint already has is not matched again. So a tensor that only `hf` knows
-    survives a conversion through other dialects, and conditions that depend on it hold again.
+    The dialects are tried in this order: the target dialect, the family's first dialect (the hub's), and that of
+    transformers in memory. Such names come from earlier conversions, which kept the old names of tensors that the
+    target dialect has no name for. A logical tensor that the checkpoint already has is not matched again. So a tensor
+    that only the dialect `hf` describes survives conversions through other dialects, and conditions that depend on the
+    tensor are true again.
 
     Args:
         bound: the stored names, matched with their own dialect.
@@ -300,7 +315,8 @@ def with_kept(bound: BoundNames, target: Dialect, sizes: Sizes, stored: Mapping[
 def with_state_of(
     bound: BoundNames, dialect: Dialect, prefix: str, sizes: Sizes, stored: Mapping[str, Stored]
 ) -> BoundNames:
-    """Match the names of optimizer states with another dialect than that of the weights; other names keep their match.
+    """Match the names of optimizer states with a different dialect than that of the weights; names of weights keep
+    their match.
 
     Args:
         bound: all names, matched with the dialect of the weights.
@@ -331,7 +347,7 @@ def with_state_of(
 
 
 def _with_names_of(dialect: Dialect, bound: BoundNames, sizes: Sizes, stored: Mapping[str, Stored]) -> BoundNames:
-    """Match the names that are still unknown with the lines of another dialect."""
+    """Match the names that are still unknown with the mapping rules of a further dialect."""
     if not bound.unknown or dialect is bound.dialect:
         return bound
     newly_bound = bind(bound.unknown, bound.family, dialect, sizes, encodings=bound.encodings, stored=stored)
@@ -356,7 +372,9 @@ def _bind_names(
     encodings: Mapping[str, str],
     weights: BoundNames | None = None,
 ) -> BoundNames:
-    """Match names with the lines of a dialect; all sizes that their numbers depend on must be known."""
+    """Match names with the mapping rules of a dialect; all sizes on which the numbers in the names depend must be
+    known.
+    """
     bound_names: _NamesByLine = defaultdict(dict)
     ignored: list[str] = []
     unknown: list[str] = []
@@ -386,8 +404,8 @@ def _bind_names(
 
 
 def _bind_groups(names: Sequence[str], prefix: str, reader: _NameReader, bound_names: _NamesByLine) -> Sequence[str]:
-    """Match groups of parameters that differ only in numbers, each group at once; return the unmatched names
-    in order.
+    """Match parameters whose names differ only in numbers, one call for each group of such names; return the unmatched
+    names in order.
     """
     if len(names) < _MANY:
         return names
@@ -403,8 +421,8 @@ def _bind_groups(names: Sequence[str], prefix: str, reader: _NameReader, bound_n
 
 
 class _MergedNumbers:
-    """The lines whose names merge several axes in one number (`{(l e)}`), which cannot be split without an unknown
-    size.
+    """The mapping rules whose names merge several axes in one number (`{(l e)}`) that cannot be split, because a size
+    is unknown.
     """
 
     def __init__(self, dialect: Dialect, sizes: Sizes, prefix: str) -> None:
@@ -416,7 +434,7 @@ class _MergedNumbers:
         self._by_skeleton = {line.name.skeleton for line in self.lines}
 
     def matches(self, name: str) -> bool:
-        """Tell whether a stored name may match one of the lines with merged numbers."""
+        """Return whether a stored name may match one of the mapping rules with merged numbers."""
         parameter = split_slot(name)[0]
         bare = parameter[len(self._prefix) :]
         return (
@@ -426,11 +444,12 @@ class _MergedNumbers:
         )
 
     def solve_sizes(self, bound: BoundNames, stored: Mapping[str, Stored], names: Iterable[str]) -> Sizes:
-        """Add the sizes that the shapes of all other tensors show. Names do not show them: 12 numbers of `{(l e)}` may
-        be 3 x 4 or 4 x 3.
+        """Add the sizes that the shapes of all other tensors show.
+
+        Names alone do not show these sizes: 12 numbers in place of `{(l e)}` may mean 3 x 4 or 4 x 3.
 
         Raises:
-            UsageError: UNKNOWN_AXIS, if the shapes do not show a necessary size.
+            UsageError: with the code UNKNOWN_AXIS if the shapes do not show a necessary size.
         """
         equations: dict[Expression, dict[Shape, Mapping[str, int]]] = defaultdict(dict)
         for (line, slot), by_index in bound.names.items():
@@ -452,14 +471,14 @@ class _MergedNumbers:
 def _refusal_of_merged_numbers(
     line: Line, axis: str, numbers: Sequence[tuple[int, ...]], known_sizes: Mapping[str, int]
 ) -> TransaxleError:
-    """Build the error for merged numbers that cannot be split; its hint has the size that the count of numbers
-    suggests.
+    """Build the error for names with a merged number that cannot be split; the hint suggests the size that the count of
+    names implies.
     """
     place, hole = next((place, hole) for place, hole in enumerate(line.name.holes) if axis in hole.inner)
     count = len({numbers_of_name[place] for numbers_of_name in numbers})
     outer_axes = [other for other in (hole.axis, *hole.inner) if other != axis]
     guess = ""
-    # Zero if a size is unknown: then the count of numbers suggests nothing.
+    # Zero if a size is unknown; then the hint suggests no size.
     outside = prod(known_sizes.get(other, 0) for other in outer_axes)
     if outside and count % outside == 0:
         whole = " and ".join(f"{other}={known_sizes[other]}" for other in outer_axes)
@@ -473,7 +492,7 @@ def _refusal_of_merged_numbers(
 
 
 _Fits = list[tuple[Line, Index]]
-"""Lines that may match a stored name, each with the indices for which its pattern gives that name."""
+"""Mapping rules that may match a stored name, each with the indices for which the rule's pattern equals that name."""
 _NamesByLine = dict[tuple[Line, str], dict[Index, str]]
 
 
@@ -485,10 +504,12 @@ def _settle(
     encodings: Mapping[str, str],
     weights: BoundNames | None,
 ) -> None:
-    """Decide which line a name matches by conditions on the presence of other tensors, whose names are matched by now.
+    """Decide which mapping rule a name matches, where this depends on the presence of other tensors.
+
+    All names that match a single rule have been matched before.
 
     Raises:
-        UsageError: AMBIGUOUS, if conditions do not decide; one error for each group of lines.
+        UsageError: with the code AMBIGUOUS if conditions do not decide; there is one error for each group of rules.
     """
     settled: list[tuple[Line, Index, str]] = []
     problems: dict[tuple[Line, ...], Refusal] = {}
@@ -521,7 +542,7 @@ def _settle(
 
 
 class _Presence:
-    """Tells which logical tensors the matched names contain, and for which indices."""
+    """The logical tensors that the matched names contain, and for which indices."""
 
     def __init__(self, bound_names: Mapping[tuple[Line, str], Mapping[Index, str]]) -> None:
         self._indices: dict[str, list[tuple[Line, Iterable[Index]]]] = defaultdict(list)
@@ -531,7 +552,7 @@ class _Presence:
         self._projected: dict[tuple[Line, tuple[str, ...]], frozenset[Index]] = {}
 
     def at(self, tensor: str, index: Mapping[str, int]) -> bool:
-        """Tell whether a stored tensor may contain the logical tensor for these indices."""
+        """Return whether a stored tensor may contain the logical tensor for these indices."""
         for line, positions in self._indices.get(tensor, ()):
             common = tuple(axis for axis in line.name.axes if axis in index)
             if (line, common) not in self._projected:
@@ -545,12 +566,13 @@ class _Presence:
 def refusal_of_undecided(
     lines: Sequence[Line], action: str, family: Family, evaluate: Callable[[Formula], bool | None]
 ) -> Refusal:
-    """Build the error for several lines of which only one can apply, if the config does not decide which one.
+    """Build the error for several mapping rules of which only one can apply, if the config does not determine which
+    one.
 
     Args:
-        lines: the table lines in question.
-        action: verb phrase for the message: what only one of the lines can do.
-        family: the family to which the lines belong.
+        lines: the mapping rules in question.
+        action: verb phrase for the message, such as "can have this name": what only one of the rules can do.
+        family: the model family to which the rules belong.
         evaluate: function that returns the value of a formula, or None if the value is unknown.
     """
     names = dict.fromkeys(name for line in lines if line.when is not None for name in sorted(line.when.names))
@@ -562,23 +584,25 @@ def refusal_of_undecided(
 
 
 class _Candidate(msgspec.Struct, frozen=True):
-    """A line whose name pattern equals a stored name except for numbers, so that it may match."""
+    """A mapping rule whose name pattern equals a stored name except for numbers, so that the rule may match the
+    name.
+    """
 
     line: Line
     numbering: Numbering
-    """Conversion between the indices of the line's axes and the numbers in the name."""
+    """Conversion between the indices of the rule's axes and the numbers in the name."""
     limits: tuple[float, ...]
-    """Size of each axis in the name pattern; infinite if the size is unknown."""
+    """Size of each axis in the name pattern, in the order of the pattern; infinite if the size is unknown."""
 
     def index(self, name: str) -> Index | None:
-        """Return the indices for which the line's pattern gives this name; None if no indices do."""
+        """Return the indices for which the rule's pattern equals this name; None if the pattern does not match."""
         position = self.numbering.position(name)
         # An index must be below the size of its axis, if the size is known.
         return position if position is not None and all(map(lt, position, self.limits)) else None
 
 
 class _NameReader:
-    """Matches names with the lines of a dialect; names that differ only in numbers are looked up once."""
+    """Matches names with the mapping rules of a dialect; names that differ only in numbers are looked up once."""
 
     def __init__(self, dialect: Dialect, sizes: Sizes) -> None:
         self.dialect = dialect
@@ -587,14 +611,14 @@ class _NameReader:
         self.candidates: dict[str, list[_Candidate]] = {}
 
     def read(self, name: str, encoding: str = PLAIN) -> _Fits:
-        """Return the lines that match a name, each with the indices; several lines only if the config does not
-        decide.
+        """Return the mapping rules that match a name, each with the indices; several rules only if the config does not
+        determine which applies.
         """
         fits = [(c.line, index) for c in self._candidates(name) if (index := c.index(name)) is not None]
         if len(fits) < 2:
             return fits
         outcomes = [self._holds(line, index, encoding) for line, index in fits]
-        # A condition may have an unknown value (None). A line whose condition is false is used only if no other line is
+        # A condition may have an unknown value (None). A rule whose condition is false is used only if no other rule is
         # left.
         best = [fit for fit, holds in zip(fits, outcomes, strict=True) if holds] or [
             fit for fit, holds in zip(fits, outcomes, strict=True) if holds is None
@@ -602,8 +626,8 @@ class _NameReader:
         return best or fits[:1]
 
     def read_all(self, names: Sequence[str], prefix: str) -> tuple[Line, list[Index]] | None:
-        """Return the line that matches many names that differ only in numbers, with the indices of each; None if `read`
-        must decide.
+        """Match many names that differ only in numbers: return the mapping rule, and the indices for each name; None
+        means that the names must be matched one by one, with `read`.
 
         Args:
             names: names of parameters.
@@ -619,7 +643,7 @@ class _NameReader:
         return candidate.line, positions
 
     def _candidates(self, name: str) -> list[_Candidate]:
-        """Return the lines whose name patterns equal a stored name except for numbers."""
+        """Return the mapping rules whose name patterns equal a stored name except for numbers."""
         key = skeleton(name)
         candidates = self.candidates.get(key)
         if candidates is None:
@@ -634,6 +658,6 @@ class _NameReader:
         return self.sizes.holds(line.when, dict(zip(line.name.axes, index, strict=True)), words(encoding))
 
     def ignores(self, name: str) -> bool:
-        """Tell whether a name is one of those that the dialect ignores."""
+        """Return whether the dialect ignores a name."""
         may_match = skeleton(name) in self.dialect.skeletons_to_ignore
         return may_match and any(pattern.match(name) is not None for pattern in self.dialect.ignored)

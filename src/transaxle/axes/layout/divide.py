@@ -1,10 +1,10 @@
 """Infers from the shapes of shards how a stored tensor was cut over the ranks of a mesh.
 
 A checkpoint without metadata has only the shapes of its shards. The shapes alone do not show along which dim to join
-the shards, nor how a fused dim was cut: q, k and v separately, or the whole dim at once. The family's table shows how:
-its `cut` statements name the axes that may be divided among ranks. The shape of the whole tensor follows from the table
-and the config. With it, usually one way of cutting explains the shapes of the shards. If two ways of cutting explain
-the shapes, the tensor is refused.
+the shards, nor how a fused dim was cut: q, k and v separately, or the whole dim at once. The model family's table shows
+how: the table's `cut` statements name the axes that may be divided among ranks. The shape of the whole tensor follows
+from the table and the config. With that shape, usually only one way of cutting explains the shapes of the shards. If
+two ways of cutting explain the shapes, the tensor is refused.
 """
 
 from __future__ import annotations
@@ -33,9 +33,13 @@ from transaxle.errors import refuse
 
 Shape = tuple[int, ...]
 Shares = tuple[int, tuple[Intervals, ...]]
-"""`(dim, positions)`: the number of the dim that is cut, and the positions in it that each rank has, in local order."""
+"""`(dim, positions)`: the index of the dim that is cut, and the positions along the dim that each rank has, in local
+order.
+"""
 _APART = "'"
-"""Suffix for the names of axes in the logical tensors that a `cut` statement does not name."""
+"""Suffix that marks the axes of logical tensors that a `cut` statement does not name, so that these axes are
+not cut.
+"""
 
 
 class Division(msgspec.Struct, frozen=True):
@@ -44,16 +48,18 @@ class Division(msgspec.Struct, frozen=True):
     shape: Shape
     """Shape of the whole tensor."""
     dim: int | None
-    """Number of the dim that is cut; None: every rank has the whole tensor."""
+    """Index of the dim that is cut; None means that every rank has the whole tensor."""
     rule: ChunkRule
-    """Chunk rule that returns the positions of each rank in the cut dim."""
+    """Chunk rule that returns the positions along the cut dim that each rank has."""
 
 
 class ListedPositions(msgspec.Struct, frozen=True):
-    """A chunk rule that lists the positions of every rank, for fused dims whose components are cut separately."""
+    """A chunk rule that lists the positions of every rank, for fused dims whose components (q, k, v) are cut
+    separately.
+    """
 
     positions: tuple[Intervals, ...]
-    """For each rank, the intervals of the dim that it has, in local order."""
+    """For each rank, its intervals of the dim, in the order of the rank's local tensor."""
 
     def __call__(self, intervals: Intervals, _parts: int, rank: int, /) -> Intervals:
         """Return the listed positions of `rank` (see `ChunkRule`)."""
@@ -72,16 +78,17 @@ def divide(
         shards: shape of the tensor's shard on each rank, in rank order.
 
     Returns:
-        The only division that the table allows and that gives shards of these shapes.
+        The only division that the table allows and whose shards have these shapes.
 
     Raises:
-        Refused: SHAPE_MISMATCH, if no division that the table allows gives these shapes; UNSUPPORTED, if it would cut
-            padding.
-        UsageError: UNKNOWN_AXIS, if the shape of the whole tensor is unknown; AMBIGUOUS, if several divisions fit.
+        Refused: with the code SHAPE_MISMATCH if no division that the table allows has shards of these shapes; with the
+            code UNSUPPORTED if the division would cut padding.
+        UsageError: with the code UNKNOWN_AXIS if the shape of the whole tensor is unknown; with the code AMBIGUOUS if
+            several divisions fit.
     """
     usable = [cut for cut in cuts if cut.tensors is None or not cut.tensors.isdisjoint(expression.components)]
     shape = _whole(expression, usable, sizes, shards)
-    # The key has the positions of each rank, so two statements that cut in the same way count as one division.
+    # The key contains the positions of each rank, so two `cut` statements with equal results count as one division.
     divisions = dict(_readings(expression, usable, sizes, shape, shards))
     shard_shapes = ", ".join(str(list(shard)) for shard in shards[:8])
     if len(divisions) > 1:
@@ -104,7 +111,7 @@ def divide(
 
 
 def share_out(expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], ranks: int) -> Shares | None:
-    """Cut a stored tensor evenly over ranks, along the axis of the first `cut` statement that applies to the tensor.
+    """Cut a stored tensor evenly over ranks, along the axis in the first `cut` statement that applies to the tensor.
 
     Args:
         expression: layout expression of the stored tensor, from the family's table.
@@ -113,8 +120,8 @@ def share_out(expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[s
         ranks: number of ranks among which the tensor is divided.
 
     Returns:
-        The number of the dim that is cut, and the positions in it of each rank; None if every rank has the whole
-        tensor.
+        The index of the dim that is cut, and the positions along the dim for each rank; None means that every rank has
+        the whole tensor.
 
     Raises:
         Refused: UNSUPPORTED, if the axis is not divisible by the number of ranks, or padding would be cut.
@@ -147,25 +154,27 @@ def share_out(expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[s
 def rank_shares(
     expression: Expression, family: Family, dialect: str, sizes: Mapping[str, int], *, tp: int, ep: int = 1
 ) -> Shares | None:
-    """Cut a stored tensor as an inference engine does, by the first `cut` statement that applies to the tensor.
+    """Cut a stored tensor over ranks as an inference engine does, by the first `cut` statement that applies to the
+    tensor.
 
-    In a fused dim, each component (q, k, v) is cut separately. A padded dim is cut as a whole, padding included, unless
-    the padding has the cut axis too: then the padding is cut like a component. If an axis has fewer indices than there
-    are ranks (kv heads), several ranks share one index and divide the inner axis of the statement `cut tp = r within
-    g`.
+    In a fused dim, each component (q, k, v) is cut separately. A padded dim is cut as a whole, padding included. If the
+    padding has the cut axis too, the padding is cut like a component instead. If an axis has fewer indices than there
+    are ranks (key-value heads), several ranks share one index, and divide among them the inner axis that the statement
+    `cut tp = r within g` names.
 
     Args:
         expression: layout expression of the stored tensor, from the family's table.
         family: the family with the `cut` statements.
-        dialect: name of the dialect; `cut` statements for this dialect alone go before those for all dialects.
+        dialect: name of the dialect; `cut` statements for this dialect alone have precedence over those for all
+            dialects.
         sizes: axis -> its size in the whole (uncut) model.
         tp: number of tensor-parallel ranks.
         ep: number of expert-parallel ranks; if it does not divide the number of experts, the first ranks have one more
             expert.
 
     Returns:
-        The number of the dim that is cut, and the positions in it of each rank; None if every rank has the whole
-        tensor.
+        The index of the dim that is cut, and the positions along the dim for each rank; None means that every rank has
+        the whole tensor.
 
     Raises:
         Refused: UNSUPPORTED, if an axis is not divisible by the number of ranks.
@@ -202,7 +211,9 @@ def _spans(
     sizes: Mapping[str, int],
     ranks: int,
 ) -> list[dict[str, tuple[int, int]]] | None:
-    """Return for each rank a mapping axis -> index range; None if the dim is padded and must be cut as a whole."""
+    """Return for each rank a mapping axis -> index range; None means that the dim is padded and must be cut as
+    a whole.
+    """
     *outer, axis = cut.axes
     count, inner = sizes[axis], within.get(axis)
     whole, sharing = count % ranks == 0, ranks // count if count and ranks % count == 0 else 0
@@ -235,8 +246,9 @@ def _step_with(
     sizes: Mapping[str, int],
     spans: list[dict[str, tuple[int, int]]],
 ) -> None:
-    """Add to each rank's ranges a second axis, of other components in the same dim (such as the groups of a state space
-    beside its heads). If the axis has fewer indices than there are ranks, several ranks share an index.
+    """Add to each rank's ranges a second axis, which belongs to other logical tensors in the same dim (such as the
+    groups of a state space model beside its heads). If the second axis has fewer indices than there are ranks, several
+    ranks share an index.
     """
     if len(cut.axes) != 1 or cut.tensors is not None or cut.axes[0] not in axes_in(node):
         return
@@ -263,7 +275,7 @@ def _of_spans(node: Node, cut: Cuttable, sizes: Mapping[str, int], spans: Sequen
 
 
 def _has_padding(node: Node, axes: Sequence[str] = ()) -> bool:
-    """Tell whether a dim has padding; padding that has all of `axes` does not count, because it is cut like a
+    """Return whether a dim has padding. Padding that has all of `axes` is not counted, because it is cut like a
     component.
     """
     segments = (segment for inner in walk(node) if isinstance(inner, Sum) for segment in inner.segments)
@@ -278,8 +290,8 @@ def _refuse_padding(expression: Expression, node: Node) -> None:
 def _readings(
     expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], shape: Shape, shards: Sequence[Shape]
 ) -> Iterator[tuple[object, tuple[str, Division]]]:
-    """Yield `(key, (text of the cut, division))` for each division that gives these shapes; equal divisions have equal
-    keys.
+    """Yield `(key, (text of the cut, division))` for each division that results in these shard shapes; equal divisions
+    have equal keys.
     """
     # All shards have the shape of the whole tensor, so every rank has the whole tensor.
     if all(shard == shape for shard in shards):
@@ -303,9 +315,7 @@ def _readings(
 def _whole(
     expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], shards: Sequence[Shape]
 ) -> Shape:
-    """Return the shape of the whole tensor; a dim that no `cut` statement affects has the size that it has in all
-    shards.
-    """
+    """Return the shape of the whole tensor. A dim that no `cut` statement affects is as long as in every shard."""
     dims = len(expression.dims)
     for shard in shards:
         if len(shard) != dims:
@@ -316,7 +326,7 @@ def _whole(
         unsized = unknown(node, sizes)
         if not unsized:
             shape.append(size(node, sizes))
-        # The axis size is unknown, but no `cut` statement affects this dim, so every shard has the whole dim.
+        # The size of an axis is unknown. But no `cut` statement affects this dim, so every shard has the whole dim.
         elif movable.isdisjoint(axes_in(node)) and len({shard[dim] for shard in shards}) == 1:
             shape.append(shards[0][dim])
         else:
@@ -325,13 +335,13 @@ def _whole(
 
 
 def _alike(shape: Shape, shards: Sequence[Shape], dim: int) -> bool:
-    """Tell whether the shards have the whole tensor's size along all dims except one."""
+    """Return whether the shards are as long as the whole tensor along all dims except `dim`."""
     return all((*shard[:dim], *shard[dim + 1 :]) == (*shape[:dim], *shape[dim + 1 :]) for shard in shards)
 
 
 def _apart(node: Node, cut: Cuttable) -> Node:
-    """Rename the cut axes in the components that the `cut` statement does not name, so that these components stay
-    whole.
+    """Rename the cut axes in the logical tensors that the `cut` statement does not name, so that these tensors stay
+    whole on every rank.
     """
     if cut.tensors is None:
         return node
@@ -355,20 +365,20 @@ def _rename_axes(node: Node, axes: Sequence[str]) -> Node:
 
 
 def _sizes_of_renamed(node: Node, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of the renamed axes, which are those of the original axes."""
+    """Return renamed axis -> size, which is the size of the original axis."""
     return {axis: sizes[axis.removesuffix(_APART)] for axis in axes_in(node) if axis.endswith(_APART)}
 
 
 def _along(
     node: Node, axes: Sequence[str], sizes: Mapping[str, int], rows: Sequence[int]
 ) -> tuple[Intervals, ...] | None:
-    """Return the positions of each rank if an axis is divided among the ranks; None if that does not give these
+    """Return each rank's positions if an axis is divided among the ranks; None if the division does not result in these
     lengths.
 
     Args:
         node: the stored dim, as a node of the parsed expression.
-        axes: the axis to cut. Several axes, outermost first, are cut as one flattened axis: each rank has all but the
-            last of them whole.
+        axes: the axis to cut, or several axes, outermost first, which are cut as one flattened axis: each rank has all
+            of these axes whole except the last.
         sizes: axis -> its size in the whole model.
         rows: length of the dim in the shard of each rank.
     """
@@ -390,8 +400,8 @@ def _along(
 
 
 def _leads(node: Node, axes: Sequence[str]) -> bool:
-    """Tell whether an axis is the outermost axis of a dim, so that each rank has consecutive rows, however fine the
-    cut.
+    """Return whether an axis is the outermost axis of a dim, so that each rank has consecutive rows wherever the cuts
+    are.
     """
     outermost = node.parts[0] if isinstance(node, Merge) and node.parts else node
     return len(axes) == 1 and outermost == Axis(axes[0])
@@ -400,16 +410,16 @@ def _leads(node: Node, axes: Sequence[str]) -> bool:
 def _positions(node: Node, axes: Sequence[str], sizes: Mapping[str, int], start: int, count: int) -> Intervals:
     """Return the positions of the whole dim that one rank has, in the rank's local order.
 
-    The rank's local dim has the same expression, with a smaller last axis, whose indices count from the rank's first
-    index.
+    The rank's local dim has the same expression as the whole dim, but a smaller last axis. Local indices along this
+    axis count from the rank's first index.
     """
     shape = tuple(sizes[axis] for axis in axes)
 
     def to_global(index: Mapping[str, Indices]) -> Mapping[str, Indices]:
         if not all(axis in index for axis in axes):
             return index
-        # Local indices count from zero: flattened over the cut axes, and shifted by the rank's start, they become
-        # global indices.
+        # Local indices count from zero. Flattened over the cut axes and shifted by the rank's start, local indices
+        # become global indices.
         flat = start + np.ravel_multi_index([index[axis] for axis in axes], (*shape[:-1], count))
         return {**index, **dict(zip(axes, np.unravel_index(flat, shape), strict=True))}
 

@@ -1,6 +1,7 @@
-"""Derives the tensors that a model has in a dialect from its config alone, and treats similar layers as one.
+"""Derives the tensors that a model has in a dialect from the model's config alone, and treats layers of one kind as
+one.
 
-Experts are never enumerated one by one: they stay one axis, even in dialects whose tensor names contain the expert's
+Experts are never enumerated one by one. They stay one axis, even in dialects whose tensor names contain the expert's
 number.
 """
 
@@ -21,26 +22,29 @@ from transaxle.errors import TransaxleError, refuse
 
 Index = tuple[int, ...]
 _MOST_INDICES = 100_000
-"""Limit on the number of layers of one kind, because a config file may claim any number."""
+"""Maximum number of layers of one kind; needed because a config file may claim any number of layers."""
 _ROWS = 128
 """Megatron pads the vocabulary to a multiple of this number of rows times the number of tensor-parallel ranks."""
 _AHEAD = "ahead_"
-"""Name prefix of the logical tensors in multi-token-prediction layers, which inference engines keep as separate models.
+"""Name prefix of the logical tensors in multi-token-prediction layers, which inference engines keep as separate
+models.
 """
 _ROUNDS = 12
-"""Limit on the number of rounds in which conditions that depend on the presence of other tensors are evaluated."""
+"""Maximum number of rounds in which conditions that depend on the presence of other tensors are evaluated."""
 
 
 @dataclass(frozen=True)
 class TensorKind:
-    """The stored tensors of one table line that differ only in the number of their layer."""
+    """The stored tensors that one mapping rule (table line) describes and that differ only in the number of their
+    layer.
+    """
 
     line: Line
-    """Line of the dialect that describes these tensors."""
+    """Mapping rule of the dialect that describes these tensors."""
     sizes: Mapping[str, int]
-    """Axis -> its size, for these layers."""
+    """Axis -> size of the axis in these layers."""
     layout: Layout
-    """Layout that each of these tensors has."""
+    """Layout of each of these tensors."""
     axes: tuple[str, ...]
     """Axes that number the layers in the names of these tensors."""
     experts: tuple[str, ...]
@@ -59,7 +63,7 @@ class Model:
     """Number of tensor-parallel ranks, on which the padding of the vocabulary depends; 0 means no padding."""
     _emptied: dict[frozenset[str], Sizes] = field(default_factory=dict)
     undecided: set[str] = field(default_factory=set)
-    """Logical tensors of which the config does not say whether the model has them; they are treated as absent."""
+    """Logical tensors whose presence in the model the config does not determine; they are treated as absent."""
 
     @cached_property
     def experts(self) -> frozenset[str]:
@@ -73,16 +77,16 @@ class Model:
 
     @cached_property
     def present(self) -> Mapping[str, frozenset[Index]]:
-        """Logical tensor -> the layers in which it exists; a tensor tied to another one (such as a tied head) is
+        """Logical tensor -> the layers in which it exists. A tensor tied to another tensor (such as a tied head) is
         absent.
 
         The condition of a tensor may depend on the presence of other tensors, even in a circle. Tensors whose
-        conditions only refer to one another count as absent. That excludes multi-token-prediction layers, which
+        conditions refer only to one another count as absent. This rule excludes multi-token-prediction layers, which
         trainers and inference engines keep separately.
 
         Raises:
             UsageError: UNKNOWN_AXIS, if the config does not show the number of layers.
-            Refused: UNSUPPORTED, if a condition depends on the number of the expert.
+            Refused: with the code UNSUPPORTED if a condition depends on the index of the expert.
         """
         layers: dict[str, set[Index]] = {name: set() for name in self.family.tensors}
         candidates = {name: list(self._indices(self.axes_of(name))) for name in self.family.tensors}
@@ -104,18 +108,19 @@ class Model:
         return {name: frozenset(indices) for name, indices in layers.items()}
 
     def axes_of(self, tensor: str) -> tuple[str, ...]:
-        """Return those axes of a logical tensor that number layers."""
+        """Return the axes of a logical tensor that number layers."""
         return tuple(axis for axis in self.family.tensors[tensor].axes if axis in self.layer_axes)
 
     def kinds(self, dialect: Dialect) -> dict[str, dict[Index, TensorKind]]:
         """Return, for each logical tensor and layer, which kind of stored tensor contains it in a dialect.
 
         Args:
-            dialect: a dialect of the family; logical tensors without a line in this dialect are absent from the result.
+            dialect: a dialect of the family; logical tensors without a mapping rule in this dialect are absent from the
+                result.
 
         Raises:
-            Refused: AMBIGUOUS, if two lines may store the same tensor; UNSUPPORTED, if one line would have to store
-                some layers or experts and not others.
+            Refused: with the code AMBIGUOUS if two mapping rules may store the same tensor; with the code UNSUPPORTED
+                if one mapping rule applies to only some of the layers or experts in one stored tensor.
             UsageError: UNKNOWN_AXIS, if the size of a necessary axis is unknown.
         """
         kinds: dict[str, dict[Index, TensorKind]] = defaultdict(dict)
@@ -144,8 +149,7 @@ class Model:
         return kinds
 
     def stored_shapes(self, dialect: Dialect) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the name and shape of every tensor that the model has in a dialect, including the tensors of each
-        expert.
+        """Yield the name and shape of every tensor that the model has in a dialect, including one tensor per expert.
 
         Raises:
             TransaxleError: the errors that `kinds` raises.
@@ -168,14 +172,15 @@ class Model:
                         yield kind.line.name.format(tuple(numbers)), kind.layout.shape
 
     def check_decided(self, dialect: Dialect) -> None:
-        """Refuse a config that does not say whether the model has a certain matrix; small tensors (vectors) are not
-        checked.
+        """Refuse a config that does not determine whether the model has a certain matrix; vectors, which are small, are
+        not checked.
 
         Args:
             dialect: the dialect whose stored matrices are checked.
 
         Raises:
-            UsageError: AMBIGUOUS, if the config leaves a matrix open; the message lists the missing config keys.
+            UsageError: with the code AMBIGUOUS if the presence of a matrix is undetermined; the message lists the
+                missing config keys.
         """
         lines = [line for line in dialect.lines if not line.read_only and len(line.expression.dims) > 1]
         matrices = {component for line in lines for component in line.expression.components}
@@ -192,10 +197,10 @@ class Model:
     def holds(
         self, condition: Formula | None, index: Mapping[str, int], layers: Mapping[str, Iterable[Index]]
     ) -> bool | None:
-        """Evaluate a condition for one layer; None if the config does not determine its value.
+        """Evaluate a condition for one layer; the result is None if the config does not determine it.
 
         Args:
-            condition: the condition to evaluate; None is always true.
+            condition: the condition to evaluate; a condition of None is always true.
             index: axis -> index of the layer.
             layers: logical tensor -> the layers in which it exists.
         """
@@ -210,7 +215,7 @@ class Model:
             else:
                 present[name] = bool(layers[original])
         value = self.sizes.holds(condition, index, present)
-        # Configs write null for "has none of it", but a formula treats null as a missing key.
+        # Configs write null for a feature that the model lacks, but a formula treats null as a missing key.
         empty = [key for key in condition.names if key in self.sizes.settings and self.sizes.settings[key] is None]
         return (
             value
@@ -227,8 +232,8 @@ class Model:
         return self._emptied[keys]
 
     def _is_stored(self, line: Line, index: Mapping[str, int]) -> bool | None:
-        """Tell whether a line stores a tensor for a layer: its logical tensors exist and its condition is true. None:
-        unknown.
+        """Return whether a mapping rule stores a tensor for a layer: the rule's logical tensors exist, and the rule's
+        condition is true. None means that the config does not determine it.
         """
         for component in line.expression.components:
             layers = self.present.get(component, frozenset())
@@ -250,7 +255,7 @@ class Model:
         return next(iter(values), False)
 
     def _layers_of(self, component: str, axes: tuple[str, ...], index: Index) -> list[Index]:
-        """Return the layers of a logical tensor that one stored tensor contains: one layer, or all if layers are
+        """Return the layers of a logical tensor that one stored tensor contains: one layer, or all layers if they are
         stacked.
         """
         sizes, at = self.sizes.at({}), dict(zip(axes, index, strict=True))
@@ -279,7 +284,7 @@ class Model:
         return alike[key]
 
     def _with_padding(self, line: Line, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Add the size of the vocabulary's padding by Megatron's rule, if that size is not given."""
+        """Add the size of the vocabulary's padding by Megatron's rule, if the caller did not set that size."""
         padded_sizes = dict(sizes)
         for node in line.expression.dims if line.expression.padding - sizes.keys() else ():
             segments = node.segments if isinstance(node, Sum) else ()

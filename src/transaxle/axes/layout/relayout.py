@@ -1,20 +1,21 @@
-"""Relayouts: describes a checkpoint in another dialect as box copies, and finds the axis sizes that this needs.
+"""Describes a checkpoint in a new layout as box copies, and finds the axis sizes that these copies need.
 
-Every target tensor is split into pieces, and each piece overlaps source pieces of the same logical tensor. The names of
-source tensors are computed from indices, never searched. There is no intermediate format: the family's logical tensors
-connect the dialects.
+A *box copy* moves a rectangular region of a logical tensor from a source tensor to a target tensor. Every target tensor
+is split into pieces (boxes of logical tensors), and each piece overlaps source pieces of the same logical tensor. The
+names of source tensors are computed from indices, never searched. There is no intermediate format: the model family's
+logical tensors connect the two dialects (frameworks' names and layouts).
 
-**Sizes**: which axis sizes a conversion needs, and which sizes the stored shapes imply.
+**Sizes**: this module finds which axis sizes a conversion needs, and which sizes the stored shapes imply.
 
-- Unification: axes that no layout of a conversion separates are treated as one axis. Where `g r c` are adjacent, in
-  that order, in every line with a tensor, they move together. Their product is one axis, whose size the stored shape
-  shows. So a conversion needs only the sizes of axes that it separates.
-- `solve` computes sizes that are not in the config from the shapes of all tensors of a line: each stored dim is one
-  equation, linear in each axis. `fill` does the same for one stored tensor after unification, and checks its shape
-  against the rule.
-- Inseparable sums: logical tensors that a conversion never separates move as one, and need no sizes of their own. Where
-  source and target have the same `[(g [q:(r c) | k:c | v:c]) d]`, it does not matter where q ends and k begins: on both
-  sides the first tensor of the sum may get all positions of the dim, and the others none.
+- Unification: axes that no layout of a conversion separates are treated as one axis. If `g r c` are adjacent, in this
+  order, in every mapping rule with a certain tensor, the three axes move together. Their product is one axis, whose
+  size the stored shape shows. So a conversion needs only the sizes of axes that it separates.
+- `solve` computes sizes that are not in the config from the shapes of all tensors of a mapping rule: each stored dim is
+  one equation, linear in each axis. `fill` does the same for one stored tensor after unification, and checks the
+  tensor's shape against its mapping rule.
+- Inseparable sums: logical tensors that a conversion never separates move together, and their single sizes are not
+  needed. If source and target have the same `[(g [q:(r c) | k:c | v:c]) d]`, it does not matter where q ends and k
+  begins. In both source and target, the first tensor of the sum is then treated as if it had all positions of the dim.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def factors(axis: str) -> list[str]:
-    """Return the names of the axes whose product a product axis is."""
+    """Return the names of the axes of which a product axis is the product."""
     return axis.split(JOIN)
 
 
@@ -74,10 +75,12 @@ class Basis(msgspec.Struct, frozen=True):
     joined: frozenset[tuple[str, str, str]]
     """Pairs of adjacent axes that no expression separates, as `(logical tensor, axis, next axis)`."""
     tied: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Logical tensor -> the tied logical tensor that may be read in its place."""
+    """Logical tensor -> the tied logical tensor that may be read instead."""
 
     def rewrite(self, expression: Expression) -> Expression:
-        """Return the expression with product axes in place of adjacent axes that are never separated."""
+        """Return the expression, with each group of adjacent axes that are never separated replaced by a
+        product axis.
+        """
 
         def change(merge: Merge, owners: tuple[str, ...]) -> Merge:
             parts: list[Node] = []
@@ -101,8 +104,8 @@ def unify(expressions: Iterable[Expression], tied: Mapping[str, str] = _NONE) ->
     """Find the adjacent axes that no expression separates, so that they can be treated as one axis.
 
     Args:
-        expressions: the layout expressions of all source and target lines in the conversion.
-        tied: logical tensor -> the tied logical tensor that may be read in its place; both must keep the same axes.
+        expressions: the layout expressions of all mapping rules in the conversion, of source and target.
+        tied: logical tensor -> the tied logical tensor that may be read instead; both tensors must keep the same axes.
 
     Post-condition: for any sizes, rewriting an expression changes no offset and no stride of any element, and two
     expressions of one logical tensor still have the same axes.
@@ -126,7 +129,8 @@ def unify(expressions: Iterable[Expression], tied: Mapping[str, str] = _NONE) ->
         for (name, axis), followers in nexts.items()
         if followers[0] is not None and len(set(followers)) == 1 and len(followers) == uses[name]
     }
-    # A run outside a sum belongs to several logical tensors: its axes stay joined only if they are in all of them.
+    # A run of axes outside a sum belongs to several logical tensors. Its axes stay joined only if they are joined in
+    # all of these tensors.
     while True:
         broken = {
             (name, axis, after)
@@ -149,13 +153,13 @@ _NOT_ITS_TABLE = (
 
 
 def unknown(node: Node, sizes: Mapping[str, int]) -> list[str]:
-    """Return the axes of a dim whose sizes are unknown, without duplicates."""
+    """Return the axes of a dim whose sizes are unknown, each axis once."""
     return list(dict.fromkeys(p.name for p in walk(node) if isinstance(p, Axis) and p.name not in sizes))
 
 
 def root(node: Node, axis: str, sizes: Mapping[str, int], length: int) -> int | None:
-    """Compute the size of one axis from the length of its dim, `size(node) == length`; None if it is no whole
-    number.
+    """Compute the size of one axis from the length of its dim, so that `size(node) == length`; None if no whole number
+    is a solution.
     """
     base = size_of(node, {**sizes, axis: 0})
     step = size_of(node, {**sizes, axis: 1}) - base
@@ -166,7 +170,7 @@ def root(node: Node, axis: str, sizes: Mapping[str, int], length: int) -> int | 
 
 
 def with_products(sizes: Mapping[str, int], expression: Expression) -> dict[str, int]:
-    """Add the sizes of those product axes in an expression whose factors have known sizes."""
+    """Add the sizes of the product axes in an expression, where the sizes of all factors are known."""
     extended = dict(sizes)
     for axis in expression.axes - extended.keys():
         if all(factor in extended for factor in factors(axis)):
@@ -178,8 +182,8 @@ def fill(expression: Expression, shape: Shape, sizes: Mapping[str, int]) -> dict
     """Return the sizes of all axes of a stored tensor; unknown sizes are computed from the tensor's shape.
 
     Raises:
-        Refused: SHAPE_MISMATCH, if the tensor's shape does not fit its table line.
-        UsageError: UNKNOWN_AXIS, if one dim has several axes of unknown size.
+        Refused: with the code SHAPE_MISMATCH if the tensor's shape does not fit its mapping rule.
+        UsageError: with the code UNKNOWN_AXIS if a single dim has several axes of unknown size.
     """
     if len(shape) != len(expression.dims):
         raise mismatch(expression, f"{len(expression.dims)} dims", shape)
@@ -201,7 +205,7 @@ def fill(expression: Expression, shape: Shape, sizes: Mapping[str, int]) -> dict
 
 
 def mismatch(expression: Expression, expected: str, shape: Shape) -> TransaxleError:
-    """Build the error for a tensor whose shape does not fit its table line."""
+    """Build the error for a tensor whose shape does not fit its mapping rule."""
     return refuse("SHAPE_MISMATCH", f"{expression.text}\nexpected {expected}, got {list(shape)}", hint=_NOT_ITS_TABLE)
 
 
@@ -217,17 +221,17 @@ def unknown_axis(axis: str, rule: str, shape: Shape | None = None) -> TransaxleE
 
 
 def solve(equations: Mapping[Expression, Mapping[Shape, Mapping[str, int]]], sizes: Sizes) -> Sizes:
-    """Compute axis sizes that the config lacks from the shapes of stored tensors, if all shapes agree.
+    """Compute axis sizes that the config lacks from the shapes of stored tensors, where all shapes imply the same size.
 
     Args:
         equations: expression -> each distinct shape of its stored tensors -> index of one tensor with that shape.
         sizes: the axis sizes that are known so far.
 
-    An axis for which two tensors show different sizes (in different layers) stays unknown; `fill` computes it per
-    tensor.
+    An axis for which two tensors imply different sizes (in different layers) stays unknown; `fill` computes its size
+    per tensor.
     """
     conflicting: set[str] = set()
-    # Each round may determine an axis, after which another dim has only one axis of unknown size.
+    # A round may determine the size of an axis, so that only one axis of unknown size remains in some other dim.
     while True:
         solutions: dict[str, set[int]] = {}
         for expression, shapes in equations.items():
@@ -237,7 +241,8 @@ def solve(equations: Mapping[Expression, Mapping[Shape, Mapping[str, int]]], siz
                 known_sizes = sizes.at(index)
                 for node, count in zip(expression.dims, shape, strict=True):
                     missing = unknown(node, known_sizes)
-                    # The length of a dim determines an axis only if the sizes of all other axes in the dim are known.
+                    # The length of a dim determines the size of an axis only if the sizes of all other axes in the dim
+                    # are known.
                     if len(missing) != 1 or missing[0] in conflicting:
                         continue
                     value = root(node, missing[0], known_sizes, count)
@@ -251,24 +256,24 @@ def solve(equations: Mapping[Expression, Mapping[Shape, Mapping[str, int]]], siz
 
 
 NOTHING = "[]"
-"""Axis of size 0, which all logical tensors but the first get in a fused dim that a conversion never separates."""
+"""Axis of size 0. In a fused dim that a conversion never separates, all logical tensors but the first get this axis."""
 
 
 def inseparable(
     lines: Iterable[Line], tensors: Mapping[str, LogicalTensor], tied: Container[str], basis: Basis
 ) -> dict[Expression, Expression]:
-    """Find the fused dims whose logical tensors (such as q, k, v) no line of the conversion separates.
+    """Find the fused dims whose logical tensors (such as q, k, v) no mapping rule of the conversion separates.
 
     Args:
-        lines: all lines of the source and of the target in the conversion.
+        lines: all mapping rules of source and target in the conversion.
         tensors: the logical tensors of the family, by name.
         tied: logical tensors that may be read from a tied logical tensor instead.
-        basis: the axes after joining those that no line separates.
+        basis: the axes of the conversion, after axes that no mapping rule separates have been joined.
 
     Returns:
-        Expression -> the same expression, in which the first logical tensor replaces the whole fused dim.
+        Expression -> the expression after the first logical tensor has replaced the whole fused dim.
 
-    Post-condition: between two lines with replaced expressions, a conversion makes the same copies as before.
+    Post-condition: a conversion makes the same copies with the replaced expressions as with the original expressions.
     """
     expressions: dict[Expression, None] = {}
     by_component: dict[str, list[Expression]] = {}
@@ -279,7 +284,8 @@ def inseparable(
     result = {}
     for expression in expressions:
         names = expression.components
-        # The size of padding must be known; a tied tensor, and copies along an axis, are read apart from the rest.
+        # Dims with padding are skipped, because the size of padding must be known. Tied tensors, and copies along an
+        # axis, are skipped because they are read separately from the rest of the dim.
         if len(names) < 2 or any(name == PADDING for name, _ in expression.segments):
             continue
         if any(name in tied or not set(expression.axes_of(name)) <= set(tensors[name].axes) for name in names):
@@ -297,13 +303,13 @@ def _as_first(expression: Expression) -> Expression:
 
 
 EXACT = (None, None)
-"""Arithmetic of a copy that changes no values: neither the source's line nor the target's has any."""
+"""Arithmetic of a copy that changes no values: neither the source's nor the target's mapping rule computes anything."""
 IDENTITY = "#"
-"""Stands for the logical tensor of a stored tensor that no table describes."""
+"""Name used as the logical tensor of a stored tensor that no table describes."""
 
 
 class Chunk(Protocol):
-    """A rectangular chunk of a stored tensor (protocol; `formats.Extent` implements it)."""
+    """A rectangular chunk of a stored tensor (a protocol, which `formats.Extent` implements)."""
 
     @property
     def start(self) -> Shape:
@@ -311,15 +317,15 @@ class Chunk(Protocol):
 
     @property
     def shape(self) -> Shape:
-        """Number of elements along each dim."""
+        """Number of the chunk's elements along each dim."""
 
     @property
     def strides(self) -> Shape | None:
-        """Strides of the chunk in elements; None: the chunk is row-major."""
+        """Strides of the chunk in elements; None means that the chunk is row-major."""
 
 
 class Stored(Protocol):
-    """A stored tensor (protocol; `formats.Entry` implements it)."""
+    """A stored tensor (a protocol, which `formats.Entry` implements)."""
 
     @property
     def dtype(self) -> str:
@@ -340,9 +346,9 @@ class ChunkCopy(NamedTuple):
     source: str
     """Name of the stored tensor."""
     chunk: int
-    """Position of the source chunk in the list `extents` of the source tensor."""
+    """Index of the source chunk in the list `extents` of the source tensor."""
     move: BoxCopy
-    """The strided copy: offsets and strides in the source chunk and the target chunk."""
+    """The strided copy, with offsets and strides in the source chunk and in the target chunk."""
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -351,22 +357,26 @@ class Origin(msgspec.Struct, frozen=True):
     name: str
     """Name of the stored tensor."""
     component: str
-    """Name of the logical tensor in the source's table line."""
+    """Name of the logical tensor in the source's mapping rule."""
     layout: Layout
     """Layout of the stored tensor."""
     index: Mapping[str, int]
-    """Axis -> index, for those axes of the logical tensor that are in the stored name, in the order of the name."""
+    """Axis -> index, for the axes of the logical tensor that are numbered in the stored name, in the order of
+    the name.
+    """
 
 
 class TargetPart(NamedTuple):
-    """The part of a target tensor that holds one logical tensor, with the stored tensors from which it is read."""
+    """The elements of a target tensor that belong to one logical tensor, with the stored tensors from which they are
+    read.
+    """
 
     component: str
-    """Name of the logical tensor in the target's table line."""
+    """Name of the logical tensor in the target's mapping rule."""
     origins: Sequence[Origin]
-    """Stored tensors that together contain the whole part, without overlap, sorted by index."""
+    """Stored tensors that together contain all these elements, without overlap, sorted by index."""
     arithmetic: tuple[Arithmetic | None, Arithmetic | None] = EXACT
-    """Arithmetic that changes values: that of the source's line and that of the target's line."""
+    """Arithmetic that changes values: that of the source's mapping rule, and that of the target's mapping rule."""
 
 
 class Target(msgspec.Struct, frozen=True, eq=False):
@@ -375,17 +385,17 @@ class Target(msgspec.Struct, frozen=True, eq=False):
     name: str
     """Name of the tensor in the target dialect."""
     dtype: str
-    """Dtype as a safetensors code, equal to that of the sources."""
+    """Safetensors code of the dtype, which is the dtype of the source tensors."""
     layout: Layout
-    """Layout of the logical tensors in the target tensor."""
+    """Layout of the target tensor: where its logical tensors are."""
     index: Mapping[str, int]
     """Axis -> index, for the axes that are numbered in the target's name."""
     parts: tuple[TargetPart, ...]
-    """For each logical tensor in the target: its sources."""
+    """For each logical tensor in the target, the stored tensors from which it is read."""
     rule: str
-    """Text of the target dialect's line for this tensor."""
+    """Text of the target dialect's mapping rule for this tensor."""
     component: str = ""
-    """What reports call the tensor: the names of its logical tensors, separated by commas."""
+    """The tensor's name in reports: the names of its logical tensors, separated by commas."""
     encoding: str = PLAIN
     """Name of the encoding in which the tensor is written: one of `family.WORDS`, or `PLAIN`."""
 
@@ -395,7 +405,7 @@ class Target(msgspec.Struct, frozen=True, eq=False):
         return self.layout.shape
 
     def at(self, name: str, index: Mapping[str, int], parts: tuple[TargetPart, ...]) -> Target:
-        """Return a copy of this target with another name, index and sources."""
+        """Return a copy of this target with a different name, index and sources."""
         return structs.replace(self, name=name, index=index, parts=parts)
 
     @property
@@ -405,8 +415,10 @@ class Target(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def whole_source(self) -> str | None:
-        """Name of the stored tensor that has the same elements at the same positions; None if no single tensor does."""
-        # a target with several parts or components has elements of more than one source tensor
+        """Name of the stored tensor that has the same elements at the same positions as the target; None if there is
+        none.
+        """
+        # a target with several parts or logical tensors has elements of more than one source tensor
         if len(self.parts) != 1 or len(self.layout.shares) != 1:
             return None
         origins = self.parts[0].origins
@@ -414,12 +426,12 @@ class Target(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_identity(self) -> bool:
-        """Whether the target is a stored tensor that no table describes, and that is therefore unchanged."""
+        """Whether the target is the unchanged copy of a stored tensor that no table describes."""
         return [part.component for part in self.parts] == [IDENTITY]
 
     @property
     def computed(self) -> bool:
-        """Whether values change, because the table line of a source or of the target has arithmetic."""
+        """Whether values change, because the mapping rule of a source or of the target has arithmetic."""
         for part in self.parts:  # noqa: SIM110 - for very many targets, creating a generator doubles the time
             if part.arithmetic is not EXACT and part.arithmetic != EXACT:
                 return True
@@ -427,16 +439,22 @@ class Target(msgspec.Struct, frozen=True, eq=False):
 
 
 class Check(msgspec.Struct, frozen=True, eq=False):
-    """A check that must succeed before output is committed: two copies are bitwise equal, or a tensor is all zero."""
+    """A check that must succeed before output is committed: two duplicates are bitwise equal, or a tensor is
+    all zero.
+    """
 
     first: Target
     """One stored tensor, in its own layout."""
     second: Target
-    """The copy to compare, in the layout of `first`; a target without parts stands for zeros."""
+    """The duplicate to compare, in the layout of `first`; a target without parts means that `first` must be all
+    zero.
+    """
     why: str
-    """First line of the error if they differ: the table line because of which the two must be equal."""
+    """First line of the error if the two differ: the mapping rule that requires them to be equal."""
     hint: str = ""
-    """Hint of the error if they differ: what a user can do; empty for ordinary copies."""
+    """What a user can do if the two differ: the hint of the error; empty if `first` and `second` are ordinary
+    duplicates.
+    """
 
     @property
     def zero(self) -> bool:
@@ -450,14 +468,16 @@ class Check(msgspec.Struct, frozen=True, eq=False):
 
 
 def unlike(name: str, why: str, hint: str, *, zero: bool) -> Refusal:
-    """Build the error for a tensor that differs from its copy, or that should be zero and is not."""
+    """Build the error for a tensor that differs from its duplicate, or that is not zero although it should be."""
     if zero:
         return Refusal("UNEXPECTED_TENSOR", f"{why}\nbut it is not all zero", Where(None, name), hint)
     return Refusal("UNEQUAL_COPIES", f"{why}\nbut their bytes differ", Where(None, name), hint)
 
 
 def indices(axes: Sequence[str]) -> Callable[[Sequence[int]], dict[str, int]]:
-    """Return a function that maps numbers to `{axis: number}`; dict literals are five times as fast as `zip`."""
+    """Return a function that maps a list of numbers to `{axis: number}`; dict literals are five times as fast
+    as `zip`.
+    """
     if len(axes) == 1:
         (only,) = axes
         return lambda numbers: {only: numbers[0]}
@@ -469,7 +489,9 @@ def indices(axes: Sequence[str]) -> Callable[[Sequence[int]], dict[str, int]]:
 
 @lru_cache(maxsize=1024)
 def identity(shape: Shape) -> Layout:
-    """Return the layout of a tensor that no table describes: each dim is an axis. Results are cached by shape."""
+    """Return the layout of a tensor that no table describes, in which each dim is an axis; results are cached
+    by shape.
+    """
     return Layout(shape, {IDENTITY: tuple(Share(0, ((f"#{dim}", size, 1),)) for dim, size in enumerate(shape))})
 
 
@@ -490,7 +512,9 @@ _Positions = tuple[tuple[Interval, ...], ...]
 
 
 class Copier:
-    """Computes the box copies that fill target tensors, or chunks of these; caches the pieces of equal chunks."""
+    """Computes the box copies that fill target tensors, or single chunks of target tensors; equal chunks share their
+    pieces.
+    """
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         self.stored = stored
@@ -505,21 +529,22 @@ class Copier:
         intervals: Sequence[Sequence[Interval]] | None = None,
         strides: Shape | None = None,
     ) -> Iterator[ChunkCopy]:
-        """Yield the copies that fill a target tensor, or one chunk of it.
+        """Yield the copies that fill a target tensor, or one chunk of the target tensor.
 
         Args:
             target: the tensor to fill.
-            intervals: for each stored dim, the intervals of positions that the chunk contains, in chunk order; None:
-                the whole tensor.
-            strides: element strides of the chunk; None: row-major.
+            intervals: for each stored dim, the intervals of positions that the chunk contains, in the chunk's order;
+                None means the whole tensor.
+            strides: element strides of the chunk; None means row-major.
 
         Raises:
-            Refused: INCOMPLETE, if no source has some elements of the target; the copies yielded before are correct.
+            Refused: with the code INCOMPLETE if no source has some elements of the target; copies that were yielded
+                before the error are correct.
         """
         positions = None if intervals is None else tuple(map(tuple, intervals))
         for part in target.parts:
-            # Sources and target are cut into pieces of the same logical tensor, so a copy is the overlap of two pieces;
-            # how either side was packed no longer matters.
+            # Source and target are both described as pieces of the same logical tensor, so a copy is the overlap of two
+            # pieces. The layouts of source and target matter no further.
             for piece in self._lower(target.layout, part.component, positions, strides):
                 copied = 0
                 overlaps: dict[tuple[object, ...], PieceOverlap] = {}  # similar sources share their pieces
@@ -533,7 +558,8 @@ class Copier:
                         if move is not None:
                             copied += overlap.size
                             yield ChunkCopy(origin.name, number, move)
-                # Origins are disjoint, so the sizes of their copies add up to the piece exactly when there is no hole.
+                # Source tensors are disjoint, so the sizes of their copies add up to the size of the piece exactly if
+                # no element is missing.
                 if copied != piece.size:
                     raise refuse(
                         "INCOMPLETE",
@@ -554,7 +580,9 @@ class Copier:
         return lowered
 
     def _cut(self, share: Share, start: int, stop: int) -> list[tuple[tuple[Interval, ...], int]]:
-        """Call `cut` for a share; results are cached by the interval. The layout keeps the share alive."""
+        """Call `cut` for a share of a layout; results are cached by share and interval. `_alive` keeps the share's
+        layout alive.
+        """
         key = id(share), start, stop
         boxes = self._cuts.get(key)
         if boxes is None:
@@ -562,11 +590,11 @@ class Copier:
         return boxes
 
     def _source_pieces(self, origin: Origin, piece: Piece, index: Mapping[str, int]) -> Iterator[tuple[int, Piece]]:
-        """Yield the pieces in a source's chunks that may overlap a target piece, each with its chunk's number."""
+        """Yield the pieces in a source's chunks that may overlap a target piece, each with the index of its chunk."""
         stored = self.stored[origin.name]
         extents = stored.extents
-        # By far the most common case: one dense chunk. Its pieces depend on the layout alone, so all tensors of that
-        # layout share them.
+        # By far the most common case: the tensor has one dense chunk. The chunk's pieces depend on the layout alone, so
+        # all tensors of that layout share these pieces.
         if is_one_run(stored):
             for source in self._lower(origin.layout, origin.component, None, None):
                 yield 0, source
@@ -582,14 +610,14 @@ class Copier:
 
 
 def _within(origins: Sequence[Origin], piece: Piece) -> Sequence[Origin]:
-    """Return the sources that may overlap a target piece: if the indices form a full grid, those in its box;
-    else all.
+    """Return the source tensors that may overlap a target piece: those in the piece's box if the sources form a grid of
+    indices, else all.
     """
     if len(origins) < 3:
         return origins
     first, last = origins[0].index, origins[-1].index
-    # The origins are sorted and without gaps, so the place of an origin in the list follows from its index: no search
-    # through hundreds of experts in dozens of layers.
+    # The sources are sorted and without gaps, so the place of a source in the list follows from its index. No search
+    # through hundreds of experts in dozens of layers is needed.
     counts = [last[axis] - start + 1 for axis, start in first.items()]
     if min(counts, default=0) < 1 or prod(counts) != len(origins):
         return origins
@@ -599,7 +627,7 @@ def _within(origins: Sequence[Origin], piece: Piece) -> Sequence[Origin]:
         if not ranges:
             start, stop = max(start, low), min(stop, low + count)
         elif start < low or stop > low + count:
-            return origins  # a grid with gaps: the last origin need not have the highest index of an inner axis
+            return origins  # the grid has gaps: the last source may not have the highest index of an inner axis
         ranges.append(range(start, stop))
     if prod(map(len, ranges)) == len(origins):
         return origins
@@ -624,18 +652,19 @@ def _span(origin: Origin, piece: Piece, index: Mapping[str, int]) -> list[Interv
         low = high = share.offset
         for axis, size, step in share.axes:
             start, stop = piece.box.get(axis, (0, size))
-            # An axis in the target's name has one index for the whole target, to which the span is narrowed.
+            # If the target's name has a number for this axis, the whole target has a single index, to which the span is
+            # narrowed.
             if axis in index:
                 start, stop = index[axis], index[axis] + 1
             low += start * step
-            # The span ends after the element with the last index of every axis.
+            # The span ends after the element that has the last index along every axis.
             high += (stop - 1) * step
         spans.append((low, high + 1))
     return spans
 
 
 class _Chunks:
-    """The chunks of one stored tensor, sorted by where they begin, so that chunks in a region are found quickly."""
+    """The chunks of one stored tensor, sorted by their starts, so that the chunks in a region are found quickly."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.chunks = chunks
@@ -648,13 +677,13 @@ class _Chunks:
         self.edges = list(map(_edges, zip(*starts, strict=True), zip(*shapes, strict=True)))
 
     def find_overlapping(self, spans: Sequence[Interval]) -> list[int]:
-        """Return the numbers of the chunks that overlap a rectangular region, in order."""
+        """Return the indices of the chunks that overlap a rectangular region, in ascending order."""
         near = [
             starts[bisect_right(stops, low) : bisect_left(starts, high)]
             for (starts, stops), (low, high) in zip(self.edges, spans, strict=True)
         ]
-        # Most tensors are cut into a grid, where every combination of starts is a chunk. Other tensors may have more
-        # combinations than chunks.
+        # Most tensors are cut into a grid, in which every combination of starts is a chunk. If a tensor has more
+        # combinations than chunks, each chunk is compared with the region instead.
         if prod(map(len, near)) > len(self.chunks):
             candidates: Iterable[int] = range(len(self.chunks))
         else:
@@ -663,22 +692,22 @@ class _Chunks:
 
 
 def _edges(starts: Sequence[int], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the sorted starts of chunks along a dim, and for each start the highest end of all chunks up to this
-    start.
+    """Return the sorted starts of chunks along a dim, and for each start the highest end among all chunks that start
+    there or before.
 
     Args:
         starts: first position of each chunk.
         sizes: number of positions of each chunk.
     """
-    if sizes.count(sizes[0]) == len(sizes):  # the usual case
+    if sizes.count(sizes[0]) == len(sizes):  # usually all chunks have the same size
         ends = {start: start + sizes[0] for start in set(starts)}
     else:
         ends = {}
         for start, size in set(zip(starts, sizes, strict=True)):
             ends[start] = max(ends.get(start, 0), start + size)
     begins = sorted(ends)
-    # Running maxima, not the ends themselves: they ascend even where chunks have different sizes, as bisect requires.
-    # Chunks that do not overlap the region are dropped afterwards.
+    # `bisect` requires ascending numbers. Running maxima of the ends ascend even if chunks have different sizes. Chunks
+    # that do not overlap the region are dropped afterwards.
     return begins, list(accumulate((ends[start] for start in begins), max))
 
 
@@ -692,11 +721,13 @@ def _overlaps(chunk: Chunk, spans: Sequence[Interval]) -> bool:
 def chunk_cuts(
     targets: Mapping[str, Target], numbered: Mapping[str, Collection[str]]
 ) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return where to begin new chunks along the first dims of each target tensor; tensors of one chunk are absent.
+    """Return the positions along the first dims of each target tensor at which new chunks begin; tensors of one chunk
+    are absent.
 
     Args:
         targets: target tensors by name.
-        numbered: logical tensor -> its axes that other dialects number in names, such as layers and experts.
+        numbered: logical tensor -> the axes of this tensor that other dialects number in names, such as layers and
+            experts.
     """
     by_layout: dict[int, tuple[tuple[int, ...], ...]] = {}
     cuts = {}
@@ -711,7 +742,8 @@ def chunk_cuts(
 
 def _cuts(layout: Layout, numbered: Mapping[str, Collection[str]]) -> tuple[tuple[int, ...], ...]:
     cuts: list[tuple[int, ...]] = []
-    # Not just any axis of experts: a router has a row per expert, and yet is one tensor per layer in every dialect.
+    # An axis that only counts experts is not enough: a router has a row per expert, and yet is one tensor per layer in
+    # every dialect.
     name_axes = set[str].intersection(*(set(numbered.get(component, ())) for component in layout.shares))
     for dim, size in enumerate(layout.shape):
         shares = [share[dim] for share in layout.shares.values()]
@@ -719,7 +751,7 @@ def _cuts(layout: Layout, numbered: Mapping[str, Collection[str]]) -> tuple[tupl
         if len(axes) == 1 and all(len(share.axes) == 1 and share.axes[0][0] in name_axes for share in shares):
             cuts.append(tuple(range(size)))
             continue
-        # Consecutive parts, such as gate and up, are separate chunks.
+        # Logical tensors that follow one another, such as gate and up, are separate chunks.
         spans = sorted((share.offset, share.offset + _length(share.axes)) for share in shares)
         if all(end <= begin for (_, end), (begin, _) in pairwise(spans)):
             cuts.append((0, *(begin for begin, _ in spans[1:])))
@@ -728,5 +760,5 @@ def _cuts(layout: Layout, numbered: Mapping[str, Collection[str]]) -> tuple[tupl
 
 
 def _length(axes: tuple[tuple[str, int, int], ...]) -> int:
-    """Return the length of a target's part along a stored dim."""
+    """Return the length of a logical tensor's share of a target's dim."""
     return axes[0][1] * axes[0][2] if axes else 1

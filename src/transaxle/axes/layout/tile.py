@@ -1,15 +1,15 @@
-"""Tiles: moves the scales of blocks together with their codes, if a change of layout splits no tile.
+"""Moves the scales of quantized blocks together with their codes, if a change of layout splits no block.
 
-A tile is a region of a stored tensor whose elements share one scale: 128 x 128, 1 x 32, or the whole tensor. Tiles
-cover stored dims, not axes, so the sizes decide whether a change of layout keeps tiles whole. Every target tile must
-lie within one source tile, in any order of elements, and gets the scale of that source tile. Otherwise codes in one
-target tile would need different scales, and the conversion is refused.
+A *tile* is a region of a stored tensor whose elements share one scale, such as 128 x 128 elements, 1 x 32 elements, or
+the whole tensor. Tiles cover stored dims, not axes, so the sizes decide whether a change of layout keeps tiles whole.
+Every target tile must lie within one source tile, in any order of elements, and gets the scale of that source tile.
+Otherwise codes in one target tile would need different scales, and the conversion is refused.
 
-The result describes how the scales are moved: box copies, which are executed like those of the codes.
+The result describes how the scales are moved: as box copies, which are executed like the box copies of the codes.
 
-The core algorithm computes the source tile of each target tile from sizes alone, and describes them as few boxes.
-Positions grow with each index, so the first and the last position of a box show which tiles have elements in it. The
-algorithm compares intervals, dim by dim, and visits no element.
+The core algorithm computes the source tile of each target tile from sizes alone, and describes this mapping as few
+boxes of tiles. Positions grow with each index, so the first and the last position of a box determine which tiles have
+elements in the box. The algorithm compares intervals, dim by dim, and visits no element.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _Array = npt.NDArray[np.int64]
 
 
 class Coordinate(msgspec.Struct, frozen=True):
-    """A number that locates an element in the source tensors: a position in a stored dim, or an index in the tensor's
-    name.
+    """A number that locates an element in the source tensors: a position along a stored dim, or an index in the
+    tensor's name.
 
-    The value is a constant plus, for each axis, its index times a weight. The value divided by `tile` is the number of
-    a tile.
+    The coordinate's value is a constant plus, for each axis, the index along the axis times a weight. The value divided
+    by `tile` is the index of a tile.
     """
 
     weights: tuple[tuple[str, int], ...]
@@ -48,7 +48,7 @@ class Coordinate(msgspec.Struct, frozen=True):
     """Number of positions per tile; 1 if the coordinate is an index in the name."""
 
     def bounds(self, box: Mapping[str, Interval]) -> Interval:
-        """Return the numbers of the first and the last tile that have elements in a box."""
+        """Return the indices of the first and the last tile that have elements in a box."""
         spans = [(box[axis], weight) for axis, weight in self.weights]
         low = self.constant + sum(start * weight for (start, _), weight in spans)
         high = self.constant + sum((stop - 1) * weight for (_, stop), weight in spans)
@@ -56,20 +56,28 @@ class Coordinate(msgspec.Struct, frozen=True):
 
 
 TileLoop = tuple[int, tuple[int, ...]]
-"""A loop over tiles, `(count, step)`: each step moves along one target dim, and along at most one source coordinate."""
+"""A loop over tiles, `(count, step)`: each step moves along one target dim, and changes at most one source
+coordinate.
+"""
 
 
 class TileBox(msgspec.Struct, frozen=True):
-    """A set of target tiles with their source tiles, as nested loops over both."""
+    """A set of target tiles together with the source tile of each, described by nested loops over target and source
+    tiles.
+    """
 
     start: tuple[int, ...]
-    """Numbers of the first tile: along each target dim, followed by those along each source coordinate."""
+    """Indices of the first target tile along each target dim, followed by indices of its source tile along each
+    coordinate.
+    """
     loops: tuple[TileLoop, ...] = ()
-    """Loops over the tiles, outermost first."""
+    """Loops that step through the target tiles and their source tiles, outermost loop first."""
 
 
 class Misaligned(Exception):
-    """Raised if a target tile has elements of several source tiles; `scales` turns it into an error for users."""
+    """Raised if a target tile has elements of several source tiles; the function `scales` raises the error for users
+    instead.
+    """
 
     def __init__(self, tile: tuple[int, ...]) -> None:
         super().__init__(tile)
@@ -79,7 +87,8 @@ class Misaligned(Exception):
 class _Dim(msgspec.Struct, frozen=True):
     """The tiles along one target dim that contain elements of a certain logical tensor.
 
-    `low[i]` and `high[i]` bound the contribution of the elements in tile `touched[i]` to each coordinate.
+    `low[i]` and `high[i]` are the least and the greatest value that an element in tile `touched[i]` adds to each
+    coordinate.
     """
 
     touched: _Array
@@ -94,7 +103,7 @@ class _Dim(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=4096)
 def _dim(share: Share, size: int, tile: int, weights: tuple[tuple[int, ...], ...]) -> _Dim:
-    """Compute the tiles along one target dim; `weights` has, for each coordinate, one number per axis of the share."""
+    """Compute the tiles along one target dim; `weights` has, for each coordinate, one weight per axis of the share."""
     rows = []
     for number in range(-(-size // tile)):
         boxes = [spans for spans, _ in cut(share, number * tile, min((number + 1) * tile, size))]
@@ -109,7 +118,7 @@ def _dim(share: Share, size: int, tile: int, weights: tuple[tuple[int, ...], ...
 
 
 class _ComponentTiles(msgspec.Struct):
-    """The target tiles with elements of one logical tensor, dim by dim, and the coordinates of these elements in the
+    """The target tiles that have elements of one logical tensor, dim by dim, and these elements' coordinates in the
     sources.
     """
 
@@ -121,7 +130,9 @@ class _ComponentTiles(msgspec.Struct):
         return [d for d, dim in enumerate(self.dims) if dim.moves[number]]
 
     def tiles(self, number: int, over: Sequence[int]) -> tuple[_Array, _Array]:
-        """Return, for every target tile along some dims, the first and the last source tile along a coordinate."""
+        """Return, for every target tile along the dims `over`, the first and the last source tile along a
+        coordinate.
+        """
         low = high = np.full((1,) * len(over), self.coordinates[number].constant, np.int64)
         for place, d in enumerate(over):
             shape = tuple(-1 if p == place else 1 for p in range(len(over)))
@@ -131,8 +142,8 @@ class _ComponentTiles(msgspec.Struct):
         return low // tile, high // tile
 
     def first_difference(self, over: Sequence[int], first: _Array, second: _Array) -> list[tuple[int, ...]]:
-        """Return a list with the first target tile for which two arrays differ; an empty list if the arrays
-        are equal.
+        """Return a list with the first target tile for which two arrays differ, or an empty list if the arrays are
+        equal.
         """
         mismatches = (dict(zip(over, rows, strict=True)) for rows in np.argwhere(first != second)[:1].tolist())
         return [tuple(int(dim.touched[at.get(d, 0)]) for d, dim in enumerate(self.dims)) for at in mismatches]
@@ -150,17 +161,17 @@ def retile(
 
     Args:
         shape: shape of the target tensor.
-        tile: tile of the target.
-        views: for each logical tensor (component) in the target, its share of each stored dim.
-        sources: for each component, the coordinates that locate its elements in the source tensors.
-        groups: for each component, a number that is equal for components read from the same stored tensors.
+        tile: size of the target's tiles along each dim.
+        views: for each logical tensor in the target, the positions that it has in each stored dim.
+        sources: for each logical tensor, the coordinates that locate its elements in the source tensors.
+        groups: for each logical tensor, a number that is equal for logical tensors read from the same stored tensors.
 
     Returns:
-        For each component, a list of boxes. Each target tile that has elements is in one of the boxes, with its source
-        tile.
+        For each logical tensor, a list of boxes. Each target tile that has elements is in exactly one box, with its
+        source tile.
 
     Raises:
-        Misaligned: a target tile has elements of several source tiles.
+        Misaligned: if a target tile has elements of several source tiles.
     """
     parts = []
     for view, coordinates in zip(views, sources, strict=True):
@@ -183,8 +194,8 @@ def retile(
 
 
 def _shares_of_tiles(first: _ComponentTiles, second: _ComponentTiles, alike: bool) -> list[tuple[int, ...]]:
-    """Check that two components have the same source tile in each target tile that contains both; remove these tiles
-    from the second component.
+    """Check that two logical tensors have the same source tile in each target tile that contains elements of both, and
+    remove these tiles from `second`.
 
     Returns:
         A list with the first target tile for which the source tiles differ; an empty list if there is none.
@@ -208,7 +219,7 @@ def _shares_of_tiles(first: _ComponentTiles, second: _ComponentTiles, alike: boo
             over, first_shared.tiles(number, over)[0], second_shared.tiles(number, over)[0]
         )
     partial_dims = [d for d, (tiles, _, _) in enumerate(shared) if len(tiles) < len(second.dims[d].touched)]
-    # components lie one after the other along one dim; along the other dims they have the same tiles
+    # Logical tensors lie one after the other along one dim. Along the other dims they have the same tiles.
     if len(partial_dims) <= 1:
         d = partial_dims[0] if partial_dims else 0
         second.dims[d] = second.dims[d].at(np.setdiff1d(np.arange(len(second.dims[d].touched)), shared[d][2]))
@@ -216,9 +227,9 @@ def _shares_of_tiles(first: _ComponentTiles, second: _ComponentTiles, alike: boo
 
 
 def _boxes(component: _ComponentTiles) -> Iterator[TileBox]:
-    """Describe the mapping from one component's target tiles to source tiles as boxes.
+    """Describe the mapping from one logical tensor's target tiles to source tiles as boxes.
 
-    Target dims on which the same coordinate depends form a cluster; the result is the product of the clusters' boxes.
+    Target dims that affect the same coordinate form a cluster; the result is the product of the clusters' boxes.
     """
     dims, numbers = component.dims, range(len(component.coordinates))
     clusters: list[set[int]] = [{d} for d in range(len(dims))]
@@ -244,7 +255,7 @@ def _boxes(component: _ComponentTiles) -> Iterator[TileBox]:
 def _nest(rows: _Array, dims: int) -> Iterator[TileBox]:
     """Describe a sequence of rows (target tile, source tile) as nested loops.
 
-    Post-condition: going through the boxes gives the rows in their original order.
+    Post-condition: going through the boxes in order yields the rows in their original order.
     """
     steps = np.diff(rows, axis=0)
     # Rows between two breaks differ by a constant step, so they form one loop.
@@ -271,14 +282,12 @@ def _nest(rows: _Array, dims: int) -> Iterator[TileBox]:
 
 
 def _simple(step: Sequence[int], dims: int) -> bool:
-    """Tell whether a step goes forward along one target dim and at most one coordinate, as the step of a `TileLoop`
-    must.
-    """
+    """Return whether a step goes forward along one target dim and at most one coordinate, as a `TileLoop` requires."""
     return sum(map(bool, step[:dims])) == 1 and sum(map(bool, step[dims:])) <= 1 and min(step) >= 0
 
 
 def _are_nested(loops: Sequence[TileLoop]) -> bool:
-    """Tell whether the loops are nested: each step is larger than the extent of all loops inside it."""
+    """Return whether the loops are nested: each step is larger than the extent of all loops inside it."""
     for number in range(len(loops[0][1])):
         reach = 0
         for step, count in sorted((step[number], count) for count, step in loops if step[number]):
@@ -289,7 +298,7 @@ def _are_nested(loops: Sequence[TileLoop]) -> bool:
 
 
 def _unroll(box: TileBox, inner: TileLoop) -> Iterator[TileBox]:
-    """Replace a box by boxes with a single loop, its innermost loop."""
+    """Replace a box by several boxes with a single loop each: the innermost loop of the original box."""
     for place in product(*(range(count) for count, _ in box.loops)):
         start = np.array(box.start, np.int64)
         for at, (_, step) in zip(place, box.loops, strict=True):
@@ -298,17 +307,17 @@ def _unroll(box: TileBox, inner: TileLoop) -> Iterator[TileBox]:
 
 
 Tile = tuple[int, ...]
-"""Size of a tile: number of positions along each stored dim."""
+"""Size of a tile: number of elements along each stored dim."""
 
 _SCALE = "scale"
 _LISTED = 4
-"""Limit on the number of source tensors that the error for a split tile lists."""
+"""Maximum number of source tensors that the error for a split tile lists."""
 DRAWN = 1024
-"""Limit on the number of positions along a tile that are examined one by one to describe it in the error."""
+"""Maximum number of positions along a tile that are examined one by one in order to describe the tile in the error."""
 
 
 def grid(shape: Shape, tile: Tile) -> Shape:
-    """Return the number of tiles along each dim, which is the shape of the scales; the last tile of a dim may be
+    """Return the number of tiles along each dim, which is the shape of the scales; the last tile along a dim may be
     partial.
     """
     return tuple(-(-size // step) for size, step in zip(shape, tile, strict=True))
@@ -318,30 +327,32 @@ class ScaleRelayout(msgspec.Struct, frozen=True):
     """How the scales of a target tensor are filled from the scales of its source tensors."""
 
     target: Target
-    """The target's scales as a tensor to be filled from the sources' scales. Tiles with only padding have no source."""
+    """The target's scales, as a tensor to be filled from the sources' scales; tiles that have only padding have no
+    source.
+    """
     checks: tuple[Check, ...]
-    """Checks that source scales are bitwise equal, because a single scale replaces them in the target."""
+    """Checks that source scales are bitwise equal, for scales that become a single scale in the target."""
 
 
 class SplitTile(msgspec.Struct, frozen=True):
-    """A target tile with elements of several source tiles, described along the dim with the most source tiles."""
+    """A target tile that has elements of several source tiles, described along the dim with the most source tiles."""
 
     rule: str
-    """The table line of the target tensor, as the user wrote it."""
+    """The mapping rule of the target tensor, as the user wrote it."""
     number: Tile
-    """Number of the target tile along each dim of the target."""
+    """Index of the target tile along each dim of the target."""
     dim: int
-    """The dim along which the tile is described; in all other dims only the tile's first position is looked at."""
+    """The dim along which the tile is described; along all other dims only the tile's first position is examined."""
     runs: tuple[tuple[int, int, str, Tile], ...]
-    """For each run of positions: first position, end, source tensor and its tile; the source's name is empty for
-    padding.
+    """Runs of positions, each as `(first position, end, name of the source tensor, tile in the source)`; the name is
+    empty for padding.
     """
 
 
 def scales(
     target: Target, tile: Tile, tiles: Mapping[str, Tile], *, scale_name: Callable[[str], str], dtype: str
 ) -> ScaleRelayout:
-    """Compute how the scales for a target tensor's codes are filled from the sources' scales.
+    """Compute how the scales of a target tensor's codes are filled from the sources' scales.
 
     Args:
         target: the target tensor that contains the codes.
@@ -350,22 +361,23 @@ def scales(
         scale_name: function from the name of codes to the name of their scales.
         dtype: dtype of the scales, as a safetensors code.
 
-    Post-condition: executing the result gives each target tile the scale of the source tile from which its elements
-    come.
+    Post-condition: executing the result writes to each target tile the scale of the source tile that contains its
+    elements.
 
     Raises:
-        Refused: BLOCK_MISALIGNED, if a target tile has elements of several source tiles, which the message lists.
+        Refused: with the code BLOCK_MISALIGNED if a target tile has elements of several source tiles; the message lists
+            them.
     """
     shape = grid(target.layout.shape, tile)
     grids = {o.name: grid(o.layout.shape, tiles[o.name]) for part in target.parts for o in part.origins}
-    # A per-tensor scale is valid wherever the elements go, so the only requirement is that the scales are equal.
+    # A per-tensor scale is valid wherever its elements are moved, so the scales only have to be equal.
     if prod(shape) == 1 and all(prod(stored) == 1 for stored in grids.values()):
         return _one_scale(target, shape, grids, scale_name, dtype)
     views = tuple(target.layout.shares[part.component] for part in target.parts)
     sources = tuple(_coordinates(part, target.index, tiles) for part in target.parts)
     stored = [[(origin.name, dict(origin.index)) for origin in part.origins] for part in target.parts]
-    # Parts that are read from the same stored tensors get the same number, because only such parts may share a source
-    # tile.
+    # Logical tensors that are read from the same stored tensors get the same number, because only such logical tensors
+    # may share a source tile.
     groups = tuple(map(stored.index, stored))
     try:
         boxes_per_part = retile(target.layout.shape, tile, views, sources, groups)
@@ -377,9 +389,9 @@ def scales(
         by_index = _by_index(part, target.index)
         for number, box in enumerate(boxes):
             component = f"{part.component}#{number}"
-            # The columns of a box are the target's dims, then the source's dims, then the axes in the sources' names.
+            # The columns of a box are: the target's dims, then the source's dims, then the axes in the sources' names.
             dims = [_share(box, column) for column in range(len(box.start))]
-            # The remaining columns are indices in the sources' names.
+            # The columns after the source's dims are indices in the sources' names.
             coordinate_end = len(shape) + len(grids[part.origins[0].name])
             shares[component] = tuple(dims[: len(shape)])
             layout = Layout(grids[part.origins[0].name], {component: tuple(dims[len(shape) : coordinate_end])})
@@ -397,9 +409,7 @@ def scales(
 def _one_scale(
     target: Target, shape: Shape, grids: Mapping[str, Shape], scale_name: Callable[[str], str], dtype: str
 ) -> ScaleRelayout:
-    """Compute the target for per-tensor scales: the scales of all sources must be equal, which checks in the result
-    verify.
-    """
+    """Compute the target for per-tensor scales; the result contains checks that the scales of all sources are equal."""
     candidates = []
     for name, stored in grids.items():
         target_layout, source_layout = (Layout(s, {_SCALE: tuple(Share(0, ()) for _ in s)}) for s in (shape, stored))
@@ -410,9 +420,10 @@ def _one_scale(
 
 
 def _coordinates(part: TargetPart, index: Mapping[str, int], tiles: Mapping[str, Tile]) -> tuple[Coordinate, ...]:
-    """Return the coordinates that locate an element in the sources: one per stored dim, and one per axis in the names.
+    """Return the coordinates that locate an element in the sources: one per stored dim, and one per axis in the
+    sources' names.
 
-    An axis that is also in the target's name has a fixed index, and needs no coordinate.
+    An axis that also numbers the target's name has a fixed index, and needs no coordinate.
     """
     model = part.origins[0]
     tile = tiles[model.name]
@@ -429,18 +440,22 @@ def _coordinates(part: TargetPart, index: Mapping[str, int], tiles: Mapping[str,
 
 
 def _by_index(part: TargetPart, index: Mapping[str, int]) -> dict[tuple[int, ...], str]:
-    """Return the source names by index, for the axes that are in the sources' names and not in the target's name."""
+    """Return index -> source name, for the axes that are numbered in the sources' names but not in the target's
+    name.
+    """
     return {tuple(i for axis, i in origin.index.items() if axis not in index): origin.name for origin in part.origins}
 
 
 def _share(box: TileBox, column: int) -> Share:
-    """Return the loops of a box that step along one dim, as a share of that dim, with the largest step first."""
+    """Return the loops of a box that step along one dim, as a `Share` of that dim with the largest step first."""
     axes = [(f"#{place}", count, step[column]) for place, (count, step) in enumerate(box.loops) if step[column]]
     return Share(box.start[column], tuple(sorted(axes, key=lambda axis: -axis[2])))
 
 
 def _indices(names: Sequence[Share]) -> Iterator[tuple[tuple[int, ...], dict[str, int]]]:
-    """Yield, for each source that the loops reach, the index in its name and the values of the loop variables."""
+    """Yield, for each source tensor that the loops reach, the index in its name and the values of the loop
+    variables.
+    """
     loops = sorted((axis, count) for share in names for axis, count, _ in share.axes)
     for steps in product(*(range(count) for _, count in loops)):
         index = {axis: at for (axis, _), at in zip(loops, steps, strict=True)}
@@ -450,8 +465,8 @@ def _indices(names: Sequence[Share]) -> Iterator[tuple[tuple[int, ...], dict[str
 def _refusal_of_misaligned(
     target: Target, tile: Tile, number: tuple[int, ...], sources: Sequence[tuple[Coordinate, ...]]
 ) -> TransaxleError:
-    """Build the error for a target tile with several source tiles: it lists them, and where in each the
-    elements begin.
+    """Build the error for a target tile with elements of several source tiles, which the error lists with the positions
+    of these elements.
     """
     limits = zip(number, tile, target.layout.shape, strict=True)
     spans = [(at * step, min((at + 1) * step, size)) for at, step, size in limits]
@@ -465,7 +480,8 @@ def _refusal_of_misaligned(
             box = dict(zip(axes, (span for spans_in_dim, _ in chosen for span in spans_in_dim), strict=True))
             bounds = [coordinate.bounds(box) for coordinate in coordinates]
             tiles = ", ".join(str(low) if low == high else f"{low} to {high}" for low, high in bounds[:dims])
-            # The error shows only beginnings inside a source tile, because there the cut is wrong.
+            # The message names a position only if it lies inside a source tile, because only such a position splits the
+            # source tile.
             inside = [(begin, step) for (_, begin), step in zip(chosen, tile, strict=True) if begin % step]
             begins = " and ".join(f"{at} = {at // step} x {step} + {at % step}" for at, step in inside)
             for key in product(*map(dict.fromkeys, bounds[dims:])):
@@ -492,7 +508,7 @@ def _split(
     spans: Sequence[tuple[int, int]],
     sources: Sequence[tuple[Coordinate, ...]],
 ) -> SplitTile | None:
-    """Describe a tile position by position; None if the tile is too long for that."""
+    """Describe a tile position by position; the result is None if the tile is too long for such a description."""
     if any(stop - start > DRAWN for start, stop in spans):
         return None
     by_dim = [_runs(target, dim, spans, sources) for dim in range(len(spans))]
@@ -515,7 +531,7 @@ def _runs(
 
 
 def _source_of(target: Target, place: Sequence[int], sources: Sequence[tuple[Coordinate, ...]]) -> tuple[str, Tile]:
-    """Return the source tensor, and the tile in it, for one element of the target; an empty name if the element is
+    """Return the source tensor, and the tile in it, of one element of the target; the name is empty if the element is
     padding.
     """
     for part, coordinates in zip(target.parts, sources, strict=True):

@@ -1,1 +1,1 @@
-"""The notation of the tables that describe model families: name patterns, layout expressions, families and dialects."""
+"""The text notation for model families: patterns of tensor names, expressions for layouts, families, and dialects."""

@@ -4,8 +4,8 @@
     2 * norm + 0.5
     -exp(A_log)        the functions are exp, and log, its inverse
 
-The text in the table is a Python expression with one variable. Each step has an inverse, so the whole expression has
-one. Values are computed in float64 and rounded once at the end.
+The text in the table of mapping rules is a Python expression with one variable. Every step of such an expression has an
+inverse, so the whole expression has an inverse. Values are computed in float64 and rounded once at the end.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Step = tuple[str, float, float]
-"""One step on a value `x`: `("affine", a, b)` gives `a * x + b`; `("exp", 0, 0)` and `("log", 0, 0)` give exp(x),
-log(x).
+"""One step of arithmetic on a value `x`. `("affine", a, b)` computes `a * x + b`; `("exp", 0, 0)` and `("log", 0, 0)`
+compute exp(x) and log(x).
 """
 AffineSteps = tuple[Step, ...]
 AFFINE, EXP, LOG = "affine", "exp", "log"
@@ -36,15 +36,15 @@ def parse(text: str) -> AffineSteps | None:
         return None
     if isinstance(steps, float) or any(kind == AFFINE and not (scale and isfinite(scale) and isfinite(shift))
                                        for kind, scale, shift in steps):  # fmt: skip
-        return None  # a step that multiplies by zero has no inverse
+        return None  # a step that multiplies by zero has no inverse, so it is not supported
     return steps
 
 
 def _steps(node: ast.expr) -> AffineSteps | float:
-    """Return the steps of an expression with one variable, or the value of an expression without a variable.
+    """Return the steps of an expression that contains a variable, or the value of an expression without a variable.
 
     Raises:
-        ValueError: the expression is not supported.
+        ValueError: if the expression is not supported.
     """
     match node:
         case ast.Constant(int() | float() as value) if not isinstance(value, bool):
@@ -89,7 +89,7 @@ def _affine(steps: AffineSteps | float, scale: float, shift: float) -> AffineSte
 
 
 def inverse(steps: AffineSteps) -> AffineSteps:
-    """Return the inverse steps, which lead from the stored value back to the logical value."""
+    """Return the steps in the opposite direction, from the stored value to the logical value."""
     return tuple(
         (AFFINE, 1.0 / scale, -shift / scale) if kind == AFFINE else (_INVERSES[kind], 0.0, 0.0)
         for kind, scale, shift in reversed(steps)
@@ -97,7 +97,7 @@ def inverse(steps: AffineSteps) -> AffineSteps:
 
 
 def simplify(steps: Iterable[Step]) -> AffineSteps:
-    """Merge consecutive affine steps into one, and remove pairs of exp and log."""
+    """Merge consecutive affine steps into one step, and remove pairs of exp and log."""
     result: list[Step] = []
     for step in steps:
         before = result[-1] if result else _UNCHANGED
@@ -113,10 +113,10 @@ def simplify(steps: Iterable[Step]) -> AffineSteps:
 
 
 def apply_steps(values: NDArray[Any], steps: AffineSteps) -> NDArray[Any]:
-    """Apply steps to floating-point values; the result has the same dtype.
+    """Apply steps to floating-point values, and return the result in the dtype of the values.
 
     Raises:
-        ValueError: the result for a finite value is infinite or NaN; the error contains that value.
+        ValueError: if the result for a finite value is infinite or NaN; the error contains the finite value.
     """
     functions = {EXP: np.exp, LOG: np.log}
     before = values.astype(np.float64)
@@ -132,11 +132,12 @@ def apply_steps(values: NDArray[Any], steps: AffineSteps) -> NDArray[Any]:
 
 
 def round_to(values: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Round float64 values once to another floating-point dtype: to nearest, ties to even."""
-    if dtype.kind == "f":  # a floating-point dtype that numpy has itself, unlike bfloat16
+    """Round float64 values once to a floating-point dtype of lower precision: to nearest, ties to even."""
+    if dtype.kind == "f":  # one of numpy's own floating-point dtypes; bfloat16 is not
         return values.astype(dtype)
-    # For bfloat16, values are rounded twice: to float32, then to bfloat16. An inexact first rounding sets the last bit
-    # (round to odd), because otherwise it could create a tie that the second rounding resolves wrongly.
+    # For bfloat16, values are rounded twice: to float32, then to bfloat16. If the first rounding is inexact, it sets
+    # the last bit (rounding to odd). Without this bit, the first rounding could create a tie that the second rounding
+    # resolves wrongly.
     with np.errstate(all="ignore"):
         near = values.astype(np.float32)
     bits = near.view(np.uint32)

@@ -1,4 +1,4 @@
-"""Expressions: text that says how the dims of a stored tensor are formed from the axes of logical tensors.
+"""Expressions: text that describes how the axes of logical tensors form the dims of a stored tensor.
 
     gate[f d]                      two dims of one logical tensor
     q[(g r c) d]                   a merged dim, outermost axis first
@@ -7,8 +7,8 @@
     [[embed:v | 0:p] d]            padding: the segment `0` belongs to no logical tensor
     conv[x 1 k]                    a dim of size 1; every other size is an axis, so that no dim is left out
 
-`parse` reads the text. `Expression.layout` adds axis sizes; the result has, for each logical tensor and stored dim, an
-offset and a stride per axis. That is all that a conversion needs to know about a layout.
+`parse` reads the text. `Expression.layout` adds axis sizes; the result contains, for each logical tensor and stored
+dim, an offset and a stride per axis. A conversion needs no further facts about a layout.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ class Axis(msgspec.Struct, frozen=True):
 
 
 class Merge(msgspec.Struct, frozen=True):
-    """Several axes merged into one dim, `(a b)`, outermost first; a merge of nothing is a dim of size 1."""
+    """Several axes merged into one dim, `(a b)`, outermost first. A merge of no axes is a dim of size 1."""
 
     parts: tuple[Node, ...]
 
 
 class Sum(msgspec.Struct, frozen=True):
-    """Segments that lie one after the other along a dim, `[q:a | k:b]`, each from one logical tensor."""
+    """Segments that lie one after the other along a dim, as in `[q:a | k:b]`; each segment belongs to one logical
+    tensor.
+    """
 
     segments: tuple[tuple[str, Node], ...]
 
@@ -56,13 +58,13 @@ class Share(msgspec.Struct, frozen=True):
     offset: int
     """Position in the stored dim where the logical tensor begins."""
     axes: tuple[tuple[str, int, int], ...]
-    """The logical tensor's axes in this dim as nested loops `(axis, size, stride)`, outermost first; the stride counts
-    positions.
+    """The logical tensor's axes in this dim as nested loops `(axis, size, stride)`, outermost first; strides count
+    positions of the dim.
     """
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """An expression with a size for each of its axes: where each logical tensor lies in the stored tensor."""
+    """Where each logical tensor lies in a stored tensor: an expression together with a size for each axis."""
 
     shape: tuple[int, ...]
     """Shape of the stored tensor."""
@@ -71,14 +73,16 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class Expression(msgspec.Struct, frozen=True, dict=True):
-    """The parsed right-hand side of a dialect's line: the dims of a stored tensor."""
+    """The parsed right-hand side of a mapping rule, which describes the dims of a stored tensor."""
 
     text: str
-    """Text of the expression as written in the table, for error messages."""
+    """Text of the expression as the user wrote it, for error messages."""
     component: str | None
-    """Name of the logical tensor, if the stored tensor contains only one; None if its segments name several."""
+    """Name of the logical tensor, if the stored tensor contains only one; None if the expression's segments name
+    several.
+    """
     dims: tuple[Node, ...]
-    """For each stored dim, the node that describes it."""
+    """For each stored dim, the root node of the expression that describes the dim."""
 
     @cached_property
     def components(self) -> tuple[str, ...]:
@@ -100,7 +104,7 @@ class Expression(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def padding(self) -> frozenset[str]:
-        """Axes that occur only in padding, and so are axes of no logical tensor."""
+        """Axes that occur only in padding, and that are therefore axes of no logical tensor."""
         inside = {n.name for name, part in self.segments if name == PADDING for n in walk(part) if isinstance(n, Axis)}
         return frozenset(inside.difference(*(self.axes_of(component) for component in self.components)))
 
@@ -115,7 +119,7 @@ class Expression(msgspec.Struct, frozen=True, dict=True):
             sizes: axis -> size, for every axis of the expression.
 
         Raises:
-            KeyError: `sizes` lacks an axis of the expression.
+            KeyError: if `sizes` lacks an axis of the expression.
         """
         measured = [_measure(dim, sizes) for dim in self.dims]
         return Layout(
@@ -124,7 +128,9 @@ class Expression(msgspec.Struct, frozen=True, dict=True):
         )
 
     def rewrite(self, change: Change) -> Expression:
-        """Return the expression with each merge replaced by `change(merge, names of the logical tensors in it)`."""
+        """Return the expression with each merge replaced by `change(merge, names of the logical tensors in the
+        merge)`.
+        """
         return Expression(self.text, self.component, tuple(_rewrite(dim, change, self.components) for dim in self.dims))
 
 
@@ -140,7 +146,7 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 def size(node: Node, sizes: AxisSizes) -> int:
-    """Return how many positions of the dim a node covers."""
+    """Return the number of positions along the dim that a node of an expression covers."""
     return _measure(node, sizes)[0]
 
 
@@ -149,12 +155,14 @@ _WHOLE = Share(0, ())
 
 
 def _share(parts: _Parts, component: str) -> Share:
-    """Return a logical tensor's share of a dim; a dim without segments belongs to every logical tensor (key None)."""
+    """Return a logical tensor's share of a dim; a dim without segments (key None) belongs to every logical tensor."""
     return parts.get(component) or parts.get(None) or _WHOLE
 
 
 def _measure(node: Node, sizes: AxisSizes) -> tuple[int, _Parts]:
-    """Return the size of a node, and each logical tensor's share in it; the key None stands for all logical tensors."""
+    """Return the size of a node, and each logical tensor's share of the node; the key None means all logical
+    tensors.
+    """
     match node:
         case Axis(name):
             return sizes[name], {None: Share(0, ((name, sizes[name], 1),))}
@@ -165,14 +173,14 @@ def _measure(node: Node, sizes: AxisSizes) -> tuple[int, _Parts]:
             start = 0
             for name, part in segments:
                 count, inside = _measure(part, sizes)
-                shares[name] = Share(start, _share(inside, name).axes)  # nothing has segments here, so the offset is 0
+                shares[name] = Share(start, _share(inside, name).axes)  # segments do not nest: the offset is 0
                 start += count
             return start, shares
 
 
 def _measure_merge(parts: tuple[Node, ...], sizes: AxisSizes) -> tuple[int, _Parts]:
-    """Compute sizes and shares of a merged dim from right to left: a node's stride is the product of the sizes to its
-    right.
+    """Compute sizes and shares of a merged dim from right to left: the stride of a node is the product of the sizes to
+    the right of the node.
     """
     measured = [_measure(part, sizes) for part in parts]
     component_names = dict.fromkeys(name for _, inside in measured for name in inside if name is not None)
@@ -183,7 +191,7 @@ def _measure_merge(parts: tuple[Node, ...], sizes: AxisSizes) -> tuple[int, _Par
             share_inside = inside.get(name) or inside.get(None) or _WHOLE
             axes = tuple((axis, length, step * stride) for axis, length, step in share_inside.axes)
             shares[name] = Share(share.offset + share_inside.offset * stride, axes + share.axes)
-        # One step of a node further left skips all `count` positions of this node.
+        # One step of the next node to the left skips all `count` positions of this node.
         stride *= count
     return stride, shares
 
@@ -216,11 +224,11 @@ _NAME, _NUMBER, _MARK, _END = "name", "number", "mark", "end"
 _KINDS = (_END, _NAME, _NUMBER, _MARK)
 _ONE = "1"
 _DEEPEST = 16
-"""Limit on the nesting of brackets in an expression; the tables need three levels."""
+"""Maximum nesting depth of brackets in an expression; the built-in families need three levels."""
 
 
 class _Parser:
-    """Recursive-descent parser with one method per grammar rule; the reference documentation has the grammar
+    """Recursive-descent parser with one method per rule of the grammar, which the reference documentation has
     in EBNF.
     """
 
@@ -237,7 +245,7 @@ class _Parser:
         self.depth = 0
 
     def fail(self, expected: str) -> TransaxleError:
-        """Build a syntax error that points at the current token."""
+        """Build a syntax error that marks the current token."""
         kind, token, position = self.tokens[self.at]
         token = token if kind == _END else repr(token)
         pointer = f"{' ' * position}^\ncolumn {self.start + position + 1}"
@@ -316,15 +324,17 @@ class _Parser:
         return name, node
 
     def check(self, expression: Expression) -> None:
-        """Refuse an expression without a meaning: no logical tensor, a tensor or axis twice, segments inside
-        segments.
+        """Refuse an expression without a meaning: without a logical tensor, with a tensor or axis twice, or with
+        segments inside segments.
         """
         for problem in _problems(expression):
             raise refuse("CORRUPT", f"{self.text}\ncolumn {self.start + 1}: expected {problem}", hint=HINT)
 
 
 def _problems(expression: Expression) -> Iterator[str]:
-    """Yield the faults of an expression whose syntax is correct, each as a phrase to follow "expected"."""
+    """Yield the faults of an expression whose syntax is correct; each fault is a phrase that follows the word
+    "expected".
+    """
     names = expression.components
     sums = [node for dim in expression.dims for node in walk(dim) if isinstance(node, Sum)]
     if expression.component is not None and sums:
@@ -347,9 +357,9 @@ def parse(text: str, start: int = 0, *, checked: bool = False) -> Expression:
     """Parse the text of an expression.
 
     Args:
-        text: the right-hand side of a dialect's line.
-        start: column at which the text begins in its line, so that errors show the right column.
-        checked: whether the same text was parsed before without a fault, so that only the syntax is checked.
+        text: the right-hand side of a mapping rule.
+        start: column at which the text begins in its line of the file, so that errors name the right column.
+        checked: whether the text was parsed before without a fault; then only the syntax is checked again.
 
     Raises:
         Refused: CORRUPT, if the expression is malformed; the message shows the text, the column and the expected token.

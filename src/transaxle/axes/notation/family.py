@@ -1,14 +1,16 @@
-"""Families (the logical tensors of a model) and dialects (their names in one framework) as Python objects.
+"""Model families (the logical tensors of a kind of model) and dialects (their names in one framework) as Python
+objects.
 
-A family lists the logical tensors of a model with their named axes. A dialect describes, one line per stored tensor,
-how a framework names and packs them. `tables.read` builds both from text.
+A family lists the logical tensors of a model with their named axes. A dialect is a table of mapping rules, one line per
+stored tensor, which describe how a framework names and packs the logical tensors. `tables.read` builds families and
+dialects from text.
 
 A number format is the dtype and encoding of a stored tensor. A layout may depend on the number format: gpt-oss stores
-bf16 experts transposed, but not its MXFP4 codes. So a line may end in `when mxfp4`, and a second line of the same name
-in `when not mxfp4`. The word `mxfp4` is true if the tensor is stored, or will be written, in that encoding. This
-package knows nothing else of encodings.
+bf16 experts transposed, but does not transpose their MXFP4 codes. So a mapping rule may end in `when mxfp4`, and a
+second rule for the same name in `when not mxfp4`. The word `mxfp4` is true if the tensor is stored, or will be written,
+in the encoding MXFP4. This package uses only the names of encodings.
 
-**Formulas**: the small arithmetic for the size of an axis and the condition of a line.
+**Formulas**: small arithmetic expressions for the size of an axis and for the condition of a mapping rule.
 
     num_attention_heads/num_key_value_heads        exact division, or the size is refused
     head_dim|hidden_size/num_attention_heads       the first of these that is known
@@ -19,8 +21,8 @@ package knows nothing else of encodings.
     len(layer_types)                               entries of a list, characters of a text
     hybrid_override_pattern[l] == "M"              a character of a text
 
-The syntax is Python's, parsed by `ast` and evaluated over config keys by a closed list of operations; nothing is ever
-executed. A missing key makes the formula unknown (None), which is different from false.
+The syntax is Python's, parsed by `ast` and evaluated over config keys by a closed list of operations; no Python code is
+ever executed. If a key is missing, the value of the formula is unknown (None), which is different from false.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def _members(items: Any) -> Any:
-    """Return the items that `in` searches; a config may contain a list of numbers as the text "3,4,5"."""
+    """Return the items that `in` searches; in a config, the text "3,4,5" counts as a list of numbers."""
     if isinstance(items, str):
         return [int(item) if item.strip().isdecimal() else item.strip() for item in items.split(",")]
     return items
@@ -76,9 +78,11 @@ _PARTS: tuple[type[ast.AST], ...] = (
     ast.IfExp, ast.Tuple, ast.List, ast.Load, ast.And, ast.Or, ast.Not, ast.USub, ast.Div, ast.BitOr,
     ast.Call, *_ARITHMETIC, *_COMPARE,
 )  # fmt: skip
-"""The Python syntax nodes that formulas may contain; a table with any other node is refused."""
+"""The Python syntax nodes that formulas may contain; a rules file with any other node is refused."""
 _MOST_NODES = 1_000
-"""Limit on the syntax nodes of one formula, including the named formulas in it; real tables need about 20."""
+"""Maximum number of syntax nodes in a formula, named formulas inside it included; the built-in families need
+about 20.
+"""
 _LENGTH = "len"
 """Name of the only function that formulas may call."""
 
@@ -98,12 +102,12 @@ class _InlineNamed(ast.NodeTransformer):
 
 
 class Formula(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """A formula that is computed from config keys and the indices (layer, expert) in tensor names."""
+    """A formula whose variables are config keys and the indices (layer, expert) in tensor names."""
 
     text: str
-    """The formula as written in the table."""
+    """The formula as written in the rules file."""
     let_formulas: Mapping[str, Formula] = msgspec.field(default_factory=dict)
-    """Named formulas (`let`) that the text may use, by name."""
+    """Name -> formula, for the named formulas (`let`) that the text may use."""
 
     def __eq__(self, formula: object) -> bool:
         return isinstance(formula, Formula) and formula.text == self.text
@@ -113,7 +117,7 @@ class Formula(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def always(self) -> bool:
-        """Whether the formula is always true: the text `True`, or the name of such a formula."""
+        """Whether the formula is always true: either the text `True`, or the name of a formula that is always true."""
         return isinstance(self.tree, ast.Constant) and self.tree.value is True
 
     @property
@@ -125,8 +129,8 @@ class Formula(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _parse(self) -> tuple[ast.expr, int, frozenset[str]]:
         """The syntax tree, its number of nodes, and the names in it.
 
-        Thirty formulas that each use the previous one twice form a tree of a billion nodes, so the tree is never
-        walked.
+        The tree is never walked: thirty named formulas that each use the previous formula twice form a tree of a
+        billion nodes.
         """
         try:
             tree, nodes, names = ast.parse(self.text.strip(), mode="eval").body, 0, set[str]()
@@ -159,10 +163,11 @@ class Formula(msgspec.Struct, frozen=True, dict=True, eq=False):
         return self._parse[2]
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        """Evaluate the formula over `values`; None where a necessary value is unknown.
+        """Evaluate the formula over `values`; the result is None if a necessary value is unknown.
 
         Raises:
-            Refused: SHAPE_MISMATCH where a division is not exact, CORRUPT where the types do not fit.
+            Refused: with the code SHAPE_MISMATCH if a division is not exact; with the code CORRUPT if the types do not
+                fit.
         """
         try:
             return self._value(self.tree, values)
@@ -200,9 +205,9 @@ class Formula(msgspec.Struct, frozen=True, dict=True, eq=False):
         raise self._fail(f"{type(node).__name__} is not allowed in formulas")
 
     def _binary(self, op: ast.operator, left_value: Any, right: ast.expr, values: Mapping[str, Any]) -> Any:
-        """Apply a binary operation; None where an operand is unknown.
+        """Apply a binary operation; the result is None if an operand is unknown.
 
-        The right operand is a syntax tree, because `a | b` evaluates it only where the left operand is unknown.
+        The right operand is a syntax tree, because `a | b` evaluates `b` only if `a` is unknown.
         """
         if isinstance(op, ast.BitOr):
             return left_value if left_value is not None else self._value(right, values)
@@ -210,14 +215,14 @@ class Formula(msgspec.Struct, frozen=True, dict=True, eq=False):
         if left_value is None or right_value is None:
             return None
         for operand in (left_value, right_value):
-            if not isinstance(operand, int | float):  # `%` and `*` mean other things for text and lists
+            if not isinstance(operand, int | float):  # for text and lists, `%` and `*` do not compute numbers
                 raise self._fail(f"{operand!r} is not a number")
         if isinstance(op, ast.Div):
             if left_value % right_value:
                 raise refuse("SHAPE_MISMATCH", f"{self.text}: {left_value} is not divisible by {right_value}")
             return left_value // right_value
         result = _ARITHMETIC[type(op)](left_value, right_value)
-        # such as `mlp_ratio * width`, where the ratio is a float
+        # A result such as that of `mlp_ratio * width` may be a float, because the ratio is a float.
         whole = isinstance(result, float) and result.is_integer()
         return int(result) if whole else result
 
@@ -228,7 +233,7 @@ def _is_length(node: ast.Call) -> bool:
 
 
 def _apply_unary(node: ast.Call | ast.UnaryOp, value: Any) -> Any:
-    """Return the length, the logical negation or the negative of a value; None where the value is unknown."""
+    """Return the length, the logical negation or the negative of a value; None if the value is unknown."""
     if value is None:
         return None
     if isinstance(node, ast.Call):
@@ -237,9 +242,10 @@ def _apply_unary(node: ast.Call | ast.UnaryOp, value: Any) -> Any:
 
 
 def _item(base: Any, index: Any) -> Any:
-    """Return an entry of a mapping or list, or a character of a text; None where it does not exist, like a missing key.
+    """Return an entry of a mapping or list, or a character of a text; None if it does not exist, as for a missing
+    config key.
 
-    The keys of a JSON mapping are texts: the entry of layer 3 is under "3".
+    The keys of a JSON mapping are texts, so the entry for layer 3 has the key "3".
     """
     if isinstance(base, Mapping):
         value = base.get(index)
@@ -250,7 +256,9 @@ def _item(base: Any, index: Any) -> Any:
 
 
 def _boolean(conjunction: bool, values: Iterable[Any]) -> bool | None:
-    """Evaluate `and` / `or` with values that may be unknown (None), up to the first value that decides."""
+    """Evaluate `and` or `or` with values that may be unknown (None), up to the first value that determines the
+    result.
+    """
     unknown = False
     for value in values:
         if value is None:
@@ -261,16 +269,16 @@ def _boolean(conjunction: bool, values: Iterable[Any]) -> bool | None:
 
 
 PLAIN = ""
-"""Name for the encoding of an unquantized tensor, whose elements are its values."""
+"""Name that means no encoding: the elements of an unquantized tensor are its values."""
 WORDS = ENCODINGS
-"""Names of encodings that conditions may contain. No axis, tensor or formula may have one of these names."""
+"""Names of encodings that conditions may contain; axes, tensors and formulas must have different names."""
 
 
 class NumberFormat(NamedTuple):
     """Dtype and encoding of a stored tensor."""
 
     dtype: str
-    """Dtype of the tensor's elements (or of its codes, if it is quantized), as a safetensors code."""
+    """Safetensors code of the dtype of the tensor's elements, or of its codes if the tensor is quantized."""
     encoding: str = PLAIN
     """Name of the tensor's encoding: one of `WORDS`, or `PLAIN`."""
 
@@ -280,25 +288,25 @@ Recode = Callable[[str, NumberFormat], NumberFormat]
 
 
 def same(_: str, form: NumberFormat) -> NumberFormat:
-    """Return the source's format: a change of layout keeps the number format of every tensor."""
+    """Return the number format of the source tensor, for conversions that change only the layout."""
     return form
 
 
 def words(encoding: str) -> dict[str, bool]:
-    """Return for each encoding's name whether it is the encoding of a tensor in this encoding."""
+    """Return encoding name -> whether it is `encoding`, for every encoding that conditions may contain."""
     return {word: word == encoding for word in WORDS}
 
 
 class LogicalTensor(msgspec.Struct, frozen=True):
-    """A logical tensor of a family, with named axes."""
+    """A weight of a model family with named axes, independent of any framework."""
 
     name: str
     """Name of the logical tensor in layout expressions."""
     axes: tuple[str, ...]
     """Names of the tensor's axes, in canonical order."""
     when: Formula | None = None
-    """Condition under which the tensor must exist; None: it must always exist. If the condition is false, it may still
-    exist.
+    """Condition under which the tensor must exist; None means that it must always exist. Even if the condition is
+    false, the tensor may exist.
     """
 
 
@@ -306,7 +314,7 @@ class Tie(msgspec.Struct, frozen=True):
     """Two logical tensors that always have the same value, such as a head tied to the embedding."""
 
     alias: str
-    """Logical tensor that may be stored as a copy of `original`, or not at all."""
+    """Logical tensor that may be stored as a duplicate of `original`, or may be absent."""
     original: str
     """Logical tensor that is always stored."""
     when: Formula
@@ -314,60 +322,66 @@ class Tie(msgspec.Struct, frozen=True):
 
 
 class Cuttable(msgspec.Struct, frozen=True):
-    """A `cut` statement: an axis of tensors that may be divided among the ranks along a mesh axis."""
+    """A `cut` statement: an axis of tensors that may be divided among the ranks along a mesh dim."""
 
     mesh: str
-    """Mesh axis, `tp` or `ep`; a cut in a single dialect is written `tp@vllm`."""
+    """Mesh dim, `tp` or `ep`; a cut that applies to a single dialect is written `tp@vllm`."""
     axes: tuple[str, ...]
-    """The axis to cut; several axes, outermost first, are cut as one flattened axis; no axis: every rank has the whole
-    tensor.
+    """The axis to cut. Several axes, outermost first, are cut as one flattened axis. No axis means that every rank has
+    the whole tensor.
     """
     tensors: frozenset[str] | None = None
-    """Names of the logical tensors to cut; None: all logical tensors that have the axis."""
+    """Names of the logical tensors to cut; None means all logical tensors that have the axis."""
 
     @property
     def text(self) -> str:
-        """The cut axes as written in the table."""
+        """The cut axes as written in the rules file."""
         return self.axes[0] if len(self.axes) == 1 else f"({' '.join(self.axes)})"
 
 
 class Arithmetic(msgspec.Struct, frozen=True):
-    """Arithmetic that turns logical values into stored values, such as `norm - 1`; it is applied only on request."""
+    """Arithmetic that turns logical values into stored values, such as `norm - 1`; it is applied only if the user asks
+    for it.
+    """
 
     text: str
-    """The arithmetic as written in the table."""
+    """The arithmetic as written in the rules file."""
     steps: AffineSteps
     """Steps that turn the logical value into the stored value."""
 
 
 class Line(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """One line of a dialect: a name pattern, and the expression of the tensors stored under it."""
+    """One mapping rule of a dialect (one line of its table): a name pattern, and the expression of tensors with such
+    names.
+    """
 
     name: Name
     """Name pattern that the names of the stored tensors match."""
     expression: Expression
     """Layout expression of the stored tensors."""
     when: Formula | None = None
-    """Condition under which the dialect stores the tensor; None: it always does."""
+    """Condition under which the dialect stores the tensor; None means that the dialect always stores it."""
     lossy: Arithmetic | None = None
     """Arithmetic between logical values and stored values; None if stored values are equal to logical values."""
     read_only: bool = False
-    """Whether parameters are only read under this name, never written: old files have it, or only optimizer states
-    (`of_state`).
+    """Whether parameters are only read under this name, never written, because only old files or only optimizer states
+    (`of_state`) have the name.
     """
     of_state: bool = False
-    """Whether only optimizer states are written under this name, while other lines write the parameter's parts."""
+    """Whether only optimizer states are written under this name, while further mapping rules write the parameter in
+    parts.
+    """
     else_zeros: bool = False
-    """Whether the framework always has this tensor, so that zeros are written if the source lacks it."""
+    """Whether the framework always has this tensor, so that zeros are written if the source has no such tensor."""
 
     @property
     def text(self) -> str:
-        """Text of the line without its condition, for error messages."""
+        """Text of the mapping rule without its condition, for error messages."""
         return f"{self.name.text} = {self.expression.text}"
 
     @property
     def whole(self) -> str:
-        """Text of the line with its condition, for error messages."""
+        """Text of the mapping rule with its condition, for error messages."""
         return self.text if self.when is None else f"{self.text} when {self.when.text}"
 
     @cached_property
@@ -377,25 +391,25 @@ class Line(msgspec.Struct, frozen=True, eq=False, dict=True):
 
 
 class Dialect(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """Names and packing of a family's tensors in one framework, or in one of its versions."""
+    """Names and layouts of a family's tensors in one framework, or in one version of a framework."""
 
     name: str
     """Name of the dialect, such as `hf` or `torchtitan`."""
     version: str | None
     """Version of the framework, such as `0.2`; None if the dialect has no versions."""
     lines: tuple[Line, ...]
-    """The lines of the dialect, one for each kind of stored tensor."""
+    """The mapping rules of the dialect, one for each kind of stored tensor."""
     ignored: tuple[Name, ...] = ()
-    """Name patterns of stored tensors that are no part of the model, such as buffers that can be recomputed."""
+    """Name patterns of stored tensors that do not belong to the model, such as buffers that can be recomputed."""
 
     @property
     def label(self) -> str:
-        """Name, followed by `@` and the version where there is one: `torchtitan@0.2`."""
+        """Name of the dialect, followed by `@` and the version if it has one, such as `torchtitan@0.2`."""
         return self.name if self.version is None else f"{self.name}@{self.version}"
 
     @cached_property
     def by_skeleton(self) -> Mapping[str, tuple[Line, ...]]:
-        """Skeleton of a name -> lines that the name may match."""
+        """Skeleton of a name (each number replaced by 0) -> mapping rules that the name may match."""
         lines_by_skeleton: dict[str, list[Line]] = defaultdict(list)
         for line in self.lines:
             lines_by_skeleton[line.name.skeleton].append(line)
@@ -403,67 +417,71 @@ class Dialect(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def skeletons_to_ignore(self) -> frozenset[str]:
-        """Skeletons of the `ignored` patterns."""
+        """Skeletons (each number replaced by 0) of the patterns of ignored names."""
         return frozenset(name.skeleton for name in self.ignored)
 
 
 class Family(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """The logical tensors of a model family, and all known dialects."""
+    """The logical tensors of a model family, and all dialects that name them."""
 
     name: str
     """Name of the family, such as `qwen3_moe`."""
     model_types: tuple[str, ...]
     """Values of `model_type` in config.json that identify this family."""
     axes: Mapping[str, Formula | None]
-    """Axis -> formula that computes its size from the config; None if only shapes and names show the size."""
+    """Axis -> formula that computes the axis size from the config; None if only shapes and names show the size."""
     tensors: Mapping[str, LogicalTensor]
-    """Name of a logical tensor -> the logical tensor."""
+    """Name of a logical tensor -> its record."""
     ties: tuple[Tie, ...] = ()
     """Pairs of logical tensors that may be tied (have the same value)."""
     cuts: tuple[Cuttable, ...] = ()
     """Cuts of axes that may be divided among tensor-parallel ranks."""
     other_cuts: tuple[Cuttable, ...] = ()
-    """Cuts of axes that may be divided among expert-parallel ranks, and cuts in a single dialect."""
+    """Cuts of axes that may be divided among expert-parallel ranks, and cuts that apply to a single dialect."""
     within: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Outer axis -> inner axis, for `cut tp = INNER within OUTER`. Where there are more ranks than indices of the outer
-    axis (kv heads), ranks with the same outer index divide the inner axis (its query heads) among them, and each has a
-    full copy of tensors that only have the outer axis.
+    """Outer axis -> inner axis, for `cut tp = INNER within OUTER`. If there are more ranks than indices of the outer
+    axis (key-value heads), ranks with the same outer index divide the inner axis (query heads) among them. Each of
+    these ranks has a full copy of tensors that have only the outer axis.
     """
     let_formulas: Mapping[str, Formula] = msgspec.field(default_factory=dict)
-    """Named formulas (`let`), by name."""
+    """Name -> named formula (`let`)."""
     dialects: tuple[Dialect, ...] = ()
-    """Known dialects, in table order."""
+    """Dialects in the order of the rules file."""
     wrappers: tuple[str, ...] = ()
-    """Values of `model_type` of larger models with this one under `text_config`, whose names the dialects read too."""
+    """Values of `model_type` of larger models that contain this model under `text_config`; the dialects read their
+    names too.
+    """
     alike: str = ""
-    """Another family with the same tensor names; if only names are known, they are taken to mean that family."""
+    """Name of a second family with the same tensor names; if only names are known, the second family is assumed."""
     precise: frozenset[str] = frozenset()
     """Logical tensors that keep their dtype when all other tensors are cast."""
     added: Mapping[str, Formula] = msgspec.field(default_factory=dict)
-    """Optional logical tensor, for which zeros mean the same as absence -> condition for frameworks to have it."""
+    """Optional logical tensor, for which zeros mean the same as absence -> condition under which frameworks have the
+    tensor.
+    """
     text: Callable[[], FamilyText | None] | None = None
-    """Returns the table as text; None for a family that was built in memory."""
+    """Function that returns the family as text; None for a family that was built in memory."""
 
     @property
     def written(self) -> FamilyText | None:
-        """The table as text, with everything that it inherits; None for a family that was built in memory."""
+        """The family as text, with everything that it inherits; None for a family that was built in memory."""
         return None if self.text is None else self.text()
 
     @cached_property
     def copies(self) -> Mapping[str, str]:
-        """Logical tensor -> the tensor that dialects without a name for it use in its place (`tie … when False`)."""
+        """Logical tensor -> the tensor that dialects use if they have no name for it (`tie … when False`)."""
         return {tie.alias: tie.original for tie in self.ties if tie.when.text == "False"}
 
     def dialect(self, label: str) -> Dialect | None:
-        """Return the dialect with a label: `name@version`, or a name, which means its newest version; None if
-        unknown.
+        """Return the dialect with a label `name@version`, or the newest version with a name; None if there is no such
+        dialect.
         """
         versions = [d for d in self.dialects if d.name == label]
         exact = [d for d in self.dialects if d.label == label]
         return max(versions, key=lambda dialect: age(dialect.version), default=None) or next(iter(exact), None)
 
     def cuts_of(self, mesh: str, dialect: str) -> tuple[Cuttable, ...]:
-        """Return the `cut` statements for a mesh axis in a dialect; those for this dialect alone come first.
+        """Return the `cut` statements that apply to a mesh dim in a dialect; those for this dialect alone are first.
 
         Args:
             mesh: `tp` or `ep`.
@@ -475,17 +493,17 @@ class Family(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """Labels of the dialects, in table order."""
+        """Labels (name and version) of the dialects, in the order of the rules file."""
         return tuple(d.label for d in self.dialects)
 
     @cached_property
     def name_axes(self) -> frozenset[str]:
-        """Axes that occur in stored names of some dialect; in a formula they mean an index, not a size."""
+        """Axes that occur in stored names of some dialect; in a formula such an axis means an index, not a size."""
         return frozenset(axis for d in self.dialects for line in d.lines for axis in line.name.axes)
 
     @cached_property
     def name_axes_by_tensor(self) -> Mapping[str, frozenset[str]]:
-        """Logical tensor -> those of its axes that occur in stored names of some dialect, such as layers and
+        """Logical tensor -> the axes of this tensor that occur in stored names of some dialect, such as layers and
         experts.
         """
         numbered: defaultdict[str, set[str]] = defaultdict(set)
@@ -496,26 +514,26 @@ class Family(msgspec.Struct, frozen=True, eq=False, dict=True):
 
 
 _SizesAndValues = tuple[dict[str, int], MutableMapping[str, Any]]
-"""Axis sizes, and the values of all names for evaluating formulas."""
+"""Axis sizes, and the values of all names that formulas may contain."""
 
 
 class Sizes(msgspec.Struct, frozen=True, dict=True):
     """Axis sizes of one checkpoint, from its config or from the user.
 
-    In a formula, an axis that occurs in names means the index of the tensor in question, and is unknown without one;
-    any other axis means its size.
+    In a formula, an axis that occurs in stored names means the index of the tensor in question; without a tensor the
+    index is unknown. Any other axis means the axis size.
     """
 
     family: Family
-    """Family with the axes."""
+    """Model family to which the axes belong."""
     config: Mapping[str, Any]
     """Contents of config.json; empty if there is no config.json."""
     overrides: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Sizes that are used instead of the formulas: given by the user, or computed from shapes."""
+    """Axis -> size that replaces the result of the formula: set by the user, or computed from shapes."""
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
-        """The part of the config for this family: a nested text model has its own section."""
+        """The section of the config for this family: the whole config, or `text_config` for a nested text model."""
         nested = self.config.get("text_config")
         if isinstance(nested, Mapping) and self.config.get("model_type") not in self.family.model_types:
             return nested
@@ -523,22 +541,24 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def layer_axes(self) -> frozenset[str]:
-        """Name axes whose index some size depends on, such as `l` where the number of heads differs per layer."""
+        """Axes in names on whose index some size depends, such as `l` if the number of heads differs per layer."""
         formulas = [formula for formula in self.family.axes.values() if formula is not None]
         return frozenset(axis for formula in formulas for axis in formula.names & self.family.name_axes)
 
     def at(self, index: Mapping[str, int]) -> dict[str, int]:
-        """Return the known sizes for the tensor at `index` (name axis -> index); with an empty index, those of all
-        tensors.
+        """Return the known sizes for the tensor at `index` (axis in the name -> index); an empty index selects the
+        sizes that all tensors share.
 
         Raises:
-            Refused: a formula cannot be evaluated (SHAPE_MISMATCH if a division is not exact, CORRUPT if types do not
-                fit).
+            Refused: if a formula cannot be evaluated, with the code SHAPE_MISMATCH if a division is not exact, or
+                CORRUPT if types do not fit.
         """
         return dict(self._measure(index)[0])
 
     def _measure(self, index: Mapping[str, int]) -> _SizesAndValues:
-        """Return the sizes at an index, and the values for formulas there; cached for similar layers."""
+        """Return the sizes at an index, and the values for formulas at this index; results are cached for similar
+        layers.
+        """
         key = tuple(index.get(axis) for axis in self._order)
         measured = self._cache.get(key)
         if measured is None:
@@ -557,13 +577,14 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
         """Evaluate the formulas of all axes at an index."""
         sizes: dict[str, int] = dict(self.overrides)
         hidden = dict.fromkeys(self.family.name_axes)
-        # Chained, not copied: a config may have 100,000 keys, and a checkpoint as many tensors.
+        # The dicts are chained, not copied, because a config may have 100,000 keys, and a checkpoint as many tensors.
         values: ChainMap[str, Any] = ChainMap({**hidden, **index}, cast("dict[str, Any]", self.settings))
         for axis, formula in self.family.axes.items():
             value = self.overrides.get(axis)
-            # A size that depends on an index is unknown without it, even if `heads[l] | heads` has a fallback.
+            # A size that depends on an index is unknown without the index, even if the formula has a fallback
+            # (`heads[l] | heads`).
             if value is None and formula is not None and index.keys() >= self._indices[axis]:
-                # a config key may have the same name as the axis
+                # A config key may have the same name as the axis.
                 own_key = {axis: self.settings.get(axis)} if axis in formula.names else {}
                 value = formula(ChainMap(own_key, values) if own_key else values)
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
@@ -575,12 +596,13 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
     def holds(
         self, formula: Formula | None, index: Mapping[str, int], present: Mapping[str, bool] | None = None
     ) -> bool | None:
-        """Evaluate a condition for the tensor with this index; None if the condition's value is unknown.
+        """Evaluate a condition for the tensor with this index; the result is None if it is unknown.
 
         Args:
-            formula: the condition; None is always true.
-            index: name axis -> index.
-            present: logical tensors and encodings (`words`) -> whether the tensor exists there, or is in this encoding.
+            formula: the condition; a condition of None is always true.
+            index: axis in the name -> index.
+            present: logical tensor or encoding (`words`) -> whether the tensor exists at this index, or is stored in
+                this encoding.
         """
         if formula is None:
             return True
@@ -590,7 +612,7 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _indices(self) -> Mapping[str, frozenset[str]]:
-        """Axis -> name axes whose index its size depends on, directly or through other axes."""
+        """Axis -> axes in names on whose index its size depends, directly or through the sizes of further axes."""
         indices: dict[str, frozenset[str]] = {}
         for axis, formula in self.family.axes.items():
             names = frozenset[str]() if formula is None or axis in self.overrides else formula.names - {axis}
@@ -599,15 +621,15 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
         return indices
 
     def indices_of(self, axis: str) -> frozenset[str]:
-        """Return the name axes whose index the size of an axis depends on by its formula, even if the size is given."""
+        """Return the axes in names on whose index the formula of an axis depends, even if the size itself was set."""
         return self._by_formula._indices.get(axis, frozenset())
 
     def lack_formula(self, axes: Iterable[str]) -> bool:
-        """Tell whether one of the axes has no formula, so that only shapes show its size."""
+        """Return whether one of the axes has no formula, so that only shapes show its size."""
         return any(self.family.axes[axis] is None for axis in axes)
 
     def first_alike(self, axis: str) -> str:
-        """Return the first axis of the family with the same formula as an axis, and so with the same size."""
+        """Return the first axis of the family that has the same formula as `axis`, and therefore the same size."""
         return self._alike.get(axis, axis)
 
     @cached_property
@@ -622,8 +644,8 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def originals(self) -> Mapping[str, tuple[str, ...]]:
-        """Logical tensor -> tensors that it equals by ties in force, nearest first: with `a = b` and `b = c`, `a` ->
-        `(b, c)`. The last one must be stored. A tie that would close a cycle is ignored.
+        """Logical tensor -> tensors to which ties make it equal, nearest first. With the ties `a = b` and `b = c`, `a`
+        -> `(b, c)`. The last of these tensors must be stored. A tie that would close a cycle is ignored.
         """
         nearest: dict[str, str] = {}
         for tie in self.family.ties:
@@ -632,12 +654,12 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
         return {alias: _chain(alias, nearest) for alias in nearest}
 
     def with_solved(self, solved: Mapping[str, int]) -> Sizes:
-        """Return these sizes with solved sizes added; a size that was known before is kept."""
+        """Return these sizes with computed sizes added; sizes that were known before are kept."""
         return Sizes(self.family, self.config, {**solved, **self.overrides})
 
 
 def _chain(name: str, nearest: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names that are reached by applying a mapping to a name again and again."""
+    """Return the names that are reached from `name` by applying a mapping repeatedly."""
     chain: list[str] = []
     while name in nearest:
         name = nearest[name]

@@ -8,8 +8,8 @@
     decoder.layers.{l}.mlp.experts.linear_fc1.weight{e@ep} the index counts from the first expert of a rank of axis ep
 
 A hole matches a decimal number without sign or leading zeros, of at most ten digits. All other text must match exactly,
-and a pattern must match the whole name. `skeleton` gives names that differ only in digits the same key, so finding the
-pattern for a name takes constant time.
+and a pattern must match the whole name. `skeleton` maps names that differ only in digits to the same key, so finding
+the pattern for a name takes constant time.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _DECIMAL = "(0|[1-9][0-9]{0,9})"
 _SEPARATOR = "."
 _NEXT = "\n"
 COMPILED, CHECKPOINTED, FSDP1 = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
-"""Attributes under which the wrappers of `torch.compile`, activation checkpointing and FSDP1 keep the wrapped
-module.
-"""
+"""Attributes in which the wrappers of `torch.compile`, activation checkpointing and FSDP1 keep the wrapped module."""
 _WRAPPERS = frozenset({COMPILED, CHECKPOINTED, FSDP1})
 """Name segments that torch's module wrappers insert into parameter names."""
 _PARALLEL = "module"
 """Name segment that DDP and training loops insert. An ordinary module may have this name too, so the segment counts as
-a wrapper's only if its parent has no other child.
+a wrapper's only if the parent module has no other child.
 """
 _AROUND = _WRAPPERS | {_PARALLEL, "_forward_module"}
 _OUTER = _AROUND | {"model", "model_state_dict", "model_state", "state_dict"}
-"""Segments that wrappers may put before all names of a model; a prefix of only these does not mean a larger model."""
+"""Segments that wrappers may put in front of all names of a model; a prefix of these segments does not imply a larger
+model.
+"""
 _MARKED = tuple(f"{segment}{_SEPARATOR}" for segment in (*sorted(_WRAPPERS), _PARALLEL))
 
 
@@ -56,11 +56,11 @@ def own_name(name: str) -> str:
 
 
 def own_names(names: Iterable[str], *, outer: bool = False) -> dict[str, str]:
-    """Return a mapping from each name to the name without segments of wrappers; empty if no name has such segments.
+    """Return name -> name without the segments of module wrappers; empty if no name has such segments.
 
     Args:
         names: parameter names without duplicates.
-        outer: whether to strip also the wrappers' segments with which all names begin.
+        outer: whether to strip also wrapper segments with which all names begin.
     """
     listed = list(names)
     text = _NEXT.join(listed)
@@ -92,14 +92,14 @@ def _places_of_module(names: Collection[str]) -> set[str]:
 
 
 def _without(name: str, places: Container[str]) -> str:
-    """Return a name without the segments that directly follow one of the parents `places`."""
+    """Return a name without the segments that directly follow one of the module names in `places`."""
     segments = name.split(_SEPARATOR)
     segments_left = (segment for at, segment in enumerate(segments) if _SEPARATOR.join(segments[:at]) not in places)
     return _SEPARATOR.join(segments_left)
 
 
 def is_outer(prefix: str) -> bool:
-    """Tell whether a prefix consists only of segments that data parallelism, compilation or training loops add."""
+    """Return whether a prefix consists only of segments that data parallelism, compilation or training loops add."""
     return _OUTER.issuperset(prefix.split(_SEPARATOR)[:-1])
 
 
@@ -109,7 +109,7 @@ def skeleton(name: str) -> str:
 
 
 def skeletons(names: Sequence[str]) -> list[str]:
-    """Return `skeleton` of each name; for many names this is faster than calling `skeleton`."""
+    """Return the skeleton of each name; for many names one call is faster than many calls of `skeleton`."""
     text = _join_lines(names)
     if text is None:
         return list(map(skeleton, names))
@@ -120,14 +120,14 @@ def skeletons(names: Sequence[str]) -> list[str]:
 
 
 def _join_lines(names: Sequence[str]) -> str | None:
-    """Join names with newlines; None if a name itself contains a newline."""
+    """Join names with newlines; the result is None if a name contains a newline."""
     text = _NEXT.join(names)
     return text if text.count(_NEXT) == len(names) - 1 else None
 
 
 @lru_cache(maxsize=1 << 14)
 def _shorten(zeros: bytes) -> str:
-    """Replace every run of zeros by one zero. Results are cached, because many names have the same skeleton."""
+    """Replace every run of zeros by one zero; results are cached, because many names have the same skeleton."""
     return _RUN.sub(b"0", zeros).decode(errors="surrogatepass")
 
 
@@ -135,11 +135,13 @@ class Hole(msgspec.Struct, frozen=True):
     """A placeholder for a number in a name pattern, such as `{l}`."""
 
     axis: str
-    """Axis whose index the number is."""
+    """Axis whose index the number in the name is."""
     shift: str | None
-    """`+` or `-` and a number or an axis: the number, or the axis size, is added to the index or subtracted from it."""
+    """`+` or `-`, followed by a number or an axis: the number or axis size that is added to the index or subtracted."""
     mesh: str | None
-    """Mesh axis, if each rank along it counts the index from its own first index; else None."""
+    """Mesh dim whose ranks each count the index from their own first index; None if all ranks count from the
+    same one.
+    """
     factor: int = 1
     """Number by which the index is multiplied before the shift is added."""
     inner: tuple[str, ...] = ()
@@ -147,21 +149,21 @@ class Hole(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The placeholder as written in a table, such as `{l}`."""
+        """The placeholder as written in the rules file, such as `{l}`."""
         axes = f"({' '.join((self.axis, *self.inner))})" if self.inner else self.axis
         times = f"{self.factor}*" if self.factor > 1 else ""
         return f"{{{times}{axes}{self.shift or ''}{f'@{self.mesh}' if self.mesh else ''}}}"
 
     @property
     def shift_axis(self) -> str | None:
-        """Axis whose size is added to or subtracted from the index; None if the shift is no axis."""
+        """Axis whose size is added to or subtracted from the index; None if the shift contains no axis."""
         return None if self.shift is None or self.shift[1:].isdigit() else self.shift[1:]
 
     def shift_value(self, sizes: Mapping[str, int]) -> int:
-        """Return the number that is added to the index, negative if it is subtracted.
+        """Return the number that is added to the index; it is negative if the pattern subtracts it.
 
         Raises:
-            UsageError: UNKNOWN_AXIS, if the shift is an axis size that is unknown.
+            UsageError: with the code UNKNOWN_AXIS if the number is an axis size, and the size is unknown.
         """
         if self.shift is None:
             return 0
@@ -178,10 +180,10 @@ class Hole(msgspec.Struct, frozen=True):
         return sign * sizes[axis]
 
     def counter(self, sizes: Mapping[str, int]) -> Counter:
-        """Return the conversion between indices and numbers for the given axis sizes.
+        """Return the conversion between a placeholder's indices and its number, for the given axis sizes.
 
         Raises:
-            UsageError: UNKNOWN_AXIS, if the size of an axis that the number depends on is unknown.
+            UsageError: with the code UNKNOWN_AXIS if the size of an axis that the number depends on is unknown.
         """
         for axis in self.inner:
             if axis not in sizes:
@@ -197,11 +199,11 @@ class Counter(msgspec.Struct, frozen=True):
     """Converts the indices of a placeholder's axes to the number in the name and back, for known axis sizes."""
 
     factor: int
-    """Number by which the (merged) index is multiplied."""
+    """Number by which the index (of several merged axes: the combined index) is multiplied."""
     shift: int
     """Number added to the product of index and factor."""
     spans: tuple[int, ...]
-    """Sizes of the merged axes, without the first axis."""
+    """Sizes of the merged axes except the first."""
 
     def number(self, indices: Sequence[int]) -> int | None:
         """Return the number for the indices of the merged axes; None if an index is beyond the size of its axis."""
@@ -213,7 +215,7 @@ class Counter(msgspec.Struct, frozen=True):
         return count * self.factor + self.shift
 
     def indices(self, number: int) -> tuple[int, ...] | None:
-        """Return the indices that give this number; None if no indices do. The inverse is `number`."""
+        """Return the indices for which `number` returns this number; None if there are no such indices."""
         count, remainder = divmod(number - self.shift, self.factor)
         if remainder or count < 0:
             return None
@@ -230,12 +232,12 @@ _DIRECT = Counter(1, 0, ())
 
 
 class Name(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """A name pattern: literal texts and placeholders in alternation."""
+    """A name pattern: literal texts alternating with placeholders."""
 
     text: str
-    """The pattern as written in the table."""
+    """The pattern as written in the rules file."""
     start: int = 0
-    """Column at which the pattern begins in its line, for error messages."""
+    """Column at which the pattern begins in its line of the file, for error messages."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Name) and other.text == self.text
@@ -291,21 +293,21 @@ class Name(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def inner(self) -> tuple[str, ...]:
-        """Axes whose sizes are needed to split merged numbers, as of `{(l e)}`, into indices."""
+        """Axes whose sizes are needed to split a merged number, as in `{(l e)}`, into indices."""
         return tuple(axis for hole in self.holes for axis in hole.inner)
 
     def numbering(self, sizes: Mapping[str, int]) -> Numbering:
         """Return the conversion between axis indices and the numbers in this name.
 
         Raises:
-            UsageError: UNKNOWN_AXIS, if an axis size that a number depends on is unknown.
+            UsageError: with the code UNKNOWN_AXIS if the size of an axis on which a number depends is unknown.
         """
         counters = tuple(hole.counter(sizes) for hole in self.holes)
         return Numbering(self, counters, all(counter == _DIRECT for counter in counters))
 
     @cached_property
     def skeleton(self) -> str:
-        """Skeleton that all matching names have: the key by which the pattern is looked up."""
+        """Skeleton of all names that match the pattern; it is the key by which the pattern is looked up."""
         return skeleton("0".join(self.literals))
 
     @cached_property
@@ -313,15 +315,13 @@ class Name(msgspec.Struct, frozen=True, dict=True, eq=False):
         return re.compile(_DECIMAL.join(re.escape(literal) for literal in self.literals))
 
     def match(self, name: str) -> tuple[int, ...] | None:
-        """Return the numbers that a stored name has in the placeholders, as written; None if the name does
-        not match.
-        """
+        """Return the numbers that a stored name has in place of the placeholders; None if the name does not match."""
         matched = self._regex.fullmatch(name)
         return None if matched is None else tuple(map(int, matched.groups()))
 
     def match_all(self, names: Sequence[str], before: str) -> list[tuple[int, ...]] | None:
-        """Return `match` for each name without its prefix, faster than many calls of `match`. The result is None if a
-        name does not match, or if the pattern has no placeholders.
+        """Return `match` for each name without its prefix, faster than many calls of `match`. The result is None if
+        some name does not match, or if the pattern has no placeholders.
         """
         text = _join_lines(names)
         if text is None or not self.holes:
@@ -333,7 +333,7 @@ class Name(msgspec.Struct, frozen=True, dict=True, eq=False):
         return list(zip(*(map(int, column) for column in columns), strict=True))
 
     def format(self, numbers: tuple[int, ...]) -> str:
-        """Return the name with these numbers in its placeholders, in order. The inverse is `match`."""
+        """Return the name with these numbers in place of the placeholders; `match` is the inverse."""
         return self._template % numbers
 
     @cached_property
@@ -347,18 +347,18 @@ def _hole(axes: str, shift: str | None, mesh: str | None, factor: int) -> Hole:
 
 
 class Numbering(msgspec.Struct, frozen=True):
-    """Converts the indices of a name's axes to the numbers in the name and back, for known axis sizes."""
+    """Converts between the indices of a name's axes and the numbers in the name, for known axis sizes."""
 
     name: Name
-    """The name pattern that is converted."""
+    """The pattern of the names that are converted."""
     counters: tuple[Counter, ...]
-    """For each placeholder, the conversion between its indices and its number."""
+    """For each placeholder, the conversion between the placeholder's indices and its number."""
     is_index: bool
     """Whether every number in the name equals the index of its axis."""
 
     def numbers(self, position: Sequence[int]) -> tuple[int | None, ...]:
-        """Return the number in each placeholder for the indices of the name's axes; None for an index beyond its axis's
-        size.
+        """Return the number in each placeholder for the indices of the name's axes; None in place of a number if an
+        index is beyond the size of its axis.
         """
         numbers: list[int | None] = []
         start = 0
@@ -372,9 +372,7 @@ class Numbering(msgspec.Struct, frozen=True):
         return tuple(numbers)
 
     def position(self, name: str) -> tuple[int, ...] | None:
-        """Return the indices of the name's axes that give this stored name; None if no indices do. The inverse is
-        `numbers`.
-        """
+        """Return the indices of the name's axes for this stored name; None if no indices produce the name."""
         numbers = self.name.match(name)
         if numbers is None or self.is_index:
             return numbers
@@ -390,7 +388,7 @@ class Numbering(msgspec.Struct, frozen=True):
 def natural(name: str) -> str:
     """Return a sort key by which `layers.2` comes before `layers.10`.
 
-    In the key, a number becomes a mark that sorts before every character, its count of digits, and the digits.
+    In the key, each number becomes a mark that sorts before every character, then the count of digits, then the digits.
     Comparing such texts is several times as fast as comparing tuples.
     """
     middle = name.find(".", len(name) // 2)
@@ -399,7 +397,7 @@ def natural(name: str) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _natural(part: str) -> str:
-    """Return the sort key of half a name. Results are cached, because layers and experts share the words around their
+    """Return the sort key of half a name; results are cached, because layers and experts share the words around their
     numbers.
     """
     return ".".join(map(_natural_word, part.split(".")))
@@ -407,7 +405,7 @@ def _natural(part: str) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _natural_word(word: str) -> str:
-    """Return the sort key of a text without dots. Results are cached, because names consist of few distinct words."""
+    """Return the sort key of a text without dots; results are cached, because names consist of few distinct words."""
     if "\0" in word or "\1" in word:
         word = _MARKS.sub(_escape_mark, word)
     pieces = _SPLIT.split(word)
@@ -416,11 +414,11 @@ def _natural_word(word: str) -> str:
 
 
 def _escape_mark(mark: re.Match[str]) -> str:
-    """Return a replacement for a mark character that occurs in a name, which sorts like it but is no mark."""
+    """Return a replacement for a mark character that occurs in a name: it sorts like the character, but is no mark."""
     return f"\1{mark[0]}"
 
 
 def _number_key(digits: str) -> str:
-    """Return the sort key of a number."""
+    """Return the sort key of a number, which is written in decimal digits."""
     significant = digits.lstrip("0")
     return f"\0{chr(len(significant))}{significant}"

@@ -1,8 +1,8 @@
-"""Checks whether two lines of a dialect match the same stored name, so that it would be unclear which line describes
-the tensor.
+"""Checks whether two mapping rules of a dialect match the same stored name, so that either rule could describe the
+tensor.
 
 Two name patterns overlap if the texts between their numbers are equal, and each number can have a value that both
-patterns allow. Two lines may still match the same name if their conditions (`when …`) can never be true together.
+patterns allow. Two mapping rules may match the same name if their conditions (`when …`) can never be true together.
 """
 
 from __future__ import annotations
@@ -19,29 +19,33 @@ from transaxle.errors import TransaxleError, refuse
 
 _RUN = re.compile(r"[0-9]+")
 _NUMBERS = 40
-"""How many numbers are tried for a placeholder in a name pattern, if the end of its range is unknown."""
+"""Maximum number of values that are tried for a placeholder in a name pattern, if the end of its range is unknown."""
 _NAMES = 200
-"""Limit on the number of names matched by both lines for which their conditions are compared."""
+"""Maximum number of names that two mapping rules both match and for which their conditions are compared."""
 _PAIRS = 10_000
-"""Limit on the pairs of lines of one dialect whose names differ only in digits; real tables have a few dozen."""
+"""Maximum number of pairs of mapping rules in a dialect whose names differ only in digits; real tables have a few
+dozen.
+"""
 _ATOMS = 12
-"""Limit on the elementary comparisons (atoms) in conditions whose truth values are tried in every combination."""
+"""Maximum number of elementary comparisons (atoms) in conditions, for which all combinations of truth values
+are tried.
+"""
 _MOST_TIED = 50
-"""Limit on the number of tensors that are tied to one tensor, directly or through other ties; real tables have four."""
+"""Maximum number of tensors that are tied to one tensor, directly or through further ties; real tables have four."""
 _NEGATED: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
     ast.NotEq: ast.Eq, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.NotIn: ast.In,
 }  # fmt: skip
 _Run = tuple[str | Hole, ...]
-"""A part of a name pattern that matches only digits: literal digits and placeholders without text between them."""
+"""A section of a name pattern that matches only digits: literal digits and placeholders without text between them."""
 _LineRuns = tuple[Line, list[_Run]]
 
 
 def find_overlaps(lines: Iterable[Line], family: Family) -> Iterator[tuple[Line, Line, str]]:
-    """Yield each pair of lines that match the same stored name, together with an example of that name.
+    """Yield each pair of mapping rules that match the same stored name, together with an example of such a name.
 
     Raises:
-        Refused: CORRUPT, if so many lines have names that differ only in digits that comparing all pairs would take too
-            long.
+        Refused: with the code CORRUPT if so many mapping rules have names that differ only in digits that comparing all
+            pairs would take too long.
     """
     pairs = 0
     by_text: dict[str, tuple[list[_LineRuns], dict[str, list[_LineRuns]]]] = {}
@@ -60,7 +64,7 @@ def find_overlaps(lines: Iterable[Line], family: Family) -> Iterator[tuple[Line,
             raise refuse("CORRUPT", message, hint="Write the numbers as holes, as in layers.{l}.")
         for earlier, earlier_runs in (*with_holes, *fixed):
             if line.when is None and earlier.when is None and line.name == earlier.name:
-                continue  # the table parser reports the second of two equal names itself
+                continue  # if two names are equal, the table parser reports the second
             name = _common(earlier, earlier_runs, line, runs, texts, family)
             if name is not None:
                 yield earlier, line, name
@@ -100,20 +104,23 @@ def _runs(name: Name) -> tuple[list[str], list[_Run]]:
 def _common(
     first: Line, first_runs: list[_Run], second: Line, second_runs: list[_Run], texts: list[str], family: Family
 ) -> str | None:
-    """Return a name that both lines match; None if no name exists, or if their conditions exclude each other."""
+    """Return a name that both mapping rules match; None if there is no such name, or if the rules' conditions exclude
+    each other.
+    """
     shared = [
         list(islice(_common_digits(a, b, family), _NUMBERS)) for a, b in zip(first_runs, second_runs, strict=True)
     ]
     for digits in islice(product(*shared), _NAMES):
         name = texts[0] + "".join(f"{number}{text}" for number, text in zip(digits, texts[1:], strict=True))
-        # Both lines match this name, which is a fault only if both conditions can be true for its indices.
+        # Both mapping rules match this name. That is a fault only if both conditions can be true for the indices in the
+        # name.
         if may_all_hold([(line.when, _index(line, name)) for line in (first, second)]):
             return name
     return None
 
 
 def _common_digits(first: _Run, second: _Run, family: Family) -> Iterator[str]:
-    """Yield the digit strings that both runs can produce."""
+    """Yield the digit strings that both sections of digits can match."""
     if len(first) == len(second) == 1 and isinstance(first[0], Hole) and isinstance(second[0], Hole):
         a, b = first[0], second[0]
         if not (_below(a, b, family) or _below(b, a, family)):
@@ -134,7 +141,7 @@ def _common_digits(first: _Run, second: _Run, family: Family) -> Iterator[str]:
 
 
 def _digits(run: _Run, family: Family) -> Iterator[str]:
-    """Yield the digit strings that a run can produce, smallest numbers first."""
+    """Yield the digit strings that a section of digits can match, smallest numbers first."""
     choices = [[piece] if isinstance(piece, str) else _numbers(piece, family) for piece in run]
     return ("".join(parts) for parts in product(*choices))
 
@@ -145,7 +152,7 @@ def _numbers(hole: Hole, family: Family) -> list[str]:
 
 
 def _matches(run: _Run, digits: str, family: Family) -> bool:
-    """Tell whether a run can produce exactly these digits."""
+    """Return whether a section of digits can match exactly these digits."""
     if not run:
         return not digits
     head, following = run[0], run[1:]
@@ -161,7 +168,9 @@ def _in(number: int, hole: Hole, family: Family) -> bool:
 
 
 def _range(hole: Hole, family: Family) -> tuple[int, int]:
-    """Return the range `[first number, end)` of a placeholder, as far as the table determines it without a config."""
+    """Return the range `[first number, end)` of a placeholder, as far as the rules file determines it without a
+    config.
+    """
     shift = hole.shift or "+0"
     fixed_shift = int(shift) if shift[1:].isdigit() else None
     sizes = [_constant(family, axis) for axis in (hole.axis, *hole.inner)]
@@ -173,7 +182,7 @@ def _range(hole: Hole, family: Family) -> tuple[int, int]:
 
 
 def _constant(family: Family, axis: str) -> int | None:
-    """Return the size of an axis if the table states it as a constant; None if it depends on a config."""
+    """Return the size of an axis if the rules file states it as a constant; None if the size depends on a config."""
     formula = family.axes.get(axis)
     try:
         value = None if formula is None or formula.names else formula({})
@@ -183,9 +192,7 @@ def _constant(family: Family, axis: str) -> int | None:
 
 
 def _below(first: Hole, second: Hole, family: Family) -> bool:
-    """Tell whether all numbers of one placeholder are below all numbers of another placeholder, whatever the axis
-    sizes.
-    """
+    """Return whether, for all axis sizes, every number of the placeholder `first` is below every number of `second`."""
     shift_axis = second.shift_axis
     if (
         first.shift is not None
@@ -200,7 +207,9 @@ def _below(first: Hole, second: Hole, family: Family) -> bool:
 
 
 def _index(line: Line, name: str) -> dict[str, int]:
-    """Return the indices of a line's axes in a stored name, as far as the table determines them without a config."""
+    """Return the indices of a rule's axes in a stored name, as far as the rules file determines them without a
+    config.
+    """
     index = {}
     numbers = line.name.match(name) or ()
     for hole, number in zip(line.name.holes, numbers, strict=False):
@@ -211,7 +220,7 @@ def _index(line: Line, name: str) -> dict[str, int]:
 
 
 class _SubstituteIndex(ast.NodeTransformer):
-    """Replaces the axes in a condition that occur in the stored name by their indices."""
+    """Replaces each axis in a condition by the index that the stored name has for the axis."""
 
     def __init__(self, index: Mapping[str, int]) -> None:
         self.index = index
@@ -221,15 +230,15 @@ class _SubstituteIndex(ast.NodeTransformer):
 
 
 Known = Callable[[Formula], bool | None]
-"""Function that returns the truth value of a part of a condition, or None if it is unknown."""
+"""Function that returns the truth value of a part of a condition, or None if the value is unknown."""
 
 
 def may_all_hold(conditions: Iterable[tuple[Formula | None, Mapping[str, int]]], evaluate: Known | None = None) -> bool:
-    """Tell whether several conditions can be true together; if checking would take too long, the answer is also true.
+    """Return whether several conditions can be true together; also True if checking would take too long.
 
     Args:
-        conditions: the conditions, each with the indices for the axes that occur in the stored name.
-        evaluate: returns the truth value of a part of a condition; None: no part has a known value.
+        conditions: the conditions, each with the indices of the axes that occur in the stored name.
+        evaluate: returns the truth value of a part of a condition; None means that the value of no part is known.
     """
     trees = [
         _SubstituteIndex(index).visit(ast.parse(ast.unparse(when.tree), mode="eval").body)
@@ -250,7 +259,7 @@ def may_all_hold(conditions: Iterable[tuple[Formula | None, Mapping[str, int]]],
 
 
 def _fact(atom: str, evaluate: Known | None) -> bool | None:
-    """Return the truth value of an atom if it is known or constant; None otherwise."""
+    """Return the truth value of an atom (elementary comparison) if it is known or constant; None otherwise."""
     formula = Formula(atom)
     try:
         if evaluate is not None:
@@ -262,12 +271,12 @@ def _fact(atom: str, evaluate: Known | None) -> bool | None:
 
 
 def tie_fault(tie: Tie, ties: Mapping[str, Sequence[Tie]]) -> str:
-    """Return what is wrong with a tie, as a phrase to follow "expected": a tensor tied twice at once, or a cycle of
-    ties.
+    """Return what is wrong with a tie, as a phrase that follows the word "expected": a tensor is tied twice at once, or
+    ties form a cycle.
 
     Args:
         tie: the tie (two logical tensors with one value) to check.
-        ties: the ties above it in the table, by the name of the tied tensor.
+        ties: name of a tied tensor -> its ties that precede `tie` in the file.
 
     Returns:
         The phrase; empty if the tie is valid.
@@ -276,7 +285,7 @@ def tie_fault(tie: Tie, ties: Mapping[str, Sequence[Tie]]) -> str:
     for earlier in ties.get(alias, ()):
         if may_all_hold([(earlier.when, {}), (tie.when, {})]):
             return f"one tie of {alias!r} at a time; above, it is {earlier.original!r}"
-    # Tensor that `original` is tied to, directly or through other ties -> the ties that lead to it.
+    # Tensor to which `original` is tied, directly or through further ties -> the ties that lead to this tensor.
     ways: dict[str, tuple[Tie, ...]] = {original: (tie,)}
     waiting = [original]
     while waiting:
@@ -292,7 +301,7 @@ def tie_fault(tie: Tie, ties: Mapping[str, Sequence[Tie]]) -> str:
 
 
 def _atom(node: ast.expr) -> tuple[str, bool, ast.expr]:
-    """Return an elementary comparison as `(key, truth, node)`: `x != 1` is the atom `x == 1` with truth False."""
+    """Return an elementary comparison as `(key, truth, node)`: `x != 1` becomes the atom `x == 1` with truth False."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _NEGATED:
         positive = ast.Compare(node.left, [_NEGATED[type(node.ops[0])]()], node.comparators)
         return ast.unparse(positive), False, positive
@@ -300,7 +309,9 @@ def _atom(node: ast.expr) -> tuple[str, bool, ast.expr]:
 
 
 def _atoms(node: ast.expr, atoms: dict[str, ast.expr]) -> None:
-    """Add the elementary comparisons (atoms) of a condition to the dict `atoms`, by their text."""
+    """Add the elementary comparisons (atoms) of a condition to the dict `atoms`; the key is the text of the
+    comparison.
+    """
     if isinstance(node, ast.BoolOp):
         for operand in node.values:
             _atoms(operand, atoms)
@@ -312,8 +323,8 @@ def _atoms(node: ast.expr, atoms: dict[str, ast.expr]) -> None:
 
 
 def _value(node: ast.expr, truth: Mapping[str, bool]) -> bool | None:
-    """Evaluate a condition from the truth values of its atoms; None if the given truth values do not determine the
-    result.
+    """Evaluate a condition from the truth values of its atoms; the result is None if these truth values do not
+    determine it.
     """
     if isinstance(node, ast.BoolOp):
         values = [_value(operand, truth) for operand in node.values]
@@ -327,7 +338,7 @@ def _value(node: ast.expr, truth: Mapping[str, bool]) -> bool | None:
 
 
 def _possible(truth: Mapping[str, bool], atoms: Mapping[str, ast.expr]) -> bool:
-    """Tell whether these truth values are consistent: a config key has one value, and a tensor has one encoding."""
+    """Return whether these truth values are consistent: a config key has one value, and a tensor has one encoding."""
     equal: dict[str, str] = {}
     encodings = 0
     for key, value in truth.items():

@@ -1,16 +1,16 @@
-"""Dialects as text: each has a head line, and statements that replace or extend inherited statements.
+"""Dialects as text. Each has a head line, and below it statements that replace or extend inherited statements.
 
-dialect hf                                       # in a family that inherits: extends the inherited hf
-dialect joined like hf                           # every line of hf, except those of the tensors named here
-dialect transformers like hf, backbone. = model. # and with another prefix
+dialect hf                                       # in a family that inherits: extends the inherited dialect hf
+dialect joined like hf                           # has every mapping rule of hf, except for tensors named below
+dialect transformers like hf, backbone. = model. # like hf, with a different prefix of names
 dialect stacked like hf, layers.{l}. = layers.   # an axis that the new prefix lacks becomes the first dim
-without q_norm                                 # excludes the inherited lines of this tensor
+without q_norm                                 # excludes the inherited mapping rules of this tensor
 place block = layers.{l}      when not enorm   # a prefix that depends on a condition
 place block = mtp.{l-L}       when enorm
-{block}.norm.weight = ln1[d]                   # two lines, one for each place
-(model|backbone).embed = embed[n d]            # reads both names, writes the first
-also transformer.wte = embed[n d]              # is read, and never written
-state {block}.wqkv = [[q:r | k:c] d]           # is read, and written only for optimizer state
+{block}.norm.weight = ln1[d]                   # two mapping rules, one for each place
+(model|backbone).embed = embed[n d]            # both names are read, the first name is written
+also transformer.wte = embed[n d]              # this name is read, and never written
+state {block}.wqkv = [[q:r | k:c] d]           # this name is read, and written only for optimizer states
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _HOLE = re.compile(rf"\{{({WORD})\}}")
 _OPTION = r"(?:[^(){}|]|\{[^{}]*\})*"
 _CHOICE = re.compile(rf"\(({_OPTION}(?:\|{_OPTION})+)\)")
 _MOST_NAMES = 64
-"""Limit on the number of lines into which one line with places and alternatives `(a|b)` is expanded."""
+"""Maximum number of mapping rules that one line of text with places and alternatives `(a|b)` may expand to."""
 FORM = "'dialect NAME [VERSION] [of FAMILY] [like DIALECT] [, PREFIX. = PREFIX.]'"
 
 Renames = tuple[tuple[str, str], ...]
@@ -55,24 +55,24 @@ Renames = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Section:
-    """The text of one dialect: its head line and its statements."""
+    """The text of one dialect: its head line (`dialect …`) and its statements."""
 
     head: Statement
-    """First line of the dialect's text, `dialect …`."""
+    """First line of the dialect's text: `dialect …`."""
     name: str
     """Name of the dialect, such as `hf`."""
     version: str | None
     """Version of the framework, such as `0.2`; None if the head line has no version."""
     owner: str | None
-    """Family named after `of` in the head line."""
+    """Name of the family that follows `of` in the head line; None if the line has no `of`."""
     like: str | None
-    """Dialect named after `like` in the head line, whose lines this dialect inherits."""
+    """Name of the dialect that follows `like` in the head line, whose mapping rules this dialect inherits."""
     renames: tuple[Renames, ...]
-    """Replacements of prefixes in the inherited names, in steps that are applied one after the other."""
+    """Replacements of prefixes in the inherited names, in groups that are applied one after the other."""
     statements: tuple[Statement, ...] = ()
     """Statements below the head line."""
     used: frozenset[str] = frozenset()
-    """Old prefixes (of `renames`) with which some name in the inherited family begins."""
+    """The old prefixes (of `renames`) with which some name in the inherited family begins."""
 
     @property
     def label(self) -> str:
@@ -100,29 +100,29 @@ def parse_head(head: Statement) -> Section:
 
 
 def _is_prefix_pair(old: str, new: str) -> bool:
-    """Tell whether the old prefix can be replaced by the new one: both end with a dot, or both are whole names."""
+    """Return whether the new prefix may replace the old one: both must end with a dot, or both must be whole names."""
     return (new == "" or new.endswith(".")) if old.endswith(".") else bool(new) and not new.endswith(".")
 
 
 def find(sections: Mapping[str, Section], label: str) -> Section | None:
-    """Return the dialect with this label: `name@version`, or only a name, which means the newest version."""
+    """Return the dialect with the label `name@version`, or the newest version if the label is only a name."""
     versions = [section for section in sections.values() if section.name == label]
     return max(versions, key=lambda section: age(section.version), default=None) or sections.get(label)
 
 
 class _Place(NamedTuple):
-    """A prefix of names from a `place` statement."""
+    """A prefix of stored names that a `place` statement declares, such as `layers.{l}`."""
 
     beginning: str
     """Prefix of the names at this place, such as `layers.{l}`."""
     axes: Sequence[str]
-    """Axes that are the first dims of the tensors at this place, such as `l` in `place block = layers[l]`."""
+    """Axes that become the first dims of the tensors with this prefix, such as `l` in `place block = layers[l]`."""
     when: str | None
-    """Text of the condition under which the place exists; None if it always exists."""
+    """Text of the condition under which the prefix is used; None if it is always used."""
 
 
 class Sections:
-    """The dialects of one family; adds to each dialect the statements that it inherits.
+    """The dialects of one family, which this class combines with the statements that they inherit.
 
     Args:
         sections: label of a dialect (name, or name and version) -> text of the dialect.
@@ -135,7 +135,7 @@ class Sections:
         self._cache: dict[str, tuple[Statement, ...]] = {}
 
     def gather(self, label: str) -> tuple[Statement, ...]:
-        """Return the statements of a dialect, including the statements that it inherits by `like`."""
+        """Return the statements of a dialect, including the statements that the dialect inherits by `like`."""
         if label not in self._cache:
             section = self.sections[label]
             base = None if section.like is None else find(self._above(label), section.like)
@@ -150,19 +150,19 @@ class Sections:
         return self._cache[label]
 
     def _above(self, label: str) -> dict[str, Section]:
-        """Return the dialects that precede a dialect in the file. A dialect can only inherit from these, so cycles are
+        """Return the dialects that precede a dialect in the file; it can inherit only from these, so cycles are
         impossible.
         """
         labels = list(self.sections)
         return {above: self.sections[above] for above in labels[: labels.index(label)]}
 
     def tensors(self, label: str) -> frozenset[str]:
-        """Return the logical tensors that have a line in a dialect."""
+        """Return the logical tensors for which a dialect has a mapping rule."""
         return frozenset(name for statement in self.gather(label) for name in statement.tensors)
 
     def flat(self, label: str) -> tuple[Statement, ...]:
-        """Return the fully expanded lines of a dialect, each with a single stored name, and the patterns of ignored
-        names.
+        """Return the fully expanded mapping rules of a dialect, each with a single stored name, and the patterns of
+        ignored names.
         """
         statements = self.gather(label)
         places: dict[str, list[_Place]] = {}
@@ -184,8 +184,8 @@ class Sections:
             places.setdefault(match[1], []).append(_Place(match[2], (match[3] or "").split(), when))
 
     def _spell_out(self, statement: Statement, places: Mapping[str, Sequence[_Place]]) -> Iterator[Statement]:
-        """Yield the lines for which a line with places and alternatives stands; only the first alternative is for
-        writing.
+        """Yield the mapping rules that a line with places and alternatives expands to; only the first alternative is
+        written.
         """
         if "{" not in statement.text and "(" not in statement.text.partition("=")[0]:
             yield statement
@@ -215,7 +215,7 @@ class Sections:
 
 
 def _alternatives(name: str) -> Iterator[str]:
-    """Yield all names that a name with alternatives `(a|b)`, possibly nested, stands for."""
+    """Yield all names that a name with alternatives `(a|b)` expands to; alternatives may be nested."""
     choice = _CHOICE.search(name)
     if choice is None:
         yield name
@@ -225,7 +225,7 @@ def _alternatives(name: str) -> Iterator[str]:
 
 
 def _parts(statement: Statement) -> tuple[str, str, str]:
-    """Split a statement into its keyword (empty for a line), the stored name, and the text after the name."""
+    """Split a statement into its keyword (empty for a mapping rule), the stored name, and the text after the name."""
     kind = statement.kind
     text = statement.text if kind == LINE else statement.text[len(kind) :].strip()
     if kind == IGNORE:
@@ -235,16 +235,16 @@ def _parts(statement: Statement) -> tuple[str, str, str]:
 
 
 def prepend_axes(text: str, axes: Sequence[str]) -> str:
-    """Return the text of an expression with more axes as its first dims."""
+    """Return the text of an expression with additional axes as the first dims."""
     return text.replace("[", f"[{' '.join(axes)} ", 1) if axes else text
 
 
 def rename(statement: Statement, renames: Renames, used: set[str]) -> Iterator[Statement]:
-    """Yield the statement with the longest matching old prefix of its name replaced; add that old prefix to `used`.
+    """Replace the longest matching old prefix of a statement's name; add that old prefix to `used`.
 
-    A name that begins with alternatives is split into one statement per alternative, if an alternative has an old
-    prefix: the first alternative is for writing, the others are only for reading. Axes that are numbered in the old
-    prefix and not in the new one become the first dims.
+    A name that begins with alternatives is split into one statement per alternative if an alternative has an old
+    prefix. The first of these names is written, the others are only read. Axes that are numbered in the old prefix but
+    not in the new prefix become the first dims.
     """
     if statement.kind == WITHOUT:
         yield statement
@@ -269,7 +269,7 @@ def rename(statement: Statement, renames: Renames, used: set[str]) -> Iterator[S
 
 
 def _with_prefix(name: str, renames: Renames, used: set[str]) -> tuple[str, list[str]]:
-    """Return a name with its prefix replaced, and the axes that the old prefix has and the new prefix lacks."""
+    """Return a name with its prefix replaced, and the axes that are in the old prefix but not in the new prefix."""
     fitting = [(old, new) for old, new in renames if name == old or (old.endswith(".") and name.startswith(old))]
     if not fitting:
         return name, []
@@ -285,17 +285,18 @@ def overlay_statements(
     gone: Iterable[str],
     problems: list[Refusal],
 ) -> tuple[Statement, ...]:
-    """Combine a dialect's own statements with the inherited statements, which they replace or extend.
+    """Combine a dialect's own statements with the inherited statements, which the own statements replace or extend.
 
-    A line takes the place of the inherited lines for the same logical tensors. A line for new tensors is put beside
-    lines with similar names.
+    A mapping rule replaces the inherited rules for the same logical tensors. A rule for new tensors is inserted beside
+    rules with similar names.
 
     Args:
         below: the statements that the dialect inherits.
         new_statements: the statements in the dialect itself.
-        head: head line of the dialect, to which errors point that no statement below it causes.
-        gone: logical tensors of the base family that this family does not inherit.
-        problems: list to which an error is appended for each line that would lose a tensor silently.
+        head: head line of the dialect; errors that no statement below it causes refer to this line.
+        gone: logical tensors of the base family that the inheriting family excludes.
+        problems: list to which an error is appended for each mapping rule whose replacement would silently lose a
+            tensor.
     """
     by_tensor: dict[str, list[int]] = {}
     for number, statement in enumerate(new_statements):
@@ -331,8 +332,8 @@ def overlay_statements(
 
 
 def _beside(statements: Sequence[Statement], new: Sequence[Statement]) -> tuple[Statement, ...]:
-    """Insert each new line after the lines with the most similar names, so that people find it in the
-    combined table.
+    """Insert each new mapping rule after the rules with the most similar names, so that people find it in the combined
+    table.
     """
     if not statements or not new:
         return (*statements, *new)
@@ -353,13 +354,13 @@ def _beside(statements: Sequence[Statement], new: Sequence[Statement]) -> tuple[
 
 
 def _beginnings(statement: Statement) -> list[str]:
-    """Return the names of the modules that contain the tensor of a line, innermost first."""
+    """Return the names of the modules that contain the tensor of a mapping rule, innermost module first."""
     segments = statement.text.partition("=")[0].strip().split(".")
     return [".".join(segments[:count]) for count in range(len(segments) - 1, 0, -1)]
 
 
 def overlay_section(below: Section, overlay: Section, gone: Iterable[str], problems: list[Refusal]) -> Section:
-    """Combine a dialect with the inherited dialect of the same label, which it replaces or extends."""
+    """Combine a dialect with the inherited dialect of the same label, which the dialect replaces or extends."""
     if overlay.like is not None:
         return overlay
     used: set[str] = set(below.used)

@@ -1,9 +1,9 @@
-"""The text format of tables (families and dialects), and its parser.
+"""The text format of rules files, which describe families and dialects, and its parser.
 
     family toy
       model_type toy
-      wrapper toy_vl                             # larger models that contain this one in their text_config
-      alike game                                 # another family with the same names: names alone mean that one
+      wrapper toy_vl                             # larger models that contain a toy model in their text_config
+      alike game                                 # a family with the same names, which names alone are taken for
       axes  l=num_layers d=hidden_size f=intermediate_size
       axis  r = heads[l] // kv_heads              # a single axis, whose formula may contain spaces
       up    : l f d
@@ -11,12 +11,12 @@
       extra : l f            optional            # in all layers or in none
       let sparse = (l + 1) % step == 0           # a formula with a name
       tie head = embed       when tie_word_embeddings
-      precise extra                              # keeps its dtype where all others are cast
+      precise extra                              # keeps its dtype when all other tensors are cast
       added bias             when up             # a tensor of zeros means the same as no tensor
-      cut tp = f                                 # what tensor-parallel ranks may share out
-      cut tp = d of extra                        # this axis, in one tensor only
-      cut tp@fancy = none of extra               # in this dialect, every rank has the whole tensor
-      cut ep = e of up                           # what expert-parallel ranks may share out
+      cut tp = f                                 # an axis that tensor-parallel ranks may divide among them
+      cut tp = d of extra                        # an axis that may be divided in one tensor only
+      cut tp@fancy = none of extra               # in the dialect fancy, every rank has the whole tensor
+      cut ep = e of up                           # an axis that expert-parallel ranks may divide among them
 
     dialect hf
       layers.{l}.up.weight = up[f d]
@@ -24,10 +24,10 @@
       ignore layers.{l}.inv_freq
     dialect fancy 2.0
       blocks.{l}.w = up[d f]                      when not mxfp4
-      blocks.{l}.w = up[f d]                      when mxfp4   # where the tensor is stored in this encoding
+      blocks.{l}.w = up[f d]                      when mxfp4   # for tensors that are stored in the encoding mxfp4
 
-Inheritance (`like`) is resolved by `written` and `section`, before the statements are parsed here. A file contains
-families, or only further dialects of a known one (`dialect … of FAMILY`).
+The modules `written` and `section` resolve inheritance (`like`) before the statements are parsed here. A file contains
+families, or only further dialects of a known family (`dialect … of FAMILY`).
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ _CUT_ITEM = rf"{WORD}\b|\((?:\s*{WORD}\b)+\s*\)"
 _CUT = re.compile(rf"cut\s+((?:tp|ep)(?:@{WORD})?)\s*=((?:\s*(?:{_CUT_ITEM}))+?)(?:\s+of((?:\s+{WORD}\b)+))?")
 _WITHIN = re.compile(rf"cut\s+tp\s*=\s*({WORD})\s+within\s+({WORD})")
 _MOST_PROBLEMS = 100
-"""Limit on the number of syntax errors that are reported."""
+"""Maximum number of syntax errors that are reported."""
 
 
 class _TableParser:
-    """Parses the statements of one table file; collects all syntax errors, with line and column, instead of
+    """Parses the statements of one rules file; collects all syntax errors, with line and column, instead of
     stopping.
     """
 
@@ -96,7 +96,8 @@ class _TableParser:
         self.problems: list[Refusal] = []
         self.family: Family | None = None
         self.dialect: Dialect | None = None
-        # State of the current family, which refers to the first three dicts; they grow with its statements.
+        # State of the current family. The record of the family refers to the first three dicts, which grow statement by
+        # statement.
         self.sizes: dict[str, Formula | None] = {}
         self.tensors: dict[str, LogicalTensor] = {}
         self.let_formulas: dict[str, Formula] = {}
@@ -134,7 +135,9 @@ class _TableParser:
         return list(self.made.values())
 
     def sort_problems(self) -> list[Refusal]:
-        """Return the problems in the order of the file's lines, followed by those of other files, up to a cap."""
+        """Return the problems in the order of the file's lines, then problems of other files, up to a maximum
+        number.
+        """
         pattern = re.compile(r"(.*), line ([0-9]+)")
 
         def place(refusal: Refusal) -> tuple[bool, str, int]:
@@ -170,22 +173,22 @@ class _TableParser:
 
     @property
     def raw(self) -> str:
-        """Line of the current statement, exactly as in its file."""
+        """Line of the current statement, exactly as in the rules file."""
         return self.current.raw
 
     def fail(self, fail: str, word: str = "", hint: str = HINT) -> TransaxleError:
-        """Build the error for the current statement; `word` is the wrong word in it."""
+        """Build the error for the current statement; `word` is the faulty text in the statement."""
         return self.current.fail(fail, word, hint)
 
     def problem(self, fail: str, word: str = "") -> None:
-        """Add a problem with the current statement, and continue with the same statement."""
+        """Add a problem with the current statement, and continue to parse the statement."""
         if len(self.problems) < _MOST_PROBLEMS:
             self.keep(self.fail(fail, word))
 
     def formula(self, text: str) -> Formula:
         formula = Formula(text.strip(), self.family.let_formulas if self.family else {})
         try:
-            names = formula.names  # parses the formula, so that its errors show this line
+            names = formula.names  # parses the formula, so that its errors refer to this statement
         except TransaxleError as error:
             raise self.fail(f"a formula; {error.refusals[0].message}", formula.text) from None
         for word in sorted(names.intersection(WORDS)) if self.dialect is None else ():
@@ -198,13 +201,13 @@ class _TableParser:
             self.problem(f"another name: {name!r} is reserved for an encoding", name)
 
     def split_when(self, text: str) -> tuple[str, Formula | None]:
-        """Split off a statement's condition; None where it is always true."""
+        """Split a statement from its condition; the condition is None if it is always true."""
         statement, condition = split_when(text)
         when = None if condition is None else self.formula(condition)
         return statement, None if when is not None and when.always else when
 
     def touch(self, family: Family) -> None:
-        """Make a family the current family, and store it under its name."""
+        """Store a changed copy of the current family under the family's name."""
         self.family = self.made[family.name] = family
 
     # Families.
@@ -356,7 +359,7 @@ class _TableParser:
     # Dialects.
 
     def read_dialects(self, owner: FamilyText, labels: Sequence[str]) -> None:
-        """Parse dialects of the current family, with everything that they inherit."""
+        """Parse dialects of the current family, with the mapping rules that they inherit."""
         problems: list[Refusal] = []
         spelled = Sections(owner.sections, problems)
         for label in labels:
@@ -370,7 +373,9 @@ class _TableParser:
         self.dialect, self.always = Dialect(section.name, section.version, ()), set()
 
     def close_dialect(self, section: Section) -> None:
-        """Check whether lines of the current dialect match the same names, and add the dialect to its family."""
+        """Check whether mapping rules of the current dialect match the same names, and add the dialect to its
+        family.
+        """
         assert self.dialect is not None
         assert self.family is not None
         dialect = self.dialect
@@ -393,7 +398,7 @@ class _TableParser:
         if self.current.kind == IGNORE:
             pattern = text.removeprefix(IGNORE).strip()
             name = Name(pattern, max(self.raw.find(pattern), 0))
-            _ = name.holes  # parses the pattern, so that its errors show this line
+            _ = name.holes  # parses the pattern, so that its errors refer to this statement
             self.dialect = structs.replace(self.dialect, ignored=(*self.dialect.ignored, name))
             return
         line = self.lines.get(self.current.key)
@@ -408,7 +413,7 @@ class _TableParser:
         self.dialect = structs.replace(self.dialect, lines=(*self.dialect.lines, line))
 
     def line(self, text: str) -> Line:
-        """Parse a line of a dialect."""
+        """Parse a mapping rule of a dialect."""
         kind = self.current.kind if self.current.kind in (ALSO, STATE) else ""
         statement, when = self.split_when(text.removeprefix(kind))
         else_zeros = statement.endswith(ELSE_ZEROS)
@@ -427,7 +432,9 @@ class _TableParser:
         return Line(name, stored, when, changed, kind != "", kind == STATE, else_zeros)
 
     def like_hint(self, text: str) -> str:
-        """Return a hint for a line that consists of `like DIALECT`: where it belongs; else where the grammar is."""
+        """Return the hint for a line that is not a mapping rule: where `like DIALECT` belongs, or where the
+        grammar is.
+        """
         assert self.family is not None
         assert self.dialect is not None
         if _LIKE.fullmatch(text) is None:
@@ -437,7 +444,7 @@ class _TableParser:
         return f"write it in the first line: dialect {self.dialect.name}{version}{owner} {' '.join(text.split())}"
 
     def check(self, line: Line) -> None:
-        """Refuse a line with an unknown tensor or axis, or one that lacks an axis of its tensor."""
+        """Refuse a mapping rule with an unknown tensor or axis, or one that lacks an axis of its tensor."""
         assert self.family is not None
         assert self.dialect is not None
         in_name, in_dims = set(line.name.axes), line.expression.axes
@@ -463,7 +470,7 @@ class _TableParser:
                 self.problem(f"every axis of {name!r} in the name or its dims; {', '.join(unplaced)} is left out", name)
 
     def check_name(self, line: Line) -> None:
-        """Refuse two lines with the same name, neither of which has a condition."""
+        """Refuse two mapping rules with the same name, neither of which has a condition."""
         if line.when is None:
             if line.name in self.always:
                 self.problem(f"each stored name once; another line gives {line.name.text!r}")
@@ -489,20 +496,22 @@ def read(
     checked: bool = False,
     bases: Bases | None = None,
 ) -> list[Family]:
-    """Parse a file of tables.
+    """Parse the text of a rules file.
 
     Args:
-        text: contents of the file, in the grammar above.
+        text: contents of the file, in the grammar that the head of this module shows.
         file: name of the file for error messages.
         known_families: families that `dialect … of FAMILY` may extend.
-        checked: whether the same text was parsed before without a fault, so that names and axes need no check.
-        bases: returns families and blocks from other files, for `like`; None: only `known_families`.
+        checked: whether the text was parsed before without a fault, so that names and axes need no further check.
+        bases: function that returns families and blocks from other files, for `like`; None means that only
+            `known_families` exist.
 
     Returns:
         The families that the text declares or extends, in order.
 
     Raises:
-        Refused: CORRUPT, if the file has syntax errors; it lists each with line, column and the expected text.
+        Refused: with the code CORRUPT if the file has syntax errors; each is listed with line, column and the expected
+            text.
     """
     families = known_families or {}
 
@@ -514,5 +523,5 @@ def read(
 
 
 def index(families: Iterable[Family]) -> dict[str, Family]:
-    """Return a mapping from name to family."""
+    """Return name of a family -> family."""
     return {family.name: family for family in families}

@@ -1,22 +1,22 @@
-"""Families as text: what they inherit from others, and the tables that they mount.
+"""Families as text: what they inherit from other families, and the families that they mount.
 
-    family glm4_moe like deepseek_v3        # inherits everything, except what is declared here
-      dialects hf transformers              # of its dialects, only these
-      without q_a q_b                       # without these tensors and their lines
+    family glm4_moe like deepseek_v3        # inherits everything, except what is declared below
+      dialects hf transformers              # of the inherited dialects, keeps only these
+      without q_a q_b                       # excludes these tensors and their mapping rules
 
-    block experts                           # not a family: a part that families inherit
+    block experts                           # not a family: statements that families inherit
     family mixtral like decoder, experts    # bases further right replace those further left
 
-A mounted table is another family as a part of this one, such as a vision tower beside a language model:
+A mounted family is contained in the current family, as a vision tower is contained in a model beside a language model:
 
     family llava
     mount llama from text_config                  # with its own names; its config keys are those in text_config
     mount vit as vision from vision_config        # its axes, tensors and formulas become vision_l, vision_q, …
     dialect hf
-    mount llama under language_model.             # the lines of its dialect hf, with this prefix
+    mount llama under language_model.             # the mapping rules of its dialect hf, with this prefix
     mount vision under vision_tower. like hf
 
-An overlay replaces parts of the inherited family by the family's own statements.
+An overlay replaces inherited statements by the family's own statements.
 """
 
 from __future__ import annotations
@@ -74,30 +74,30 @@ _TOKEN = re.compile(rf"'[^']*'|\"[^\"]*\"|\.\s*{WORD}|{WORD}|[0-9]+[A-Za-z_]\w*"
 _HOLE = re.compile(r"\{[^{}]*\}")
 _IN_HOLE = re.compile(rf"(?<![@\w]){WORD}")
 _GRAMMAR = frozenset({"and", "or", "not", "if", "else", "in", "True", "False", "None", "len"})
-"""Words in formulas that are Python syntax, and no config keys."""
+"""Words in formulas that are Python syntax, and therefore no config keys."""
 
 
 class _Mount(msgspec.Struct, frozen=True):
-    """A family that is mounted as a part of another family, and how its names and config keys are renamed there."""
+    """A family mounted in a larger family, and how its names and config keys are renamed in the larger family."""
 
     base: FamilyText
     """The mounted family, as text."""
     prefix: str
-    """Prefix for the mounted family's names, such as `vision_`; may be empty."""
+    """Prefix for the names of the mounted family, such as `vision_`; may be empty."""
     key: str
-    """Config key under which the mounted family's config is (such as `vision_config`); empty for the top level."""
+    """Config key that contains the config of the mounted family, such as `vision_config`; empty for the top level."""
     names: frozenset[str]
     """Names of the mounted family's axes, tensors and formulas."""
 
     def rename(self, text: str) -> str:
-        """Return a text in which the mounted family's names have the prefix."""
+        """Return a text in which the names of the mounted family have the prefix."""
         return re.sub(WORD, lambda match: self._name(match[0]), text)
 
     def _name(self, word: str) -> str:
         return f"{self.prefix}{word}" if word in self.names else word
 
     def formula(self, text: str) -> str:
-        """Return a formula with the family's names and config keys replaced by those of the mounting family."""
+        """Return a formula with the mounted family's names and config keys renamed for the larger family."""
 
         def word(match: re.Match[str]) -> str:
             text_found = match[0]
@@ -110,7 +110,7 @@ class _Mount(msgspec.Struct, frozen=True):
         return _TOKEN.sub(word, text)
 
     def statement(self, statement: Statement) -> Iterable[Statement]:
-        """Yield the parts of a statement of the family, with names and config keys of the mounting family."""
+        """Yield the parts of a statement of the mounted family, with names and config keys of the larger family."""
         for (kind, _), part in replaceable_parts(statement):
             text, when = split_when(part.text)
             if kind in (AXIS, LET):
@@ -130,7 +130,7 @@ class _Mount(msgspec.Struct, frozen=True):
             yield part.with_text(new_text if when is None else f"{new_text} when {self.formula(when)}")
 
     def line(self, statement: Statement, under: str) -> Statement:
-        """Return a spelled-out line of one of the family's dialects, with the names of the mounting family."""
+        """Return a mapping rule of the mounted family, already expanded, with the names of the larger family."""
         word = statement.head if statement.kind == statement.head else ""
         text, when = split_when(statement.text[len(word) :].strip())
         name, equals, tail = text.partition("=")
@@ -143,16 +143,16 @@ class _Mount(msgspec.Struct, frozen=True):
 
 
 _REPLACEABLE = frozenset({AXIS, LET, TENSOR, TIE, CUT, WITHIN})
-"""Kinds of statements by which a family may replace parts of a mounted one."""
+"""Kinds of statements by which a family may replace statements of a family that it mounts."""
 
 
 class Mounts:
-    """Expands the `mount` statements of a family.
+    """Expands the `mount` statements of a family, by which the family contains other families.
 
     Args:
-        bases: returns the family or block of a name.
-        suggest: returns a hint with names similar to an unknown one.
-        problems: list that the refusals are added to.
+        bases: function that returns the family or block with a name.
+        suggest: function that returns a hint with names similar to an unknown name.
+        problems: list to which the errors are appended.
     """
 
     def __init__(
@@ -167,18 +167,18 @@ class Mounts:
         self._kept: list[Statement] = []
         self._tensors: dict[str, frozenset[str]] = {}
         self.replaced = False
-        """Whether the family replaces or excludes parts of a mounted family."""
+        """Whether the family replaces or excludes statements of a mounted family."""
 
     @property
     def lines(self) -> frozenset[int]:
-        """`id` of each line in the dialects that comes from a mounted family."""
+        """`id` of each mapping rule in the dialects that was taken from a mounted family."""
         return frozenset(map(id, self._kept))
 
     def family(self, statements: Iterable[Statement]) -> list[Statement]:
-        """Return the statements of a family, including those of its mounts unless it replaces some of them
-        (`replaced`).
+        """Return the statements of a family; those of mounted families are included unless the family replaces some of
+        them.
 
-        A statement below a mount replaces the mounted one; above the mount, it is an error to declare the same thing.
+        A statement below a `mount` replaces the mounted one. Above the `mount`, declaring the same thing is an error.
         """
         spelled: list[Statement] = []
         own_statements: list[Statement] = []
@@ -205,7 +205,7 @@ class Mounts:
         return own_statements if self.replaced else spelled
 
     def replace_inherited(self, statements: Iterable[Statement]) -> tuple[Statement, ...]:
-        """Return inherited statements, with those that a mount declares too replaced by the mounted ones."""
+        """Return inherited statements; those that a mounted family declares too are replaced by the mounted ones."""
         mounted = {key for key, _ in self._parts}
         inherited = [
             part for statement in statements for key, part in replaceable_parts(statement) if key not in mounted
@@ -235,7 +235,7 @@ class Mounts:
         return [part for _, each in base_parts for part in mounted.statement(each)]
 
     def dialect(self, label: str, statements: Sequence[Statement]) -> list[Statement]:
-        """Return the statements of a dialect; its own line replaces the mounted lines of the same tensors."""
+        """Return the statements of a dialect; its own mapping rules replace mounted rules for the same tensors."""
         own_tensors = {name for each in statements if each.kind == LINE and each.head != MOUNT for name in each.tensors}
         left_out = tensors_left_out(statements) | self._left_out
         result: list[Statement] = []
@@ -258,7 +258,7 @@ class Mounts:
         return result
 
     def tensors(self, label: str) -> frozenset[str]:
-        """Return the tensors with a mounted line in a dialect."""
+        """Return the tensors for which a dialect has a mapping rule from a mounted family."""
         return self._tensors.get(label, frozenset())
 
     def _dialect(self, label: str, statement: Statement) -> list[Statement]:
@@ -282,41 +282,41 @@ class Mounts:
 
 
 _ORDER = (MODEL_TYPE, WRAPPER, ALIKE, LET, AXIS, TENSOR, TIE, PRECISE, ADDED, CUT, WITHIN)
-"""Order of statements in a family that inherits."""
+"""Order of the kinds of statements in a family that inherits."""
 _ARTICLES = {AXIS: "an"}
 
 _SectionStatements = tuple[Section, Sequence[Statement]]
 
 
 class Replacement(msgspec.Struct, frozen=True):
-    """An inherited statement, and the family's own statement that replaces it."""
+    """An inherited statement, and the family's own statement that replaces the inherited one."""
 
     kind: str
     """Kind of the statement: `axis`, `let`, `tensor`, `tie` or `cut`."""
     name: str
-    """Name of the axis, formula or tensor that it declares."""
+    """Name of the axis, formula or tensor that the statement declares."""
     inherited: Statement
     """The inherited statement."""
     replacement: Statement
-    """The statement that replaces it."""
+    """The family's own statement, which replaces the inherited one."""
 
 
 class Overlay(msgspec.Struct):
-    """Overlays the declarations of one family or block on the inherited ones."""
+    """Combines the declarations of one family or block with the declarations that it inherits."""
 
     below: FamilyText
     """The inherited family; empty if nothing is inherited."""
     head: Statement
     """Head line of the new family."""
     problems: list[Refusal]
-    """List that the refusals are added to."""
+    """List to which errors are appended."""
     mounts: Mounts | None = None
-    """The families that the new family mounts; None if it mounts none."""
+    """The families that the new family mounts; None if the new family mounts no family."""
     adds: bool = False
-    """Whether the file only adds dialects to the family; their labels must be new."""
+    """Whether the file only adds dialects to the family, in which case the labels of the dialects must be new."""
 
     def result(self, statements: Sequence[Statement], sections: Sequence[_SectionStatements]) -> FamilyText:
-        """Return the inherited family, overlaid with its own statements and dialects."""
+        """Return the inherited family after the family's own statements and dialects have been laid over it."""
         cut_out = [statement for statement in statements if statement.head == WITHOUT]
         narrowed = [statement for statement in statements if statement.head == KEEP]
         own_statements = [statement for statement in statements if statement.head not in (WITHOUT, KEEP)]
@@ -333,7 +333,7 @@ class Overlay(msgspec.Struct):
         return replace(self.below, head=self.head, statements=result_statements, sections=result, replaced=replaced)
 
     def _exclusions(self, cut_out: Sequence[Statement], inherited: Sequence[KeyedPart]) -> dict[Key, Statement]:
-        """Return the key of each excluded statement, with the `without` statement that excludes it."""
+        """Return key of each excluded statement -> the `without` statement that excludes it."""
         gone: dict[Key, Statement] = {}
         inherited_keys = {key for key, _ in inherited}
         for statement in cut_out:
@@ -348,9 +348,7 @@ class Overlay(msgspec.Struct):
         return gone
 
     def _select_dialects(self, narrowed: Sequence[Statement]) -> dict[str, Section]:
-        """Return the inherited dialects to keep; a kept dialect that is `like` an excluded one gets the excluded one's
-        lines.
-        """
+        """Return the inherited dialects to keep; if one is `like` an excluded dialect, it gets that dialect's rules."""
         sections = dict(self.below.sections)
         if not narrowed:
             return sections
@@ -373,7 +371,7 @@ class Overlay(msgspec.Struct):
         sections: Sequence[_SectionStatements],
         gone: Mapping[Key, Statement],
     ) -> dict[str, Section]:
-        """Return the inherited dialects, with the family's own dialects overlaid or added."""
+        """Return the inherited dialects, extended by the family's own dialects."""
         result = dict(inherited)
         tensors_gone = {name: statement for (kind, name), statement in gone.items() if kind == TENSOR}
         own_labels: set[str] = set()
@@ -409,7 +407,7 @@ class Overlay(msgspec.Struct):
         return result
 
     def _head_fault(self, section: Section, above: Mapping[str, Section], own_labels: set[str]) -> Refusal | None:
-        """Return the refusal of a dialect's head; None where it is valid."""
+        """Return the error for the head line of a dialect; None if the line is valid."""
         versions = [each.version for each in above.values() if each.name == section.name]
         continues = section.label in above and section.label not in own_labels and not self.adds
         clashes = section.version in versions or (bool(versions) and None in (section.version, *versions))
@@ -429,7 +427,9 @@ class Overlay(msgspec.Struct):
     def _refuse_reshaped(
         self, result: Mapping[str, Section], sections: Sequence[_SectionStatements], replaced: Iterable[Replacement]
     ) -> None:
-        """Refuse inherited lines of a tensor that now has other axes: they might still parse, with another meaning."""
+        """Refuse inherited mapping rules of a tensor whose axes changed, as these rules might parse with a new
+        meaning.
+        """
         reshaped = {
             each.name: each.replacement
             for each in replaced
@@ -449,11 +449,12 @@ class Overlay(msgspec.Struct):
 
 
 def without_unused(family: FamilyText, own_statements: Iterable[Statement]) -> FamilyText:
-    """Remove inherited axes that nothing in a family uses, such as the size of padding in lines that are gone.
+    """Remove inherited axes that no statement of a family uses, such as the size of padding in mapping rules that are
+    gone.
 
     Args:
-        family: the family, with everything that it inherits.
-        own_statements: its own statements; axes declared in them stay.
+        family: the family, including everything that it inherits.
+        own_statements: the family's own statements; axes that are declared in these statements are kept.
     """
     declared = {
         name for statement in own_statements for (kind, name), _ in replaceable_parts(statement) if kind == AXIS
@@ -483,7 +484,7 @@ def without_unused(family: FamilyText, own_statements: Iterable[Statement]) -> F
 
 
 def _tensors_taken(section: Section, above: Mapping[str, Section]) -> frozenset[str]:
-    """Return the tensors with an inherited line in a dialect."""
+    """Return the tensors for which a dialect has an inherited mapping rule."""
     every = Sections(above, [])
     if section.like is None:
         return every.tensors(section.label) if section.label in above else frozenset()
@@ -494,9 +495,7 @@ def _tensors_taken(section: Section, above: Mapping[str, Section]) -> frozenset[
 def _replace_statements(
     inherited: Sequence[KeyedPart], declared: Sequence[Statement], gone: Mapping[Key, Statement]
 ) -> tuple[tuple[Statement, ...], tuple[Replacement, ...]]:
-    """Return the inherited statements, with the family's own ones in place of those that they replace, and the list of
-    replacements.
-    """
+    """Replace inherited statements by the family's own ones; return the resulting statements, and the replacements."""
     own_parts = [part for statement in declared for part in replaceable_parts(statement)]
     by_key: dict[Key, list[Statement]] = {}
     for key, statement in own_parts:
@@ -523,7 +522,7 @@ def _replace_statements(
 
 
 def _without(key: Key, statement: Statement, gone: set[str]) -> tuple[Statement, ...]:
-    """Return a statement without the excluded tensors; no statement where it names only these."""
+    """Return a statement without the excluded tensors; the result is empty if no other tensors are left in it."""
     kind, name = key
     if kind in (PRECISE, ADDED) and name in gone:
         return ()
@@ -539,33 +538,31 @@ def _without(key: Key, statement: Statement, gone: set[str]) -> tuple[Statement,
 
 _FAMILY = re.compile(rf"({FAMILY}|{BLOCK})\s+({WORD})(?:\s+like\s+({WORD}(?:\s*,\s*{WORD})*))?")
 _MOST_LINES, _LONGEST_LINE, _MOST_DIALECTS = 10_000, 1_000, 100
-"""Caps on one file, which may come from anybody. The longest table that ships has about 200 lines of at most 142
-characters.
-"""
+"""Limits for one file, which may be from anybody. The longest built-in table has 200 lines of up to 142 characters."""
 
 
 @dataclass(frozen=True)
 class FamilyText:
-    """A family or block as text, with everything that it inherits."""
+    """A family or block as text, including everything that it inherits."""
 
     head: Statement
     """First line of the table, `family …` or `block …`."""
     name: str
     """Name of the family or block."""
     block: bool
-    """Whether it is a block: a part that families inherit."""
+    """Whether this is a block: statements that families inherit, but not a family."""
     like: tuple[str, ...] = ()
-    """Families and blocks that it inherits from, in order."""
+    """Names after `like`: families and blocks from which this one inherits, in order."""
     statements: tuple[Statement, ...] = ()
-    """Statements of the family, inherited ones included."""
+    """Statements of the family, including inherited statements."""
     sections: Mapping[str, Section] = field(default_factory=dict)
-    """Label -> dialect, in order, inherited ones included."""
+    """Label -> dialect, in order, including inherited dialects."""
     replaced: tuple[Replacement, ...] = ()
-    """Inherited statements that its own ones replace."""
+    """Inherited statements that the family's own statements replace, each with its replacement."""
 
     @property
     def empty(self) -> bool:
-        """Whether it has neither statements nor dialects."""
+        """Whether the family has neither statements nor dialects."""
         return not self.statements and not self.sections
 
     def spell_out(self) -> str:
@@ -585,20 +582,20 @@ class FamilyText:
 
 
 Bases = Callable[[str], FamilyText | None]
-"""Returns the text of the family or block that a table names after `like`; None where there is none."""
+"""Function from a name after `like` to the text of that family or block; the result is None if there is none."""
 
 
 class TableFile(msgspec.Struct):
-    """The families in one file of tables."""
+    """The families in one rules file."""
 
     families: dict[str, FamilyText] = msgspec.field(default_factory=dict)
-    """Name -> family or block of the file, in order, with everything that it inherits."""
+    """Name -> family or block that the file declares, in order, including everything that it inherits."""
     extended: dict[str, FamilyText] = msgspec.field(default_factory=dict)
-    """Name -> family from another file, with the dialects that this file adds to it."""
+    """Name -> family that a different file declares, with the dialects that this file adds."""
     new_labels: dict[str, list[str]] = msgspec.field(default_factory=dict)
-    """Name of such a family -> labels of the added dialects."""
+    """Name of a family in `extended` -> labels of the dialects that this file adds."""
     problems: list[Refusal] = msgspec.field(default_factory=list)
-    """Refusals of faulty statements."""
+    """Errors of the faulty statements in the file."""
 
 
 class _FileReader:
@@ -636,7 +633,7 @@ class _FileReader:
         return self.result
 
     def suggest(self, name: str) -> str:
-        """Return a hint with names similar to an unknown one."""
+        """Return a hint with known names that are similar to an unknown name."""
         close = get_close_matches(name, [*self.known, *self.declarations], 3)
         return f"Did you mean {' or '.join(close)}?" if close else "`transaxle families` lists those that ship."
 
@@ -697,25 +694,25 @@ class _FileReader:
 
 
 class _Declaration(msgspec.Struct):
-    """The declarations of one family in a file, before inheritance."""
+    """The declarations of one family in a file, before inheritance is resolved."""
 
     head: Statement
     """First line: `family …`, `block …`, or `dialect … of FAMILY`."""
     name: str
     """Name of the family or block."""
     block: bool
-    """Whether it is a block: a part that families inherit."""
+    """Whether this is a block: statements that families inherit, but not a family."""
     like: tuple[str, ...]
-    """Families and blocks that it inherits from, in order."""
+    """Names after `like`: families and blocks from which this one inherits, in order."""
     adds: bool = False
-    """Whether the family is declared elsewhere, and the file only adds dialects."""
+    """Whether the family is declared in a different file, and this file only adds dialects."""
     statements: list[Statement] = msgspec.field(default_factory=list)
-    """Statements of the family itself, in order."""
+    """The family's own statements, in order."""
     sections: list[tuple[Section, list[Statement]]] = msgspec.field(default_factory=list)
-    """Dialects, each with the statements below its head."""
+    """Dialects, each with the statements below its head line."""
 
     def finish(self, reader: _FileReader) -> None:
-        """Resolve inheritance and mounts, and store the resulting family in the reader."""
+        """Resolve inheritance and mounts, and store the resulting family in the reader's result."""
         problems = reader.result.problems
         below = FamilyText(self.head, self.name, self.block, self.like)
         for base in self.like:
@@ -750,7 +747,7 @@ class _Declaration(msgspec.Struct):
             reader.result.families[self.name] = whole
 
     def _find(self, reader: _FileReader, name: str) -> FamilyText | None:
-        """Return the family or block of a name: one above in the file, or a known one."""
+        """Return the family or block with a name: from further up in the file, or from the known ones."""
         above = reader.result.families.get(name)
         return above if above is not None or (name in reader.declarations and name != self.name) else reader.bases(name)
 
@@ -760,23 +757,23 @@ def _inheritable(statements: Iterable[Statement]) -> tuple[Statement, ...]:
 
 
 def read(text: str, file: str, known_families: Iterable[str], bases: Bases) -> TableFile:
-    """Read the families and dialects in a file of tables, as text.
+    """Read the families and dialects in a rules file as text.
 
     Args:
         text: contents of the file.
-        file: name of the file, for errors.
+        file: name of the file, for error messages.
         known_families: names of the families that `dialect … of FAMILY` may extend.
-        bases: returns families and blocks from other files.
+        bases: function that returns families and blocks from other files.
     """
     return _FileReader(file, known_families, bases).read(text)
 
 
 class TableFiles:
-    """Files of tables that may inherit from each other. A file is read at the first request for a name in it.
+    """Rules files that may inherit from each other; a file is read when a name in it is first requested.
 
     Args:
-        homes: name of each family and block -> its file.
-        text: returns the contents of a file.
+        homes: name of each family and block -> name of the file that contains it.
+        text: function that returns the contents of a file.
     """
 
     def __init__(self, homes: Mapping[str, str], text: Callable[[str], str]) -> None:
@@ -786,14 +783,14 @@ class TableFiles:
         self._reading = RLock()
 
     def base(self, name: str) -> FamilyText | None:
-        """Return a family or block as text, with everything that it inherits; None where there is none."""
+        """Return a family or block as text, including everything that it inherits; None if no file has it."""
         file = self._homes.get(name)
         return None if file is None else self._file(file).families.get(name)
 
     def _file(self, name: str) -> TableFile:
         with self._reading:
             if name not in self._files:
-                # empty while the file is read, which ends a cycle of tables that inherit from each other
+                # empty while the file is read, so that files that inherit from each other do not recurse
                 self._files[name] = TableFile()
                 self._files[name] = read(self._text(name), name, (), self.base)
             return self._files[name]

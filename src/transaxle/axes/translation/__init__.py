@@ -1,1 +1,3 @@
-"""Translates a checkpoint from one dialect (one framework's tensor names and layouts) into another dialect."""
+"""Translates a checkpoint from one framework's tensor names and layouts (one dialect) into those of another
+framework.
+"""

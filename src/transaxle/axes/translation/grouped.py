@@ -1,15 +1,15 @@
-"""Grouped parameters (experts): N tensors with numbered names, or one stacked tensor, described as two dialects.
+"""Expert tensors that are stored as N tensors with numbered names or as one stacked tensor: both forms as dialects.
 
     fc1.weight{e} = t0[x y]      fc1.weight{e}_scale_inv = t1[x y]      fc1.bias{e} = t2[x]
     fc1.weight    = t0[e x y]    fc1.weight_scale_inv    = t1[e x y]    fc1.bias    = t2[e x]
 
-A grouped layer may have any name in a model, so a table is built for the names at hand, and used like other tables. A
-layer knows which form it needs (`transaxle.nn.expert_relayout`). In a state dict the names show the form: `weight0`,
-`weight1`, … and `bias0`, … are experts. A single tensor is a stack of experts if the checkpoint has the same parameter
-in another form.
+A grouped layer may have any name in a model, so a table of mapping rules is built for the names that occur, and used
+like other tables. A layer declares which form it requires (`transaxle.nn.expert_relayout`). In a state dict the names
+show the form: `weight0`, `weight1`, … and `bias0`, … are experts. A single tensor is a stack of experts if the
+checkpoint has the same parameter as numbered tensors.
 
 `load_state_dict`, `transaxle.load` and the DCP planners all call `arrange`, which detects a wrong number of experts,
-missing experts, and experts that are stored in both forms. `arrange` reads names and shapes only, and runs before
+missing experts, and experts that are stored in both forms. `arrange` reads only names and shapes, and runs before
 anything is written.
 """
 
@@ -32,15 +32,15 @@ from transaxle.axes.translation.translate import Translation, translate
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 
 FAMILY = "grouped"
-"""Name of the family in the table that is built."""
+"""Name of the model family in the table that this module builds."""
 STORED = "stored"
 """Name of the dialect for the layout in which the checkpoint has the experts."""
 WANTED = "wanted"
 """Name of the dialect for the layout in which the experts are requested."""
 
 Packing = Literal["members", "stack", "rows", "column"]
-"""How N tensors are stored: `members` has N names; `stack` `[e x y]`, `rows` `[(e x) y]` and `column` `[e 1 x]` one
-tensor.
+"""How N expert tensors are stored: `members` means N tensors; `stack` `[e x y]`, `rows` `[(e x) y]` and `column` `[e 1
+x]` mean one tensor with these dims.
 """
 MEMBERS: Packing = "members"
 STACK: Packing = "stack"
@@ -51,61 +51,63 @@ _NUMBERED = re.compile(r"(.*[A-Za-z_])(0|[1-9][0-9]{0,9})((?:_[A-Za-z_]+)?)")
 
 
 class Regrouping(msgspec.Struct, frozen=True):
-    """N expert tensors that the checkpoint stores in one form (such as a stack), and that are requested in another
+    """N expert tensors that the checkpoint stores in one form (such as a stack) and that are requested in a different
     form.
     """
 
     name: str
-    """Name of the stacked tensor, which is also the text before the number in the names of the N tensors."""
+    """Name of the stacked tensor, and also the text before the number in the names of the N tensors."""
     suffix: str
-    """Text after the number in the names of the N tensors: empty, or that of a buffer such as `_scale_inv`."""
+    """Text after the number in the names of the N tensors: empty, or the ending of a buffer's name such as
+    `_scale_inv`.
+    """
     dims: int
     """Number of dims of one expert's tensor."""
     count: int
     """Number of experts."""
     stored: Packing
-    """Form in which the checkpoint has the tensors."""
+    """Form in which the checkpoint has the tensors: one of the values of `Packing`."""
     requested: Packing
-    """Form in which the tensors are requested."""
+    """Form in which the tensors are requested: one of the values of `Packing`."""
     copies: tuple[int, ...] = ()
-    """Numbers of the experts that the checkpoint has in the stack and also under their own names; both must
-    be equal.
+    """Numbers of the experts that the checkpoint has twice, in the stack and under their own names; the two must be
+    equal.
     """
 
     @property
     def single(self) -> str:
-        """Name of the stacked tensor, including the buffer's suffix."""
+        """Name of the stacked tensor, including the suffix."""
         return f"{self.name}{self.suffix}"
 
     def member(self, place: int) -> str:
-        """Return the name of the expert tensor with this number."""
+        """Return the name of the tensor of expert number `place`."""
         return f"{self.name}{place}{self.suffix}"
 
     @property
     def sources(self) -> list[str]:
-        """Names of the group's tensors in the checkpoint, including copies of tensors in the stack."""
+        """Names of the group's tensors in the checkpoint, including numbered tensors that the stack contains too."""
         places: Iterable[int] = range(self.count) if self.stored == MEMBERS else self.copies
         return [*([] if self.stored == MEMBERS else [self.single]), *map(self.member, places)]
 
     @property
     def targets(self) -> list[str]:
-        """Names of the group's tensors in the requested form."""
+        """Names of the group's tensors in the requested form (one name, or N names)."""
         return [self.member(place) for place in range(self.count)] if self.requested == MEMBERS else [self.single]
 
     def invert(self) -> Regrouping:
-        """Return the inverse change: from the requested form back to the stored form."""
+        """Return the inverse change of form: from the requested form back to the stored form."""
         return msgspec.structs.replace(self, stored=self.requested, requested=self.stored, copies=())
 
 
 class NumberedName(NamedTuple):
-    """The name of one of N tensors, split at its number."""
+    """The name of one of N expert tensors, split at the expert's number."""
 
     before: str
-    """Part of the name before the number."""
+    """Text before the number in the name."""
     number: int
-    """Number of the tensor (the expert)."""
+    """Number of the expert."""
     suffix: str
-    """Text after the number in the names of the N tensors: empty, or that of a buffer such as `_scale_inv`."""
+    """Text after the number in the name: empty, or the ending of a buffer's name such as `_scale_inv`."""
 
 
 def split_number(name: str) -> NumberedName | None:
@@ -116,14 +118,15 @@ def split_number(name: str) -> NumberedName | None:
 
 
 def stack_name(name: str) -> str:
-    """Return the name of the stack to which a numbered tensor belongs; other names are returned unchanged."""
+    """Return the name of the stack that a numbered tensor is a slice of; other names are returned unchanged."""
     split = split_number(name)
     return name if split is None or split.suffix else split.before
 
 
 def members_by_stack(names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Return stack name -> number -> tensor name, for all numbered names, including those of optimizer states. Buffers
-    such as `weight0_scale_inv` belong to a stack of their own, `weight_scale_inv`.
+    """Return stack name -> number -> tensor name, for all numbered names, including names of optimizer states.
+
+    Buffers such as `weight0_scale_inv` belong to a separate stack, `weight_scale_inv`.
     """
     stacks: dict[str, dict[int, str]] = {}
     for name in names:
@@ -135,16 +138,16 @@ def members_by_stack(names: Iterable[str]) -> dict[str, dict[int, str]]:
 
 
 def table(stems: Sequence[Regrouping]) -> Family:
-    """Build the table of these tensors: a family with one dialect for each form."""
+    """Build the table of mapping rules for expert tensors: a family with one dialect for each of the two forms."""
     tensors, stored, requested_lines = {}, [], []
-    # Axis names end with the number of their group: two layers of different sizes must not share an axis.
+    # Axis names end with the number of their group, because two layers of different sizes must not share an axis.
     axes: dict[str, None] = {}
     for at, stem in enumerate(stems):
         name, number, dims = f"t{at}", f"e{at}", [f"x{at}_{dim}" for dim in range(stem.dims)]
         tensors[name] = LogicalTensor(name, (number, *dims))
         axes.update(dict.fromkeys([number, *dims]))
         stored.append(_line(stem, stem.stored, name, number, dims))
-        if stem.copies:  # the state may belong to the stacked tensor or to a numbered tensor
+        if stem.copies:  # an optimizer state may belong to either form
             stored.append(_line(stem, MEMBERS, name, number, dims))
         requested_lines.append(_line(stem, stem.requested, name, number, dims))
     dialects = (Dialect(STORED, None, tuple(stored)), Dialect(WANTED, None, tuple(requested_lines)))
@@ -152,7 +155,7 @@ def table(stems: Sequence[Regrouping]) -> Family:
 
 
 def sizes(stems: Sequence[Regrouping]) -> dict[str, int]:
-    """Return the sizes of those axes in the built table that the tensor names do not show."""
+    """Return axis -> size, for the axes in the built table whose sizes the tensor names do not show."""
     return {f"e{place}": stem.count for place, stem in enumerate(stems)}
 
 
@@ -169,28 +172,28 @@ def _line(stem: Regrouping, form: Packing, name: str, number: str, dims: Sequenc
 
 
 class MemberCopy(msgspec.Struct, frozen=True):
-    """An expert's tensor that a checkpoint has twice: under its own numbered name, and inside the stack."""
+    """An expert's tensor that a checkpoint contains twice: under its own numbered name, and as a slice of the stack."""
 
     name: str
-    """Numbered name of the expert's tensor, or of one of its optimizer states."""
+    """Numbered name of the expert's tensor, or of an optimizer state of that tensor."""
     stack: str
-    """Name of the stacked tensor, or of the same optimizer state of the stacked tensor."""
+    """Name of the stacked tensor, or of the corresponding optimizer state of the stacked tensor."""
     stem: Regrouping
-    """The group of N tensors to which this one belongs."""
+    """The group of N expert tensors to which the expert's tensor belongs."""
     place: int
     """Number of the expert."""
 
     @property
     def why(self) -> str:
-        """First line of the error if the tensor under its own name differs from the stack's slice."""
+        """First line of the error if the numbered tensor differs from the slice of the stack."""
         return f"{self.stack} and {self.name} both hold expert {self.place}"
 
 
 def member_copies(stems: Iterable[Regrouping], names: Collection[str]) -> list[MemberCopy]:
-    """Return the numbered tensors, and their optimizer states, that the checkpoint also has inside a stack.
+    """Return the numbered tensors, and their optimizer states, that the checkpoint also contains inside a stack.
 
     Args:
-        stems: groups of N tensors whose form changes (such as from a stack to numbered tensors).
+        stems: groups of N tensors whose form changes, such as from a stack to numbered tensors.
         names: names of all tensors in the checkpoint.
     """
     members = {stem.member(place): (stem, place) for stem in stems for place in stem.copies}
@@ -205,23 +208,23 @@ def member_copies(stems: Iterable[Regrouping], names: Collection[str]) -> list[M
 
 
 def without_copies(stems: Sequence[Regrouping], names: Iterable[str]) -> list[str]:
-    """Return the stored names without those of numbered tensors that are also inside a stack."""
+    """Return the stored names, omitting numbered tensors that are also inside a stack."""
     unique_names = dict.fromkeys(names)
     copies = {copy.name for copy in member_copies(stems, unique_names)}
     return [name for name in unique_names if name not in copies]
 
 
 def copy_checks(stems: Sequence[Regrouping], stored: Mapping[str, Stored]) -> tuple[list[Check], list[Refusal]]:
-    """Return the checks that slices of stacks equal the same tensors under numbered names, and errors for copies that
-    cannot be compared.
+    """Return checks that slices of stacks equal the numbered tensors of the same experts, and errors where they cannot
+    be compared.
 
     Args:
-        stems: groups of N tensors whose form changes (such as from a stack to numbered tensors).
+        stems: groups of N tensors whose form changes, such as from a stack to numbered tensors.
         stored: the checkpoint's tensors by name.
     """
     copies = member_copies(stems, stored)
-    # Each copy is compared with its slice of the stack: the stack is translated into numbered tensors, and each must
-    # equal the tensor stored under the same name.
+    # Each numbered tensor is compared with its slice of the stack: the stack is translated into numbered tensors, and
+    # each result must equal the tensor that is stored under its name.
     regroupings = [
         msgspec.structs.replace(stem, requested=MEMBERS, copies=())
         for stem in dict.fromkeys(copy.stem for copy in copies)
@@ -244,7 +247,7 @@ def regroup(stems: Sequence[Regrouping], stored: Mapping[str, Stored]) -> Transl
     """Translate expert tensors from the stored form to the requested form; all other tensors keep their names.
 
     Args:
-        stems: groups of N tensors whose form changes (such as from a stack to numbered tensors).
+        stems: groups of N tensors whose form changes, such as from a stack to numbered tensors.
         stored: stored tensors by name, including optimizer states.
     """
     family = table(stems)
@@ -256,7 +259,7 @@ def regroup(stems: Sequence[Regrouping], stored: Mapping[str, Stored]) -> Transl
 
 
 def parameters(names: Iterable[str]) -> Iterable[str]:
-    """Return the names without those of optimizer states."""
+    """Return the names that are not names of optimizer states."""
     return (name for name in names if split_slot(name)[1] == WEIGHT)
 
 
@@ -265,16 +268,18 @@ _EXPERTS = {"weight": 2, "bias": 1}
 _OTHER_COUNT = "build the layer with as many experts as the checkpoint has"
 _LACKING = "check whether a file of the checkpoint is missing"
 _Places = Mapping[tuple[str, str], Mapping[int, str]]
-"""(text before the expert's number, text after the number) -> number -> tensor name."""
+"""`(text before the expert's number, text after the number)` -> expert's number -> tensor name."""
 
 
 class ExpertSet(msgspec.Struct, frozen=True):
-    """N expert tensors of the same shape that are requested, under N names or as one stack."""
+    """A request for N expert tensors of the same shape, under N names or as one stack."""
 
     name: str
-    """Name of the stacked tensor, which is also the text before the number in the names of the N tensors."""
+    """Name of the stacked tensor, and also the text before the number in the names of the N tensors."""
     suffix: str
-    """Text after the number in the names of the N tensors: empty, or that of a buffer such as `_scale_inv`."""
+    """Text after the number in the names of the N tensors: empty, or the ending of a buffer's name such as
+    `_scale_inv`.
+    """
     count: int
     """Number of expert tensors."""
     shape: Shape
@@ -282,20 +287,20 @@ class ExpertSet(msgspec.Struct, frozen=True):
     single: bool
     """Whether the expert tensors are requested as one stack."""
     local_numbers: range | None = None
-    """Numbers of the experts that this rank requests; None: all experts."""
+    """Numbers of the experts that this rank requests; None means all experts."""
     sure: bool = True
-    """Whether the tensors are certainly experts: then a set that does not fit is refused; otherwise its names stay
+    """Whether the tensors are certainly experts. If so, a set that does not fit is refused; otherwise its names stay
     unchanged.
     """
 
     @property
     def whole(self) -> str:
-        """Name of the stacked tensor, including the buffer's suffix."""
+        """Name of the stacked tensor, including the suffix."""
         return f"{self.name}{self.suffix}"
 
     @property
     def names(self) -> list[str]:
-        """Names under which the experts are requested."""
+        """Names under which the expert tensors are requested: one name, or N names."""
         return [self.whole] if self.single else [f"{self.name}{place}{self.suffix}" for place in self.numbers_needed]
 
     @property
@@ -305,22 +310,22 @@ class ExpertSet(msgspec.Struct, frozen=True):
 
 
 class Arrangement(msgspec.Struct, frozen=True):
-    """In which forms (stacked or numbered) a checkpoint has the requested experts."""
+    """The forms (stacked or numbered) in which a checkpoint has the requested experts."""
 
     stems: tuple[Regrouping, ...]
-    """Groups of experts that the checkpoint has in another form than requested, or in both forms."""
+    """Groups of experts that the checkpoint has in a different form than requested, or in both forms."""
     problems: tuple[Refusal, ...]
-    """Errors: SHAPE_MISMATCH, if the checkpoint and the request have different numbers of experts; INCOMPLETE, if
-    experts are missing; UNSUPPORTED, if experts share one scale.
+    """Errors about expert sets. The code is SHAPE_MISMATCH if the checkpoint and the request have different numbers of
+    experts, INCOMPLETE if experts are missing, and UNSUPPORTED if experts share one scale.
     """
     broken: frozenset[str]
     """Requested and stored names of the expert sets that have errors."""
 
     def check(self) -> tuple[Regrouping, ...]:
-        """Return the groups whose form changes.
+        """Return the groups of experts whose form changes.
 
         Raises:
-            Refused: the errors in `problems`, if there are any.
+            Refused: if `problems` is not empty; the exception contains these errors.
         """
         if self.problems:
             raise gathered(self.problems)
@@ -331,8 +336,8 @@ def groups(requested: Mapping[str, Shape], stored: Mapping[str, Shape]) -> list[
     """Find sets of experts among the requested tensors by their names.
 
     Args:
-        requested: whole shapes of the requested tensors by name, without optimizer state.
-        stored: whole shapes of the checkpoint's tensors by name.
+        requested: tensor name -> whole shape, for the requested tensors without optimizer states.
+        stored: tensor name -> whole shape, for the checkpoint's tensors.
     """
     wanted_places, stored_places = _places(requested), _places(stored)
     sets: dict[tuple[str, str], ExpertSet] = {}
@@ -358,7 +363,7 @@ def arrange(expert_sets: Sequence[ExpertSet], stored: Mapping[str, Shape]) -> Ar
 
     Args:
         expert_sets: the requested sets of experts.
-        stored: whole shapes of the checkpoint's tensors by name.
+        stored: tensor name -> whole shape, for the checkpoint's tensors.
     """
     stored_places = _places(stored)
     stems: dict[tuple[str, str], Regrouping] = {}
@@ -385,13 +390,13 @@ def arrange(expert_sets: Sequence[ExpertSet], stored: Mapping[str, Shape]) -> Ar
 
 
 def between(requested: Mapping[str, Shape], stored: Mapping[str, Shape], *, shared_out: bool = True) -> Arrangement:
-    """Determine in which form the available tensors have the requested experts; both may include optimizer states.
+    """Determine in which form the available tensors have the requested experts; names of optimizer states are allowed.
 
     Args:
-        requested: shapes of the requested tensors by name.
-        stored: shapes of the available tensors by name.
-        shared_out: whether the experts are divided among ranks, so that a checkpoint may have more than this rank
-            requests.
+        requested: tensor name -> shape, for the requested tensors.
+        stored: tensor name -> shape, for the available tensors.
+        shared_out: whether the experts are divided among ranks, so that a checkpoint may have more experts than this
+            rank requests.
     """
     parameters_wanted, parameters_stored = parameter_shapes(requested), parameter_shapes(stored)
     sets = groups(parameters_wanted, parameters_stored)
@@ -402,15 +407,15 @@ def between(requested: Mapping[str, Shape], stored: Mapping[str, Shape], *, shar
     of_parts = {each.whole for each in parts}
     sets = [each for each in sets if each.single or each.whole in names or not names >= {*each.names}]
     arrangement = arrange([*parts, *(each for each in sets if each.whole not in of_parts)], parameters_stored)
-    # If only some experts of a set are requested, they are read under their own names; the stack is only compared with
-    # them.
+    # If only some experts of a set are requested, they are read under their own names, and the stack is only compared
+    # with the tensors read.
     stems = (replace(stem, stored=MEMBERS) if stem.single in of_parts else stem for stem in arrangement.stems)
     return replace(arrangement, stems=tuple(stems))
 
 
 def _parts(requested: Mapping[str, Shape], stored: Mapping[str, Shape]) -> list[ExpertSet]:
-    """Return the expert sets of which only some experts are requested, if the checkpoint has all of them, and their
-    stack.
+    """Return the expert sets of which only some experts are requested, where the checkpoint has all experts and also
+    their stack.
     """
     stored_places, parts = _places(stored), list[ExpertSet]()
     for (before, suffix), places in _places(requested).items():
@@ -439,7 +444,7 @@ def _is_beside(before: str, name: str) -> bool:
 
 
 def _is_in_other_form(name: str, requested: Mapping[str, Shape], stored: Mapping[str, Shape]) -> bool:
-    """Tell whether a checkpoint has the requested stack of experts as one tensor with another shape.
+    """Return whether a checkpoint has the requested stack of experts as one tensor with a different shape.
 
     The stored tensor must have the rows of all experts in one dim, or be a `column` (see `Packing`).
     """
@@ -447,17 +452,17 @@ def _is_in_other_form(name: str, requested: Mapping[str, Shape], stored: Mapping
     if single is None or dims is None or len(shape) != dims + 1:
         return False
     whole_ones = single[1:] == shape[2:] and bool(shape[1]) and not single[0] % shape[1]
-    # Unquantized weights have as many rows as packed codes, but longer rows.
+    # Unquantized weights have as many rows as packed 4-bit codes, but longer rows.
     below = len(single) == dims and (whole_ones or single[0] == shape[0] * shape[1])
     return below or (dims == 1 and len(single) == dims + 2 and single[1:] == (1, shape[1]))
 
 
 def _stem(experts: ExpertSet, members: Mapping[int, str], stored: Mapping[str, Shape]) -> Regrouping | None:
-    """Return how the form of one expert set changes; None if the checkpoint has the requested form, or none of the
-    experts.
+    """Return how the form of one expert set changes; None if the checkpoint has the requested form, or has no expert of
+    the set.
 
     Raises:
-        Refused: the number of experts, or the stored form, does not fit (see `Arrangement.problems`).
+        Refused: if the number of experts, or the stored form, does not fit (see `Arrangement.problems`).
     """
     single = stored.get(experts.whole)
     if not experts.sure and (single is not None if experts.single else bool(members)):
@@ -484,13 +489,14 @@ def _stem(experts: ExpertSet, members: Mapping[int, str], stored: Mapping[str, S
 
 
 def _packing(experts: ExpertSet, single: Shape) -> Packing:
-    """Determine how N experts are packed in one tensor: by its shape if that fits exactly, else by its number of dims.
+    """Determine how one tensor contains N experts: by its shape if it fits exactly, else by its number of dims.
 
-    The shape may differ from the request, because unquantized weights have as many rows as packed codes, but longer
-    rows.
+    The stored shape may differ from the requested shape, because unquantized weights have as many rows as packed 4-bit
+    codes, but longer rows.
 
     Raises:
-        Refused: SHAPE_MISMATCH, if the number of experts differs; UNSUPPORTED, if all experts share one scale.
+        Refused: with the code SHAPE_MISMATCH if the number of experts differs; with the code UNSUPPORTED if all experts
+            share one scale.
     """
     count, shape = experts.count, experts.shape
     exact: dict[Packing, Shape] = {STACK: (count, *shape)}
@@ -523,10 +529,11 @@ def _packing(experts: ExpertSet, single: Shape) -> Packing:
 
 
 def _check_all(experts: ExpertSet, members: Mapping[int, str]) -> None:
-    """Check that the checkpoint has as many experts as the layer, and all experts that are requested.
+    """Check that the checkpoint and the layer have equally many experts, and that no requested expert is missing.
 
     Raises:
-        Refused: SHAPE_MISMATCH, if the numbers of experts differ; INCOMPLETE, if requested experts are missing.
+        Refused: with the code SHAPE_MISMATCH if the numbers of experts differ; with the code INCOMPLETE if requested
+            experts are missing.
     """
     lacking = sorted(set(experts.numbers_needed) - members.keys())
     extra = sorted(members.keys() - set(range(experts.count)))
@@ -550,8 +557,8 @@ def _join_numbers(numbers: Iterable[int]) -> str:
 
 
 def _beside(stem: Regrouping, stored_places: _Places, stored: Mapping[str, Shape]) -> dict[tuple[str, str], Regrouping]:
-    """Return the buffers (scales) that change form together with the experts' codes, even if they were not
-    requested.
+    """Return the buffers (scales) whose form changes together with the experts' codes, even if nobody requested the
+    buffers.
     """
     buffers = {}
     if stem.stored == MEMBERS:
@@ -571,7 +578,7 @@ def _beside(stem: Regrouping, stored_places: _Places, stored: Mapping[str, Shape
 
 
 def parameter_shapes(tensors: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes of parameters by name, including parameters of which only the optimizer states are given."""
+    """Return parameter name -> shape, including parameters of which only the optimizer states are given."""
     shapes: dict[str, Shape] = {}
     for name, shape in tensors.items():
         parameter, slot = split_slot(name)

@@ -1,13 +1,14 @@
-"""Holdings: finds out where a checkpoint stores each logical tensor: under which table lines, indices and layouts.
+"""Finds where a checkpoint stores each logical tensor: by which mapping rules, with which indices and layouts.
 
-Everything that depends on stored shapes is computed here, once per stored tensor.
+Everything that depends on stored shapes is computed here, once per stored tensor. The result is a `Holdings` object.
 
-The layers and experts of one line are usually alike: every combination of their numbers exists, and all tensors have
-one shape, dtype and encoding. Then everything follows from the numbers, and a tensor is visited only if a target needs
-it: a rank of a model with 70,000 tensors plans its own part without visiting the tensors of other ranks.
+The layers and experts of one mapping rule are usually alike: every combination of their numbers exists, and all tensors
+have one shape, dtype and encoding. Then everything follows from the numbers, and a tensor is visited only if a target
+needs it. So a rank of a model with 70,000 tensors plans its own shards without visiting the tensors of other ranks.
 
-Of several copies of a tensor the first is read, and the other copies must be equal to it before output is committed. A
-name alone proves nothing: ties, replicas, and steps that are merged are compared bit by bit while the data streams.
+If a checkpoint contains a tensor several times, the first one is read, and the duplicates must equal it before output
+is committed. Equal names prove nothing: ties, replicas, and steps that are merged are compared bit by bit while the
+data streams.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class SourceTensor(msgspec.Struct, frozen=True):
     """A stored tensor that contains part of a logical tensor."""
 
     origin: Origin
-    """Where its elements lie; if dims contain copies, only the first copy."""
+    """Where the logical tensor's elements lie; if dims contain copies, only the first copy counts."""
     whole: Layout
-    """Layout of the stored tensor, including copies along its dims."""
+    """Layout of the stored tensor, including copies of elements along its dims."""
     sizes: Mapping[str, int]
     """Axis -> size, for this stored tensor."""
     form: NumberFormat
@@ -57,10 +58,10 @@ class SourceTensor(msgspec.Struct, frozen=True):
 
 
 class Grid(msgspec.Struct, frozen=True):
-    """A set of indices: all combinations of the given numbers along each axis."""
+    """A set of indices that consists of all combinations of certain numbers along each axis."""
 
     numbers: tuple[tuple[int, ...], ...]
-    """For each axis, the numbers in ascending order."""
+    """For each axis, the numbers that occur, in ascending order."""
 
     def __len__(self) -> int:
         return prod(map(len, self.numbers))
@@ -77,7 +78,7 @@ class Grid(msgspec.Struct, frozen=True):
 
 
 def grids(bound: BoundNames, stored: Mapping[str, Stored]) -> dict[tuple[Line, str], Grid]:
-    """Return the grid of indices for each line and slot whose tensors have one shape and form, without gaps.
+    """Return the grid of indices for each mapping rule and slot whose tensors have one shape and format, without gaps.
 
     Args:
         bound: the stored names, matched with the lines of a dialect.
@@ -95,7 +96,7 @@ def grids(bound: BoundNames, stored: Mapping[str, Stored]) -> dict[tuple[Line, s
 
 
 def _have_one_form(names: Mapping[Index, str], bound: BoundNames, stored: Mapping[str, Stored]) -> bool:
-    """Tell whether all of the tensors have the same shape, dtype and encoding."""
+    """Return whether all of the named tensors have the same shape, dtype and encoding."""
     tensors = list(map(stored.__getitem__, names.values()))
     if len(set(map(_DTYPE, tensors))) > 1 or len(set(map(_SHAPE, tensors))) > 1:
         return False
@@ -107,16 +108,16 @@ _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 class AlikeTensors(Mapping[Index, SourceTensor]):
-    """Mapping from index to stored tensor, for the similar tensors of one line; each is created on demand.
+    """Mapping from index to stored tensor, for the similar tensors of one mapping rule; each is created on demand.
 
     Args:
         names: index (layer, expert) -> stored name.
         grid: the indices of all tensors.
-        axes: those axes of the logical tensor that are in the names, in the order of the name.
-        model: one of the tensors, as a pattern: the other tensors differ only in name and index.
+        axes: the axes of the logical tensor that are numbered in the names, in the order of the name.
+        model: one of the tensors, as a pattern: all tensors differ from it only in name and index.
 
     Attributes:
-        made: the tensors created so far.
+        made: the tensors that have been created so far.
     """
 
     def __init__(self, names: Mapping[Index, str], grid: Grid, axes: tuple[str, ...], model: SourceTensor) -> None:
@@ -142,7 +143,7 @@ class AlikeTensors(Mapping[Index, SourceTensor]):
         return iter(self.grid)
 
     def keys_along(self, axes: Sequence[str]) -> Iterator[Index]:
-        """Return every combination of the numbers along some of the axes, in the order of these axes."""
+        """Return every combination of the numbers along some of the axes, in the order of the axes in the names."""
         common = [axis for axis in self.axes if axis in axes]
         numbers = product(
             *(numbers for axis, numbers in zip(self.axes, self.grid.numbers, strict=True) if axis in common)
@@ -154,11 +155,11 @@ class AlikeTensors(Mapping[Index, SourceTensor]):
 
 
 class AlikePart(Sequence[Origin]):
-    """Those tensors of one line that one target reads, sorted by index.
+    """The tensors of one mapping rule that one target reads, sorted by index.
 
     Args:
-        tensors: all stored tensors of the line.
-        common: axis -> index, for the axes in the target's name; they are axes of the tensors.
+        tensors: all stored tensors of the mapping rule.
+        common: axis -> index, for the axes that are numbered in the target's name and also in the names of `tensors`.
     """
 
     __slots__ = ("common", "tensors")
@@ -169,13 +170,13 @@ class AlikePart(Sequence[Origin]):
 
     @property
     def numbers(self) -> list[tuple[int, ...]]:
-        """Numbers along each axis of the tensors; every combination of them exists."""
+        """For each axis of the tensors, the numbers that occur; every combination of these numbers exists."""
         common, along = self.common, zip(self.tensors.axes, self.tensors.grid.numbers, strict=True)
         return [(common[axis],) if axis in common else numbers for axis, numbers in along]
 
     @property
     def names(self) -> Iterable[str]:
-        """Stored names of these tensors."""
+        """Stored names of the tensors that the target reads."""
         tensors, common = self.tensors, self.common
         if len(common) == len(tensors.axes):  # one tensor
             return (tensors.names[tuple([common[axis] for axis in tensors.axes])],)
@@ -183,7 +184,7 @@ class AlikePart(Sequence[Origin]):
 
     @property
     def sources(self) -> Iterator[SourceTensor]:
-        """The stored tensors, in order."""
+        """The stored tensors that the target reads, sorted by index."""
         return map(self.tensors.__getitem__, product(*self.numbers))
 
     def __len__(self) -> int:
@@ -219,44 +220,42 @@ _ONE_SIZE = (
     'whole checkpoint, or keep names and shapes, with no family: --to safetensors:identity (to="safetensors:identity").'
 )
 _NAMED = 3
-"""Limit on the number of tensors that an error lists for one axis size."""
+"""Maximum number of tensors that an error lists for one axis size."""
 Key = tuple[str, str]
-"""Name of a logical tensor, and slot (the weight or an optimizer state)."""
+"""Name of a logical tensor, and slot (the empty text for the weight, or the name of an optimizer state)."""
 _Filled = tuple[Layout, dict[str, int]]
 """The layout and the axis sizes of one stored tensor."""
 _Layer = tuple[tuple[str, int], ...]
-"""Layer for which a size holds: pairs of an axis in names and its index."""
-"""A stored tensor's layout and axis sizes."""
+"""Layer in which an axis has a certain size, as pairs of an axis in stored names and its index."""
 
 
 class LineSources(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """The stored tensors of one line that contain parts of one logical tensor."""
+    """The stored tensors of one mapping rule that contain elements of one logical tensor."""
 
     line: Line
-    """The table line, of the source's dialect."""
+    """The mapping rule, from the source's dialect."""
     axes: tuple[str, ...]
-    """Axes of the logical tensor in the stored name, in the order of the name; axes that only number copies are
-    absent.
-    """
+    """Axes of the logical tensor in the stored name, in the order of the name, except axes that only number copies."""
     scalar: bool
-    """Whether each stored tensor is a single number (such as an optimizer's step) instead of one number per element."""
+    """Whether each stored tensor is a single number (such as an optimizer's step) and not one number per element."""
     places: Mapping[Index, SourceTensor]
     """Index along `axes` -> stored tensor, sorted by index."""
     copies: Sequence[tuple[Index, SourceTensor]]
-    """Copies of the tensors in `places` under other names, as `(index, stored tensor)`."""
+    """Duplicates of the tensors in `places` under further names, as `(index, stored tensor)`."""
     present: Collection[Index]
-    """All indices for which a stored name exists, even if the tensor has a wrong shape."""
+    """All indices for which a stored name exists, even if the shape of the tensor is wrong."""
 
     @property
     def alike(self) -> AlikeTensors | None:
-        """The line's tensors, where they only differ in the numbers in their names; else None."""
+        """The rule's tensors if they differ only in the numbers in their names; otherwise None."""
         return self.places if isinstance(self.places, AlikeTensors) else None
 
     def join(self, axes: Sequence[str]) -> JoinedSources | None:
-        """Return the sources of targets that each read different alike tensors; None where a line has other tensors.
+        """Return the sources of targets that each read different similar tensors; None if the rule's tensors are not
+        similar.
 
         Args:
-            axes: axes in the targets' names, which number the targets.
+            axes: axes that are numbered in the targets' names.
         """
         if self.alike is None or not set(axes) <= set(self.axes):
             return None
@@ -273,7 +272,7 @@ class LineSources(msgspec.Struct, frozen=True, eq=False, dict=True):
     def count(self, index: Mapping[str, int]) -> int:
         """Return how many stored tensors have these indices."""
         common = tuple(axis for axis in self.axes if axis in index)
-        # Called for every target tensor: without a cache, the cost would be quadratic in the number of experts.
+        # This is called for every target tensor; without a cache, the cost would be quadratic in the number of experts.
         counts = self._counts.get(common)
         if counts is None:
             order = [self.axes.index(axis) for axis in common]
@@ -281,7 +280,7 @@ class LineSources(msgspec.Struct, frozen=True, eq=False, dict=True):
         return counts[tuple(index[axis] for axis in common)]
 
     def at(self, index: Mapping[str, int]) -> bool:
-        """Tell whether a stored tensor may have elements with these indices."""
+        """Return whether a stored tensor may have elements with these indices."""
         common = tuple(axis for axis in self.axes if axis in index)
         if isinstance(self.present, Grid):
             along = zip(self.axes, self.present.numbers, strict=True)
@@ -298,9 +297,9 @@ class ComponentSources(msgspec.Struct, eq=False):
     """The stored tensors from which one logical tensor in one target tensor is read."""
 
     line_sources: LineSources
-    """The table line of the sources."""
+    """The stored tensors of the mapping rule from which the logical tensor is read."""
     places: dict[frozenset[tuple[str, int]], SourceTensor]
-    """`(axis, index)` pairs of the stored name -> source."""
+    """`(axis, index)` pairs of the stored name -> source tensor."""
 
     @property
     def first(self) -> SourceTensor:
@@ -309,32 +308,32 @@ class ComponentSources(msgspec.Struct, eq=False):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the component's axes, including axes in stored names where known."""
+        """Sizes of the logical tensor's axes, and of the axes in stored names where these sizes are known."""
         return _sizes_of(self.first)
 
     @property
     def forms(self) -> set[NumberFormat]:
-        """All dtypes and encodings that the sources have."""
+        """All combinations of dtype and encoding that the source tensors have."""
         return {place.form for place in self.places.values()}
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """For each source, where its elements lie, sorted by index."""
+        """For each source tensor, where its elements lie; sorted by index."""
         origins = (place.origin for place in self.places.values())
         return tuple(sorted(origins, key=lambda origin: [origin.index[axis] for axis in self.line_sources.axes]))
 
 
 class AlikeSources(msgspec.Struct, eq=False, dict=True):
-    """The sources of one component of one target tensor, where they only differ in the numbers in their names."""
+    """The source tensors of one logical tensor in one target, if they differ only in the numbers in their names."""
 
     line_sources: LineSources
-    """The table line of the sources."""
+    """The stored tensors of the mapping rule from which the logical tensor is read."""
     origins: AlikePart
-    """For each source, where its elements lie, sorted by index."""
+    """For each source tensor, where its elements lie; sorted by index."""
 
     @cached_property
     def places(self) -> Mapping[frozenset[tuple[str, int]], SourceTensor]:
-        """`(axis, index)` pairs of the stored name -> source."""
+        """`(axis, index)` pairs of the stored name -> source tensor."""
         return {frozenset(tensor.origin.index.items()): tensor for tensor in self.origins.sources}
 
     @property
@@ -344,22 +343,22 @@ class AlikeSources(msgspec.Struct, eq=False, dict=True):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the component's axes, including axes in stored names where known."""
+        """Sizes of the logical tensor's axes, and of the axes in stored names where these sizes are known."""
         return _sizes_of(self.first)
 
     @property
     def forms(self) -> set[NumberFormat]:
-        """The single dtype and encoding of the sources, as a set."""
+        """The single combination of dtype and encoding that the source tensors have, as a set."""
         return {self.origins.tensors.model.form}
 
 
 class JoinedSources(Mapping[Index, AlikeSources]):
-    """Mapping from a target's index to the sources of one logical tensor in it; values are created on demand.
+    """Mapping from a target's index to the sources of one logical tensor in the target; values are created on demand.
 
     Args:
-        line_sources: the line of the sources.
-        alike: the line's tensors.
-        axes: axes in the targets' names.
+        line_sources: the stored tensors of the sources' mapping rule.
+        alike: these tensors, indexed by the numbers in their names.
+        axes: axes that are numbered in the targets' names.
     """
 
     def __init__(self, line_sources: LineSources, alike: AlikeTensors, axes: Sequence[str]) -> None:
@@ -403,13 +402,13 @@ def solve_sizes(
         bound: the stored names, matched with the lines of a dialect.
         stored: the stored tensors by name.
         sizes: the sizes known so far.
-        alike: grids of the lines whose tensors only differ in numbers.
+        alike: grids of the mapping rules whose tensors differ only in the numbers in their names.
     """
     counted: dict[str, int] = {}
     equations: dict[Expression, dict[Shape, Mapping[str, int]]] = defaultdict(dict)
     for (line, slot), names in bound.names.items():
         for position, axis in enumerate(line.name.axes):
-            # The size of an axis in names is its highest index plus one.
+            # The size of an axis that is numbered in names is the highest index plus one.
             grid = alike.get((line, slot))
             highest = grid.numbers[position][-1] if grid else max(map(itemgetter(position), names))
             counted[axis] = max(counted.get(axis, 0), highest + 1)
@@ -417,11 +416,11 @@ def solve_sizes(
         known_shapes = equations.get(line.expression, {})
         one_is_enough = slot == WEIGHT and (line, slot) in alike
         for index, name in islice(names.items(), 1) if one_is_enough else names.items():
-            # One tensor of each shape is enough: others would only repeat its equation.
+            # One tensor of each shape is enough; further tensors would only repeat the same equation.
             if stored[name].shape in known_shapes:
                 continue
-            # Optimizer states have the shapes of their weights and add no equation. States of packed 4-bit codes are an
-            # exception: they have the real number of columns.
+            # Optimizer states have the shapes of their weights and add no equation. The exception: the weight is stored
+            # as packed 4-bit codes, and only its state shows the number of columns.
             if slot == WEIGHT or (index in weights and _unpacks(stored[name], stored[weights[index]])):
                 known_shapes = equations[line.expression]
                 known_shapes[stored[name].shape] = dict(zip(line.name.axes, index, strict=True))
@@ -432,27 +431,27 @@ def solve_sizes(
 
 
 def _unpacks(state: Stored, weight: Stored) -> bool:
-    """Tell whether a parameter has packed 4-bit codes and its optimizer state has not: twice as many columns."""
+    """Return whether a weight has packed 4-bit codes, and its optimizer state has twice as many columns."""
     columns = weight.shape[-1:] if weight.dtype == _BYTES else ()
     return columns != () and state.shape == (*weight.shape[:-1], 2 * columns[0])
 
 
 class Holdings:
-    """Where a checkpoint stores each logical tensor.
+    """Where a checkpoint stores each logical tensor, with errors for tensors that do not fit.
 
     Args:
         bound: the stored names, matched with the lines of a dialect.
         stored: the stored tensors by name.
-        sizes: the sizes known so far.
-        basis: the axes that the conversion does not separate.
-        whole: expression with an inseparable sum -> its replacement where sizes are unknown.
-        alike: grids of the lines whose tensors only differ in numbers.
+        sizes: the axis sizes known so far.
+        basis: the axes of the conversion, after axes that it never separates have been joined.
+        whole: expression with a sum that is never separated -> its replacement, for use if sizes are unknown.
+        alike: grids of the mapping rules whose tensors differ only in the numbers in their names.
 
     Attributes:
-        sources: `(logical tensor, slot)` -> the lines that store it; several lines may store the same.
-        refusals: refusals of stored tensors that do not fit their rules.
-        broken: `(logical tensor, slot)` of these tensors.
-        contradictions: refusals of axes for which tensors show several sizes.
+        sources: `(logical tensor, slot)` -> stored tensors by mapping rule; several rules may store the same elements.
+        refusals: errors for stored tensors that do not fit their mapping rules.
+        broken: `(logical tensor, slot)` of each tensor in `refusals`.
+        contradictions: errors for axes for which tensors show several sizes.
     """
 
     def __init__(
@@ -481,7 +480,7 @@ class Holdings:
             grid = None if scalar or not set(self._varying).isdisjoint(line.name.axes) else alike.get((line, slot))
             first = dict(islice(names.items(), 1 if grid else None))
             usable = dict(self._layouts(line, expression, first, scalar))
-            if grid and not usable:  # the first tensor does not fit the rule, so no other will: each gets its refusal
+            if grid and not usable:  # no tensor of the grid fits the rule: each gets an error
                 grid = None
                 usable = dict(self._layouts(line, expression, dict(islice(names.items(), 1, None)), scalar))
             if len(usable) < len(first if grid else names):
@@ -496,24 +495,24 @@ class Holdings:
         self.contradictions = tuple(_contradictions(self._shown, sizes.at({})))
 
     def at(self, component: str, index: Mapping[str, int]) -> bool:
-        """Tell whether a logical tensor is stored for these indices."""
+        """Return whether a logical tensor is stored for these indices."""
         return any(sources.at(index) for sources in self.sources.get((component, WEIGHT), ()))
 
     def holds(self, condition: Formula | None, index: Mapping[str, int], encoding: str | None = None) -> bool | None:
-        """Evaluate the condition of a line or a tensor; None where its value is unknown.
+        """Evaluate the condition of a mapping rule or of a tensor; the result is None if it is unknown.
 
-        The name of a tensor in it means that the tensor is stored at this index. The name of an encoding means that the
-        tensor in question has it; its value is unknown where `encoding` is None.
+        In a condition, the name of a tensor means that the tensor is stored at this index. The name of an encoding
+        means that the tensor in question has the encoding; this is unknown if `encoding` is None.
         """
         if condition is None:
             return True
-        # A tensor's name in a condition asks whether that tensor is stored at this index.
+        # A tensor's name in a condition is true if the tensor is stored at this index.
         tensor_names = condition.names & self.bound.family.tensors.keys()
         truth = {name: self.at(name, index) for name in tensor_names}
         return self.sizes.holds(condition, index, truth if encoding is None else truth | words(encoding))
 
     def _is_scalar(self, line: Line, names: Mapping[Index, str]) -> bool:
-        """Tell whether a slot has one number per tensor: one element, where the parameter has another shape."""
+        """Return whether a slot has one number per tensor: a single element, unlike the shape of the parameter."""
         weights = self.bound.names.get((line, WEIGHT), {})
         shapes = {index: self.stored[name].shape for index, name in names.items()}
         alike = any(index in weights and self.stored[weights[index]].shape == shapes[index] for index in shapes)
@@ -522,12 +521,12 @@ class Holdings:
     def _layouts(
         self, line: Line, expression: Expression, names: Mapping[Index, str], scalar: bool
     ) -> Iterator[tuple[str, _Filled]]:
-        """Yield each stored tensor's layout and axis sizes; tensors that do not fit their rule are refused."""
+        """Yield each stored tensor's layout and axis sizes; add errors for tensors that do not fit their rule."""
         places = {axis: place for place, axis in enumerate(line.name.axes)}
         varying = [places.get(axis) for axis in self._varying]
         for position, name in names.items():
             shape = self.stored[name].shape
-            # Equal keys give equal layouts. Models have few shapes, so each is solved once instead of once per layer.
+            # Equal keys have equal layouts. Models have few shapes, so each is solved once and not once per layer.
             key = id(line), scalar, shape, tuple([None if place is None else position[place] for place in varying])
             if key not in self._filled:
                 index = dict(zip(line.name.axes, position, strict=True))
@@ -539,9 +538,7 @@ class Holdings:
             yield name, self._filled[key]
 
     def _misfits(self, name: str, shape: Shape, error: TransaxleError) -> Iterator[Refusal]:
-        """Yield the refusals of a stored tensor that does not fit its rule; a factored state has other dims than its
-        parameter.
-        """
+        """Yield the errors for a stored tensor that does not fit its rule, such as a factored optimizer state."""
         parameter, slot = split_slot(name)
         whole = self.stored.get(parameter)
         is_factored = slot != WEIGHT and whole is not None and whole.shape != shape
@@ -569,14 +566,13 @@ class Holdings:
     def _note(
         self, line: Line, expression: Expression, name: str, index: Mapping[str, int], sizes: Mapping[str, int]
     ) -> None:
-        """Record the sizes that a tensor shows: one per axis, or one per layer where the axis's formula depends on it.
+        """Record the axis sizes that a tensor shows: one per axis, or per layer if the formula depends on the layer.
 
-        Axes without a formula are skipped: tables derived by tracing use one axis for all dims that had equal sizes in
-        the traced models.
+        Axes without a formula are skipped: in traced rules, one axis is used for all dims of equal size.
         """
         parameter, slot = split_slot(name)
         if slot != WEIGHT and parameter in self.stored and _unpacks(self.stored[name], self.stored[parameter]):
-            return  # the parameter consists of packed codes, so its state has another number of columns
+            return  # the packed codes of the parameter have half as many columns as its state
         for axis in sorted(expression.axes - expression.padding - {NOTHING}):
             axes = [axis for axis in factors(axis) if axis in self.sizes.family.axes]
             if self.sizes.lack_formula(axes):
@@ -595,7 +591,7 @@ class Holdings:
         scalar: bool,
     ) -> LineSources:
         tensor_axes = self.bound.family.tensors[component].axes
-        # An axis in the stored name that the logical tensor does not have only numbers its copies.
+        # An axis that is in the stored name but not in the logical tensor only numbers copies of the tensor.
         axis_positions = [position for position, axis in enumerate(line.name.axes) if axis in tensor_axes]
         axes = tuple(line.name.axes[position] for position in axis_positions)
         places: dict[Index, SourceTensor] = {}
@@ -608,19 +604,19 @@ class Holdings:
             if name not in usable:
                 continue
             full_layout, sizes = usable[name]
-            # The axes of an inseparable sum are not the tensor's, and do not number copies either.
+            # In an inseparable sum, the axes do not belong to the logical tensor, but do not number copies either.
             layout = full_layout if NOTHING in sizes else self._without_copies(full_layout, component, tensor_axes)
             origin = Origin(name, component, layout, dict(zip(axes, index, strict=True)))
             form = NumberFormat(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN))
             place = SourceTensor(origin, full_layout, sizes, form)
-            # The first tensor is read; the others must be equal to it.
+            # The first tensor is read; tensors with the same index must be equal to it.
             if places.setdefault(index, place) is not place:
                 copies.append((index, place))
         in_order = places if has_all else dict(sorted(places.items()))
         return LineSources(line, axes, scalar, in_order, copies, frozenset(present))
 
     def _without_copies(self, full_layout: Layout, component: str, tensor_axes: Sequence[str]) -> Layout:
-        """Return the layout with only the first index of every axis that the logical tensor does not have."""
+        """Return the layout reduced to the first index of every axis that the logical tensor does not have."""
         key = id(full_layout), component
         if key not in self._originals:
             shares = full_layout.shares[component]
@@ -638,17 +634,16 @@ class Holdings:
 def _contradictions(
     shown: Mapping[tuple[str, _Layer], Mapping[int, Sequence[str]]], known_sizes: Mapping[str, int]
 ) -> Iterator[Refusal]:
-    """Yield an error for each axis for which tensors show different sizes, and for each product axis with a wrong size.
+    """Yield an error for each axis of which tensors show different sizes, and for each product axis of wrong size.
 
     Args:
-        shown: `(axis, layer)` -> size -> stored tensors with that size; the layer is empty where the size is the same
-            in all.
+        shown: `(axis, layer)` -> size -> stored tensors with that size; layer is `()` if layers do not differ in size.
         known_sizes: sizes from the config and the user.
     """
     agreed: dict[_Layer, dict[str, tuple[int, str]]] = {(): {axis: (size, "") for axis, size in known_sizes.items()}}
     for (axis, layer), names in shown.items():
         if len(names) > 1:
-            # Most tensors have the right size: the message names those with unusual sizes first.
+            # Most tensors have the right size, so the message lists those with unusual sizes first.
             *unusual, usual = sorted(names, key=lambda size: (len(names[size]), size))
             few = "; ".join(f"{size} in {', '.join(names[size][:_NAMED])}" for size in unusual)
             message = f"axis {axis} has several sizes: {few}; but {usual} in {', '.join(names[usual][:_NAMED])}"
@@ -663,11 +658,11 @@ def _contradictions(
 
 
 def _no_products(joined: Iterable[str], agreed: Mapping[str, tuple[int, str]]) -> Iterator[Refusal]:
-    """Yield an error for each product axis whose size is not the product of its axes' sizes.
+    """Yield an error for each product axis whose size is not the product of the sizes of its factors.
 
     Args:
-        joined: product axes.
-        agreed: axis -> its size, and a tensor with that size; an empty name where the size is from elsewhere.
+        joined: product axes (such as `g*r`).
+        agreed: axis -> its size, and a tensor that shows it; the name is empty if the size does not come from a tensor.
     """
     products = {axis: Counter(factors(axis)) for axis in agreed}
     for axis in joined:
@@ -684,7 +679,7 @@ def _no_products(joined: Iterable[str], agreed: Mapping[str, tuple[int, str]]) -
 
 
 def _all_like(model: LineSources, names: Mapping[Index, str], grid: Grid) -> LineSources:
-    """Return the sources for all targets of a line, given the sources of its first target."""
+    """Return the sources for all targets of a mapping rule, derived from the sources of the first target."""
     (place,) = model.places.values()
     return replace(model, places=AlikeTensors(names, grid, model.axes, place), present=grid)
 
@@ -696,11 +691,11 @@ _SPARED = (
 
 
 def agreements(holdings: Holdings, tied: Mapping[str, Sequence[str]]) -> tuple[list[Check], list[Refusal]]:
-    """Return the checks that copies of the same tensor are equal, and errors for copies that cannot be compared.
+    """Return checks that duplicates of a tensor are equal, and errors for duplicates that cannot be compared.
 
     Args:
-        holdings: the checkpoint.
-        tied: logical tensor -> tensors that it equals, nearest first.
+        holdings: where the checkpoint stores each logical tensor.
+        tied: logical tensor -> tensors that must equal it, nearest first.
     """
     outcomes: list[Check | Refusal] = []
     for (component, slot), lines in holdings.sources.items():
@@ -714,11 +709,11 @@ def agreements(holdings: Holdings, tied: Mapping[str, Sequence[str]]) -> tuple[l
 def check_substitutes(
     holdings: Holdings, copies: Mapping[str, Sequence[str]], label: str
 ) -> tuple[list[Check], list[Refusal]]:
-    """Check that tensors without a name in a dialect equal the tensors that the dialect uses in their place.
+    """Check that tensors that a dialect cannot name equal the tensors that the dialect uses instead.
 
     Args:
-        holdings: the checkpoint.
-        copies: logical tensor without a name -> tensors in its place, nearest first.
+        holdings: where the checkpoint stores each logical tensor.
+        copies: logical tensor that the dialect cannot name -> tensors that the dialect uses instead, nearest first.
         label: label of the dialect.
     """
     outcomes: list[Check | Refusal] = []
@@ -743,7 +738,7 @@ def _split_outcomes(outcomes: Iterable[Check | Refusal]) -> tuple[list[Check], l
 def _with_original(
     holdings: Holdings, component: str, slot: str, tied: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[LineSources, LineSources]]:
-    """Yield the first line of a tensor with the first line of the nearest stored tensor that it is tied to."""
+    """Yield the first rule of a tensor, with the first rule of the nearest stored tensor to which it is tied."""
     originals = (holdings.sources.get((name, slot), []) for name in tied.get(component, ()))
     original = next(filter(None, originals), [])
     lines = holdings.sources.get((component, slot), [])
@@ -751,7 +746,7 @@ def _with_original(
 
 
 def _twins(first: LineSources, second: LineSources, why: str) -> Iterator[Check | Refusal]:
-    """Yield checks that the tensors of two lines, which store the same logical tensor, are equal."""
+    """Yield checks that the tensors of two mapping rules, which store the same logical tensor, are equal."""
     common = [axis for axis in first.axes if axis in second.axes]
     candidates: dict[Index, list[SourceTensor]] = defaultdict(list)
     for place in second.places.values():
@@ -767,9 +762,9 @@ def _twins(first: LineSources, second: LineSources, why: str) -> Iterator[Check 
 
 
 def _read(place: SourceTensor, sources: Sequence[SourceTensor], rule: str) -> Target:
-    """Return a target with a logical tensor in the layout of one stored tensor, read from other stored tensors.
+    """Return a target that has the layout of one stored tensor, but is read from other stored tensors.
 
-    The target keeps the sources' dtype and encoding: copies that differ in these are not equal.
+    The target keeps the sources' dtype and encoding, because duplicates that differ in dtype or encoding are not equal.
     """
     origin = place.origin
     dtype = " and ".join(sorted({source.form.dtype for source in sources}))
@@ -779,7 +774,7 @@ def _read(place: SourceTensor, sources: Sequence[SourceTensor], rule: str) -> Ta
 
 
 def _alike(first: SourceTensor, second: SourceTensor) -> bool:
-    """Tell whether two stored tensors have equal sizes for the axes that both have."""
+    """Return whether two stored tensors have equal sizes along all axes that they share."""
     first_sizes, second_sizes = (dict(_axis_sizes(place.origin)) for place in (first, second))
     return all(second_sizes.get(axis, size) == size for axis, size in first_sizes.items())
 
@@ -789,7 +784,7 @@ def _axis_sizes(origin: Origin) -> Iterator[tuple[str, int]]:
 
 
 def _replicas(line: LineSources) -> Iterator[Check]:
-    """Yield the checks of copies in one line: under other names, and along dims outside the logical tensor."""
+    """Yield checks that duplicates in one rule are equal: under more names, and along dims that repeat a tensor."""
     if line.alike is not None and line.alike.model.whole is line.alike.model.origin.layout:
         return
     rule = line.line.text

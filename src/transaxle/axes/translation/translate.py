@@ -1,8 +1,10 @@
-"""Translation: describes a checkpoint in another dialect, tensor by tensor, and collects every error.
+"""Translation: describes a checkpoint in a new dialect (another framework's tensor names and layouts), tensor by
+tensor.
 
-Each line of the target dialect needs certain logical tensors; `Gathering` finds the stored tensors that contain these,
-by the indices (layer, expert) in the target's name. Stored tensors without a line in the target keep their names. Only
-names and shapes are read.
+Each mapping rule of the target dialect requires certain logical tensors. `Gathering` finds the stored tensors that
+contain these logical tensors, by the indices (layer, expert) in the target's name. Stored tensors without a mapping
+rule in the target dialect keep their names. Only names and shapes are read. Errors are collected, not raised one by
+one.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ from transaxle.axes.translation.unmatched import (
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 
 SourcesByComponent = Mapping[str, Sources]
-"""Logical tensor in the target -> the stored tensors from which it is read."""
+"""Logical tensor in the target -> the stored tensors from which the logical tensor is read."""
 
 
 class Gathering:
@@ -72,7 +74,7 @@ class Gathering:
     Args:
         holdings: where the checkpoint stores each logical tensor.
         tied: logical tensor -> tensors to which it is tied, nearest first.
-        refuse: function that is called with errors.
+        refuse: function that is called with the errors found.
     """
 
     def __init__(
@@ -86,17 +88,18 @@ class Gathering:
         self._refuse = refuse
 
     def sources(self, component: str, slot: str, line: Line) -> Mapping[Index, Sources]:
-        """Return target index -> sources, for one component of a target line.
+        """Return target index -> source tensors, for one logical tensor in the targets of a mapping rule.
 
-        Several lines of the source may store different parts of a tensor; a part that two lines store is read once.
+        Several mapping rules of the source may store different parts of a tensor; a part that two rules store is read
+        once.
         """
         gathered: dict[Index, ComponentSources] = {}
-        # A tied tensor that is not stored is read from the first stored one that it is tied to.
+        # A tied tensor that is not stored is read from the nearest stored tensor to which it is tied.
         for name in (component, *self._tied.get(component, ())):
             if (name, slot) in self._holdings.sources:
                 break
         line_sources_list = self._holdings.sources.get((name, slot), ())
-        # layers and experts are dims of one stored tensor, from which all targets are read
+        # Layers and experts are dims of one stored tensor, from which all targets are read.
         if len(line_sources_list) == 1 and len(line_sources_list[0].places) == 1:
             (place,) = line_sources_list[0].places.values()
             only = ComponentSources(line_sources_list[0], {frozenset(place.origin.index.items()): place})
@@ -106,22 +109,22 @@ class Gathering:
         for line_sources in line_sources_list:
             for key, place in self._with_target_index(line_sources, line):
                 entry = gathered.get(key) or gathered.setdefault(key, ComponentSources(line_sources, {}))
-                # Lines complete each other only if they have the same axes in names: a stack would overlap with single
-                # tensors.
+                # Mapping rules complete each other only if they number the same axes in names. Otherwise a stack could
+                # overlap with single tensors.
                 if entry.line_sources is line_sources or set(entry.line_sources.axes) == set(line_sources.axes):
                     self._agree(entry, place)
                     entry.places.setdefault(frozenset(place.origin.index.items()), place)
         return gathered
 
     def _with_target_index(self, line_sources: LineSources, line: Line) -> Iterator[tuple[Index, SourceTensor]]:
-        """Yield, for each source, the index of every target tensor that reads this source.
+        """Yield, for each source tensor, the index of every target tensor that reads the source tensor.
 
         Raises:
-            UsageError: UNKNOWN_AXIS, if the size of an axis in the target's names is unknown.
+            UsageError: with the code UNKNOWN_AXIS if the size of an axis in the target's names is unknown.
         """
         order = [line_sources.axes.index(axis) if axis in line_sources.axes else None for axis in line.name.axes]
         for position, place in line_sources.places.items():
-            # All axes in the target's name are in the source's name too, so each source belongs to one target.
+            # All axes in the target's name are also in the source's name, so each source belongs to one target.
             if None not in order:
                 yield tuple(position[p] for p in order if p is not None), place
                 continue
@@ -133,9 +136,9 @@ class Gathering:
             yield from ((key, place) for key in product(*ranges))
 
     def _agree(self, entry: ComponentSources, place: SourceTensor) -> None:
-        """Refuse a target tensor whose sources show different sizes for the same axis."""
-        # The same dict object means the same line and shape, so there is nothing to compare: the usual case for all
-        # experts but the first.
+        """Refuse a target tensor if its sources show different sizes for the same axis."""
+        # The same dict object means the same mapping rule and shape, so nothing has to be compared. This is usual for
+        # all experts but the first.
         if not entry.places or place.sizes is entry.first.sizes:
             return
         origin, expected = place.origin, entry.first
@@ -149,8 +152,8 @@ class Gathering:
 
 
 def common_sources(parts: Mapping[str, Mapping[Index, Sources]], keys: Collection[Index]) -> SourcesByComponent:
-    """Return the sources of each logical tensor if all targets of a line have the same sources; otherwise an empty
-    mapping.
+    """Return the sources of each logical tensor if all targets of a mapping rule have the same sources; otherwise an
+    empty mapping.
     """
     shared = {}
     for component, by_key in parts.items():
@@ -164,20 +167,20 @@ def common_sources(parts: Mapping[str, Mapping[Index, Sources]], keys: Collectio
 
 
 def all_joined(parts: Mapping[str, Mapping[Index, Sources]], keys: Collection[Index]) -> Mapping[str, JoinedSources]:
-    """Return the sources of each logical tensor if a line's targets read similar tensors; otherwise an empty
-    mapping.
+    """Return the sources of each logical tensor if all targets of a mapping rule read similar tensors; otherwise an
+    empty mapping.
     """
     joined = {component: of_all for component, of_all in parts.items() if isinstance(of_all, JoinedSources)}
     return joined if len(joined) == len(parts) and all(len(each) == len(keys) for each in joined.values()) else {}
 
 
 def sources_at(parts: Mapping[str, Mapping[Index, Sources]], key: Index) -> SourcesByComponent:
-    """Return component -> sources for one target index; components that are not stored are absent."""
+    """Return logical tensor -> source tensors for one target index; logical tensors that are not stored are absent."""
     return {component: sources[key] for component, sources in parts.items() if key in sources}
 
 
 _MOST_INDICES = 100_000
-"""Limit on the number of indices of an axis for which a condition is evaluated: a config may claim any size."""
+"""Maximum number of indices of an axis for which a condition is evaluated; a config may claim any size."""
 
 _ONE_FORM = (
     "Cast plain tensors to one type with --dtype (dtype=), decode others with --decode (decode=), or choose a dialect "
@@ -186,40 +189,40 @@ _ONE_FORM = (
 
 
 class Translation(msgspec.Struct, frozen=True):
-    """A checkpoint, translated into another dialect: what to write, to check and to report."""
+    """A checkpoint, translated into another dialect: which tensors to write, to check and to report."""
 
     targets: Mapping[str, Target]
-    """Target tensors by name, in the order of the table's lines."""
+    """Target tensors by name, in the order of the target dialect's mapping rules."""
     checks: tuple[Check, ...]
-    """Checks for equality that must succeed before output is committed."""
+    """Equality checks that must succeed before output is committed."""
     kept_names: tuple[str, ...]
-    """Names of stored tensors that have no line in the target dialect and keep their names."""
+    """Names of stored tensors that have no mapping rule in the target dialect and therefore keep their names."""
     ignored: tuple[str, ...]
-    """Names of stored tensors that are left out because they are no part of the model."""
+    """Names of stored tensors that are omitted because they do not belong to the model."""
     aliases: Mapping[str, str]
     """Name of a target tensor -> name of the target tensor to which it is tied."""
     refusals: tuple[Refusal, ...]
-    """Errors; a single error makes the translation impossible."""
+    """Errors; if there is at least one, the translation cannot be used."""
     axes: Mapping[str, int]
     """Sizes of the axes whose size is the same in every layer, from the config, the user, names and shapes."""
     notes: tuple[str, ...] = ()
-    """Notes on tensors that are written as zeros, or left out, where zeros mean the same as absence."""
+    """Notes on tensors that are written as zeros, or omitted, because zeros mean the same as absence."""
 
 
 class _Model(NamedTuple):
-    """The first target tensor of a line, as a pattern for the other target tensors of this line."""
+    """The first target tensor of a mapping rule, as a pattern for the rule's further target tensors."""
 
     target: Target
     sources: SourcesByComponent
     form: NumberFormat
     """Dtype and encoding that all sources of the target have."""
     joined: Sequence[tuple[str, AlikeTensors, tuple[Arithmetic | None, Arithmetic | None], list[AlikePart]]]
-    """For each component with alike sources: name, sources, arithmetic, and a list that collects the parts which
-    targets read.
+    """For each logical tensor with similar sources: its name, its sources, its arithmetic, and a list of the tensors
+    that targets have read.
     """
 
     def use_parts(self, index: Mapping[str, int]) -> tuple[TargetPart, ...]:
-        """Return the parts of the target that has this index, and record which stored tensors it reads."""
+        """Return the parts of the target with this index, and record which stored tensors these parts read."""
         parts = []
         for component, tensors, arithmetic, used_parts in self.joined:
             part = AlikePart(tensors, index)
@@ -229,7 +232,7 @@ class _Model(NamedTuple):
 
 
 class _Translator:
-    """Builds the target tensors line by line, and collects every error."""
+    """Builds the target tensors of one mapping rule after the other, and collects every error."""
 
     def __init__(
         self,
@@ -240,8 +243,8 @@ class _Translator:
         recode: Recode,
         state_lines: Collection[Line],
     ) -> None:
-        # Optimizer state that keeps its stored name is excluded: its lines would separate axes that no other line
-        # separates.
+        # Optimizer state that keeps its stored name is excluded, because its mapping rules would separate axes that no
+        # other rule separates.
         self.bound, self.state_as_stored = _without_state_of(bound, state_lines)
         bound = self.bound
         self.stored = stored
@@ -257,7 +260,7 @@ class _Translator:
         self.tied = self.sizes.originals
         if classifies(bound):
             self.tied = {alias: chain for alias, chain in self.tied.items() if alias not in HEAD}
-        # Only lines of tensors in the source: a table may describe far more than one model uses.
+        # Only mapping rules for tensors in the source are used: a table may describe far more tensors than a model has.
         lines = self._target_lines()
         with_state = _with_state(bound)
         self.state_lines = [line for line in state_lines if not with_state.isdisjoint(line.expression.components)]
@@ -270,8 +273,8 @@ class _Translator:
             if alias not in written
         }
         tied = {**self.tied, **self.spare}
-        # Both dialects are rewritten over common axes (one may merge what the other splits), so that their pieces
-        # overlap.
+        # The mapping rules of both dialects are rewritten over common axes (one dialect may merge axes that the other
+        # splits), so that their pieces overlap.
         used = dict.fromkeys(line.expression for line, _ in bound.names)
         self.basis = unify(
             [*used, *(line.expression for line in self.lines)], {alias: chain[-1] for alias, chain in tied.items()}
@@ -291,7 +294,7 @@ class _Translator:
     def run(self, *, partial: bool) -> Translation:
         self.refuse([*self.holdings.refusals, *self.holdings.contradictions])
         self.refuse(refuse_contradicted(self.holdings))
-        if self.holdings.contradictions:  # errors of targets would only be consequences of the contradictory sizes
+        if self.holdings.contradictions:  # further errors would only follow from the contradictory sizes
             self.refuse(() if partial else refuse_incomplete(self.holdings, self.tied))
             return Translation({}, (), (), (), {}, tuple(self.refusals.values()), self.sizes.at({}))
         built: dict[str, Target] = {}
@@ -312,7 +315,7 @@ class _Translator:
         checks, unequal = agreements(self.holdings, self.tied)
         self.checks.extend(checks)
         self.refuse(unequal)
-        # Tensors without a line in the target dialect are copied unchanged, under their own names.
+        # Tensors without a mapping rule in the target dialect are copied unchanged, under their own names.
         kept_names = (*self.bound.unknown, *self.unplaced.names(self.checks, clean=not self.refusals))
         self.refuse(self.unplaced.refusals)
         checks, unequal = check_substitutes(self.holdings, self.spare, self.target.label)
@@ -343,7 +346,7 @@ class _Translator:
         return Translation(built, tuple(self.checks), kept, ignored, self._aliases(), refusals, sizes, tuple(notes))
 
     def _add_zeros(self, built: dict[str, Target]) -> list[str]:
-        """Add the target tensors that are written as zeros; return one note for each table line."""
+        """Add the target tensors that are written as zeros; return one note for each mapping rule."""
         try:
             zeros = list(self.added.zeros())
         except TransaxleError as error:
@@ -356,16 +359,18 @@ class _Translator:
         ]
 
     def refuse(self, refusals: Iterable[Refusal], tensor: str | None = None) -> None:
-        """Add errors without duplicates: an axis of unknown size would be reported for every layer."""
+        """Add errors, omitting duplicates."""
         for refusal in refusals:
             where = Where(refusal.where.file, refusal.where.tensor or tensor)
-            # An axis of unknown size is refused once, not for every tensor of every layer.
+            # An axis of unknown size is reported once, not for every tensor of every layer.
             place = "" if refusal.code == "UNKNOWN_AXIS" else str(where)
             key = refusal.code, refusal.message, place
             self.refusals.setdefault(key, Refusal(refusal.code, refusal.message, where, refusal.hint))
 
     def _target_lines(self) -> tuple[Line, ...]:
-        """Return the target's lines for logical tensors in the source; conditions on indices are left to `_build`."""
+        """Return the target's mapping rules for logical tensors in the source; `_build` checks conditions on
+        indices.
+        """
         present = {name for line, _ in self.bound.names for name in line.expression.components}
         present |= {alias for alias, chain in self.tied.items() if not present.isdisjoint(chain)}
         written = [line for line in self.target.lines if not line.read_only]
@@ -373,8 +378,8 @@ class _Translator:
         return tuple(line for line in lines if line.name.axes or self.sizes.holds(line.when, {}) is not False)
 
     def _is_written(self, line: Line, slot: str) -> bool:
-        """Tell whether a line writes a slot: optimizer states of a fused parameter are not written for its
-        parts too.
+        """Return whether a mapping rule writes a slot. Optimizer states of a fused parameter are not also written for
+        its components.
         """
         if slot == WEIGHT:
             return not line.of_state
@@ -385,17 +390,18 @@ class _Translator:
         return join_slot(parameter.removeprefix(self.bound.prefix), slot)
 
     def _build(self, line: Line, slot: str, built: dict[str, Target]) -> None:
-        """Build the target tensors of one line and slot.
+        """Build the target tensors of one mapping rule and slot.
 
         Raises:
-            UsageError: UNKNOWN_AXIS, if the size of an axis in the targets' names is unknown.
+            UsageError: with the code UNKNOWN_AXIS if the size of an axis in the targets' names is unknown.
         """
         parts = {component: self.gathering.sources(component, slot, line) for component in line.expression.components}
         keys = dict.fromkeys(key for by_component in parts.values() for key in by_component)
         if not keys:
             return
         rewritten = self.basis.rewrite(line.expression)
-        # None (not known yet) counts as possible: the encoding of the tensor, known further below, decides.
+        # A condition that is still unknown (None) counts as possible. The encoding of the tensor, determined further
+        # below, decides.
         is_certain = line.when is None or line.of_state
         possible_keys = keys if is_certain else [key for key in keys if self._is_possible(line, key)]
         if self.added.concern(line):
@@ -410,7 +416,7 @@ class _Translator:
                 if joined:
                     built[name] = model.target.at(name, index, model.use_parts(index))
                     continue
-                if shared or model.sources == sources_at(parts, key):  # e.g. layers and experts are dims of one tensor
+                if shared or model.sources == sources_at(parts, key):  # e.g. all layers are in one tensor
                     built[name] = model.target.at(name, index, model.target.parts)
                     continue
             by_component = shared or sources_at(parts, key)
@@ -438,8 +444,8 @@ class _Translator:
         components: Collection[str],
         built: dict[str, Target],
     ) -> NumberFormat | None:
-        """Build one target tensor; return the dtype and encoding of its sources, if it was built and these are the same
-        for all.
+        """Build one target tensor. Return the dtype and encoding of its sources if the target was built and all sources
+        have the same.
         """
         stored_forms = {form for sources in by_component.values() for form in sources.forms}
         forms = self._forms(name, stored_forms)
@@ -450,7 +456,7 @@ class _Translator:
             self.refuse(self.conditions.rivals(line, index, encoding))
         missing = [component for component in components if component not in by_component]
         if missing:
-            # A source is missing here because it was refused before, so no second error is needed.
+            # A source is missing here because an error was recorded for it before, so no second error is added.
             if self.holdings.broken.isdisjoint((component, slot) for component in missing):
                 self.lacking[line, tuple(missing)].append(name)
             return None
@@ -468,7 +474,9 @@ class _Translator:
         return stored_forms.pop() if name in built and len(stored_forms) == 1 else None
 
     def _are_alike(self, line: Line) -> bool:
-        """Tell whether targets of a line that read the same lines of the source differ only in name and index."""
+        """Return whether targets of one mapping rule that read the same rules of the source differ only in name and
+        index.
+        """
         return line.when is None and not self.tied and self._varying.isdisjoint(line.name.axes)
 
     def _is_possible(self, line: Line, key: Index) -> bool:
@@ -476,10 +484,10 @@ class _Translator:
         return self._holds_throughout(line, index) and self.conditions.holds(line, index) is not False
 
     def _holds_throughout(self, line: Line, index: Mapping[str, int]) -> bool:
-        """Tell whether a line's condition is true for all layers that are stacked in its tensor.
+        """Return whether a mapping rule's condition is true for all layers that are stacked in the rule's tensor.
 
         Raises:
-            Refused: UNSUPPORTED, if the condition is true for some of the stacked layers only.
+            Refused: with the code UNSUPPORTED if the condition is true for only some of the stacked layers.
         """
         along = [] if line.when is None else sorted(line.expression.axes & self._axes_of_condition(line.when))
         sizes = self.sizes.at(index)
@@ -495,9 +503,7 @@ class _Translator:
         return outcomes != {False}
 
     def _axes_of_condition(self, condition: Formula) -> frozenset[str]:
-        """Return the axes in names on whose index a condition depends, directly or through a tensor in the
-        condition.
-        """
+        """Return the axes in names on whose index a condition depends, directly or through a tensor that it names."""
         family = self.bound.family
         tensors = (family.tensors[name].axes for name in condition.names & family.tensors.keys())
         return family.name_axes & condition.names.union(*tensors)
@@ -506,11 +512,12 @@ class _Translator:
         return dict(zip(line.name.axes, key, strict=True))
 
     def _names(self, line: Line, slot: str, keys: Collection[Index]) -> Iterator[tuple[Index, str]]:
-        """Yield each index with the name of its target tensor; sizes are only needed where there is one.
+        """Yield each index with the name of its target tensor; axis sizes are needed only if there is at least one
+        index.
 
         Raises:
-            UsageError: UNKNOWN_AXIS, if a number in the name depends on an axis of unknown size.
-            Refused: SHAPE_MISMATCH, if an index is beyond the range that the name pattern allows.
+            UsageError: with the code UNKNOWN_AXIS if a number in the name depends on an axis of unknown size.
+            Refused: with the code SHAPE_MISMATCH if an index is beyond the range that the name pattern allows.
         """
         if not keys:
             return
@@ -520,10 +527,10 @@ class _Translator:
         yield from zip(keys, names if slot == WEIGHT else (join_slot(name, slot) for name in names), strict=True)
 
     def _numbers(self, line: Line, numbering: Numbering, keys: Iterable[Index]) -> Iterator[tuple[int, ...]]:
-        """Yield the numbers in the name of each target tensor of a line.
+        """Yield the numbers in the name of each target tensor of a mapping rule.
 
         Raises:
-            Refused: SHAPE_MISMATCH, if an index is beyond the range that the name pattern allows.
+            Refused: with the code SHAPE_MISMATCH if an index is beyond the range that the name pattern allows.
         """
         for key in keys:
             numbers = tuple([-1 if number is None else number for number in numbering.numbers(key)])
@@ -533,7 +540,7 @@ class _Translator:
             yield numbers
 
     def _forms(self, name: str, stored: Collection[NumberFormat]) -> list[NumberFormat]:
-        """Return the dtypes and encodings in which the parts of a target would be written; several do not fit in one
+        """Return the dtypes and encodings in which the parts of a target would be written; several cannot be in one
         tensor.
         """
         return [self.recode(name, *stored)] if len(stored) == 1 else sorted({self.recode(name, f) for f in stored})
@@ -562,11 +569,11 @@ class _Translator:
         return Target(name, forms[0].dtype, layout, index, parts, line.text, ", ".join(by_component), forms[0].encoding)
 
     def _refuse_some(self, line: Line, index: Mapping[str, int], by_component: SourcesByComponent) -> None:
-        """Refuse an optimizer state with one number (a step) that only some sources have, because other sources would
-        get it too.
+        """Refuse a state of one number (an optimizer's step) that only some of a target's sources have; the target
+        would apply it to all.
 
         Raises:
-            Refused: INCOMPLETE, if some sources of the tensor lack the state.
+            Refused: with the code INCOMPLETE if some sources of the tensor lack the state.
         """
         for component, sources in by_component.items():
             weights = self.holdings.sources.get((component, WEIGHT), ())
@@ -583,7 +590,7 @@ class _Translator:
                 raise refuse("INCOMPLETE", message)
 
     def _scalar(self, line: Line, name: str, by_component: SourcesByComponent, dtype: str) -> Target:
-        """Build a target with a single number (a step) for the whole tensor: checks verify that all sources have the
+        """Build a target that is a single number (a step) for the whole tensor; checks verify that all sources have the
         same number.
         """
         origins = {
@@ -597,10 +604,10 @@ class _Translator:
     def _layout(
         self, line: Line, rewritten: Expression, index: Mapping[str, int], by_component: SourcesByComponent
     ) -> Layout:
-        """Return the target's layout. Axis sizes come from the sources, which must agree; padding of unknown size gets
-        the size 0.
+        """Return the target's layout. Axis sizes are those of the sources, which must be equal; padding of unknown size
+        gets the size 0.
         """
-        # Equal keys give equal layouts, which are computed once per kind of layer to keep planning linear.
+        # Equal keys have equal layouts, which are computed once per kind of layer so that planning takes linear time.
         alike = (
             id(line),
             tuple([index.get(axis) for axis in self._varying]),
@@ -620,12 +627,12 @@ class _Translator:
         owner: dict[str, str] = {}
         for component, sources in by_component.items():
             for axis, count in sources.sizes.items():
-                # `sizes` has the sizes of earlier components, with which later ones must agree.
+                # `sizes` contains the sizes of earlier logical tensors; later logical tensors must have the same sizes.
                 if owner.setdefault(axis, component) != component and sizes[axis] != count:
                     message = f"axis {axis} is {sizes[axis]} in {owner[axis]} and {count} in {component}"
                     raise refuse("SHAPE_MISMATCH", f"{line.text}\n{message}")
                 sizes[axis] = count
-        if NOTHING in sizes:  # the sources together are a fused dim that the conversion never separates
+        if NOTHING in sizes:  # the conversion never separates this fused dim
             rewritten = self.whole[line.expression]
         for axis in rewritten.padding:
             sizes.setdefault(axis, 0)
@@ -640,7 +647,7 @@ class _Translator:
         return self._layouts[key]
 
     def _aliases(self) -> dict[str, str]:
-        """Return target name -> target name of the tensor that it is tied to."""
+        """Return target name -> name of the target to which the tensor is tied."""
         aliases: dict[str, str] = {}
         for (component, slot, index), name in self._single.items():
             written = [
@@ -661,7 +668,7 @@ def _with_state(bound: BoundNames) -> set[str]:
 def _state_lines(
     bound: BoundNames, target: Dialect, sizes: Sizes, trained: Collection[str] | None, *, split_by_format: bool
 ) -> list[Line]:
-    """Return the lines of fused parameters (such as qkv) under whose names optimizer state is written; see
+    """Return the mapping rules of fused parameters (such as qkv) whose optimizer state is fused too; see
     `translate`.
     """
     lines, stored = list[Line](), _with_state(bound)
@@ -680,8 +687,8 @@ def _state_lines(
 
 
 def _without_state_of(bound: BoundNames, lines: Collection[Line]) -> tuple[BoundNames, tuple[str, ...]]:
-    """Remove optimizer states whose names belong to the given lines, unless other parameters have the same kind of
-    state.
+    """Remove optimizer states whose names belong to the given mapping rules, unless other parameters have the same kind
+    of state.
 
     Returns:
         The remaining matched names, and the removed names.
@@ -703,7 +710,7 @@ def _without_state_of(bound: BoundNames, lines: Collection[Line]) -> tuple[Bound
 
 
 def _parts(line: Line, by_component: SourcesByComponent) -> tuple[TargetPart, ...]:
-    """Return the parts of a target: each logical tensor in it, with its sources."""
+    """Return the parts of a target, one for each logical tensor in the target, with the sources of each part."""
     parts = [
         TargetPart(component, sources.origins, _arithmetic(line, sources.line_sources))
         for component, sources in by_component.items()
@@ -717,7 +724,7 @@ def _arithmetic(line: Line, of: LineSources) -> tuple[Arithmetic | None, Arithme
 
 
 def _single_source(origin: Origin, name: str, dtype: str, rule: str) -> Target:
-    """Return a target that is read from a single stored tensor, even if the target's name stands for several
+    """Return a target that is read from a single stored tensor, even if the target's name represents several
     tensors.
     """
     part = TargetPart(origin.component, (msgspec.structs.replace(origin, index={}),))
@@ -735,19 +742,20 @@ def translate(
     trained: Collection[str] | None = None,
     split_by_format: bool = False,
 ) -> Translation:
-    """Translate a bound checkpoint into another dialect.
+    """Translate a checkpoint, whose names were matched with its dialect, into another dialect.
 
     Args:
-        bound: the checkpoint's names, matched with the lines of its own dialect.
-        stored: the checkpoint's tensors by name.
+        bound: the checkpoint's names, matched with the mapping rules of the checkpoint's dialect.
+        stored: stored name -> tensor, for all tensors of the checkpoint.
         target: the dialect to translate into.
         sizes: axis sizes from the config and the user.
-        recode: function that returns the dtype and encoding in which a tensor is written; by default those of the
-            source.
+        recode: function that returns the dtype and encoding in which a tensor is written; the default keeps the
+            source's.
         partial: whether tensors of the model may be missing, because the source is intentionally only a part of the
             model.
-        trained: names of parameters with optimizer state in the target; None: whether they are fused follows from the
-            config, else from a source of the same dialect, else they are fused.
+        trained: names of parameters with optimizer state in the target. None means that the config determines whether
+            these parameters are fused; without a config value, a source of the same dialect determines it; otherwise
+            they are fused.
         split_by_format: whether the source's format never contains optimizer states of fused parameters.
 
     Returns:

@@ -1,15 +1,14 @@
-"""Unmatched tensors: handles stored tensors that the target dialect lacks, and table lines for which no tensor is
-stored.
+"""Handles stored tensors that the target dialect cannot name, and mapping rules for which no tensor is stored.
 
-- Undecided lines: the config does not decide their condition. The source's names may: a tensor stored under the name of
-  a line `when x` shows that x is true. Where names do not decide either, a line applies only if no other line could
-  store the same tensor; otherwise both names would be written, one of them wrongly.
+- Undecided mapping rules: the config does not determine whether their condition is true. The source's names may: a
+  tensor stored under the name of a rule `when x` proves that x is true. If names do not decide either, a rule applies
+  only if no other rule could store the same tensor. Otherwise both names would be written, one of them wrongly.
 - Added tensors: tensors that some frameworks add to a model, such as a router bias for load balancing, and for which
-  zeros mean the same as absence. A dialect whose framework always has the tensor gets zeros where the source has none.
-  Where a target has no place for it, zeros are left out; other values would change the model's results, and are
-  refused.
-- Unplaced tensors: a tensor without a place in the target dialect keeps its name, and is never dropped silently.
-- Missing tensors: tensors that a checkpoint must have but lacks, and tensors of more layers or experts than it has.
+  zeros mean the same as absence. A dialect whose framework always has the tensor gets zeros if the source lacks the
+  tensor. If a target has no place for the tensor, zeros are omitted. Other values would change the model's results, so
+  they are refused.
+- Unplaced tensors: a tensor without a mapping rule in the target dialect keeps its name, and is never dropped silently.
+- Missing tensors: tensors that a checkpoint must have but lacks, and tensors of layers or experts beyond their number.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ _Condition = tuple[Formula, Mapping[str, int]]
 
 
 class LineConditions:
-    """Evaluates the conditions of the target dialect's lines, as far as the config and the source's names decide these.
+    """Evaluates the conditions of the target dialect's mapping rules, from the config and the source's tensor names.
 
     Args:
-        lines: the lines of the target dialect that may be written.
-        holdings: the source.
+        lines: the mapping rules of the target dialect that may be written.
+        holdings: where the source checkpoint stores each logical tensor.
     """
 
     def __init__(self, lines: Sequence[Line], holdings: Holdings) -> None:
@@ -57,7 +56,9 @@ class LineConditions:
         self._known: dict[tuple[Line, str | None, tuple[tuple[str, int], ...]], bool | None] = {}
 
     def holds(self, line: Line, index: Mapping[str, int], encoding: str | None = None) -> bool | None:
-        """Tell whether a line applies for these indices; None if neither the config nor the stored names decide."""
+        """Return whether a mapping rule applies for these indices; None if neither config nor stored names determine
+        it.
+        """
         if line.when is None:
             return True
         value = self._holdings.holds(line.when, index, encoding)
@@ -69,8 +70,8 @@ class LineConditions:
         return self._known[key]
 
     def _from_names(self, condition: Formula, index: Mapping[str, int], encoding: str | None) -> bool | None:
-        """Return the truth value of a condition that follows from the fact that the lines of all stored
-        tensors apply.
+        """Return the truth value of a condition that follows from the fact that the mapping rules of all stored tensors
+        apply.
         """
 
         def evaluate(part: Formula) -> bool | None:
@@ -86,15 +87,15 @@ class LineConditions:
             and sources.at(index)
         ]
         if not shown or not may_all_hold(shown, evaluate):
-            return None  # the stored names contradict each other, so nothing follows from them
+            return None  # the stored names contradict each other and prove nothing
         if not may_all_hold([(condition, index), *shown], evaluate):
             return False
         opposite = Formula(f"not ({condition.text})", condition.let_formulas)
         return None if may_all_hold([(opposite, index), *shown], evaluate) else True
 
     def rivals(self, line: Line, index: Mapping[str, int], encoding: str | None) -> list[Refusal]:
-        """Return errors for a line whose condition is undecided: one for each line that may store the same tensor
-        instead.
+        """Return errors for a mapping rule whose condition is undecided: one for each other rule that may store the
+        same tensor.
         """
         if self.holds(line, index, encoding) is not None:
             return []
@@ -124,12 +125,12 @@ _NONZERO = (
 
 
 class AddedTensors:
-    """Added tensors: optional tensors, such as a router bias, for which zeros mean the same as absence.
+    """Optional tensors, such as a router bias, for which zeros mean the same as absence.
 
     Args:
-        holdings: the source.
+        holdings: where the source checkpoint stores each logical tensor.
         target: the target dialect.
-        conditions: evaluates the conditions of the target dialect's lines.
+        conditions: evaluates the conditions of the target dialect's mapping rules.
     """
 
     def __init__(self, holdings: Holdings, target: Dialect, conditions: LineConditions) -> None:
@@ -139,12 +140,12 @@ class AddedTensors:
         self._added = holdings.bound.family.added
 
     def concern(self, line: Line) -> bool:
-        """Tell whether a line stores an added tensor, for which zeros mean the same as absence."""
+        """Return whether a mapping rule stores an added tensor, for which zeros mean the same as absence."""
         return not self._added.keys().isdisjoint(line.expression.components)
 
     def have_place(self, line: Line, index: Mapping[str, int]) -> bool:
-        """Tell whether the target's framework has the tensor of a line, which may be true even if the config
-        denies it.
+        """Return whether the target's framework has the tensor of a mapping rule, which may be true even against the
+        config.
         """
         if line.else_zeros or self._target is self._holdings.bound.dialect:
             return True
@@ -152,10 +153,10 @@ class AddedTensors:
         return all(self._holdings.holds(tensor.when, index) is not False for tensor in tensors)
 
     def zeros(self) -> Iterator[Target]:
-        """Yield the tensors to write as zeros: those that the target's framework has, and the source lacks.
+        """Yield the tensors to write as zeros, which the target's framework has and the source lacks.
 
         Raises:
-            UsageError: UNKNOWN_AXIS, if the size of an axis of these tensors is unknown.
+            UsageError: with the code UNKNOWN_AXIS if the size of an axis of these tensors is unknown.
         """
         for line in self._target.lines:
             (component, *_) = line.expression.components
@@ -174,11 +175,12 @@ class AddedTensors:
                     yield Target(name, _FLOAT, layout, index, (), line.text, component)
 
     def omissions(self, unplaced: Collection[str], stored: Mapping[str, Stored]) -> Iterator[tuple[Line, list[Check]]]:
-        """Yield the lines of added tensors without a place in the target, with the checks that each tensor is zero.
+        """Yield the mapping rules of added tensors that the target cannot store, with checks that each such tensor is
+        zero.
 
         Args:
-            unplaced: stored names without a place in the target.
-            stored: the source's tensors by name.
+            unplaced: stored names without a mapping rule in the target.
+            stored: stored name -> tensor, for all tensors of the source.
         """
         for (line, slot), names in self._holdings.bound.names.items() if self._added else ():
             if slot != WEIGHT or not self.concern(line):
@@ -191,13 +193,13 @@ class AddedTensors:
 
 
 def refuse_ruled_out(holdings: Holdings) -> Iterator[Refusal]:
-    """Yield an error for each line of the source whose stored tensors should not exist according to the config.
+    """Yield an error for each mapping rule of the source whose stored tensors should not exist according to the config.
 
-    Frameworks would ignore these tensors and compute something else than what was trained. Conditions on the layer or
-    on other tensors are not checked: names show more of them than a table.
+    Frameworks would ignore these tensors, and compute a different result than the trained model. Conditions on the
+    layer or on other tensors are not checked, because names show more about such conditions than a table of rules.
 
     Args:
-        holdings: the checkpoint.
+        holdings: where the checkpoint stores each logical tensor.
     """
     family, settings = holdings.bound.family, holdings.sizes.settings
     for (component, slot), lines in holdings.sources.items():
@@ -206,7 +208,7 @@ def refuse_ruled_out(holdings: Holdings) -> Iterator[Refusal]:
             continue
         for line in (sources.line for sources in lines):
             if line.else_zeros or (line.read_only and component in family.added):
-                continue  # frameworks have this tensor whatever the config says
+                continue  # frameworks have this tensor with any config
             keys = [(key, settings.get(key)) for key in sorted(when.names - family.tensors.keys())]
             values = [f"{key}: {json.dumps(value)}" for key, value in keys if isinstance(value, bool | int | str)]
             if values and holdings.sizes.holds(when, {}) is False:
@@ -216,7 +218,7 @@ def refuse_ruled_out(holdings: Holdings) -> Iterator[Refusal]:
 
 
 def _origins(side: Target) -> set[tuple[str, str]]:
-    """Return the sources of one of the two tensors in a check, as `(stored name, logical tensor)`."""
+    """Return the source tensors of a target in a check, as pairs `(stored name, logical tensor)`."""
     return {(origin.name, origin.component) for part in side.parts for origin in part.origins}
 
 
@@ -224,12 +226,12 @@ class Unplaced:
     """Finds the stored tensors that no target tensor reads.
 
     Args:
-        holdings: the stored tensors.
+        holdings: where the checkpoint stores each logical tensor.
         target: the target dialect.
-        lines: the lines of that dialect that are written.
+        lines: the mapping rules of the target dialect that are written.
 
     Attributes:
-        empty: tensors without elements, and therefore without a place.
+        empty: names of tensors that have no elements and no place in the target.
         refusals: errors for stored tensors of which only some parts can be written.
     """
 
@@ -243,7 +245,7 @@ class Unplaced:
         self._alike: dict[tuple[LineSources, Line], list[AlikePart]] = defaultdict(list)
 
     def use(self, line: Line, by_component: Mapping[str, Sources]) -> None:
-        """Record that a target tensor reads these sources, so that they have a place in the target dialect."""
+        """Record that a target tensor reads these sources, so that the sources have a place in the target dialect."""
         for sources in by_component.values():
             if isinstance(sources, AlikeSources):
                 self.parts_taken(line, sources.line_sources).append(sources.origins)
@@ -252,21 +254,24 @@ class Unplaced:
                 self._used.update((origin.name, origin.component) for origin in origins)
 
     def parts_taken(self, line: Line, of: LineSources) -> list[AlikePart]:
-        """Return the list of alike tensors that the targets of a line use; the caller appends to it."""
+        """Return the list of similar tensors that the targets of a mapping rule read; the caller appends to the
+        list.
+        """
         return self._alike[of, line]
 
     def names(self, checks: Iterable[Check], *, clean: bool) -> Iterator[str]:
         """Yield the stored tensors that keep their names.
 
-        A tensor of which only some parts have a place cannot be kept whole, and is refused. A tensor without elements
-        is left out where its axis of size 0 numbers the target's tensors (zero experts).
+        A tensor of which only some parts have a place in the target cannot be kept whole, and is refused. A tensor
+        without elements is omitted if its axis of size 0 numbers the target's tensors (zero experts).
 
         Args:
-            checks: the checks; a copy that only a check reads counts as placed if its counterpart is.
-            clean: whether there were no errors so far.
+            checks: equality checks. A tensor that only a check reads counts as placed if the tensor compared with it is
+                placed.
+            clean: whether no error has occurred so far.
         """
         checked = [(_origins(check.first), _origins(check.second)) for check in checks]
-        # All stored tensors that one table line describes contain the same number of logical tensors.
+        # All stored tensors of one mapping rule contain the same number of logical tensors.
         wholly = {of for (of, _), parts in self._alike.items() if len(parts) * len(parts[0]) == len(of.places)}
         open_lines = [(line, slot) for line, slot in self._holdings.bound.names if not self._all_in(wholly, line, slot)]
         lines_to_check = {line for line, _ in open_lines}
@@ -277,13 +282,15 @@ class Unplaced:
         for first, second in checked:
             if first <= used or second <= used:
                 used |= first | second
-            else:  # neither copy has a place: the second one keeps its name
+            else:  # no target reads either duplicate: the second keeps its name
                 used |= first - second
         for line, slot in open_lines:
             yield from self._homeless(line, slot, used, clean=clean)
 
     def _all_in(self, wholly: Container[LineSources], line: Line, slot: str) -> bool:
-        """Tell whether all tensors of a stored line are known to have a place, without visiting each one."""
+        """Return whether every tensor of a stored mapping rule certainly has a place; single tensors are not
+        visited.
+        """
         are_placed = [
             any(
                 sources.line is line and sources in wholly
@@ -309,7 +316,7 @@ class Unplaced:
                 self.refusals.append(Refusal("UNSUPPORTED", message, Where(None, name), hint))
 
     def _numbers_nothing(self, line: Line) -> bool:
-        """Tell whether every target tensor of a stored line would be numbered along an axis of size 0."""
+        """Return whether every target tensor for a stored mapping rule would be numbered along an axis of size 0."""
         sizes = self._holdings.sizes.at({})
         empty = {axis for axis in line.expression.axes if sizes.get(axis) == 0}
         target_lines = [
@@ -321,11 +328,11 @@ class Unplaced:
 
 
 _LISTED = 20
-"""Limit on the number of missing tensors that an error lists."""
+"""Maximum number of missing tensors that an error lists."""
 _BESIDE = 4
-"""Number of target tensors of the same table line that an error lists after the first one."""
+"""Maximum number of further target tensors of the same mapping rule that an error lists after the first."""
 _COUNTED = 10_000
-"""Limit on the number of missing tensors that are counted: a config may claim a billion layers."""
+"""Maximum number of missing tensors that are counted; a config may claim a billion layers."""
 _AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_num_layers")
 """Config keys for the number of multi-token-prediction layers, which many checkpoints number after the last layer."""
 _BEYOND = (
@@ -341,11 +348,11 @@ _TIED = (
     "--config FILE."
 )
 _ASKED = 300_000
-"""Limit on the number of absent tensors whose conditions are evaluated; no model has so many."""
+"""Maximum number of absent tensors whose conditions are evaluated; real models have fewer."""
 HEAD = frozenset({"head", "head_bias", "lm_head"})
 """Names of the logical tensors in the language-model head."""
 _IN_ITS_PLACE = frozenset({"score.weight", "classifier.weight", "qa_outputs.weight"})
-"""Tensor names of heads that classify texts or tokens, or find answers; these tensors keep their names."""
+"""Names of tensors in heads that classify texts or tokens, or find answers; these tensors keep their names."""
 _BELOW_ADAPTERS = ".base_layer."
 """Name segment that peft inserts into the names of weights with adapters."""
 _ADAPTED = (
@@ -358,12 +365,12 @@ _ADAPTED = (
 def refuse_incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]:
     """Refuse a checkpoint that lacks tensors which its model must have.
 
-    Args:
-        holdings: the checkpoint.
+    holdings: where the checkpoint stores each logical tensor.
+        tied: logical tensors that may be absent, because they are tied to other tensors.
         tied: logical tensors that need not be stored, because they are tied to other tensors.
     """
     budget = iter(range(_ASKED))
-    # A missing stored tensor with several logical tensors counts once.
+    # A missing stored tensor that contains several logical tensors counts once.
     missing = list(islice(_each_once(_find_missing(holdings, tied, budget)), _COUNTED))
     if not missing and next(budget, None) is None:
         missing = [f"(the config claims more layers or experts than can be checked: {_ASKED} of them are missing)"]
@@ -386,7 +393,9 @@ def refuse_incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]
 
 
 def _may_be_tied(holdings: Holdings) -> bool:
-    """Tell whether the config does not say if the head is tied to the embedding: the key for it is missing."""
+    """Return whether the config leaves open if the head is tied to the embedding, because the key for the tie is
+    missing.
+    """
     stored = {component for component, _ in holdings.sources}
     return any(
         tie.alias in HEAD and tie.alias not in stored and holdings.holds(tie.when, {}) is None
@@ -395,19 +404,20 @@ def _may_be_tied(holdings: Holdings) -> bool:
 
 
 def classifies(bound: BoundNames) -> bool:
-    """Tell whether a model has a head for classification, unknown to its table, in place of the language-model head."""
+    """Return whether a model has, instead of the language-model head, a classification head that its table lacks."""
     stored = (component for line, _ in bound.names for component in line.expression.components)
     unknown = (bound.own.get(name, name).removeprefix(bound.prefix) for name in bound.unknown)
     return not _IN_ITS_PLACE.isdisjoint(unknown) and HEAD.isdisjoint(stored)
 
 
 def refuse_contradicted(holdings: Holdings) -> Iterator[Refusal]:
-    """Yield a refusal where stored names imply more tensors (such as a head) than the dialect's lines describe.
+    """Yield an error if stored names imply more tensors (such as a head) than the dialect's mapping rules describe.
 
-    Tensors without a line keep their names; the names of other tensors would be those of a model without them.
+    Tensors without a mapping rule keep their names, while the names of other tensors would belong to a model without
+    them.
 
     Args:
-        holdings: the checkpoint.
+        holdings: where the checkpoint stores each logical tensor.
     """
     bound = holdings.bound
     for (line, slot), names in bound.names.items() if bound.unknown else ():
@@ -427,12 +437,12 @@ def refuse_contradicted(holdings: Holdings) -> Iterator[Refusal]:
 
 
 def refuse_beyond(bound: BoundNames, sizes: Sizes) -> Iterator[Refusal]:
-    """Yield one error for each line and axis with stored names whose number is beyond the size of the axis.
+    """Yield one error for each mapping rule and axis with stored names whose number is beyond the size of the axis.
 
     Such tensors (of further layers or experts) would keep their names, and so be missing from the converted model.
-    Multi-token-prediction layers are kept where the table has no line for them and they are numbered after the last
-    layer, or where the config says that there are none. An axis of ordinary layers is never treated in this way,
-    because a model always has layers.
+    Multi-token-prediction layers are an exception. They are kept if the table has no mapping rule for them and they are
+    numbered after the last layer, or if their number in the config is zero. For an axis of ordinary layers there is no
+    exception, because a model always has layers.
 
     Args:
         bound: the stored names, matched with the lines of a dialect.
@@ -452,7 +462,7 @@ def refuse_beyond(bound: BoundNames, sizes: Sizes) -> Iterator[Refusal]:
             for axis, index in _indices_of(line, bare, known_sizes)
             if axis in known_sizes and index >= known_sizes[axis]
         ]
-        # The first number in a name is the number of the layer.
+        # The first number in a name is the index of the layer.
         layers = [(line, known_sizes[axis], index) for line, axis, index in over if axis == line.name.axes[0]]
         if over and not any(
             index < count + ahead or (count == 0 and _may_be_left_out(line, sizes)) for line, count, index in layers
@@ -470,8 +480,9 @@ def refuse_beyond(bound: BoundNames, sizes: Sizes) -> Iterator[Refusal]:
 
 
 def _may_be_left_out(line: Line, sizes: Sizes) -> bool:
-    """Tell whether a model may lack all tensors of a line, as those of multi-token-prediction layers: even with one
-    layer of each kind, the config would not require them.
+    """Return whether a model may lack all tensors of a mapping rule, such as those of multi-token-prediction layers.
+
+    That is so if the config would not require them even with one layer of each kind.
     """
     least = Sizes(sizes.family, sizes.config, {axis: count or 1 for axis, count in sizes.at({}).items()})
     tensors = (sizes.family.tensors[component] for component in line.expression.components)
@@ -479,16 +490,18 @@ def _may_be_left_out(line: Line, sizes: Sizes) -> bool:
 
 
 def _indices_of(line: Line, name: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Yield `(axis, index)` for the axes in a line's name; nothing if the line does not match the stored name."""
+    """Yield `(axis, index)` for the axes in a rule's name pattern; nothing if the pattern does not match the stored
+    name.
+    """
     position = line.name.numbering(sizes).position(name)
     yield from zip(line.name.axes, position or (), strict=position is not None)
 
 
 def refuse_unfilled(lacking: Mapping[tuple[Line, tuple[str, ...]], Sequence[str]]) -> Iterator[Refusal]:
-    """Yield one error for each table line whose target tensors cannot be completed.
+    """Yield one error for each mapping rule whose target tensors cannot be completed.
 
     Args:
-        lacking: (line, logical tensors missing in the source) -> names of the target tensors that need them.
+        lacking: (mapping rule, logical tensors missing in the source) -> names of the target tensors that need them.
     """
     for (line, missing), names in lacking.items():
         first, *further_names = names
@@ -511,7 +524,7 @@ def _find_missing(holdings: Holdings, tied: Container[str], budget: Iterator[int
     known_sizes = holdings.sizes.at({})
     is_headless = classifies(holdings.bound)
     for tensor in holdings.bound.family.tensors.values():
-        # Zero dense layers, or zero experts, have no stored tensors.
+        # A model with zero dense layers, or zero experts, has no stored tensors of this kind.
         numbered = holdings.bound.family.name_axes.intersection(tensor.axes)
         if any(known_sizes.get(axis) == 0 for axis in numbered):
             continue
@@ -529,7 +542,7 @@ def _find_missing(holdings: Holdings, tied: Container[str], budget: Iterator[int
 
 
 def _display_name(bound: BoundNames, tensor: LogicalTensor) -> str:
-    """Return the name of a tensor that is not stored: its name pattern in the dialect, else its name in the family."""
+    """Return the dialect's name pattern of a tensor that is not stored, or the tensor's name in the family."""
     names = (bound.prefix + line.name.text for line in bound.dialect.lines if _holds(line, tensor))
     return next(names, tensor.name)
 
@@ -539,12 +552,12 @@ def _holds(line: Line, tensor: LogicalTensor) -> bool:
 
 
 def _must_exist(holdings: Holdings, tensor: LogicalTensor, budget: Iterator[int]) -> bool:
-    """Tell whether a tensor that is not stored must exist for some index."""
+    """Return whether a tensor that is not stored must exist for some index."""
     if tensor.when is None:
         return True
     lines = frozenset(holdings.bound.dialect.lines)
     if lines.issuperset(line for line, _ in holdings.bound.names) and not any(_holds(line, tensor) for line in lines):
-        # A tensor that depends on other tensors is not missing where the dialect has no name for it.
+        # A tensor whose existence depends on other tensors is not missing if the dialect has no name for it.
         return bool(holdings.sizes.holds(tensor.when, {}))
     known_sizes = holdings.sizes.at({})
     axes = [axis for axis in tensor.axes if axis in tensor.when.names and axis in known_sizes]
@@ -555,7 +568,9 @@ def _must_exist(holdings: Holdings, tensor: LogicalTensor, budget: Iterator[int]
 
 
 def _indices(counts: Sequence[int]) -> Iterator[Index]:
-    """Yield every index in order, like `itertools.product` of ranges, but lazily: a claimed size may be huge."""
+    """Yield every index in order, like `itertools.product` of ranges, but lazily, because a claimed size may be
+    huge.
+    """
     if not counts:
         yield ()
         return
@@ -565,8 +580,8 @@ def _indices(counts: Sequence[int]) -> Iterator[Index]:
 
 
 def _absent(counts: Sequence[int], present: Collection[Index]) -> Iterator[Index]:
-    """Yield the indices for which no tensor is stored, in order; for a grid of indices, without visiting the stored
-    ones.
+    """Yield the indices for which no tensor is stored, in order; in a grid of indices, stored ones are skipped
+    at once.
     """
     if not isinstance(present, Grid):
         yield from (index for index in _indices(counts) if index not in present)
@@ -583,17 +598,18 @@ def _absent(counts: Sequence[int], present: Collection[Index]) -> Iterator[Index
 
 
 def _begin_with(count: int, numbers: Sequence[int]) -> bool:
-    """Tell whether ascending numbers begin with 0 to count - 1, in constant time: a config may claim any count."""
+    """Return whether ascending numbers begin with 0 to count - 1, in constant time: a config may claim any count."""
     return count <= len(numbers) and (count == 0 or numbers[count - 1] == count - 1)
 
 
 def _names_missing(
     holdings: Holdings, lines: list[LineSources], tensor: LogicalTensor, budget: Iterator[int]
 ) -> Iterator[str]:
-    """Yield the names that are missing: one for every index at which the tensor must exist, but no line stores it.
+    """Yield the names that are missing: one for every index at which the tensor must exist, but no mapping rule stores
+    it.
 
-    Where the config leaves open whether it must exist, it must exist at all indices or at none. The same applies to
-    added tensors.
+    If the config does not determine whether the tensor must exist, it must exist at all indices or at none. This also
+    applies to added tensors.
     """
     known_sizes, added = holdings.sizes.at({}), holdings.bound.family.added
     axes = lines[0].axes
@@ -614,7 +630,7 @@ def _names_missing(
 
 
 def _name(holdings: Holdings, lines: list[LineSources], index: Mapping[str, int]) -> str:
-    """Return the name that a missing tensor would have, by the line that would store it."""
+    """Return the name that a missing tensor would have, by the mapping rule that would store it."""
     line = next((h.line for h in lines if holdings.holds(h.line.when, index) is not False), lines[0].line)
     position = [index.get(axis, 0) for axis in line.name.axes]
     numbers = line.name.numbering(holdings.sizes.at({})).numbers(position)
