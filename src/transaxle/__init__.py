@@ -111,7 +111,7 @@ def __dir__() -> list[str]:
 
 
 def _is_live(name: str) -> bool:
-    """Tell whether using a public name imports torch."""
+    """Return whether using a public name imports torch."""
     return name in _ROOMS or _ELSEWHERE.get(name, "").startswith(("live.", "refit."))
 
 

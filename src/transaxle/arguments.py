@@ -183,10 +183,10 @@ def read_number_of_job(name: str, default: int | None = None) -> int:
 
     Args:
         name: name of the variable, such as `RANK`.
-        default: value if the variable is not set; None: the variable must be set.
+        default: value if the variable is not set; None means that the variable must be set.
 
     Raises:
-        UsageError: AMBIGUOUS if the variable is not a non-negative integer.
+        UsageError: with the code AMBIGUOUS if the variable is not a non-negative integer.
     """
     text = os.environ.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS):
@@ -399,7 +399,7 @@ def read_overwrite(overwrite: object) -> Overwrite:
     """Check the value of the option `overwrite`, and return it.
 
     Raises:
-        UsageError: AMBIGUOUS for a value other than True, False and `everything`.
+        UsageError: with the code AMBIGUOUS for a value other than True, False and `everything`.
     """
     if overwrite is True or overwrite is False:
         return overwrite

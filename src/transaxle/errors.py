@@ -184,7 +184,7 @@ class Refusal:
     detail: Callable[[], object] | None = field(default=None, compare=False, repr=False)
     """Function that computes the data of a figure for report pages; None if the refusal has no figure."""
     system: type[OSError] | None = field(default=None, compare=False, repr=False)
-    """Built-in exception class from which the error also derives; None: no built-in class."""
+    """Built-in exception class from which the error also derives; None means no built-in class."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hint", in_both_languages(self.hint))

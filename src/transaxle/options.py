@@ -40,7 +40,7 @@ class Option:
     example: str = ""
     """A valid value of the option, shown in error messages."""
     choices: tuple[str, ...] = ()
-    """Values that the command line accepts; empty: any value."""
+    """Values that the command line accepts; empty means any value."""
     maximum: int = _MAX_COUNT
     """Largest accepted value, for an option of kind count."""
     required: bool = False
@@ -160,7 +160,7 @@ class Exclusion:
     names: tuple[str, ...]
     """Options that exclude each other; or, if `needs` is not empty, options that require an option of `needs`."""
     needs: tuple[str, ...] = ()
-    """Options of which one must be given with any of `names`; empty: the options in `names` exclude each other."""
+    """Options of which one must be given with any of `names`; empty means the options in `names` exclude each other."""
     why: str = ""
     """Reason, appended to the error message."""
 

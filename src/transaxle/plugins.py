@@ -32,7 +32,7 @@ class Plugin:
         """Import the object that the entry point names.
 
         Raises:
-            Refused: UNSUPPORTED if the object cannot be imported.
+            Refused: with the code UNSUPPORTED if the object cannot be imported.
         """
         try:
             with aside():
@@ -50,7 +50,7 @@ class Plugin:
 
 
 def is_users(error: BaseException) -> bool:
-    """Tell whether an error raised in a plugin is due to the user or machine (Ctrl-C, no memory), not the plugin."""
+    """Return whether an error raised in a plugin is due to the user or machine (Ctrl-C, no memory), not the plugin."""
     return isinstance(error, KeyboardInterrupt | GeneratorExit | MemoryError)
 
 
@@ -64,7 +64,7 @@ def plugins(group: str) -> tuple[Plugin, ...]:
     """Return the entry points of a group, sorted by name.
 
     Raises:
-        Refused: NAME_COLLISION where two packages have entry points of the same name.
+        Refused: with the code NAME_COLLISION if two packages have entry points of the same name.
     """
     from importlib.metadata import entry_points
 

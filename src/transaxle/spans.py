@@ -84,13 +84,13 @@ def span(name: str, size: int | None = None) -> AbstractContextManager[None]:
 
     Args:
         name: name of the span in the trace.
-        size: number of bytes that the `with` block moves; None: the trace shows no size.
+        size: number of bytes that the `with` block moves; None means the trace shows no size.
     """
     return _NOTHING if _Program.trace is None else _Program.trace.span(name, size)
 
 
 def is_recording() -> bool:
-    """Tell whether a trace is being recorded."""
+    """Return whether a trace is being recorded."""
     return _Program.trace is not None
 
 

@@ -102,7 +102,7 @@ def as_dtensor(
         mesh: mesh of the ranks.
         placements: one placement for each dim of the mesh.
         shape: shape of the whole tensor.
-        stride: strides of the whole tensor; None: row-major.
+        stride: strides of the whole tensor; None means row-major.
     """
     steps = torch.empty(tuple(shape), device="meta").stride() if stride is None else tuple(stride)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=steps)
@@ -170,7 +170,7 @@ def with_plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tell whether two tensors have equal dtypes, shapes and bytes; NaNs are equal if their bits are equal.
+    """Return whether two tensors have equal dtypes, shapes and bytes; NaNs are equal if their bits are equal.
 
     The tensors may be on different devices and need not be contiguous. Meta tensors have no bytes: two meta tensors are
     equal if their dtypes and shapes are equal.
@@ -465,7 +465,7 @@ class Placement:
     """For each mesh dim, the tensor's dim that is sharded along it (None if replicated), and the rule that divides it
     into chunks."""
     base: Positions | None = None
-    """Positions of the tensor that all ranks of the mesh have together; None: the whole tensor."""
+    """Positions of the tensor that all ranks of the mesh have together; None means the whole tensor."""
     apart: bool = False
     """Whether the rank stores a separate tensor for every combination of its intervals (`ShardGrid`)."""
     spare: bool = False
@@ -499,10 +499,11 @@ def placement_of(tensor: torch.Tensor, rank: int, name: str, numbers: Mapping[in
         tensor: a tensor or DTensor.
         rank: rank of this process.
         name: name of the tensor, for refusals.
-        numbers: global rank -> number to use for it instead; None: use global ranks.
+        numbers: global rank -> number to use for it instead; None means use global ranks.
 
     Raises:
-        Refused: UNSUPPORTED, if a placement is `Partial`, or if a rank of the tensor's mesh is not in `numbers`.
+        Refused: with the code UNSUPPORTED if a placement is `Partial`, or if a rank of the tensor's mesh is not in
+            `numbers`.
     """
     part = part_of(tensor)
     base = None if part is None else part.positions
@@ -572,7 +573,7 @@ def cut_of(placement: TorchPlacement, name: str) -> tuple[int | None, ChunkRule]
         name: name of the tensor, for refusals.
 
     Raises:
-        Refused: UNSUPPORTED, if the placement is `Partial`.
+        Refused: with the code UNSUPPORTED if the placement is `Partial`.
     """
     if isinstance(placement, _StridedShard):
         return placement.dim, StridedShard(int(placement.split_factor))
@@ -631,7 +632,7 @@ def torch_dtype(code: str, *, tensor: str | None = None) -> torch.dtype:
     """Return the torch dtype of a safetensors code.
 
     Raises:
-        Refused: UNSUPPORTED, if torch has no such dtype; the refusal names the tensor `tensor`.
+        Refused: with the code UNSUPPORTED if torch has no such dtype; the refusal names the tensor `tensor`.
     """
     if code not in _TORCH:
         raise refuse("UNSUPPORTED", f"torch has no dtype for {code}", tensor=tensor)

@@ -163,26 +163,26 @@ def open(  # noqa: A001 - the contract's name
 
     Args:
         path: a folder or a file.
-        format: container format, such as `dcp`; None: detected.
-        family: model family, such as `qwen3_moe`; None: recognised from config and names.
-        dialect: dialect of the checkpoint's tensor names, such as `hf`; None: recognised.
-        config: the model's config: a path, a mapping, or an object with `to_dict()`; None: the checkpoint's own.
+        format: container format, such as `dcp`; None means detected.
+        family: model family, such as `qwen3_moe`; None means recognised from config and names.
+        dialect: dialect of the checkpoint's tensor names, such as `hf`; None means recognised.
+        config: the model's config: a path, a mapping, or an object with `to_dict()`; None means the checkpoint's own.
         axes: sizes of axes, which override config and files: `{"g": 8}`, "g=8" or ["g=8"].
         rules: path of the user's own table of tensor names.
         weights: weights of a DeepSpeed or Megatron checkpoint to read: the optimizer's `fp32`, or the model's `lp`.
-        optimizer: include the optimizer's state, or leave it out; None: include it, except in `safetensors:hf`.
+        optimizer: include the optimizer's state, or leave it out; None means include it, except in `safetensors:hf`.
         average: if replicas in a DeepSpeed or Megatron checkpoint differ between ranks, use their mean.
         decode: `bf16` or `fp32`: decode encoded tensors to this dtype when they are read.
         dtype: `bf16`, `fp16` or `fp32`: cast plain floating-point tensors to this dtype when they are read.
         merge: path of a peft LoRA adapter, merged into the weights when they are read.
-        only: patterns of the tensor names to which `decode` or `dtype` applies; empty: all names.
+        only: patterns of the tensor names to which `decode` or `dtype` applies; empty means all names.
         skip: patterns of the tensor names to which `decode` and `dtype` do not apply.
 
     Raises:
         TypeError: an argument of a wrong type, or options that exclude each other.
         StorageError: IO if the path is missing or unreadable.
         Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem in the files.
-        UsageError: UNKNOWN_AXIS for an axis that no family has.
+        UsageError: with the code UNKNOWN_AXIS for an axis that no family has.
     """
     return open_checkpoint(path, **read_options("open", locals()))
 
@@ -237,7 +237,7 @@ def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]
 
     Raises:
         Refused: CORRUPT, listing every mistake in the table.
-        UsageError: UNKNOWN_FAMILY if the table reads no tensor name of the checkpoint.
+        UsageError: with the code UNKNOWN_FAMILY if the table reads no tensor name of the checkpoint.
     """
     from transaxle.engine.checkpoint_facts import rules_facts
 
@@ -245,7 +245,7 @@ def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]
 
 
 def is_lead() -> bool:
-    """Tell whether this process is the first rank of a torchrun job, or in no torchrun job."""
+    """Return whether this process is the first rank of a torchrun job, or in no torchrun job."""
     from transaxle.engine.distribute.driver import is_lead
 
     return is_lead()
@@ -547,7 +547,7 @@ def convert(
         allow_lossy: allow arithmetic that a table marks as lossy, and casts in which finite values become infinite.
         strict: refuse tensors that the target dialect's table lacks; otherwise they keep their names.
         encode: `float8_block`, `mxfp8` or `nvfp4`: write the weights of linear layers in this encoding.
-        only: patterns of table names of the tensors to encode, decode or cast; empty: linear layers with `encode`.
+        only: patterns of table names of the tensors to encode, decode or cast; empty means linear layers with `encode`.
         skip: patterns of table names of the tensors to leave unchanged.
         tp: number of tensor-parallel ranks, for `megatron_torch` (one folder each) and the padding in `torch_dist`.
         pp: number of pipeline stages, for `megatron_torch`.
@@ -559,7 +559,7 @@ def convert(
         on: workers: "ray", "ray://HOST:PORT", "torchrun", an object with the method of `Executor`, or a pool with
             `submit`. `jobs` and `memory` then apply to each worker. Under torchrun, the first rank reads the result
             back and writes the page.
-        items: number of work items; None: one per GiB.
+        items: number of work items; None means one per GiB.
 
     The other arguments are those of `open`.
 
@@ -619,7 +619,7 @@ def verify(
 
     Args:
         a: path of a checkpoint, or an opened checkpoint.
-        b: checkpoint to compare with; None: check `a` against its own manifest.
+        b: checkpoint to compare with; None means check `a` against its own manifest.
         jobs: number of worker threads.
         memory: maximum bytes of all buffers together.
         progress: called with the number of bytes of each block read.
@@ -735,7 +735,7 @@ def derive(
         samples: for a function: input state dicts, of numpy arrays or torch tensors with any values. Samples of
             different sizes show which sizes depend on each other; the last sample is used to check the table.
         configs: for a function: the config of each sample.
-        family: name of the family; None: the model type, the function's name, or `derived` for a lambda.
+        family: name of the family; None means the model type, the function's name, or `derived` for a lambda.
         dialects: for a function: names of the dialects of its input and output.
 
     Returns:
@@ -745,8 +745,8 @@ def derive(
         TypeError: a sample or the function's result is not a mapping of names to arrays or tensors; or an argument
             that does not apply to this kind of converter.
         ValueError: the number of `configs` differs from that of samples, or `dialects` are not two different names.
-        Refused: UNSUPPORTED if no table can express the converter.
-        UsageError: UNKNOWN_FAMILY for a model type that transformers does not know.
+        Refused: with the code UNSUPPORTED if no table can express the converter.
+        UsageError: with the code UNKNOWN_FAMILY for a model type that transformers does not know.
     """
     from transaxle.derivation.sources import UNNAMED, are_dialects, family_name, from_function, from_transformers
     from transaxle.derivation.table import Labels
@@ -782,7 +782,7 @@ def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
         reason in `why`: a process uses it, or it contains files that belong to no checkpoint.
 
     Raises:
-        Refused: UNSUPPORTED for a URL of another service.
+        Refused: with the code UNSUPPORTED for a URL of another service.
         StorageError: IO, if a file cannot be removed.
     """
     from transaxle.formats.store import leftovers

@@ -99,7 +99,7 @@ def factor(hub: Positions, memory: Positions) -> list[Digit]:
 
 
 def _repeats(hub: Positions, memory: Positions, size: int) -> bool:
-    """Tell whether every block of `size` positions is the first block plus an offset."""
+    """Return whether every block of `size` positions is the first block plus an offset."""
     blocks = hub.reshape(-1, size), memory.reshape(-1, size)
     return all(bool(((b - b[:, :1]) == (b[0] - b[0, 0])).all()) for b in blocks)
 
@@ -537,8 +537,8 @@ class _Reader:
 
     @staticmethod
     def _outermost_is_shared(length: int, pieces: Sequence[_Piece]) -> bool:
-        """Tell whether all parts have the same outermost steps through the whole dim, and are side by side within each
-        step.
+        """Return whether all parts have the same outermost steps through the whole dim, and are side by side within
+        each step.
         """
         if not all(piece.share.digits for piece in pieces):
             return False

@@ -116,7 +116,7 @@ class Patterns:
         return Pattern(side, "".join([*pieces, name[start:]]), tuple(ahead)), tuple(indices)
 
     def constant(self, number: Number) -> bool:
-        """Tell whether a number in tensor names has the same values in every trace with these names; False for one
+        """Return whether a number in tensor names has the same values in every trace with these names; False for one
         trace.
         """
         side, whole, at = number
@@ -134,7 +134,7 @@ def _changes(values_by_trace: Sequence[set[int]]) -> bool:
 
 
 def _alike(place: Place, endings: Mapping[int, set[tuple[str, tuple[int, ...]]]], *, single: bool) -> bool:
-    """Tell whether the numbers at a place count similar modules: 0, 1, 2 …, followed by the same names and shapes."""
+    """Return whether the numbers at a place count similar modules: 0, 1, 2 …, followed by the same names and shapes."""
     segment = not place[1] or place[1].endswith(".")
     if not segment or len(endings) < 2 or sorted(endings) != list(range(len(endings))):
         return False

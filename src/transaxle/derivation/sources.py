@@ -321,8 +321,8 @@ def check_place(path: PathLike, *, overwrite: Overwrite = False) -> None:
         overwrite: True to replace an existing table; `everything` to replace any existing file.
 
     Raises:
-        UsageError: EXISTS, if there is a file that must not be replaced; AMBIGUOUS, if `overwrite` has an invalid
-            value.
+        UsageError: with the code EXISTS if there is a file that must not be replaced; with the code AMBIGUOUS if
+            `overwrite` has an invalid value.
         StorageError: IO, if the folder is missing, or an existing file cannot be read.
     """
     target, overwrite = Path(read_path("path", path)), read_overwrite(overwrite)
@@ -356,9 +356,9 @@ def write_table(text: str, path: PathLike, *, overwrite: Overwrite = False) -> N
         overwrite: True to replace an existing table; `everything` to replace any existing file.
 
     Raises:
-        UsageError: EXISTS, if there is a file that must not be replaced; AMBIGUOUS, if `overwrite` has an invalid
-            value.
-        StorageError: IO, if the file cannot be written; NO_SPACE, if the disk is full.
+        UsageError: with the code EXISTS if there is a file that must not be replaced; with the code AMBIGUOUS if
+            `overwrite` has an invalid value.
+        StorageError: IO, if the file cannot be written; with the code NO_SPACE if the disk is full.
     """
     check_place(path, overwrite=overwrite)
     target = Path(os.path.realpath(path))
@@ -419,9 +419,9 @@ class Table:
             overwrite: True to replace an existing table; `everything` to replace any existing file.
 
         Raises:
-            UsageError: EXISTS, if there is a file that must not be replaced; AMBIGUOUS, if `overwrite` has an invalid
-                value.
-            StorageError: IO, if the folder is missing; NO_SPACE, if the disk is full.
+            UsageError: with the code EXISTS if there is a file that must not be replaced; with the code AMBIGUOUS if
+                `overwrite` has an invalid value.
+            StorageError: IO, if the folder is missing; with the code NO_SPACE if the disk is full.
         """
         write_table(self.text, path, overwrite=overwrite)
 
@@ -431,7 +431,7 @@ def _name_of(labels: Labels) -> str:
 
 
 def are_dialects(names: object) -> bool:
-    """Tell whether an object is a pair of two valid dialect names."""
+    """Return whether an object is a pair of two valid dialect names."""
     if not isinstance(names, tuple | list) or len(names) != 2 or names[0] == names[1]:
         return False
     return all(isinstance(name, str) and re.fullmatch(WORD, name) for name in names)
@@ -451,9 +451,9 @@ def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, 
         family: name of the derived family; None for the name of the model type.
 
     Raises:
-        Refused: UNSUPPORTED, if no table can describe transformers' conversion, or torch or transformers is not
-            installed.
-        UsageError: UNKNOWN_FAMILY, if transformers does not know the model type.
+        Refused: with the code UNSUPPORTED if no table can describe transformers' conversion, or torch or transformers
+            is not installed.
+        UsageError: with the code UNKNOWN_FAMILY if transformers does not know the model type.
     """
     from transaxle.derivation.transformers_models import Peer, shapes, try_trace, variants
 
@@ -588,7 +588,7 @@ def from_function(
     Raises:
         TypeError: `samples` are not state dicts, or the function does not return a state dict.
         ValueError: the numbers of configs and of samples differ.
-        Refused: UNSUPPORTED, if no table can describe the function.
+        Refused: with the code UNSUPPORTED if no table can describe the function.
     """
     labels = labels or Labels(UNNAMED, dialects=("hf", "converted"))
     check_samples(samples)
@@ -610,7 +610,7 @@ def from_folders(pairs: Sequence[tuple[str, str]], labels: Labels) -> Table:
         labels: names of the family and its dialects.
 
     Raises:
-        Refused: UNSUPPORTED, if no table can describe the converter.
+        Refused: with the code UNSUPPORTED if no table can describe the converter.
     """
     traces = []
     with _RefuseUnderivable(_name_of(labels)):

@@ -339,7 +339,7 @@ class Builder:
                     self.joined.join(bias_layout, weight_layout)
 
     def _alike(self, first: AxisKey, second: AxisKey) -> bool:
-        """Tell whether two axes have one and the same size in every trace that has both axes."""
+        """Return whether two axes have one and the same size in every trace that has both axes."""
         sizes: list[dict[int, set[int]]] = [defaultdict(set), defaultdict(set)]
         for sizes_found, axis in zip(sizes, (first, second), strict=True):
             for trace, size in self.reading.sizes.get(axis, ()):
@@ -702,7 +702,7 @@ def _align(lines: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def _speaks_of(formula: str, name: str) -> bool:
-    """Tell whether a formula contains a word of the segment before an index, or the length of a list."""
+    """Return whether a formula contains a word of the segment before an index, or the length of a list."""
     words = name.removesuffix(HOLE).rstrip(".").rpartition(".")[2].split("_")
     return "len(" in formula or any(word.rstrip("s") in formula for word in words if len(word) > 3)
 

@@ -210,7 +210,7 @@ class _Shrinker:
         return small
 
     def _is_computed(self, key: str, *, doubled: bool) -> bool:
-        """Tell whether transformers itself computes a config key that is absent."""
+        """Return whether transformers itself computes a config key that is absent."""
         return (key in _OF_DEFAULT_DEPTH and not self.deep) or (key in _FOLLOWS and doubled)
 
     def _value(self, key: str, value: Any, layers: int | None, path: str) -> Any:

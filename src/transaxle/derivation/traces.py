@@ -211,8 +211,8 @@ def number_elements(src: str, dst: str) -> int:
         The number of elements.
 
     Raises:
-        UsageError: EXISTS, if `dst` exists.
-        StorageError: IO, if the parent folder of `dst` is missing; NO_SPACE, if the disk is full.
+        UsageError: with the code EXISTS if `dst` exists.
+        StorageError: IO, if the parent folder of `dst` is missing; with the code NO_SPACE if the disk is full.
         TransaxleError: `src` cannot be opened; see `open_checkpoint`.
     """
     target = Path(dst)

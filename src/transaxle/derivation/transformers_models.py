@@ -163,7 +163,7 @@ class Peer:
     """The installed transformers library, from which models are built.
 
     Raises:
-        Refused: UNSUPPORTED, if transformers is not installed.
+        Refused: with the code UNSUPPORTED if transformers is not installed.
     """
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class Peer:
         """Return the config class of a model type.
 
         Raises:
-            UsageError: UNKNOWN_FAMILY, if transformers does not know the model type.
+            UsageError: with the code UNKNOWN_FAMILY if transformers does not know the model type.
         """
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -212,7 +212,7 @@ class Peer:
         """Return the model classes named in `architectures`, or the classes registered for the model type, best first.
 
         Raises:
-            Refused: UNSUPPORTED, if there is no class for the model.
+            Refused: with the code UNSUPPORTED if there is no class for the model.
         """
         from transformers.models.auto import modeling_auto
 
@@ -340,7 +340,7 @@ class _ModelMaker:
         return None
 
     def builds(self, settings: Mapping[str, Any]) -> bool:
-        """Tell whether the model class accepts a config, whatever the model's size."""
+        """Return whether the model class accepts a config, whatever the model's size."""
         return self._model(settings) is not None
 
     def _model(self, settings: Mapping[str, Any]) -> Any:
@@ -418,7 +418,7 @@ def _number_storages(model: Any) -> tuple[list[tuple[Any, Numbers]], int]:
 
 
 def _carries(tensor: Any) -> bool:
-    """Tell whether a tensor's dtype represents all element numbers of one pass exactly."""
+    """Return whether a tensor's dtype represents all element numbers of one pass exactly."""
     return EXACT.get(dtype_of(tensor), 0) >= _BASE
 
 

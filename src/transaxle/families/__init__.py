@@ -77,7 +77,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def is_traced(file: str) -> bool:
-    """Tell whether the families in a file were derived by tracing."""
+    """Return whether the families in a file were derived by tracing."""
     return file.endswith(TRACED_SUFFIX)
 
 
@@ -132,7 +132,7 @@ class Families(Mapping[str, Family]):
         return name in self.entries or (bool(name) and name in self.everything.entries)
 
     def replaces(self, name: str) -> bool:
-        """Tell whether a user's rules file replaces a shipped family, rather than only adding dialects to it."""
+        """Return whether a user's rules file replaces a shipped family, rather than only adding dialects to it."""
         user_family = self._own.get(name)
         return user_family is not None and name in builtin().entries and not _adds_dialects(user_family)
 
@@ -200,7 +200,7 @@ def _own_entry(family: Family, entries: Mapping[str, Entry]) -> Entry:
 
 
 def _adds_dialects(family: Family) -> bool:
-    """Tell whether a user's rules file only adds dialects to a shipped family."""
+    """Return whether a user's rules file only adds dialects to a shipped family."""
     return family.name in builtin().entries and family.tensors is builtin()[family.name].tensors
 
 
@@ -312,8 +312,8 @@ def installed_families() -> Mapping[str, Family]:
     """Return the families of installed packages by name.
 
     Raises:
-        Refused: UNSUPPORTED, if a package cannot be imported or has no tables; CORRUPT, if a table is faulty;
-            NAME_COLLISION, if two families have the same name.
+        Refused: with the code UNSUPPORTED if a package cannot be imported or has no tables; with the code CORRUPT if a
+            table is faulty; with the code NAME_COLLISION if two families have the same name.
     """
     from importlib.resources import files
 
@@ -338,7 +338,7 @@ def installed_families() -> Mapping[str, Family]:
 
 
 def is_dialect(label: str) -> bool:
-    """Tell whether a shipped family has a dialect of this label or name."""
+    """Return whether a shipped family has a dialect of this label or name."""
     labels = {known for entry in builtin().entries.values() for known in entry.dialects}
     return label in labels or any(known.partition("@")[0] == label for known in labels)
 

@@ -110,7 +110,7 @@ class HashingFiles(Sink):
     """A sink that writes items to their places in files, and hashes the items at the same time.
 
     Args:
-        files: the files to write to; None: items are only hashed.
+        files: the files to write to; None means that items are only hashed.
         places: for each item, by key, its places in the files, as the transfers that would read the item back (see
             `PlannedTensor.everywhere`).
         hashed: keys of the items to hash; this sink must receive all bytes of each such item.
@@ -359,8 +359,8 @@ def parse_result(text: bytes) -> ItemResult | None:
 
 
 def read_results(folder: Path, numbers: Iterable[int] | None = None) -> dict[int, ItemResult]:
-    """Read the results of the work items `numbers` (None: of all), and return them by number; damaged results are left
-    out.
+    """Read the results of the work items `numbers` (None means of all), and return them by number; damaged results are
+    left out.
 
     Raises:
         StorageError: IO, if a result file cannot be read.
@@ -441,7 +441,7 @@ def refuse_other_task(folder: Path, task: Task, file: str) -> None:
         file: path of the target, for the error message.
 
     Raises:
-        UsageError: EXISTS, if the journal's task differs.
+        UsageError: with the code EXISTS if the journal's task differs.
         StorageError: IO, if the journal cannot be read.
     """
     unfinished = unfinished_task(folder)

@@ -339,7 +339,7 @@ class ItemRange(msgspec.Struct, frozen=True, eq=False):
     target_ranks: tuple[int, ...]
     """Ranks that receive the range for their sinks."""
     copies: Mapping[int, list[Transfer]] | None
-    """Maps each source rank to its transfers into the range; None: a single source rank reads all of it."""
+    """Maps each source rank to its transfers into the range; None means that a single source rank reads all of it."""
 
     @property
     def size(self) -> int:

@@ -204,13 +204,15 @@ class Sink(ABC):
     """Whether one thread must deliver the bytes of an item, and of items in one queue, in order."""
 
     span: int | None = None
-    """Size in bytes of an item's spans, which may arrive in any order from several threads; None: one span per item."""
+    """Size in bytes of an item's spans, which may arrive in any order from several threads; None means one span per
+    item.
+    """
 
     batches_steps = False
     """Whether many steps can be carried out in one call; true of sinks on this machine."""
 
     def buffer(self, _key: int, _start: int, _stop: int) -> Bytes | None:
-        """Return the memory for an item's bytes `[start, stop)`; None: the bytes must be passed to `take`."""
+        """Return the memory for an item's bytes `[start, stop)`; None means that the bytes must be passed to `take`."""
         return None
 
     def mark_filled(self, _key: int, _start: int, _stop: int) -> None:  # noqa: B027 - a sink may have nothing to note
@@ -336,7 +338,7 @@ class Scratch:
         self.few = few
 
     def reads_span(self, transfer: Transfer) -> bool:
-        """Tell whether to read a transfer's whole span at once, since it fits into the buffer and wastes little."""
+        """Return whether to read a transfer's whole span at once, since it fits into the buffer and wastes little."""
         span = transfer.source_span
         if span > len(self.array):
             return False
@@ -348,7 +350,7 @@ class Scratch:
         return span <= needed * self.waste or _widest_gap(transfer) <= self.gap
 
     def reads_runs(self, transfer: Transfer) -> bool:
-        """Tell whether to read each run directly into place, since the runs are far apart and none is read twice."""
+        """Return whether to read each run directly into place, since the runs are far apart and none is read twice."""
         # The innermost loop in the source decides: if neighbouring runs are too far apart to be read together, so are
         # all other runs.
         times, step, into = min(transfer.loops, key=lambda loop: loop[1])

@@ -66,12 +66,12 @@ def no_progress(_: int) -> None:
 
 
 def is_long(transfer: Transfer) -> bool:
-    """Tell whether a transfer is one long contiguous range, which the rank that reads it also writes."""
+    """Return whether a transfer is one long contiguous range, which the rank that reads it also writes."""
     return transfer.width >= _LONG_COPY and not transfer.loops
 
 
 def is_whole(parts: Sequence[Transfer], size: int) -> bool:
-    """Tell whether a tensor of `size` bytes is one contiguous range of a file."""
+    """Return whether a tensor of `size` bytes is one contiguous range of a file."""
     return len(parts) == 1 and not parts[0].loops and parts[0].width == size
 
 
@@ -86,15 +86,17 @@ class Item(msgspec.Struct, frozen=True, eq=False, dict=True):
     """Transfers that produce the item, sorted by target offset, or a function that computes these transfers when
     needed."""
     target_ranks: tuple[int, ...] = ()
-    """Ranks that need the item; empty: each range of the item goes to any one rank."""
+    """Ranks that need the item; empty means each range of the item goes to any one rank."""
     source_ranks: tuple[int, ...] = ()
-    """Ranks that can read the whole source; empty: each transfer is read by the rank that has its file."""
+    """Ranks that can read the whole source; empty means that each transfer is read by the rank that has its file."""
     queue: Hashable = None
-    """Key of the item's queue; the items of a queue are moved one after another. None: the item is in a queue of its
-    own."""
+    """Key of the item's queue; the items of a queue are moved one after another. None means that the item is in a queue
+    of its own.
+    """
     blocks: Callable[[Worker], Iterator[memoryview]] | None = None
-    """For computed values, a function that yields the item's bytes in order, block by block; None: the bytes are
-    copied."""
+    """For computed values, a function that yields the item's bytes in order, block by block; None means that the bytes
+    are copied.
+    """
     max_range: int | None = None
     """Maximum bytes of an item range; None: `RANGE_BYTES`."""
 
@@ -239,7 +241,7 @@ def limits(jobs: int | None = None, memory: Size | None = None) -> Limits:
     """Choose the number of workers and the size of their buffers.
 
     Args:
-        jobs: number of worker threads; None: one per core, at most eight.
+        jobs: number of worker threads; None means one per core, at most eight.
         memory: total bytes of all buffers; None: 64 MiB. With too little memory for `jobs` workers, fewer are
             started; one worker needs 384 KiB.
 
@@ -261,7 +263,7 @@ class Worker:
         reader: the source of the transfers, which several threads may share.
         limit: the limits that give the size of the buffers.
         stop: event by which all workers are told to stop.
-        steps: the list of steps; None: a new list that runs block by block.
+        steps: the list of steps; None means a new list that runs block by block.
     """
 
     def __init__(
@@ -364,9 +366,9 @@ class Worker:
         Args:
             transfers: transfers that produce the tensor, sorted by target offset.
             size: size of the tensor in bytes.
-            length: maximum bytes of a block; None: the transfers determine it.
+            length: maximum bytes of a block; None means the transfers determine it.
             dtype: dtype of the tensor, needed for `arithmetic`.
-            arithmetic: operations to apply to every value; None: a plain copy.
+            arithmetic: operations to apply to every value; None means a plain copy.
         """
         return self.blocks_until(
             transfers, block_ends(transfers, size, self.capacity, length), dtype=dtype, arithmetic=arithmetic
@@ -416,7 +418,7 @@ def block_ends(transfers: Sequence[Transfer], size: int, capacity: int, length: 
         transfers: transfers that produce the tensor, sorted by target offset.
         size: size of the tensor in bytes.
         capacity: size of a worker's block in bytes.
-        length: bytes of every block but the last; None: the transfers determine it.
+        length: bytes of every block but the last; None means the transfers determine it.
     """
     if length is not None:
         return _chunk_ends(0, size, min(length, capacity))
@@ -462,7 +464,7 @@ def largest_first(tasks: Iterable[tuple[Task, int]]) -> list[tuple[Task, int]]:
 
 
 def can_batch(*readers: Readable) -> bool:
-    """Tell whether every reader can turn its reads into steps that run in batches."""
+    """Return whether every reader can turn its reads into steps that run in batches."""
     return all(getattr(each, "batches_steps", False) for each in readers)
 
 

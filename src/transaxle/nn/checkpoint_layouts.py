@@ -82,12 +82,12 @@ def experts_as(state: Mapping[str, Any], layout: str, *, prefix: str = "", sourc
         state: a state dict, which is not changed. Optimizer states are named `optim/<parameter>/<state>`.
         layout: `stacked`, `separate`, `hf`, `transformers`, `torchtitan`, `torchtitan@0.2` or `automodel`.
         prefix: prefix of the experts' names, such as `model.layers.0.mlp.experts.`
-        source: present layout of the experts; None: recognised by the tensor names.
+        source: present layout of the experts; None means recognised by the tensor names.
 
     Raises:
-        Refused: MISSING_TENSOR for missing experts; SHAPE_MISMATCH for wrong shapes; UNSUPPORTED for DTensors, and for
-            codes, which cannot be moved without their scales.
-        UsageError: AMBIGUOUS for an unknown layout, or names of no known layout.
+        Refused: with the code MISSING_TENSOR for missing experts; with the code SHAPE_MISMATCH for wrong shapes; with
+            the code UNSUPPORTED for DTensors, and for codes, which cannot be moved without their scales.
+        UsageError: with the code AMBIGUOUS for an unknown layout, or names of no known layout.
     """
     target = _dialect(layout)
     experts, other_entries = _split_prefix(state, prefix)
@@ -174,7 +174,7 @@ def load_state_dict(
             whole tensor is accepted too, and each rank takes its own part of it.
         strict: as in `torch.nn.Module.load_state_dict`.
         assign: as in `torch.nn.Module.load_state_dict`.
-        group: the ranks that load together, a process group or a mesh of one dim; None: all.
+        group: the ranks that load together, a process group or a mesh of one dim; None means all.
 
     Returns:
         The result of the module's `load_state_dict`: missing and unexpected names.
@@ -306,8 +306,9 @@ def optimizer_state_as(state: Mapping[str, Any], model: nn.Module) -> dict[str, 
         A new dict, flat if `state` is flat. If N parameters become one, their scalar states (steps) must be equal.
 
     Raises:
-        Refused: UNEQUAL_COPIES for scalar states that differ; INCOMPLETE or SHAPE_MISMATCH for another set of experts;
-            UNSUPPORTED for experts trained with different settings, and for parameters without names.
+        Refused: with the code UNEQUAL_COPIES for scalar states that differ; with the code INCOMPLETE or SHAPE_MISMATCH
+            for another set of experts; with the code UNSUPPORTED for experts trained with different settings, and for
+            parameters without names.
     """
     if STATE not in state and any(name.startswith((_FLAT_STATE, _FLAT_GROUPS)) for name in state):
         return _flatten(optimizer_state_as(_unflatten(state), model))
@@ -384,7 +385,7 @@ def _move(
 
 
 def _of_states(check: Check) -> bool:
-    """Tell whether a check compares optimizer states, not parameters, which an optimizer's state dict lacks."""
+    """Return whether a check compares optimizer states, not parameters, which an optimizer's state dict lacks."""
     return all(split_slot(part.origins[0].name)[1] != WEIGHT for part in check.second.parts)
 
 

@@ -35,7 +35,7 @@ class _Whole:
     shape: tuple[int, ...]
     """Elements along each dim."""
     strides: tuple[int, ...] | None = None
-    """Strides of the tensor in elements; None: row-major."""
+    """Strides of the tensor in elements; None means row-major."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ def move(
     Args:
         translation: the translation.
         tensors: source tensor name -> tensor.
-        targets: the target tensors to make, by name; None: all targets of the translation.
+        targets: the target tensors to make, by name; None means all targets of the translation.
 
     Raises:
-        Refused: any refusal of the translation; UNEQUAL_COPIES for copies that must be equal and are not; UNSUPPORTED
-            for a rearrangement of DTensors other than stacking and unstacking.
+        Refused: any refusal of the translation; with the code UNEQUAL_COPIES for copies that must be equal and are not;
+            with the code UNSUPPORTED for a rearrangement of DTensors other than stacking and unstacking.
     """
     if translation.refusals:
         raise gathered(translation.refusals)
@@ -112,7 +112,7 @@ def _build_target(target: Target, copier: Copier, tensors: Mapping[str, torch.Te
 
 
 def _is_whole(target: Target, copier: Copier) -> bool:
-    """Tell whether a target has a single source, with the same elements in the same order."""
+    """Return whether a target has a single source, with the same elements in the same order."""
     copies = list(copier.copies(target))
     loops = copies[0].move.loops if len(copies) == 1 else ()
     run = not loops or (len(loops) == 1 and loops[0][1:] == (1, 1))
@@ -179,8 +179,8 @@ def remap(state: Mapping[str, Any], prefix: str, layer: Layer) -> dict[str, Any]
         A new dict. Rearranged tensors have new memory; unchanged tensors are the same objects.
 
     Raises:
-        Refused: errors of `transaxle.axes.translation.grouped.Arrangement`; UNEQUAL_COPIES for two forms of a parameter
-            that differ.
+        Refused: errors of `transaxle.axes.translation.grouped.Arrangement`; with the code UNEQUAL_COPIES for two forms
+            of a parameter that differ.
     """
     entries = {name: value for name, value in state.items() if name != f"{prefix}{EXTRA_STATE}"}
     _unwrap(entries, prefix, layer)
@@ -225,13 +225,13 @@ def _unwrap(state: dict[str, Any], prefix: str, layer: Layer) -> None:
 
 
 def _is_own(name: str, prefix: str, layer: Layer) -> bool:
-    """Tell whether a name belongs to a parameter of the layer, as one stack or as N tensors."""
+    """Return whether a name belongs to a parameter of the layer, as one stack or as N tensors."""
     stem = stack_name(name)
     return stem.startswith(prefix) and stem.removeprefix(prefix) in layer.shapes
 
 
 def _elsewhere(name: str, prefix: str, layer: Layer) -> bool:
-    """Tell whether a name belongs to an expert that is on another rank."""
+    """Return whether a name belongs to an expert that is on another rank."""
     split = split_number(name)
     if split is None or not split.before.startswith(prefix):
         return False
@@ -248,7 +248,7 @@ def refuse_codes(state: Mapping[str, Any], prefix: str, parameters: Mapping[str,
         parameters: parameters of a module, by name.
 
     Raises:
-        Refused: DTYPE_MISMATCH, if there are codes for a plain parameter.
+        Refused: with the code DTYPE_MISMATCH if there are codes for a plain parameter.
     """
     problems = []
     for name, parameter in parameters.items():

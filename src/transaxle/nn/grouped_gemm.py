@@ -104,7 +104,7 @@ class QuantizedProducts:
             weights: the parameters as autograd saved them.
 
         Raises:
-            Refused: UNSUPPORTED if a hook has replaced the saved codes by values.
+            Refused: with the code UNSUPPORTED if a hook has replaced the saved codes by values.
         """
         if not all(isinstance(weight, QuantizedTensor) for weight in weights):
             raise refuse(
@@ -392,7 +392,7 @@ class Setting:
     original: bool = False
     """Whether to save the given input for backward, rather than the cast or quantized input."""
     sink: Sink | None = None
-    """Receiver of the gradients of weights; None: autograd gets the gradients."""
+    """Receiver of the gradients of weights; None means that autograd gets the gradients."""
     codes: QuantizedProducts | None = None
     """How inputs and gradients are quantized; None if the weights' recipe does not quantize them."""
 
@@ -416,8 +416,8 @@ class Product(torch.autograd.Function):
             ctx: context of autograd.
             inp: [rows, in]; may be quantized.
             offsets: see `Splits.offsets`.
-            cached: an earlier result of `weights_of`; None: call it.
-            dgrad_out: buffer for the gradient of the input; None: allocate it.
+            cached: an earlier result of `weights_of`; None means call it.
+            dgrad_out: buffer for the gradient of the input; None means allocate it.
             setting: the settings of the call.
             *parameters: weights, then biases.
         """
@@ -477,8 +477,8 @@ def apply_product(
     Args:
         inp: [rows, in]; may be quantized.
         offsets: see `Splits.offsets`.
-        cached: an earlier result of `weights_of`; None: make one.
-        dgrad_out: buffer for the gradient of the input; None: allocate a buffer.
+        cached: an earlier result of `weights_of`; None means make one.
+        dgrad_out: buffer for the gradient of the input; None means allocate a buffer.
         setting: the settings of the call.
         weights: one parameter for all experts, or one per expert.
         biases: one parameter for all experts, one per expert, or none. Biases are small, so stacking them costs less
@@ -533,7 +533,7 @@ def refuse_data_parallel(parameters: Iterable[torch.Tensor]) -> None:
         parameters: the parameters with delayed gradients. Parameters that DDP ignores are accepted.
 
     Raises:
-        Refused: UNSUPPORTED, if DistributedDataParallel would reduce a parameter.
+        Refused: with the code UNSUPPORTED if DistributedDataParallel would reduce a parameter.
     """
     if DistributedDataParallel._get_active_ddp_module() is None:
         return

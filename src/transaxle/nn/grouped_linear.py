@@ -105,11 +105,11 @@ class GroupedParameters(QuantizedEntries):
     use_bias: bool
     """Whether there are biases."""
     init_method: Init | None
-    """Function that fills each weight with initial values; None: normal with standard deviation 0.023."""
+    """Function that fills each weight with initial values; None means normal with standard deviation 0.023."""
     experts: range
     """Numbers of this rank's experts."""
     ep: DeviceMesh | None
-    """Mesh over whose ranks the experts are divided; None: each rank has all experts."""
+    """Mesh over whose ranks the experts are divided; None means that each rank has all experts."""
 
     def _make(
         self, single_weight: bool, single_bias: bool, dtype: torch.dtype, device: torch.device | str | None
@@ -170,7 +170,8 @@ class GroupedParameters(QuantizedEntries):
             mesh: a mesh of one dim. Shard on other mesh dims, as by `fully_shard`, only afterwards.
 
         Raises:
-            Refused: UNSUPPORTED for a mesh of several dims, and for parameters that are already quantized or sharded.
+            Refused: with the code UNSUPPORTED for a mesh of several dims, and for parameters that are already quantized
+                or sharded.
         """
         if mesh.ndim != 1:
             raise refuse(
@@ -204,7 +205,7 @@ class GroupedParameters(QuantizedEntries):
         Such a rank has an empty gradient, for which torch's reduce-scatter fails, while all other ranks wait.
 
         Raises:
-            Refused: UNSUPPORTED, if a rank has no expert.
+            Refused: with the code UNSUPPORTED if a rank has no expert.
         """
         if self.ep is None or not getattr(self, _FSDP_MANAGED, False) or not torch.is_grad_enabled():
             return
@@ -305,7 +306,7 @@ class GroupedParameters(QuantizedEntries):
         """The weights of all experts as one grouped tensor.
 
         Raises:
-            Refused: UNSUPPORTED if each expert has its own parameter.
+            Refused: with the code UNSUPPORTED if each expert has its own parameter.
         """
         if not self.single_grouped_weight:
             raise refuse(
@@ -364,7 +365,7 @@ class GroupedParameters(QuantizedEntries):
 
 
 def _has_own_storage(tensors: Sequence[torch.Tensor], fresh: bool) -> bool:
-    """Tell whether each tensor has its own storage of exactly its size; storages of fresh tensors may be larger."""
+    """Return whether each tensor has its own storage of exactly its size; storages of fresh tensors may be larger."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     sizes = {tensor.numel() * tensor.element_size() for tensor in tensors}
     return len(storages) == len(tensors) and (fresh or set(storages.values()) == sizes)
@@ -399,20 +400,21 @@ class GroupedLinear(GroupedParameters):
         out_features: size of a row of the output.
         bias: whether the layers have biases.
         return_bias: return the biases with the output, without adding them.
-        params_dtype: dtype of the parameters; None: torch's default.
+        params_dtype: dtype of the parameters; None means torch's default.
         device: device of the parameters; `meta` leaves them without values until `to_empty` and
             `reset_parameters`, or a load.
-        init_method: function that fills each weight [out, in] in place; None: normal, standard deviation 0.023.
+        init_method: function that fills each weight [out, in] in place; None means normal, standard deviation 0.023.
         fuse_wgrad_accumulation: add gradients of weights to the parameters' `main_grad`; parameters with
             `overwrite_main_grad` set get their `main_grad` overwritten.
         delay_wgrad_compute: compute gradients of weights and biases in `backward_dw`, not in backward.
         save_original_input: keep the given input for backward, not the cast or quantized input.
         single_grouped_weight: make one parameter `weight` [N, out, in], not `weight0`, `weight1`, …
         single_grouped_bias: make one parameter `bias` [N, out], not `bias0`, `bias1`, …
-        recipe: quantizer of the weights; None: the weights are plain.
+        recipe: quantizer of the weights; None means that the weights are plain.
 
     Raises:
-        Refused: SHAPE_MISMATCH for invalid sizes; UNSUPPORTED for options that do not fit together.
+        Refused: with the code SHAPE_MISMATCH for invalid sizes; with the code UNSUPPORTED for options that do not fit
+            together.
     """
 
     def __init__(
@@ -462,8 +464,8 @@ class GroupedLinear(GroupedParameters):
         """Quantize each expert's weights separately, in place; return the layer. See `transaxle.quant.quantize_`.
 
         Raises:
-            Refused: UNSUPPORTED for weights that are already quantized or sharded, and for delayed scaling together
-                with `save_original_input`.
+            Refused: with the code UNSUPPORTED for weights that are already quantized or sharded, and for delayed
+                scaling together with `save_original_input`.
         """
         if any(is_quantized(weight) for _, weight in self._parameters_of(WEIGHT)):
             raise refuse("UNSUPPORTED", "the weights are quantized already", hint="Quantize once, before sharding.")
@@ -474,7 +476,7 @@ class GroupedLinear(GroupedParameters):
         """Refuse a recipe that the layer cannot compute with.
 
         Raises:
-            Refused: UNSUPPORTED for delayed scaling together with `save_original_input`.
+            Refused: with the code UNSUPPORTED for delayed scaling together with `save_original_input`.
         """
         if self.save_original_input and isinstance(recipe, DelayedScaling):
             raise refuse(
@@ -496,7 +498,7 @@ class GroupedLinear(GroupedParameters):
                 weights and also rounds the rows of inputs and gradients to float8.
 
         Raises:
-            UsageError: AMBIGUOUS for an unknown way.
+            UsageError: with the code AMBIGUOUS for an unknown way.
         """
         if way is not None and way not in WAYS:
             raise refuse("AMBIGUOUS", f"there is no way {way!r}; known are {', '.join(WAYS)}")
@@ -507,7 +509,7 @@ class GroupedLinear(GroupedParameters):
         """Return how the layer multiplies an input, and why.
 
         Raises:
-            Refused: UNSUPPORTED if the forced way is not possible.
+            Refused: with the code UNSUPPORTED if the forced way is not possible.
         """
         return self._path(self._dtype(inp), inp.device, self._weights(inp)[0])
 
@@ -538,7 +540,7 @@ class GroupedLinear(GroupedParameters):
             m_splits: number of rows of each expert: a list, or an int32 or int64 tensor on any device. On the
                 `grouped` path numbers on the device are not copied to the host.
             is_first_microbatch: True: cache the weights as they are multiplied (cast, dequantized, in one piece) for
-                later microbatches; False: use the cached weights; None: prepare weights for this call only.
+                later microbatches; False: use the cached weights; None means prepare weights for this call only.
             out: buffer for the output, in the output's shape or as rows; reusable for the next call. If `out` is part
                 of a larger buffer, that buffer enters autograd's graph, unless you give `out=buffer.detach()[…]`.
             dgrad_out: buffer for the gradient of the input, in the input's shape or as rows.
@@ -547,7 +549,7 @@ class GroupedLinear(GroupedParameters):
             The output; with `return_bias` a pair of the output and the biases, which are not added.
 
         Raises:
-            Refused: SHAPE_MISMATCH, DTYPE_MISMATCH or UNSUPPORTED, if the arguments do not fit the layer.
+            Refused: with the code SHAPE_MISMATCH, DTYPE_MISMATCH or UNSUPPORTED if the arguments do not fit the layer.
         """
         if inp.dim() < 1 or inp.shape[-1] != self.in_features:
             raise refuse(
@@ -582,7 +584,8 @@ class GroupedLinear(GroupedParameters):
         """Choose how rows are multiplied, and compute which rows each expert has.
 
         Raises:
-            Refused: DTYPE_MISMATCH for rows and weights of different dtypes outside of autocast; SHAPE_MISMATCH.
+            Refused: with the code DTYPE_MISMATCH for rows and weights of different dtypes outside of autocast;
+                SHAPE_MISMATCH.
         """
         dtype = self._dtype(rows)
         if not _is_autocast(rows) and dtype != weights[0].dtype:
@@ -626,7 +629,7 @@ class GroupedLinear(GroupedParameters):
         return self._cached
 
     def need_backward_dw(self) -> bool:
-        """Tell whether this layer delays gradients of weights, so that the user must call `backward_dw`."""
+        """Return whether this layer delays gradients of weights, so that the user must call `backward_dw`."""
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:
@@ -636,8 +639,8 @@ class GroupedLinear(GroupedParameters):
         gradients become means over the ranks that share the parameters, with the parameters' dtype and sharding.
 
         Raises:
-            Refused: UNSUPPORTED if no backward is pending, if its tensors were changed in place, or if the gradients no
-                longer fit the parameters.
+            Refused: with the code UNSUPPORTED if no backward is pending, if its tensors were changed in place, or if
+                the gradients no longer fit the parameters.
         """
         if not self.delay_wgrad_compute:
             return
@@ -748,7 +751,7 @@ def _run_untraced(layer: GroupedLinear, *arguments: Any) -> Output:
 
 
 def _usable(cached: torch.Tensor | None, dtype: torch.dtype) -> bool:
-    """Tell whether cached weights can be used: autograd accepts no tensors made in inference mode."""
+    """Return whether cached weights can be used: autograd accepts no tensors made in inference mode."""
     if cached is None or cached.dtype != dtype:
         return False
     return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not cached.is_inference()

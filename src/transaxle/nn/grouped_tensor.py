@@ -50,9 +50,9 @@ class GroupedTensor:
         Args:
             num_tensors: number of members N.
             shape: rows and columns of each member.
-            quantizer: quantizer of the members; None: they are plain.
-            device: device of the buffer; None: torch's default.
-            dtype: dtype of the values; None: torch's default.
+            quantizer: quantizer of the members; None means that they are plain.
+            device: device of the buffer; None means torch's default.
+            dtype: dtype of the values; None means torch's default.
         """
         where, kind = read_device("device", device), read_optional_dtype("dtype", dtype)
         data = torch.zeros((num_tensors, *shape), device=where, dtype=kind)
@@ -109,7 +109,7 @@ def values(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def adjacent(parameters: Sequence[torch.Tensor]) -> bool:
-    """Tell whether plain tensors of one shape follow each other in one buffer, as members of a grouped tensor do."""
+    """Return whether plain tensors of one shape follow each other in one buffer, as members of a grouped tensor do."""
     first = parameters[0]
     if torch.compiler.is_compiling() or type(first.data) is not torch.Tensor:
         return False  # addresses are unknown while a program is traced
@@ -160,7 +160,7 @@ class Splits:
 
 
 def on_host(m_splits: Sequence[int] | torch.Tensor) -> bool:
-    """Tell whether the host may read row counts: from a list, or from a CPU tensor outside of tracing.
+    """Return whether the host may read row counts: from a list, or from a CPU tensor outside of tracing.
 
     Tensors of other classes (fake, traced) may have no values.
     """
@@ -180,8 +180,9 @@ def splits(m_splits: Sequence[int] | torch.Tensor, experts: int, rows: int, devi
         device: device of the input.
 
     Raises:
-        Refused: SHAPE_MISMATCH or DTYPE_MISMATCH for another shape or dtype; SHAPE_MISMATCH for host numbers that are
-            negative or sum to more than the rows; UNSUPPORTED for numbers on the host during capture of a CUDA graph.
+        Refused: with the code SHAPE_MISMATCH or DTYPE_MISMATCH for another shape or dtype; with the code SHAPE_MISMATCH
+            for host numbers that are negative or sum to more than the rows; with the code UNSUPPORTED for numbers on
+            the host during capture of a CUDA graph.
     """
     if isinstance(m_splits, torch.Tensor):
         if m_splits.dtype not in INTEGERS:
@@ -220,7 +221,7 @@ def _numbers(m_splits: Sequence[Any]) -> tuple[int, ...]:
     """Return row counts as Python integers; fractions and booleans are refused.
 
     Raises:
-        Refused: DTYPE_MISMATCH, if a row count is not an integer.
+        Refused: with the code DTYPE_MISMATCH if a row count is not an integer.
     """
     numbers: tuple[int, ...] = ()
     try:

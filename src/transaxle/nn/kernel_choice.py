@@ -64,7 +64,7 @@ def stack_codes(parameters: Sequence[torch.Tensor]) -> QuantizedTensor:
     """Return the experts' weights as one stack of codes, [experts, out, in]; an existing stack is not copied.
 
     Raises:
-        Refused: UNSUPPORTED for experts that are not all quantized in the same way.
+        Refused: with the code UNSUPPORTED for experts that are not all quantized in the same way.
     """
     first = parameters[0].detach()
     stack = first if first.dim() == 3 else torch.stack([parameter.detach() for parameter in parameters])
@@ -85,7 +85,7 @@ def multiply(x: torch.Tensor, weight: QuantizedTensor, offsets: torch.Tensor) ->
 
 
 def has_backward_codes(weight: QuantizedTensor) -> bool:
-    """Tell whether the weight has codes for the gradient of the input."""
+    """Return whether the weight has codes for the gradient of the input."""
     return kind_of(weight.quantizer) is ROWS or weight.frame.columnwise
 
 
@@ -184,15 +184,15 @@ def path(
         dtype: dtype of the values to multiply.
         device: device of the input.
         features: number of output and of input features.
-        capability: compute capability of the device; None: query it from torch.
-        forced: the way that the user forces; None: choose. MXFP8 codes are multiplied wherever possible; float8 codes
-            with one scale only with `scaled`; both round inputs and gradients.
+        capability: compute capability of the device; None means query it from torch.
+        forced: the way that the user forces; None means choose. MXFP8 codes are multiplied wherever possible; float8
+            codes with one scale only with `scaled`; both round inputs and gradients.
         quantizer: quantizer of the weights; None for plain weights.
         columnwise: whether the weights have columnwise codes.
         experts: number of experts.
 
     Raises:
-        Refused: UNSUPPORTED if the forced way is not possible.
+        Refused: with the code UNSUPPORTED if the forced way is not possible.
     """
     capability = capability_of(device.index) if capability is None and device.type == "cuda" else capability
     kind = kind_of(quantizer)

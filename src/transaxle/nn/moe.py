@@ -138,7 +138,7 @@ class Experts(nn.Module):
         intermediate_size: size of a row between the two layers.
         num_experts: number of experts, on all ranks together.
         single_grouped_weight: one parameter for all experts, not one parameter per expert.
-        params_dtype: dtype of the parameters; None: torch's default.
+        params_dtype: dtype of the parameters; None means torch's default.
         device: device of the parameters.
     """
 
@@ -192,7 +192,7 @@ class Gated(nn.Module):
     Args:
         hidden_size: size of a row.
         intermediate_size: size of a row between the two projections.
-        params_dtype: dtype of the parameters; None: torch's default.
+        params_dtype: dtype of the parameters; None means torch's default.
         device: device of the parameters.
     """
 
@@ -230,15 +230,16 @@ class MoE(nn.Module):
         norm_topk_prob: scale the probabilities of a token's chosen experts so that they sum to one.
         shared_intermediate_size: inner size of a shared layer whose output is added for each token; 0: no shared layer.
         single_grouped_weight: one parameter for all experts, not one parameter per expert.
-        ep: mesh of one dim whose ranks divide the experts as `torch.chunk` does; None: each rank has all experts.
-            Tokens for experts of other ranks are sent there and back; the host waits for the row counts once per
-            forward.
-        params_dtype: dtype of the parameters; None: torch's default.
+        ep: mesh of one dim whose ranks divide the experts as `torch.chunk` does; None means that each rank has all
+            experts. Tokens for experts of other ranks are sent there and back; the host waits for the row counts once
+            per forward.
+        params_dtype: dtype of the parameters; None means torch's default.
         device: device of the parameters. On any device but `meta`, each rank briefly has all experts of the layer in
             memory.
 
     Raises:
-        Refused: SHAPE_MISMATCH if `top_k` exceeds `num_experts`; UNSUPPORTED for a mesh of several dims.
+        Refused: with the code SHAPE_MISMATCH if `top_k` exceeds `num_experts`; with the code UNSUPPORTED for a mesh of
+            several dims.
     """
 
     def __init__(

@@ -297,7 +297,7 @@ def cut_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Parame
 
 
 def sums_outputs(module: nn.Module) -> bool:
-    """Tell whether ranks with the same outputs of a layer sum the outputs' gradients, not the parameters' gradients.
+    """Return whether ranks with the same outputs of a layer sum the outputs' gradients, not the parameters' gradients.
 
     They do if these gradients are quantized before they are multiplied: then the sum is quantized, as on
     a single rank, not each rank's term.
@@ -412,7 +412,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         The norm of all gradients before clipping.
 
     Raises:
-        Refused: UNSUPPORTED for a model that `tensor_parallel` has not cut, and for parameters added after the cut.
+        Refused: with the code UNSUPPORTED for a model that `tensor_parallel` has not cut, and for parameters added
+            after the cut.
     """
     mark_all(model)
     trained = [(name, parameter, cut) for name, parameter, cut in cut_parameters(model) if parameter.grad is not None]

@@ -293,7 +293,7 @@ def count_heads(module: nn.Module, whole: tuple[int, int], local: tuple[int, int
 
 
 def is_cut(module: nn.Module) -> bool:
-    """Tell whether `tensor_parallel` has cut a module."""
+    """Return whether `tensor_parallel` has cut a module."""
     return bool(cuts_of(module))
 
 
@@ -353,7 +353,7 @@ def random_refusals(model: nn.Module, plan: Plan) -> Iterator[Refusal]:
 
 
 def _is_between(module: nn.Module, model: nn.Module, plan: Plan) -> bool:
-    """Tell whether a module contains cut layers: between these layers, activations and dropout may differ by rank."""
+    """Return whether a module contains cut layers: between these layers, activations and dropout may differ by rank."""
     names = {child: path for path, child in model.named_modules()}
     return any(plan.roles.get(names[child], Role.LOCAL) is not Role.LOCAL for child in module.children())
 
@@ -411,7 +411,7 @@ def no_names(name: str, *, always: bool) -> Mapping[str, str]:
         always: refuse weights too; False if the module's state dict describes the parts.
 
     Raises:
-        Refused: UNSUPPORTED, if torch would misread a part.
+        Refused: with the code UNSUPPORTED if torch would misread a part.
     """
     caller = sys._getframe(2)  # the frame of torch's function that looks up the names
     asks = caller.f_code.co_name
@@ -456,7 +456,7 @@ def check_type(model: nn.Module) -> None:
     """Refuse a transformers model whose type is not proven; other models are accepted at the user's own risk.
 
     Raises:
-        Refused: UNSUPPORTED, if the type is not proven.
+        Refused: with the code UNSUPPORTED if the type is not proven.
     """
     if not any(type(module).__module__.startswith(_OWNER) for module in model.modules()):
         return
@@ -497,7 +497,8 @@ def tensor_parallel(
         The model.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY, AMBIGUOUS or UNKNOWN_AXIS, if no table, or no single table, fits the model.
+        UsageError: with the code UNKNOWN_FAMILY, AMBIGUOUS or UNKNOWN_AXIS if no table, or no single table, fits the
+            model.
         Refused: before anything is changed, with every problem: cuts that the table does not allow, or that go through
             a head or a tile of a quantized parameter (BLOCK_MISALIGNED); missing or unknown modules; parameters that
             the table does not have; ranks whose plan differs from the first rank's; a transformers model whose type is

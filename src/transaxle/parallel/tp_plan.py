@@ -86,9 +86,11 @@ def read(model: nn.Module) -> Reading:
         model: the whole model, equal on every rank, of a family that has a table; its config gives the sizes.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY, AMBIGUOUS or UNKNOWN_AXIS, if no table, or no single table, fits the model.
-        Refused: UNSUPPORTED for parameters that are sharded or quantized already, and for tables without `cut`;
-            UNEXPECTED_TENSOR for parameters that are not in the table; SHAPE_MISMATCH for other shapes than its.
+        UsageError: with the code UNKNOWN_FAMILY, AMBIGUOUS or UNKNOWN_AXIS if no table, or no single table, fits the
+            model.
+        Refused: with the code UNSUPPORTED for parameters that are sharded or quantized already, and for tables without
+            `cut`; with the code UNEXPECTED_TENSOR for parameters that are not in the table; with the code
+            SHAPE_MISMATCH for other shapes than its.
     """
     config = _config(model)
     owners = {f"{path}.{name}" if path else name: (path, name) for path, name in _parameters(model)}
@@ -148,7 +150,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _is_shared_out(owner: nn.Module, parameter: DTensor) -> bool:
-    """Tell whether only expert parallelism has cut a parameter."""
+    """Return whether only expert parallelism has cut a parameter."""
     return isinstance(owner, GroupedLinear) and owner.ep is not None and parameter.device_mesh == owner.ep
 
 
@@ -197,14 +199,15 @@ def share_out(
         axis: the axis.
         sizes: axis -> size.
         ranks: tensor-parallel degree.
-        inner: axis inside `axis` that several ranks may divide if they share an index; None: no such axis.
+        inner: axis inside `axis` that several ranks may divide if they share an index; None means no such axis.
         widths: number of indices for each rank, if the user gives these numbers.
 
     Returns:
         The chunks of `torch.chunk`; if these leave a rank nothing, shares whose sizes differ by at most one.
 
     Raises:
-        Refused: SHAPE_MISMATCH if a rank would have nothing, or `widths` do not sum to the size of the axis.
+        Refused: with the code SHAPE_MISMATCH if a rank would have nothing, or `widths` do not sum to the size of the
+            axis.
     """
     count = sizes[axis]
     if widths is not None:
@@ -336,11 +339,11 @@ def make_plan(model: nn.Module, reading: Reading, ranks: int, rules: Rules | Non
         model: the model.
         reading: the model's parameters, as its family's table describes them.
         ranks: tensor-parallel degree.
-        rules: the cuts that the user wants; None: the table's first option for each parameter.
+        rules: the cuts that the user wants; None means the table's first option for each parameter.
 
     Raises:
-        Refused: with every problem: MISSING_TENSOR for rules for modules that do not exist, UNSUPPORTED for cuts that
-            the table does not allow or that go through a head, and for modules that cannot be cut.
+        Refused: with every problem: with the code MISSING_TENSOR for rules for modules that do not exist, UNSUPPORTED
+            for cuts that the table does not allow or that go through a head, and for modules that cannot be cut.
     """
     return _Planner(model, reading, ranks, rules or {}).plan()
 
@@ -443,19 +446,19 @@ class _Planner:
         return dict(groups)
 
     def _flows(self, members: Sequence[Weight]) -> bool:
-        """Tell whether activations of the group's axis flow from one module to another."""
+        """Return whether activations of the group's axis flow from one module to another."""
         return self._takes(members) and self._gives(members)
 
     def _takes(self, members: Sequence[Weight]) -> bool:
-        """Tell whether a layer of the group has an input along the axis."""
+        """Return whether a layer of the group has an input along the axis."""
         return any(self._is(member, nn.Linear | GroupedLinear) and self._inward(member) for member in members)
 
     def _gives(self, members: Sequence[Weight]) -> bool:
-        """Tell whether a layer of the group has an output along the axis."""
+        """Return whether a layer of the group has an output along the axis."""
         return any(self._is(member, nn.Linear | GroupedLinear) and not self._inward(member) for member in members)
 
     def _inward(self, weight: Weight) -> bool:
-        """Tell whether a layer's weight is cut along its input; the only dim of a bias is the output."""
+        """Return whether a layer's weight is cut along its input; the only dim of a bias is the output."""
         return len(weight.shape) > 1 and self._dim(weight) == len(weight.shape) - 1
 
     def _is(self, weight: Weight, kind: type[nn.Module] | UnionType) -> bool:

@@ -49,8 +49,8 @@ def collected(
         vocabulary: the model's vocabulary, if it has one.
 
     Raises:
-        Refused: SHAPE_MISMATCH if a record is for another number of ranks than `ranks`, or if a parameter of the
-            vocabulary has fewer rows than the vocabulary has words.
+        Refused: with the code SHAPE_MISMATCH if a record is for another number of ranks than `ranks`, or if a parameter
+            of the vocabulary has fewer rows than the vocabulary has words.
     """
     faults = Faults()
     replicated, row = [], []
@@ -165,7 +165,7 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
         model: a model cut by `tensor_parallel`.
 
     Raises:
-        Refused: UNSUPPORTED for a model that `tensor_parallel` has not cut.
+        Refused: with the code UNSUPPORTED for a model that `tensor_parallel` has not cut.
     """
     parameters = list(cut_parameters(model))
     if not parameters:

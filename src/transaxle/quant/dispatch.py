@@ -100,7 +100,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out an operation with quantized arguments.
 
     Raises:
-        Refused: UNSUPPORTED if the operation can use neither codes and scales nor values.
+        Refused: with the code UNSUPPORTED if the operation can use neither codes and scales nor values.
     """
     handler = TABLE.get(func)
     if handler is not None:
@@ -454,7 +454,7 @@ _CAPABLE = (8, 9)
 
 
 def multiplies(x: torch.Tensor, weight: QuantizedTensor) -> bool:
-    """Tell whether the input's device can multiply the weight's codes directly."""
+    """Return whether the input's device can multiply the weight's codes directly."""
     matrix = weight.frame.matrix is None and weight.dim() == 2
     if not matrix or x.device.type != "cuda" or weight.frame.encoding.tile != (WHOLE, WHOLE):
         return False
@@ -561,7 +561,7 @@ def _products(x: torch.Tensor, weight: QuantizedTensor, recipe: NVFP4BlockScalin
     """Return the three products (forward and backward) with a weight.
 
     Raises:
-        Refused: UNSUPPORTED for a view of a weight, and for a weight that is not one matrix.
+        Refused: with the code UNSUPPORTED for a view of a weight, and for a weight that is not one matrix.
     """
     frame = weight.frame
     if frame.matrix is not None or weight.dim() != 2 or (weight.skip, weight.height) != (0, frame.rows):

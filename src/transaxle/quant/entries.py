@@ -276,7 +276,7 @@ def _remade(kind: Any) -> nn.Module:
 
 
 def is_quantized(parameter: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Tell whether a parameter, or this rank's part of the parameter, is a QuantizedTensor."""
+    """Return whether a parameter, or this rank's part of the parameter, is a QuantizedTensor."""
     return parameter is not None and isinstance(raw_local(parameter), QuantizedTensor)
 
 
@@ -305,7 +305,7 @@ def _load_suffixes(parameter: torch.Tensor) -> list[str]:
 
 
 def is_state(suffix: str) -> bool:
-    """Tell whether an entry is state for scaling the next values, rather than codes or scales of present values."""
+    """Return whether an entry is state for scaling the next values, rather than codes or scales of present values."""
     return suffix in STATE_SUFFIXES
 
 
@@ -470,7 +470,7 @@ def _write(key: str, weight: torch.Tensor, loaded: torch.Tensor) -> None:
     """Copy loaded codes and scales into a parameter.
 
     Raises:
-        Refused: UNSUPPORTED for a parameter on the meta device, which has no memory.
+        Refused: with the code UNSUPPORTED for a parameter on the meta device, which has no memory.
     """
     inner = _local(weight)
     if inner.device.type == "meta":

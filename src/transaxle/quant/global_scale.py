@@ -88,7 +88,7 @@ def quantize_to_frame(
         x: [M, K] or [E, M, K].
         at: position of the rows in the whole matrix.
         old: previous frame of the matrix; with delayed scaling the amax history in it determines the scale.
-        amax: amax of the whole matrix; None: compute the amax and reduce it over the ranks.
+        amax: amax of the whole matrix; None means compute the amax and reduce it over the ranks.
     """
     if x.device.type == "meta":
         empty = blank(quantizer, (at.whole, *x.shape[1:]), x.device)

@@ -19,7 +19,7 @@ from transaxle.quant.tp_share import Share
 
 
 def is_whole(tensor: QuantizedTensor) -> bool:
-    """Tell whether a tensor has the shape of its frame, rather than being a view with a different shape."""
+    """Return whether a tensor has the shape of its frame, rather than being a view with a different shape."""
     return tuple(tensor.shape) == (tensor.height, *tensor.frame.row)
 
 
@@ -231,7 +231,7 @@ def check_common(target: QuantizedTensor, source: QuantizedTensor) -> None:
 
 
 def _is_of(share: Share, frame: Frame) -> bool:
-    """Tell whether a frame is the part that a share describes, or the whole from which that part was cut."""
+    """Return whether a frame is the part that a share describes, or the whole from which that part was cut."""
     frame_share = frame.share
     if frame_share is None:
         band = frame.band

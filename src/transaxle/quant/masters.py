@@ -162,7 +162,8 @@ class MasterWeights(Optimizer):
 
         Args:
             values: parameter -> this rank's part of the values from which its codes were made, or None to use its
-                dequantized codes; masters of parameters without an entry stay. None: all masters restart from codes.
+                dequantized codes; masters of parameters without an entry stay. None means all masters restart from
+                codes.
         """
         for number, group in enumerate(self.param_groups):
             for place, parameter in enumerate(group[_PARAMS]):
@@ -248,7 +249,7 @@ def _master(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _moves(group: Mapping[str, Any]) -> bool:
-    """Tell whether a step can change parameters of the group: its learning rate is not 0, or is on the GPU, where
+    """Return whether a step can change parameters of the group: its learning rate is not 0, or is on the GPU, where
     reading it would wait.
     """
     rate = group.get(_RATE, 1.0)

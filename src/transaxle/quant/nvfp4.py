@@ -65,7 +65,7 @@ class Batch:
     group: dist.ProcessGroup | None = None
     """The ranks with the rows of the batch, in row order; None if this rank has all rows."""
     counted: Intervals | None = None
-    """Columns of the output that this rank uses for the input gradient; None: all columns that it has."""
+    """Columns of the output that this rank uses for the input gradient; None means all columns that it has."""
 
     def first_rows(self, counts: Sequence[int], device: torch.device) -> list[int]:
         """Return, for each expert, the index in the whole batch of the first row on this rank. Collective.
@@ -103,7 +103,7 @@ def batch_over(group: Ranks) -> AbstractContextManager[None]:
         group: the ranks over which the batch is divided: a process group or a mesh of one dim.
 
     Raises:
-        Refused: UNSUPPORTED if `group` is None.
+        Refused: with the code UNSUPPORTED if `group` is None.
     """
     ranks = read_group("group", group)
     if ranks is None:
@@ -229,7 +229,7 @@ def quantize_operand(
     Args:
         x: [M, K].
         groups: groups of ranks with other parts of the matrix, over which its amax is reduced.
-        words: random numbers [M, K] for stochastic rounding; None: round to nearest.
+        words: random numbers [M, K] for stochastic rounding; None means round to nearest.
     """
     size = x.shape[1]
     full = functional.pad(x.detach(), (0, -size % _TILE))
@@ -256,7 +256,7 @@ def weight_operand(frame: Frame, *, columnwise: bool = False) -> Operand:
     """Return a whole weight as operand [N, K]; with `columnwise` as [K, N], using columnwise codes if it has any.
 
     Raises:
-        Refused: UNSUPPORTED for a range of rows of a weight: only whole weights are multiplied.
+        Refused: with the code UNSUPPORTED for a range of rows of a weight: only whole weights are multiplied.
     """
     if frame.rows != frame.whole:
         raise refuse(

@@ -55,7 +55,7 @@ class Quantizable(Protocol):
         """Refuse a recipe that the module cannot compute with.
 
         Raises:
-            Refused: UNSUPPORTED, if the module cannot compute with the recipe.
+            Refused: with the code UNSUPPORTED if the module cannot compute with the recipe.
         """
 
 
@@ -106,7 +106,7 @@ def quantize_(
     Args:
         model: the model, which is changed.
         recipe: how weights are quantized.
-        filter: selects linear layers and modules of experts; None: all are quantized.
+        filter: selects linear layers and modules of experts; None means that all are quantized.
         preserve_high_precision_init: keep the values for `MasterWeights`, which otherwise starts from the codes.
 
     Returns:
@@ -218,7 +218,8 @@ def quantized_init(
 
     Args:
         recipe: how weights are quantized.
-        filter: selects layers; None: all layers are quantized except those that share a weight with an embedding.
+        filter: selects layers; None means that all layers are quantized except those that share a weight with an
+            embedding.
         preserve_high_precision_init: keep the values for `MasterWeights`, which otherwise starts from the codes.
     """
     built: dict[int, nn.Module] = {}

@@ -96,8 +96,8 @@ class Quantizer(ABC):
             x: [M, K] of bfloat16, float16 or float32.
             group: the ranks that have the rows of one matrix, in order. Amaxes are reduced over these ranks, so that
                 codes and scales equal, bit for bit, those of the matrix quantized in one piece. Every rank calls this.
-            start: row of the whole matrix at which `x` starts; None: computed from the row counts of all ranks.
-            whole: number of rows of the whole matrix; None: computed from the row counts of all ranks.
+            start: row of the whole matrix at which `x` starts; None means computed from the row counts of all ranks.
+            whole: number of rows of the whole matrix; None means computed from the row counts of all ranks.
 
         Raises:
             Refused: `DTYPE_MISMATCH`, `SHAPE_MISMATCH` or `UNSUPPORTED` for tensors that cannot be quantized.
@@ -269,14 +269,14 @@ STATE = (HISTORY, SCALED_FOR, ROUNDING)
 
 
 def is_cut(encoding: Encoding, name: str, dims: int = 2) -> bool:
-    """Tell whether a buffer has one row for each row of the matrix. True for a stack (3 dims): every buffer has one
+    """Return whether a buffer has one row for each row of the matrix. True for a stack (3 dims): every buffer has one
     entry per matrix.
     """
     return dims > 2 or name in (DATA, COLUMN_DATA) or (name == SCALE and encoding.tile[0] == 1)
 
 
 def tall(encoding: Encoding, *, columnwise: bool) -> bool:
-    """Tell whether some tiles have several rows, so that a cut between two rows can divide a tile."""
+    """Return whether some tiles have several rows, so that a cut between two rows can divide a tile."""
     return encoding.tile[0] > 1 or columnwise
 
 

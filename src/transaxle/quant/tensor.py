@@ -362,7 +362,7 @@ class QuantizedTensor(torch.Tensor):
         """Return the values as a plain tensor, code times scale, rounded once to the dtype.
 
         Args:
-            dtype: dtype of the values: bfloat16, float16 or float32; None: this tensor's dtype.
+            dtype: dtype of the values: bfloat16, float16 or float32; None means this tensor's dtype.
             columnwise: read the columnwise codes, not the rowwise codes.
 
         Raises:
@@ -586,7 +586,7 @@ def _settings(quantizer: Quantizer) -> tuple[str, ...]:
 
 
 def same_buffers(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
-    """Tell whether two sets of buffers have the same names and bytes."""
+    """Return whether two sets of buffers have the same names and bytes."""
     return first.keys() == second.keys() and all(same_bytes(first[name], second[name]) for name in first)
 
 

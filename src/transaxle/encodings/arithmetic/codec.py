@@ -114,8 +114,9 @@ def encode_rows(
             scales.
 
     Raises:
-        Refused: SHAPE_MISMATCH, if a row of 4-bit codes does not fill whole bytes; DTYPE_MISMATCH, if the values have
-            another dtype; UNSUPPORTED, if the encoding's scales can only be read.
+        Refused: with the code SHAPE_MISMATCH if a row of 4-bit codes does not fill whole bytes; with the code
+            DTYPE_MISMATCH if the values have another dtype; with the code UNSUPPORTED if the encoding's scales can only
+            be read.
         ValueError: `amax` is missing or not allowed, `over` is no multiple of the tile, or `codes_out` has the wrong
             shape.
     """
@@ -161,8 +162,8 @@ def decode_box(
         The values, `[R, C]`.
 
     Raises:
-        Refused: SHAPE_MISMATCH, if there is not one scale per tile; UNSUPPORTED, if no encoding has scales of this
-            dtype.
+        Refused: with the code SHAPE_MISMATCH if there is not one scale per tile; with the code UNSUPPORTED if no
+            encoding has scales of this dtype.
         ValueError: `out` has the wrong shape, dtype or strides.
     """
     matrix, tiles, kind = _code_bytes(encoding, codes, phase)

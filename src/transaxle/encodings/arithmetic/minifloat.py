@@ -138,7 +138,7 @@ def wide_code(dtype: np.dtype[Any]) -> str:
     """Return the safetensors code of a numpy dtype.
 
     Raises:
-        Refused: DTYPE_MISMATCH, if the dtype is none of BF16, F16 and F32.
+        Refused: with the code DTYPE_MISMATCH if the dtype is none of BF16, F16 and F32.
     """
     for code in WIDE:
         if dtype == wide_dtype(code):

@@ -49,7 +49,7 @@ def scales(encoding: Encoding, amax: Reals, *, widest: float, tensor: float | No
         tensor: largest absolute value of the whole tensor; required for encodings with a global scale.
 
     Raises:
-        Refused: UNSUPPORTED, if the encoding's scales can only be read.
+        Refused: with the code UNSUPPORTED if the encoding's scales can only be read.
         ValueError: the encoding has a global scale, and `tensor` is missing.
     """
     with np.errstate(all="ignore"):

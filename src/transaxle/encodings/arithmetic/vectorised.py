@@ -46,7 +46,8 @@ def tiling(encoding: Encoding, shape: tuple[int, int], phase: tuple[int, int] = 
     """Return the tiling of a matrix for an encoding; a tile of size `WHOLE` covers the whole dim.
 
     Raises:
-        Refused: UNSUPPORTED, if the encoding's tiles have more than two dims, or `phase` lies outside a tile.
+        Refused: with the code UNSUPPORTED if the encoding's tiles have more than two dims, or `phase` lies outside a
+            tile.
     """
     if len(encoding.tile) > 2:
         raise refuse("UNSUPPORTED", f"{encoding.name}: tiles over {len(encoding.tile)} dims")

@@ -135,7 +135,7 @@ def group(
 
     Args:
         entries: stored tensor name -> dtype and shape.
-        quantization: the quantization that the config describes; None: only names and dtypes are used.
+        quantization: the quantization that the config describes; None means that only names and dtypes are used.
         metadata: the files' metadata, in which torchao, and readers of TransformerEngine's pickles, describe tensors.
 
     Post-condition: no stored tensor is part of two quantized tensors, and the shape of each part fits the encoding.
@@ -262,8 +262,8 @@ class _Finder:
                 return
 
     def _is_of(self, convention: Convention) -> bool:
-        """Tell whether the config's quantization method always writes this convention, as opposed to only
-        allowing it.
+        """Return whether the config's quantization method always writes this convention, as opposed to only allowing
+        it.
         """
         return self.quantization is not None and self.quantization.conventions[:1] == (convention.name,)
 
@@ -316,13 +316,13 @@ class _Finder:
         return f"it has codes of integers as {program} stores them, {_dtype_and_shape(entry)}, {_NO_VALUES}"
 
     def _quantizes(self, path: str) -> bool:
-        """Tell whether a name is that of a weight with codes, or of a module that quantizes such a weight."""
+        """Return whether a name is that of a weight with codes, or of a module that quantizes such a weight."""
         siblings = (f"{path}.{_BELOW_QUANTO[0]}", f"{module_of(path)}.{WEIGHT}")
         codes = (self.entries[name].dtype for name in siblings if name in self.entries)
         return _last_segment(path) == WEIGHT or any(dtype in SPEAKING for dtype in codes)
 
     def _changes_values(self, name: str) -> bool:
-        """Tell whether a plain tensor lies beside or below a layer's codes and is not a known parameter."""
+        """Return whether a plain tensor lies beside or below a layer's codes and is not a known parameter."""
         module, _, segment = name.rpartition(".")
         if module in self._linears:
             return not (is_parameter(name) or is_of_cache(name))
@@ -483,25 +483,25 @@ _NO_VALUES = "whose values are not known here"
 
 
 def is_parameter(name: str) -> bool:
-    """Tell whether a tensor's name is that of a parameter, as opposed to that of scales."""
+    """Return whether a tensor's name is that of a parameter, as opposed to that of scales."""
     segment = _last_segment(name)
     return _PARAMETER.fullmatch(segment) is not None and not _OF_QUANTIZERS.fullmatch(segment)
 
 
 def is_of_cache(name: str) -> bool:
-    """Tell whether a tensor's name is that of scales for cached keys and values."""
+    """Return whether a tensor's name is that of scales for cached keys and values."""
     return _last_segment(name) in _OF_CACHE
 
 
 def may_be_codes(name: str, entry: StoredBuffer) -> bool:
-    """Tell whether a tensor may contain codes: it has integers, and its name is not that of indices or counts."""
+    """Return whether a tensor may contain codes: it has integers, and its name is not that of indices or counts."""
     if prod(entry.shape) < 2 or entry.dtype not in SPEAKING:
         return False
     return entry.dtype not in _INTEGERS or not _OF_THEMSELVES.fullmatch(_last_segment(name))
 
 
 def may_scale(name: str, entry: StoredBuffer, codes: StoredBuffer, *, deeper: bool) -> bool:
-    """Tell whether a plain tensor may be the scale of codes that nothing describes.
+    """Return whether a plain tensor may be the scale of codes that nothing describes.
 
     Args:
         name: name of the plain tensor.
@@ -567,7 +567,7 @@ def _tile_of(convention: Convention, tile: Shape, shape: Shape, scale: Shape) ->
 
 
 def _same_grid(stored: Shape, grid: Shape) -> bool:
-    """Tell whether the stored shape of scales matches the grid of tiles.
+    """Return whether the stored shape of scales matches the grid of tiles.
 
     `[]` matches `[1, 1]`, and `[M]` matches `[M, 1]`. ModelOpt keeps the dims inside its blocks: `[rows, 1, columns,
     1]`.

@@ -130,7 +130,7 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         """Return how the buffers of an encoding are named, by role.
 
         Raises:
-            Refused: UNSUPPORTED, if this convention lacks the encoding.
+            Refused: with the code UNSUPPORTED if this convention lacks the encoding.
         """
         if encoding.name not in self.holds:
             readable = ", ".join(sorted(self.holds))
@@ -143,7 +143,7 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         scale.
 
         Raises:
-            Refused: UNSUPPORTED, if this convention lacks the encoding.
+            Refused: with the code UNSUPPORTED if this convention lacks the encoding.
         """
         head, dot, segment = table_name.rpartition(".")
         forms = self.forms(encoding).items()
@@ -158,7 +158,7 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         `(table_name, role)`.
 
         Raises:
-            Refused: UNSUPPORTED, if this convention has no such encoding, or no name for the buffer.
+            Refused: with the code UNSUPPORTED if this convention has no such encoding, or no name for the buffer.
         """
         form = self.forms(encoding).get(role)
         if form is None:
@@ -185,12 +185,12 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
             encoding: encoding of the tensor to which the buffer belongs.
             shape: shape of the tensor, in elements.
             role: role of the buffer (codes, scale, …).
-            stored: dtype of the buffer in the source, which is kept if bytes are only copied; None: the convention's
-                own dtype.
+            stored: dtype of the buffer in the source, which is kept if bytes are only copied; None means the
+                convention's own dtype.
 
         Raises:
-            Refused: UNSUPPORTED, if this convention lacks the encoding; SHAPE_MISMATCH, if a row of 4-bit codes does
-                not fill whole bytes.
+            Refused: with the code UNSUPPORTED if this convention lacks the encoding; with the code SHAPE_MISMATCH if a
+                row of 4-bit codes does not fill whole bytes.
         """
         self.forms(encoding)
         if role is Role.CODES:

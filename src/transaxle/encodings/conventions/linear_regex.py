@@ -56,7 +56,7 @@ class Expressions:
         self._any = self._alternatives("")
 
     def match(self, name: str) -> bool:
-        """Tell whether any of the expressions matches the whole name or its beginning.
+        """Return whether any of the expressions matches the whole name or its beginning.
 
         Raises:
             PatternError: the search takes too long, or the name has characters beyond ASCII (see the module).
@@ -64,7 +64,7 @@ class Expressions:
         return self._search(self._any.match, self._read(name)) is not None
 
     def ends_at(self, name: str, position: int) -> bool:
-        """Tell whether any of the expressions can match exactly the first `position` characters; raises as `match`
+        """Return whether any of the expressions can match exactly the first `position` characters; raises as `match`
         does.
         """
         if position == len(name):

@@ -65,7 +65,7 @@ class Quantization(msgspec.Struct, frozen=True, dict=True):
         is kept unchanged.
 
         Raises:
-            Refused: UNSUPPORTED, if the quantization method has no way to say that weights are plain.
+            Refused: with the code UNSUPPORTED if the quantization method has no way to say that weights are plain.
         """
         if not self.conventions:
             return dict(self.section)
@@ -100,7 +100,7 @@ class Quantization(msgspec.Struct, frozen=True, dict=True):
         names.
 
         Raises:
-            Refused: UNSUPPORTED, if matching a pattern in the config takes too long.
+            Refused: with the code UNSUPPORTED if matching a pattern in the config takes too long.
         """
         try:
             if module in self.scheme.ignored:
@@ -142,7 +142,8 @@ def read(
         The quantization, or None if the config describes no quantization.
 
     Raises:
-        Refused: CORRUPT, if the config is malformed; UNSUPPORTED, if its method, format or a number in it is unknown.
+        Refused: with the code CORRUPT if the config is malformed; with the code UNSUPPORTED if its method, format or a
+            number in it is unknown.
     """
     sections = _sections(config or {})
     modelopt_quantization = None if modelopt is None else read(modelopt, file=MODELOPT_CONFIG)

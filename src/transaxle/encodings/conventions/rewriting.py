@@ -83,7 +83,7 @@ def rewrite_config(
         plain: shapes of the target's unquantized tensors, by name.
         decoded: names of unquantized target tensors that the source's config describes as quantized.
         renamed: names of source tensors that have other names in the target; list entries for only these are dropped.
-        dtype: dtype to write as the model's dtype, as a safetensors code; None: the config's dtype stays.
+        dtype: dtype to write as the model's dtype, as a safetensors code; None means the config's dtype stays.
         elsewhere: whether another file (`hf_quant_config.json`) describes the quantization, so that `config` must not.
         in_memory: names that a reader gives to the quantized tensors in memory; no list of unquantized modules may
             match these.
@@ -93,9 +93,9 @@ def rewrite_config(
     describes quantized keys, values or activations. A `hf_quant_config.json` without a section serves no purpose.
 
     Raises:
-        Refused: UNSUPPORTED, if one config cannot describe all tensors (several conventions, or several block sizes of
-            the method fp8), if the convention can only be read, or if the section describes more than weights and its
-            method requires quantized weights. `read` may refuse the source's config.
+        Refused: with the code UNSUPPORTED if one config cannot describe all tensors (several conventions, or several
+            block sizes of the method fp8), if the convention can only be read, or if the section describes more than
+            weights and its method requires quantized weights. `read` may refuse the source's config.
     """
     result = deepcopy(dict(config))
     if dtype is not None:
@@ -238,7 +238,7 @@ class _SectionWriter:
         )
 
     def _agrees(self, section: Section) -> bool:
-        """Tell whether reading a section gives exactly the tensors that are written."""
+        """Return whether reading a section gives exactly the tensors that are written."""
         try:
             reread = read({SECTION: section})
         except TransaxleError:

@@ -44,7 +44,7 @@ class Modules(msgspec.Struct, frozen=True, dict=True):
     """Where in a module name the match of an expression must end."""
 
     def __contains__(self, module: str) -> bool:
-        """Tell whether the list matches a module name.
+        """Return whether the list matches a module name.
 
         Raises:
             PatternError: matching an expression takes too long.
@@ -296,7 +296,7 @@ _FORMATS = {
     "mxfp4-pack-quantized": "F4",
     "mixed-precision": None,
 }
-"""`format` of compressed-tensors -> dtype of the codes; None: each group states its own format."""
+"""`format` of compressed-tensors -> dtype of the codes; None means each group states its own format."""
 
 
 def _float_weights(
@@ -352,8 +352,8 @@ def _parse_compressed(section: Mapping[str, Any], location: str) -> Scheme:
 
 
 def _is_class(target: str) -> bool:
-    """Tell whether a target is the name of a class (`Linear`), as opposed to a module name (lower case, or
-    with dots).
+    """Return whether a target is the name of a class (`Linear`), as opposed to a module name (lower case, or with
+    dots).
     """
     return target[:1].isupper() and "." not in target
 
@@ -508,7 +508,7 @@ def _check_keys(section: Mapping[str, Any], kind: type[Any], location: str, part
 
 
 def _is_empty(value: object) -> bool:
-    """Tell whether a config value has no content, such as `{"config_groups": {}}`, which means no transform."""
+    """Return whether a config value has no content, such as `{"config_groups": {}}`, which means no transform."""
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else None
     return value is None or (inner is not None and all(map(_is_empty, inner)))
 

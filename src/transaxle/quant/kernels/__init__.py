@@ -50,14 +50,14 @@ def quantize(
     Args:
         x: [M, K] of bfloat16, float16 or float32, with any strides. Tiles at the edges may be smaller.
         encoding: the encoding of the result.
-        amax: float8 and nvfp4: the largest magnitude to scale for, if it is not that of `x` alone (shards of one
-            tensor must agree); float32 [1] on the device of `x`, or a number. None: computed from `x`.
+        amax: float8 and nvfp4: the largest magnitude to scale for, if it is not that of `x` alone (shards of one tensor
+            must agree); float32 [1] on the device of `x`, or a number. None means computed from `x`.
         scale: float8: the factor for `x`, instead of an amax; float32 [1] or a number.
         rowwise: make codes whose tiles run along rows.
         columnwise: make codes whose tiles run down columns (mxfp8, nvfp4), in the same pass.
         over: rows and columns that share an amax, a multiple of the encoding's tile: `(16, 16)` for weights in nvfp4,
-            in which sixteen rows have equal scales. None: one tile.
-        out: buffers to write; None: allocated here.
+            in which sixteen rows have equal scales. None means one tile.
+        out: buffers to write; None means allocated here.
 
     Returns:
         The requested buffers.
@@ -110,7 +110,7 @@ def quantize_groups(
         swizzled: write the scales of tiles in the order that `transaxle.quant.kernels.components` describes, with each
             group padded separately. Only for rowwise codes of mxfp8 and mxfp4. Codes of rows that belong to no group
             may be written too, and offsets are not checked.
-        out: buffers to write; None: allocated here.
+        out: buffers to write; None means allocated here.
 
     Returns:
         The requested buffers, `amax` and float8's `scale_inv` with one number for each group. If tiles have several
@@ -183,7 +183,7 @@ def dequantize(
         components: codes, scales and, for nvfp4, the amax.
         encoding: the encoding of the codes; float8 may have a scale for each row, with tiles of `(1, WHOLE)`.
         dtype: bfloat16, float16 or float32.
-        out: [M, K] to write; None: allocated here.
+        out: [M, K] to write; None means allocated here.
 
     Raises:
         Refused: `UNSUPPORTED`, `SHAPE_MISMATCH`, `DTYPE_MISMATCH` or `MISSING_TENSOR` for arguments that do not fit

@@ -105,7 +105,7 @@ def _spans(offsets: torch.Tensor, rows: int) -> list[tuple[int, int]]:
     """Return (first row, last row + 1) of each group.
 
     Raises:
-        Refused: SHAPE_MISMATCH for groups that overlap, or end beyond the matrix.
+        Refused: with the code SHAPE_MISMATCH for groups that overlap, or end beyond the matrix.
     """
     ends = [0, *offsets.tolist()]
     if sorted(ends) != ends or ends[-1] > rows:
