@@ -126,9 +126,9 @@ def read_options(verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         arguments: all options of the public function, and possibly its other arguments.
 
     Raises:
-        TypeError: a value of a wrong type, or options that exclude each other.
-        ValueError: a number or text that the option does not accept.
-        StorageError: IO for a path with a character that no file system accepts.
+        TypeError: if a value has a wrong type, or options exclude each other.
+        ValueError: if the option does not accept the number or text.
+        StorageError: with the code IO for a path with a character that no file system accepts.
     """
     values = {name: read_option(OPTIONS[name], arguments[name]) for name in VERBS[verb]}
     chosen = {name: value for name, value in values.items() if value != OPTIONS[name].default}
@@ -161,7 +161,7 @@ def _read_choice(option: Option, value: Any) -> str:
     A text that is no choice is returned unchanged, and refused later.
 
     Raises:
-        TypeError: the value is not a str.
+        TypeError: if the value is not a str.
     """
     if type(value).__module__ != "torch":
         value = read_text(option.name, value, option.choices[0])
@@ -199,8 +199,8 @@ def read_path(argument: str, value: object) -> str:
     """Return a path or URL as a str.
 
     Raises:
-        TypeError: the value is neither a `str` nor an `os.PathLike` of a `str`.
-        StorageError: IO if the text has a character that no path can have.
+        TypeError: if the value is neither a `str` nor an `os.PathLike` of a `str`.
+        StorageError: with the code IO if the text has a character that no path can have.
     """
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):
@@ -230,7 +230,7 @@ def read_text(argument: str, value: object, example: str) -> str:
         example: a valid text, for the error.
 
     Raises:
-        TypeError: the value is not a `str`.
+        TypeError: if the value is not a `str`.
     """
     if not isinstance(value, str):
         raise wrong_type(argument, f'a str such as "{example}"', value)
@@ -246,8 +246,8 @@ def read_size(argument: str, value: object) -> int:
     """Return a number of bytes.
 
     Raises:
-        TypeError: the value is neither an integer nor a str.
-        ValueError: the text is not a size, or the size is not positive.
+        TypeError: if the value is neither an integer nor a str.
+        ValueError: if the text is not a size, or the size is not positive.
     """
     accepted = 'a number of bytes: an int, or a str such as "5GB" or "500MiB"'
     if isinstance(value, str):
@@ -274,7 +274,7 @@ def read_config(value: object) -> str | Mapping[str, Any] | None:
     """Return a config's content, or the path of a config, which is not read yet; None for None.
 
     Raises:
-        TypeError: the value has none of the types of `Config`.
+        TypeError: if the value has none of the types of `Config`.
     """
     if value is None or isinstance(value, Mapping):
         return value
@@ -290,8 +290,8 @@ def read_axes(value: object) -> dict[str, int]:
     """Return axis -> size; empty for None.
 
     Raises:
-        TypeError: the value is neither a mapping of names to integers nor a text or list of texts.
-        ValueError: a text is not `AXIS=SIZE`, or an axis has two sizes.
+        TypeError: if the value is neither a mapping of names to integers nor a text or list of texts.
+        ValueError: if a text is not `AXIS=SIZE`, or an axis has two sizes.
     """
     accepted = 'a mapping of axes to sizes, such as {"g": 8}, or a text such as "g=8"'
     if value is None:
@@ -319,8 +319,8 @@ def read_count(argument: str, value: object) -> int:
     """Return a positive integer, such as a number of workers.
 
     Raises:
-        TypeError: the value is not an integer.
-        ValueError: the value is not positive.
+        TypeError: if the value is not an integer.
+        ValueError: if the value is not positive.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise wrong_type(argument, "an int", value)
@@ -334,7 +334,7 @@ def read_flag(argument: str, value: object) -> bool:
     """Return a bool.
 
     Raises:
-        TypeError: the value is neither True nor False.
+        TypeError: if the value is neither True nor False.
     """
     if not isinstance(value, bool):
         raise wrong_type(argument, "a bool: True or False", value)
@@ -358,8 +358,8 @@ def read_degrees(options: Mapping[str, Any]) -> Degrees | None:
         options: `tp`, `pp`, `ep` and `make_vocab_size_divisible_by`; each may be missing.
 
     Raises:
-        TypeError: a degree is not an integer.
-        ValueError: a degree is less than one.
+        TypeError: if a degree is not an integer.
+        ValueError: if a degree is less than one.
     """
     names = {"tp": "tp", "pp": "pp", "ep": "ep", "make_vocab_size_divisible_by": "rows"}
     counts = {field: read_count(name, options[name]) for name, field in names.items() if options.get(name) is not None}
@@ -370,7 +370,7 @@ def read_patterns(argument: str, value: object) -> tuple[str, ...]:
     """Return patterns of names as a tuple.
 
     Raises:
-        TypeError: the value is neither a `str` nor a sequence of `str`.
+        TypeError: if the value is neither a `str` nor a sequence of `str`.
     """
     patterns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
     if not all(isinstance(pattern, str) for pattern in patterns):
@@ -384,7 +384,7 @@ def read_float_type(argument: str, value: object) -> str | None:
     Unsupported types are refused later, when the checkpoint is opened.
 
     Raises:
-        TypeError: the value is neither a `str` nor a `torch.dtype`.
+        TypeError: if the value is neither a `str` nor a `torch.dtype`.
     """
     if value is None:
         return None

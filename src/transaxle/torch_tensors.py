@@ -416,7 +416,7 @@ class ShardGrid(torch.Tensor):
         """Refuse every torch operation on a grid.
 
         Raises:
-            Refused: UNSUPPORTED, always.
+            Refused: with the code UNSUPPORTED, always.
         """
         message = f"this stands for a rank's shards of a tensor, and does not support {func}"
         raise refuse("UNSUPPORTED", message, hint="A sharded state dict can be given to tx.load and tx.save.")
@@ -657,8 +657,8 @@ def read_dtype(argument: str, value: object) -> torch.dtype:
     """Return the dtype that an argument gives as a `torch.dtype` or by name.
 
     Raises:
-        TypeError: the value is neither a `torch.dtype` nor a string.
-        ValueError: torch has no dtype of that name.
+        TypeError: if the value is neither a `torch.dtype` nor a string.
+        ValueError: if torch has no dtype of that name.
     """
     if isinstance(value, torch.dtype):
         return value
@@ -680,8 +680,8 @@ def read_device(argument: str, value: Device | None) -> torch.device | None:
     """Return the device that an argument gives, or None for None.
 
     Raises:
-        TypeError: the value is neither a `torch.device` nor the name or number of a device.
-        ValueError: torch knows no device of that name.
+        TypeError: if the value is neither a `torch.device` nor the name or number of a device.
+        ValueError: if torch knows no device of that name.
     """
     if value is None or isinstance(value, torch.device):
         return value
@@ -698,8 +698,8 @@ def read_group(argument: str, value: Any) -> dist.ProcessGroup | None:
     """Return the process group that an argument gives; None stands for all ranks.
 
     Raises:
-        TypeError: the value is neither a process group nor a mesh.
-        ValueError: this rank is not in the group, or `value` is a mesh of several dims that lacks some ranks.
+        TypeError: if the value is neither a process group nor a mesh.
+        ValueError: if this rank is not in the group, or `value` is a mesh of several dims that lacks some ranks.
     """
     if value is None or isinstance(value, dist.ProcessGroup):
         return value

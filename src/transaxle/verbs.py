@@ -179,8 +179,8 @@ def open(  # noqa: A001 - the contract's name
         skip: patterns of the tensor names to which `decode` and `dtype` do not apply.
 
     Raises:
-        TypeError: an argument of a wrong type, or options that exclude each other.
-        StorageError: IO if the path is missing or unreadable.
+        TypeError: if an argument has a wrong type, or options exclude each other.
+        StorageError: with the code IO if the path is missing or unreadable.
         Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem in the files.
         UsageError: with the code UNKNOWN_AXIS for an axis that no family has.
     """
@@ -236,7 +236,7 @@ def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]
         also `reads`, and `fits`, which is False if a tensor's shape differs from that in its table line.
 
     Raises:
-        Refused: CORRUPT, listing every mistake in the table.
+        Refused: with the code CORRUPT, listing every mistake in the table.
         UsageError: with the code UNKNOWN_FAMILY if the table reads no tensor name of the checkpoint.
     """
     from transaxle.engine.checkpoint_facts import rules_facts
@@ -268,7 +268,7 @@ class _Conversion:
         order: the conversion as plain data, sent to other processes; None if this process converts alone.
 
     Raises:
-        TypeError: the source is an opened checkpoint, but other processes must open it themselves.
+        TypeError: if the source is an opened checkpoint, but other processes must open it themselves.
         TransaxleError: an error while making `order`, or the reason why the page cannot be written.
     """
 
@@ -564,7 +564,7 @@ def convert(
     The other arguments are those of `open`.
 
     Raises:
-        TypeError: an argument of a wrong type, or options that exclude each other.
+        TypeError: if an argument has a wrong type, or options exclude each other.
         TransaxleError: all refusals at once, before anything is written; or an error while writing; or, with `verify`,
             `Unverified`, which has the report of the conversion.
     """
@@ -581,7 +581,7 @@ def _refuse_unverified(report: Report, verification: Verification) -> None:
     """Raise an error if reading the result back has shown that it is wrong.
 
     Raises:
-        Unverified: the result does not equal the source.
+        Unverified: if the result does not equal the source.
     """
     from transaxle.engine.read_back import refuse_unequal
 
@@ -742,9 +742,9 @@ def derive(
         The table; `.text` can be read with `--rules`, `.left_out` lists what no table can express.
 
     Raises:
-        TypeError: a sample or the function's result is not a mapping of names to arrays or tensors; or an argument
+        TypeError: if a sample or the function's result is not a mapping of names to arrays or tensors; or an argument
             that does not apply to this kind of converter.
-        ValueError: the number of `configs` differs from that of samples, or `dialects` are not two different names.
+        ValueError: if the number of `configs` differs from that of samples, or `dialects` are not two different names.
         Refused: with the code UNSUPPORTED if no table can express the converter.
         UsageError: with the code UNKNOWN_FAMILY for a model type that transformers does not know.
     """
@@ -783,7 +783,7 @@ def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
 
     Raises:
         Refused: with the code UNSUPPORTED for a URL of another service.
-        StorageError: IO, if a file cannot be removed.
+        StorageError: with the code IO if a file cannot be removed.
     """
     from transaxle.formats.store import leftovers
 

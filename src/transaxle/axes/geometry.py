@@ -435,7 +435,7 @@ class PerComponent(msgspec.Struct, frozen=True):
         """Return the positions that one rank has (see `ChunkRule`).
 
         Raises:
-            Refused: SHAPE_MISMATCH, if the sum of the components' lengths is not the length of the dim.
+            Refused: with the code SHAPE_MISMATCH if the sum of the components' lengths is not the length of the dim.
         """
         if sum(self.lengths) != count_positions(intervals):
             raise refuse(
@@ -475,7 +475,8 @@ def place(
         base: intervals of each stored dim before these cuts; None means that the cuts begin with the whole tensor.
 
     Raises:
-        Refused: SHAPE_MISMATCH, if the tensor lacks the dim to cut, or a chunk rule does not fit the dim's length.
+        Refused: with the code SHAPE_MISMATCH if the tensor lacks the dim to cut, or a chunk rule does not fit the dim's
+            length.
     """
     per_dim = [whole(size) for size in shape] if base is None else list(base)
     for cut in cuts:

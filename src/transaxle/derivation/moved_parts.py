@@ -83,7 +83,7 @@ def factor(hub: Positions, memory: Positions) -> list[Digit]:
         memory: positions of the same elements in the tensor in memory.
 
     Raises:
-        Underivable: no loops of equal steps describe the map.
+        Underivable: if no loops of equal steps describe the map.
     """
     digits = []
     while len(hub) > 1:
@@ -143,7 +143,7 @@ def moves(trace: Trace) -> list[PartMove]:
     """Return all moves in a trace: the common elements of each pair of tensors.
 
     Raises:
-        Underivable: no loops of equal steps describe a tensor's elements; the message names the tensor.
+        Underivable: if no loops of equal steps describe a tensor's elements; the message names the tensor.
     """
     owners, positions, names = _places(trace)
     result: list[PartMove] = []
@@ -268,8 +268,8 @@ def parts(traces: Sequence[Trace], numbering: Numbering) -> Parts:
     """Group the moves of all traces into parts.
 
     Raises:
-        Underivable: the moves do not form parts; the message names the tensors.
-        UnpairedIndex: an index has no counterpart, perhaps because numbers in names have another meaning.
+        Underivable: if the moves do not form parts; the message names the tensors.
+        UnpairedIndex: if an index has no counterpart, perhaps because numbers in names have another meaning.
     """
     patterns = Patterns(traces, numbering)
     by_names: dict[tuple[Pattern, Pattern, int, int], Part] = {}
@@ -487,7 +487,7 @@ def layout(
     """Compute the layout of one stored tensor.
 
     Raises:
-        Underivable: the parts do not form dims with at most one direct sum.
+        Underivable: if the parts do not form dims with at most one direct sum.
     """
     which = SIDES.index(side)
     first: dict[Part, Instance] = {}

@@ -81,8 +81,8 @@ def trace_function(
         the element numbers on both sides; a tensor that the function creates has only zeros.
 
     Raises:
-        Underivable: the function changes values, or a dtype cannot carry element numbers.
-        TypeError: the function does not return a state dict.
+        Underivable: if the function changes values, or a dtype cannot carry element numbers.
+        TypeError: if the function does not return a state dict.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in sample.items()}
     total = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
@@ -121,7 +121,7 @@ def check_samples(samples: object) -> None:
     """Refuse samples that are not state dicts.
 
     Raises:
-        TypeError: `samples` is not a non-empty sequence of mappings from names to arrays or tensors.
+        TypeError: if `samples` is not a non-empty sequence of mappings from names to arrays or tensors.
     """
     if not isinstance(samples, Sequence) or isinstance(samples, str | bytes) or not samples:
         raise wrong_type("samples", "a list of state dicts, at least one", samples)
@@ -323,7 +323,7 @@ def check_place(path: PathLike, *, overwrite: Overwrite = False) -> None:
     Raises:
         UsageError: with the code EXISTS if there is a file that must not be replaced; with the code AMBIGUOUS if
             `overwrite` has an invalid value.
-        StorageError: IO, if the folder is missing, or an existing file cannot be read.
+        StorageError: with the code IO if the folder is missing, or an existing file cannot be read.
     """
     target, overwrite = Path(read_path("path", path)), read_overwrite(overwrite)
     shown = str(path)
@@ -358,7 +358,7 @@ def write_table(text: str, path: PathLike, *, overwrite: Overwrite = False) -> N
     Raises:
         UsageError: with the code EXISTS if there is a file that must not be replaced; with the code AMBIGUOUS if
             `overwrite` has an invalid value.
-        StorageError: IO, if the file cannot be written; with the code NO_SPACE if the disk is full.
+        StorageError: with the code IO if the file cannot be written; with the code NO_SPACE if the disk is full.
     """
     check_place(path, overwrite=overwrite)
     target = Path(os.path.realpath(path))
@@ -421,7 +421,7 @@ class Table:
         Raises:
             UsageError: with the code EXISTS if there is a file that must not be replaced; with the code AMBIGUOUS if
                 `overwrite` has an invalid value.
-            StorageError: IO, if the folder is missing; with the code NO_SPACE if the disk is full.
+            StorageError: with the code IO if the folder is missing; with the code NO_SPACE if the disk is full.
         """
         write_table(self.text, path, overwrite=overwrite)
 
@@ -511,7 +511,7 @@ class _ProvedDerivation:
                 by chance.
 
         Raises:
-            Underivable: no table could be proved.
+            Underivable: if no table could be proved.
         """
         last = len(traces) - 1
         table = self._one(traces[:last], (traces[last], *proportioned), sparse=False)
@@ -544,7 +544,7 @@ class _ProvedDerivation:
         """Check a table against traces and against the shapes of the full-size model.
 
         Raises:
-            Underivable: the table is disproved.
+            Underivable: if the table is disproved.
         """
         for trace in traces:
             problems = prove(table.text, trace, self.labels)
@@ -586,8 +586,8 @@ def from_function(
         labels: names of the family and its dialects.
 
     Raises:
-        TypeError: `samples` are not state dicts, or the function does not return a state dict.
-        ValueError: the numbers of configs and of samples differ.
+        TypeError: if `samples` are not state dicts, or the function does not return a state dict.
+        ValueError: if the numbers of configs and of samples differ.
         Refused: with the code UNSUPPORTED if no table can describe the function.
     """
     labels = labels or Labels(UNNAMED, dialects=("hf", "converted"))

@@ -106,7 +106,7 @@ def structure(traces: Sequence[Trace], *, careful: bool = False) -> Structure:
         careful: whether to accept a condition only if no second condition fits.
 
     Raises:
-        Underivable: no line of the notation describes a tensor; the message names it.
+        Underivable: if no line of the notation describes a tensor; the message names it.
     """
     numbering, first = Numbering(), None
     while True:
@@ -140,7 +140,7 @@ class Builder:
         """Return the structure.
 
         Raises:
-            Underivable: no line of the notation describes a tensor; the message names it.
+            Underivable: if no line of the notation describes a tensor; the message names it.
         """
         variants = self._layouts()
         aliases = self._aliases()
@@ -736,7 +736,7 @@ def derive(
             alternative.
 
     Raises:
-        Underivable: no table in the notation describes the converter; the message names the tensor.
+        Underivable: if no table in the notation describes the converter; the message names the tensor.
     """
     table_structure = structure(traces, careful=sparse)
     writer = Writer(table_structure, [trace.config for trace in traces], aliases or {}, sparse=sparse)

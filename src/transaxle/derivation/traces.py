@@ -212,8 +212,9 @@ def number_elements(src: str, dst: str) -> int:
 
     Raises:
         UsageError: with the code EXISTS if `dst` exists.
-        StorageError: IO, if the parent folder of `dst` is missing; with the code NO_SPACE if the disk is full.
-        TransaxleError: `src` cannot be opened; see `open_checkpoint`.
+        StorageError: with the code IO if the parent folder of `dst` is missing; with the code NO_SPACE if the disk is
+            full.
+        TransaxleError: if `src` cannot be opened; see `open_checkpoint`.
     """
     target = Path(dst)
     if os.path.lexists(target):
@@ -250,7 +251,7 @@ def read_numbered(before: Checkpoint, after: Checkpoint) -> tuple[dict[str, Numb
     A tensor that the converter created has only zeros.
 
     Raises:
-        Underivable: the input is not a numbered checkpoint, or the converter changed values.
+        Underivable: if the input is not a numbered checkpoint, or the converter changed values.
     """
     arrays = {name: np.asarray(before[name].read()) for name in before}
     for name, values in arrays.items():

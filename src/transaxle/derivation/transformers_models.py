@@ -357,7 +357,7 @@ def trace(peer: Peer, model: Any) -> Trace:
     """Number a model's elements, save the model, and return the trace of its tensors in memory and in the saved files.
 
     Raises:
-        Underivable: saving the model changed values.
+        Underivable: if saving the model changed values.
     """
     from safetensors.torch import load_file
 
@@ -382,7 +382,7 @@ def try_trace(peer: Peer, model: Any, complaints: list[str]) -> Trace | None:
     `complaints`).
 
     Raises:
-        Underivable: saving the model changed values.
+        Underivable: if saving the model changed values.
     """
     try:
         return trace(peer, model)

@@ -1,1 +1,3 @@
-"""Number formats that store a tensor in several buffers (codes and scales): definitions, names on disk, arithmetic."""
+"""Number formats that store a tensor as codes and scales: their definitions, their names on disk, and their
+arithmetic.
+"""

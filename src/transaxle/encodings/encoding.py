@@ -1,10 +1,12 @@
 """Encodings: number formats that store a tensor as codes and scales.
 
 File readers, the conversion planner, the codecs and the training code all use the same `Encoding` objects. The value of
-an element is its code times the scale of its tile, times the tensor's global factor if there is one. Tiles cover the
-last dims of the stored tensor; in a stack of matrices each matrix has its own tiles.
+an element is its code times the scale of its tile, times the tensor's global factor if there is one. A *tile* is a
+block of elements that share one scale. Tiles cover the last dims of the stored tensor; in a stack of matrices, each
+matrix has its own tiles.
 
-**Error**: the summed difference between original values and the values read back after encoding or rounding.
+**Error**: the summed difference between the original values and the values that are read back after encoding or
+    rounding.
 
 **Plain dtypes**: the safetensors codes of the floating-point dtypes of unquantized tensors.
 """
@@ -21,7 +23,7 @@ from typing import Literal
 import msgspec
 
 WHOLE = 0
-"""Tile size that means: one tile covers the whole dim, whatever the dim's length."""
+"""Tile size which means that one tile covers the whole dim, however long the dim is."""
 
 
 class Role(StrEnum):
@@ -31,10 +33,10 @@ class Role(StrEnum):
     SCALE = "scale"
     """One scale factor per tile of codes."""
     GLOBAL = "global"
-    """One scale number per tensor; whether values are multiplied or divided by it depends on the convention."""
+    """One scale number per tensor, by which values are multiplied or divided, depending on the naming convention."""
     INPUT_SCALE = "input_scale"
-    """One number per tensor for quantizing the layer's input activations; it does not affect the weight, but moves with
-    it.
+    """One number per tensor for quantizing the layer's input activations. It does not affect the weight, but is moved
+    together with the weight.
     """
 
 
@@ -43,7 +45,7 @@ class Encoding:
     """How a tensor's values are stored as codes and scales."""
 
     name: str
-    """Name in tables and on the command line: a key of `ENCODINGS`."""
+    """Name in rules files and on the command line: a key of `ENCODINGS`."""
     code: str
     """Dtype of the codes: `F8_E4M3`, `F8_E5M2` or `F4` (E2M1, two per byte, the low nibble first)."""
     scale: str
@@ -55,7 +57,7 @@ class Encoding:
     power_of_two: bool = False
     """Whether scales are rounded to powers of two when they are written (E8M0 scales always are)."""
     scale_max: int = 448
-    """Largest block scale that an nvfp4 tensor is scaled to: 448, or 256 in the `4 over 6` variant of
+    """Upper limit of the block scales of an nvfp4 tensor: 448, or 256 in the `4 over 6` variant of
     TransformerEngine.
     """
 
@@ -73,7 +75,7 @@ class Encoding:
         """Return the tile size along every dim of a tensor with this shape, with `WHOLE` replaced by the dim's length.
 
         Raises:
-            ValueError: the tensor has fewer dims than the tile.
+            ValueError: if the tensor has fewer dims than the tile.
         """
         leading = len(shape) - len(self.tile)
         if leading < 0:
@@ -95,7 +97,9 @@ MXFP4 = Encoding("mxfp4", "F4", "F8_E8M0", (1, 32), power_of_two=True)
 NVFP4 = Encoding("nvfp4", "F4", "F8_E4M3", (1, 16), has_global=True)
 
 ENCODINGS: Mapping[str, Encoding] = MappingProxyType({e.name: e for e in (FLOAT8, FLOAT8_BLOCK, MXFP8, MXFP4, NVFP4)})
-"""The encodings that can be written, by name; files may contain variants of them (E5M2 codes, other tile sizes)."""
+"""Name -> encoding, for the encodings that can be written; files may contain variants (E5M2 codes, other tile
+sizes).
+"""
 
 
 class EncodedTensor(msgspec.Struct, frozen=True):
@@ -114,16 +118,16 @@ class EncodedTensor(msgspec.Struct, frozen=True):
 
 
 class Error(msgspec.Struct, frozen=True):
-    """Summed differences of two arrays of equal size. Errors of the parts of a tensor can be added.
+    """Summed differences between two arrays of equal size. The errors of several parts of a tensor can be added.
 
-    Two NaN count as equal. NaN against a number, or an infinity against any other value, counts as an infinite
-    difference.
+    Two NaN values count as equal. A difference counts as infinite if only one of the values is NaN, or if one is
+    infinite and the other is a different value.
     """
 
     max: float = 0.0
     """Largest absolute difference of two corresponding elements."""
     square_sum: float = 0.0
-    """Sum of the squared differences. The last digits depend on the order of summation, which differs between
+    """Sum of the squared differences. Its last digits depend on the order of summation, which differs between the
     implementations.
     """
     count: int = 0
@@ -138,7 +142,7 @@ class Error(msgspec.Struct, frozen=True):
 
     @property
     def rms(self) -> float:
-        """Square root of the mean squared difference; 0 where no elements were compared."""
+        """Square root of the mean squared difference; 0 if no elements were compared."""
         return math.sqrt(self.square_sum / self.count) if self.count else 0.0
 
     def __add__(self, error: Error) -> Error:

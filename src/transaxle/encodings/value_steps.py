@@ -1,8 +1,8 @@
-"""Recoded tensors: the operations that change a stored tensor's values during a conversion, and the resulting errors.
+"""The operations that change a stored tensor's values during a conversion, and the errors that the operations cause.
 
 The steps for an output tensor are applied in this order. Replicas are averaged, quantized codes are decoded, and values
-are cast or merged with an adapter's weights. Elements are copied to their positions. The arithmetic from the family's
-table (such as `norm - 1`) is applied. The result is encoded, if that was requested.
+are cast or merged with an adapter's weights. Elements are copied to their positions in the output tensor. The
+arithmetic from the mapping rule (such as `norm - 1`) is applied. The result is encoded, if the user asked for it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ MEASURED_BY_READING = frozenset({"decoded", *CASTING})
 
 
 class RecodedTensor(msgspec.Struct, frozen=True):
-    """A tensor whose values are decoded, encoded, averaged, cast or merged with an adapter's."""
+    """A tensor whose values are decoded, encoded, averaged, cast, or merged with an adapter's weights."""
 
     name: str
-    """Tensor name as the family's table has it: of the target tensor where the action is `encoded`, else of the source.
-    """
+    """Name of the target tensor if the action is `encoded`, else of the source tensor, without buffer suffixes."""
     action: Action
     """What was done to the tensor's values."""
     encoding: str
-    """Encoding that was decoded or written; for casts and merges, the dtype before the action; empty for averages."""
+    """Encoding that was decoded or written. For casts and merges, the dtype before the action; for averages, empty."""
     convention: str
-    """Naming convention of the encoded buffers, a key of `CONVENTIONS`; empty where nothing is encoded or decoded."""
+    """Naming convention of the encoded buffers, a key of `CONVENTIONS`; empty if nothing is encoded or decoded."""
     dtype: str
     """Dtype of the values outside of the encoding, as a safetensors code."""
     shape: tuple[int, ...]
@@ -44,13 +43,14 @@ class RecodedTensor(msgspec.Struct, frozen=True):
 
 
 class MeasuredTensor(msgspec.Struct, frozen=True):
-    """A recoded tensor, with the measured difference between its new values and its old ones."""
+    """A tensor whose values were changed, with the measured difference between its new and its old values."""
 
     what: RecodedTensor
-    """Which tensor was recoded, and how."""
+    """Which tensor was changed, and by which action."""
     error: Error
-    """Error by action: decoded values against the exact code x scale; encoded values, read back, against the input;
-    replicas against their mean; cast values against the originals; merged values against the exact sums.
+    """The measured difference, which depends on the action: decoded values against the exact products of codes and
+    scales; encoded values, read back, against the input; replicas against their mean; cast values against the
+    originals; merged values against the exact sums.
     """
     infinite: int = 0
     """Number of values that were finite before the action and are infinite after it."""
@@ -65,7 +65,7 @@ class MeasuredTensor(msgspec.Struct, frozen=True):
 
 
 class ComputedTensor(Protocol):
-    """A stored tensor as a virtual, row-major file of computed values."""
+    """A stored tensor whose values are computed when they are read, as a virtual row-major file."""
 
     @property
     def step(self) -> RecodedTensor:
@@ -79,4 +79,6 @@ class ComputedTensor(Protocol):
         """Fill a writable, contiguous view with the computed bytes that begin at `offset`; thread-safe."""
 
     def measure(self) -> tuple[Error, int]:
-        """Return the error of the computed values against the stored ones, and the number of new infinities."""
+        """Return the error of the computed values against the stored values, and the number of values that became
+        infinite.
+        """

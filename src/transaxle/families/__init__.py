@@ -108,7 +108,7 @@ class Families(Mapping[str, Family]):
         """The families of this mapping together with those of installed packages.
 
         Raises:
-            Refused: an installed package with families cannot be used; see `installed_families`.
+            Refused: if an installed package with families cannot be used; see `installed_families`.
         """
         if self._closed:
             return self
@@ -221,7 +221,7 @@ def read_all() -> Tables:
     """Parse and check all shipped tables.
 
     Raises:
-        Refused: CORRUPT, with every problem of the first faulty table.
+        Refused: with the code CORRUPT, with every problem of the first faulty table.
     """
     from importlib.resources import files
 
@@ -347,7 +347,7 @@ def with_rules(text: str, file: str) -> Families:
     """Return the shipped families, together with the families and dialects of a user's rules file.
 
     Raises:
-        Refused: CORRUPT, with every problem in the rules file.
+        Refused: with the code CORRUPT, with every problem in the rules file.
     """
     from transaxle.axes.notation import tables
 

@@ -363,7 +363,7 @@ def read_results(folder: Path, numbers: Iterable[int] | None = None) -> dict[int
     left out.
 
     Raises:
-        StorageError: IO, if a result file cannot be read.
+        StorageError: with the code IO if a result file cannot be read.
     """
     results = {}
     try:
@@ -386,7 +386,7 @@ def read_task(folder: Path) -> Task | None:
     """Return the task of the journal in a folder, even if no tensor is finished; None if there is no valid journal.
 
     Raises:
-        StorageError: IO, if the journal cannot be read.
+        StorageError: with the code IO if the journal cannot be read.
     """
     lines = _read_lines(folder / JOURNAL)
     return _task(lines[0]) if lines else None
@@ -396,7 +396,7 @@ def unfinished_task(folder: Path) -> Task | None:
     """Return the task of a folder's unfinished work if any of its tensors is finished, otherwise None.
 
     Raises:
-        StorageError: IO, if the journal cannot be read.
+        StorageError: with the code IO if the journal cannot be read.
     """
     lines = _read_lines(folder / JOURNAL)
     # Without a finished tensor there is nothing to lose, so a different task may replace the journal.
@@ -442,7 +442,7 @@ def refuse_other_task(folder: Path, task: Task, file: str) -> None:
 
     Raises:
         UsageError: with the code EXISTS if the journal's task differs.
-        StorageError: IO, if the journal cannot be read.
+        StorageError: with the code IO if the journal cannot be read.
     """
     unfinished = unfinished_task(folder)
     if unfinished is None or unfinished.key == task.key:
@@ -481,7 +481,7 @@ class Journal:
         task: the conversion; if the journal has a different task, it is replaced, see `refuse_other_task`.
 
     Raises:
-        StorageError: IO if the journal cannot be read or written, NO_SPACE on a full disk.
+        StorageError: with the code IO if the journal cannot be read or written, NO_SPACE on a full disk.
     """
 
     def __init__(self, folder: Path, task: Task) -> None:
@@ -533,7 +533,7 @@ class Journal:
         writes it again.
 
         Raises:
-            StorageError: IO if the journal cannot be written, NO_SPACE on a full disk.
+            StorageError: with the code IO if the journal cannot be written, NO_SPACE on a full disk.
         """
         if "\n" in name:
             return

@@ -205,7 +205,8 @@ def _copy_to_device(ends: list[int], device: torch.device) -> torch.Tensor:
     """Copy offsets from the host to the device as int32; return before the copy is done.
 
     Raises:
-        Refused: UNSUPPORTED during capture of a CUDA graph: each replay of the graph would use the same numbers.
+        Refused: with the code UNSUPPORTED during capture of a CUDA graph: each replay of the graph would use the same
+            numbers.
     """
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(ends, dtype=torch.int32, device=device)
@@ -252,7 +253,8 @@ def read_back(m_splits: torch.Tensor, rows: int) -> tuple[int, ...]:
     """Copy row counts from the device to the host, which waits for the device; clip them as the device would.
 
     Raises:
-        Refused: UNSUPPORTED during capture of a CUDA graph, because the host cannot wait for the device then.
+        Refused: with the code UNSUPPORTED during capture of a CUDA graph, because the host cannot wait for the device
+            then.
     """
     if m_splits.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise refuse(

@@ -375,7 +375,7 @@ class LocalPart(torch.Tensor):
         """Refuse to be saved.
 
         Raises:
-            Refused: UNSUPPORTED, always.
+            Refused: with the code UNSUPPORTED, always.
         """
         raise _refusal(name, self)
 
@@ -383,7 +383,7 @@ class LocalPart(torch.Tensor):
         """Refuse to be loaded.
 
         Raises:
-            Refused: UNSUPPORTED, always.
+            Refused: with the code UNSUPPORTED, always.
         """
         raise _refusal(None, self)
 

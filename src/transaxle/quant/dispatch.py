@@ -60,8 +60,8 @@ def all_gather(tensor: QuantizedTensor, group_size: int, group: Any) -> Quantize
     Scales whose tiles span several rows are already on every rank.
 
     Raises:
-        Refused: `BLOCK_MISALIGNED` for a view with another shape or a range of columns; `UNSUPPORTED` for a part that
-            tensor parallelism has cut.
+        Refused: with the code BLOCK_MISALIGNED for a view with another shape or a range of columns; with the code
+            UNSUPPORTED for a part that tensor parallelism has cut.
     """
     frame = tensor.frame
     if not is_whole(tensor) or frame.band is not None:
@@ -618,7 +618,8 @@ def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
     """Assign to an index that yields a view; an index that yields a copy only here would lose the values.
 
     Raises:
-        Refused: `UNSUPPORTED` for elements and single rows of a matrix, because indexing copies their values.
+        Refused: with the code UNSUPPORTED for elements and single rows of a matrix, because indexing copies their
+            values.
     """
     if not isinstance(tensor, QuantizedTensor):
         with torch._C.DisableTorchFunctionSubclass():
@@ -641,7 +642,7 @@ def _set_data(tensor: QuantizedTensor, source: torch.Tensor) -> None:
     Plain values in another dtype keep the codes if they equal the dequantized values; other values are quantized.
 
     Raises:
-        Refused: `UNSUPPORTED` for new values of a tensor-parallel part: other ranks may have none.
+        Refused: with the code UNSUPPORTED for new values of a tensor-parallel part: other ranks may have none.
     """
     if not isinstance(source, QuantizedTensor):
         source = tensor.with_dtype_of(source)

@@ -59,7 +59,7 @@ def locate(
         banded: whether each rank has only a band (a range of columns) of the rows.
 
     Raises:
-        Refused: `SHAPE_MISMATCH` for rows outside the matrix.
+        Refused: with the code SHAPE_MISMATCH for rows outside the matrix.
     """
     rows = x.shape[0]
     common = None if share is None else share.common

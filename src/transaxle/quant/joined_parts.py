@@ -60,7 +60,7 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """Stack tensors: along dim 0 and for matrices of one quantizer the codes, otherwise the dequantized values.
 
     Raises:
-        Refused: `BLOCK_MISALIGNED` if an input is a range of rows that cuts a tile.
+        Refused: with the code BLOCK_MISALIGNED if an input is a range of rows that cuts a tile.
     """
     parts = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
     first = parts[0]
@@ -205,7 +205,7 @@ def check_common(target: QuantizedTensor, source: QuantizedTensor) -> None:
     """Refuse a copy into one rank's part of a matrix if it would change a scale, amax or history that all ranks share.
 
     Raises:
-        Refused: `UNEQUAL_COPIES` because other ranks would keep the old scale, amax or history.
+        Refused: with the code UNEQUAL_COPIES because other ranks would keep the old scale, amax or history.
     """
     frame, share = target.frame, target.frame.share
     if target.is_meta or source.is_meta:

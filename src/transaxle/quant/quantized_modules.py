@@ -113,8 +113,8 @@ def quantize_(
         Names of the weights that were quantized.
 
     Raises:
-        Refused: `UNSUPPORTED` for weights that are already sharded, and for a recipe that a layer cannot compute with;
-            `BLOCK_MISALIGNED` if tensor parallelism has cut a weight inside a tile.
+        Refused: with the code UNSUPPORTED for weights that are already sharded, and for a recipe that a layer cannot
+            compute with; with the code BLOCK_MISALIGNED if tensor parallelism has cut a weight inside a tile.
     """
     candidates = [
         (name, key, module)
@@ -308,8 +308,8 @@ def from_torchao(tensor: torch.Tensor) -> QuantizedTensor:
     row.
 
     Raises:
-        Refused: `UNSUPPORTED` for a tensor without an exact equivalent in Transaxle, with the reason; `LOSSY` for a
-            global scale of nvfp4 that follows from no float32 amax.
+        Refused: with the code UNSUPPORTED for a tensor without an exact equivalent in Transaxle, with the reason; with
+            the code LOSSY for a global scale of nvfp4 that follows from no float32 amax.
     """
     kind = type(tensor).__name__
     make = _READERS.get(kind)
@@ -330,8 +330,8 @@ def to_torchao(tensor: QuantizedTensor) -> torch.Tensor:
     Columnwise codes and the history of delayed scaling are not converted.
 
     Raises:
-        Refused: `UNSUPPORTED` for a tensor without an exact equivalent in torchao, with the reason;
-            `BLOCK_MISALIGNED` for rows that are not whole tiles.
+        Refused: with the code UNSUPPORTED for a tensor without an exact equivalent in torchao, with the reason; with
+            the code BLOCK_MISALIGNED for rows that are not whole tiles.
     """
     if tuple(tensor.shape) != (tensor.height, *tensor.frame.row):
         raise _unequal(str(tensor.quantizer), "it is a view of another shape")

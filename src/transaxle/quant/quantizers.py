@@ -100,7 +100,7 @@ class Quantizer(ABC):
             whole: number of rows of the whole matrix; None means computed from the row counts of all ranks.
 
         Raises:
-            Refused: `DTYPE_MISMATCH`, `SHAPE_MISMATCH` or `UNSUPPORTED` for tensors that cannot be quantized.
+            Refused: with the codes DTYPE_MISMATCH, SHAPE_MISMATCH or UNSUPPORTED for tensors that cannot be quantized.
         """
         return _MAKER[0](self, x, group=read_group("group", group), start=start, whole=whole)
 

@@ -99,8 +99,9 @@ def transpose_frame(frame: Frame, skip: int, shape: tuple[int, ...]) -> Frame:
         shape: shape of the tensor: [M, K] or [E, M, K].
 
     Raises:
-        Refused: `UNSUPPORTED` if columnwise codes are neither stored nor derivable; `BLOCK_MISALIGNED` for only some
-            rows of a matrix, and for views with another shape; `SHAPE_MISMATCH` for an odd row count of 4-bit codes.
+        Refused: with the code UNSUPPORTED if columnwise codes are neither stored nor derivable; with the code
+            BLOCK_MISALIGNED for only some rows of a matrix, and for views with another shape; with the code
+            SHAPE_MISMATCH for an odd row count of 4-bit codes.
     """
     height = shape[0]
     if shape != (height, *frame.row) or (frame.matrix is None and (frame.start + skip, height) != (0, frame.whole)):
@@ -163,7 +164,7 @@ def prepare_gather(
     """Return the bytes to gather, padded to the first rank's size, and the context that `assemble_gathered` needs.
 
     Raises:
-        Refused: `UNSUPPORTED` if the rows are not those that FSDP2 gives this rank.
+        Refused: with the code UNSUPPORTED if the rows are not those that FSDP2 gives this rank.
     """
     world = mesh.size()
     if frame.band is not None:
@@ -219,7 +220,7 @@ def _prepare_band_gather(
     """Gather the band's buffers that torch cannot gather; return the bytes that torch gathers, and the context.
 
     Raises:
-        Refused: `UNSUPPORTED` if the band is not the one that FSDP2 gives this rank.
+        Refused: with the code UNSUPPORTED if the band is not the one that FSDP2 gives this rank.
     """
     world, rank = mesh.size(), mesh.get_local_rank()
     expected = (rank * band.size, band.size * world)
@@ -366,7 +367,8 @@ class QuantizedTensor(torch.Tensor):
             columnwise: read the columnwise codes, not the rowwise codes.
 
         Raises:
-            Refused: `DTYPE_MISMATCH` for any other dtype; `MISSING_TENSOR` if there are no columnwise codes.
+            Refused: with the code DTYPE_MISMATCH for any other dtype; with the code MISSING_TENSOR if there are no
+                columnwise codes.
         """
         if columnwise and not self.frame.columnwise:
             raise refuse("MISSING_TENSOR", f"{self.quantizer}: the tensor has no columnwise codes", tensor=COLUMN_DATA)
@@ -389,7 +391,8 @@ class QuantizedTensor(torch.Tensor):
                 None if this tensor is whole.
 
         Raises:
-            Refused: `SHAPE_MISMATCH`; `UNSUPPORTED` for a shard without `group`, if scales depend on other ranks' rows.
+            Refused: `SHAPE_MISMATCH`; with the code UNSUPPORTED for a shard without `group`, if scales depend on other
+                ranks' rows.
         """
         group = read_group("group", group)
         if values.shape != self.shape:
@@ -430,7 +433,7 @@ class QuantizedTensor(torch.Tensor):
         """Return a quantized tensor of `values`, with their dtype and device; codes are kept if the values are equal.
 
         Raises:
-            Refused: `UNSUPPORTED` for new values of a tensor-parallel part: other ranks might get none.
+            Refused: with the code UNSUPPORTED for new values of a tensor-parallel part: other ranks might get none.
         """
         moved = cast(QuantizedTensor, self.detach().to(values.device))
         if not values.is_meta and not torch.equal(values, moved.dequantize(values.dtype)):
@@ -445,7 +448,8 @@ class QuantizedTensor(torch.Tensor):
         """Copy codes and scales of another frame with the same encoding into this tensor's buffers.
 
         Raises:
-            Refused: `BLOCK_MISALIGNED` or `UNEQUAL_COPIES` if other rows of this frame would then have wrong scales.
+            Refused: with the codes BLOCK_MISALIGNED or UNEQUAL_COPIES if other rows of this frame would then have wrong
+                scales.
         """
         frame = self.frame
         if frame.columnwise and not source.columnwise:
@@ -552,7 +556,7 @@ class QuantizedTensor(torch.Tensor):
         """Return what a pickle contains: a function of this module, plain numbers, and buffers changed by `change`.
 
         Raises:
-            Refused: `UNSUPPORTED` for a tensor-parallel part: its process group cannot be pickled.
+            Refused: with the code UNSUPPORTED for a tensor-parallel part: its process group cannot be pickled.
         """
         if self.frame.share is not None:
             message = (
@@ -688,7 +692,8 @@ def from_components(
         whole: for a shard, the number of rows of the whole matrix; scales of multi-row tiles are those of the whole.
 
     Raises:
-        Refused: `MISSING_TENSOR`, `UNEXPECTED_TENSOR`, `DTYPE_MISMATCH` or `SHAPE_MISMATCH`; lists every problem.
+        Refused: with the codes MISSING_TENSOR, UNEXPECTED_TENSOR, DTYPE_MISMATCH or SHAPE_MISMATCH; lists every
+            problem.
     """
     dtype = read_dtype("dtype", dtype)
     if len(shape) not in (2, 3) or dtype not in kernels.VALUES:
@@ -733,7 +738,7 @@ def rebuilt(
     """Make a tensor from the content of a pickle: names, plain numbers and buffers.
 
     Raises:
-        Refused: `UNSUPPORTED` for an unknown quantizer; also errors of `from_components`.
+        Refused: with the code UNSUPPORTED for an unknown quantizer; also errors of `from_components`.
     """
     if kind not in QUANTIZERS:
         raise refuse("UNSUPPORTED", f"the pickle names the quantizer {kind}; known are {', '.join(QUANTIZERS)}")

@@ -146,7 +146,8 @@ def refuse_headless(families: Iterable[Family], grouped: Mapping[str, list[str]]
         ways: further advice that is added to the hint of the error.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY, if the model is stored without its head, as transformers stores base models.
+        UsageError: with the code UNKNOWN_FAMILY if the model is stored without its head, as transformers stores base
+            models.
     """
     total = sum(map(len, grouped.values()))
     for family, dialect in [(each, dialect) for each in families for dialect in each.dialects]:

@@ -124,8 +124,8 @@ def share_out(expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[s
         the whole tensor.
 
     Raises:
-        Refused: UNSUPPORTED, if the axis is not divisible by the number of ranks, or padding would be cut.
-        UsageError: UNKNOWN_AXIS, if the size of an axis in the dim to cut is unknown.
+        Refused: with the code UNSUPPORTED if the axis is not divisible by the number of ranks, or padding would be cut.
+        UsageError: with the code UNKNOWN_AXIS if the size of an axis in the dim to cut is unknown.
     """
     for cut in cuts:
         if cut.tensors is not None and cut.tensors.isdisjoint(expression.components):
@@ -177,8 +177,8 @@ def rank_shares(
         the whole tensor.
 
     Raises:
-        Refused: UNSUPPORTED, if an axis is not divisible by the number of ranks.
-        UsageError: UNKNOWN_AXIS, if the size of an axis in the dim to cut is unknown.
+        Refused: with the code UNSUPPORTED if an axis is not divisible by the number of ranks.
+        UsageError: with the code UNKNOWN_AXIS if the size of an axis in the dim to cut is unknown.
     """
     for mesh, ranks in (("ep", ep), ("tp", tp)):
         applying = [

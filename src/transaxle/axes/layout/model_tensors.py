@@ -85,7 +85,7 @@ class Model:
         trainers and inference engines keep separately.
 
         Raises:
-            UsageError: UNKNOWN_AXIS, if the config does not show the number of layers.
+            UsageError: with the code UNKNOWN_AXIS if the config does not show the number of layers.
             Refused: with the code UNSUPPORTED if a condition depends on the index of the expert.
         """
         layers: dict[str, set[Index]] = {name: set() for name in self.family.tensors}
@@ -121,7 +121,7 @@ class Model:
         Raises:
             Refused: with the code AMBIGUOUS if two mapping rules may store the same tensor; with the code UNSUPPORTED
                 if one mapping rule applies to only some of the layers or experts in one stored tensor.
-            UsageError: UNKNOWN_AXIS, if the size of a necessary axis is unknown.
+            UsageError: with the code UNKNOWN_AXIS if the size of a necessary axis is unknown.
         """
         kinds: dict[str, dict[Index, TensorKind]] = defaultdict(dict)
         sure: set[tuple[str, Index]] = set()

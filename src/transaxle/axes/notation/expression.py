@@ -362,6 +362,7 @@ def parse(text: str, start: int = 0, *, checked: bool = False) -> Expression:
         checked: whether the text was parsed before without a fault; then only the syntax is checked again.
 
     Raises:
-        Refused: CORRUPT, if the expression is malformed; the message shows the text, the column and the expected token.
+        Refused: with the code CORRUPT if the expression is malformed; the message shows the text, the column and the
+            expected token.
     """
     return _Parser(text, start, checked=checked).expression()

@@ -550,8 +550,8 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
         sizes that all tensors share.
 
         Raises:
-            Refused: if a formula cannot be evaluated, with the code SHAPE_MISMATCH if a division is not exact, or
-                CORRUPT if types do not fit.
+            Refused: if a formula cannot be evaluated, with the code SHAPE_MISMATCH if a division is not exact, or with
+                the code CORRUPT if types do not fit.
         """
         return dict(self._measure(index)[0])
 

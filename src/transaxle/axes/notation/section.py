@@ -84,7 +84,7 @@ def parse_head(head: Statement) -> Section:
     """Parse the head line of a dialect.
 
     Raises:
-        Refused: CORRUPT, if the statement is not a valid head line of a dialect.
+        Refused: with the code CORRUPT if the statement is not a valid head line of a dialect.
     """
     match = _HEAD.fullmatch(head.text)
     if match is None:

@@ -1,1 +1,1 @@
-"""The arithmetic of number formats: from codes and scales to values, and back."""
+"""The arithmetic of number formats: computes values from codes and scales, and codes and scales from values."""

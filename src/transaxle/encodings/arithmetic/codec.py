@@ -1,15 +1,16 @@
 """The codec: quantizes matrices of values to codes and scales, and decodes them.
 
-All functions here take matrices. A tensor with more dims is a list of matrices, because tiles cover the last two dims.
-There are two implementations, one compiled and one in numpy, which give identical bits.
+All functions of this module take matrices. A tensor with more dims is a list of matrices, because tiles (blocks of
+elements with one scale) cover the last two dims. There are two implementations, one compiled and one in numpy, with
+bitwise equal results.
 
 **Decode**: `value = code x scale`, where the scale of a tile is its stored scale times the tensor's factor, multiplied
 in double precision and rounded once to float32. The product `code x scale` is rounded to float32 and then to the
 requested dtype. torchao, compressed-tensors and transformers round in the same order. A decoded NaN has the sign of its
 code and no payload bits.
 
-**Encode**: the module `scaling` computes the scale of a tile and a float32 multiplier. Values are multiplied by it and
-rounded to codes: to nearest, ties to even, saturating.
+**Encode**: the module `scaling` computes the scale of a tile and a float32 multiplier. Values are multiplied by the
+    multiplier and rounded to codes: to nearest, ties to even, saturating.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ from transaxle.errors import refuse
 __all__ = ["Path", "active", "amax", "decode_box", "decode_error", "encode_error", "encode_rows"]
 
 Path = Literal["compiled", "numpy"]
-"""Name of one of the two implementations, which give identical bits."""
+"""Name of one of the two implementations, whose results are bitwise equal."""
 
 Bytes = NDArray[np.uint8]
 
 
 class _Implementation(Protocol):
-    """Functions that both implementations (compiled and numpy) have; the module `vectorised` documents them."""
+    """Functions that both implementations (the compiled kernel and numpy) have; the module `vectorised`
+    documents them.
+    """
 
     def largest(self, values: NDArray[Any], tiles: Tiling) -> NDArray[np.float32]: ...
     def cast(
@@ -96,7 +99,7 @@ def encode_rows(
     codes_out: Bytes | None = None,
     path: Path | None = None,
 ) -> tuple[Bytes, NDArray[np.float32] | Bytes]:
-    """Encode some rows of a matrix. The first row must be the first of a tile; the last tile along each dim may be
+    """Encode some rows of a matrix. The first row must be the first row of a tile; the last tile along each dim may be
     partial.
 
     Args:
@@ -117,7 +120,7 @@ def encode_rows(
         Refused: with the code SHAPE_MISMATCH if a row of 4-bit codes does not fill whole bytes; with the code
             DTYPE_MISMATCH if the values have another dtype; with the code UNSUPPORTED if the encoding's scales can only
             be read.
-        ValueError: `amax` is missing or not allowed, `over` is no multiple of the tile, or `codes_out` has the wrong
+        ValueError: if `amax` is missing or not allowed, `over` is no multiple of the tile, or `codes_out` has the wrong
             shape.
     """
     matrix, kind, arithmetic = _matrix(values), _kind(encoding), _arithmetic(path)
@@ -164,7 +167,7 @@ def decode_box(
     Raises:
         Refused: with the code SHAPE_MISMATCH if there is not one scale per tile; with the code UNSUPPORTED if no
             encoding has scales of this dtype.
-        ValueError: `out` has the wrong shape, dtype or strides.
+        ValueError: if `out` has the wrong shape, dtype or strides.
     """
     matrix, tiles, kind = _code_bytes(encoding, codes, phase)
     single, _ = _scale(encoding, scale, tiles, factor)
@@ -235,13 +238,13 @@ def _kind(encoding: Encoding) -> Minifloat:
 
 
 def _matrix(values: NDArray[Any]) -> NDArray[Any]:
-    """Return a matrix of values without gaps between elements of a row; it is copied only if necessary."""
+    """Return a matrix of floating-point values without gaps between elements of a row, copied only if necessary."""
     wide_code(values.dtype)
     return _adjacent(values)
 
 
 def _adjacent(array: NDArray[Any]) -> NDArray[Any]:
-    """Return a matrix without gaps between elements of a row; it is copied only if necessary."""
+    """Return a matrix without gaps between elements of a row, copied only if necessary."""
     if array.ndim != 2:
         raise ValueError(f"{array.ndim} dims; encodings need matrices")
     strided_rows = array.shape[1] > 1 and array.strides[1] != array.itemsize
@@ -254,7 +257,7 @@ def _shape(matrix: NDArray[Any]) -> tuple[int, int]:
 
 
 def _code_bytes(encoding: Encoding, codes: NDArray[Any], phase: tuple[int, int]) -> tuple[Bytes, Tiling, Minifloat]:
-    """Return the codes as bytes, their tiling, and their minifloat type."""
+    """Return the codes as bytes, their tiling, and the floating-point type of the codes."""
     kind = _kind(encoding)
     matrix = _adjacent(codes.view(np.uint8) if codes.dtype.itemsize == 1 else codes)
     if matrix.dtype != np.uint8:
@@ -264,7 +267,7 @@ def _code_bytes(encoding: Encoding, codes: NDArray[Any], phase: tuple[int, int])
 
 
 def _codes_of(shape: tuple[int, int], kind: Minifloat, out: Bytes | None) -> Bytes:
-    """Return the array to write codes into: `out` if given, else a new array."""
+    """Return the array to write codes into: `out` if it is not None, else a new array."""
     rows, columns = shape
     if columns * kind.bits % 8:
         raise refuse("SHAPE_MISMATCH", f"rows of {columns} codes of {kind.code}, two to a byte, do not fill bytes")
@@ -286,7 +289,7 @@ def _tiles_of_blocks(tiles: Tiling, over: tuple[int, int]) -> Tiling:
 
 
 def _repeat(stored: NDArray[Any], shared: Tiling, tiles: Tiling) -> NDArray[Any]:
-    """Expand scales that several tiles share to one scale per tile."""
+    """Expand scales that several tiles share, so that the result has one scale per tile."""
     if shared is tiles:
         return stored
     rows, columns = (size // step for size, step in zip(shared.tile, tiles.tile, strict=True))
@@ -297,7 +300,7 @@ def _repeat(stored: NDArray[Any], shared: Tiling, tiles: Tiling) -> NDArray[Any]
 def _scale(
     encoding: Encoding, scale: NDArray[Any], tiles: Tiling, factor: float
 ) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
-    """Return scale times factor for each tile, rounded to float32, and also in double precision."""
+    """Return, for each tile, the product of scale and factor, rounded to float32, and also in double precision."""
     if scale.shape != tiles.grid:
         raise refuse(
             "SHAPE_MISMATCH",

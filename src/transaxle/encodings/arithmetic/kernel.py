@@ -1,7 +1,7 @@
-"""The compiled kernel, for encoding and decoding: `kernel.c` is built at installation if there is a C compiler.
+"""The compiled kernel that encodes and decodes: `kernel.c` is built at installation if there is a C compiler.
 
-The library lies beside this module, and is used only if it was built from the `kernel.c` beside it. Calls into the
-library release the GIL, so threads encode and decode in parallel.
+The library file is in the folder of this module. It is used only if it was built from the `kernel.c` in that folder.
+Calls into the library release the GIL, so threads encode and decode in parallel.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OPERATIONS: dict[str, tuple[Any, ...]] = {
 
 
 class Kernel:
-    """The functions of `vectorised`, compiled. Arrays may have gaps between rows, but not between elements of a row."""
+    """The functions of the module `vectorised`, compiled. Arrays may have gaps between rows, but not inside a row."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _OPERATIONS.items():
@@ -60,7 +60,7 @@ class Kernel:
     _error: Any
 
     def largest(self, values: NDArray[Any], tiles: Tiling) -> NDArray[np.float32]:
-        """As `vectorised.largest`: the largest absolute value of each tile."""
+        """Return the largest absolute value of each tile, as `vectorised.largest` does."""
         amax_bits = np.zeros(tiles.grid, np.uint32)
         self._largest(*_matrix(values), _grid(tiles), amax_bits.ctypes.data, _TYPES[wide_code(values.dtype)])
         return sizes(amax_bits, values.dtype)
@@ -73,7 +73,7 @@ class Kernel:
         kind: Minifloat,
         out: NDArray[np.uint8],
     ) -> None:
-        """As `vectorised.cast`: multiply values by their tile's multiplier, and write codes."""
+        """Multiply values by the multiplier of their tile, and write codes, as `vectorised.cast` does."""
         by = np.ascontiguousarray(multiplier)
         types = _TYPES[wide_code(values.dtype)], _CODES[kind.code]
         self._cast(*_matrix(values), _grid(tiles), by.ctypes.data, *_matrix(out), *types)
@@ -87,7 +87,7 @@ class Kernel:
         out: NDArray[Any],
         wide: str,
     ) -> None:
-        """As `vectorised.value`: multiply codes by their tile's scale, and write values."""
+        """Multiply codes by the scale of their tile, and write values, as `vectorised.value` does."""
         by = np.ascontiguousarray(scale)
         self._value(*_matrix(codes), _grid(tiles), by.ctypes.data, *_matrix(out), _TYPES[wide], _CODES[kind.code])
 
@@ -99,7 +99,7 @@ class Kernel:
         scale: NDArray[np.float32],
         kind: Minifloat,
     ) -> Error:
-        """As `vectorised.encode_error`: decoded codes against the values that were encoded."""
+        """Compare decoded codes with the values that were encoded, as `vectorised.encode_error` does."""
         types = _TYPES[wide_code(values.dtype)], _CODES[kind.code]
         return self._sum_errors(_matrix(values), codes, tiles, np.ascontiguousarray(scale), None, types)
 
@@ -112,7 +112,7 @@ class Kernel:
         kind: Minifloat,
         wide: str,
     ) -> Error:
-        """As `vectorised.decode_error`: decoded values against the exact products."""
+        """Compare decoded values with the exact products, as `vectorised.decode_error` does."""
         by, wider = np.ascontiguousarray(scale), np.ascontiguousarray(exact)
         return self._sum_errors((None, 0), codes, tiles, by, wider, (_TYPES[wide], _CODES[kind.code]))
 
@@ -143,7 +143,9 @@ def _grid(tiles: Tiling) -> Any:
 
 @cache
 def load() -> Kernel | None:
-    """Load the kernel; None if it was not built, cannot be loaded on this machine, or was built from another source."""
+    """Load the kernel; None if it was not built, cannot be loaded on this machine, or was built from a different
+    source.
+    """
     try:
         library = ctypes.CDLL(str(LIBRARY))
         stamp = library.transaxle_stamp

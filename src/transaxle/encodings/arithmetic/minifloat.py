@@ -1,14 +1,15 @@
 """Minifloats: the floating-point types of at most eight bits that codes and scales are stored in.
 
-Casts to these types round to nearest, ties to even, and too large values become the largest finite value, because E4M3
-and E2M1 have no infinity. NaN stays NaN; E2M1 has no NaN, so there NaN becomes the largest value, and the scale of its
-tile becomes NaN. Signs are kept, including the signs of zero and NaN.
+Casts to these types round to nearest, ties to even. Values that are too large become the largest finite value, because
+E4M3 and E2M1 have no infinity. NaN stays NaN, except in E2M1, which has no NaN: there, NaN becomes the largest value,
+and the scale of its tile becomes NaN. Signs are kept, including the signs of zero and NaN.
 
 Sources: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2), OCP Microscaling Formats 1.0, section 5.3 (E2M1) and
 5.4 (E8M0, which has only an exponent: 2**(code - 127), and 255 for NaN).
 
-**Wide dtypes**: BF16, F16 and F32, the dtypes of values before encoding and after decoding. Their conversions here are
-several times as fast as those of ml_dtypes. A NaN keeps its sign, and loses its payload bits when it is narrowed.
+**Wide dtypes**: BF16, F16 and F32, the dtypes of values before encoding and after decoding. The conversions in this
+module are several times as fast as those of ml_dtypes. A NaN keeps its sign, and loses its payload bits when it is
+converted to fewer bits.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ class Minifloat(msgspec.Struct, frozen=True, dict=True):
     nan: int
     """Code for NaN, without sign."""
     infinite: int | None = None
-    """Code of infinity, without sign, which is read but never written; None for a type without infinity."""
+    """Code of infinity, without sign; infinity is read but never written. None for a type without infinity."""
 
     @cached_property
     def values(self) -> NDArray[np.float32]:
-        """Value of each code, by code; a NaN has the sign of its code and no payload bits."""
+        """Code -> value; a NaN has the sign of its code and no payload bits."""
         magnitude = np.arange(1 << (self.bits - 1), dtype=np.int64)
         exponent, fraction = magnitude >> self.mantissa, magnitude & ((1 << self.mantissa) - 1)
         significand = np.where(exponent == 0, fraction, fraction + (1 << self.mantissa))
@@ -65,7 +66,7 @@ class Minifloat(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def sign(self) -> int:
-        """A code with only the sign bit set."""
+        """The code in which only the sign bit is set."""
         return 1 << (self.bits - 1)
 
     @property
@@ -103,7 +104,7 @@ E5M2 = Minifloat("F8_E5M2", bits=8, mantissa=2, bias=15, largest=0x7B, nan=0x7F,
 E2M1 = Minifloat("F4", bits=4, mantissa=1, bias=1, largest=7, nan=7)
 
 MINIFLOATS: Mapping[str, Minifloat] = MappingProxyType({kind.code: kind for kind in (E4M3, E5M2, E2M1)})
-"""The minifloat types that codes may have, by safetensors code of the dtype."""
+"""Safetensors code of the dtype -> minifloat type, for the types that codes may have."""
 
 E8M0_NAN = 0xFF
 """The E8M0 code for NaN."""
@@ -147,8 +148,8 @@ def wide_code(dtype: np.dtype[Any]) -> str:
 
 
 def without_sign(values: NDArray[Any]) -> NDArray[np.uint16] | NDArray[np.uint32]:
-    """Return the bits of absolute values as integers, which sort like the absolute values, with every NaN above
-    infinity.
+    """Return the bits of absolute values as integers. The integers sort like the absolute values, and every NaN is
+    above infinity.
     """
     if values.dtype.itemsize == 2:
         return values.view(np.uint16) & np.uint16(0x7FFF)
@@ -164,7 +165,7 @@ def widen(values: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def narrow(values: NDArray[np.float32], code: str) -> NDArray[Any]:
-    """Round float32 values to another wide dtype: to nearest, ties to even."""
+    """Round float32 values to a wide dtype (BF16, F16 or F32): to nearest, ties to even."""
     if code == "F32":
         return values
     raw = values.view(np.uint32)

@@ -1,12 +1,13 @@
 """Scaling: computes the scale of a tile from the tile's largest absolute value (*amax*).
 
-Each rule returns two arrays with one number per tile: the stored scales, and the multipliers that are applied to values
-before rounding to codes. A multiplier is not always the exact inverse of the stored scale, because each rule rounds
-where TransformerEngine (August 2026) rounds. All arithmetic is float32, one operation at a time. An amax of NaN means
-that the tile contains a NaN.
+Each scaling rule returns two arrays with one number per tile: the stored scales, and the multipliers that are applied
+to values before rounding to codes. A multiplier is not always the exact inverse of the stored scale, because each rule
+rounds in the same places as TransformerEngine (August 2026). All arithmetic is float32, one operation at a time. An
+amax of NaN means that the tile contains a NaN.
 
 **Casting**: converts unquantized values to another floating-point dtype, as torch's `.to` does. It rounds to nearest,
-ties to even; values that are too large become infinite; NaN stays NaN. As in torch, float64 goes through float32.
+    ties to even. Values that are too large become infinite, and NaN stays NaN. As in torch, float64 is first converted
+    to float32.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ def scales(encoding: Encoding, amax: Reals, *, widest: float, tensor: float | No
     """Compute the scales of tiles from their largest absolute values.
 
     Args:
-        encoding: the encoding to write; its scale dtype decides which scaling rule applies.
+        encoding: the encoding to write; the dtype of its scales determines which scaling rule applies.
         amax: largest absolute value of each tile, as float32.
         widest: largest finite value of the dtype of the input values.
         tensor: largest absolute value of the whole tensor; required for encodings with a global scale.
 
     Raises:
         Refused: with the code UNSUPPORTED if the encoding's scales can only be read.
-        ValueError: the encoding has a global scale, and `tensor` is missing.
+        ValueError: if the encoding has a global scale, and `tensor` is missing.
     """
     with np.errstate(all="ignore"):
         if encoding.scale == "F32" and not encoding.has_global:
@@ -72,9 +73,9 @@ def scales(encoding: Encoding, amax: Reals, *, widest: float, tensor: float | No
 def _float(amax: Reals, code_max: float, widest: np.float32, *, clear_mantissa: bool) -> TileScales:
     """Compute float32 scales: the multiplier is `code_max / amax`, and the stored scale is its inverse.
 
-    The rule is that of TransformerEngine's `common/recipe/recipe_common.cuh`. An amax of 0, infinity or NaN gives the
-    multiplier 1; a quotient too large for float32 gives the largest value of the input's dtype. With its mantissa bits
-    cleared, the multiplier is a power of two, so its inverse is exact.
+    The rule is that of TransformerEngine's `common/recipe/recipe_common.cuh`. If the amax is 0, infinite or NaN, the
+    multiplier is 1. If the quotient is too large for float32, the multiplier is the largest value of the input's dtype.
+    With its mantissa bits cleared, the multiplier is a power of two, so its inverse is exact.
     """
     multiplier = np.float32(code_max) / amax
     multiplier = np.where(np.isinf(multiplier), widest, multiplier)
@@ -88,8 +89,9 @@ def _exponent(amax: Reals, code_max: float) -> TileScales:
     """Compute E8M0 scales: `amax / code_max`, rounded up to a power of two, so that no value saturates.
 
     The rule is that of TransformerEngine's `common/util/ptx_arch_spec.cuh` (`float_to_e8m0`), which multiplies by the
-    float32 nearest to 1 / code_max; torchao's RCEIL is the same. The multiplier is the inverse of the scale. Only for
-    the smallest scale code, 0, it is 1: the values of such a tile (below 2**-118 in e4m3) become zeros.
+    float32 nearest to 1 / code_max; torchao's RCEIL is the same. The multiplier is the inverse of the scale, with one
+    exception. For the smallest scale code, 0, the multiplier is 1: the values of such a tile (below 2**-118 in e4m3)
+    become zeros.
     """
     quotient = amax * np.float32(1 / code_max)
     raw = quotient.view(np.uint32)
@@ -133,7 +135,7 @@ def cast(values: NDArray[Any], code: str) -> NDArray[Any]:
 
 
 def cast_error(before: NDArray[Any], after: NDArray[Any]) -> tuple[Error, int]:
-    """Return the error of cast values against the originals, and how many finite values became infinite."""
+    """Return the error of cast values against the originals, and the number of finite values that became infinite."""
     with np.errstate(all="ignore"):
         before_exact, after_exact = (_exact(values) for values in (before, after))
         same = (before_exact == after_exact) | (np.isnan(before_exact) & np.isnan(after_exact))

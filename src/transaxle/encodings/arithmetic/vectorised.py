@@ -3,7 +3,8 @@
 Rows are processed in groups that fit the processor's cache. Each function computes in numpy what `kernel.c` computes in
 C, with identical bits.
 
-**Tiling**: where the boundaries of tiles lie in a matrix, which may be some rows cut out of a larger matrix.
+**Tiling**: where the boundaries of tiles (blocks of elements with one scale) are in a matrix, which may be some rows of
+    a larger matrix.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from transaxle.errors import refuse
 
 
 class Tiling(msgspec.Struct, frozen=True):
-    """Tiles over a matrix that may be cut out of a larger one. Along a dim, position `i` is in tile `(phase + i) //
-    tile`.
+    """Boundaries of the tiles in a matrix that may be cut out of a larger matrix. Along a dim, position `i` is in tile
+    `(phase + i) // tile`.
     """
 
     shape: tuple[int, int]
@@ -62,11 +63,13 @@ def tiling(encoding: Encoding, shape: tuple[int, int], phase: tuple[int, int] = 
 
 
 _GROUP = 1 << 16
-"""Approximate number of elements that are processed at a time, so that they stay in the cache."""
+"""Approximate number of elements that are processed at once, so that they stay in the processor's cache."""
 
 
 def largest(values: NDArray[Any], tiles: Tiling) -> NDArray[np.float32]:
-    """Return the largest absolute value of each tile, or NaN for a tile with a NaN. The first row must start a tile."""
+    """Return the largest absolute value of each tile, or NaN if the tile has a NaN. The first row must be the first of
+    a tile.
+    """
     grid = tiles.grid
     amax_bits = np.zeros(grid, np.uint32)
     if values.size:
@@ -87,7 +90,7 @@ def sizes(bits: NDArray[np.uint32], dtype: np.dtype[Any]) -> NDArray[np.float32]
 def cast(
     values: NDArray[Any], tiles: Tiling, multiplier: NDArray[np.float32], kind: Minifloat, out: NDArray[np.uint8]
 ) -> None:
-    """Multiply values by their tile's multiplier, and write the codes; each code has the sign of its value."""
+    """Multiply values by the multiplier of their tile, and write the codes; each code has the sign of its value."""
     with np.errstate(all="ignore"):
         for rows in _groups(tiles.shape):
             wide = widen(values[rows])
@@ -98,7 +101,7 @@ def cast(
 def value(
     codes: NDArray[np.uint8], tiles: Tiling, scale: NDArray[np.float32], kind: Minifloat, out: NDArray[Any], wide: str
 ) -> None:
-    """Multiply codes by their tile's scale in float32, round to the wide dtype, and write the values."""
+    """Multiply codes by the scale of their tile in float32, round to the wide dtype, and write the values."""
     for rows in _groups(tiles.shape):
         out[rows] = narrow(_multiply(codes, tiles, scale, kind, rows), wide)
 
@@ -140,7 +143,7 @@ def _groups(shape: tuple[int, ...]) -> Iterator[slice]:
 
 
 def _spread(numbers: NDArray[Any], tiles: Tiling, rows: slice) -> NDArray[Any]:
-    """Repeat a number per tile (such as its scale) for every element of some rows."""
+    """Repeat a number that exists once per tile (such as a scale) for every element of some rows."""
     (row_tile, column_tile), (row_phase, column_phase) = tiles.tile, tiles.phase
     down = (row_phase + np.arange(rows.start, rows.stop)) // row_tile
     along = (column_phase + np.arange(tiles.shape[1])) // column_tile
@@ -149,7 +152,7 @@ def _spread(numbers: NDArray[Any], tiles: Tiling, rows: slice) -> NDArray[Any]:
 
 
 def _unpack(codes: NDArray[np.uint8], kind: Minifloat) -> NDArray[np.uint8]:
-    """Return the codes one per byte: packed 4-bit codes are split."""
+    """Return the codes one per byte; bytes that contain two 4-bit codes are split."""
     return np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1) if kind.bits == 4 else codes
 
 
@@ -168,7 +171,7 @@ def _multiply(
 
 
 def _compare(decoded: NDArray[np.float32], reference: NDArray[Any]) -> Error:
-    """Return the summed differences of two arrays; `Error` documents how NaN and infinities count."""
+    """Return the summed differences of two arrays; the class `Error` documents how NaN and infinities count."""
     with np.errstate(all="ignore"):
         distance = np.abs(decoded.astype(np.float64) - reference.astype(np.float64))
         distance[np.isnan(distance)] = np.inf

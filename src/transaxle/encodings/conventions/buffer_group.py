@@ -1,11 +1,12 @@
-"""Finds out which stored tensors (codes, scales) together form one quantized tensor.
+"""Groups stored tensors (codes, scales) that together form one quantized tensor.
 
 Names alone do not show which tensors are quantized: torchtitan stores gpt-oss in bf16 under the names `*_blocks`. The
 config alone does not show it either, because it lists modules and classes instead of tensors. So a tensor counts as
 quantized if its name and dtype are those of codes, and its scales exist under the matching name, in the shape that the
-config's tile size implies. A tensor that almost fits is refused; every other tensor is plain.
+config's tile size implies. A tensor that meets only some of these conditions is refused; every other tensor counts as
+unquantized.
 
-Each name is visited once, and the names that belong with it are looked up, so grouping takes linear time.
+Each name is visited once, and the related names are looked up, so grouping takes linear time.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Shape = tuple[int, ...]
 _EIGHT = ("F8_E4M3", "F8_E5M2")
 _FOUR = ("U8", "F4")
 CODES = frozenset((*_EIGHT, *_FOUR))
-"""Dtypes with which codes may be stored."""
+"""Dtypes of tensors that may contain codes."""
 _REALS = ("F32", "BF16", "F16")
 _EXPONENTS = ("F8_E8M0", "U8")
 _SCALES = {
@@ -59,16 +60,18 @@ _GUESSED = (DEEPSEEK, COMPRESSED_TENSORS, GPT_OSS, MODELOPT, TE, TE_HALVED)
 """Conventions that are recognised by names and dtypes alone if there is no config."""
 _MX_COLUMNS = replace(MXFP8, tile=MXFP8.tile[::-1])
 _LINES = tuple(replace(FLOAT8_BLOCK, tile=tile) for tile in ((1, 128), (128, 1)))
-"""Encodings whose tiles are parts of one row or one column, which TransformerEngine stores under DeepSeek's names."""
+"""Encodings whose tiles are sections of one row or one column, which TransformerEngine stores under DeepSeek's
+names.
+"""
 _OTHERS = ("weight_zero_point", "weight_g_idx")
-"""Names of buffers that mean that values are more than code x scale (zero points, reordered groups)."""
+"""Names of buffers whose presence means that values are more than code x scale (zero points, reordered groups)."""
 _INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32"})
 SPEAKING = CODES | _INTEGERS
 """Dtypes that codes may have, in supported and in unsupported encodings."""
 _PARAMETER = re.compile(r"(?:.*_)?(?:weight|bias|norm)\d*|_extra_state|lora_.*")
 """Pattern for the last name segment of ordinary parameters, of LoRA tensors, and of TransformerEngine's extra state."""
 _OF_CACHE = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "output_scale"})
-"""Last name segments of scales for cached keys and values, which belong to no weight."""
+"""Last name segments of scales for cached keys and values; these scales belong to no weight."""
 _OF_QUANTIZERS = re.compile(r".*(?:scale|zero|g_idx|amax|quant|transform|hadamard|rotat|smooth).*")
 """Pattern for the last name segment of tensors that only a quantizer creates."""
 _WITH_INTEGERS = frozenset({
@@ -98,7 +101,7 @@ _BELOW_QUANTO = ("_data", "_scale", "_shift", "_zeropoint")
 _OF_THEMSELVES = re.compile(
     r"(?:.*_)?(?:bias|coords?|counts?|grid|ids?|idx|index|indices|lengths?|map|mask|offsets?|positions?|rng(?:_state)?|shapes?|sizes?)"
 )
-"""Pattern for the last name segment of integer tensors that are indices, counts or masks, and so are no codes."""
+"""Pattern for the last name segment of integer tensors that are indices, counts or masks, and therefore no codes."""
 
 
 class StoredBuffer(Protocol):
@@ -117,11 +120,11 @@ class BufferGroups(msgspec.Struct, frozen=True):
     """The quantized tensors of a checkpoint, recognised by names, dtypes and the config together."""
 
     encoded: Mapping[str, EncodedTensor]
-    """Quantized tensors, by tensor name without buffer suffixes; every stored tensor outside of them is plain."""
+    """Tensor name without buffer suffixes -> quantized tensor; every stored tensor outside of these is unquantized."""
     refusals: tuple[Refusal, ...]
-    """Errors for tensors that fit neither as quantized nor as plain tensors."""
+    """Errors for tensors that are neither valid quantized tensors nor unquantized tensors."""
     bare: tuple[str, ...] = ()
-    """Names of tensors with a dtype of codes but without scales, which count as plain: they can be moved, but not
+    """Names of tensors with a dtype of codes but without scales. They count as unquantized: they can be moved, but not
     decoded.
     """
 
@@ -136,13 +139,15 @@ def group(
     Args:
         entries: stored tensor name -> dtype and shape.
         quantization: the quantization that the config describes; None means that only names and dtypes are used.
-        metadata: the files' metadata, in which torchao, and readers of TransformerEngine's pickles, describe tensors.
+        metadata: the files' metadata, in which torchao, and Transaxle's readers of TransformerEngine's pickles,
+            describe tensors.
 
     Post-condition: no stored tensor is part of two quantized tensors, and the shape of each part fits the encoding.
 
-    The refusals are MISSING_TENSOR for codes without scales, UNEXPECTED_TENSOR for scales without codes, DTYPE_MISMATCH
-    and SHAPE_MISMATCH for buffers that do not fit together, NAME_COLLISION for two tensors with one table name, CORRUPT
-    and UNSUPPORTED for torchao's metadata, UNSUPPORTED for further buffers and for lists of modules that take too long.
+    The refusals have these codes: MISSING_TENSOR for codes without scales, UNEXPECTED_TENSOR for scales without codes,
+    DTYPE_MISMATCH and SHAPE_MISMATCH for buffers that do not fit together, NAME_COLLISION for two tensors with the same
+    name in the rules, CORRUPT and UNSUPPORTED for torchao's metadata, UNSUPPORTED for further buffers and for lists of
+    modules that take too long to match.
     """
     finder = _Finder(entries, quantization)
     try:
@@ -154,8 +159,8 @@ def group(
         codes_without_scales = [
             name for name, entry in entries.items() if entry.dtype in CODES and not finder.take_codes(name, entry)
         ]
-        # Codes with scales along columns, which the backward pass uses, have the same values as the codes with scales
-        # along rows.
+        # The backward pass uses a second set of codes, with scales along columns, which has the same values as the
+        # codes with scales along rows.
         finder.used.update(training_only([each.parts[Role.CODES] for each in finder.encoded.values()], entries))
         for name in codes_without_scales:
             if name not in finder.used:
@@ -198,7 +203,7 @@ class _Finder:
             self.take(CONVENTIONS[TORCHAO], name, [description.encoding])
 
     def take_codes(self, name: str, entry: StoredBuffer) -> bool:
-        """Add a tensor with a dtype of codes as quantized if its scales exist; return whether they exist."""
+        """Add a tensor with a dtype of codes as a quantized tensor if its scales exist; return whether they exist."""
         if name in self.used:
             return True
         head, dot, segment = name.rpartition(".")
@@ -227,7 +232,9 @@ class _Finder:
         return fitting or _usual_encodings(convention, codes, scale)
 
     def take_codes_without_scales(self, name: str, entry: StoredBuffer) -> None:
-        """Add codes without scales as a plain tensor, or refuse them if the config or the name demands scales."""
+        """Add codes without scales as an unquantized tensor, or refuse them if the config or the name requires
+        scales.
+        """
         if entry.dtype not in _EIGHT:
             self._refuse_packed(name, entry)
             return
@@ -262,14 +269,14 @@ class _Finder:
                 return
 
     def _is_of(self, convention: Convention) -> bool:
-        """Return whether the config's quantization method always writes this convention, as opposed to only allowing
-        it.
+        """Return whether the config's quantization method always writes this convention, and does not merely
+        allow it.
         """
         return self.quantization is not None and self.quantization.conventions[:1] == (convention.name,)
 
     def take_rest(self, name: str) -> None:
-        """Check a tensor that is part of no quantized tensor: it is plain, but is refused if only scales have such a
-        name.
+        """Check a tensor that belongs to no quantized tensor: it counts as unquantized, but is refused if only scales
+        have such a name.
         """
         head, dot, segment = name.rpartition(".")
         if message := self._of_integers(name):
@@ -297,8 +304,8 @@ class _Finder:
             self._refuse("DTYPE_MISMATCH", name, message, "remove the scales if the tensor has been decoded")
 
     def _of_integers(self, name: str) -> str:
-        """Return the reason why a tensor counts as integer codes, or as lying beside them; an empty text if it does
-        not.
+        """Return the reason why a tensor counts as integer codes, or as a neighbour of integer codes; an empty text if
+        it is neither.
         """
         head, dot, segment = name.rpartition(".")
         entry = self.entries[name]
@@ -316,13 +323,13 @@ class _Finder:
         return f"it has codes of integers as {program} stores them, {_dtype_and_shape(entry)}, {_NO_VALUES}"
 
     def _quantizes(self, path: str) -> bool:
-        """Return whether a name is that of a weight with codes, or of a module that quantizes such a weight."""
+        """Return whether a name is that of a quantized weight, or of a module that quantizes such a weight."""
         siblings = (f"{path}.{_BELOW_QUANTO[0]}", f"{module_of(path)}.{WEIGHT}")
         codes = (self.entries[name].dtype for name in siblings if name in self.entries)
         return _last_segment(path) == WEIGHT or any(dtype in SPEAKING for dtype in codes)
 
     def _changes_values(self, name: str) -> bool:
-        """Return whether a plain tensor lies beside or below a layer's codes and is not a known parameter."""
+        """Return whether an unquantized tensor is beside or below a layer's codes and is not a known parameter."""
         module, _, segment = name.rpartition(".")
         if module in self._linears:
             return not (is_parameter(name) or is_of_cache(name))
@@ -345,7 +352,7 @@ class _Finder:
         return frozenset(module_of(name) for name in self.encoded if _last_segment(name) != WEIGHT)
 
     def _codes_of(self, segment: str, head: str, entry: StoredBuffer) -> list[str]:
-        """Return the last name segments of the codes to which a tensor, as scales, would belong; none if its name is
+        """Return the last name segments of the codes that a tensor would scale; an empty list if its name is
         ambiguous.
         """
         inner = CONVENTIONS[DEEPSEEK].eight[Role.SCALE].back(segment)
@@ -370,7 +377,7 @@ class _Finder:
         self.refusals.append(Refusal(code, message, Where(None, name), hint))
 
     def take(self, convention: Convention, table_name: str, candidates: Sequence[Encoding]) -> None:
-        """Add a tensor whose codes and scales exist as quantized, with the first encoding that fits."""
+        """Add a tensor whose codes and scales exist as a quantized tensor, with the first encoding that fits."""
         misfit: Refusal | None = None
         for encoding in candidates:
             stored_names = convention.buffers(table_name, encoding)
@@ -380,8 +387,7 @@ class _Finder:
                 exact, shape = self._fit(convention, table_name, encoding, stored_names)
             except _MisfitError as error:
                 self.used.update(name for name in stored_names.values() if name in self.entries)
-                # The first candidate is the likeliest encoding, so the reason why it does not fit is the best
-                # explanation.
+                # The first candidate is the likeliest encoding, so the error reports why that encoding does not fit.
                 misfit = misfit or error.refusal
             else:
                 self.used.update(stored_names.values())
@@ -396,7 +402,7 @@ class _Finder:
         """Return the exact encoding that some buffers have together, and the tensor's shape in elements.
 
         Raises:
-            _MisfitError: the buffers do not fit together; it has the first reason.
+            _MisfitError: if the buffers do not fit together; the exception has the first reason.
         """
         for role, name in parts.items():
             if name not in self.entries:
@@ -440,7 +446,7 @@ class _Misfit(msgspec.Struct, frozen=True):
 def _exact(
     convention: Convention, encoding: Encoding, codes: str, packed: Shape, scales: str, stored: Shape
 ) -> tuple[Encoding, Shape] | _Misfit:
-    """Return the encoding, with exact dtypes and tile, for these codes and scales, and the tensor's shape in
+    """Return the encoding with the exact dtypes and tile for these codes and scales, and the tensor's shape in
     elements.
     """
     if codes not in (_EIGHT if encoding.code_bits == 8 else _FOUR):
@@ -483,43 +489,43 @@ _NO_VALUES = "whose values are not known here"
 
 
 def is_parameter(name: str) -> bool:
-    """Return whether a tensor's name is that of a parameter, as opposed to that of scales."""
+    """Return whether a tensor has the name of a parameter, and not the name of scales."""
     segment = _last_segment(name)
     return _PARAMETER.fullmatch(segment) is not None and not _OF_QUANTIZERS.fullmatch(segment)
 
 
 def is_of_cache(name: str) -> bool:
-    """Return whether a tensor's name is that of scales for cached keys and values."""
+    """Return whether a tensor has the name of scales for cached keys and values."""
     return _last_segment(name) in _OF_CACHE
 
 
 def may_be_codes(name: str, entry: StoredBuffer) -> bool:
-    """Return whether a tensor may contain codes: it has integers, and its name is not that of indices or counts."""
+    """Return whether a tensor may contain codes: its dtype is possible, and it is not named like indices or counts."""
     if prod(entry.shape) < 2 or entry.dtype not in SPEAKING:
         return False
     return entry.dtype not in _INTEGERS or not _OF_THEMSELVES.fullmatch(_last_segment(name))
 
 
 def may_scale(name: str, entry: StoredBuffer, codes: StoredBuffer, *, deeper: bool) -> bool:
-    """Return whether a plain tensor may be the scale of codes that nothing describes.
+    """Return whether an unquantized tensor may be the scale of codes that neither config nor metadata describe.
 
     Args:
-        name: name of the plain tensor.
-        entry: dtype and shape of that tensor.
+        name: name of the unquantized tensor.
+        entry: dtype and shape of the unquantized tensor.
         codes: codes in the same module, or in a parent of it.
-        deeper: whether the codes are in a parent module; then only a tensor with a name of scales counts.
+        deeper: whether the codes are in a parent module; if so, only a tensor named like scales counts.
     """
     if is_parameter(name):
         return False
     if _OF_QUANTIZERS.fullmatch(_last_segment(name)) or (codes.dtype not in _INTEGERS and not deeper):
         return True
-    # A weight's codes have as many dims as the weight, and at least as many elements as the scales; a table of numbers
-    # may not.
+    # A weight's codes have as many dims as the weight, and at least as many elements as the scales. A table of numbers
+    # may have fewer.
     return not deeper and len(codes.shape) > 1 and prod(entry.shape) <= prod(codes.shape)
 
 
 def _last_segment(name: str) -> str:
-    """Return the last segment of a name: errors that show only this segment are merged for many tensors."""
+    """Return the last segment of a name. Errors that show only this segment are merged for many tensors."""
     return name.rpartition(".")[2]
 
 

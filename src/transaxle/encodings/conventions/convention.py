@@ -1,17 +1,17 @@
 """Conventions: how ecosystems name and shape the buffers of an encoded tensor.
 
 The same codes and scales have many names: `X.weight_scale_inv` is DeepSeek's, `X.weight_scale` that of
-compressed-tensors, `X_scales` that of gpt-oss. Tables use a single name, that of the weight. A convention maps the
-weight's name to the stored name of each buffer and back. It also defines the shape of each buffer on disk and the
+compressed-tensors, `X_scales` that of gpt-oss. Mapping rules use a single name, that of the weight. A convention maps
+the weight's name to the stored name of each buffer and back. It also defines the shape of each buffer on disk and the
 meaning of the per-tensor scale.
 
-`quantization` reads the convention from a config file; `buffer_group` decides whether a checkpoint follows it. Names
-are split at dots, and a convention depends only on the last segment.
+The module `quantization` reads the convention from a config file; `buffer_group` determines whether a checkpoint
+follows it. Names are split at dots, and a convention depends only on the last segment.
 
-Pickled tensors of TransformerEngine may have scales with unusual tiles, which the names do not show. Readers of pickles
-put these tile sizes into the container's metadata, under the key `TE_NOTE`.
+Pickled tensors of TransformerEngine may have scales with unusual tile sizes, which the names do not show. The readers
+of pickles write these tile sizes into the container's metadata, under the key `TE_NOTE`.
 
-Quantized weights saved by training are converted for a model hub: the buffers get the names and the per-tensor scale
+Quantized weights that training saved are converted for a model hub: the buffers get the names and the per-tensor scale
 that readers of hub models expect, and buffers that only the next training step needs are dropped.
 """
 
@@ -49,7 +49,7 @@ _FLT_MAX = (2 - 2.0**-23) * 2.0**127
 
 Shape = tuple[int, ...]
 Place = tuple[str, Role]
-"""`(tensor name, role)`: which quantized tensor a buffer belongs to, and whether it has its codes or a scale."""
+"""`(tensor name, role)`: which quantized tensor a buffer belongs to, and whether the buffer has codes or a scale."""
 GlobalMeaning = Literal["factor", "divisor", "amax"]
 """How a value depends on the per-tensor scale; `Convention.meaning` documents the choices."""
 
@@ -58,17 +58,17 @@ class NameForm(msgspec.Struct, frozen=True):
     """How the last name segment of a buffer is formed from the last name segment of its tensor."""
 
     weight: str
-    """Last name segment of the buffer, if that of the tensor is `weight`."""
+    """Last name segment of the buffer, if the tensor's last segment is `weight`."""
     other: str
-    """Template for tensors with another last segment, which replaces `{}`, as in `{}_scale_inv`."""
+    """Template for tensors with a different last segment, which replaces `{}`, as in `{}_scale_inv`."""
 
     def __call__(self, segment: str) -> str:
-        """Return the buffer's last name segment for that of a tensor."""
+        """Return the buffer's last name segment for a tensor with the last name segment `segment`."""
         return self.weight if segment == WEIGHT else self.other.replace("{}", segment)
 
     def back(self, segment: str) -> str | None:
-        """Return the tensor's last name segment for that of a buffer; None if the segment is not that of such a
-        buffer.
+        """Return the tensor's last name segment for a buffer with the last name segment `segment`; None if no tensor's
+        buffer has it.
         """
         if segment == self.weight:
             return WEIGHT
@@ -80,7 +80,7 @@ class NameForm(msgspec.Struct, frozen=True):
 
 
 def training_only(weights: Iterable[str], names: Container[str]) -> list[str]:
-    """Return the names of those buffers of quantized weights that only the next training step needs.
+    """Return the names of the buffers of quantized weights that only the next training step needs.
 
     Args:
         weights: names of the buffers with the weights' codes.
@@ -100,9 +100,9 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
     name: str
     """Name of the convention: its key in `CONVENTIONS`."""
     eight: Mapping[Role, NameForm] = msgspec.field(default_factory=dict)
-    """Role -> name of that buffer for tensors with 8-bit codes; empty if the convention has no 8-bit encoding."""
+    """Role -> name of the buffer with this role, for 8-bit codes; empty if the convention has no 8-bit encoding."""
     four: Mapping[Role, NameForm] = msgspec.field(default_factory=dict)
-    """Role -> name of that buffer for tensors with 4-bit codes; empty if the convention has no 4-bit encoding."""
+    """Role -> name of the buffer with this role, for 4-bit codes; empty if the convention has no 4-bit encoding."""
     holds: frozenset[str] = frozenset()
     """Names of the encodings that can be read from files of this convention."""
     writes: frozenset[str] = frozenset()
@@ -112,14 +112,14 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
     it is `code x scale / global`; with `amax` it is `code x scale x global / (scale_max x code_max)`.
     """
     scale_max: int = 448
-    """Largest block scale that an nvfp4 tensor is scaled to."""
+    """Upper limit of the block scales of an nvfp4 tensor."""
     exponents_as_bytes: bool = False
     """Whether E8M0 scales are stored with the dtype U8."""
     one: Shape = ()
     """Shape with which a single number per matrix is stored: `[]` or `[1]`."""
     block: int = 0
-    """Number of codes per block, if blocks have a dim of their own on disk (`[…, K/32, 16]` after packing); otherwise
-    0.
+    """Number of codes per block, if the stored tensor has an additional dim for blocks (`[…, K/32, 16]` after packing);
+    otherwise 0.
     """
     whole_blocks: bool = True
     """Whether packed rows always consist of whole blocks; in training checkpoints the last block may be shorter."""
@@ -139,8 +139,7 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         return self.four if encoding.code_bits < 8 else self.eight
 
     def buffers(self, table_name: str, encoding: Encoding) -> dict[Role, str]:
-        """Return the stored names of all buffers that a tensor may have, by role; a checkpoint may lack the input
-        scale.
+        """Return role -> stored name, for all buffers that a tensor may have; a checkpoint may lack the input scale.
 
         Raises:
             Refused: with the code UNSUPPORTED if this convention lacks the encoding.
@@ -154,7 +153,7 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         }
 
     def stored(self, table_name: str, role: Role, encoding: Encoding) -> str:
-        """Return the stored name of one buffer of a tensor. The inverse is `places`, whose result contains
+        """Return the stored name of one buffer of a tensor. For this stored name, `places` returns a list with
         `(table_name, role)`.
 
         Raises:
@@ -168,7 +167,9 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         return f"{head}{dot}{form(segment)}"
 
     def places(self, stored: str) -> tuple[Place, ...]:
-        """Return each `(tensor name, role)` that a stored name may stand for; for most names the only role is codes."""
+        """Return each `(tensor name, role)` for which a buffer may have this stored name; for most names, the role is
+        codes.
+        """
         head, dot, segment = stored.rpartition(".")
         places: dict[Place, None] = {}
         for forms in (self.eight, self.four):
@@ -207,7 +208,7 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         return stored or usual_code, grid
 
     def elements(self, encoding: Encoding, dtype: str, shape: Shape) -> Shape | None:
-        """Return a tensor's shape in elements from the dtype and shape of its stored codes; None if they do not fit."""
+        """Return a tensor's shape in elements, from dtype and shape of the stored codes; None if these do not fit."""
         if encoding.code_bits == 8 or dtype == encoding.code:
             return shape
         if not self.block:
@@ -227,8 +228,8 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         return _BYTES, (*shape[:-1], *packed_dims)
 
     def factor(self, stored: float, encoding: Encoding) -> float:
-        """Return the number by which `code x scale` is multiplied, in double precision, for a stored per-
-        tensor scale.
+        """Return the number by which `code x scale` is multiplied, in double precision, if `stored` is the per-tensor
+        scale.
         """
         if not encoding.has_global:
             return 1.0
@@ -243,8 +244,8 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
 
         The scale is computed as in TransformerEngine (`core_nvfp4.cuh`): `min(scale_max x code_max / amax, FLT_MAX)`,
         or 1 if amax or the quotient is 0 or infinite. A convention with the meaning `factor` stores the reciprocal,
-        `amax / (448 x 6)`; TransformerEngine stores `amax` itself. An amax of NaN gives NaN, and the block scales
-        become meaningless.
+        `amax / (448 x 6)`. TransformerEngine stores `amax` itself. For an amax of NaN, the result is NaN, and the block
+        scales become meaningless.
         """
         if self.meaning == "amax":
             return np.float32(amax)
@@ -349,7 +350,7 @@ _ALL = (
 )
 
 CONVENTIONS: Mapping[str, Convention] = MappingProxyType({convention.name: convention for convention in _ALL})
-"""The known conventions, by name."""
+"""Name -> convention, for all known conventions."""
 
 PREFERRED: Mapping[str, str] = MappingProxyType(
     {
@@ -368,7 +369,7 @@ TE_NOTE = "transformer_engine"
 
 
 class _TensorNote(msgspec.Struct):
-    """The JSON text that describes one tensor in the metadata."""
+    """The JSON text by which the metadata describes one tensor."""
 
     encoding: Literal["float8", "float8_block", "mxfp8", "nvfp4"]
     codes: str
@@ -378,11 +379,10 @@ class _TensorNote(msgspec.Struct):
 
 
 def te_descriptions(metadata: Mapping[str, object]) -> Mapping[str, tuple[str, Encoding]]:
-    """Return the convention and the encoding of each TransformerEngine tensor that the metadata describes, by tensor
-    name.
+    """Return tensor name -> convention and encoding, for each TransformerEngine tensor that the metadata describes.
 
     Raises:
-        ValueError: the metadata was not written by one of Transaxle's readers.
+        ValueError: if the metadata was not written by one of Transaxle's readers.
     """
     notes = msgspec.convert(metadata.get(TE_NOTE, {}), dict[str, _TensorNote])
     return {name: (_te_convention(note), _te_encoding(note)) for name, note in notes.items()}
@@ -401,14 +401,14 @@ TRAINED = frozenset({DEEPSEEK, TE, TE_HALVED})
 """Names of the conventions in which training programs save quantized weights."""
 _OUT = 'Keep it as it is with to="dcp", or write the decoded values:  transaxle convert --decode bf16 --to hf.'
 _AT_ONCE = 256
-"""Number of matrices that are compared at a time, which limits memory."""
+"""Number of matrices that are compared at once, to limit the memory used."""
 
 
 def hub_convention(encodings: Iterable[Encoding]) -> Convention:
     """Return the convention for these encodings on a model hub, where one config must describe all quantized weights.
 
-    The result is the preferred convention of the encodings, with one exception: mxfp8, if no other encoding needs
-    compressed-tensors, becomes DeepSeek's `fp8` method with 1 x 32 blocks and E8M0 scales. The reason is that
+    The result is the preferred convention of the encodings, with one exception. Tensors in mxfp8 become DeepSeek's
+    `fp8` method with 1 x 32 blocks and E8M0 scales, if no other encoding needs compressed-tensors. The reason is that
     transformers 5.23 loads experts in that form, but not mxfp8 experts of compressed-tensors.
     """
     names = {PREFERRED[encoding.name] for encoding in encodings if encoding.name != MXFP8.name}
@@ -444,20 +444,21 @@ def hub_buffers(tensor: EncodedTensor, to: Convention) -> list[HubBuffer]:
 def rescale(
     amax: NDArray[np.float32], encoding: Encoding, to: Convention, dtype: str
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Convert largest absolute values (amaxes) to the per-tensor scales of a convention, and tell which scales are
+    """Convert largest absolute values (amaxes) to the per-tensor scales of a convention; also return which scales are
     exact.
 
     Args:
         amax: largest absolute value of each matrix, as an array of any shape.
         encoding: encoding of the matrices; it must have a per-tensor scale.
-        to: the convention whose per-tensor scales are wanted.
+        to: the convention whose per-tensor scales are computed.
         dtype: safetensors code of the dtype in which values are compared.
 
     Returns:
-        The scales, and whether each scale is exact (changes no value); both arrays have the shape of `amax`.
+        The scales, and an array that is True where a scale is exact (changes no value); both arrays have the shape of
+        `amax`.
 
     Post-condition: with an exact scale, every combination of code and block scale decodes to the same value as with the
-    amax.
+    amax itself.
     """
     numbers = amax.reshape(-1)
     global_scales = np.array([to.global_from_amax(float(size), encoding) for size in numbers], np.float32)
@@ -476,7 +477,7 @@ def rescale(
 def hub_global_scales(
     tensor: EncodedTensor, amax: NDArray[np.float32], to: Convention, dtype: str
 ) -> tuple[NDArray[np.float32], Refusal | None]:
-    """Return the per-tensor scales of a weight's matrices in a hub's convention, and an error if they would change
+    """Return the per-tensor scales of a weight's matrices in a hub's convention, and an error if these scales change
     values.
 
     Args:
@@ -490,7 +491,7 @@ def hub_global_scales(
 
 
 def _values(factors: list[float], encoding: Encoding, dtype: str) -> NDArray[Any]:
-    """Return all possible values of unsigned code x block scale, decoded with each of the factors."""
+    """Return all possible products of an unsigned code and a block scale, decoded with each of the factors."""
     from transaxle.encodings.arithmetic.minifloat import MINIFLOATS, narrow
 
     blocks, codes = (MINIFLOATS[code] for code in (encoding.scale, encoding.code))
@@ -511,7 +512,7 @@ def refusal_for_hub(tensor: EncodedTensor) -> Refusal | None:
 
 
 def _inexact(tensor: EncodedTensor, amax: float, to: Convention, dtype: str) -> Refusal:
-    """Build the error for a tensor whose amax cannot be expressed exactly as a scale of the convention."""
+    """Build the error for a tensor whose amax no per-tensor scale of the convention represents exactly."""
     factor = f"amax / {tensor.encoding.scale_max * tensor.encoding.code_max:g}"
     message = (
         f"its amax is {amax!r}: values of {dtype} would change, because no float32 scale gives {factor} in {to.name}"

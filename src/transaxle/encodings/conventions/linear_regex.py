@@ -1,9 +1,9 @@
 r"""Matches regular expressions from untrusted files in time that is linear in the length of the text.
 
 Config files list modules, and checkpoints list parameters, as regular expressions. Python's `re` backtracks, so an
-expression of twenty characters can keep it busy for years; RE2 never backtracks. This module translates Python
-expressions for RE2. It refuses expressions with features that RE2 lacks (back references, lookarounds), and names the
-feature. If an expression has `\w`, `\d` or `\s`, which RE2 matches in ASCII only, it also refuses module names that are
+expression of twenty characters can take years to match; RE2 never backtracks. This module translates Python expressions
+for RE2. It rejects expressions with features that RE2 lacks (back references, lookarounds), and names the feature. If
+an expression has `\w`, `\d` or `\s`, which RE2 matches only in ASCII, this module also rejects module names that are
 not ASCII.
 """
 
@@ -16,16 +16,16 @@ from functools import cached_property
 from typing import Any
 
 _MOST_SECONDS = 5.0
-"""Limit on the processor seconds that the slow searches of one list of expressions may take together."""
+"""Maximum processor time, in seconds, of all slow searches with one list of expressions together."""
 _ORDINARY = 1e-5
-"""Seconds per search that do not count towards the limit: a search usually takes two millionths of a second."""
+"""Time per search, in seconds, that does not count towards the maximum; a search usually takes two microseconds."""
 _MOST_BYTES = 1 << 24
-"""Limit in bytes on the memory of the automaton that RE2 compiles from a whole list of expressions."""
+"""Maximum memory, in bytes, of the automaton that RE2 compiles from a whole list of expressions."""
 _MOST_EACH = 1 << 20
-"""Limit in bytes on the memory of the automaton that RE2 compiles from one expression."""
+"""Maximum memory, in bytes, of the automaton that RE2 compiles from one expression."""
 _DEEPEST = 100
 _SHOWN = 80
-"""Error messages show at most this number of characters of an expression."""
+"""Maximum number of characters of an expression that an error message shows."""
 
 _TOKEN = re.compile(
     r"\\(?P<escaped>.?)|\(\?(?P<extension>[^:]|$)|[()]|\{,(?P<most>\d*)\}|\[\^?\]?(?:\\.|[^\]\\])*", re.DOTALL
@@ -35,17 +35,17 @@ _CLASSES, _CONTROLS = frozenset("wdsWDS"), frozenset("ntrfv")
 
 
 class PatternError(ValueError):
-    """Raised for a regular expression that is malformed, unsupported or too slow; the message says which."""
+    """Raised for a regular expression that is malformed, unsupported or too slow; the message states the reason."""
 
 
 class Expressions:
-    """A list of regular expressions, which match from the start of a name, but not necessarily up to its end.
+    """A list of regular expressions, which must match the beginning of a name, but not necessarily the whole name.
 
     Args:
         texts: the regular expressions, in Python's syntax.
 
     Raises:
-        PatternError: an expression is malformed, or has a feature that RE2 lacks.
+        PatternError: if an expression is malformed, or has a feature that RE2 lacks.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -59,27 +59,28 @@ class Expressions:
         """Return whether any of the expressions matches the whole name or its beginning.
 
         Raises:
-            PatternError: the search takes too long, or the name has characters beyond ASCII (see the module).
+            PatternError: if the search takes too long, or the name has characters beyond ASCII (see the module's
+                docstring).
         """
         return self._search(self._any.match, self._read(name)) is not None
 
     def ends_at(self, name: str, position: int) -> bool:
-        """Return whether any of the expressions can match exactly the first `position` characters; raises as `match`
-        does.
+        """Return whether any of the expressions can match exactly the first `position` characters; raises the errors of
+        `match`.
         """
         if position == len(name):
             return self._search(self._any_whole.match, self._read(name)) is not None
-        # The zero byte marks where the match must end: it is not the end of the text, so `$` does not match there.
+        # The zero byte marks where the match must end. It is not the end of the text, so `$` does not match before it.
         return self._search(self._any_marked.match, self._read(name[:position]) + b"\0") is not None
 
     def find_matches(self, name: str) -> list[int]:
-        """Return the list positions of all expressions that match the whole name or its beginning; raises as `match`
-        does.
+        """Return the list positions of all expressions that match the whole name or its beginning; raises the errors of
+        `match`.
         """
         if not self.match(name):
             return []
         numbers: list[int] | None = self._search(self._each.Match, self._read(name))
-        if numbers is None:  # an expression matches, but the automaton that tells which one exceeds its memory limit
+        if numbers is None:  # the automaton that finds which ones match is too large
             raise PatternError("there are too many expressions to tell which of them match")
         return sorted(numbers)
 

@@ -1,9 +1,9 @@
 """The quantization that a model's config describes: which modules are stored as codes and scales, and how.
 
 A quantization method is identified by the config's `quant_method`. Each method lists modules and scale tiles in its own
-format, which `scheme` parses. A config that is malformed, or has an unknown method or format, is refused as a whole,
-because reading half of it would give wrong values. `buffer_group` then decides which tensors are quantized, from this
-config and the tensors' names and dtypes.
+format, which the module `scheme` parses. A config that is malformed, or has an unknown method or format, is refused as
+a whole, because a partly read config would lead to wrong values. The module `buffer_group` then determines which
+tensors are quantized, from the parsed config and the tensors' names and dtypes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 
 CONFIG = "config.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
-"""File in which older ModelOpt exports describe their quantization, instead of in config.json."""
+"""File in which older ModelOpt exports describe their quantization; newer exports use config.json."""
 
 NESTED = ("text_config", "llm_config", "language_config")
 """Keys of multimodal configs under which the language model's config, with its quantization section, may be."""
@@ -39,7 +39,7 @@ OLD_SECTION = "compression_config"
 MODELOPT_SECTION, _PRODUCER = "quantization", "producer"
 """Keys in `hf_quant_config.json`: for the quantization section, and for the program that wrote the file."""
 SECTIONS = frozenset({SECTION, OLD_SECTION, _PRODUCER})
-"""Config keys that describe quantization; a config without these keys is that of an unquantized model."""
+"""Config keys that describe quantization; a config without any of these keys belongs to an unquantized model."""
 
 
 class Quantization(msgspec.Struct, frozen=True, dict=True):
@@ -50,9 +50,9 @@ class Quantization(msgspec.Struct, frozen=True, dict=True):
     scheme: Scheme
     """The parsed section: groups of modules with the encoding of their weights."""
     paths: tuple[tuple[str, ...], ...]
-    """Config keys that lead to the quantization section; several paths if the file repeats the section."""
+    """Paths of config keys that lead to the quantization section; there are several if the file repeats the section."""
     section: Mapping[str, Any]
-    """The quantization section, unchanged from the file."""
+    """The quantization section as it is in the file."""
     file: str = CONFIG
     """Name of the file with the quantization section."""
 
@@ -61,11 +61,12 @@ class Quantization(msgspec.Struct, frozen=True, dict=True):
         """The section to write for a model with decoded weights, which still describes quantized keys, values and
         outputs.
 
-        None if the section describes no such keys, values or outputs. A section that says that weights are stored plain
-        is kept unchanged.
+        The result is None if the section describes no quantized keys, values or outputs. A section that describes
+        weights as unquantized is kept unchanged.
 
         Raises:
-            Refused: with the code UNSUPPORTED if the quantization method has no way to say that weights are plain.
+            Refused: with the code UNSUPPORTED if sections of the quantization method cannot describe unquantized
+                weights.
         """
         if not self.conventions:
             return dict(self.section)
@@ -96,8 +97,8 @@ class Quantization(msgspec.Struct, frozen=True, dict=True):
     def encodings(self, module: str) -> tuple[Encoding, ...]:
         """Return the encodings that a module's weights may have according to the config, the likeliest first.
 
-        The result is empty for an unquantized module. It has several encodings if the config lists classes instead of
-        names.
+        The result is empty for an unquantized module. It contains several encodings if the config lists classes instead
+        of module names.
 
         Raises:
             Refused: with the code UNSUPPORTED if matching a pattern in the config takes too long.
@@ -134,8 +135,8 @@ def read(
 
     Args:
         config: contents of config.json, or of a ModelOpt `hf_quant_config.json`.
-        modelopt: contents of `hf_quant_config.json`, used if config.json describes no quantization; refused in any case
-            if it is not supported.
+        modelopt: contents of `hf_quant_config.json`, used if config.json describes no quantization; an unsupported file
+            is refused even if it is not used.
         file: name of the config file, for error messages.
 
     Returns:
@@ -172,8 +173,8 @@ def read(
 
 
 def _sections(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
-    """Return the quantization sections of a config, each with the path of keys that leads to it, outermost section
-    first.
+    """Return the quantization sections of a config, outermost first, each with the path of keys that leads to the
+    section.
     """
     paths = [(SECTION,), (OLD_SECTION,), *((outer, SECTION) for outer in NESTED)]
     if SECTION not in config and _PRODUCER in config:
@@ -189,7 +190,9 @@ def _sections(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def _method(section: Mapping[str, Any], path: tuple[str, ...]) -> str:
-    """Return the quantization method of a section; old files, and those of other programs, lack the key for it."""
+    """Return the quantization method of a section; in old files, and in files of some programs, the key for it is
+    missing.
+    """
     if path == (MODELOPT_SECTION,):
         return MODELOPT_METHOD
     if METHOD not in section and GROUPS in section:

@@ -1,8 +1,8 @@
 """Rewrites the quantization section of a model's config so that it matches the tensors that are written.
 
-If a config says `fp8` and the tensors are decoded, or has no quantization section and the tensors are encoded, a loader
-fails or reads garbage. So the section is removed if no tensor is encoded any more; otherwise only what no longer
-matches is changed.
+If a config describes fp8 weights but the tensors were decoded, or has no quantization section but the tensors were
+encoded, a loader fails or reads garbage. So the section is removed if no tensor is encoded any more. Otherwise, only
+the entries of the section that no longer match are changed.
 
 Lists of modules in the section keep the entries that are still true. Modules that a conversion has renamed or decoded
 are added to these lists by their full names.
@@ -80,22 +80,26 @@ def rewrite_config(
     Args:
         config: contents of the source's config.json, or of its `hf_quant_config.json`.
         encoded: the target's quantized tensors, by tensor name without buffer suffixes.
-        plain: shapes of the target's unquantized tensors, by name.
+        plain: name -> shape, for the target's unquantized tensors.
         decoded: names of unquantized target tensors that the source's config describes as quantized.
-        renamed: names of source tensors that have other names in the target; list entries for only these are dropped.
-        dtype: dtype to write as the model's dtype, as a safetensors code; None means the config's dtype stays.
-        elsewhere: whether another file (`hf_quant_config.json`) describes the quantization, so that `config` must not.
-        in_memory: names that a reader gives to the quantized tensors in memory; no list of unquantized modules may
-            match these.
+        renamed: names of source tensors that have different names in the target; list entries that match only these are
+            dropped.
+        dtype: dtype to write as the model's dtype, as a safetensors code; None means that the config's dtype is kept.
+        elsewhere: whether a different file (`hf_quant_config.json`) describes the quantization, so that `config` must
+            not.
+        in_memory: names that readers use for the quantized tensors in memory; no list of unquantized modules may match
+            these names.
 
-    Post-condition: `read` of the result, used by `group`, gives the same quantized tensors, and decoded modules are
-    listed as unquantized. If no tensor is quantized, the result has no quantization section, unless the section
-    describes quantized keys, values or activations. A `hf_quant_config.json` without a section serves no purpose.
+    Post-condition: if `group` uses what `read` returns for the result, it finds the same quantized tensors, and decoded
+    modules are listed as unquantized. If no tensor is quantized, the result has no quantization section, unless the
+    section describes quantized keys, values or activations. A `hf_quant_config.json` without a section serves no
+    purpose.
 
     Raises:
         Refused: with the code UNSUPPORTED if one config cannot describe all tensors (several conventions, or several
             block sizes of the method fp8), if the convention can only be read, or if the section describes more than
-            weights and its method requires quantized weights. `read` may refuse the source's config.
+            weights and its method requires quantized weights; also with the codes of `read`, if it refuses the source's
+            config.
     """
     result = deepcopy(dict(config))
     if dtype is not None:
@@ -123,7 +127,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_dtype(config: dict[str, Any], name: str) -> None:
-    """Write the model's dtype to every config key that contains it."""
+    """Write the model's dtype to every config key that states it."""
     holders = [config, *(config[key] for key in NESTED if isinstance(config.get(key), dict))]
     for holder in holders:
         for key in _DTYPE_KEYS:
@@ -159,14 +163,14 @@ _WILDCARD = _ModuleListing(wildcard_modules, str, lambda name: f"{name}.*")
 
 
 class _Buffer(msgspec.Struct, frozen=True):
-    """Dtype and shape of a buffer that is written, in the form that `group` reads."""
+    """Dtype and shape of a buffer that is written, in the form that the function `group` expects."""
 
     dtype: str
     shape: Shape
 
 
 class _SectionWriter:
-    """Builds the quantization section for one set of written tensors."""
+    """Builds the quantization section of a config for one set of written tensors."""
 
     def __init__(
         self,
@@ -182,8 +186,8 @@ class _SectionWriter:
         self.modules = {module_of(name) for name in encoded}
         self.unencoded = sorted({module_of(name) for name in plain} - self.modules)
         self.encoded_anywhere = self.modules | {module_of(name) for name in in_memory}
-        # A module that contains quantized modules is no linear layer itself: a tensor directly in it is a parameter of
-        # its own.
+        # A module that contains quantized modules is no linear layer itself. A tensor directly in such a module is a
+        # separate parameter.
         self._around = _starts(self.encoded_anywhere)
         self.plain = sorted({module_of(name) for name, shape in plain.items() if len(shape) > 1} - self._around - {""})
         self.decoded = sorted({module_of(name) for name in decoded})
@@ -214,7 +218,7 @@ class _SectionWriter:
             raise refuse("UNSUPPORTED", message, file=CONFIG, hint="Remove the section if it is left over.")
 
     def section(self) -> Section:
-        """Return the quantization section to write."""
+        """Return the quantization section to write into the config."""
         makers = {
             FP8: self._fp8,
             COMPRESSED: self._compressed_sections,
@@ -226,8 +230,8 @@ class _SectionWriter:
                 f"tensors in the convention {next(iter(self.encoded.values())).convention} can be read, but not written"
             )
             raise refuse("UNSUPPORTED", message, file=CONFIG)
-        # Each method yields candidate sections, those with the least change first; the first one that reads back
-        # correctly is taken.
+        # Each method yields candidate sections, those with the least change first. The first candidate that describes
+        # the tensors correctly when it is read is used.
         for section in makers[self.method]():
             if self._agrees(section):
                 return section
@@ -238,14 +242,14 @@ class _SectionWriter:
         )
 
     def _agrees(self, section: Section) -> bool:
-        """Return whether reading a section gives exactly the tensors that are written."""
+        """Return whether reading a section results in exactly the tensors that are written."""
         try:
             reread = read({SECTION: section})
         except TransaxleError:
             return False
         if reread is None:
             return False
-        for name, tensor in self.encoded.items():  # `group` accepts codes of another width than the config states
+        for name, tensor in self.encoded.items():  # `group` does not compare the width of codes with the config
             if tensor.encoding.code_bits not in {each.code_bits for each in reread.encodings(module_of(name))}:
                 return False
         buffers: dict[str, _Buffer] = {}
@@ -257,7 +261,7 @@ class _SectionWriter:
         return not groups.refusals and groups.encoded == self.encoded
 
     def _kinds(self) -> dict[Encoding, list[str]]:
-        """Return the modules with each encoding; encodings that a config cannot tell apart count as one."""
+        """Return encoding -> modules with this encoding; encodings that a config cannot tell apart count as one."""
         modules_of: dict[Encoding, set[str]] = {}
         for name, tensor in self.encoded.items():
             eight = tensor.encoding.code_bits == 8
@@ -316,7 +320,7 @@ class _SectionWriter:
         yield section | {"quant_algo": MIXED, "quantized_layers": layers}
 
     def _relist(self, section: Section, key: str, listing: _ModuleListing) -> None:
-        """Change the section's list of unquantized modules to match the unquantized tensors."""
+        """Change the section's list of unquantized modules so that it matches the unquantized tensors."""
         old = list(section.get(key) or ())
         true_entries: list[str] = []
         added = list(self.decoded)
@@ -346,7 +350,7 @@ class _SectionWriter:
             section[key] = [*true_entries, *new_entries]
 
     def _together(self, modules: Iterable[str], listing: _ModuleListing) -> list[str]:
-        """Return the list entries for some modules; if no expert of a layer is quantized, one entry covers all
+        """Return the list entries for some modules; if no expert of a layer is quantized, one entry covers all its
         experts.
         """
         listed: dict[str, None] = {}
@@ -378,7 +382,7 @@ def _hits(modules: Modules, names: Iterable[str]) -> bool:
 
 
 def _starts(modules: Iterable[str]) -> frozenset[str]:
-    """Return the given modules together with all modules that contain them."""
+    """Return the given modules together with all modules that contain any of them."""
     prefixes: set[str] = set()
     for module in modules:
         while module and module not in prefixes:

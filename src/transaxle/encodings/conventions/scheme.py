@@ -1,13 +1,14 @@
-"""Schemes: parses the config section of each `quant_method` into a description of how weights are stored.
+"""Parses the quantization section of a config, for each `quant_method`, into a description of how weights are stored.
 
-For each method one function turns the section into groups of modules, each group with one encoding. The fields and
+For each method, one function converts the section into groups of modules, each group with one encoding. The fields and
 their defaults are those of transformers 5.23 (`fp8`, `mxfp4`, `torchao`), compressed-tensors 0.20 and ModelOpt's
-exports. A field of the wrong type is refused with the code `CORRUPT`. An unknown value is refused with the code
-`UNSUPPORTED`, as is an unknown field, because it may mean that weights are rotated or scaled.
+exports. A field of the wrong type is refused with the code CORRUPT. An unknown value is refused with the code
+UNSUPPORTED, as is an unknown field, because such a field may mean that weights are rotated or scaled.
 
-**Lists of modules** in config files are matched as the library that wrote the config would match them. Three ways of
-writing such lists are known. In transformers an entry is a regular expression that ends at a module boundary, or a
-suffix of names. In compressed-tensors it is a whole name, or `re:` and a regular expression. ModelOpt has wildcards.
+**Lists of modules** in config files are matched as the library that wrote the config would match them. Three kinds of
+lists are known. In transformers, an entry is a regular expression that must end at a module boundary, or a suffix of
+names. In compressed-tensors, an entry is a whole name, or `re:` and a regular expression. In ModelOpt, an entry may
+contain wildcards.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class Modules(msgspec.Struct, frozen=True, dict=True):
     names: frozenset[str] = frozenset()
     """Full names of listed modules."""
     inside: bool = False
-    """Whether an entry of `names` also matches the modules inside that module, and all module names that end
-    with it.
+    """Whether an entry of `names` also matches the modules inside the named module, and all module names that end with
+    the entry.
     """
     expressions: Expressions | None = None
-    """Regular expressions by which the list matches modules in addition to `names`."""
+    """Regular expressions that match further modules; None if the list has no regular expressions."""
     until: Literal["anywhere", "segment", "end"] = "anywhere"
     """Where in a module name the match of an expression must end."""
 
@@ -47,7 +48,7 @@ class Modules(msgspec.Struct, frozen=True, dict=True):
         """Return whether the list matches a module name.
 
         Raises:
-            PatternError: matching an expression takes too long.
+            PatternError: if matching an expression takes too long.
         """
         if self.names and (module in self.names or (self.inside and self._inside(module))):
             return True
@@ -80,7 +81,7 @@ def transformers_modules(texts: Iterable[str]) -> Modules:
     expression. A dot in a name matches only a dot, whereas in transformers it matches any character.
 
     Raises:
-        PatternError: an entry of the list is a malformed regular expression.
+        PatternError: if an entry of the list is a malformed regular expression.
     """
     listed = frozenset(text for text in texts if text)
     expressions = sorted(text for text in listed if set(text) & _SPECIAL)
@@ -91,7 +92,7 @@ def compressed_modules(texts: Iterable[str]) -> Modules:
     """Parse a module list of compressed-tensors: full names, and regular expressions after `re:`.
 
     Raises:
-        PatternError: an entry of the list is a malformed regular expression.
+        PatternError: if an entry of the list is a malformed regular expression.
     """
     listed = frozenset(texts)
     expressions = sorted(text.removeprefix(EXPRESSION) for text in listed if text.startswith(EXPRESSION))
@@ -129,8 +130,8 @@ CHANNEL = replace(FLOAT8, tile=(1, WHOLE))
 """Variant of the float8 encoding with one scale per row."""
 
 CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
-"""Config keys for the quantization of cached keys and values. They do not affect weights, but without them a reader
-would cache in another precision.
+"""Config keys for the quantization of cached keys and values. They do not affect weights, but without these keys a
+reader would cache in a different precision.
 """
 UNKNOWN_KEY = (
     "To keep the tensors exactly as stored:  --to safetensors:identity.\n"
@@ -154,8 +155,8 @@ _BESIDE_WEIGHTS: Mapping[str, frozenset[str]] = MappingProxyType(
         "quantized_layers": frozenset(),
     }
 )  # fmt: skip
-"""Method, or part of its section -> config keys that may be ignored: they do not affect weights, or repeat the codes'
-dtype.
+"""Method, or part of its section -> config keys that may be ignored, because they do not affect weights or repeat the
+dtype of the codes.
 """
 
 _E8M0 = "F8_E8M0"
@@ -167,7 +168,7 @@ _T = TypeVar("_T")
 
 
 def variant(code: str, scale: str, tile: tuple[int, ...], *, has_global: bool = False) -> Encoding:
-    """Return an encoding with these dtypes and this tile, with the name of the most similar standard encoding."""
+    """Return an encoding with these dtypes and this tile size, under the name of the most similar standard encoding."""
     if code == MXFP4.code:
         base = MXFP4 if scale == _E8M0 else NVFP4
     elif scale == _E8M0 and tile == MXFP8.tile:
@@ -181,11 +182,11 @@ class ModuleGroup(msgspec.Struct, frozen=True):
     """A group of modules whose weights have the same encoding."""
 
     encoding: Encoding
-    """Encoding of the weights according to the config; the dtype of the scales comes from the stored tensors
-    instead.
+    """Encoding of the weights according to the config, except for the dtype of the scales, which the stored tensors
+    determine.
     """
     modules: Modules | None
-    """The modules, if the config lists names; None if it lists a class, whose modules cannot be told by names."""
+    """The modules, if the config lists names; None if it lists a class, whose modules the names do not show."""
     key: str = ""
     """Key of the group in the config section."""
 
@@ -196,13 +197,13 @@ class Scheme(msgspec.Struct, frozen=True):
     conventions: tuple[str, ...]
     """Naming conventions (keys of `CONVENTIONS`) that the tensors may follow; empty if weights are stored plain."""
     groups: tuple[ModuleGroup, ...]
-    """Groups of modules; an earlier group takes precedence over a later one."""
+    """Groups of modules; if a module is in several groups, the first of them applies."""
     ignored: Modules
     """Modules whose weights are not quantized."""
 
 
 class _Fp8(msgspec.Struct):
-    """Fields of transformers' `FineGrainedFP8Config`; without a block size there is one scale per tensor."""
+    """Fields of transformers' `FineGrainedFP8Config`; without a block size, each tensor has one scale."""
 
     weight_block_size: tuple[Positive, Positive] | None = (128, 128)
     activation_scheme: str = "dynamic"
@@ -240,8 +241,8 @@ def _mxfp4(section: Mapping[str, Any], location: str) -> Scheme:
 
 
 class _TorchAo(msgspec.Struct):
-    """Fields of transformers' `TorchAoConfig`; which modules are quantized, and how, is in the metadata of
-    each file.
+    """Fields of transformers' `TorchAoConfig`; the metadata of each file describes which modules are quantized, and
+    how.
     """
 
     modules_to_not_convert: list[str] | None = None
@@ -275,8 +276,8 @@ class _CompressedGroup(msgspec.Struct):
 
 
 class _Compressed(msgspec.Struct):
-    """Fields of compressed-tensors' `QuantizationConfig`; a group may be written as the name of a preset and its
-    targets.
+    """Fields of compressed-tensors' `QuantizationConfig`; instead of a group, the config may have a preset's name and
+    its targets.
     """
 
     config_groups: dict[str, _CompressedGroup | list[str]]
@@ -296,7 +297,7 @@ _FORMATS = {
     "mxfp4-pack-quantized": "F4",
     "mixed-precision": None,
 }
-"""`format` of compressed-tensors -> dtype of the codes; None means each group states its own format."""
+"""`format` of compressed-tensors -> dtype of the codes; None means that each group states a format."""
 
 
 def _float_weights(
@@ -317,7 +318,7 @@ _PRESETS = {
     "MXFP8": msgspec.structs.replace(_float_weights(8, _IN_GROUPS, _GROUP), scale_dtype="torch.uint8"),
     "MXFP8A16": msgspec.structs.replace(_float_weights(8, _IN_GROUPS, _GROUP), scale_dtype="torch.uint8"),
 }
-"""Names of presets in compressed-tensors 0.20 -> the weight encoding of the preset, if it is supported."""
+"""Name of a preset in compressed-tensors 0.20 -> encoding of weights, for presets that are supported."""
 
 
 def _parse_compressed(section: Mapping[str, Any], location: str) -> Scheme:
@@ -352,9 +353,7 @@ def _parse_compressed(section: Mapping[str, Any], location: str) -> Scheme:
 
 
 def _is_class(target: str) -> bool:
-    """Return whether a target is the name of a class (`Linear`), as opposed to a module name (lower case, or with
-    dots).
-    """
+    """Return whether a target is the name of a class (`Linear`); module names are in lower case, or have dots."""
     return target[:1].isupper() and "." not in target
 
 
@@ -398,7 +397,7 @@ def _block(blocks: list[int] | str | None, location: str) -> tuple[int, int]:
 
 
 class _ModelOptLayer(msgspec.Struct):
-    """ModelOpt's description of one layer, if layers have different encodings."""
+    """ModelOpt's description of one layer, for models whose layers have different encodings."""
 
     quant_algo: str | None = None
     group_size: int | None = None
@@ -410,7 +409,7 @@ class _ModelOpt(_ModelOptLayer):
     """Fields of ModelOpt's exports, in `hf_quant_config.json` and, in newer versions, in config.json."""
 
     config_groups: dict[str, dict[str, Any]] | None = None
-    """Repeats the same description in the format of compressed-tensors."""
+    """Contains the same description a second time, in the format of compressed-tensors."""
     exclude_modules: list[str] | None = None
     ignore: list[str] | None = None
     quantized_layers: dict[str, _ModelOptLayer] | None = None
@@ -448,7 +447,7 @@ def _modelopt(section: Mapping[str, Any], location: str) -> Scheme:
 
 
 def _check_plain_products(layer: _ModelOptLayer, location: str) -> None:
-    """Refuse a layer whose values are more than code times scale, in its weights or its inputs."""
+    """Refuse a layer for which weights or inputs are more than code times scale (zero points, additional scales)."""
     _check_known(layer.has_zero_point or False, (False,), f"{location}.has_zero_point")
     _check_known(layer.pre_quant_scale or False, (False,), f"{location}.pre_quant_scale")
 
@@ -470,12 +469,12 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any], str], Scheme]] = MappingProxy
         MODELOPT_METHOD: _modelopt,
     }
 )
-"""`quant_method` in the config -> function that parses the section of this method."""
+"""`quant_method` in the config -> function that parses sections of this method."""
 
 
 def _fields(section: Mapping[str, Any], kind: type[_T], location: str, method: str) -> _T:
-    """Parse the fields of a config section; a field that is neither declared nor known not to affect weights is
-    refused.
+    """Parse the fields of a config section; refuse fields that are neither declared nor known to leave weights
+    unaffected.
     """
     _check_keys(section, kind, location, method)
     try:
@@ -485,7 +484,7 @@ def _fields(section: Mapping[str, Any], kind: type[_T], location: str, method: s
 
 
 def _check_groups(groups: object, location: str) -> None:
-    """Refuse unknown keys in the groups of a compressed-tensors section; the types of values are checked elsewhere."""
+    """Refuse unknown keys in the groups of a compressed-tensors section; types of values are not checked."""
     for key, group in groups.items() if isinstance(groups, Mapping) else ():
         if isinstance(group, Mapping):
             spot = f"{location}.{GROUPS}.{key}"
@@ -497,7 +496,7 @@ def _check_groups(groups: object, location: str) -> None:
 
 
 def _check_keys(section: Mapping[str, Any], kind: type[Any], location: str, part: str) -> None:
-    """Refuse keys with a value that are neither fields of `kind` nor known not to affect weights."""
+    """Refuse keys with a value that are neither fields of `kind` nor known to leave weights unaffected."""
     accepted_keys = {*kind.__struct_fields__, *_BESIDE_WEIGHTS[part]}
     unknown = [key for key, value in section.items() if key not in accepted_keys and not _is_empty(value)]
     if unknown:
@@ -508,7 +507,7 @@ def _check_keys(section: Mapping[str, Any], kind: type[Any], location: str, part
 
 
 def _is_empty(value: object) -> bool:
-    """Return whether a config value has no content, such as `{"config_groups": {}}`, which means no transform."""
+    """Return whether a config value has no content, such as `{"config_groups": {}}`."""
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else None
     return value is None or (inner is not None and all(map(_is_empty, inner)))
 

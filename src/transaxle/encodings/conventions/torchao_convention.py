@@ -1,8 +1,8 @@
 """Reads the descriptions of torchao's quantized tensors in the header of a safetensors file.
 
-Torchao stores each tensor of a subclass as plain tensors, such as `X._weight_qdata` and `X._weight_scale`. The header's
-metadata has a JSON text under the name `X.weight`, with the class, the attributes and the list of parts
-(`torchao.prototype.safetensors`, 0.18). This module parses the text, and never executes it.
+Torchao stores each quantized tensor as several plain tensors, such as `X._weight_qdata` and `X._weight_scale`. Under
+the name `X.weight`, the header's metadata has a JSON text with the tensor's class, its attributes and the names of the
+plain tensors (`torchao.prototype.safetensors`, 0.18). This module parses the text, and never executes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SCALE = "F32"
 
 
 class _TaggedValue(msgspec.Struct, rename={"type": "_type", "data": "_data"}):
-    """A value in torchao's JSON with the name of its class beside it."""
+    """A value in torchao's JSON, together with the name of the value's class."""
 
     type: str
     data: Any = None
@@ -56,7 +56,7 @@ class _Nvfp4(msgspec.Struct):
 
 
 class _TensorNote(msgspec.Struct, rename={"type": "_type", "data": "_data", "parts": "_tensor_data_names"}):
-    """The JSON text that describes one tensor in the metadata."""
+    """The JSON text by which the metadata describes one tensor."""
 
     type: str
     data: dict[str, Any] = {}
@@ -70,19 +70,21 @@ class TensorDescription(msgspec.Struct, frozen=True):
     """A quantized tensor, as the file's metadata describes it."""
 
     encoding: Encoding | None
-    """Encoding of the tensor, with e4m3 codes if its class allows several; None if the description cannot be parsed."""
+    """Encoding of the tensor (with e4m3 codes if its class allows several); None if the description cannot be
+    parsed.
+    """
     parts: tuple[str, ...] = ()
     """Stored names of the plain tensors (codes, scales, …) that form the quantized tensor."""
     refusals: tuple[Refusal, ...] = ()
-    """Errors that say why the description cannot be parsed; empty if it can."""
+    """Errors that state why the description cannot be parsed; empty if it can be parsed."""
 
 
 def read_descriptions(metadata: Mapping[str, object]) -> Mapping[str, TensorDescription]:
-    """Return the description of each quantized tensor in the metadata of torchao's files, by name, without plain
-    tensors.
+    """Return tensor name -> description, for each quantized tensor that the metadata of torchao's files describes.
 
     Args:
-        metadata: metadata of one file; or of all files together, where keys on which files differ begin with `file:`.
+        metadata: metadata of one file, or of all files together; in the latter, keys whose values differ between files
+            begin with `file:`.
     """
     tensors: dict[str, TensorDescription] = {}
     for key, listed in metadata.items():
@@ -101,7 +103,9 @@ def read_descriptions(metadata: Mapping[str, object]) -> Mapping[str, TensorDesc
 
 
 class SwizzledTensor(msgspec.Struct, frozen=True):
-    """A quantized tensor whose scales are stored swizzled: in the order that a matrix-multiply kernel reads."""
+    """A quantized tensor whose scales are stored swizzled: in the order in which a matrix-multiply kernel reads
+    them.
+    """
 
     codes: str
     """Stored name of the tensor's codes."""
@@ -110,13 +114,13 @@ class SwizzledTensor(msgspec.Struct, frozen=True):
     per_byte: int
     """Number of codes in one stored byte."""
     block: int
-    """Number of codes along a row that share a scale."""
+    """Number of codes along a row that share one scale."""
     compact: Mapping[str, Any]
-    """The tensor's JSON description, changed to say that the scales are in row-major order."""
+    """The tensor's JSON description, changed so that it describes scales in row-major order."""
 
 
 def find_swizzled(metadata: Mapping[str, object]) -> Mapping[str, SwizzledTensor]:
-    """Return torchao's tensors with swizzled scales, by name; tensors with malformed descriptions are skipped.
+    """Return tensor name -> tensor, for torchao's tensors with swizzled scales; malformed descriptions are skipped.
 
     Args:
         metadata: metadata of one file, or of all files together (see `read_descriptions`).
@@ -143,7 +147,7 @@ def find_swizzled(metadata: Mapping[str, object]) -> Mapping[str, SwizzledTensor
 
 
 def _read_note(name: str, text: object) -> TensorDescription | None:
-    """Read the description of one tensor; None if it is a plain tensor."""
+    """Read the description of one tensor; the result is None if the tensor is not quantized."""
     if text is None:
         message = f"the header's metadata lists it under {NAMES}, but describes it not at all, or more than once"
         return _unread(name, (), "CORRUPT", message)
@@ -164,7 +168,7 @@ def _read_note(name: str, text: object) -> TensorDescription | None:
 
 
 def _parse_json(text: str) -> Any:
-    """Parse the JSON description of a tensor; raise ValueError if it is not JSON, or has a key twice."""
+    """Parse the JSON description of a tensor; raise ValueError if it is not JSON, or contains a key twice."""
     return json.loads(text, object_pairs_hook=_once)
 
 
@@ -181,7 +185,7 @@ def _unread(name: str, parts: tuple[str, ...], code: Code, message: str) -> Tens
 
 
 class _UnknownError(ValueError):
-    """A tensor of an unknown class, or with an unknown attribute."""
+    """Raised for a tensor of an unknown class, or with an unknown attribute."""
 
 
 def _encoding(tensor: _TensorNote) -> Encoding:
@@ -215,13 +219,11 @@ _SWIZZLED = "is_swizzled_scales"
 _DATA = "_data"
 _BUFFERS = ("qdata", "scale")
 _PARTS = frozenset({*_BUFFERS, _GLOBAL, "act_per_tensor_scale"})
-"""Buffers that this module reads, or that may be skipped because they only quantize a layer's inputs."""
+"""Buffers that this module reads, or may skip because they affect only the quantization of a layer's inputs."""
 _ATTRIBUTES = frozenset({
     "act_quant_kwargs", "block_size", "dtype", "elem_dtype", _SWIZZLED, "kernel_preference", "mm_config", "orig_dtype",
     "use_triton_kernel",
 })  # fmt: skip
-"""Attributes that this module reads, or that may be skipped because they change how a layer multiplies, not its
-weights.
-"""
+"""Attributes that this module reads, or may skip because they affect how a layer multiplies but not its weights."""
 _BLOCKED = ("MXTensor", "NVFP4Tensor")
 _KNOWN = ("Float8Tensor", "MXTensor", "NVFP4Tensor")

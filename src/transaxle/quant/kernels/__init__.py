@@ -63,8 +63,8 @@ def quantize(
         The requested buffers.
 
     Raises:
-        Refused: `UNSUPPORTED`, `SHAPE_MISMATCH`, `DTYPE_MISMATCH` or `MISSING_TENSOR` for arguments that do not fit
-            together.
+        Refused: with the codes UNSUPPORTED, SHAPE_MISMATCH, DTYPE_MISMATCH or MISSING_TENSOR for arguments that do not
+            fit together.
     """
     _check_values(x)
     _check_encoding(encoding)
@@ -186,8 +186,8 @@ def dequantize(
         out: [M, K] to write; None means allocated here.
 
     Raises:
-        Refused: `UNSUPPORTED`, `SHAPE_MISMATCH`, `DTYPE_MISMATCH` or `MISSING_TENSOR` for arguments that do not fit
-            together.
+        Refused: with the codes UNSUPPORTED, SHAPE_MISMATCH, DTYPE_MISMATCH or MISSING_TENSOR for arguments that do not
+            fit together.
     """
     _check_encoding(encoding if encoding.tile != _PER_ROW else replace(encoding, tile=_PER_TENSOR))
     rowwise = components.data is not None
@@ -238,7 +238,7 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitude of a matrix, float32 [1] on its device; NaN if it has NaN, 0 if it is empty.
 
     Raises:
-        Refused: `DTYPE_MISMATCH` or `SHAPE_MISMATCH`.
+        Refused: with the codes DTYPE_MISMATCH or SHAPE_MISMATCH.
     """
     _check_values(x)
     return _amax(x.detach(), torch.empty(1, dtype=torch.float32, device=x.device))

@@ -108,8 +108,8 @@ def layout(
     """Return name in `Components` -> (dtype, shape) of each buffer of a matrix.
 
     Raises:
-        Refused: `UNSUPPORTED` for columnwise buffers of an encoding that has none; `SHAPE_MISMATCH` for codes of 4 bits
-            in rows of odd length.
+        Refused: with the code UNSUPPORTED for columnwise buffers of an encoding that has none; with the code
+            SHAPE_MISMATCH for codes of 4 bits in rows of odd length.
     """
     columnwise_encoding = columnwise_of(encoding)
     if columnwise and columnwise_encoding is None:
@@ -187,7 +187,8 @@ def select_buffers(
     """Select buffers, after checking that each has the right dtype, shape, device and unit column stride.
 
     Raises:
-        Refused: `MISSING_TENSOR`, `DTYPE_MISMATCH`, `SHAPE_MISMATCH` or `UNSUPPORTED`, with every problem at once.
+        Refused: with the codes MISSING_TENSOR, DTYPE_MISMATCH, SHAPE_MISMATCH or UNSUPPORTED, with every problem at
+            once.
     """
     present, problems = components.present(), []
     for name, (dtype, shape) in layouts.items():
