@@ -1,1 +1,1 @@
-"""Derives a family's table of tensor names by tracing a converter: the table follows from where each element moves."""
+"""Derives a model family's mapping rules by tracing a converter: the rules follow from where each element is moved."""

@@ -1,10 +1,12 @@
-"""What derivation takes from configs: sizes of axes, names for axes and tensors, and conditions for tensors.
+"""Derives three things from models' configs: sizes of axes, names for axes and tensors, and conditions for tensors.
 
-**Sizes**: a formula over config keys for the size of each axis.
+**Sizes**: for the size of each axis, a formula over config keys.
 
-**Names**: names of axes and tensors in a derived table.
+**Names**: for axes and tensors in derived mapping rules, short names.
 
 **Conditions**: statements over config keys that are true exactly if a tensor exists.
+
+A *trace* is a record of a converter's input and output tensors for one tiny model, whose config is known.
 """
 
 from __future__ import annotations
@@ -62,12 +64,12 @@ LETTERS = {
     "n_routed_experts": "e", "experts": "e", "num_key_value_heads": "g", "num_attention_heads": "a", "head_dim": "c",
     "out_channels": "o", "kernel_size": "k", "max_position_embeddings": "s", "patch_size": "p", "num_channels": "r",
 }  # fmt: skip
-"""Config key of a size -> name that hand-written tables give to the axis."""
+"""Config key of a size -> name that hand-written rules files use for the axis."""
 _WORD = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def axis_letters(source: str) -> str:
-    """Return a short name for an axis, from its config key, else from the word before its index in names, else `x`."""
+    """Return a short name for an axis: from its config key, or from the word before its index in names, or `x`."""
     words = _WORD.findall(source.lower())
     if not words:
         return "x"
@@ -80,7 +82,9 @@ def axis_letters(source: str) -> str:
 
 
 def first_free(base: str, used: Iterable[str]) -> str:
-    """Return the name, with the smallest number appended that makes it unused."""
+    """Return the name `base` if it is unused, otherwise the name with the smallest number appended that makes it
+    unused.
+    """
     used = set(used) | RESERVED
     if base not in used:
         return base
@@ -91,7 +95,7 @@ def tensor_names(patterns: Sequence[tuple[str, str]]) -> list[str]:
     """Name logical tensors after their stored names, with the fewest last words that make the names distinct.
 
     Args:
-        patterns: for each tensor, the patterns of its names on both sides (hub, memory).
+        patterns: for each tensor, the patterns of its names in both dialects (hub, memory).
     """
     stems = [_stem(hub, memory, patterns) for hub, memory in patterns]
     names: list[str] = []
@@ -109,7 +113,7 @@ def tensor_names(patterns: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _stem(hub: str, memory: str, patterns: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the words of a tensor's name on the side (hub or memory) where no other tensor has this name."""
+    """Return the words of a tensor's name in the dialect (hub or memory) in which no other tensor has the same name."""
     chosen = hub if sum(pattern[0] == hub for pattern in patterns) == 1 else memory
     if chosen == memory and sum(pattern[1] == memory for pattern in patterns) > 1:
         chosen = f"{memory}.{hub.rpartition('.')[2]}"
@@ -120,9 +124,9 @@ def _stem(hub: str, memory: str, patterns: Sequence[tuple[str, str]]) -> list[st
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAME = re.compile(r"(?!len\()[A-Za-z_][A-Za-z0-9_.]*")
 _OF_NO_SIZE = re.compile(r"(_token_id|_token_index|_id|_ids|version|seed|_class)$")
-"""Config keys whose numbers are not sizes."""
+"""Pattern for config keys whose numbers are not sizes."""
 _DEEPEST = 4
-"""Cap on the nesting depth of configs."""
+"""Maximum nesting depth of the configs that are read."""
 
 
 def leaves(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -151,11 +155,11 @@ def numbers(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 class Sizes:
-    """Finds a formula over config keys for a size, given the size's value in every trace (every traced model).
+    """Finds a formula over config keys for a size, given the value of the size in every trace (every traced model).
 
     Args:
-        configs: config of the model of every trace.
-        aliases: config key -> other config keys with the same meaning.
+        configs: for each trace, the config of the traced model.
+        aliases: config key -> further config keys with the same meaning.
     """
 
     def __init__(self, configs: Sequence[Mapping[str, Any]], aliases: Mapping[str, Sequence[str]]) -> None:
@@ -167,13 +171,13 @@ class Sizes:
         self._aliases = aliases
 
     def formula(self, size: Mapping[int, int], near: str = "", *, deep: bool = False) -> str | None:
-        """Return the formula of a size; None if no formula fits, or if several fit equally well.
+        """Return the formula of a size; None if no formula fits, or if several formulas fit equally well.
 
         Args:
-            size: number of the trace -> size of the axis in this trace.
-            near: config section of the tensor's submodel, such as `vision_config`; formulas over its keys are
-                preferred.
-            deep: also try products and sums of config keys, and choose the best formula if several fit.
+            size: index of the trace -> size of the axis in this trace.
+            near: config section of the tensor's submodel, such as `vision_config`; formulas over keys in this section
+                are preferred.
+            deep: whether to try also products and sums of config keys, and to choose the best formula if several fit.
         """
         for level in (self._simple, self._of_two, self._of_three) if deep else (self._simple,):
             fitting = sorted({text: self._rank(text, near) for text in level(size)}.items(), key=lambda item: item[1])
@@ -186,8 +190,8 @@ class Sizes:
 
     @staticmethod
     def _rank(text: str, near: str) -> tuple[int, int, int, str]:
-        """Return a sort key of formulas: first those over keys in the tensor's config section, then over well-known
-        keys.
+        """Return a sort key of formulas: formulas over keys in the tensor's config section are first, then those over
+        well-known keys.
         """
         keys = _NAME.findall(text)
         far = sum(not key.startswith(f"{near}.") if near else "." in key for key in keys)
@@ -195,7 +199,7 @@ class Sizes:
         return far, unknown, len(text), text
 
     def with_aliases(self, formula: str) -> str:
-        """Return a formula in which each config key is followed by its aliases."""
+        """Return a formula in which each config key is followed by its aliases, as in `num_layers|n_layer`."""
 
         def alternatives(match: re.Match[str]) -> str:
             key = match[0]
@@ -216,7 +220,7 @@ class Sizes:
                 yield key
 
     def _candidates(self) -> dict[str, tuple[int, ...]]:
-        """Return config key -> values in all traces, for the keys that can be factors because all values are
+        """Return config key -> values in all traces, for keys that can be factors because all their values are
         positive.
         """
         return {key: values for key, values in self._values.items() if min(values) > 0}
@@ -265,16 +269,16 @@ class Sizes:
 
 
 INDEX = "_index_"
-"""Placeholder for the index (such as the layer) in a condition, until its axis has a name."""
+"""Placeholder for the index (such as the layer's) in a condition, until its axis has a name."""
 _OF_LAYERS = re.compile(r"dense|replace|first|step|offset|layer|interval|freq|period|every|start|skip|sparse|pattern")
-"""Config keys of numbers that may determine the kind of a layer; all other numbers are sizes, which would fit only by
-chance.
+"""Pattern for config keys whose numbers may determine the kind of a layer. Numbers under different keys are sizes,
+which would fit a condition only by chance.
 """
 _PERIOD = re.compile(r"period|step|freq|interval")
 _KEY_IN_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 _NO_KEYS = frozenset({"not", "in", "and", "or", "len", "True", "False", "None", INDEX})
 SOMETIMES = "False"
-"""Condition of a tensor whose presence no config key determines."""
+"""Condition of a tensor that only some models have, if no config key determines which models have it."""
 
 
 @dataclass(frozen=True)
@@ -288,19 +292,19 @@ class Presence:
     present: frozenset[int]
     """Indices at which the tensor exists; `{0}` for a tensor that exists and has no index."""
     judged: frozenset[int] | None = None
-    """Indices at which a condition must be right; None for all."""
+    """Indices at which a condition must be right; None means all indices."""
 
 
 def condition(presences: Sequence[Presence], hints: Sequence[str] = (), *, careful: bool = False) -> str | None:
-    """Return the first statement over config keys that is true exactly at the indices where a tensor exists.
+    """Return the first statement over config keys that is true exactly at the indices at which a tensor exists.
 
     Args:
         presences: whether the tensor exists, for each traced config in order.
-        hints: words of the tensor's name; statements about config keys with these words are tried first.
-        careful: whether to return None if a second statement fits as well.
+        hints: words of the tensor's name; statements about config keys that contain these words are tried first.
+        careful: whether to return None if more than one statement fits.
 
     Returns:
-        the statement as a formula, with `INDEX` for the index; None if no statement fits.
+        The statement as a formula, with `INDEX` in place of the index; None if no statement fits.
     """
     fitting = [text for text in dict.fromkeys(_candidates(presences)) if all(_holds(text, each) for each in presences)]
     fitting.sort(key=lambda text: (-sum(hint in text for hint in hints), *_unlikely(text)))
@@ -315,7 +319,7 @@ def _unlikely(text: str) -> tuple[bool, bool, int]:
 
 
 def negate(text: str) -> str:
-    """Return the formula that is true if the given statement is false."""
+    """Return a formula that is true exactly if the given statement is false."""
     inner = text.removeprefix("not ")
     if inner != text and (" " not in inner or inner.startswith("(")):
         return inner
@@ -323,7 +327,7 @@ def negate(text: str) -> str:
 
 
 def keys_of(text: str) -> frozenset[str]:
-    """Return the config keys in a statement."""
+    """Return the config keys that occur in a statement."""
     return frozenset(_KEY_IN_TEXT.findall(re.sub('"[^"]*"', "", text))) - _NO_KEYS
 
 
@@ -363,7 +367,7 @@ def _candidates(presences: Sequence[Presence]) -> Iterator[str]:
 
 def _of_flags(configs: Sequence[Mapping[str, Any]], common: Sequence[str]) -> Iterator[str]:
     for key in dict.fromkeys(key for config in configs for key in config if key not in common):
-        # a config may omit a key whose value is the default
+        # A config may omit a key if its value is the default.
         if all(isinstance(config.get(key, True), bool) for config in configs):
             yield from (f"({key}|True)", f"({key}|False)", f"not ({key}|True)", f"not ({key}|False)")
     for key in common:
@@ -379,7 +383,7 @@ def _of_lists(key: str, presences: Sequence[Presence], values: Sequence[list[Any
         kinds = {repr(item): item for value in values for item in value if isinstance(item, str) or item in (0, 1)}
         if all(isinstance(item, bool) for item in kinds.values()):
             yield from (f"{key}[{INDEX}]", f"not {key}[{INDEX}]")
-        elif len(kinds) <= 8:  # a list with more distinct entries contains sizes, not kinds of layers
+        elif len(kinds) <= 8:  # a longer list contains sizes, not kinds
             yield from (f"{key}[{INDEX}] == {_quote(item)}" for item in kinds.values())
             yield from (f"{key}[{INDEX}] != {_quote(item)}" for item in kinds.values())
     if all(isinstance(item, int) for value in values for item in value) and all(len({*v}) == len(v) for v in values):

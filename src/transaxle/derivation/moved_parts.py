@@ -1,15 +1,18 @@
-"""Finds the logical tensors and the layouts of stored tensors, from the source and target positions of elements.
+"""Finds the logical tensors and the layouts of stored tensors, from the positions of elements before and after a
+converter.
 
-**Parts**: the logical tensors of a table, one for each pair of name patterns (hub and memory) that have common
-elements. The instances of a part differ only in indices. An index is in the names on both sides (a layer), or in the
-names on one side and along a dim on the other side (a stacked expert). Indices with the same values on both sides are
-one axis.
+**Parts**: a part is one logical tensor of the derived table. There is one part for each pair of name patterns (in hub
+    and memory) that have common elements. The instances of a part differ only in indices. An index is in the names of
+    both dialects (a layer), or in the names of one dialect and along a dim in the other dialect (a stacked expert).
+    Indices with the same values in both dialects are one axis.
 
-**Moves**: at which positions of one tensor the elements of another tensor are, as digits. A digit is a loop of equal
-steps: `size` elements, `hub` positions apart in the hub's tensor and `memory` positions apart in the tensor in memory.
-A transpose has two digits, a split of heads has three. `factor` computes digits from the positions alone.
+**Moves**: a move describes at which positions of one tensor the elements of another tensor are, by digits. A digit is a
+    loop of equal steps: `size` elements, `hub` positions apart in the hub's tensor and `memory` positions apart in the
+    tensor in memory. A transpose has two digits, a split of heads has three. `factor` computes digits from the
+    positions alone.
 
-**Layouts**: how parts form the dims of one stored tensor, like an expression of the table notation with unnamed axes.
+**Layouts**: a layout describes how parts form the dims of one stored tensor, like the expression in a mapping rule, but
+    with unnamed axes.
 """
 
 from __future__ import annotations
@@ -41,19 +44,20 @@ class Digit:
     """Step of the loop in the tensor in memory, in elements."""
 
     def stride(self, side: str) -> int:
-        """Return the step on one side (hub or memory), in elements."""
+        """Return the step in the tensor of one dialect (hub or memory), in elements."""
         return self.hub if side == HUB else self.memory
 
 
 @dataclass(frozen=True, slots=True)
 class DimShare:
-    """The part of one stored dim that a move covers."""
+    """The positions along one stored dim that a move covers."""
 
     offset: int
-    """First position along the dim."""
+    """First position along the dim that the move covers."""
     digits: tuple[tuple[int, int], ...]
-    """Digits in the dim, outermost first, each as (number of the digit in the move, stride in positions along the
-    dim)."""
+    """Digits in the dim, outermost first, each as `(index of the digit in the move, stride in positions along the
+    dim)`.
+    """
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class PartMove:
     shapes: tuple[Shape, Shape]
     """Shapes of the tensors in hub and memory."""
     shares: tuple[tuple[DimShare, ...], tuple[DimShare, ...]]
-    """For each side (hub, memory), the part of each dim that the elements occupy."""
+    """For each of the two tensors (in hub and memory), the positions along each dim that the elements occupy."""
 
 
 def strides(shape: Shape) -> tuple[int, ...]:
@@ -105,7 +109,7 @@ def _repeats(hub: Positions, memory: Positions, size: int) -> bool:
 
 
 def _split(digits: list[Digit], shape: Shape, side: str) -> list[Digit]:
-    """Split each digit that crosses a boundary between dims of a tensor."""
+    """Split each digit (loop of equal steps) that crosses a boundary between dims of a tensor."""
     for stride in sorted(set(strides(shape))):
         cut: list[Digit] = []
         for digit in digits:
@@ -123,7 +127,7 @@ def _split(digits: list[Digit], shape: Shape, side: str) -> list[Digit]:
 
 
 def _shares(digits: list[Digit], shape: Shape, first: int, side: str) -> tuple[DimShare, ...]:
-    """Assign every digit to a dim of the tensor."""
+    """Assign every digit (loop of equal steps) to a dim of the tensor."""
     shares, placed = [], 0
     for dim, stride in zip(shape, strides(shape), strict=True):
         inside = [
@@ -140,7 +144,7 @@ def _shares(digits: list[Digit], shape: Shape, first: int, side: str) -> tuple[D
 
 
 def moves(trace: Trace) -> list[PartMove]:
-    """Return all moves in a trace: the common elements of each pair of tensors.
+    """Return all moves in a trace: the common elements of each pair of tensors, one in the hub and one in memory.
 
     Raises:
         Underivable: if no loops of equal steps describe a tensor's elements; the message names the tensor.
@@ -176,8 +180,8 @@ def _move(names: tuple[str, str], hub: Positions, memory: Positions, trace: Trac
 
 
 def _places(trace: Trace) -> tuple[Positions, Positions, list[str]]:
-    """Return for every element number the first tensor in memory that contains it, and the position in this tensor."""
-    # if two names have the same values, the name that is stored comes first
+    """Return for every element number the first tensor in memory that contains it, and the position in that tensor."""
+    # If two names have the same values, the name that the hub stores is first.
     names = sorted(trace.memory, key=lambda name: name not in trace.hub)
     sides = (trace.hub, trace.memory)
     largest = max((int(n.max()) for side in sides for n in side.values() if n.size), default=0)
@@ -190,7 +194,9 @@ def _places(trace: Trace) -> tuple[Positions, Positions, list[str]]:
 
 
 Coordinate = tuple[str, int | str, int]
-"""Where an index is: `("name", side, number of the hole in the name pattern)` or `("dim", side, number of the dim)`."""
+"""Place of an index: `("name", dialect, index of the placeholder in the name pattern)` or `("dim", dialect, index of
+the dim)`.
+"""
 IN_NAME, IN_DIM = "name", "dim"
 _COUNTED = (
     "Numbers in names count layers or experts only if dots separate them, as in layers.0.weight; give the tensors such "
@@ -200,14 +206,14 @@ _COUNTED = (
 
 @dataclass(frozen=True)
 class Instance:
-    """A logical tensor at particular indices, such as layer 3."""
+    """A logical tensor at certain indices, such as layer 3."""
 
     trace: int
-    """Number of the trace."""
+    """Index of the trace in which the instance occurs."""
     move: PartMove
-    """The moved elements of this instance."""
+    """The elements that tensors of the hub and of memory have in common."""
     indices: tuple[tuple[int, ...], tuple[int, ...]]
-    """Indices in the tensor names on both sides."""
+    """Indices in the tensor names of both dialects, `(hub, memory)`."""
 
     def at(self, coordinate: Coordinate) -> int:
         """Return the value of the index at a coordinate."""
@@ -218,44 +224,44 @@ class Instance:
 
 @dataclass(eq=False)
 class Part:
-    """A logical tensor of the derived table."""
+    """A logical tensor of the derived table of mapping rules."""
 
     patterns: tuple[Pattern, Pattern]
-    """Patterns of the tensor's names on both sides."""
+    """Patterns of the tensor's names in both dialects, `(hub, memory)`."""
     instances: list[Instance] = field(default_factory=list)
     """The part's instances at all indices, in all traces."""
     axes: dict[Coordinate, Place] = field(default_factory=dict)
-    """Coordinate of an index -> axis, identified by the first place in names that has this index."""
+    """Place of an index -> axis, identified by the first place in names that has the index."""
 
     def in_dim(self, side: str, dim: int) -> Place | None:
-        """Return the axis whose index runs along a whole dim on one side; None if no axis does."""
+        """Return the axis whose index runs along a whole dim in one dialect; None if there is no such axis."""
         return self.axes.get((IN_DIM, side, dim))
 
     def digits(self) -> int:
-        """Return the number of digits in each of the part's moves."""
+        """Return the number of digits (loops of equal steps) in each of the part's moves."""
         return len(self.instances[0].move.sizes)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """All parts (logical tensors) found in the traces."""
+    """All parts (logical tensors) that the traces show."""
 
     all: Sequence[Part]
-    """The parts, in the order of the first dialect."""
+    """The parts, in the order of the first dialect's tensors."""
     of: Sequence[Mapping[tuple[str, str], Sequence[tuple[Part, Instance]]]]
-    """For each trace, `(side, stored name)` -> the parts in this stored tensor, with their instances."""
+    """For each trace, `(dialect, stored name)` -> the parts in this stored tensor, each with its instance."""
     axes: DisjointSets[Place]
-    """Places of indices in names; places whose numbers count along the same axis are united."""
+    """Places of indices in names; places whose numbers count along the same axis are joined to one set."""
     patterns: Patterns
-    """Patterns of all tensor names."""
+    """Patterns of all tensor names in the traces."""
 
 
 class UnpairedIndex(Underivable):
-    """An index in the names of one dialect has no counterpart in the other dialect.
+    """Raised if an index in the names of one dialect has no counterpart in the other dialect.
 
     Args:
         why: the error message.
-        numbering: other meanings of the numbers in names, with which derivation can be retried.
+        numbering: a different interpretation of the numbers in names, with which derivation can be tried again.
         hint: advice for the user.
     """
 
@@ -265,11 +271,11 @@ class UnpairedIndex(Underivable):
 
 
 def parts(traces: Sequence[Trace], numbering: Numbering) -> Parts:
-    """Group the moves of all traces into parts.
+    """Group the moves of all traces into parts (logical tensors).
 
     Raises:
         Underivable: if the moves do not form parts; the message names the tensors.
-        UnpairedIndex: if an index has no counterpart, perhaps because numbers in names have another meaning.
+        UnpairedIndex: if an index has no counterpart, perhaps because numbers in names must be interpreted differently.
     """
     patterns = Patterns(traces, numbering)
     by_names: dict[tuple[Pattern, Pattern, int, int], Part] = {}
@@ -277,7 +283,7 @@ def parts(traces: Sequence[Trace], numbering: Numbering) -> Parts:
     for at, trace in enumerate(traces):
         for move in moves(trace):
             hub, memory = (patterns.pattern(side, name) for side, name in zip(SIDES, move.names, strict=True))
-            # layers of a different kind may have a different tensor under this name
+            # Layers of a different kind may have a different tensor under this name.
             dims = len(move.shapes[0]), len(move.shapes[1])
             part = by_names.setdefault((hub[0], memory[0], *dims), Part((hub[0], memory[0])))
             instance = Instance(at, move, (hub[1], memory[1]))
@@ -292,8 +298,8 @@ def parts(traces: Sequence[Trace], numbering: Numbering) -> Parts:
 
 
 def _find_axes(part: Part, axes: DisjointSets[Place]) -> None:
-    """Pair the indices of both sides, beginning with the parts that have most instances; later parts reuse the axes
-    found.
+    """Pair the indices of the two dialects. Parts with the most instances are first; later parts reuse the axes found
+    for them.
     """
     columns: dict[tuple[int, ...], list[Coordinate]] = defaultdict(list)
     for coordinate in _coordinates(part):
@@ -320,8 +326,8 @@ def _find_axes(part: Part, axes: DisjointSets[Place]) -> None:
 
 
 def _explain_unpaired(part: Part, alone: Sequence[Coordinate]) -> UnpairedIndex:
-    """Return possible meanings of unpaired indices: one side counts from a different number, or the numbers are
-    literals.
+    """Return the error with a possible interpretation of unpaired indices: one dialect counts from a different number,
+    or the numbers are literals.
     """
     pattern = part.patterns[SIDES.index(str(alone[0][1]))]
     why = f"{pattern.text}: an index of it is in no name of the other dialect"
@@ -339,7 +345,7 @@ def _explain_unpaired(part: Part, alone: Sequence[Coordinate]) -> UnpairedIndex:
 
 
 def _coordinates(part: Part) -> list[Coordinate]:
-    """Return every coordinate (in names or along dims) at which the part may have an index."""
+    """Return every place (in names or along dims) at which the part may have an index."""
     coordinates: list[Coordinate] = [
         (IN_NAME, side, at)
         for side, pattern in zip(SIDES, part.patterns, strict=True)
@@ -360,9 +366,7 @@ def _place(part: Part, coordinate: Coordinate) -> Place | None:
 def _partner(
     part: Part, coordinate: Coordinate, candidates: Sequence[Coordinate], axes: DisjointSets[Place]
 ) -> Coordinate | None:
-    """Return the coordinate on the opposite side whose index always has the same value; None if there is no such
-    coordinate.
-    """
+    """Return the place in the other dialect whose index always has the same value; None if there is no such place."""
     fitting = [candidate for candidate in candidates if IN_NAME in (coordinate[0], candidate[0])]
     if not fitting:
         return None
@@ -376,12 +380,12 @@ def _partner(
 
 @dataclass(frozen=True)
 class DigitAxis:
-    """An axis that corresponds to one digit of a part's moves."""
+    """An axis that corresponds to one digit (loop of equal steps) of a part's moves."""
 
     part: int
-    """Number of the part."""
+    """Index of the part in the list of all parts."""
     digit: int
-    """Number of the digit in the part's moves."""
+    """Index of the digit in the part's moves."""
 
 
 @dataclass(frozen=True)
@@ -389,13 +393,13 @@ class PaddingAxis:
     """An axis over padding: positions that belong to no part."""
 
     pattern: str
-    """Pattern of the stored tensor."""
+    """Name pattern of the stored tensor with the padding."""
     place: int
-    """Number of the padding among those in the stored tensor, from its start."""
+    """Index of the padding among all paddings of the stored tensor, counted from the beginning."""
 
 
 AxisKey = DigitAxis | PaddingAxis | Place
-"""An axis that has no name yet; a `Place` stands for the axis of the index at this place in tensor names."""
+"""An axis that has no name yet; a `Place` means the axis of the index at this place in tensor names."""
 
 
 @dataclass(frozen=True)
@@ -403,14 +407,14 @@ class Segment:
     """One segment of a direct sum, such as the q rows of a fused qkv weight."""
 
     part: int | None
-    """Number of the part; None for padding."""
+    """Index of the part in the list of all parts; None for padding."""
     axes: tuple[AxisKey, ...]
     """Axes of the segment, outermost first."""
 
 
 @dataclass(frozen=True)
 class Dim:
-    """One dim of a stored tensor: axes, optionally followed by a direct sum."""
+    """One dim of a stored tensor: axes, optionally followed by a direct sum (segments one after the other)."""
 
     axes: tuple[AxisKey, ...]
     """Axes before the sum, outermost first; a dim without axes and sum has size 1."""
@@ -420,15 +424,15 @@ class Dim:
 
 @dataclass(frozen=True)
 class Layout:
-    """The dims of a stored tensor, like an expression of a table with unnamed axes."""
+    """The dims of a stored tensor, like the expression in a mapping rule, but with unnamed axes."""
 
     parts: tuple[int, ...]
-    """Numbers of the parts in the stored tensor."""
+    """Indices of the parts (logical tensors) in the stored tensor."""
     dims: tuple[Dim, ...]
     """Dims of the stored tensor."""
 
     def with_axes(self, first: Callable[[AxisKey], AxisKey]) -> Layout:
-        """Return the layout with every axis replaced by the axis that a function returns for it."""
+        """Return the layout with every axis replaced by the result of the function `first` for this axis."""
         dims = tuple(
             Dim(
                 tuple(map(first, dim.axes)),
@@ -449,17 +453,17 @@ class Layout:
 
 @dataclass
 class AxisObservations:
-    """Collects which axes are equal, and their sizes, while layouts are computed."""
+    """Collects which axes are equal, and the sizes of axes, while layouts are computed."""
 
     numbers: Mapping[Part, int]
-    """Part -> number of the part."""
+    """Part -> index of the part in the list of all parts."""
     joined: DisjointSets[AxisKey]
-    """The axes; axes that must be the same are united."""
+    """The axes; axes that must be the same are joined to one set."""
     sizes: dict[AxisKey, set[tuple[int, int]]]
-    """Axis -> all observed pairs `(trace, size)`."""
+    """Axis -> all observed pairs `(index of the trace, size)`."""
 
     def digit(self, part: Part, instance: Instance, digit: int) -> AxisKey:
-        """Return the axis that corresponds to a digit, and record the axis's size."""
+        """Return the axis that corresponds to a digit of a part's move, and record the axis's size."""
         axis = DigitAxis(self.numbers[part], digit)
         self.sizes.setdefault(axis, set()).add((instance.trace, instance.move.sizes[digit]))
         return axis
@@ -467,7 +471,7 @@ class AxisObservations:
 
 @dataclass(frozen=True)
 class _Piece:
-    """The positions of one part along a dim."""
+    """The positions of one part (logical tensor) along a dim."""
 
     part: Part
     instance: Instance
@@ -524,7 +528,7 @@ class _Reader:
         self.paddings = 0
 
     def dim(self, length: int, pieces: Sequence[_Piece]) -> Dim:
-        """Return one dim: the outer axes that all parts share, and the direct sum of the parts inside these axes."""
+        """Return one dim: the outer axes that all parts have, and the direct sum of the parts inside these axes."""
         shared: list[AxisKey] = []
         while True:
             if all(piece.size == length and piece.share.offset == 0 for piece in pieces):

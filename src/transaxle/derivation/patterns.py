@@ -1,9 +1,9 @@
-"""Patterns of tensor names: decides which numbers in tensor names are indices, and which are literal.
+"""Decides which numbers in tensor names are indices (such as a layer's), and which numbers are literal parts of names.
 
 A number is an index if its values differ between traced models (a model with more layers has more names), or if the
 numbers 0, 1, 2 … are all followed by the same names. Any other number is literal: the 0 in `mlp.0.weight` and the 2 in
-`mlp.2.weight` are names. Where this rule is wrong (one of the two dialects has words for `mlp.0` and `mlp.1`, or counts
-from 1), derivation is retried with a `Numbering`, which lists exceptions.
+`mlp.2.weight` are names. This rule may be wrong, for example if one of the two dialects has words for `mlp.0` and
+`mlp.1`, or counts from 1. Then derivation is tried again with a `Numbering`, which lists exceptions.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ _DIGITS = re.compile(r"[0-9]+")
 _CANONICAL = re.compile("0|[1-9][0-9]{0,9}")
 
 Place = tuple[str, str]
-"""Place of an index in tensor names, as `(side of the trace, pattern of the name up to the index)`."""
+"""Place of an index in tensor names, as `(dialect: hub or memory, pattern of the name up to the index)`."""
 Number = tuple[str, str, int]
-"""A number in tensor names, as `(side of the trace, name with {} for every number, position among these numbers)`."""
+"""A number in tensor names, as `(dialect: hub or memory, name with {} for each number, position among the numbers)`."""
 
 
 @dataclass(frozen=True)
 class Numbering:
-    """Exceptions from the rule by which numbers in tensor names are indices or literals."""
+    """Exceptions from the rule that decides whether a number in tensor names is an index or a literal."""
 
     literal: frozenset[Number] = frozenset()
-    """Numbers that are literal parts of tensor names, although the usual rule takes them for indices."""
+    """Numbers that are literal parts of tensor names, although the rule would decide that they are indices."""
     ahead: Mapping[Place, int] = field(default_factory=dict)
     """Place of an index (with `{}` for every earlier number) -> number in the tensor name minus the index."""
 
     def with_more(self, numbering: Numbering) -> Numbering:
-        """Return a numbering with the exceptions of both numberings."""
+        """Return a numbering with the exceptions of this numbering and of `numbering`."""
         return Numbering(self.literal | numbering.literal, {**self.ahead, **numbering.ahead})
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Tensor names on one side of the traces that differ only in their indices."""
+    """Names that differ only in their indices, of tensors in one dialect (hub or memory)."""
 
     side: str
-    """`hub` or `memory`."""
+    """The dialect to which the names belong: `hub` or `memory`."""
     text: str
     """The tensor name, with `{}` for every index."""
     ahead: tuple[int, ...] = field(default=(), compare=False)
-    """For each index, the number in the tensor name minus the index; empty where they are all equal."""
+    """For each index, the number in the tensor name minus the index; empty if each number equals its index."""
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -57,17 +57,17 @@ class Pattern:
         return tuple((self.side, HOLE.join(parts[: at + 1])) for at in range(len(parts) - 1))
 
     def number(self, at: int) -> Number:
-        """Return the number in the tensor name that index number `at` of the pattern stands for."""
+        """Return the number in the tensor name that contains the pattern's index at position `at`."""
         before = _DIGITS.sub(HOLE, self.places[at][1])
         return self.side, _DIGITS.sub(HOLE, self.text), before.count(HOLE)
 
     def numbering_place(self, at: int) -> Place:
-        """Return the place of index number `at`, spelled as in `Numbering.ahead`."""
+        """Return the place of the pattern's index at position `at`, in the form that `Numbering.ahead` has."""
         return self.side, _DIGITS.sub(HOLE, self.places[at][1])
 
 
 def _numbers(name: str) -> Iterator[tuple[str, int, str]]:
-    """Yield each number in a tensor name, between the name before it and after it, both with `{}` for numbers."""
+    """Yield each number in a tensor name, with the text before it and after it, in which `{}` replaces all numbers."""
     for match in _DIGITS.finditer(name):
         if _CANONICAL.fullmatch(match[0]):
             before, after = name[: match.start()], name[match.end() :]
@@ -75,11 +75,11 @@ def _numbers(name: str) -> Iterator[tuple[str, int, str]]:
 
 
 class Patterns:
-    """Finds the indices in the tensor names of all traces.
+    """Finds the indices in the tensor names of all traces (records of what a converter does with tiny models).
 
     Args:
         traces: runs of the converter, which show all tensor names.
-        numbering: exceptions from the usual rule.
+        numbering: exceptions from the rule that decides whether a number is an index.
     """
 
     def __init__(self, traces: Sequence[Trace], numbering: Numbering = Numbering()) -> None:
@@ -116,8 +116,8 @@ class Patterns:
         return Pattern(side, "".join([*pieces, name[start:]]), tuple(ahead)), tuple(indices)
 
     def constant(self, number: Number) -> bool:
-        """Return whether a number in tensor names has the same values in every trace with these names; False for one
-        trace.
+        """Return whether a number in tensor names has the same values in every trace with these names; False if there
+        is one trace.
         """
         side, whole, at = number
         values_by_trace = []
@@ -134,7 +134,9 @@ def _changes(values_by_trace: Sequence[set[int]]) -> bool:
 
 
 def _alike(place: Place, endings: Mapping[int, set[tuple[str, tuple[int, ...]]]], *, single: bool) -> bool:
-    """Return whether the numbers at a place count similar modules: 0, 1, 2 …, followed by the same names and shapes."""
+    """Return whether the numbers at a place count similar modules: 0, 1, 2 …, each followed by the same names and
+    shapes.
+    """
     segment = not place[1] or place[1].endswith(".")
     if not segment or len(endings) < 2 or sorted(endings) != list(range(len(endings))):
         return False

@@ -1,14 +1,15 @@
-"""Derives a table of tensor names from a converter: makes traces, proves the table, and writes the table's file.
+"""Derives a table of mapping rules from a converter: makes traces, proves the table, and writes the table's file.
 
-The converter is transformers' own for a model type, a Python function, or a program that turns folders into folders.
+The converter is transformers' own for a model type, a Python function, or a program that reads and writes folders. A
+*trace* is a record of its input and output tensors, whose elements are numbered.
 
-**Proof**: the table converts the tensors of a trace from which it was not derived, in both directions, and the results
-are compared bit by bit with the converter's.
+**Proof**: the table converts the tensors of a trace from which it was not derived, in both directions. The results are
+    compared bit by bit with the converter's results.
 
-The file of a derived table is complete as soon as it exists, and never replaces a file that must stay.
+The file of a derived table is complete as soon as it exists. Writing it never replaces a file that must be kept.
 
-**Traces of functions**: a Python converter gets state dicts whose elements are numbered in two ways, in two runs. A
-value that is equal in both outputs is a constant; any other value identifies its source element.
+**Traces of functions**: a Python converter is called with state dicts whose elements are numbered in two ways, in two
+runs. A value that is equal in both outputs is a constant; any other value identifies its source element.
 """
 
 from __future__ import annotations
@@ -70,15 +71,15 @@ Values = npt.NDArray[Any]
 def trace_function(
     convert: Callable[[dict[str, Any]], Tensors], sample: Tensors
 ) -> tuple[dict[str, Numbers], dict[str, Numbers]]:
-    """Run a function on a state dict whose elements are numbered in two ways, as often as its dtypes need, and return a
-    trace.
+    """Run a function on a state dict whose elements are numbered in two ways, as often as the dtypes require, and
+    return a trace.
 
     Args:
-        convert: state dict -> state dict.
+        convert: function from a state dict to a converted state dict.
         sample: state dict of arrays or tensors, whose values do not matter.
 
     Returns:
-        the element numbers on both sides; a tensor that the function creates has only zeros.
+        The element numbers in the output and in the input; a tensor that the function creates has only zeros.
 
     Raises:
         Underivable: if the function changes values, or a dtype cannot carry element numbers.
@@ -111,7 +112,7 @@ def _base(name: str, tensor: Any) -> int:
 
 
 def _fill(tensor: Any, values: Numbers) -> Any:
-    """Return a tensor of the given values, of the same library (numpy or torch) and dtype as a sample."""
+    """Return a tensor with the given values, of the same library (numpy or torch) and dtype as the sample `tensor`."""
     if isinstance(tensor, np.ndarray):
         return values.astype(tensor.dtype)
     return tensor.new_tensor(values.tolist()).reshape(tuple(tensor.shape)).to(tensor.dtype)
@@ -134,7 +135,7 @@ def check_samples(samples: object) -> None:
 
 
 def _state_dict(returned: object) -> Tensors:
-    """Return the result of a converter function if it is a state dict; else raise TypeError."""
+    """Return the result of a converter function if the result is a state dict; otherwise raise TypeError."""
     if not isinstance(returned, Mapping) or not returned:
         kind = "an empty one" if isinstance(returned, Mapping) else _kind(returned)
         raise TypeError(f"the converter must return a mapping of names to tensors; it returned {kind}")
@@ -153,14 +154,14 @@ def _kind(value: object) -> str:
 
 
 def _came_from(name: str, runs: Sequence[Any], base: int, places: Sequence[Places]) -> Numbers:
-    """Return the source element of each value in an output tensor; 0 for zeros, and for a tensor that the function
+    """Return the source element of each value in an output tensor; 0 for zeros, and for tensors that the function
     creates.
 
     Args:
         name: the tensor's name.
-        runs: the output tensor of each pass with the first numbering, then of each pass with the second numbering.
-        base: count of distinct numbers that one pass can carry.
-        places: for each numbering, finds the element that has a given number.
+        runs: the output tensors: those of all passes with the first numbering, then those with the second numbering.
+        base: number of distinct element numbers that one pass can carry.
+        places: for each numbering, an object that finds the element with a given number.
     """
     values = [_read(tensor) for tensor in runs]
     if any(each.shape != values[0].shape for each in values):
@@ -196,7 +197,7 @@ def _of_torch(tensor: Any) -> Values:
 
 
 def _carry(values: Sequence[Values], base: int) -> Numbers:
-    """Return the element numbers that all passes together carried; 0 for values that no pass carried."""
+    """Return the element numbers that all passes together transported; 0 for values that no pass transported."""
     whole = np.ones(values[0].shape, bool)
     for values_of_pass in values:
         whole &= (values_of_pass >= 0) & (values_of_pass < base) & (values_of_pass == np.floor(values_of_pass))
@@ -204,7 +205,7 @@ def _carry(values: Sequence[Values], base: int) -> Numbers:
 
 
 def _dtype_note(tensor: Any, base: int) -> str:
-    """Return a note for the error if the tensor's dtype represents fewer numbers exactly than the samples' dtype."""
+    """Return a note for the error, if the tensor's dtype represents fewer numbers exactly than the samples' dtype."""
     dtype = dtype_of(tensor)
     holds = EXACT.get(dtype, 0)
     if holds >= base:
@@ -215,19 +216,19 @@ def _dtype_note(tensor: Any, base: int) -> str:
 Arrays = Mapping[str, npt.NDArray[Any]]
 _MISFIT: Code = "SHAPE_MISMATCH"
 _LISTED_NAMES = 3
-"""Cap on the tensor names that the text of one problem lists."""
+"""Maximum number of tensor names that the text of one problem lists."""
 
 
 def prove(text: str, trace: Trace, labels: Labels) -> tuple[str, ...]:
     """Convert the tensors of a trace with a table, in both directions, and compare the results with the converter's.
 
     Args:
-        text: text of the table.
-        trace: a run of the converter, preferably one from which the table was not derived.
+        text: text of the table of mapping rules.
+        trace: a run of the converter, preferably a run from which the table was not derived.
         labels: names of the family and its dialects.
 
     Returns:
-        the problems found; empty if the results are exact in both directions.
+        The problems found; an empty list means that the results are exact in both directions.
     """
     sides = [_tensors(trace.hub, trace), _tensors(trace.memory, trace)]
     problems = []
@@ -250,8 +251,8 @@ def prove(text: str, trace: Trace, labels: Labels) -> tuple[str, ...]:
 
 
 def misfits(text: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], labels: Labels) -> tuple[str, ...]:
-    """Compare a table with the shapes of a full-size model, whose sizes have different ratios than those of tiny
-    models.
+    """Compare a table of mapping rules with the shapes of a full-size model, whose sizes have different ratios than
+    those of tiny models.
 
     Args:
         text: text of the table.
@@ -260,7 +261,7 @@ def misfits(text: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], l
         labels: names of the family and its dialects.
 
     Returns:
-        contradictions between the table and the shapes.
+        The contradictions between the table and the shapes.
     """
     (family,) = tables.read(text)
     dialect = family.dialect(labels.dialects[1])
@@ -271,7 +272,7 @@ def misfits(text: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], l
         for position, name in names.items():
             try:
                 fill(line.expression, shapes[name], sizes.at(dict(zip(line.name.axes, position, strict=True))))
-            except TransaxleError as error:  # errors with other codes, such as unknown sizes, are no contradictions
+            except TransaxleError as error:  # an unknown size is no contradiction
                 if error.code == _MISFIT:
                     problems.append(f"{name}: {error.refusals[0].message}")
     return tuple(problems)
@@ -294,7 +295,7 @@ def _same(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> bool:
 
 
 def _tensors(numbers: Arrays, trace: Trace) -> dict[str, npt.NDArray[Any]]:
-    """Return element numbers as tensors of a 32-bit dtype, which represents all of the numbers exactly."""
+    """Return element numbers as tensors of a 32-bit dtype, which represents all these numbers exactly."""
     flags = {name: np.zeros(shape, np.bool_) for name, shape in trace.unnumbered.items()}
     return {**{name: np.array(each, np.int32, order="C") for name, each in numbers.items()}, **flags}
 
@@ -309,16 +310,17 @@ def _convert(folder: Path, out: Path, rules: Path, labels: Labels, source: int, 
 
 _TABLE = re.compile(rf"^\s*({FAMILY}|{BLOCK}|{DIALECT})\s".encode(), re.MULTILINE)
 _READ = 1 << 20
-"""How many bytes of an existing file are read to see whether it is a table: the first statement must be in them."""
+"""Number of bytes of an existing file that are searched for the first statement of a table."""
 _ELSEWHERE = "Choose another name, or replace it"
 
 
 def check_place(path: PathLike, *, overwrite: Overwrite = False) -> None:
-    """Refuse a path at which a table cannot or must not be written.
+    """Refuse a path at which a table of mapping rules cannot or must not be written.
 
     Args:
         path: path of the file.
-        overwrite: True to replace an existing table; `everything` to replace any existing file.
+        overwrite: True to replace an existing table; `everything` to replace any existing file; False to replace
+            nothing.
 
     Raises:
         UsageError: with the code EXISTS if there is a file that must not be replaced; with the code AMBIGUOUS if
@@ -348,12 +350,13 @@ def check_place(path: PathLike, *, overwrite: Overwrite = False) -> None:
 
 
 def write_table(text: str, path: PathLike, *, overwrite: Overwrite = False) -> None:
-    """Write a table.
+    """Write a table of mapping rules to a file.
 
     Args:
         text: text of the table.
-        path: path of the file; a link is followed.
-        overwrite: True to replace an existing table; `everything` to replace any existing file.
+        path: path of the file; a symbolic link is followed.
+        overwrite: True to replace an existing table; `everything` to replace any existing file; False to replace
+            nothing.
 
     Raises:
         UsageError: with the code EXISTS if there is a file that must not be replaced; with the code AMBIGUOUS if
@@ -384,39 +387,43 @@ def _is_table(path: Path) -> bool:
 
 
 UNNAMED = "derived"
-"""Name of the derived family, if the user gives none."""
+"""Name of the derived family if the user specifies none."""
 _LISTED = 6
-"""Cap on the problems of a table that an error message lists."""
+"""Maximum number of problems of a table that an error message lists."""
 _LEAST = 2
-"""Smallest number of traces of a model type: one for deriving the table, and one with different sizes for the proof."""
+"""Minimum number of traces of a model type: one to derive the table from, and one with different sizes for the
+proof.
+"""
 
 
 _MOST = 100_000_000
-"""Total number of elements in all traces after which no further traces are made."""
+"""Total number of elements in all traces; once it is reached, no further traces are made."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A derived table."""
+    """A derived table of mapping rules: a model family with two dialects."""
 
     family: str
     """Name of the family."""
     text: str
-    """The table, as `--rules` reads it."""
+    """The text of the table, in the format of rules files (`--rules`)."""
     left_out: tuple[str, ...]
-    """Notes on operations of the converter that no table describes: tensors that the converter drops or creates."""
+    """Notes on what the converter does but no mapping rule can describe: tensors that it drops or creates."""
     traces: int
     """Number of traces from which the table was derived."""
     proved: bool
-    """Whether the table converted a trace with different sizes, from which it was not derived, exactly in both
-    directions."""
+    """Whether the table was proved: in both directions, it converted a trace with different sizes exactly, from which
+    it was not derived.
+    """
 
     def save(self, path: PathLike, *, overwrite: Overwrite = False) -> None:
         """Write the table to a file.
 
         Args:
             path: path of the file.
-            overwrite: True to replace an existing table; `everything` to replace any existing file.
+            overwrite: True to replace an existing table; `everything` to replace any existing file; False to replace
+                nothing.
 
         Raises:
             UsageError: with the code EXISTS if there is a file that must not be replaced; with the code AMBIGUOUS if
@@ -443,12 +450,14 @@ def family_name(text: str) -> str:
 
 
 def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, family: str | None = None) -> Table:
-    """Derive the table of a model type: `hf`, as `save_pretrained` writes it, and `transformers`, as it is in memory.
+    """Derive the table of a model type, with the dialects `hf` (what `save_pretrained` writes) and `transformers` (in
+    memory).
 
     Args:
         model_type: `model_type` of config.json.
-        config: a config of the model, whose flags and kinds of layers the tiny models get; None for the default config.
-        family: name of the derived family; None for the name of the model type.
+        config: a config of the model, whose flags and kinds of layers the tiny models get; None means the default
+            config.
+        family: name of the derived family; None means the name of the model type.
 
     Raises:
         Refused: with the code UNSUPPORTED if no table can describe transformers' conversion, or torch or transformers
@@ -486,14 +495,12 @@ def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, 
 
 @dataclass
 class _ProvedDerivation:
-    """Derives a table from all traces but one, and proves it with the trace left out; repeats until a proof
-    succeeds.
-    """
+    """Derives a table from all traces but one, and proves it with that one; repeats until a proof succeeds."""
 
     labels: Labels
     aliases: Mapping[str, Sequence[str]]
     real: Mapping[str, Shape]
-    """Shapes of the full-size model of the user's config; empty without a config."""
+    """Tensor name -> shape, for the full-size model of the user's config; empty if there is no config."""
     config: Mapping[str, Any]
     """Config of the full-size model."""
     reason: Underivable | None = None
@@ -506,9 +513,10 @@ class _ProvedDerivation:
 
         Args:
             traces: traces of configs with different sizes.
-            proportioned: the trace of a tiny config with the proportions of the user's config, if there is one.
-            make_more: function that makes traces with other flags; called if a size or a condition may fit a config key
-                by chance.
+            proportioned: the trace of a tiny config with the proportions of the user's config; empty if there is no
+                such trace.
+            make_more: function that makes traces with different flags; called if a size or a condition may fit a config
+                key by chance.
 
         Raises:
             Underivable: if no table could be proved.
@@ -531,7 +539,7 @@ class _ProvedDerivation:
         raise self.reason
 
     def _one(self, traces: Sequence[Trace], proofs: Sequence[Trace], *, sparse: bool) -> DerivedTable | None:
-        """Return the table derived from some of the traces; None if a further trace disproves it."""
+        """Return the table derived from `traces`; None if one of the traces in `proofs` disproves it."""
         try:
             table = derive(traces, self.labels, self.aliases, sparse=sparse)
             self._prove(table, proofs)
@@ -541,7 +549,7 @@ class _ProvedDerivation:
         return table
 
     def _prove(self, table: DerivedTable, traces: Sequence[Trace]) -> None:
-        """Check a table against traces and against the shapes of the full-size model.
+        """Check a table against traces, and against the shapes of the full-size model.
 
         Raises:
             Underivable: if the table is disproved.
@@ -560,7 +568,9 @@ def _disproof(by: str, problems: Sequence[str]) -> Underivable:
 
 
 def _too_few(built: int, model_type: str, complaints: Sequence[str], *, bare: bool) -> Underivable:
-    """Build the error for the case that too few tiny models could be built, with the first model's error message."""
+    """Build the error for the case that too few tiny models could be built; it contains the first model's error
+    message.
+    """
     why = f"{built or 'none'} of its tiny configs can be built, and a proof needs {_LEAST}"
     first = f" (the first that cannot: {complaints[0]})" if complaints else ""
     hint = (
@@ -576,11 +586,11 @@ def from_function(
     configs: Sequence[Mapping[str, Any]] = (),
     labels: Labels | None = None,
 ) -> Table:
-    """Derive the table of a converter in Python.
+    """Derive a table of mapping rules from a converter function in Python.
 
     Args:
         convert: function that converts a state dict of the first dialect into a state dict of the second dialect.
-        samples: state dicts in the first dialect, of numpy arrays or torch tensors whose values do not matter. Several
+        samples: state dicts in the first dialect, of numpy arrays or torch tensors, whose values do not matter. Several
             samples with different sizes show which sizes depend on one another.
         configs: the config of each sample.
         labels: names of the family and its dialects.
@@ -603,7 +613,7 @@ def from_function(
 
 
 def from_folders(pairs: Sequence[tuple[str, str]], labels: Labels) -> Table:
-    """Derive a table from pairs of checkpoints: a numbered checkpoint, and the converter's output for it.
+    """Derive a table from pairs of checkpoints: a numbered checkpoint, and the converter's output for that checkpoint.
 
     Args:
         pairs: paths `(before, after)` for models of different sizes; `number_elements` makes the checkpoint `before`.
@@ -624,7 +634,7 @@ def from_folders(pairs: Sequence[tuple[str, str]], labels: Labels) -> Table:
 
 
 def _derive_and_prove(traces: Sequence[Trace], labels: Labels) -> Table:
-    """Derive a table from all traces but the last, and prove it with the last; a table from a single trace is not
+    """Derive a table from all traces but the last, and prove it with the last trace; a table from a single trace is not
     proved.
     """
     split_traces = [split_trace(trace) for trace in traces]
@@ -649,13 +659,13 @@ def _table(table: DerivedTable, labels: Labels, *, proved: bool, notes: tuple[st
 
 
 class _RefuseUnderivable:
-    """Context manager that turns `Underivable` into `Refused`."""
+    """Context manager that raises `Refused` instead of `Underivable`."""
 
     def __init__(self, converter: str) -> None:
         self.what = converter
 
     def __enter__(self) -> None:
-        """Return nothing."""
+        """Enter the context; the value is None."""
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Raise `Refused` if the block raised `Underivable`."""

@@ -1,8 +1,8 @@
-"""Writes the text of a family's table, from the structure that all traces (traced models) share.
+"""Writes the text of a family's table of mapping rules, from the structure that all traces (traced models) share.
 
-**Derivation**: from traces to the text of a table, and notes on what it leaves out.
+**Derivation**: computes the text of a table from traces, and notes on what the table omits.
 
-**Structure**: what all traces have in common, before names are chosen.
+**Structure**: what all traces have in common, before names are chosen. A *part* is a logical tensor of the structure.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from transaxle.move.workers import DisjointSets
 
 Indices = tuple[int, ...]
 _EVERYWHERE = frozenset({"model", "layers", "weight", "language"})
-"""Words in tensor names that occur everywhere, and so do not identify a tensor."""
+"""Words in tensor names that occur everywhere, and therefore do not identify a tensor."""
 
 
 @dataclass(frozen=True)
 class StoredLine:
-    """One table line of a dialect, whose axes have no names yet."""
+    """One mapping rule of a dialect, whose axes have no names yet."""
 
     pattern: Pattern
     """Pattern of the stored tensors' names."""
     places: tuple[AxisKey, ...]
-    """Axis of each index in the tensor names."""
+    """For each index in the tensor names, its axis."""
     layout: Layout
     """Layout of the stored tensors."""
     when: str | None = None
@@ -66,47 +66,47 @@ class StoredLine:
 
 @dataclass(frozen=True)
 class TiedPart:
-    """A tensor in memory that shares the values of a second tensor, such as a tied head."""
+    """A tensor in memory that shares the values of a second tensor, such as a head tied to the embedding."""
 
     alias: int
-    """Number of the part for the tied tensor."""
+    """Index of the part (logical tensor) for the tied tensor."""
     original: int
-    """Number of the part for the stored tensor with the same values."""
+    """Index of the part (logical tensor) for the stored tensor with the same values."""
     when: str
     """Condition under which the two tensors are tied."""
 
 
 @dataclass
 class Structure:
-    """The contents of a table, without the names of axes and tensors."""
+    """The contents of a table of mapping rules, without the names of axes and tensors."""
 
     parts: list[Part]
-    """Logical tensors."""
+    """The parts: the logical tensors of the table."""
     axes: dict[int, tuple[AxisKey, ...]]
-    """Part (logical tensor) -> axes of the part; axes that are indices in names come first."""
+    """Index of a part -> axes of the part; axes that are indices in names are first."""
     when: dict[int, tuple[str, AxisKey | None]]
-    """Part -> (condition, axis of the index in the condition), for parts that do not always exist."""
+    """Index of a part -> (condition, axis of the index in the condition), for parts that do not always exist."""
     lines: dict[str, list[StoredLine]]
-    """Side (hub or memory) -> table lines of its dialect."""
+    """Dialect (hub or memory) -> its mapping rules."""
     sizes: dict[AxisKey, dict[int, set[int]]]
-    """Axis -> number of the trace -> sizes of the axis in this trace."""
+    """Axis -> index of the trace -> sizes of the axis in this trace."""
     name_axes: set[AxisKey]
     """Axes that are indices in tensor names."""
     ties: list[TiedPart] = field(default_factory=list)
-    """Tensors that share values."""
+    """Tensors that share the values of a second tensor."""
     left_out: list[str] = field(default_factory=list)
-    """Notes on what the converter does that the table does not describe."""
+    """Notes on what the converter does but the table does not describe."""
 
 
 def structure(traces: Sequence[Trace], *, careful: bool = False) -> Structure:
-    """Return the structure that the given traces share.
+    """Return the structure that the given traces have in common.
 
     Args:
         traces: runs of the converter.
-        careful: whether to accept a condition only if no second condition fits.
+        careful: whether to accept a condition only if it is the only one that fits.
 
     Raises:
-        Underivable: if no line of the notation describes a tensor; the message names it.
+        Underivable: if no mapping rule can describe a tensor; the message names the tensor.
     """
     numbering, first = Numbering(), None
     while True:
@@ -125,7 +125,7 @@ def structure(traces: Sequence[Trace], *, careful: bool = False) -> Structure:
 
 
 class Builder:
-    """Builds the structure that the given traces share."""
+    """Builds the structure that the given traces have in common."""
 
     def __init__(self, traces: Sequence[Trace], numbering: Numbering, *, careful: bool = False) -> None:
         self.traces = traces
@@ -137,10 +137,10 @@ class Builder:
         self.counts = self._counts()
 
     def build(self) -> Structure:
-        """Return the structure.
+        """Return the structure that the traces have in common.
 
         Raises:
-            Underivable: if no line of the notation describes a tensor; the message names it.
+            Underivable: if no mapping rule can describe a tensor; the message names the tensor.
         """
         variants = self._layouts()
         aliases = self._aliases()
@@ -162,7 +162,7 @@ class Builder:
         return structure
 
     def _counts(self) -> dict[Place, dict[int, int]]:
-        """Return place of an index in names -> number of the trace -> number of values of this index."""
+        """Return place of an index in names -> index of the trace -> number of values that the index has."""
         counts: dict[Place, dict[int, int]] = defaultdict(dict)
         for at, trace in enumerate(self.traces):
             for side in SIDES:
@@ -207,7 +207,9 @@ class Builder:
     def _settle(
         self, variants: Mapping[Pattern, Mapping[Layout, set[tuple[int, Indices]]]]
     ) -> dict[Pattern, dict[Layout, set[tuple[int, Indices]]]]:
-        """Return the layouts with every axis replaced by its representative, once all layouts are known."""
+        """Return the layouts with every axis replaced by the representative of its set, after all layouts have been
+        read.
+        """
         settled: dict[Pattern, dict[Layout, set[tuple[int, Indices]]]] = {}
         for pattern, layouts in variants.items():
             for read, where in layouts.items():
@@ -246,7 +248,7 @@ class Builder:
         return conditions
 
     def _axes(self, part: Part) -> tuple[AxisKey, ...]:
-        """Return the axes of a part: indices of names, in the order of the names, then digits."""
+        """Return the axes of a part: first indices of names, in the order of the names, then digits (loops in dims)."""
         ordered = sorted(part.axes, key=lambda c: (c[0] != IN_NAME, c[1] != HUB, c[2]))
         axes = [self.joined.first(part.axes[coordinate]) for coordinate in ordered]
         which = 1 if any(c[0] != IN_NAME and c[1] == HUB for c in ordered) else 0
@@ -255,7 +257,7 @@ class Builder:
         return tuple(dict.fromkeys(axes))
 
     def _place_part(self, structure: Structure, part: Part, number: int, tied: set[int]) -> None:
-        """Determine when a part exists, and add it to the structure."""
+        """Determine at which indices a part exists, and add the part to the structure."""
         places = list(dict.fromkeys(self.found.axes.first(place) for place in part.axes.values()))
         coordinates = [next(c for c, p in part.axes.items() if self.found.axes.first(p) == place) for place in places]
         present: list[set[Indices]] = [set() for _ in self.traces]
@@ -295,7 +297,7 @@ class Builder:
         return SOMETIMES, None
 
     def _aliases(self) -> dict[tuple[Pattern, Pattern], set[int]]:
-        """Return (alias, stored name) -> traces in which the two tensors in memory share values."""
+        """Return (alias, stored name) -> traces in which these two tensors in memory share values."""
         pairs: dict[tuple[Pattern, Pattern], set[int]] = defaultdict(set)
         for at, trace in enumerate(self.traces):
             firsts: dict[int, str] = {}
@@ -318,13 +320,13 @@ class Builder:
         return pairs
 
     def _join_alias(self, variants: Mapping[Pattern, Mapping[Layout, Any]], alias: Pattern, source: Pattern) -> None:
-        """If an alias is stored separately, unite its axes with the axes of the tensor that has the same values."""
+        """If an alias is stored separately, join its axes with the axes of the tensor that has the same values."""
         for alias_layout, source_layout in zip(variants.get(alias, ()), variants.get(source, ()), strict=False):
             for axis, same in zip(alias_layout.axes, source_layout.axes, strict=False):
                 self.joined.join(axis, same)
 
     def _join_biases(self, variants: Mapping[Pattern, Mapping[Layout, Any]]) -> None:
-        """Unite the axes of a bias with the axes of its weight's first dim, if both have the same layout."""
+        """Join the axes of a bias with the axes of its weight's first dim, if the two have the same layout."""
         for pattern, layouts in variants.items():
             weight = variants.get(Pattern(pattern.side, f"{pattern.text.removesuffix('.bias')}.weight"), {})
             if not pattern.text.endswith(".bias") or len(layouts) != 1 or len(weight) != 1:
@@ -339,7 +341,7 @@ class Builder:
                     self.joined.join(bias_layout, weight_layout)
 
     def _alike(self, first: AxisKey, second: AxisKey) -> bool:
-        """Return whether two axes have one and the same size in every trace that has both axes."""
+        """Return whether two axes have the same single size in every trace that has both axes."""
         sizes: list[dict[int, set[int]]] = [defaultdict(set), defaultdict(set)]
         for sizes_found, axis in zip(sizes, (first, second), strict=True):
             for trace, size in self.reading.sizes.get(axis, ()):
@@ -348,7 +350,7 @@ class Builder:
         return bool(common) and all(sizes[0][t] == sizes[1][t] and len(sizes[0][t]) == 1 for t in common)
 
     def _tie(self, structure: Structure, pairs: Mapping[tuple[Pattern, Pattern], set[int]]) -> dict[int, set[int]]:
-        """Add the ties; return the traces in which each alias shares the values of its original."""
+        """Add the ties to the structure; return the traces in which each alias shares the values of its original."""
         tied: dict[int, set[int]] = {}
         for (alias, source), traces in pairs.items():
             tied |= self._tie_pair(structure, alias, source, traces)
@@ -380,7 +382,7 @@ class Builder:
         return {number: traces}
 
     def _new_alias(self, structure: Structure, alias: Pattern, original: StoredLine) -> dict[int, set[int]]:
-        """Add a tensor in memory that shares another tensor's values in every trace."""
+        """Add a tensor in memory that shares a second tensor's values in every trace."""
         number, source = len(structure.parts), original.layout.parts[0]
         structure.parts.append(Part((alias, alias), structure.parts[source].instances))
         structure.axes[number] = structure.axes[source]
@@ -395,7 +397,9 @@ class Builder:
         return {}
 
     def _check_memory(self, structure: Structure) -> None:
-        """Note the tensors in memory that the hub lacks, and refuse tensors of which the hub has only a part."""
+        """Add notes on tensors in memory that the hub lacks, and refuse tensors of which the hub has only some
+        elements.
+        """
         for at, trace in enumerate(self.traces):
             firsts: set[int] = set()
             for name in sorted(trace.memory, key=lambda name: name not in trace.hub):
@@ -414,7 +418,7 @@ class Builder:
 
 
 def _words(part: Part, sides: Sequence[str] = SIDES) -> list[str]:
-    """Return the words in a part's names that may also occur in a config flag for the part."""
+    """Return the words in a part's names that may also occur in the name of a config flag for the part."""
     texts = [pattern.text for pattern in part.patterns if pattern.side in sides]
     words = [word for text in texts for word in text.replace(".", "_").split("_")]
     return [word for word in words if len(word) > 2 and word not in _EVERYWHERE]
@@ -422,12 +426,12 @@ def _words(part: Part, sides: Sequence[str] = SIDES) -> list[str]:
 
 _COUNTED = re.compile("head|group|expert")
 Size = tuple[tuple[int, int], ...]
-"""`(number of the trace, size of the axis)` for every trace, for an axis with a single size in each trace."""
+"""`(index of the trace, size of the axis)` for every trace, for an axis with a single size in each trace."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The family's and dialects' names in a derived table."""
+    """The names of the family and of its dialects in a derived table."""
 
     family: str
     """Name of the family."""
@@ -436,7 +440,7 @@ class Labels:
     dialects: tuple[str, str] = ("hf", "transformers")
     """Names of the two dialects."""
     comments: tuple[str, ...] = ()
-    """Comment lines at the top of the table."""
+    """Comment lines at the beginning of the table."""
 
 
 @dataclass
@@ -449,7 +453,7 @@ class Writer:
     axes: dict[AxisKey, str] = field(default_factory=dict)
     formulas: dict[AxisKey, str] = field(default_factory=dict)
     sparse: bool = False
-    """Whether to write formulas only for sizes that a conversion needs, not for sizes that tensors' shapes show."""
+    """Whether to write formulas only for sizes that a conversion needs, and not for sizes that tensors' shapes show."""
 
     def __post_init__(self) -> None:
         self.known = Sizes(self.configs, self.aliases)
@@ -464,14 +468,14 @@ class Writer:
             yield from self.structure.lines[side]
 
     def _size(self, axis: AxisKey) -> dict[int, int]:
-        """Return number of the trace -> size of an axis; empty if the axis has several sizes in one trace."""
+        """Return index of the trace -> size of an axis; empty if the axis has several sizes in one trace."""
         sizes = self.structure.sizes.get(axis, {})
         if any(len(several) > 1 for several in sizes.values()):
             return {}
         return {trace: next(iter(one)) for trace, one in sizes.items()}
 
     def _near(self, line: StoredLine) -> str:
-        """Return the config section to which a tensor belongs, according to the words in its name."""
+        """Return the config section to which a tensor belongs, according to the words in the tensor's name."""
         nested = [key for key, value in self.configs[0].items() if isinstance(value, dict)] if self.configs else []
         for key in nested:
             word = key.removesuffix("_config")
@@ -482,7 +486,7 @@ class Writer:
         return "text_config" if "text_config" in nested else ""
 
     def _find_formulas(self) -> None:
-        """Find formulas of sizes: simple ones for whole dims and indices, complex ones if a dim has two unknown
+        """Find formulas for sizes: simple formulas for whole dims and indices, complex ones if a dim has two unknown
         axes.
         """
         for line in self._every_line():
@@ -500,7 +504,7 @@ class Writer:
                 self._complete(dim, self._near(line))
 
     def _simple(self, axis: AxisKey, near: str) -> None:
-        """Use the config key with the axis's size as formula, if exactly one key has this size."""
+        """Use a config key as the formula of an axis, if exactly one key has the axis's size as its value."""
         size = self._size(axis)
         constant = len(set(size.values())) == 1 and len(self.configs) > 1
         if axis in self.formulas or not self._is_well_known(size) or isinstance(axis, PaddingAxis):
@@ -509,7 +513,7 @@ class Writer:
             return
         formula = self.known.formula(size, near)
         if formula is not None and constant and isinstance(axis, tuple) and not _speaks_of(formula, axis[1]):
-            # the size is the same in every model, so a config key with this value is a coincidence
+            # The size is the same in every model, so a config key with this value is a coincidence.
             formula = str(next(iter(size.values())))
         if formula is not None:
             self.formulas[axis] = formula
@@ -518,8 +522,8 @@ class Writer:
         return bool(self.configs) and len(size) >= min(2, len(self.configs))
 
     def _complete(self, dim: Dim, near: str) -> None:
-        """Find formulas until the shape determines the one remaining size of a dim: constants first, then heads and
-        other counts.
+        """Find formulas until the shape determines the one remaining size of a dim: constants first, then numbers of
+        heads and similar counts.
         """
         axes = list(dict.fromkeys((*dim.axes, *(axis for segment in dim.segments for axis in segment.axes))))
         for attempt in (self._number, self._count, self._deep):
@@ -532,19 +536,19 @@ class Writer:
                     attempt(axis, near)
 
     def _number(self, axis: AxisKey, _near: str) -> None:
-        """Use a constant as an axis's formula, if the size is the same in every config and is 2, 3 or 4."""
+        """Use a constant as the formula of an axis, if the size is the same in every config and is 2, 3 or 4."""
         size = self._size(axis)
         if len(size) > 1 and set(size.values()) <= {2, 3, 4} and len(set(size.values())) == 1:
             self.formulas[axis] = str(next(iter(size.values())))
 
     def _count(self, axis: AxisKey, near: str) -> None:
-        """Use a config key that counts heads, groups or experts as an axis's formula."""
+        """Use a config key that counts heads, groups or experts as the formula of an axis."""
         formula = self.known.formula(self._size(axis), near, deep=True)
         if formula is not None and _COUNTED.search(formula) and not set("*/+-") & set(formula):
             self.formulas[axis] = formula
 
     def _deep(self, axis: AxisKey, near: str) -> None:
-        """Use any formula that fits an axis's size."""
+        """Use any formula that fits the size of an axis."""
         formula = self.known.formula(self._size(axis), near, deep=True)
         size = set(self._size(axis).values())
         if formula is None and len(size) == 1:
@@ -575,7 +579,7 @@ class Writer:
                 axes_by_kind[kind].append((name, {axis}))
 
     def _kind(self, axis: AxisKey) -> object:
-        """Return a grouping key: axes with equal keys may share a name."""
+        """Return a grouping key for an axis; axes with equal keys may have the same name."""
         formula = self.formulas.get(axis)
         if formula is not None:
             return formula
@@ -669,8 +673,8 @@ class Writer:
         return _item(items) or "1"
 
     def _changes(self) -> list[tuple[str, str]]:
-        """Return the table lines of the second dialect that differ from the first, and all lines that depend on
-        these.
+        """Return the mapping rules of the second dialect that differ from the first dialect, and all rules that depend
+        on these.
         """
         hub = [(self._line(line), frozenset(line.layout.parts)) for line in self.structure.lines[HUB]]
         memory = [(self._line(line), frozenset(line.layout.parts)) for line in self.structure.lines[MEMORY]]
@@ -690,33 +694,33 @@ class Writer:
 
 
 def _item(parts: Sequence[str]) -> str:
-    """Return several axes as one item of a table expression; an empty text for no axes."""
+    """Return several axes as one item of a layout expression; the result is an empty text if there are no axes."""
     return parts[0] if len(parts) == 1 else f"({' '.join(parts)})" if parts else ""
 
 
 def _align(lines: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Align the equals signs of table lines."""
+    """Align the equals signs of mapping rules."""
     widest = max((len(name) for name, _ in lines), default=0)
     for name, expression in lines:
         yield f"  {name.ljust(widest)} = {expression}"
 
 
 def _speaks_of(formula: str, name: str) -> bool:
-    """Return whether a formula contains a word of the segment before an index, or the length of a list."""
+    """Return whether a formula contains a word of the name segment before an index, or the length of a list."""
     words = name.removesuffix(HOLE).rstrip(".").rpartition(".")[2].split("_")
     return "len(" in formula or any(word.rstrip("s") in formula for word in words if len(word) > 3)
 
 
 @dataclass(frozen=True)
 class DerivedTable:
-    """The text of a derived table, with notes on what it leaves out."""
+    """The text of a derived table of mapping rules, with notes on what the table omits."""
 
     text: str
-    """The text of the table, in the table notation."""
+    """The text of the table, in the notation of rules files."""
     left_out: tuple[str, ...]
-    """Notes on operations of the converter that no table describes: tensors that the converter drops or creates."""
+    """Notes on what the converter does but no mapping rule can describe: tensors that it drops or creates."""
     traces: int
-    """Number of traces that the table is derived from."""
+    """Number of traces from which the table was derived."""
 
 
 def derive(
@@ -726,17 +730,17 @@ def derive(
     *,
     sparse: bool = False,
 ) -> DerivedTable:
-    """Derive the table that describes a converter.
+    """Derive the table of mapping rules that describes a converter.
 
     Args:
-        traces: runs of the converter, each with its own config.
+        traces: runs of the converter, each with the config of its model.
         labels: names of the family and its two dialects.
-        aliases: config key -> other config keys with the same meaning.
-        sparse: whether to write only formulas for sizes that a conversion needs, and only conditions without an
-            alternative.
+        aliases: config key -> further config keys with the same meaning.
+        sparse: whether to write formulas only for sizes that a conversion needs, and conditions only if no second
+            condition fits.
 
     Raises:
-        Underivable: if no table in the notation describes the converter; the message names the tensor.
+        Underivable: if no table of mapping rules can describe the converter; the message names the tensor.
     """
     table_structure = structure(traces, careful=sparse)
     writer = Writer(table_structure, [trace.config for trace in traces], aliases or {}, sparse=sparse)

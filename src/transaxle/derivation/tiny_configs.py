@@ -1,8 +1,8 @@
-"""Tiny configs: shrinks a model's config, in several variants with different sizes, so that models can be traced
-quickly.
+"""Shrinks a model's config to tiny configs, in several variants with different sizes, so that tracing the models is
+quick.
 
 Each variant changes every size, including the numbers of layers, heads and experts, and inverts some of the flags. So
-two sizes that are equal by chance in one variant differ in another variant.
+two sizes that are equal by chance in one variant differ in at least one further variant.
 """
 
 from __future__ import annotations
@@ -15,26 +15,29 @@ from typing import Any
 from transaxle.derivation.configs import leaves
 
 VARIANTS = 4
-"""Number of variants with different sizes; the last variant only serves to check a derived table."""
+"""Number of variants with different sizes; the last of these variants serves only to check a derived table."""
 MORE_VARIANTS = 8
-"""Number of all variants: `VARIANTS` with different sizes, then variants with the same sizes but other flags
-inverted."""
+"""Number of all variants: `VARIANTS` with different sizes, then variants with the same sizes but different flags
+inverted.
+"""
 PROPORTIONED = MORE_VARIANTS
-"""Number of the variant that keeps the proportions and the flags of the given config."""
+"""Index of the variant that keeps the proportions and the flags of the given config."""
 _HIDDEN, _HEADS, _GROUPS, _HEAD = (64, 96, 80, 144), (4, 6, 10, 12), (2, 3, 5, 3), (16, 24, 20, 28)
 _LAYERS = (4, 3, 5, 6)
 _VOCABULARY, _TOKEN_TYPES = (112, 131, 149, 137), (3, 4, 6, 5)
 _ALONE = (_LAYERS, _VOCABULARY, _TOKEN_TYPES)
-"""Size rules that are independent of widths: no width must be divisible by these sizes."""
+"""Sizes that are independent of widths: widths need not be divisible by these sizes."""
 _RATIOS = (2, 4, 6, 3)
-"""For `RATIO`: the fraction of the original size that each variant has, in eighths."""
+"""For the size choice `RATIO`: the fraction of the original size that each variant has, in eighths."""
 OWN, PLAIN, RATIO, DEEP, SMALL = "own", "plain", "ratio", "deep", "small"
-"""The ways to choose the sizes of a variant; see `tiny`."""
+"""The ways to choose the sizes of a variant; the function `tiny` documents them."""
 _FRACTIONS = {RATIO: 8, DEEP: 8, SMALL: 64}
 _LEAST = 4
-"""Smallest result of shrinking: a size that would become smaller stays unchanged, since axes of size 1 show nothing."""
+"""Minimum result of shrinking. A size that would become smaller stays unchanged, because axes of size 1 show
+nothing.
+"""
 _OF_STAGES = re.compile(r"(\w+_)?(hidden_sizes|embed_dims|channels|dims|widths)")
-"""Config keys of lists with one size per backbone stage."""
+"""Pattern for config keys of lists that have one size per backbone stage."""
 
 _RULES: tuple[tuple[tuple[int, ...], str], ...] = (
     (_VOCABULARY, r"""(?!type_)(\w+_)?vocab_size n_vocab vocab_size_per_layer_input"""),
@@ -79,7 +82,7 @@ _RULES: tuple[tuple[tuple[int, ...], str], ...] = (
     ((8,), "index_n_heads patch_size"),
     ((20, 28, 24, 36), "hidden_size_per_layer_input"),
 )  # fmt: skip
-"""(size in each variant, regexes of the config keys that get these sizes)."""
+"""Pairs `(size in each variant, regular expressions of the config keys that get these sizes)`."""
 _HANG_TOGETHER: dict[tuple[int, ...], str] = {_LAYERS: "layers", _HEADS: "heads", _GROUPS: "heads"}
 _COMPILED = [(sizes, re.compile("|".join(f"(?:{key})" for key in keys.split()))) for sizes, keys in _RULES]
 _NUMBERS_OF_HEADS = next(pattern for sizes, pattern in _COMPILED if sizes == _HEADS)
@@ -89,17 +92,18 @@ _KEPT = frozenset(
     {"model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "id2label", "label2id"}
 )
 _OF_DEFAULT_DEPTH = frozenset({"stage_names", "out_features", "out_indices", "_out_features", "_out_indices"})
-"""Config keys that select layers, by numbers valid only at the default depth; without them transformers uses the last
-layer."""
+"""Config keys that select layers by numbers valid only at the default depth; without these keys, transformers uses the
+last layer.
+"""
 _OF_STEADY_STAGES = frozenset({"grounding-dino", "mm-grounding-dino"})
-"""Model types whose number of backbone stages cannot change, because no config key adapts the tensors of stages."""
+"""Model types whose number of backbone stages cannot change, because no config key adapts the stages' tensors."""
 _FOLLOWS = frozenset({"hidden_size", "num_layers"})
-"""Config keys that transformers computes itself for models whose width doubles from stage to stage."""
+"""Config keys that transformers computes itself, for models whose width doubles from stage to stage."""
 _TEXT = ("text_config", "thinker_config", "llm_config", "decoder")
 """Config sections that are, or contain, the config of the text model."""
 _TOKEN = re.compile(r"(_token_id|_token_index|_id|_ids|token_index)$")
 FLAG = re.compile(r"(?!use_cache)(\w+_)?(bias|tie|tied|norm|gate|gating|use)(_\w+)?")
-"""Regex of the config flags that may decide which tensors exist."""
+"""Pattern for config flags that may determine which tensors exist."""
 _TIED = "tie_word_embeddings"
 _INDEXER = {
     "indexer_n_heads": 4,
@@ -121,11 +125,13 @@ _FILLED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Model type -> values for config keys that the default config lacks although the model needs them."""
 _TURNED = (0b1010, 0b0100, 0b1110, 0b0010, 0b1100, 0b0110)
-"""For one flag after the other, a bit mask of the variants that invert the flag: bit n stands for variant n."""
+"""For one flag after the other, a bit mask of the variants that invert the flag: bit n represents variant n."""
 
 
 def _inverted_in(at: int) -> int:
-    """Return a bit mask of the variants that invert flag number `at`; neighbouring flags have different masks."""
+    """Return a bit mask of the variants that invert the flag with index `at`; neighbouring flags have different
+    masks.
+    """
     return _TURNED[at % len(_TURNED)] | (3 + 5 * at) % 16 << VARIANTS
 
 
@@ -148,14 +154,14 @@ def tiny(
     """Return a shrunk copy of a config, with the sizes of one variant.
 
     Args:
-        config: the model's config: the default of a model type, or that of a real checkpoint.
-        variant: number of the variant, from 0.
-        sizes: how sizes are chosen. `OWN`: each key has fixed sizes of its own. `PLAIN`: like `OWN`, but the head size
-            is the hidden size divided by the number of heads. `RATIO`: all sizes are multiplied by one ratio, such that
-            divisible sizes stay divisible. `DEEP`: like `RATIO`, with all layers. `SMALL`: an eighth of the sizes of
-            `RATIO`.
+        config: the model's config: the default config of a model type, or the config of a real checkpoint.
+        variant: index of the variant, from 0.
+        sizes: how sizes are chosen. `OWN`: each key has fixed sizes. `PLAIN`: like `OWN`, but the head size is the
+            hidden size divided by the number of heads. `RATIO`: all sizes are multiplied by one ratio, such that
+            divisible sizes stay divisible. `DEEP`: like `RATIO`, but with all layers. `SMALL`: an eighth of the sizes
+            of `RATIO`.
         flip: whether to invert the flags that this variant inverts.
-        apart: whether each sub-config (such as `vision_config`), except the text model's, gets sizes of another
+        apart: whether each sub-config (such as `vision_config`), except the text model's, gets the sizes of a different
             variant.
     """
     config = fill_defaults(config)
@@ -205,12 +211,12 @@ class _Shrinker:
             else:
                 small[key] = self._value(key, value, layers, path)
         if self.sizes == OWN and "num_attention_heads" in config and "hidden_size" in config:
-            # some models read `head_dim` although their config has no default for it
+            # Some models read `head_dim` although their config has no default for it.
             small["head_dim"] = small.get("head_dim") or _HEAD[self.variant]
         return small
 
     def _is_computed(self, key: str, *, doubled: bool) -> bool:
-        """Return whether transformers itself computes a config key that is absent."""
+        """Return whether transformers computes a config key itself if the key is absent."""
         return (key in _OF_DEFAULT_DEPTH and not self.deep) or (key in _FOLLOWS and doubled)
 
     def _value(self, key: str, value: Any, layers: int | None, path: str) -> Any:
@@ -229,8 +235,8 @@ class _Shrinker:
         return value
 
     def _share(self, value: int, heads: Sequence[int]) -> int:
-        """Return a width times the variant's ratio; if heads do not divide the result, a larger fraction or the whole
-        width.
+        """Return a width times the variant's ratio; if heads do not divide the result, return a larger fraction or the
+        whole width.
         """
         divisors = [each for count in heads for each in (count, 2 * count)]
         for parts in (_FRACTIONS[self.sizes], _FRACTIONS[RATIO]):
@@ -240,8 +246,8 @@ class _Shrinker:
         return value
 
     def _stages(self, value: list[Any]) -> list[Any]:
-        """Multiply all sizes in a list by the variant's ratio; unless all results are whole numbers, return the list
-        unchanged.
+        """Multiply all sizes in a list by the variant's ratio; return the list unchanged unless all results are whole
+        numbers.
         """
         scaled = [divmod(each * _RATIOS[self.variant], _FRACTIONS[self.sizes]) for each in value if type(each) is int]
         return [size for size, _ in scaled] if len(scaled) == len(value) and not any(r for _, r in scaled) else value
@@ -268,7 +274,7 @@ def _is_part(key: str, value: object) -> bool:
 
 
 def _list(key: str, value: list[Any], variant: int, layers: int | None) -> list[Any]:
-    """Shorten a list that has one entry per layer, so that every kind of entry remains."""
+    """Shorten a list that has one entry per layer, so that at least one entry of every kind remains."""
     if _TOKEN.search(key) and all(isinstance(item, int) for item in value):
         return [item if 0 <= item < 100 else 3 for item in value]
     if layers is None or len(value) != layers:

@@ -1,12 +1,12 @@
-"""Traces: a converter's input and output tensors, whose elements are numbers that show where each element went.
+"""Traces: a converter's input and output tensors, whose elements are numbers that show where each element was moved.
 
 A converter may also create tensors: zeros, ones, or positions 0, 1, 2 …. If the elements of the input were numbered 1,
-2, 3 …, these created values would look like copies of input elements. So for the conversion each element is a large,
-odd random number. In the trace the random number is replaced by the element's position: 1 for the first element, 2 for
-the next.
+2, 3 …, these created values would look like copies of input elements. So during the conversion each element is a large,
+odd random number. In the trace, the random number is replaced by the element's position: 1 for the first element, 2 for
+the next element.
 
-**Numbered checkpoint**: a copy of a user's checkpoint with a distinct number in every element, on which the user runs a
-converter.
+**Numbered checkpoint**: a copy of a user's checkpoint with a distinct number in every element, which the user gives to
+a converter.
 """
 
 from __future__ import annotations
@@ -27,27 +27,30 @@ from transaxle.errors import refuse
 from transaxle.formats.storage.local import storage_error
 
 Numbers = npt.NDArray[np.int64]
-"""A tensor whose values are element numbers, from 1 on; elements that were copied have the same number in several
-tensors."""
+"""A tensor whose values are element numbers, from 1 on. If an element was copied, several tensors contain its
+number.
+"""
 Shape = tuple[int, ...]
 HUB, MEMORY = "hub", "memory"
-"""The two sides of a trace: `hub` is the converter's output (the first dialect), `memory` its input (the second
-dialect)."""
+"""The two sides of a trace: `hub` means the converter's output (the first dialect), `memory` its input (the second
+dialect).
+"""
 SIDES = (HUB, MEMORY)
 EXACT = {
     "float64": 1 << 52, "float32": 1 << 24, "float16": 1 << 11, "bfloat16": 1 << 8,
     "int64": 1 << 62, "int32": 1 << 30, "int16": 1 << 14, "int8": 1 << 7, "uint8": 1 << 8,
 }  # fmt: skip
-"""Dtype -> count of consecutive integers from 0 that it represents exactly; no other dtypes can carry element
-numbers."""
+"""Dtype -> number of consecutive integers from 0 that the dtype represents exactly; dtypes not listed cannot carry
+element numbers.
+"""
 
 
 class Underivable(Exception):
-    """No table of tensor names can describe what the converter does.
+    """Raised if no table of mapping rules can describe what the converter does.
 
     Args:
         why: the operation of the converter that no table can describe.
-        hint: advice for the user; empty for the usual advice, to write the table by hand.
+        hint: advice for the user; empty for the usual advice, which is to write the table by hand.
     """
 
     def __init__(self, why: str, hint: str = "") -> None:
@@ -57,36 +60,37 @@ class Underivable(Exception):
 
 @dataclass(frozen=True)
 class Trace:
-    """The tensors before and after one run of a converter, as element numbers."""
+    """The tensors before and after one run of a converter, whose values are element numbers."""
 
     hub: Mapping[str, Numbers]
-    """The converter's output by tensor name, in the first dialect."""
+    """Tensor name -> tensor, for the converter's output, in the first dialect."""
     memory: Mapping[str, Numbers]
-    """The converter's input by tensor name, in the second dialect."""
+    """Tensor name -> tensor, for the converter's input, in the second dialect."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Contents of the model's config.json."""
     unnumbered: Mapping[str, Shape] = field(default_factory=dict)
-    """Name -> shape of tensors that cannot carry element numbers (flags), and that have equal names and values on both
-    sides."""
+    """Name -> shape, for tensors that cannot carry element numbers (flags); they have equal names and values in input
+    and output.
+    """
 
     def side(self, side: str) -> Mapping[str, Numbers]:
-        """Return the tensors of one side of the trace by name."""
+        """Return tensor name -> tensor, for one side of the trace (`hub` or `memory`)."""
         return self.hub if side == HUB else self.memory
 
 
 def dtype_of(tensor: Any) -> str:
-    """Return the name of a numpy array's or torch tensor's dtype, as the keys of `EXACT` spell it."""
+    """Return the name of the dtype of a numpy array or torch tensor, spelled as in the keys of `EXACT`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def digits(numbers: Numbers, base: int, position: int) -> Numbers:
-    """Return one digit of every element number, in the given base: one run of the converter can carry one digit."""
+    """Return one digit of every element number, in the given base; one run of the converter transports one digit."""
     digit: Numbers = numbers // base**position % base
     return digit
 
 
 def passes(largest: int, base: int) -> int:
-    """Return how many runs of the converter are needed to carry all digits of element numbers up to `largest`."""
+    """Return the number of runs of the converter that transport all digits of element numbers up to `largest`."""
     count = 1
     while base**count <= largest:
         count += 1
@@ -94,7 +98,7 @@ def passes(largest: int, base: int) -> int:
 
 
 def combine(carried: list[Numbers], base: int) -> Numbers:
-    """Combine the digits from all runs of the converter into element numbers; the inverse of `digits`."""
+    """Combine the digits from all runs of the converter into element numbers; `digits` is the inverse."""
     total = np.zeros_like(carried[0])
     for position, part in enumerate(carried):
         total += part * base**position
@@ -102,7 +106,7 @@ def combine(carried: list[Numbers], base: int) -> Numbers:
 
 
 def split_trace(trace: Trace) -> tuple[Trace, tuple[str, ...]]:
-    """Return the part of a trace that a table can describe, and notes on tensors that the converter drops or
+    """Return the part of a trace that mapping rules can describe, and notes on tensors that the converter drops or
     creates.
     """
     stored = _all_numbers(trace.hub)
@@ -123,9 +127,9 @@ def _all_numbers(tensors: Mapping[str, Numbers]) -> Numbers:
 
 
 FLOOR = 1 << 16
-"""Lower bound of random element numbers; constants and ranges that converters create are smaller."""
+"""Lower bound of random element numbers; constants and ranges that converters create are below it."""
 _STEP = 4
-"""Random numbers are a multiple of this plus 1: neither round, nor a power of two, nor a power of two minus 1."""
+"""Random numbers are a multiple of `_STEP` plus 1: neither round, nor a power of two, nor a power of two minus 1."""
 
 
 def room(limit: int) -> int:
@@ -141,7 +145,8 @@ def draw_numbers(count: int, limit: int) -> Numbers:
         limit: exclusive upper bound of the numbers.
 
     Returns:
-        shape (count,): distinct numbers from `FLOOR` on, in random order; equal arguments give equal results.
+        An array of shape (count,) with distinct numbers from `FLOOR` on, in random order; equal arguments have equal
+        results.
     """
     generator = np.random.default_rng(count)
     among = min(room(limit), max(64 * count, 1 << 20))
@@ -152,8 +157,8 @@ def draw_numbers(count: int, limit: int) -> Numbers:
 def shuffle(count: int) -> tuple[Numbers, Numbers]:
     """Return two ways to number `count` elements, each an array of shape (count,) with numbers from 1 to `count` + 1.
 
-    No element has the same number in both arrays. So a value that is equal in the converter's two outputs is a
-    constant.
+    No element has the same number in both arrays. So a value that is equal in the converter's outputs for both arrays
+    is a constant.
     """
     numbers: Numbers = 1 + np.random.default_rng(count).permutation(count + 1).astype(np.int64)
     return numbers[:-1], numbers[1:]
@@ -178,14 +183,17 @@ class Places:
     """Finds the position of the element that has a given number.
 
     Args:
-        numbers: the elements' numbers, in the order of elements; of elements with equal numbers the first is found.
+        numbers: the elements' numbers, in the order of elements; if several elements have the same number, the first is
+            found.
     """
 
     def __init__(self, numbers: Numbers) -> None:
         self._sorted, self._first = np.unique(numbers, return_index=True)
 
     def of(self, values: npt.NDArray[Any]) -> Numbers:
-        """Return for each value the position, from 1, of the element with this number; 0 if no element has it."""
+        """Return for each value the position, from 1, of the element whose number is the value; 0 if no element has
+        that number.
+        """
         if not len(self._sorted):
             return np.zeros(values.shape, np.int64)
         at = np.minimum(np.searchsorted(self._sorted, values), len(self._sorted) - 1)
@@ -200,8 +208,8 @@ _DTYPES = ("float32", "float64")
 def number_elements(src: str, dst: str) -> int:
     """Write a copy of a checkpoint in which every element is a distinct number.
 
-    The elements are 32-bit floats, or 64-bit floats where there are more than four million. A converter that casts to a
-    smaller dtype makes different numbers equal; deriving a table from its output is then refused.
+    The elements are 32-bit floats, or 64-bit floats if there are more than four million elements. A converter that
+    casts to a smaller dtype makes different numbers equal; deriving a table from such output is refused.
 
     Args:
         src: path of the checkpoint to copy.
@@ -246,9 +254,9 @@ def number_elements(src: str, dst: str) -> int:
 
 
 def read_numbered(before: Checkpoint, after: Checkpoint) -> tuple[dict[str, Numbers], dict[str, Numbers]]:
-    """Return the element numbers in a numbered checkpoint, and in the converter's output for this checkpoint.
+    """Return the element numbers in a numbered checkpoint, and the element numbers in the converter's output for it.
 
-    A tensor that the converter created has only zeros.
+    A tensor that the converter created has only zeros instead of element numbers.
 
     Raises:
         Underivable: if the input is not a numbered checkpoint, or the converter changed values.

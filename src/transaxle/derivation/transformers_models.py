@@ -1,10 +1,11 @@
-"""Traces of transformers: the checkpoint that `save_pretrained` writes of a model with numbered elements.
+"""Traces of transformers: numbers the elements of a model, and reads the checkpoint that `save_pretrained` writes of
+it.
 
-torch and transformers are imported only here, and only when a trace is made.
+torch and transformers are imported only in this module, and only when a trace is made.
 
-The search for a tiny config handles sizes that do not fit together: it changes as many of them as the model accepts.
-The search starts with the model's valid config and applies changes: all at once, else each half separately, and so on
-down to single keys.
+The search for a tiny config handles sizes that do not fit together: it applies as many changes as the model accepts.
+The search starts with the model's valid config and applies all changes at once. If the model refuses them, each half is
+applied separately, and so on down to single keys.
 
 The tensors of a folder are read by the safetensors library, independently of Transaxle's readers.
 """
@@ -56,16 +57,17 @@ KeyPath = tuple[str, ...]
 Change = tuple[KeyPath, object]
 Builds = Callable[[Mapping[str, Any]], bool]
 _GONE = object()
-"""Value in a change that means: remove the key."""
+"""Value in a change which means that the config key is removed."""
 
 
 def nearest(base: Mapping[str, Any], goals: Sequence[Mapping[str, Any]], builds: Builds) -> dict[str, Any] | None:
-    """Return a config that a model class accepts, as near to the goals as the search finds; None if it refuses `base`.
+    """Return the config nearest to the goals that the search finds and a model class accepts; None if it refuses
+    `base`.
 
     Args:
         base: the config to start with.
-        goals: the desired configs, best first; if a change towards one goal fails, the next goal's value is tried.
-        builds: function that tells whether the model class accepts a config.
+        goals: the desired configs, best first; if a change towards one goal fails, the value in the next goal is tried.
+        builds: function that returns whether the model class accepts a config.
     """
     config = dict(base)
     if not builds(config):
@@ -79,13 +81,15 @@ def nearest(base: Mapping[str, Any], goals: Sequence[Mapping[str, Any]], builds:
 
 
 def _is_late(unit: Sequence[Change]) -> bool:
-    """Sort key: changes to the number of layers come first, because models with few layers are built quickly."""
+    """Return a sort key: changes to the number of layers are first, because models with few layers are built
+    quickly.
+    """
     path, value = unit[0]
     return kind(path[-1], value) != "layers"
 
 
 def _changes(config: Mapping[str, Any], base: Mapping[str, Any], goal: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield the changes towards a goal, for config keys that still have their original value."""
+    """Yield the changes that lead to a goal, for config keys that still have their original value."""
     for key in (*config, *(key for key in goal if key not in config)):
         now, before, then = config.get(key, _GONE), base.get(key, _GONE), goal.get(key, _GONE)
         if isinstance(now, Mapping) and isinstance(before, Mapping) and isinstance(then, Mapping):
@@ -95,7 +99,7 @@ def _changes(config: Mapping[str, Any], base: Mapping[str, Any], goal: Mapping[s
 
 
 def _apply_units(config: dict[str, Any], units: Sequence[Sequence[Change]], builds: Builds) -> dict[str, Any]:
-    """Return a config with as many groups of changes as the model class accepts."""
+    """Return a config to which as many groups of changes have been applied as the model class accepts."""
     if not units:
         return config
     changed = _apply(config, [change for unit in units for change in unit])
@@ -126,7 +130,7 @@ Tensor = TypeVar("Tensor")
 
 
 def load_tensors(folder: Path, load_file: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the tensors in all safetensors files of a folder by name.
+    """Return tensor name -> tensor, for all safetensors files of a folder.
 
     Args:
         folder: the folder.
@@ -149,14 +153,17 @@ HEADS = (
     "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
     "MODEL_MAPPING_NAMES",
 )
-"""transformers' registries of model classes, in order of preference: first models with encoders, then decoders
-alone."""
+"""transformers' registries of model classes, in order of preference: first models with encoders, then decoder-only
+models.
+"""
 _BASE = EXACT["float32"]
-"""Count of distinct element numbers in one pass: models are traced in float32, which is exact up to this integer."""
+"""Number of distinct element numbers in one pass: models are traced in float32, which is exact up to this integer."""
 _LONGEST = 240
-"""Cap on the length of an error message from building a model, in characters."""
+"""Maximum length, in characters, of an error message from building a model."""
 _ENOUGH, _MOST = 32_000_000, 60_000_000
-"""Number of elements that is small enough to stop shrinking a model, and cap on the elements of a traced model."""
+"""`_ENOUGH`: number of elements at which a model is small enough. `_MOST`: maximum number of elements of a traced
+model.
+"""
 
 
 class Peer:
@@ -209,7 +216,7 @@ class Peer:
         return CONFIG_MAPPING[model_type]
 
     def model_classes(self, model_type: str, architectures: Sequence[str] = ()) -> list[Any]:
-        """Return the model classes named in `architectures`, or the classes registered for the model type, best first.
+        """Return the model classes named in `architectures`, or else those registered for the model type, best first.
 
         Raises:
             Refused: with the code UNSUPPORTED if there is no class for the model.
@@ -224,7 +231,7 @@ class Peer:
         classes = [candidate for candidate in named_classes if hasattr(candidate, "save_pretrained")]
         if not classes:
             raise refuse("UNSUPPORTED", f"transformers {self.version} has no model class for {model_type!r}")
-        # the class of a sub-config (such as a text config) builds only that part of a multimodal model
+        # The class of a sub-config (such as a text config) builds only that section of a multimodal model.
         config_class = self.config_class(model_type)
         return sorted(
             classes,
@@ -234,7 +241,7 @@ class Peer:
         )
 
     def aliases(self, model_type: str) -> dict[str, list[str]]:
-        """Return config key -> other config keys that transformers treats as the same."""
+        """Return config key -> further config keys that transformers treats as the same key."""
         aliases: dict[str, list[str]] = {}
         for alias, key in (getattr(self.config_class(model_type), "attribute_map", None) or {}).items():
             aliases.setdefault(key, []).append(alias)
@@ -249,14 +256,14 @@ def variants(
     complaints: list[str] | None = None,
     numbers: Sequence[int] = range(VARIANTS),
 ) -> Iterator[tuple[Any, int]]:
-    """Build a model of each variant on the meta device; yield `(model, number of the variant)` for each success.
+    """Build a model of each variant on the meta device; yield `(model, index of the variant)` for each success.
 
     Args:
         peer: the installed transformers library.
         model_type: `model_type` of config.json.
-        base: the config to shrink; None for the default config.
+        base: the config to shrink; None means the default config.
         complaints: list to which the error message of each failed build is appended.
-        numbers: the variants to build.
+        numbers: indices of the variants to build.
     """
     complaints = [] if complaints is None else complaints
     config_class = peer.config_class(model_type)
@@ -267,27 +274,29 @@ def variants(
             make = _ModelMaker(peer, config_class, model_class, complaints)
             model = make.first(_settings(base, variant)) or make.first(_search(base, variant, make.builds))
             if model is not None:
-                # later variants use the class with which the first variant could be built
+                # Later variants use the class with which the first variant could be built.
                 model_classes = [model_class]
                 yield model, variant
                 break
 
 
 def shapes(peer: Peer, model_type: str, config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Return tensor name -> shape of a full-size model on the meta device; empty if the model cannot be built."""
+    """Return tensor name -> shape, for a full-size model on the meta device; empty if the model cannot be built."""
     for model_class in peer.model_classes(model_type, config.get("architectures") or ()):
         try:
             with warnings.catch_warnings(), peer.torch.device("meta"):
                 warnings.simplefilter("ignore")
                 model = model_class(peer.config_class(model_type).from_dict(dict(config)))
-        except Exception:  # noqa: BLE001 - tiny ones may be of the next class
+        except Exception:  # noqa: BLE001 - the next class is tried
             continue
         return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return {}
 
 
 def _settings(base: Mapping[str, Any], variant: int) -> Iterator[dict[str, Any]]:
-    """Yield configs of a variant, each with fewer changes than the previous one, in case sizes do not fit together."""
+    """Yield configs of a variant, each with fewer changes than the previous one, in case changed sizes do not fit
+    together.
+    """
     if variant == PROPORTIONED:
         yield from (tiny(base, variant, sizes=sizes) for sizes in (SMALL, RATIO, DEEP))
         return
@@ -322,7 +331,9 @@ class _ModelMaker:
     complaints: list[str]
 
     def first(self, attempts: Iterable[Mapping[str, Any]]) -> Any:
-        """Return a model of the first config that the class accepts and that is small enough; None if no config is."""
+        """Return a model of the first config that the class accepts and that is small enough; None if there is no such
+        config.
+        """
         larger: list[tuple[int, Any]] = []
         for model in map(self._model, attempts):
             if model is None:
@@ -340,7 +351,7 @@ class _ModelMaker:
         return None
 
     def builds(self, settings: Mapping[str, Any]) -> bool:
-        """Return whether the model class accepts a config, whatever the model's size."""
+        """Return whether the model class accepts a config, regardless of the model's size."""
         return self._model(settings) is not None
 
     def _model(self, settings: Mapping[str, Any]) -> Any:
@@ -378,8 +389,8 @@ def trace(peer: Peer, model: Any) -> Trace:
 
 
 def try_trace(peer: Peer, model: Any, complaints: list[str]) -> Trace | None:
-    """Return the trace of a model; None if transformers cannot save a model of this size (the reason goes to
-    `complaints`).
+    """Return the trace of a model; None if transformers cannot save a model of this size, in which case the error is
+    appended to `complaints`.
 
     Raises:
         Underivable: if saving the model changed values.
@@ -388,21 +399,23 @@ def try_trace(peer: Peer, model: Any, complaints: list[str]) -> Trace | None:
         return trace(peer, model)
     except Underivable:
         raise
-    except Exception as error:  # noqa: BLE001 - of the peer's own conversion of sizes that do not fit
+    except Exception as error:  # noqa: BLE001 - any error of transformers' own conversion
         complaints.append(shorten(f"{type(error).__name__}: {error}", _LONGEST))
         return None
 
 
 @contextmanager
 def save_temporarily(model: Any) -> Iterator[Path]:
-    """Context manager: save a model into a temporary folder."""
+    """Save a model into a temporary folder, which is removed at the end of the `with` block."""
     with tempfile.TemporaryDirectory(prefix="transaxle-trace-") as folder:
         model.save_pretrained(folder, max_shard_size="50GB")
         yield Path(folder)
 
 
 def _number_storages(model: Any) -> tuple[list[tuple[Any, Numbers]], int]:
-    """Return every storage of the model with the numbers of its elements; numbers start at `FLOOR`."""
+    """Return every storage of the model, with the numbers of its elements, and the first unused number (from `FLOOR`
+    on).
+    """
     model.tie_weights()
     tensors, storages, start = [], set(), FLOOR
     for tensor in (*model.parameters(), *model.buffers()):
@@ -418,12 +431,14 @@ def _number_storages(model: Any) -> tuple[list[tuple[Any, Numbers]], int]:
 
 
 def _carries(tensor: Any) -> bool:
-    """Return whether a tensor's dtype represents all element numbers of one pass exactly."""
+    """Return whether a tensor's dtype represents exactly all element numbers of one pass."""
     return EXACT.get(dtype_of(tensor), 0) >= _BASE
 
 
 def _combine(carried: Sequence[tuple[dict[str, Any], dict[str, Any]]], config: dict[str, Any]) -> Trace:
-    """Combine the element numbers of all passes; tensors that cannot carry numbers must be equal on both sides."""
+    """Combine the element numbers of all passes; tensors that cannot carry numbers must be equal before and after
+    saving.
+    """
     sides: list[dict[str, Numbers]] = []
     plain: list[dict[str, Any]] = []
     for side in (0, 1):
@@ -447,7 +462,9 @@ def _combine(carried: Sequence[tuple[dict[str, Any], dict[str, Any]]], config: d
 
 
 def _places(numbers: Numbers) -> Numbers:
-    """Return the positions, from 1, of the elements with these numbers; 0 for constants, which are below `FLOOR`."""
+    """Return the positions, from 1, of the elements with these numbers; 0 for constants, whose values are below
+    `FLOOR`.
+    """
     return np.maximum(numbers - (FLOOR - 1), 0)
 
 

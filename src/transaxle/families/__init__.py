@@ -1,18 +1,20 @@
-"""The families that ship with Transaxle, as tables of tensor names: written by hand here, or generated in `generated/`.
+"""The model families that ship with Transaxle, as tables of mapping rules: hand-written tables, and generated ones.
 
-To add a family, add a `.rules` file here, or pass it with `--rules`; `transaxle.axes.notation.tables` parses it. A
-table in `typed/` is selected by a config's `model_type` or by the family's name, never by tensor names alone.
+A hand-written family is a `.rules` file in this folder, or a user's file after `--rules`.
+`transaxle.axes.notation.tables` parses these files. A table in `typed/` is selected by a config's `model_type` or by
+the family's name, never by tensor names alone.
 
 `generated/` is a flat folder of generated files:
 
-- `NAME.rules.gz`: a table with two dialects, derived by tracing another framework's models; it is selected by a
+- `NAME.rules.gz`: a table with two dialects, derived by tracing another framework's models. It is selected by a
   config's `model_type` or by the family's name. `make tables` derives these tables anew, and `transaxle info --family
-  NAME` prints one.
-- `NAME.json`: a family from a hand-written table, with everything that it inherits. Reading this file gives the same
-  family as parsing the table, but quickly: without checks and without inheritance.
+  NAME` prints one of them.
+- `NAME.json`: a family from a hand-written table, with everything that it inherits. Reading this file has the same
+  result as parsing the table, but is quick: nothing is checked, and no inheritance is resolved.
 - `index.json`: for each family its file, the `model_type` values that select it, its dialects and axes, and the
-  skeletons of each dialect's tensor names. A family's file is read only when it is needed.
-- `blocks.json`: block -> file. A block is a part of a table that families inherit; it is not a family.
+  skeletons (names with each number replaced by 0) of each dialect's tensor names. A family's file is read only when it
+  is needed.
+- `blocks.json`: block -> file. A block is a list of statements that several families inherit, and is no family itself.
 
 `python docs/generate.py` generates the JSON files from the tables, and a test checks that they are up to date.
 """
@@ -48,26 +50,27 @@ INDEX = f"{GENERATED}/index.json"
 BLOCKS = f"{GENERATED}/blocks.json"
 TYPED = "typed"
 """Folder of hand-written tables that are selected only by `model_type` or family name, because many other models have
-the same tensor names but another layout.
+the same tensor names but a different layout.
 """
 _SUFFIX = ".rules"
 TRACED_SUFFIX = ".rules.gz"
-"""File suffix of the tables that were derived by tracing."""
+"""Suffix of the files of tables that were derived by tracing."""
 _DECLARES = re.compile(rf"^({FAMILY}|{BLOCK})\s+({WORD})", re.MULTILINE)
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """What the index says about a family, so that a family can be selected without parsing its table."""
+    """The index entry of a family, by which the family can be selected without parsing its table."""
 
     file: str
-    """File of the family's table."""
+    """File with the family's table of mapping rules."""
     model_types: tuple[str, ...]
     """The `model_type` values in a config.json that select the family."""
     axes: tuple[str, ...]
     """Names of the family's axes."""
     dialects: dict[str, tuple[str, ...]]
-    """Label of each dialect, in table order -> skeletons of the tensor names that select it. No skeletons are listed
-    for traced tables, for tables in `typed/`, and for a family that its table declares `alike` another family.
+    """Label of each dialect, in the order of the table -> skeletons of the tensor names that select the dialect. No
+    skeletons are listed for traced tables, for tables in `typed/`, and for a family that is declared `alike` a second
+    family.
     """
 
     @property
@@ -82,14 +85,14 @@ def is_traced(file: str) -> bool:
 
 
 class Families(Mapping[str, Family]):
-    """Mapping from family name to family; each table is read at its first use.
+    """Mapping from family name to family; each table of mapping rules is read when it is first used.
 
-    Families of installed packages are used only for a name, a `model_type` or tensor names that no shipped family and
-    no user's family has. The mapping contains the families of all sources.
+    Families of installed packages are used only for a name, a `model_type` or tensor names that match no shipped family
+    and no family of the user. The mapping contains the families of all these sources.
 
     Args:
         entries: index entries of the shipped families, by family name.
-        user_families: families of a user's rules file, which replace shipped families of the same name.
+        user_families: families of a user's rules file, which replace shipped families with the same names.
         closed: whether to exclude the families of installed packages.
     """
 
@@ -98,7 +101,7 @@ class Families(Mapping[str, Family]):
     ) -> None:
         user_families = user_families or {}
         self.entries = {**entries, **{name: _own_entry(family, entries) for name, family in user_families.items()}}
-        """Index entries of the shipped families and of the user's families."""
+        """Family name -> index entry, for the shipped families and the user's families."""
         self._own = user_families
         self._read = dict(user_families)
         self._closed = closed
@@ -132,12 +135,12 @@ class Families(Mapping[str, Family]):
         return name in self.entries or (bool(name) and name in self.everything.entries)
 
     def replaces(self, name: str) -> bool:
-        """Return whether a user's rules file replaces a shipped family, rather than only adding dialects to it."""
+        """Return whether a user's rules file replaces a shipped family, and does not merely add dialects to it."""
         user_family = self._own.get(name)
         return user_family is not None and name in builtin().entries and not _adds_dialects(user_family)
 
     def only(self, name: str) -> Families:
-        """Return a mapping with only this family."""
+        """Return a mapping that contains only the named family."""
         return Families({}, {name: self[name]}, closed=True)
 
     def of_types(self, model_types: Iterable[str]) -> list[Family]:
@@ -147,13 +150,15 @@ class Families(Mapping[str, Family]):
         return matching if matching or not types or self.everything is self else self.everything.of_types(types)
 
     def that_may_read(self, skeletons: Mapping[str, int]) -> Iterator[tuple[int, Family]]:
-        """Yield `(upper bound, family)`, largest bound first; the bound says how many tensor names a dialect may read.
+        """Yield `(upper bound, family)`, largest bound first; a bound is the number of tensor names that a dialect may
+        match.
 
-        Families that tensor names never select are skipped: traced tables, tables in `typed/`, and families declared
-        `alike` another family.
+        Families that tensor names never select are skipped: traced tables, tables in `typed/`, and families that are
+        declared `alike` a second family.
 
         Args:
-            skeletons: skeleton -> number of tensor names with it; the names may have a prefix that tables do not have.
+            skeletons: skeleton -> number of tensor names with this skeleton; the names may have a prefix that tables
+                lack.
         """
         tails: dict[str, list[int]] = {}
         for key, full_skeleton in enumerate(skeletons):
@@ -183,7 +188,7 @@ def entry_of(family: Family, file: str = "", *, by_type: bool = False) -> Entry:
 
     Args:
         family: the family.
-        file: file of the family's table; empty for a user's family.
+        file: file with the family's table; empty for a user's family.
         by_type: whether only a `model_type` or the family's name selects the family, even if its table is not in
             `typed/`.
     """
@@ -193,7 +198,7 @@ def entry_of(family: Family, file: str = "", *, by_type: bool = False) -> Entry:
 
 
 def _own_entry(family: Family, entries: Mapping[str, Entry]) -> Entry:
-    """Return the index entry of a user's family; added dialects do not change what selects a shipped family."""
+    """Return the index entry of a user's family; added dialects do not affect what selects a shipped family."""
     shipped_entry = entries.get(family.name)
     silent = shipped_entry is not None and not any(shipped_entry.dialects.values())
     return entry_of(family, by_type=silent and _adds_dialects(family))
@@ -205,10 +210,10 @@ def _adds_dialects(family: Family) -> bool:
 
 
 class Tables(msgspec.Struct, frozen=True):
-    """All shipped tables, parsed and checked."""
+    """All shipped tables of mapping rules, parsed and checked."""
 
     families: Mapping[str, tuple[Family, str]]
-    """Family name -> (family, file of its table), in the order of the index."""
+    """Family name -> (family, file with its table), in the order of the index."""
     blocks: Mapping[str, str]
     """Block name -> file with the block."""
 
@@ -221,11 +226,11 @@ def read_all() -> Tables:
     """Parse and check all shipped tables.
 
     Raises:
-        Refused: with the code CORRUPT, with every problem of the first faulty table.
+        Refused: with the code CORRUPT if a table is faulty; the error lists every problem of the first faulty table.
     """
     from importlib.resources import files
 
-    # imported late, because the parser is rarely needed: shipped families are read from JSON
+    # Imported late, because the parser is rarely needed: shipped families are read from JSON.
     from transaxle.axes.notation import tables
     from transaxle.axes.notation.written import TableFiles
 
@@ -249,19 +254,19 @@ def read_all() -> Tables:
 
 @cache
 def builtin() -> Families:
-    """Return the shipped families by name."""
+    """Return family name -> family, for the shipped families."""
     return Families(msgspec.json.decode(_read_file(INDEX), type=dict[str, Entry]))
 
 
 @cache
 def blocks() -> Mapping[str, str]:
-    """Return block name -> file, for all shipped blocks."""
+    """Return block name -> file; a block is a list of statements that several shipped families inherit."""
     return msgspec.json.decode(_read_file(BLOCKS), type=dict[str, str])
 
 
 @cache
 def _read_family(name: str, file: str) -> Family:
-    """Return a shipped family, without checking it again: generating the index has checked it."""
+    """Return a shipped family without checking its table again: it was checked when the index was generated."""
     if not is_traced(file):
         return replace(read_spelled(_read_file(f"{GENERATED}/{name}.json")), text=partial(base, name))
     from transaxle.axes.notation import tables
@@ -272,7 +277,7 @@ def _read_family(name: str, file: str) -> Family:
 
 @cache
 def _table_files() -> TableFiles:
-    """Return the shipped tables that are plain text files."""
+    """Return the shipped tables that are uncompressed text files."""
     from transaxle.axes.notation.written import TableFiles
 
     homes = {**blocks(), **{name: entry.file for name, entry in builtin().entries.items()}}
@@ -280,17 +285,17 @@ def _table_files() -> TableFiles:
 
 
 def base(name: str) -> FamilyText | None:
-    """Return the text of a shipped family or block, with everything that it inherits; None if no such family or block
-    exists.
+    """Return the text of a shipped family or block, including everything that it inherits; None if the name is
+    unknown.
     """
     return _table_files().base(name)
 
 
 def table_text(file: str) -> str:
-    """Return the text of a shipped table.
+    """Return the text of a shipped table of mapping rules.
 
     Args:
-        file: path of the table's file, as in the index.
+        file: path of the table's file, as the index lists it.
     """
     content = _read_file(file)
     if is_traced(file):
@@ -301,15 +306,15 @@ def table_text(file: str) -> str:
 
 
 def _read_file(file: str) -> bytes:
-    """Return the contents of a file in this package, which may be in an archive."""
+    """Return the contents of a file in this package, which may be installed as an archive."""
     content = get_data(__name__, file)
-    assert content is not None  # every import loader that can import this package can also read its files
+    assert content is not None  # a loader that imports this package can read its files
     return content
 
 
 @cache
 def installed_families() -> Mapping[str, Family]:
-    """Return the families of installed packages by name.
+    """Return family name -> family, for the families of installed packages.
 
     Raises:
         Refused: with the code UNSUPPORTED if a package cannot be imported or has no tables; with the code CORRUPT if a
@@ -338,7 +343,7 @@ def installed_families() -> Mapping[str, Family]:
 
 
 def is_dialect(label: str) -> bool:
-    """Return whether a shipped family has a dialect of this label or name."""
+    """Return whether a shipped family has a dialect with this label or name."""
     labels = {known for entry in builtin().entries.values() for known in entry.dialects}
     return label in labels or any(known.partition("@")[0] == label for known in labels)
 
@@ -347,7 +352,7 @@ def with_rules(text: str, file: str) -> Families:
     """Return the shipped families, together with the families and dialects of a user's rules file.
 
     Raises:
-        Refused: with the code CORRUPT, with every problem in the rules file.
+        Refused: with the code CORRUPT if the rules file is faulty; the error lists every problem.
     """
     from transaxle.axes.notation import tables
 
@@ -359,8 +364,8 @@ def with_rules(text: str, file: str) -> Families:
 
 
 class _Line(msgspec.Struct, array_like=True, frozen=True):
-    """A table line: name pattern, expression, condition, arithmetic, and whether the line is only for reading, or only
-    for optimizer state.
+    """A mapping rule in JSON: name pattern, expression, condition, arithmetic, and whether the rule is only for
+    reading, or only for optimizer states.
     """
 
     name: str
@@ -374,12 +379,12 @@ class _Dialect(msgspec.Struct, frozen=True):
     version: str | None
     ignored: tuple[str, ...]
     lines: tuple[int, ...]
-    """Positions of the dialect's lines in the family's list of table lines; dialects may share lines."""
+    """Positions of the dialect's mapping rules in the family's list of rules; dialects may share rules."""
     name: str
 
 
 _Cut = tuple[str, tuple[str, ...], tuple[str, ...] | None]
-"""A `cut` statement: mesh axis, tensor axes, and names of the tensors (None for all tensors)."""
+"""A `cut` statement: mesh dim, tensor axes, and names of the tensors (None means all tensors)."""
 
 
 class _FamilyData(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -401,11 +406,11 @@ class _FamilyData(msgspec.Struct, frozen=True, omit_defaults=True):
     alike: str = ""
     added: dict[str, str] = {}
     else_zeros: tuple[int, ...] = ()
-    """Positions of the table lines whose tensors are written as zeros if the source lacks them."""
+    """Positions of the mapping rules whose tensors are written as zeros if the source lacks them."""
 
 
 def spell_out(family: Family) -> bytes:
-    """Return a family as JSON text."""
+    """Return a family as JSON text, which `read_spelled` converts back."""
     lines = list(dict.fromkeys(line for dialect in family.dialects for line in dialect.lines))
     position = {line: number for number, line in enumerate(lines)}
     spelled = _FamilyData(
