@@ -21,15 +21,7 @@ from tests.cli.running import USAGE, Transaxle
 from transaxle import verbs
 from transaxle.arguments import read_options
 from transaxle.cli.command import program
-from transaxle.options import (
-    EXCLUSIONS,
-    OPENING,
-    OPTIONS,
-    VERBS,
-    Exclusion,
-    combination_error,
-    command_spelling,
-)
+from transaxle.options import EXCLUSIONS, OPENING, OPTIONS, VERBS, Exclusion, combination_error, command_spelling
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {name: getattr(tx, name) for name in VERBS}
 COMMANDS = {"open": "ls"}

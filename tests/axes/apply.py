@@ -85,9 +85,7 @@ def move(source: Array, target: Array, step: BoxCopy) -> None:
     """Carry out one box copy between flat arrays."""
     view, into = (
         np.lib.stride_tricks.as_strided(
-            flat[offset:],
-            [loop[0] for loop in step.loops],
-            [loop[side] * flat.itemsize for loop in step.loops],
+            flat[offset:], [loop[0] for loop in step.loops], [loop[side] * flat.itemsize for loop in step.loops]
         )
         for flat, offset, side in ((source, step.source_offset, 1), (target, step.target_offset, 2))
     )

@@ -45,9 +45,7 @@ from transaxle.axes.geometry import (
     whole,
 )
 from transaxle.axes.geometry import Intervals as Positions
-from transaxle.axes.geometry import (
-    rank as rank_of,
-)
+from transaxle.axes.geometry import rank as rank_of
 from transaxle.axes.geometry import take as taken
 from transaxle.axes.notation.expression import Expression, Share, parse
 from transaxle.errors import Refused

@@ -250,10 +250,7 @@ def test_a_fused_dim_is_cut_in_each_component() -> None:
 
 
 def test_padding_with_the_axis_is_cut_like_a_component() -> None:
-    assert shares("[[q:(g r c) | 0:(g c)] d]", tp=2) == (
-        0,
-        [[*range(12), 24, 25, 26], [*range(12, 24), 27, 28, 29]],
-    )
+    assert shares("[[q:(g r c) | 0:(g c)] d]", tp=2) == (0, [[*range(12), 24, 25, 26], [*range(12, 24), 27, 28, 29]])
     assert shares("[[q:(g r c) | 0:(g c)] d]", tp=4) == shares("[[q:(g r c) | k:(g c)] d]", tp=4)
 
 

@@ -196,12 +196,7 @@ PROBLEMS = [
     (f"{HEAD}  z : l q", 5, 9, "declared axes only; 'q'"),
     (f"{HEAD}  z : l l", 5, 9, "each axis of 'z' once"),
     (f"{HEAD}  x : l", 5, 3, "each tensor once; 'x'"),
-    (
-        f"{HEAD}  what",
-        5,
-        3,
-        "'model_type', 'wrapper', 'alike', 'axes', 'axis', 'let',",
-    ),
+    (f"{HEAD}  what", 5, 3, "'model_type', 'wrapper', 'alike', 'axes', 'axis', 'let',"),
     (f"{HEAD}  z : l when a b", 5, 14, "a formula; formula 'a b'"),
     (f"{HEAD}dialect", 5, 1, "'dialect NAME [VERSION] [of FAMILY] [like DIALECT] [, PREFIX. = PREFIX.]'"),
     (f"{HEAD}dialect a of nope", 5, 14, "a known family after 'of'; 'nope' is none"),

@@ -15,11 +15,7 @@ def test_missing_tensors_are_listed() -> None:
     view = translated(TOY, "hf", "packed", Store(model(**lost, end=None)), CONFIG)
     assert {r.code for r in view.refusals} == {"MISSING_TENSOR"}
     (listed,) = [r for r in view.refusals if "lacks" in r.message]
-    assert listed.message.splitlines()[1:] == [
-        "layers.0.experts.2.up",
-        "layers.1.experts.0.up",
-        "end",
-    ]
+    assert listed.message.splitlines()[1:] == ["layers.0.experts.2.up", "layers.1.experts.0.up", "end"]
     assert "identity" in listed.hint
     assert "the table lacks a line" not in listed.hint
 

@@ -16,14 +16,7 @@ from numpy.typing import NDArray
 
 from tests.encodings import walk
 from transaxle.encodings.arithmetic import codec, kernel
-from transaxle.encodings.arithmetic.codec import (
-    Path,
-    amax,
-    decode_box,
-    decode_error,
-    encode_error,
-    encode_rows,
-)
+from transaxle.encodings.arithmetic.codec import Path, amax, decode_box, decode_error, encode_error, encode_rows
 from transaxle.encodings.arithmetic.minifloat import LARGEST, MINIFLOATS, wide_dtype
 from transaxle.encodings.arithmetic.vectorised import tiling
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding, Error, Wide

@@ -74,12 +74,7 @@ def test_no_two_buffers_have_one_name(name: str, pair: tuple[Convention, Encodin
             TORCHAO,
             NVFP4,
             "a.weight",
-            [
-                "a._weight_qdata",
-                "a._weight_scale",
-                "a._weight_per_tensor_scale",
-                "a._weight_act_per_tensor_scale",
-            ],
+            ["a._weight_qdata", "a._weight_scale", "a._weight_per_tensor_scale", "a._weight_act_per_tensor_scale"],
         ),
         (MODELOPT, NVFP4, "a.weight", ["a.weight", "a.weight_scale", "a.weight_scale_2", "a.input_scale"]),
     ],

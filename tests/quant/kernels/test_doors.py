@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.quant.kernels.cases import (
-    CASES,
-    ordinary,
-)
+from tests.quant.kernels.cases import CASES, ordinary
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4
 from transaxle.errors import TransaxleError
 from transaxle.quant import kernels
@@ -94,10 +91,7 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "offsets of int64": ("SHAPE_MISMATCH", lambda: kernels.quantize_groups(_x(4, 64), torch.tensor([4]), MXFP8)),
     "groups that go back": ("SHAPE_MISMATCH", lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 2), FLOAT8)),
     "groups beyond the end": ("SHAPE_MISMATCH", lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 5), MXFP8)),
-    "rows with a scale for each tile": (
-        "UNSUPPORTED",
-        lambda: kernels.quantize_rows(_x(4, 64), _ends(3, 4), MXFP8),
-    ),
+    "rows with a scale for each tile": ("UNSUPPORTED", lambda: kernels.quantize_rows(_x(4, 64), _ends(3, 4), MXFP8)),
     "swizzled scales of blocks": (
         "UNSUPPORTED",
         lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 4), FLOAT8_BLOCK, swizzled=True),

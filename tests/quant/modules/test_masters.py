@@ -325,9 +325,7 @@ def _by_process(rank: int, world: int, folder: Path) -> dict[str, dict[str, torc
         train(model, optimizer, range(2))
         found[kind] = bytes_of(model, optimizer)
         sent = async_save(
-            _state(model, optimizer),
-            checkpoint_id=folder / kind,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            _state(model, optimizer), checkpoint_id=folder / kind, async_checkpointer_type=AsyncCheckpointerType.PROCESS
         )
         inverted(model)
         sent.result()  # type: ignore[union-attr]

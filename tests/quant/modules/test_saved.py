@@ -163,8 +163,7 @@ def test_what_is_missing_or_of_another_shape_is_still_told(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("source", "kind"),
-    [*pairwise(SIX), ("nvfp4 training", "mxfp8"), ("float8_block", "float8"), ("mxfp8", "mxfp8")],
+    ("source", "kind"), [*pairwise(SIX), ("nvfp4 training", "mxfp8"), ("float8_block", "float8"), ("mxfp8", "mxfp8")]
 )
 def test_another_encoding_is_refused_unless_decoding_is_allowed(source: str, kind: str, tmp_path: Path) -> None:
     saved, model = _linear(source, 1), _linear(kind, 2)
