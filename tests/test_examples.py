@@ -20,6 +20,7 @@ from tests.live.jobs import free_port
 from tests.live.ranks import run
 from tests.oracles import hub
 from tests.oracles.quiet import quiet
+from tests.some import some
 
 ROOT = Path(__file__).parent.parent
 TRAIN = ROOT / "examples" / "train.py"
@@ -33,11 +34,9 @@ HUB = {
 
 
 def _example(path: Path = TRAIN) -> ModuleType:
-    spec = spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
+    spec = some(spec_from_file_location(path.stem, path))
     module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    some(spec.loader).exec_module(module)
     return module
 
 

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import transaxle as tx
+from tests.some import some
 from transaxle.cli.command import program
 from transaxle.errors import Refusal, in_both_languages
 from transaxle.extras import install
@@ -57,8 +58,7 @@ def texts() -> Iterator[str]:
 
 
 def options_of(command: str) -> set[str]:
-    found = program.get_command(click.Context(program), command)
-    assert found is not None
+    found = some(program.get_command(click.Context(program), command))
     return {option for each in found.params for option in (*each.opts, *each.secondary_opts)}
 
 

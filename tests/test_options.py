@@ -18,6 +18,7 @@ import transaxle as tx
 from tests.checkpoints import tiny
 from tests.cli.conftest import here, transaxle  # noqa: F401 - fixtures
 from tests.cli.running import USAGE, Transaxle
+from tests.some import some
 from transaxle import verbs
 from transaxle.arguments import read_options
 from transaxle.cli.command import program
@@ -58,9 +59,7 @@ def keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def command_of(verb: str) -> click.Command:
-    found = program.get_command(click.Context(program), COMMANDS.get(verb, verb))
-    assert found is not None
-    return found
+    return some(program.get_command(click.Context(program), COMMANDS.get(verb, verb)))
 
 
 @pytest.mark.parametrize("verb", VERBS)

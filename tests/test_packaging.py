@@ -23,6 +23,7 @@ from hatch_build import with_links
 from tests.checkpoints import tiny
 from tests.cli.running import tree
 from tests.engine import quantized
+from tests.some import a
 
 ROOT = Path(__file__).parent.parent
 PACKED = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE")
@@ -80,8 +81,7 @@ def test_the_page_of_the_package_has_no_broken_links(pure: Path) -> None:
         (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         told = Parser().parsestr(wheel.read(name).decode())
     assert told["Description-Content-Type"] == "text/markdown"
-    page = told.get_payload()
-    assert isinstance(page, str)
+    page = a(str, told.get_payload())
     assert page.startswith("# Transaxle\n")
     targets = re.findall(r"\]\(([^)\s]+)\)", page)
     assert [target for target in targets if not target.startswith(("http://", "https://", "#"))] == []

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from hypothesis import settings
 
+from tests.some import some
 from transaxle.axes.geometry import BoxCopy, Interval
 from transaxle.axes.layout.bind import BoundNames, bind, group, score, split_slot
 from transaxle.axes.layout.relayout import Copier, Shape, Target
@@ -121,8 +122,7 @@ def bound_to(
 ) -> BoundNames:
     """Read a store's names through a dialect."""
     names = list(store.entries)
-    read = family.dialect(dialect)
-    assert read is not None
+    read = some(family.dialect(dialect))
     _, prefix = score(group(split_slot(name)[0] for name in names), read)
     return bind(names, family, read, sizes, prefix, encodings, store.entries)
 
@@ -139,8 +139,7 @@ def translated(
 ) -> Translation:
     """A store's tensors in another dialect, with whatever stands against it."""
     sizes = Sizes(family, config or {}, given or {})
-    wanted = family.dialect(target)
-    assert wanted is not None
+    wanted = some(family.dialect(target))
     return translate(bound_to(family, source, store, sizes, encodings), store.entries, wanted, sizes, recode)
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 import transaxle as tx
+from tests.some import a
 from transaxle.derivation.sources import Table, check_place, write_table
 from transaxle.errors import StorageError, UsageError
 
@@ -88,8 +89,7 @@ def test_layers_of_two_kinds_under_one_name() -> None:
     configs = [{"layers": n, "kinds": ["wide", "flat", "flat", "wide", "wide"][:n]} for n in LAYERS]
 
     def make(layers: int) -> State:
-        kinds = configs[LAYERS.index(layers)]["kinds"]
-        assert isinstance(kinds, list)
+        kinds = a(list, configs[LAYERS.index(layers)]["kinds"])
         shapes = [(2, 4 + layers) if kind == "wide" else (4 + layers,) for kind in kinds]
         return {f"layers.{at}.query": _zeros(*shape) for at, shape in enumerate(shapes)}
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.some import some
 from transaxle.axes.layout.bind import bind
 from transaxle.axes.layout.model_tensors import Model
 from transaxle.axes.layout.relayout import Target
@@ -106,13 +107,11 @@ def _expressed(name: str, config: dict[str, Any], held: Shapes, target: str) -> 
     """Tensors of a family, of one value each in bf16, in another dialect than the hub's."""
     family = builtin()[name]
     hf, to = family.dialect("hf"), family.dialect(target)
-    assert hf is not None
-    assert to is not None
     entries = {
         name: Entry(name, "BF16", shape, (Extent((0,) * len(shape), shape, "file", 0),)) for name, shape in held.items()
     }
     sizes = Sizes(family, config)
-    return translate(bind(list(held), family, hf, sizes, stored=entries), entries, to, sizes)
+    return translate(bind(list(held), family, some(hf), sizes, stored=entries), entries, some(to), sizes)
 
 
 def _missing(view: Translation) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tests.some import a
 from transaxle.quant import (
     MXFP8,
     NVFP4,
@@ -53,7 +54,5 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 def same(first: object, second: object) -> bool:
     """Whether two quantized tensors have the same buffers, byte by byte."""
-    assert isinstance(first, QuantizedTensor)
-    assert isinstance(second, QuantizedTensor)
-    one, two = first.components, second.components
+    one, two = a(QuantizedTensor, first).components, a(QuantizedTensor, second).components
     return one.keys() == two.keys() and all(torch.equal(raw(one[name]), raw(two[name])) for name in one)

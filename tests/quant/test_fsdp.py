@@ -24,6 +24,7 @@ from tests.live.ranks import run
 from tests.quant.kinds import MORE, raw, same, values
 from tests.quant.test_tensor import stack
 from tests.quant.training import CountingGather, equal
+from tests.some import a, some
 from transaxle.errors import TransaxleError
 from transaxle.quant import MasterWeights, QuantizedTensor, quantize_
 from transaxle.quant.entries import give_entries
@@ -99,15 +100,12 @@ def _train(rank: int, world: int, kind: str) -> None:
         for (parameter, shard), master, twin in zip(
             _shards(model), optimizer.masters, alone.parameters(), strict=False
         ):
-            assert isinstance(master, DTensor)
-            assert isinstance(twin, QuantizedTensor)
-            whole = twin.detach() if world < 3 else None
+            whole = a(QuantizedTensor, twin).detach() if world < 3 else None
             if whole is None and not shard.state:
-                whole = shard.quantizer.quantize(master.full_tensor().detach().bfloat16())
+                whole = shard.quantizer.quantize(a(DTensor, master).full_tensor().detach().bfloat16())
             if whole is not None:
                 start = min(-(-parameter.shape[0] // world) * rank, parameter.shape[0])
-                part = whole[start : start + shard.height]
-                assert isinstance(part, QuantizedTensor)
+                part = a(QuantizedTensor, whole[start : start + shard.height])
                 assert same(shard, part)
 
 
@@ -120,14 +118,11 @@ def _grow(rank: int, world: int) -> None:
     for step in range(3):
         for layer in layers:
             weight = layer.weight
-            inner = weight.to_local() if isinstance(weight, DTensor) else weight
-            assert isinstance(inner, QuantizedTensor)
+            inner = a(QuantizedTensor, weight.to_local() if isinstance(weight, DTensor) else weight)
             group = dist.group.WORLD if isinstance(weight, DTensor) else None
             inner.quantize_(torch.full(tuple(inner.shape), 5.0 + step).bfloat16(), group=group)
     shard, whole = layers[0].weight, layers[1].weight
-    assert isinstance(shard, DTensor)
-    inner = shard.to_local()
-    assert isinstance(inner, QuantizedTensor)
+    inner = a(QuantizedTensor, a(DTensor, shard).to_local())
     assert isinstance(whole, QuantizedTensor)
     assert len(inner) == (1 if rank < 2 else 0)
     assert torch.equal(inner.components["scale_inv"], whole.components["scale_inv"])
@@ -155,8 +150,7 @@ def _gather_bytes(rank: int, world: int, kind: str) -> tuple[int, int]:
     shared = weight.frame.shared
     wanted = sum(buffer.nbytes for name, buffer in weight.components.items() if name not in shared)
     sharded, counting = fully_shard(model, mesh=_mesh(world)), CountingGather()
-    assert isinstance(sharded, FSDPModule)
-    sharded.set_custom_all_gather(counting)  # type: ignore[arg-type]
+    a(FSDPModule, sharded).set_custom_all_gather(counting)  # type: ignore[arg-type]
     model(values(4, 128))
     return counting.bytes, wanted
 
@@ -282,9 +276,7 @@ def _entries(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _shard(model: nn.Module) -> QuantizedTensor:
     weight: Any = model.weight
-    local = weight.to_local()
-    assert isinstance(local, QuantizedTensor)
-    return local
+    return a(QuantizedTensor, weight.to_local())
 
 
 def _train_bands(rank: int, world: int, kind: str, folder: str) -> None:
@@ -365,8 +357,7 @@ def _mixed(rank: int, world: int, kind: str, dim: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=lambda _: Shard(dim))
     plain: torch.Tensor = alone.weight
-    assert isinstance(plain, QuantizedTensor)
-    leaf = plain.dequantize(torch.bfloat16).requires_grad_()
+    leaf = a(QuantizedTensor, plain).dequantize(torch.bfloat16).requires_grad_()
     x = values(4, COLUMNS)
     model(x).float().square().mean().backward()
     made = model(x)  # into what the first pass has gathered
@@ -375,9 +366,8 @@ def _mixed(rank: int, world: int, kind: str, dim: int) -> None:
     assert torch.equal(made, wanted)
     wanted.float().square().mean().backward()
     grad: Any = model.weight.grad
-    assert leaf.grad is not None
     assert grad.dtype == torch.float32
-    assert torch.equal(grad.full_tensor(), 2 * leaf.grad.float())
+    assert torch.equal(grad.full_tensor(), 2 * some(leaf.grad).float())
 
 
 @pytest.mark.parametrize(("kind", "dim"), [("float8", 0), ("mxfp8", 1), ("nvfp4", 2)])

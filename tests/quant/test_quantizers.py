@@ -19,6 +19,7 @@ from tests.live.ranks import run
 from tests.quant.kernels.cases import DTYPES, TABLES, array, bits, nearest, strange
 from tests.quant.kinds import MORE, raw, same, values
 from tests.quant.training import mesh_of
+from tests.some import a
 from transaxle.encodings.arithmetic import codec
 from transaxle.errors import TransaxleError
 from transaxle.quant import (
@@ -66,8 +67,7 @@ def test_values_of_rows_are_the_rows_of_the_values(quantizer: Quantizer, rows: t
     scales = array(parts["scale_inv"]).reshape(grid)
     told = codec.decode_box(encoding, array(parts["data"]), scales, factor=amax, dtype="F32", path="numpy")
     assert np.array_equal(bits(whole), bits(told))
-    part = made[slice(*rows)]
-    assert isinstance(part, QuantizedTensor)
+    part = a(QuantizedTensor, made[slice(*rows)])
     assert torch.equal(part.dequantize(torch.float32), whole[slice(*rows)])
 
 
@@ -239,10 +239,8 @@ def test_stacks_and_mxfp8_are_transposed_too() -> None:
         made = rule.quantize(x)
         assert same(made.transposed(), rule.quantize(back))
         one, part = made[1], made[1:]
-        assert isinstance(one, QuantizedTensor)
-        assert isinstance(part, QuantizedTensor)
-        assert same(one.transposed(), rule.quantize(back[1]))
-        assert same(part.transposed(), rule.quantize(back[1:]))
+        assert same(a(QuantizedTensor, one).transposed(), rule.quantize(back[1]))
+        assert same(a(QuantizedTensor, part).transposed(), rule.quantize(back[1:]))
         wanted = rule.quantize(back).dequantize().transpose(1, 2)
         assert torch.equal(made.dequantize(columnwise=True), wanted)
 
@@ -330,8 +328,7 @@ def _shard(rank: int, world: int, square: bool) -> None:
     rule, plain = NVFP4(square=square, columnwise=True), NVFP4(square=square)
     x = values(70, 48)
     made = rule.quantize(x.chunk(world)[rank], group=dist.group.WORLD)  # cut at row 35, or at 24 and 48
-    part = rule.quantize(x).chunk(world)[rank]
-    assert isinstance(part, QuantizedTensor)
+    part = a(QuantizedTensor, rule.quantize(x).chunk(world)[rank])
     assert same(made, part)
     assert torch.equal(made.dequantize(columnwise=True), part.dequantize(columnwise=True))
     made.copy_(plain.quantize(values(70, 48, seed=1).chunk(world)[rank], group=dist.group.WORLD))

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.axes.apply import law, only
+from tests.some import some
 from tests.work import assert_linear, calls
 from transaxle.axes.layout.bind import WEIGHT, BoundNames, bind, group, join_slot, score, split_slot, with_counts
 from transaxle.axes.notation.family import Dialect, Family, Sizes
@@ -44,8 +45,7 @@ def bound(
     family: Family = TOY,
     config: Mapping[str, int] | None = None,
 ) -> BoundNames:
-    read = family.dialect(dialect)
-    assert read is not None
+    read = some(family.dialect(dialect))
     return bind(names, family, read, Sizes(family, config or {}), prefix)
 
 
@@ -118,8 +118,7 @@ def test_numbers_that_cannot_be_told_apart_are_refused() -> None:
 
 @pytest.mark.parametrize("config", [{}, {"layers": 7}])
 def test_layers_are_counted_where_others_are_numbered_after_them(config: dict[str, int]) -> None:
-    dialect = TOY.dialect("apart")
-    assert dialect is not None
+    dialect = some(TOY.dialect("apart"))
     names = [f"optim/mod.layers.{number}.norm/step" for number in (0, 3, 2)]
     known = Sizes(TOY, config)
     assert with_counts(known, dialect, "mod.", names) is known
@@ -157,8 +156,7 @@ def test_a_prefix_with_digits_is_not_another_one_with_other_digits() -> None:
 
 
 def best(names: Sequence[str], dialect: Dialect | None = None) -> tuple[int, str]:
-    hf = dialect or TOY.dialect("hf")
-    assert hf is not None
+    hf = some(dialect or TOY.dialect("hf"))
     return score(group(split_slot(name)[0] for name in names), hf)
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.some import some
 from transaxle.axes.geometry import whole
 from transaxle.axes.layout.divide import Division, divide, rank_shares, share_out
 from transaxle.axes.notation import tables
@@ -255,8 +256,7 @@ def test_padding_with_the_axis_is_cut_like_a_component() -> None:
 
 
 def test_ranks_that_share_a_kv_head_hold_copies_of_it() -> None:
-    found = shares("[[q:(g r c) | k:(g c)] d]", tp=4)
-    assert found is not None
+    found = some(shares("[[q:(g r c) | k:(g c)] d]", tp=4))
     assert found[1] == [
         [*range(6 * rank, 6 * rank + 6), *range(24 + rank // 2 * 3, 27 + rank // 2 * 3)] for rank in range(4)
     ]
@@ -289,8 +289,7 @@ def test_components_without_the_axis_step_with_it_or_are_shared() -> None:
         0,
         [[*x, *b] for x, b in zip(halves, ([16, 17, 18, 19], [20, 21, 22, 23]), strict=True)],
     )
-    found = shares("[[x:(m w) | b:(y w)] d]", tp=8)
-    assert found is not None
+    found = some(shares("[[x:(m w) | b:(y w)] d]", tp=8))
     assert found[1] == [[2 * r, 2 * r + 1, 16 + r // 2 * 2, 17 + r // 2 * 2] for r in range(8)]
 
 

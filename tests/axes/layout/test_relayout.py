@@ -30,6 +30,7 @@ from tests.axes.apply import (
     translated,
 )
 from tests.axes.toy import equal, only_refusal
+from tests.some import a
 from transaxle.axes.geometry import Interval, MeshCut, StridedShard, place
 from transaxle.axes.layout.relayout import (
     Copier,
@@ -56,8 +57,7 @@ STACKED, SINGLE, FLIPPED = (parse(text).layout(SIZES) for text in ("x[e f d]", "
 def target(layout: object, *origins: Origin, **index: int) -> Target:
     from transaxle.axes.notation.expression import Layout
 
-    assert isinstance(layout, Layout)
-    return Target("out", "I64", layout, index, (TargetPart("x", origins),), "out = x[…]")
+    return Target("out", "I64", a(Layout, layout), index, (TargetPart("x", origins),), "out = x[…]")
 
 
 def experts(*numbers: int) -> tuple[Origin, ...]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.axes import walking
 from tests.axes.apply import arange, law
+from tests.some import some
 from transaxle.axes.notation.computed import apply_steps, inverse, round_to, simplify
 from transaxle.axes.notation.computed import parse as parse_computed
 from transaxle.axes.notation.expression import Expression, Layout, Merge, parse, size
@@ -193,8 +194,7 @@ FORMS = {
 
 @pytest.mark.parametrize("text", FORMS)
 def test_steps_give_the_formula_and_their_inverse_gives_it_back(text: str) -> None:
-    steps = parse_computed(text)
-    assert steps is not None
+    steps = some(parse_computed(text))
     x = np.linspace(-3, 3, 41)
     stored = apply_steps(x, steps)
     assert np.allclose(stored, FORMS[text](x), rtol=1e-14)
@@ -214,8 +214,7 @@ def test_what_has_no_inverse_or_is_no_arithmetic_is_refused(text: str) -> None:
 
 
 def test_values_without_a_result_are_refused_but_not_those_that_are_not_finite_before() -> None:
-    steps = parse_computed("-exp(x)")
-    assert steps is not None
+    steps = some(parse_computed("-exp(x)"))
     with pytest.raises(ValueError, match=r"^0\.5$"):
         apply_steps(np.array([-1.0, 0.5]), inverse(steps))
     with pytest.raises(ValueError, match=r"^100\.0$"):

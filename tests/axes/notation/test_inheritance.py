@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.axes.apply import Store, arange, carried, only, same, translated
+from tests.some import some
 from transaxle import families
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Family
@@ -56,8 +57,7 @@ dialect short like hf, layers. = h.
 
 def lines(family: Family, label: str) -> list[str]:
     """The lines of a dialect, with their conditions."""
-    dialect = family.dialect(label)
-    assert dialect is not None
+    dialect = some(family.dialect(label))
     return [line.text + (f" when {line.when.text}" if line.when else "") for line in dialect.lines]
 
 
@@ -74,8 +74,7 @@ def faults(text: str) -> list[tuple[int, str]]:
     found = []
     for refusal in caught.value.refusals:
         assert refusal.code == "CORRUPT"
-        match = re.fullmatch(r"my\.rules, line (\d+)", refusal.where.file or "")
-        assert match is not None
+        match = some(re.fullmatch(r"my\.rules, line (\d+)", refusal.where.file or ""))
         found.append((int(match[1]) - above, refusal.message))
     return found
 
@@ -96,8 +95,7 @@ def test_a_family_takes_over_a_block_and_places_give_a_line_each() -> None:
         "blocks.{l}.extra = extra[f] when not extra",
         "tail.{l}.extra = extra[f] when extra or biased",
     ]
-    other = base_family.dialect("other")
-    assert other is not None
+    other = some(base_family.dialect("other"))
     assert [name.text for name in other.ignored] == ["blocks.{l}.buffer", "tail.{l}.buffer"]
     assert lines(base_family, "short")[1] == "h.{l}.up = up[f d]"
 
@@ -117,8 +115,7 @@ def test_everything_else_is_taken_over_and_replaced_by_what_it_speaks_of() -> No
     assert {axis: size.text for axis, size in family.axes.items() if size is not None} == {
         "l": "layers", "d": "hidden", "f": "wide", "c": "2*f", "w": "f",
     }  # fmt: skip
-    assert family.tensors["up"].when is not None
-    assert family.tensors["up"].when({"l": 3, "listed": [3]}) is True
+    assert some(family.tensors["up"].when)({"l": 3, "listed": [3]}) is True
     assert family.tensors["bias"].when is None
     assert [(tie.alias, tie.when.text) for tie in family.ties] == [("extra", "True")]
     assert family.precise == {"bias", "extra"}
@@ -223,8 +220,7 @@ def test_a_dialect_may_begin_anew_or_go_on_under_other_prefixes() -> None:
     assert lines(family, "other")[1] == "x.{l} = up[f d]"
     assert lines(family, "hf")[0] == "text.layers.{l}.norm = n[d]"
     assert "text.layers.{l}.extra = extra[f]" not in lines(family, "last")
-    hf = family.dialect("hf")
-    assert hf is not None
+    hf = some(family.dialect("hf"))
     assert [name.text for name in hf.ignored] == ["text.layers.{l}.buffer"]
     with pytest.raises(Refused, match=r"no name there begins with 'layers\."):  # short was like hf, layers. = h.
         child("family heir like base\ndialect hf, layers. = text.\n  without n\n")
@@ -284,8 +280,7 @@ dialect stacked like other, layers.{l}. = layers.
 
 def test_a_place_can_have_alternatives() -> None:
     place = "  place block = (model|old).{l} when extra\n"
-    other = child(f"family heir like base\ndialect other\n{place}  {{block}}.(n|norm) = n[d]\n").dialect("other")
-    assert other is not None
+    other = some(child(f"family heir like base\ndialect other\n{place}  {{block}}.(n|norm) = n[d]\n").dialect("other"))
     read = [(line.name.text, line.read_only) for line in other.lines[:4]]
     assert read[0] == ("model.{l}.n", False)
     assert set(read[1:]) == {("model.{l}.norm", True), ("old.{l}.n", True), ("old.{l}.norm", True)}
@@ -371,8 +366,7 @@ dialect hf
 
 
 def whole_lines(family: Family, label: str) -> list[str]:
-    dialect = family.dialect(label)
-    assert dialect is not None
+    dialect = some(family.dialect(label))
     return [("also " if line.read_only else "") + line.whole for line in dialect.lines]
 
 
@@ -466,8 +460,7 @@ dialect other
 
 def test_a_family_is_mounted_in_another() -> None:
     family = tables.read(MOUNTED)[1]
-    assert family.written is not None
-    said = [" ".join(statement.text.split()) for statement in family.written.statements]
+    said = [" ".join(statement.text.split()) for statement in some(family.written).statements]
     assert said[2:13] == [
         "axes eye_l=vision.config.layers",
         "axes eye_L=vision.config.layers",
@@ -491,13 +484,11 @@ def test_a_family_is_mounted_in_another() -> None:
     ]
     hf, other = family.dialect("hf"), family.dialect("other")
     assert hf is not None
-    assert other is not None
     assert hf.lines[1].lossy is not None
     assert [line.read_only for line in hf.lines] == [False, False, True, False]
     assert [name.text for name in hf.ignored] == ["eye.l.{eye_l}"]
-    assert other.lines[0].text == "a.ear.model.{ear_l}.q = ear_q[(ear_h ear_d)]"
-    eye = family.tensors["eye_q"].when
-    assert eye is not None
+    assert some(other).lines[0].text == "a.ear.model.{ear_l}.q = ear_q[(ear_h ear_d)]"
+    eye = some(family.tensors["eye_q"].when)
     nested = {"vision": {"config": {"kinds": ["l"], "names": "d", "biased": False}}}
     assert eye({**nested, "eye_l": 0, "kinds": [], "biased": True}) is True
 
@@ -577,8 +568,7 @@ def test_what_is_replaced_is_known() -> None:
 def test_the_printed_table_is_the_whole_one(name: str) -> None:
     """Read by itself, without anything to take over from, it gives the same family."""
     family, whole = builtin()[name], families.base(name)
-    assert whole is not None
-    text = whole.spell_out()
+    text = some(whole).spell_out()
     again = only(text)
     assert " like " not in text
     assert again.axes == family.axes

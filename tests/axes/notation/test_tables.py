@@ -6,6 +6,7 @@ from contextlib import suppress
 import pytest
 
 from tests.axes.apply import only
+from tests.some import some
 from tests.work import assert_linear, calls
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Sizes
@@ -63,12 +64,10 @@ def test_a_table() -> None:
     assert [(tie.alias, tie.original, tie.when.text) for tie in toy.ties] == [("head", "embed", "tied")]
     assert toy.labels == ("hf", "packed@0.10", "packed@0.9", "other")
     assert toy.name_axes == {"l"}
-    hf = toy.dialect("hf")
-    assert hf is not None
+    hf = some(toy.dialect("hf"))
     assert [line.text for line in hf.lines][:2] == ["layers.{l}.up = up[f d]", "layers.{l}.down = down[d f]"]
     assert [name.text for name in hf.ignored] == ["layers.{l}.inv_freq"]
-    arithmetic = hf.lines[5].lossy
-    assert arithmetic is not None
+    arithmetic = some(hf.lines[5].lossy)
     assert (arithmetic.text, arithmetic.steps) == ("norm - 1", (("affine", 1.0, -1.0),))
     assert hf.lines[6].lossy is None
 
@@ -78,17 +77,14 @@ def test_like_takes_over_the_lines_of_other_tensors() -> None:
     hf, other, newest, older = (toy.dialect(label) for label in ("hf", "other", "packed", "packed@0.9"))
     assert hf is not None
     assert other is not None
-    assert newest is not None
-    assert older is not None
     assert [line.name.text for line in other.lines] == [
         "n" if line.name.text == "norm" else line.name.text for line in hf.lines
     ]
     assert other.ignored == hf.ignored
-    arithmetic = other.lines[5].lossy
-    assert arithmetic is not None
+    arithmetic = some(other.lines[5].lossy)
     assert arithmetic.steps == (("affine", 2.0, 0.5),)
-    assert newest.version == "0.10"
-    assert [line.name.text for line in older.lines] == ["up_down.{l}", "q_.{l}", "embed"]
+    assert some(newest).version == "0.10"
+    assert [line.name.text for line in some(older).lines] == ["up_down.{l}", "q_.{l}", "embed"]
 
 
 def test_the_newest_version_is_a_matter_of_numbers_not_of_order() -> None:
@@ -99,12 +95,10 @@ def test_the_newest_version_is_a_matter_of_numbers_not_of_order() -> None:
     newest, older = toy.dialect("a"), toy.dialect("a@0.2")
     assert newest is not None
     assert newest.label == "a@0.10"
-    assert older is not None
-    assert older.lines[0].name.text == "z"
+    assert some(older).lines[0].name.text == "z"
     assert toy.dialect("b") is None
     (extended,) = tables.read("dialect a 0.11 of toy\n  w = x[d]\n", known_families={"toy": toy})
-    newest = extended.dialect("a")
-    assert newest is not None
+    newest = some(extended.dialect("a"))
     assert newest.label == "a@0.11"
     assert toy.labels == ("a@0.9", "a@0.10", "a@0.2")
 
@@ -165,8 +159,7 @@ def problems(text: str) -> list[tuple[int, str]]:
     found = []
     for refusal in caught.value.refusals:
         assert refusal.code == "CORRUPT"
-        assert refusal.where.file is not None
-        file, _, line = refusal.where.file.partition(", line ")
+        file, _, line = some(refusal.where.file).partition(", line ")
         assert file == "my.rules"
         found.append((int(line), refusal.message))
     return found

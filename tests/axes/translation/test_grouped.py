@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.some import some
 from transaxle.axes.layout.relayout import Copier, Target
 from transaxle.axes.translation.grouped import (
     COLUMN,
@@ -154,8 +155,7 @@ def test_another_set_of_experts_is_refused(wanted: Shapes, stored: Shapes, code:
     found = _found(wanted, stored)
     assert [refusal.code for refusal in found.problems] == [code]
     assert message in found.problems[0].message
-    whole = found.problems[0].where.tensor
-    assert whole is not None
+    whole = some(found.problems[0].where.tensor)
     assert {name for name in (*wanted, *stored) if name.startswith(whole) and "_scale" not in name} <= found.broken or (
         code == "UNSUPPORTED"
     )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.axes.apply import Store, arange, carried, fill, law, only, same, translated
 from tests.axes.toy import CONFIG, TOY, equal, model, only_refusal, packed
+from tests.some import a
 from transaxle.axes.layout.relayout import Copier, Target
 from transaxle.axes.translation import translate as module
 from transaxle.axes.translation.holdings import AlikePart, Grid
@@ -420,8 +421,7 @@ def test_only_what_is_read_is_made() -> None:
     store = Store(_four(range(6), range(8)))
     target = translated(FOUR, "hf", "experts", store).targets["4.up"]
     (part,) = target.parts
-    origins = part.origins
-    assert isinstance(origins, AlikePart)
+    origins = a(AlikePart, part.origins)
     before = len(origins.tensors.made)
     rows = fill(store, target, [[(0, 2)], [(0, 2)]], Copier(store.entries))
     np.testing.assert_array_equal(rows, [[4000, 4001], [4010, 4011]])

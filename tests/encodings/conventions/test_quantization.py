@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.quiet import quiet
+from tests.some import some
 from transaxle.encodings.conventions.quantization import CONFIG, MODELOPT_CONFIG, read
 from transaxle.encodings.conventions.scheme import CHANNEL, METHODS, SECTION
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding
@@ -30,8 +31,7 @@ def grouped(weights: Mapping[str, Any], *targets: str, **rest: Any) -> dict[str,
 
 
 def encodings(section: Mapping[str, Any], module: str = Q) -> tuple[Encoding, ...]:
-    found = read({SECTION: section})
-    assert found is not None
+    found = some(read({SECTION: section}))
     return found.encodings(module)
 
 
@@ -70,26 +70,21 @@ def test_what_each_method_says(section: Mapping[str, Any], expected: Encoding) -
 
 def test_where_the_section_may_be() -> None:
     for key in ("text_config", "llm_config", "language_config"):
-        found = read({key: {SECTION: FP8}})
-        assert found is not None
+        found = some(read({key: {SECTION: FP8}}))
         assert found.paths == ((key, SECTION),)
     old = read({"compression_config": {key: value for key, value in grouped(WEIGHTS).items() if key != "quant_method"}})
-    assert old is not None
-    assert old.method == "compressed-tensors"
-    twice = read({SECTION: FP8, "text_config": {SECTION: dict(FP8)}})
-    assert twice is not None
+    assert some(old).method == "compressed-tensors"
+    twice = some(read({SECTION: FP8, "text_config": {SECTION: dict(FP8)}}))
     assert len(twice.paths) == 2
 
 
 def test_modelopt_has_a_file_of_its_own() -> None:
     own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
-    found = read({"model_type": "llama"}, modelopt=own)
-    assert found is not None
+    found = some(read({"model_type": "llama"}, modelopt=own))
     assert (found.method, found.file) == ("modelopt", MODELOPT_CONFIG)
     assert found.encodings(Q) == (FLOAT8,)
     assert found.encodings("lm_head") == ()
-    before = read({SECTION: FP8}, modelopt=own)
-    assert before is not None
+    before = some(read({SECTION: FP8}, modelopt=own))
     assert before.method == "fp8"
     assert read({"quantization": {"quant_algo": "FP8"}}) is None
 
@@ -122,8 +117,7 @@ def test_groups_claim_modules_by_name_before_they_do_by_class() -> None:
 
 @pytest.mark.parametrize("word", ["dense", "fakequant"])
 def test_weights_that_are_stored_plain(word: str) -> None:
-    found = read({SECTION: grouped(WEIGHTS, format=word)})
-    assert found is not None
+    found = some(read({SECTION: grouped(WEIGHTS, format=word)}))
     assert (found.conventions, found.encodings(Q)) == ((), ())
 
 
@@ -293,8 +287,7 @@ def test_two_sections_that_differ_are_refused() -> None:
 def test_a_list_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transaxle.encodings.conventions.linear_regex._MOST_SECONDS", 0.1)
     heavy = "re:(" + "|".join(f".{{{n}}}x" for n in range(80)) + ")*y"
-    found = read({SECTION: grouped(WEIGHTS, ignore=[heavy])})
-    assert found is not None
+    found = some(read({SECTION: grouped(WEIGHTS, ignore=[heavy])}))
     with pytest.raises(TransaxleError, match="takes too long") as caught:
         [found.encodings(f"{number * 7919:020b}".replace("1", "x") * 40) for number in range(100_000)]
     assert (caught.value.code, caught.value.where.file) == ("UNSUPPORTED", CONFIG)

@@ -33,6 +33,7 @@ from tests.quant.kernels.cases import (
     ordinary,
     strange,
 )
+from tests.some import some
 from transaxle.encodings.arithmetic import codec
 from transaxle.encodings.arithmetic.minifloat import power_of_two
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoding
@@ -102,8 +103,7 @@ def test_codes_and_scales_are_the_codecs(name: str, dtype: torch.dtype) -> None:
             same(made.data, codes)
             same(made.scale_inv, scales.reshape(-1) if case.encoding.tile == (0, 0) else scales)
             if case.encoding.has_global:
-                assert made.amax is not None
-                np.testing.assert_array_equal(array(made.amax)[0], codec.amax(array(x)))
+                np.testing.assert_array_equal(array(some(made.amax))[0], codec.amax(array(x)))
 
 
 @typed
@@ -115,8 +115,7 @@ def test_values_are_the_codecs(name: str, dtype: torch.dtype) -> None:
         if made.amax is not None:
             made.amax.fill_(3.7)
             factor = float(np.float32(3.7)) / (6.0 * case.encoding.scale_max)
-        assert made.scale_inv is not None
-        scales = array(made.scale_inv)
+        scales = array(some(made.scale_inv))
         scales = scales.reshape(1, 1) if case.encoding.tile == (0, 0) else scales
         expected = codec.decode_box(
             case.encoding, bits(made.data), scales, factor=factor, dtype=CODES[dtype], path="numpy"
@@ -127,8 +126,7 @@ def test_values_are_the_codecs(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "nvfp4, 16x16"])
 def test_rowwise_and_columnwise_codes_come_from_one_pass(name: str) -> None:
     encoding, over = CASES[name].encoding, CASES[name].over
-    turned = columnwise_of(encoding)
-    assert turned is not None
+    turned = some(columnwise_of(encoding))
     for shape in SHAPES:
         x = strange(shape, torch.bfloat16)
         if encoding.has_global:
@@ -158,8 +156,7 @@ def test_every_bfloat16_by_scales(code: str) -> None:
         made = kernels.quantize(x.to(DEVICE), encoding, scale=scale)
         with np.errstate(all="ignore"):
             product = x.float().numpy() * np.float32(scale)
-            assert made.scale_inv is not None
-            np.testing.assert_array_equal(array(made.scale_inv), [np.float32(1) / np.float32(scale)])
+            np.testing.assert_array_equal(array(some(made.scale_inv)), [np.float32(1) / np.float32(scale)])
         wanted = nearest(product, code)
         sign = np.signbit(x.float().numpy()).astype(np.uint8) << 7
         same(made.data, np.where(np.isnan(product), 0x7F | sign, wanted).astype(np.uint8))
@@ -294,8 +291,7 @@ def test_empty_matrices() -> None:
             made = kernels.quantize(x, case.encoding, over=case.over)
             assert tuple(kernels.dequantize(made, case.encoding, torch.bfloat16).shape) == shape
         shard = kernels.quantize(x, FLOAT8, amax=3.5)
-        assert shard.scale_inv is not None
-        assert shard.scale_inv.item() == np.float32(1) / np.float32(128)
+        assert some(shard.scale_inv).item() == np.float32(1) / np.float32(128)
 
 
 @pytest.mark.parametrize("groups", [0, 2])
@@ -304,8 +300,7 @@ def test_no_rows_and_no_groups(groups: int) -> None:
     for rows in (0, 5):
         x = torch.ones((rows, 64), device=DEVICE)
         made = kernels.quantize_groups(x, ends, MXFP8, swizzled=True)
-        assert made.scale_inv is not None
-        assert not made.scale_inv.view(torch.uint8).any()
+        assert not some(made.scale_inv).view(torch.uint8).any()
         assert not swizzle_groups(torch.ones((rows, 2), dtype=torch.uint8, device=DEVICE), ends).any()
         codes, scales = kernels.quantize_rows(x, ends, FLOAT8)
         assert (tuple(codes.shape), tuple(scales.shape)) == ((rows, 64), (rows,))
@@ -383,11 +378,9 @@ def test_swizzled_scales_are_those_of_each_group_padded_by_itself(ends: list[int
         offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
         made = kernels.quantize_groups(x.to(DEVICE), offsets, case.encoding, swizzled=True)
         plain = kernels.quantize_groups(x.to(DEVICE), offsets, case.encoding)
-        assert made.data is not None
         assert made.scale_inv is not None
-        assert plain.data is not None
         assert plain.scale_inv is not None
-        same(made.data[: ends[-1]], bits(plain.data[: ends[-1]]))
+        same(some(made.data)[: ends[-1]], bits(some(plain.data)[: ends[-1]]))
         scales = plain.scale_inv.view(torch.uint8).cpu()
         parts = [blocked(scales[start:stop]) for start, stop in pairwise([0, *ends])]
         flat = made.scale_inv.view(torch.uint8).cpu().flatten()
@@ -472,9 +465,8 @@ def test_the_chips_conversions_round_as_the_bits_do_on_a_gpu(monkeypatch: pytest
             seen.append(made)
         for chip, plain in zip(*seen, strict=True):
             assert chip is not None
-            assert plain is not None
             whole = torch.int16 if chip.dtype == torch.bfloat16 else torch.uint8
-            assert torch.equal(chip.view(whole), plain.view(whole))
+            assert torch.equal(chip.view(whole), some(plain).view(whole))
 
 
 def test_nothing_waits_and_all_can_be_captured_on_a_gpu() -> None:
@@ -507,10 +499,8 @@ def test_more_elements_than_an_int32_counts_on_a_gpu() -> None:
     for encoding in (FLOAT8_BLOCK, MXFP8, NVFP4):
         made = kernels.quantize(x, encoding, amax=1000.0 if encoding.has_global else None)
         codes, scales = encoded(Case(encoding), tail, 1000.0 if encoding.has_global else None)
-        assert made.data is not None
-        assert made.scale_inv is not None
-        same(made.data[-128:], codes)
-        same(made.scale_inv[-len(scales) :], scales)
+        same(some(made.data)[-128:], codes)
+        same(some(made.scale_inv)[-len(scales) :], scales)
         values = kernels.dequantize(made, encoding, torch.bfloat16)
         factor = 1000.0 / 2688 if encoding.has_global else 1.0
         same(values[-128:], codec.decode_box(encoding, codes, scales, factor=factor))

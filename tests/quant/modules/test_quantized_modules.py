@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.quant.kinds import KINDS, MORE, raw, same, values
+from tests.some import a, some
 from transaxle.errors import TransaxleError
 from transaxle.quant import DelayedScaling, MasterWeights, QuantizedTensor, Quantizer, linear, quantize_, quantized_init
 
@@ -34,12 +35,9 @@ def test_products_and_gradients_are_those_of_the_values(quantizer: Quantizer, sh
     wanted.float().square().sum().backward()
     assert weight.grad is not None
     assert type(weight.grad) is torch.Tensor
-    assert plain.grad is not None
-    assert torch.equal(weight.grad, plain.grad)
+    assert torch.equal(weight.grad, some(plain.grad))
     for quantized, usual in (x, bias):
-        assert quantized.grad is not None
-        assert usual.grad is not None
-        assert torch.equal(quantized.grad, usual.grad)
+        assert torch.equal(some(quantized.grad), some(usual.grad))
 
 
 def test_autocast_and_wider_weights_give_the_input_s_dtype() -> None:
@@ -54,8 +52,7 @@ def test_autocast_and_wider_weights_give_the_input_s_dtype() -> None:
         made[-1].float().square().sum().backward()
     assert made[0].dtype == made[1].dtype == torch.bfloat16
     torch.testing.assert_close(made[0], made[1], rtol=2e-2, atol=1e-2)
-    assert layers[0].weight.grad is not None
-    torch.testing.assert_close(layers[0].weight.grad, layers[1].weight.grad, rtol=2e-2, atol=0.5)
+    torch.testing.assert_close(some(layers[0].weight.grad), layers[1].weight.grad, rtol=2e-2, atol=0.5)
     assert layers[0](values(3, 64)).dtype == torch.bfloat16
 
 
@@ -100,12 +97,10 @@ def test_masters_are_updated_and_quantized(quantizer: Quantizer) -> None:
     assert torch.equal(optimizer.masters[0], initial.float())
     model(values(5, 64)).float().sum().backward()
     grad, of_bias = model.weight.grad, model.bias.grad
-    assert grad is not None
-    assert of_bias is not None
     optimizer.step()
-    wanted = initial.float() - 0.5 * grad.float()
+    wanted = initial.float() - 0.5 * some(grad).float()
     assert torch.equal(optimizer.masters[0], wanted)
-    assert torch.equal(model.bias, bias - 0.5 * of_bias)
+    assert torch.equal(model.bias, bias - 0.5 * some(of_bias))
     assert isinstance(model.weight, QuantizedTensor)
     if not model.weight.state:
         assert same(model.weight, quantizer.quantize(wanted.bfloat16()))
@@ -132,12 +127,10 @@ def test_float8_products_on_a_gpu_are_near_those_of_values() -> None:
 @five
 def test_a_move_to_a_gpu_and_back_keeps_every_byte(quantizer: Quantizer) -> None:
     made = quantizer.quantize(values(200, 256))
-    there = made.to("cuda", non_blocking=True)
-    assert isinstance(there, QuantizedTensor)
+    there = a(QuantizedTensor, made.to("cuda", non_blocking=True))
     assert all(buffer.is_cuda for buffer in there.components.values())
     assert torch.equal(there.dequantize().cpu(), made.dequantize())
-    back = there.cpu()
-    assert isinstance(back, QuantizedTensor)
+    back = a(QuantizedTensor, there.cpu())
     assert same(made, back)
     assert same(quantizer.quantize(values(200, 256).cuda()).cpu(), made)
 

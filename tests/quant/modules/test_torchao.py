@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.quant.kinds import KINDS, MORE, raw, values
+from tests.some import a
 from transaxle.errors import TransaxleError
 from transaxle.quant import MXFP8, NVFP4, Float8Block, QuantizedTensor, Quantizer, from_torchao, to_torchao
 
@@ -106,8 +107,7 @@ def test_ours_becomes_theirs_and_ours_again(quantizer: Quantizer, stacked: bool)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_a_matrix_become_theirs(kind: str) -> None:
-    made = KINDS[kind].quantize(values(384, 128))[128:256]
-    assert isinstance(made, QuantizedTensor)
+    made = a(QuantizedTensor, KINDS[kind].quantize(values(384, 128))[128:256])
     assert torch.equal(to_torchao(made).dequantize(torch.bfloat16), made.dequantize())  # type: ignore[call-arg]
 
 

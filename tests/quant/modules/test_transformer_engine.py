@@ -26,6 +26,7 @@ from tests.oracles.te_pickles import (
     nvfp4,
 )
 from tests.quant.kinds import raw
+from tests.some import a, some
 from transaxle import quant
 from transaxle.quant import QuantizedTensor, Quantizer
 from transaxle.quant.entries import give_entries
@@ -49,11 +50,8 @@ def _loaded(folder: Path, tensor: Tensor, quantizer: Quantizer, release: Release
     layer = nn.Module()
     layer.weight = nn.Parameter(quantizer.quantize(torch.ones(tensor.shape, dtype=torch.bfloat16)))
     give_entries(layer)
-    report = tx.load(nn.ModuleDict({"layer": layer}), place, dialect="identity")
-    assert report is not None
-    weight = layer.weight
-    assert isinstance(weight, QuantizedTensor)
-    return weight
+    some(tx.load(nn.ModuleDict({"layer": layer}), place, dialect="identity"))
+    return a(QuantizedTensor, layer.weight)
 
 
 def _octets(tensor: Tensor, names: tuple[str, ...]) -> bytes:
