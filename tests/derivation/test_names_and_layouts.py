@@ -161,16 +161,13 @@ def test_a_table_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True, "everything"])
-@pytest.mark.parametrize(
-    ("there", "stays"),
-    [
-        (TEXT, {False: "already exists"}),
-        ("\n  dialect mine of qwen3\n", {False: "already exists"}),
-        ("family.txt", {False: "already exists", True: "it is no table"}),
-        ("", {False: "already exists", True: "it is no table"}),
-        (None, {False: "a folder", True: "a folder", "everything": "a folder"}),
-    ],
-)
+@pytest.mark.parametrize(("there", "stays"), [
+    (TEXT, {False: "already exists"}),
+    ("\n  dialect mine of qwen3\n", {False: "already exists"}),
+    ("family.txt", {False: "already exists", True: "it is no table"}),
+    ("", {False: "already exists", True: "it is no table"}),
+    (None, {False: "a folder", True: "a folder", "everything": "a folder"}),
+])  # fmt: skip
 def test_what_is_there_is_replaced_only_if_that_is_asked_for(
     there: str | None, stays: dict[Any, str], overwrite: Any, tmp_path: Path
 ) -> None:

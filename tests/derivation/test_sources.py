@@ -146,16 +146,13 @@ def _halved(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: each * 0.5 for name, each in state.items()}
 
 
-@pytest.mark.parametrize(
-    ("convert", "words"),
-    [
-        (_beside, "layers.0.norm: some of its values"),
-        (_padded, "of its"),
-        (_rounded, "bfloat16"),
-        (_sorted, "layers"),
-        (_halved, "changed"),
-    ],
-)
+@pytest.mark.parametrize(("convert", "words"), [
+    (_beside, "layers.0.norm: some of its values"),
+    (_padded, "of its"),
+    (_rounded, "bfloat16"),
+    (_sorted, "layers"),
+    (_halved, "changed"),
+])  # fmt: skip
 def test_values_that_are_not_only_moved_are_refused(
     convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], words: str, tmp_path: Path
 ) -> None:
@@ -168,36 +165,30 @@ def test_values_that_are_not_only_moved_are_refused(
     assert caught.value.code == "UNSUPPORTED"
 
 
-@pytest.mark.parametrize(
-    ("returned", "words"),
-    [
-        (None, "it returned None"),
-        ([1], "it returned a value of type list"),
-        ({}, "it returned an empty one"),
-        ({"a": 3}, "its 'a' is a value of type int"),
-    ],
-)
+@pytest.mark.parametrize(("returned", "words"), [
+    (None, "it returned None"),
+    ([1], "it returned a value of type list"),
+    ({}, "it returned an empty one"),
+    ({"a": 3}, "its 'a' is a value of type int"),
+])  # fmt: skip
 def test_a_function_that_returns_no_state_dict(returned: Any, words: str) -> None:
     with pytest.raises(TypeError, match=f"^the converter must return .*{words}$"):
         tx.derive(lambda _: returned, samples=[_before(LAST)])
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "words"),
-    [
-        ({"samples": ()}, TypeError, "samples must be a list of state dicts, at least one"),
-        ({"samples": {"a": np.zeros(3)}}, TypeError, "samples must be a list of state dicts"),
-        ({"samples": [{}]}, TypeError, "none of them empty"),
-        ({"samples": [{"a": [1, 2]}]}, TypeError, "'a' is a value of type list"),
-        ({"configs": [{}, {}]}, ValueError, "one for each of the 1 samples; there are 2"),
-        ({"config": {"layers": 2}}, TypeError, "for a function, give configs"),
-        ({"dialects": ("hf", "hf")}, ValueError, "two different names"),
-        ({"dialects": "hf"}, ValueError, "two different names"),
-        ({"dialects": ("hf", "my own")}, ValueError, "two different names"),
-        ({"converter": 3}, TypeError, "a model type or a function"),
-        ({"converter": "llama"}, TypeError, "are for a function"),
-    ],
-)
+@pytest.mark.parametrize(("given", "error", "words"), [
+    ({"samples": ()}, TypeError, "samples must be a list of state dicts, at least one"),
+    ({"samples": {"a": np.zeros(3)}}, TypeError, "samples must be a list of state dicts"),
+    ({"samples": [{}]}, TypeError, "none of them empty"),
+    ({"samples": [{"a": [1, 2]}]}, TypeError, "'a' is a value of type list"),
+    ({"configs": [{}, {}]}, ValueError, "one for each of the 1 samples; there are 2"),
+    ({"config": {"layers": 2}}, TypeError, "for a function, give configs"),
+    ({"dialects": ("hf", "hf")}, ValueError, "two different names"),
+    ({"dialects": "hf"}, ValueError, "two different names"),
+    ({"dialects": ("hf", "my own")}, ValueError, "two different names"),
+    ({"converter": 3}, TypeError, "a model type or a function"),
+    ({"converter": "llama"}, TypeError, "are for a function"),
+])  # fmt: skip
 def test_arguments_that_cannot_be(given: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         tx.derive(**{"converter": dict, "samples": [{"a": np.zeros(3, np.float32)}], **given})

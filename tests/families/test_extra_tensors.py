@@ -112,15 +112,12 @@ def test_a_tensor_that_the_config_rules_out_is_refused_in_every_dialect(name: st
     assert {key: fate for key, fate in fates.items() if fate != "refused"} == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("qwen3_moe", {"decoder_sparse_step": 1, "mlp_only_layers": []}),
-        ("gpt_oss", {}),
-        ("qwen3_5_moe_text", {}),
-        ("deepseek_v3", {"topk_method": "greedy"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "config"), [
+    ("qwen3_moe", {"decoder_sparse_step": 1, "mlp_only_layers": []}),
+    ("gpt_oss", {}),
+    ("qwen3_5_moe_text", {}),
+    ("deepseek_v3", {"topk_method": "greedy"}),
+])  # fmt: skip
 def test_a_bias_of_torchtitans_routers_goes_where_there_is_one(name: str, config: Mapping[str, Any]) -> None:
     """Into torchtitan zeros; from one release of it into the other as it is; everywhere else it must be zero."""
     family = builtin()[name]

@@ -142,14 +142,11 @@ def test_a_model_without_these_layers_lacks_none_of_them(case: str) -> None:
     assert _missing(view) == set()
 
 
-@pytest.mark.parametrize(
-    ("case", "lost"),
-    [
-        ("mellum", "mtp.layers.0.mlp.experts.1.up_proj.weight"),
-        ("exaone", "mtp.layers.1.self_attn.q_proj.weight"),
-        ("nemotron", "mtp.layers.1.mixer.experts.2.down_proj.weight"),
-    ],
-)
+@pytest.mark.parametrize(("case", "lost"), [
+    ("mellum", "mtp.layers.0.mlp.experts.1.up_proj.weight"),
+    ("exaone", "mtp.layers.1.self_attn.q_proj.weight"),
+    ("nemotron", "mtp.layers.1.mixer.experts.2.down_proj.weight"),
+])  # fmt: skip
 def test_a_part_of_them_lacks_the_rest(case: str, lost: str) -> None:
     assert _missing(translated(case, "hf", lost)[0]) == {lost}
 

@@ -374,21 +374,18 @@ GROUPED = np.arange(90).reshape(3, 30)
 """`(g [q:(r c) | k:c | v:c])`: 20 of q, 5 of k, 5 of v in each group."""
 
 
-@pytest.mark.parametrize(
-    ("text", "ranges", "wanted"),
-    [
-        ("q[(g r c) d]", {"g": (1, 3)}, _flat(Q[1:])),
-        ("q[(g r c) d]", {"g": (2, 3), "r": (1, 3)}, _flat(Q[2, 1:3])),
-        ("q[(g r c) d]", {"r": (1, 3)}, _flat(Q[:, 1:3])),
-        ("q[(g r c) d]", {}, _flat(Q)),
-        ("[[q:(g r c) | k:(g c) | v:(g c)] d]", {"g": (1, 2)}, _flat(Q[1], K[1], V[1])),
-        ("[[q:(g r c) | k:(g c) | v:(g c)] d]", {"g": (1, 2), "r": (0, 3)}, _flat(Q[1, :3], K[1], V[1])),
-        ("[(g [q:(r c) | k:c | v:c]) d]", {"g": (1, 3)}, _flat(GROUPED[1:])),
-        ("[(g [q:(r c) | k:c | v:c]) d]", {"g": (2, 3), "r": (3, 4)}, _flat(GROUPED[2, 15:20], GROUPED[2, 20:])),
-        ("[(f [gate: | up:]) d]", {"f": (2, 5)}, list(range(4, 10))),
-        ("[[gate:f | up:f] d]", {"f": (2, 5)}, [2, 3, 4, 9, 10, 11]),
-    ],
-)
+@pytest.mark.parametrize(("text", "ranges", "wanted"), [
+    ("q[(g r c) d]", {"g": (1, 3)}, _flat(Q[1:])),
+    ("q[(g r c) d]", {"g": (2, 3), "r": (1, 3)}, _flat(Q[2, 1:3])),
+    ("q[(g r c) d]", {"r": (1, 3)}, _flat(Q[:, 1:3])),
+    ("q[(g r c) d]", {}, _flat(Q)),
+    ("[[q:(g r c) | k:(g c) | v:(g c)] d]", {"g": (1, 2)}, _flat(Q[1], K[1], V[1])),
+    ("[[q:(g r c) | k:(g c) | v:(g c)] d]", {"g": (1, 2), "r": (0, 3)}, _flat(Q[1, :3], K[1], V[1])),
+    ("[(g [q:(r c) | k:c | v:c]) d]", {"g": (1, 3)}, _flat(GROUPED[1:])),
+    ("[(g [q:(r c) | k:c | v:c]) d]", {"g": (2, 3), "r": (3, 4)}, _flat(GROUPED[2, 15:20], GROUPED[2, 20:])),
+    ("[(f [gate: | up:]) d]", {"f": (2, 5)}, list(range(4, 10))),
+    ("[[gate:f | up:f] d]", {"f": (2, 5)}, [2, 3, 4, 9, 10, 11]),
+])  # fmt: skip
 def test_they_are_those_that_slicing_gives(text: str, ranges: dict[str, tuple[int, int]], wanted: list[int]) -> None:
     node = parse(text).dims[0]
     found = positions(node, SIZES, ranges)

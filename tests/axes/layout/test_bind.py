@@ -75,23 +75,11 @@ def test_names_are_read_whole() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "layers.0.norm.norm",
-        "norm.layers.0.norm",
-        "xlayers.0.norm",
-        "layers.0.normal",
-        "layers.00.norm",
-        "layers.0.w3",
-        "layers.5.norm",
-        "layers.0.experts.12.up",
-        "layers.0.experts.-1.up",
-        "layers.99999999999999999999.norm",
-        "",
-        "layers..norm",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "layers.0.norm.norm", "norm.layers.0.norm", "xlayers.0.norm", "layers.0.normal", "layers.00.norm", "layers.0.w3",
+    "layers.5.norm", "layers.0.experts.12.up", "layers.0.experts.-1.up", "layers.99999999999999999999.norm", "",
+    "layers..norm",
+])  # fmt: skip
 def test_names_that_only_look_alike_are_unknown(name: str) -> None:
     found = bound([name], config=SIZES)
     assert found.unknown == (name,)
@@ -169,19 +157,16 @@ def test_the_prefix_is_the_one_that_reads_most_names() -> None:
     assert best(["what", "ever.it.is"]) == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("a.b", ("a.b", WEIGHT)),
-        ("optim/a.b/exp_avg", ("a.b", "exp_avg")),
-        ("optim/a/b/step", ("a/b", "step")),
-        ("optim/#3/exp_avg", ("#3", "exp_avg")),
-        ("optim/a", ("optim/a", WEIGHT)),
-        ("optim/a/", ("optim/a/", WEIGHT)),
-        ("optim//step", ("optim//step", WEIGHT)),
-        ("optimizer/a/step", ("optimizer/a/step", WEIGHT)),
-    ],
-)
+@pytest.mark.parametrize(("name", "parts"), [
+    ("a.b", ("a.b", WEIGHT)),
+    ("optim/a.b/exp_avg", ("a.b", "exp_avg")),
+    ("optim/a/b/step", ("a/b", "step")),
+    ("optim/#3/exp_avg", ("#3", "exp_avg")),
+    ("optim/a", ("optim/a", WEIGHT)),
+    ("optim/a/", ("optim/a/", WEIGHT)),
+    ("optim//step", ("optim//step", WEIGHT)),
+    ("optimizer/a/step", ("optimizer/a/step", WEIGHT)),
+])  # fmt: skip
 def test_slots(name: str, parts: tuple[str, str]) -> None:
     assert split_slot(name) == parts
 

@@ -121,17 +121,14 @@ def refused(rule: Expression, cuts: list[Cuttable], shards: list[tuple[int, ...]
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("rule", "shards"),
-    [
-        ("q[(g r c) d]", [(8, 5), (8, 5)]),  # a rank is missing
-        ("q[(g r c) d]", [(24, 5), (24, 4)]),
-        ("[[q:(g r c) | k:(g c) | v:(g c)] d]", [(20, 5), (28, 5)]),  # a cut inside a group
-        ("o[d (g r c)]", [(3, 24), (2, 24)]),  # cut along an axis that is not named
-        ("norm[d]", [(3,), (2,)]),
-        ("norm[d]", [(5,), (5, 1)]),
-    ],
-)
+@pytest.mark.parametrize(("rule", "shards"), [
+    ("q[(g r c) d]", [(8, 5), (8, 5)]),  # a rank is missing
+    ("q[(g r c) d]", [(24, 5), (24, 4)]),
+    ("[[q:(g r c) | k:(g c) | v:(g c)] d]", [(20, 5), (28, 5)]),  # a cut inside a group
+    ("o[d (g r c)]", [(3, 24), (2, 24)]),  # cut along an axis that is not named
+    ("norm[d]", [(3,), (2,)]),
+    ("norm[d]", [(5,), (5, 1)]),
+])  # fmt: skip
 def test_shapes_that_no_cut_gives_are_refused(rule: str, shards: list[tuple[int, ...]]) -> None:
     error = refused(parse(rule), [cuttable("g")], shards)
     assert error.code == "SHAPE_MISMATCH"
@@ -160,18 +157,15 @@ def test_padding_that_is_cut_too_is_refused() -> None:
 TOY = "family toy\n  axes l g c d\n  q : l g c d\n  k : l g c d\n"
 
 
-@pytest.mark.parametrize(
-    ("statement", "said"),
-    [
-        ("cut tp", "'cut tp = AXIS"),
-        ("cut tp = ()", "'cut tp = AXIS"),
-        ("cut pp = g", "'cut tp = AXIS"),
-        ("cut tp = g of", "'of' is not in 'axes'"),
-        ("cut tp = z", "'z' is not in 'axes'"),
-        ("cut tp = g of z", "'z' is none"),
-        ("cut tp = " + "a" * 900 + "!", "'cut tp = AXIS"),
-    ],
-)
+@pytest.mark.parametrize(("statement", "said"), [
+    ("cut tp", "'cut tp = AXIS"),
+    ("cut tp = ()", "'cut tp = AXIS"),
+    ("cut pp = g", "'cut tp = AXIS"),
+    ("cut tp = g of", "'of' is not in 'axes'"),
+    ("cut tp = z", "'z' is not in 'axes'"),
+    ("cut tp = g of z", "'z' is none"),
+    ("cut tp = " + "a" * 900 + "!", "'cut tp = AXIS"),
+])  # fmt: skip
 def test_mistakes_in_cut_statements_are_shown(statement: str, said: str) -> None:
     with pytest.raises(TransaxleError) as caught:
         tables.read(f"{TOY}  {statement}")

@@ -249,18 +249,15 @@ def test_fill_finds_what_it_is_not_told(expression: Expression, sizes: dict[str,
     assert {axis: found[axis] for axis in expression.axes} == {axis: sizes[axis] for axis in expression.axes}
 
 
-@pytest.mark.parametrize(
-    ("text", "shape", "told", "why"),
-    [
-        ("x[f d]", (4,), {}, "expected 2 dims, got [4]"),
-        ("x[f d]", (4, 5), {"d": 6}, "expected [4, 6] (d=6, f=4), got [4, 5]"),
-        ("x[(f d)]", (20,), {"f": 3}, "a size of d that makes a dim of 20"),
-        ("[[x:f | y:f]]", (7,), {}, "a size of f that makes a dim of 7"),
-        ("[[x:n | 0:p]]", (6,), {"n": 7}, "a size of p that makes a dim of 6"),
-        ("x[1 f]", (2, 3), {}, "expected [1, 3] (f=3), got [2, 3]"),
-        ("x[(f d)]", (5,), {"f": 0}, "a size of d that makes a dim of 5"),
-    ],
-)
+@pytest.mark.parametrize(("text", "shape", "told", "why"), [
+    ("x[f d]", (4,), {}, "expected 2 dims, got [4]"),
+    ("x[f d]", (4, 5), {"d": 6}, "expected [4, 6] (d=6, f=4), got [4, 5]"),
+    ("x[(f d)]", (20,), {"f": 3}, "a size of d that makes a dim of 20"),
+    ("[[x:f | y:f]]", (7,), {}, "a size of f that makes a dim of 7"),
+    ("[[x:n | 0:p]]", (6,), {"n": 7}, "a size of p that makes a dim of 6"),
+    ("x[1 f]", (2, 3), {}, "expected [1, 3] (f=3), got [2, 3]"),
+    ("x[(f d)]", (5,), {"f": 0}, "a size of d that makes a dim of 5"),
+])  # fmt: skip
 def test_fill_refuses_shapes_that_the_rule_does_not_explain(
     text: str, shape: Shape, told: dict[str, int], why: str
 ) -> None:
@@ -363,28 +360,25 @@ def test_every_expression_of_a_tensor_keeps_the_same_axes(expressions: list[Expr
         assert all(axes == kept[0] for axes in kept)
 
 
-@pytest.mark.parametrize(
-    ("texts", "wanted"),
-    [
-        (("q[(g r c) d]", "q[d (g r c)]"), ["d g*r*c", "d g*r*c"]),
-        (("q[(g r c) d]", "q[g r c d]"), ["c d g r", "c d g r"]),
-        (("q[(g r c) d]", "q[g (r c) d]"), ["d g r*c", "d g r*c"]),
-        (("q[(g r c) d]", "q[(g (r c)) d]"), ["d g r*c", "d g r*c"]),
-        (("q[(g r c) d]", "q[(r g c) d]"), ["c d g r", "c d g r"]),
-        (("q[(g 1 c) d]", "q[(g c) d]"), ["c d g", "c d g"]),
-        # what lives in a name somewhere is separated there
-        (("q[(g r c)]", "q[(r c)]"), ["g r*c", "r*c"]),
-        (("q[(g r c) d]", "[(g [q:(r c) | k:c]) d]", "k[(g c) d]"), ["d g r*c", "c d g r*c", "c d g"]),
-        (("[[q:(g c) | k:(g c)] d]", "q[(g c) d]", "k[(g c) d]"), ["d g*c", "d g*c", "d g*c"]),
-        # axes that both have are only joined where both allow it
-        (("[(g c) [q: | k:]]", "q[(g c)]", "k[g c]"), ["c g", "c g", "c g"]),
-        (("[(g c) [q: | k:]]", "q[(g c)]", "k[(g c)]"), ["g*c", "g*c", "g*c"]),
-        # an axis of one tensor says nothing about another of the same name
-        (("[[q:(n c) | k:c]]", "k[c]", "q[(n c)]"), ["c n*c", "c", "n*c"]),
-        # copies along an axis that the tensor does not have
-        (("k[(g c)]", "k[(g n c)]"), ["c g", "c g n"]),
-    ],
-)
+@pytest.mark.parametrize(("texts", "wanted"), [
+    (("q[(g r c) d]", "q[d (g r c)]"), ["d g*r*c", "d g*r*c"]),
+    (("q[(g r c) d]", "q[g r c d]"), ["c d g r", "c d g r"]),
+    (("q[(g r c) d]", "q[g (r c) d]"), ["d g r*c", "d g r*c"]),
+    (("q[(g r c) d]", "q[(g (r c)) d]"), ["d g r*c", "d g r*c"]),
+    (("q[(g r c) d]", "q[(r g c) d]"), ["c d g r", "c d g r"]),
+    (("q[(g 1 c) d]", "q[(g c) d]"), ["c d g", "c d g"]),
+    # what lives in a name somewhere is separated there
+    (("q[(g r c)]", "q[(r c)]"), ["g r*c", "r*c"]),
+    (("q[(g r c) d]", "[(g [q:(r c) | k:c]) d]", "k[(g c) d]"), ["d g r*c", "c d g r*c", "c d g"]),
+    (("[[q:(g c) | k:(g c)] d]", "q[(g c) d]", "k[(g c) d]"), ["d g*c", "d g*c", "d g*c"]),
+    # axes that both have are only joined where both allow it
+    (("[(g c) [q: | k:]]", "q[(g c)]", "k[g c]"), ["c g", "c g", "c g"]),
+    (("[(g c) [q: | k:]]", "q[(g c)]", "k[(g c)]"), ["g*c", "g*c", "g*c"]),
+    # an axis of one tensor says nothing about another of the same name
+    (("[[q:(n c) | k:c]]", "k[c]", "q[(n c)]"), ["c n*c", "c", "n*c"]),
+    # copies along an axis that the tensor does not have
+    (("k[(g c)]", "k[(g n c)]"), ["c g", "c g n"]),
+])  # fmt: skip
 def test_axes_that_are_never_separated_are_one(texts: tuple[str, ...], wanted: list[str]) -> None:
     assert joined(*texts) == wanted
 

@@ -47,29 +47,10 @@ def test_parts() -> None:
     assert [Hole("l", shift, None).shift_axis for shift in ("-L", "+L", "+3", None)] == ["L", "L", None, None]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        "a.01.w",
-        "a.+1.w",
-        "a.-1.w",
-        "a. 1.w",
-        "a.1 .w",
-        "a.1_0.w",
-        "a.1.0.w",
-        "a..w",
-        "a.x.w",
-        "a.١.w",
-        "a.²..w",
-        "b.a.1.w",
-        "a.1.w.b",
-        "a.1.weight",
-        "a.1.w\n",
-        "A.1.w",
-        "a.12345678901.w",
-        "a." + "9" * 5000 + ".w",
-    ],
-)
+@pytest.mark.parametrize("other", [
+    "a.01.w", "a.+1.w", "a.-1.w", "a. 1.w", "a.1 .w", "a.1_0.w", "a.1.0.w", "a..w", "a.x.w", "a.١.w", "a.²..w",
+    "b.a.1.w", "a.1.w.b", "a.1.weight", "a.1.w\n", "A.1.w", "a.12345678901.w", "a." + "9" * 5000 + ".w",
+])  # fmt: skip
 def test_a_hole_is_a_canonical_decimal_and_the_rest_is_literal(other: str) -> None:
     name = Name("a.{l}.w")
     assert name.match("a.10.w") == (10,)
@@ -128,26 +109,23 @@ def test_a_number_has_one_index_and_an_index_one_number(spans: list[int], factor
         assert all(0 <= index < span for index, span in zip(indices[1:], spans, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("text", "column", "expected"),
-    [
-        ("a.{l", 3, "a hole such as {l}, {m+L}, {l-L}, {2*l+1}, {(l e)} or {e@ep}"),
-        ("a.l}", 4, "a hole such as"),
-        ("a.{1}", 3, "a hole such as"),
-        ("a.{l+}.{e}", 3, "a hole such as"),
-        ("a.{l-}", 3, "a hole such as"),
-        ("a.{l*L}", 3, "a hole such as"),
-        ("a.{l}.{}", 7, "a hole such as"),
-        ("a.{l}.{l}", 7, "each axis once"),
-        ("a.{l}{e}", 6, "text between two holes"),
-        ("a.{(l)}", 3, "a hole such as"),
-        ("a.{(l e}", 3, "a hole such as"),
-        ("a.{(l (e m))}", 3, "a hole such as"),
-        ("a.{(l e)}.{(m l)}", 11, "each axis once; 'l' occurs twice"),
-        ("a.{(l l)}", 3, "each axis once; 'l' occurs twice"),
-        ("a.{(l e)@ep}", 3, "one axis before '@'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "column", "expected"), [
+    ("a.{l", 3, "a hole such as {l}, {m+L}, {l-L}, {2*l+1}, {(l e)} or {e@ep}"),
+    ("a.l}", 4, "a hole such as"),
+    ("a.{1}", 3, "a hole such as"),
+    ("a.{l+}.{e}", 3, "a hole such as"),
+    ("a.{l-}", 3, "a hole such as"),
+    ("a.{l*L}", 3, "a hole such as"),
+    ("a.{l}.{}", 7, "a hole such as"),
+    ("a.{l}.{l}", 7, "each axis once"),
+    ("a.{l}{e}", 6, "text between two holes"),
+    ("a.{(l)}", 3, "a hole such as"),
+    ("a.{(l e}", 3, "a hole such as"),
+    ("a.{(l (e m))}", 3, "a hole such as"),
+    ("a.{(l e)}.{(m l)}", 11, "each axis once; 'l' occurs twice"),
+    ("a.{(l l)}", 3, "each axis once; 'l' occurs twice"),
+    ("a.{(l e)@ep}", 3, "one axis before '@'"),
+])  # fmt: skip
 def test_errors_show_the_column(text: str, column: int, expected: str) -> None:
     with pytest.raises(Refused, match="CORRUPT") as caught:
         _ = Name(text, 4).holes
@@ -185,47 +163,41 @@ def refused(*lines: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(
-    ("one", "two", "name"),
-    [
-        ("layers.{l}.x = x[d]", "layers.2.x = y[d]", "layers.2.x"),
-        ("layers.2.x = y[d]", "layers.{l}.x = x[d]", "layers.2.x"),
-        ("layers.{l}.x = x[d]", "layers.{m}.x = z[d]", "layers.0.x"),
-        ("layers.{l}.x = x[d]", "layers.{m+5}.x = z[d]", "layers.5.x"),
-        ("part{f}.x = v[d]", "part3.x = y[d]", "part3.x"),
-        ("fc1{f}.x = v[d]", "fc{l}.x = x[d]", "fc10.x"),
-        ("a.{l}.b.{e}.c = w[d]", "a.3.b.{f}.c = v[d]", "a.3.b.0.c"),
-        ("a.{(l e)} = w[d]", "a.5 = y[d]", "a.5"),
-        ("a.{(l e)} = w[d]", "a.{m+L} = z[d]", "a.0"),
-        ("a.{2*(l e)} = w[d]", "a.{m} = z[d]", "a.0"),
-        ("layers.{l}.x = x[d] when sparse", "layers.{m}.x = z[d]", "layers.0.x"),
-        ("layers.{l}.x = x[d] when l > 2", "layers.5.x = y[d]", "layers.5.x"),
-        ("layers.{l}.x = x[d] optional", "layers.5.x = y[d] when old", "layers.5.x"),
-        ("layers.{l}.x = x[d] when mxfp4", "layers.5.x = y[d] when not nvfp4", "layers.5.x"),
-    ],
-)
+@pytest.mark.parametrize(("one", "two", "name"), [
+    ("layers.{l}.x = x[d]", "layers.2.x = y[d]", "layers.2.x"),
+    ("layers.2.x = y[d]", "layers.{l}.x = x[d]", "layers.2.x"),
+    ("layers.{l}.x = x[d]", "layers.{m}.x = z[d]", "layers.0.x"),
+    ("layers.{l}.x = x[d]", "layers.{m+5}.x = z[d]", "layers.5.x"),
+    ("part{f}.x = v[d]", "part3.x = y[d]", "part3.x"),
+    ("fc1{f}.x = v[d]", "fc{l}.x = x[d]", "fc10.x"),
+    ("a.{l}.b.{e}.c = w[d]", "a.3.b.{f}.c = v[d]", "a.3.b.0.c"),
+    ("a.{(l e)} = w[d]", "a.5 = y[d]", "a.5"),
+    ("a.{(l e)} = w[d]", "a.{m+L} = z[d]", "a.0"),
+    ("a.{2*(l e)} = w[d]", "a.{m} = z[d]", "a.0"),
+    ("layers.{l}.x = x[d] when sparse", "layers.{m}.x = z[d]", "layers.0.x"),
+    ("layers.{l}.x = x[d] when l > 2", "layers.5.x = y[d]", "layers.5.x"),
+    ("layers.{l}.x = x[d] optional", "layers.5.x = y[d] when old", "layers.5.x"),
+    ("layers.{l}.x = x[d] when mxfp4", "layers.5.x = y[d] when not nvfp4", "layers.5.x"),
+])  # fmt: skip
 def test_lines_that_share_a_name_are_refused(one: str, two: str, name: str) -> None:
     assert refused(one, two) == name
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        ("layers.{l}.x = x[d]", "layers.{m+L}.x = z[d]"),
-        ("a.{2*(l e)} = w[d]", "a.{2*m+1} = z[d]"),
-        ("layers.{m+L}.x = z[d]", "layers.{l}.x = x[d]"),
-        ("part{f}.x = v[d]", "part4.x = y[d]"),
-        ("part{f}.x = v[d]", "part03.x = y[d]"),
-        ("layers.{l}.x = x[d]", "layers.{l}.y = x[d]", "layers.2.z = y[d]"),
-        ("layers.{l}.x = x[d] when l != 2", "layers.2.x = y[d]"),
-        ("layers.{l}.x = x[d] when l > 2", "layers.2.x = y[d]"),
-        ("layers.{l}.x = x[d] when sparse", "layers.{m}.x = z[d] when not m in moe_layers"),
-        ("layers.{l}.x = x[d] when l < 2", "layers.{m}.x = z[d] when m >= 2"),
-        ('layers.{l}.x = x[d] when kind[l] == "a"', 'layers.{l}.x = y[d] when kind[l] == "b"'),
-        ("layers.{l}.x = x[d] when mxfp4", "layers.{l}.x = y[d] when nvfp4"),
-        ("layers.{l}.x = x[d] when old", "layers.{l}.x = y[d] when not old"),
-    ],
-)
+@pytest.mark.parametrize("lines", [
+    ("layers.{l}.x = x[d]", "layers.{m+L}.x = z[d]"),
+    ("a.{2*(l e)} = w[d]", "a.{2*m+1} = z[d]"),
+    ("layers.{m+L}.x = z[d]", "layers.{l}.x = x[d]"),
+    ("part{f}.x = v[d]", "part4.x = y[d]"),
+    ("part{f}.x = v[d]", "part03.x = y[d]"),
+    ("layers.{l}.x = x[d]", "layers.{l}.y = x[d]", "layers.2.z = y[d]"),
+    ("layers.{l}.x = x[d] when l != 2", "layers.2.x = y[d]"),
+    ("layers.{l}.x = x[d] when l > 2", "layers.2.x = y[d]"),
+    ("layers.{l}.x = x[d] when sparse", "layers.{m}.x = z[d] when not m in moe_layers"),
+    ("layers.{l}.x = x[d] when l < 2", "layers.{m}.x = z[d] when m >= 2"),
+    ('layers.{l}.x = x[d] when kind[l] == "a"', 'layers.{l}.x = y[d] when kind[l] == "b"'),
+    ("layers.{l}.x = x[d] when mxfp4", "layers.{l}.x = y[d] when nvfp4"),
+    ("layers.{l}.x = x[d] when old", "layers.{l}.x = y[d] when not old"),
+])  # fmt: skip
 def test_lines_that_exclude_each_other_are_sound(lines: tuple[str, ...]) -> None:
     table = HEAD.replace("  y : d\n", "  y : l d\n") if "{l}.x = y" in lines[1] else HEAD
     assert tables.read(table + "\n".join(f"  {line}" for line in lines) + "\n")
@@ -242,24 +214,21 @@ def test_many_fixed_names_take_no_time() -> None:
     assert tables.read(HEAD + lines)
 
 
-@pytest.mark.parametrize(
-    ("one", "two", "name"),
-    [
-        ("n.{2*l} = x[d]", "n.{2*l+1} = x[d]", None),
-        ("n.{2*l} = x[d]", "n.{3*l+1} = x[d]", "n.4"),
-        ("n.{2*l} = x[d]", "n.{l} = x[d]", "n.0"),
-        ("n.{2*l+1} = x[d]", "n.4 = y[d]", None),
-        ("n.{2*l+1} = x[d]", "n.5 = y[d]", "n.5"),
-        ("n.{50*l+1} = x[d]", "n.{60*l+11} = x[d]", "n.251"),
-        ("n.{4*l+900} = x[d]", "n.{6*l+1} = x[d]", None),
-        ("n.{4*l+900} = x[d]", "n.{6*l+2} = x[d]", "n.908"),
-        ("n.{2*l-1} = x[d]", "n.{2*m} = z[d]", None),
-        ("n.{2*l} = x[d]", "n.{2*m+L} = z[d]", "n.0"),
-        ("n.{l} = x[d]", "n.{2*m+L} = z[d]", None),
-        ("n.{2*f} = v[d]", "n.{l+7} = x[d]", None),
-        ("n.{2*f} = v[d]", "n.{l+6} = x[d]", "n.6"),
-    ],
-)
+@pytest.mark.parametrize(("one", "two", "name"), [
+    ("n.{2*l} = x[d]", "n.{2*l+1} = x[d]", None),
+    ("n.{2*l} = x[d]", "n.{3*l+1} = x[d]", "n.4"),
+    ("n.{2*l} = x[d]", "n.{l} = x[d]", "n.0"),
+    ("n.{2*l+1} = x[d]", "n.4 = y[d]", None),
+    ("n.{2*l+1} = x[d]", "n.5 = y[d]", "n.5"),
+    ("n.{50*l+1} = x[d]", "n.{60*l+11} = x[d]", "n.251"),
+    ("n.{4*l+900} = x[d]", "n.{6*l+1} = x[d]", None),
+    ("n.{4*l+900} = x[d]", "n.{6*l+2} = x[d]", "n.908"),
+    ("n.{2*l-1} = x[d]", "n.{2*m} = z[d]", None),
+    ("n.{2*l} = x[d]", "n.{2*m+L} = z[d]", "n.0"),
+    ("n.{l} = x[d]", "n.{2*m+L} = z[d]", None),
+    ("n.{2*f} = v[d]", "n.{l+7} = x[d]", None),
+    ("n.{2*f} = v[d]", "n.{l+6} = x[d]", "n.6"),
+])  # fmt: skip
 def test_names_whose_numbers_are_multiplied(one: str, two: str, name: str | None) -> None:
     assert refused(one, two) == name
     assert (refused(two, one) is None) == (name is None)

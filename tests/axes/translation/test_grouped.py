@@ -53,19 +53,16 @@ class Held:
         return (Chunk((0,) * len(self.shape), self.shape),)
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("a.b.weight12", ("a.b.weight", 12, "")),
-        ("weight0_scale_inv", ("weight", 0, "_scale_inv")),
-        ("experts.3.fc.bias1", ("experts.3.fc.bias", 1, "")),
-        ("weight", None),
-        ("a.3.weight", None),
-        ("weight01", None),
-        ("a.7", None),
-        ("w1_EFD", ("w", 1, "_EFD")),
-    ],
-)
+@pytest.mark.parametrize(("name", "parts"), [
+    ("a.b.weight12", ("a.b.weight", 12, "")),
+    ("weight0_scale_inv", ("weight", 0, "_scale_inv")),
+    ("experts.3.fc.bias1", ("experts.3.fc.bias", 1, "")),
+    ("weight", None),
+    ("a.3.weight", None),
+    ("weight01", None),
+    ("a.7", None),
+    ("w1_EFD", ("w", 1, "_EFD")),
+])  # fmt: skip
 def test_numbered_names(name: str, parts: Any) -> None:
     assert split_number(name) == parts
 
@@ -132,25 +129,17 @@ def test_other_layers_with_such_names_are_left_alone() -> None:
         assert _found(wanted, stored) == Arrangement((), (), frozenset())
 
 
-@pytest.mark.parametrize(
-    ("wanted", "stored", "code", "message"),
-    [
-        (MANY, {f"a.weight{e}": (3, 4) for e in range(6)}, "SHAPE_MISMATCH", "has 6 experts, the layer 5"),
-        (
-            ONE,
-            {f"a.weight{e}": (3, 4) for e in range(4)},
-            "SHAPE_MISMATCH",
-            "has 4 experts, the layer 5; 4 are missing",
-        ),
-        (MANY, {"a.weight": (6, 3, 4)}, "SHAPE_MISMATCH", "has 6 experts, the layer 5"),
-        (ONE, {"a.weight": (18, 4)}, "SHAPE_MISMATCH", "has 6 experts, the layer 5"),
-        (MANY, {"a.weight": (16, 4)}, "SHAPE_MISMATCH", "has 16 rows, not a whole number of experts"),
-        (ONE, {n: s for n, s in MANY.items() if n[-1] not in "13"}, "INCOMPLETE", "experts 1, 3 of 5 are missing"),
-        (MANY, {n: s for n, s in MANY.items() if n[-1] not in "13"}, "INCOMPLETE", "experts 1, 3 of 5 are missing"),
-        (MANY, ONE | {"a.weight7": (3, 4)}, "SHAPE_MISMATCH", "has at least 8 experts, the layer 5"),
-        (MANY | SCALES, ONE | {"a.weight_scale_inv": (1,)}, "UNSUPPORTED", "not one scale for each of 5 experts"),
-    ],
-)
+@pytest.mark.parametrize(("wanted", "stored", "code", "message"), [
+    (MANY, {f"a.weight{e}": (3, 4) for e in range(6)}, "SHAPE_MISMATCH", "has 6 experts, the layer 5"),
+    (ONE, {f"a.weight{e}": (3, 4) for e in range(4)}, "SHAPE_MISMATCH", "has 4 experts, the layer 5; 4 are missing"),
+    (MANY, {"a.weight": (6, 3, 4)}, "SHAPE_MISMATCH", "has 6 experts, the layer 5"),
+    (ONE, {"a.weight": (18, 4)}, "SHAPE_MISMATCH", "has 6 experts, the layer 5"),
+    (MANY, {"a.weight": (16, 4)}, "SHAPE_MISMATCH", "has 16 rows, not a whole number of experts"),
+    (ONE, {n: s for n, s in MANY.items() if n[-1] not in "13"}, "INCOMPLETE", "experts 1, 3 of 5 are missing"),
+    (MANY, {n: s for n, s in MANY.items() if n[-1] not in "13"}, "INCOMPLETE", "experts 1, 3 of 5 are missing"),
+    (MANY, ONE | {"a.weight7": (3, 4)}, "SHAPE_MISMATCH", "has at least 8 experts, the layer 5"),
+    (MANY | SCALES, ONE | {"a.weight_scale_inv": (1,)}, "UNSUPPORTED", "not one scale for each of 5 experts"),
+])  # fmt: skip
 def test_another_set_of_experts_is_refused(wanted: Shapes, stored: Shapes, code: str, message: str) -> None:
     found = _found(wanted, stored)
     assert [refusal.code for refusal in found.problems] == [code]
@@ -180,16 +169,13 @@ def test_both_forms_are_told_and_states_follow_either() -> None:
     assert [one.where.tensor for one in regroup([stem], unlike).refusals] == ["a.weight2"]
 
 
-@pytest.mark.parametrize(
-    ("packing", "member", "packed"),
-    [
-        (STACK, (3, 4), (5, 3, 4)),
-        (ROWS, (3, 4), (15, 4)),
-        (ROWS, (3,), (15,)),
-        (COLUMN, (3,), (5, 1, 3)),
-        (STACK, (), (5,)),
-    ],
-)
+@pytest.mark.parametrize(("packing", "member", "packed"), [
+    (STACK, (3, 4), (5, 3, 4)),
+    (ROWS, (3, 4), (15, 4)),
+    (ROWS, (3,), (15,)),
+    (COLUMN, (3,), (5, 1, 3)),
+    (STACK, (), (5,)),
+])  # fmt: skip
 def test_each_packing_is_what_numpy_makes_of_it(packing: Packing, member: Any, packed: Any) -> None:
     whole = np.arange(int(np.prod(packed))).reshape(packed)
     stem = Regrouping("w", "", len(member), 5, packing, MEMBERS)

@@ -76,13 +76,10 @@ def test_unknown_names_are_kept_and_known_nothing_is_left_out() -> None:
     assert "layers.0.inv_freq" not in view.targets
 
 
-@pytest.mark.parametrize(
-    ("config", "axes", "axis", "first", "count"),
-    [
-        ({"layers": 1}, {}, "number 1 of axis l is beyond its size, 1 (layers in the config)", "layers.1.norm", 3),
-        ({}, {"e": 2}, "number 2 of axis e is beyond its size, 2 (as given)", "layers.0.experts.2.gate", 2),
-    ],
-)
+@pytest.mark.parametrize(("config", "axes", "axis", "first", "count"), [
+    ({"layers": 1}, {}, "number 1 of axis l is beyond its size, 1 (layers in the config)", "layers.1.norm", 3),
+    ({}, {"e": 2}, "number 2 of axis e is beyond its size, 2 (as given)", "layers.0.experts.2.gate", 2),
+])  # fmt: skip
 def test_more_layers_or_experts_than_there_are(
     config: dict[str, int], axes: dict[str, int], axis: str, first: str, count: int
 ) -> None:

@@ -81,18 +81,15 @@ def test_a_name_that_claims_a_billion_layers_is_refused_in_no_time() -> None:
     assert any("lacks" in r.message for r in view.refusals)
 
 
-@pytest.mark.parametrize(
-    ("config", "there", "missing"),
-    [
-        ({"biased": False}, [], []),
-        ({"biased": True}, [0, 1], []),
-        ({"biased": True}, [1], ["layers.0.bias"]),
-        ({"biased": True}, [], ["layers.{l}.bias (in no layer)"]),
-        ({"biased": None}, [], []),
-        ({"biased": None}, [0], ["layers.1.bias"]),
-        ({"first": 1}, [], ["layers.{l}.fine (in no layer)"]),
-    ],
-)
+@pytest.mark.parametrize(("config", "there", "missing"), [
+    ({"biased": False}, [], []),
+    ({"biased": True}, [0, 1], []),
+    ({"biased": True}, [1], ["layers.0.bias"]),
+    ({"biased": True}, [], ["layers.{l}.bias (in no layer)"]),
+    ({"biased": None}, [], []),
+    ({"biased": None}, [0], ["layers.1.bias"]),
+    ({"first": 1}, [], ["layers.{l}.fine (in no layer)"]),
+])  # fmt: skip
 def test_conditional_tensors(config: dict[str, object], there: list[int], missing: list[str]) -> None:
     """They must exist where the condition holds, and be whole where it is not known."""
     store = Store(model(**{f"layers__{layer}__bias": arange(5) for layer in there}))
@@ -123,16 +120,13 @@ AHEAD = only(
 """The last layers are there or not; where one is, all of it must be."""
 
 
-@pytest.mark.parametrize(
-    ("lost", "named"),
-    [
-        (["x.2", "mark.2", "y.2"], []),
-        (["y.2"], ["y.2"]),
-        (["x.2"], ["x.2"]),
-        (["mark.2"], ["mark.{l} (in no layer)"]),
-        (["y.0"], ["y.0"]),
-    ],
-)
+@pytest.mark.parametrize(("lost", "named"), [
+    (["x.2", "mark.2", "y.2"], []),
+    (["y.2"], ["y.2"]),
+    (["x.2"], ["x.2"]),
+    (["mark.2"], ["mark.{l} (in no layer)"]),
+    (["y.0"], ["y.0"]),
+])  # fmt: skip
 def test_a_condition_may_name_another_tensor(lost: list[str], named: list[str]) -> None:
     names = ["x.0", "y.0", "x.1", "y.1", "x.2", "mark.2", "y.2"]
     store = Store({name: arange(4) for name in names if name not in lost})

@@ -74,17 +74,14 @@ MODELOPT = entries(
 )
 
 
-@pytest.mark.parametrize(
-    ("section", "found", "convention", "expected"),
-    [
-        (FP8, DEEPSEEK, "deepseek", (W, FLOAT8_BLOCK, (576, 7168))),
-        (ct("FP8_DYNAMIC"), COMPRESSED, "compressed_tensors", (W, replace(CHANNEL, scale="BF16"), (96, 64))),
-        (ct("NVFP4A16"), PACKED, "compressed_tensors", (W, NVFP4, (96, 64))),
-        (ct("MXFP4"), MX, "compressed_tensors", (W, MXFP4, (96, 64))),
-        (OSS, BLOCKS, "gpt_oss", (E, MXFP4, (3, 96, 64))),
-        (NVIDIA, MODELOPT, "modelopt", (W, NVFP4, (96, 64))),
-    ],
-)
+@pytest.mark.parametrize(("section", "found", "convention", "expected"), [
+    (FP8, DEEPSEEK, "deepseek", (W, FLOAT8_BLOCK, (576, 7168))),
+    (ct("FP8_DYNAMIC"), COMPRESSED, "compressed_tensors", (W, replace(CHANNEL, scale="BF16"), (96, 64))),
+    (ct("NVFP4A16"), PACKED, "compressed_tensors", (W, NVFP4, (96, 64))),
+    (ct("MXFP4"), MX, "compressed_tensors", (W, MXFP4, (96, 64))),
+    (OSS, BLOCKS, "gpt_oss", (E, MXFP4, (3, 96, 64))),
+    (NVIDIA, MODELOPT, "modelopt", (W, NVFP4, (96, 64))),
+])  # fmt: skip
 @pytest.mark.parametrize("said", [True, False])
 def test_each_convention_with_and_without_a_config(
     section: dict[str, Any], found: Entries, convention: str, expected: object, said: bool
@@ -97,32 +94,25 @@ def test_each_convention_with_and_without_a_config(
     assert result.bare == ()
 
 
-@pytest.mark.parametrize(
-    ("section", "codes", "scale", "expected"),
-    [
-        (FP8, ("F8_E5M2", (128, 128)), ("F32", (1, 1)), replace(FLOAT8_BLOCK, code="F8_E5M2")),
-        (FP8, ("F8_E4M3", (4, 300, 256)), ("BF16", (4, 3, 2)), replace(FLOAT8_BLOCK, scale="BF16")),
-        (FP8, ("F8_E4M3", (256, 256)), ("F8_E8M0", (2, 2)), replace(FLOAT8_BLOCK, scale="F8_E8M0")),
-        (FP8, ("F8_E4M3", (256, 256)), ("U8", (2, 2)), replace(FLOAT8_BLOCK, scale="F8_E8M0")),
-        ({**FP8, "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}, ("F8_E4M3", (4, 64)), ("U8", (4, 2)), MXFP8),
-        (TENSOR, ("F8_E4M3", (96, 64)), ("F32", ()), FLOAT8),
-        (TENSOR, ("F8_E4M3", (96, 64)), ("F32", (1,)), FLOAT8),
-        (TENSOR, ("F8_E4M3", (8, 96, 64)), ("F32", (8, 1, 1)), FLOAT8),
-        (TENSOR, ("F8_E4M3", (8, 96, 64)), ("F32", (8,)), FLOAT8),
-        (TENSOR, ("F8_E4M3", (8, 96, 64)), ("F32", ()), replace(FLOAT8, tile=(WHOLE,) * 3)),
-        (TENSOR, ("F8_E4M3", (96,)), ("F32", (1,)), replace(FLOAT8, tile=(WHOLE,))),
-        (
-            TENSOR,
-            ("F8_E4M3", (8, 96, 64)),
-            ("F32", (8, 2, 1)),
-            replace(FLOAT8, tile=(48, WHOLE), name="float8_block", power_of_two=True),
-        ),
-        (FP8, ("F8_E4M3", (8, 96, 256)), ("F32", (8, 2, 2)), replace(FLOAT8_BLOCK, tile=(48, 128))),
-        (FP8, ("F8_E4M3", (0, 256)), ("F32", (0, 2)), FLOAT8_BLOCK),
-        (None, ("F8_E4M3", (300, 256)), ("F32", (3, 2)), FLOAT8_BLOCK),
-        (None, ("F8_E4M3", (300, 256)), ("F8_E8M0", (300, 8)), MXFP8),
-    ],
-)
+@pytest.mark.parametrize(("section", "codes", "scale", "expected"), [
+    (FP8, ("F8_E5M2", (128, 128)), ("F32", (1, 1)), replace(FLOAT8_BLOCK, code="F8_E5M2")),
+    (FP8, ("F8_E4M3", (4, 300, 256)), ("BF16", (4, 3, 2)), replace(FLOAT8_BLOCK, scale="BF16")),
+    (FP8, ("F8_E4M3", (256, 256)), ("F8_E8M0", (2, 2)), replace(FLOAT8_BLOCK, scale="F8_E8M0")),
+    (FP8, ("F8_E4M3", (256, 256)), ("U8", (2, 2)), replace(FLOAT8_BLOCK, scale="F8_E8M0")),
+    ({**FP8, "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}, ("F8_E4M3", (4, 64)), ("U8", (4, 2)), MXFP8),
+    (TENSOR, ("F8_E4M3", (96, 64)), ("F32", ()), FLOAT8),
+    (TENSOR, ("F8_E4M3", (96, 64)), ("F32", (1,)), FLOAT8),
+    (TENSOR, ("F8_E4M3", (8, 96, 64)), ("F32", (8, 1, 1)), FLOAT8),
+    (TENSOR, ("F8_E4M3", (8, 96, 64)), ("F32", (8,)), FLOAT8),
+    (TENSOR, ("F8_E4M3", (8, 96, 64)), ("F32", ()), replace(FLOAT8, tile=(WHOLE,) * 3)),
+    (TENSOR, ("F8_E4M3", (96,)), ("F32", (1,)), replace(FLOAT8, tile=(WHOLE,))),
+    (TENSOR, ("F8_E4M3", (8, 96, 64)), ("F32", (8, 2, 1)),
+     replace(FLOAT8, tile=(48, WHOLE), name="float8_block", power_of_two=True)),
+    (FP8, ("F8_E4M3", (8, 96, 256)), ("F32", (8, 2, 2)), replace(FLOAT8_BLOCK, tile=(48, 128))),
+    (FP8, ("F8_E4M3", (0, 256)), ("F32", (0, 2)), FLOAT8_BLOCK),
+    (None, ("F8_E4M3", (300, 256)), ("F32", (3, 2)), FLOAT8_BLOCK),
+    (None, ("F8_E4M3", (300, 256)), ("F8_E8M0", (300, 8)), MXFP8),
+])  # fmt: skip
 def test_scales_as_deepseek_and_transformers_store_them(
     section: dict[str, Any] | None, codes: tuple[str, Shape], scale: tuple[str, Shape], expected: Encoding
 ) -> None:
@@ -136,15 +126,12 @@ def test_fp8_with_one_scale_under_the_name_that_vllm_reads() -> None:
     assert only(grouped(section, found)) == (W, FLOAT8, (96, 64))
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "scale", "expected"),
-    [
-        ("FP8", ("F32", ()), FLOAT8),
-        ("FP8_PER_CHANNEL_PER_TOKEN", ("F32", (256,)), CHANNEL),
-        ("FP8_PB_WO", ("F32", (2, 1, 3, 1)), FLOAT8_BLOCK),
-        ("MXFP8", ("U8", (256, 12)), MXFP8),
-    ],
-)
+@pytest.mark.parametrize(("algorithm", "scale", "expected"), [
+    ("FP8", ("F32", ()), FLOAT8),
+    ("FP8_PER_CHANNEL_PER_TOKEN", ("F32", (256,)), CHANNEL),
+    ("FP8_PB_WO", ("F32", (2, 1, 3, 1)), FLOAT8_BLOCK),
+    ("MXFP8", ("U8", (256, 12)), MXFP8),
+])  # fmt: skip
 def test_fp8_of_modelopt(algorithm: str, scale: tuple[str, Shape], expected: Encoding) -> None:
     found = entries(weight=("F8_E4M3", (256, 384)), weight_scale=scale)
     assert only(grouped({**NVIDIA, "quant_algo": algorithm}, found)) == (W, expected, (256, 384))
@@ -406,17 +393,14 @@ def metadata(said: object, *names: str) -> dict[str, str]:
     return {NAMES: json.dumps([W, *names]), W: json.dumps(said), f"{BARE}.bias": json.dumps({"_type": "Tensor"})}
 
 
-@pytest.mark.parametrize(
-    ("block", "shape", "scale", "tile"),
-    [
-        ([1, 64], (96, 64), (96, 1), (1, WHOLE)),
-        ([96, 64], (96, 64), (1, 1), (WHOLE, WHOLE)),
-        ([], (96, 64), (), (WHOLE, WHOLE)),
-        ([128, 128], (256, 128), (2, 1), (128, 128)),
-        ([1, 1, 64], (4, 96, 64), (4, 96, 1), (1, WHOLE)),
-        ([1, 96, 64], (4, 96, 64), (4, 1, 1), (WHOLE, WHOLE)),
-    ],
-)
+@pytest.mark.parametrize(("block", "shape", "scale", "tile"), [
+    ([1, 64], (96, 64), (96, 1), (1, WHOLE)),
+    ([96, 64], (96, 64), (1, 1), (WHOLE, WHOLE)),
+    ([], (96, 64), (), (WHOLE, WHOLE)),
+    ([128, 128], (256, 128), (2, 1), (128, 128)),
+    ([1, 1, 64], (4, 96, 64), (4, 96, 1), (1, WHOLE)),
+    ([1, 96, 64], (4, 96, 64), (4, 1, 1), (WHOLE, WHOLE)),
+])  # fmt: skip
 def test_blocks_of_torchao(block: list[int], shape: Shape, scale: Shape, tile: Shape) -> None:
     said = {**FLOAT8_TENSOR, "_data": {"block_size": block}}
     found = {f"{BARE}._weight_qdata": Entry("F8_E4M3", shape), f"{BARE}._weight_scale": Entry("F32", scale)}
@@ -431,56 +415,29 @@ def test_files_that_list_different_tensors_are_read_together() -> None:
     assert only(grouped(None, ROWS, both))[0] == W
 
 
-@pytest.mark.parametrize(
-    ("said", "found", "code", "words"),
-    [
-        (
-            {**FLOAT8_TENSOR, "_tensor_data_names": ["qdata", "scale", "act_pre_scale"]},
-            ROWS,
-            "UNSUPPORTED",
-            "more than code times scale, by its act_pre_scale",
-        ),
-        (
-            {**FLOAT8_TENSOR, "_data": {"block_size": [1, 64], "rotation": "hadamard"}},
-            ROWS,
-            "UNSUPPORTED",
-            "more than code times scale, by its rotation",
-        ),
-        (
-            {**FLOAT8_TENSOR, "_type": "Int4Tensor"},
-            ROWS,
-            "UNSUPPORTED",
-            "class 'Int4Tensor' is not supported; known: Float8Tensor",
-        ),
-        ({**FLOAT8_TENSOR, "_data": {"block_size": "1"}}, ROWS, "CORRUPT", "an attribute of its Float8Tensor"),
-        ({**FLOAT8_TENSOR, "_data": {"block_size": [0, 64]}}, ROWS, "CORRUPT", "an attribute"),
-        ({**FLOAT8_TENSOR, "_data": []}, ROWS, "CORRUPT", "malformed"),
-        ({"_data": {}}, ROWS, "CORRUPT", "malformed"),
-        (7, ROWS, "CORRUPT", "malformed"),
-        ({**FLOAT8_TENSOR, "_type": "MXTensor", "_data": {"block_size": 32}}, ROWS, "CORRUPT", "elem_dtype"),
-        (
-            {
-                **FLOAT8_TENSOR,
-                "_type": "MXTensor",
-                "_data": {"block_size": 32, "elem_dtype": {"_type": "torch.dtype", "_data": "float6"}},
-            },
-            ROWS,
-            "UNSUPPORTED",
-            "elements of 'float6'",
-        ),
-        (
-            {**FLOAT8_TENSOR, "_type": "NVFP4Tensor", "_data": {"block_size": 16, "is_swizzled_scales": True}},
-            ROWS,
-            "UNSUPPORTED",
-            "order of a matrix-multiply kernel",
-        ),
-        (FLOAT8_TENSOR, without(ROWS, "_qdata"), "MISSING_TENSOR", "needs its codes"),
-        (FLOAT8_TENSOR, without(ROWS, "_scale"), "MISSING_TENSOR", "needs its scale"),
-        (FLOAT8_TENSOR, changed(ROWS, "_weight_scale", shape=(1, 96)), "SHAPE_MISMATCH", "found F32"),
-        (FLOAT8_TENSOR, changed(ROWS, "_weight_qdata", "U8"), "DTYPE_MISMATCH", "found U8"),
-        (FLOAT8_TENSOR, {**ROWS, W: Entry("BF16", (96, 64))}, "NAME_COLLISION", "exists too"),
-    ],
-)
+@pytest.mark.parametrize(("said", "found", "code", "words"), [
+    ({**FLOAT8_TENSOR, "_tensor_data_names": ["qdata", "scale", "act_pre_scale"]}, ROWS, "UNSUPPORTED",
+     "more than code times scale, by its act_pre_scale"),
+    ({**FLOAT8_TENSOR, "_data": {"block_size": [1, 64], "rotation": "hadamard"}}, ROWS, "UNSUPPORTED",
+     "more than code times scale, by its rotation"),
+    ({**FLOAT8_TENSOR, "_type": "Int4Tensor"}, ROWS, "UNSUPPORTED",
+     "class 'Int4Tensor' is not supported; known: Float8Tensor"),
+    ({**FLOAT8_TENSOR, "_data": {"block_size": "1"}}, ROWS, "CORRUPT", "an attribute of its Float8Tensor"),
+    ({**FLOAT8_TENSOR, "_data": {"block_size": [0, 64]}}, ROWS, "CORRUPT", "an attribute"),
+    ({**FLOAT8_TENSOR, "_data": []}, ROWS, "CORRUPT", "malformed"),
+    ({"_data": {}}, ROWS, "CORRUPT", "malformed"),
+    (7, ROWS, "CORRUPT", "malformed"),
+    ({**FLOAT8_TENSOR, "_type": "MXTensor", "_data": {"block_size": 32}}, ROWS, "CORRUPT", "elem_dtype"),
+    ({**FLOAT8_TENSOR, "_type": "MXTensor", "_data": {"block_size": 32,
+        "elem_dtype": {"_type": "torch.dtype", "_data": "float6"}}}, ROWS, "UNSUPPORTED", "elements of 'float6'"),
+    ({**FLOAT8_TENSOR, "_type": "NVFP4Tensor", "_data": {"block_size": 16, "is_swizzled_scales": True}}, ROWS,
+     "UNSUPPORTED", "order of a matrix-multiply kernel"),
+    (FLOAT8_TENSOR, without(ROWS, "_qdata"), "MISSING_TENSOR", "needs its codes"),
+    (FLOAT8_TENSOR, without(ROWS, "_scale"), "MISSING_TENSOR", "needs its scale"),
+    (FLOAT8_TENSOR, changed(ROWS, "_weight_scale", shape=(1, 96)), "SHAPE_MISMATCH", "found F32"),
+    (FLOAT8_TENSOR, changed(ROWS, "_weight_qdata", "U8"), "DTYPE_MISMATCH", "found U8"),
+    (FLOAT8_TENSOR, {**ROWS, W: Entry("BF16", (96, 64))}, "NAME_COLLISION", "exists too"),
+])  # fmt: skip
 def test_malformed_descriptions_are_refused(said: object, found: Entries, code: str, words: str) -> None:
     result = grouped(None, found, metadata(said))
     assert [refusal.code for refusal in result.refusals] == [code]
@@ -488,15 +445,12 @@ def test_malformed_descriptions_are_refused(said: object, found: Entries, code: 
     assert not result.encoded
 
 
-@pytest.mark.parametrize(
-    ("key", "repeated"),
-    [
-        ('"block_size": [1, 64]', '"block_size": [96, 64], "block_size": [1, 64]'),
-        ('"block_size": [1, 64]', '"block_size": [1, 64], "block\\u005fsize": [1, 64]'),
-        ('"_type": "Float8Tensor"', '"_type": "Tensor", "_type": "Float8Tensor"'),
-        ('"_type": "Float8Tensor"', '"_data": {"is_swizzled_scales": false}, "_type": "Float8Tensor"'),
-    ],
-)
+@pytest.mark.parametrize(("key", "repeated"), [
+    ('"block_size": [1, 64]', '"block_size": [96, 64], "block_size": [1, 64]'),
+    ('"block_size": [1, 64]', '"block_size": [1, 64], "block\\u005fsize": [1, 64]'),
+    ('"_type": "Float8Tensor"', '"_type": "Tensor", "_type": "Float8Tensor"'),
+    ('"_type": "Float8Tensor"', '"_data": {"is_swizzled_scales": false}, "_type": "Float8Tensor"'),
+])  # fmt: skip
 def test_a_description_that_two_readers_may_read_in_two_ways_is_refused(key: str, repeated: str) -> None:
     notes = metadata({**FLOAT8_TENSOR, "_data": {"block_size": [1, 64]}})
     assert only(grouped(None, ROWS, notes))[0] == W

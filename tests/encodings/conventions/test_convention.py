@@ -57,28 +57,17 @@ def test_no_two_buffers_have_one_name(name: str, pair: tuple[Convention, Encodin
     assert len(set(buffers.values())) == len(buffers)
 
 
-@pytest.mark.parametrize(
-    ("convention", "encoding", "name", "expected"),
-    [
-        (DEEPSEEK, FLOAT8_BLOCK, "a.weight", ["a.weight", "a.weight_scale_inv", "a.activation_scale"]),
-        (DEEPSEEK, FLOAT8_BLOCK, "experts.up", ["experts.up", "experts.up_scale_inv", "experts.up_activation_scale"]),
-        (COMPRESSED, FLOAT8, "a.weight", ["a.weight", "a.weight_scale", "a.input_scale"]),
-        (
-            COMPRESSED,
-            NVFP4,
-            "a.weight",
-            ["a.weight_packed", "a.weight_scale", "a.weight_global_scale", "a.input_global_scale"],
-        ),
-        (GPT_OSS, MXFP4, "experts.down_proj", ["experts.down_proj_blocks", "experts.down_proj_scales"]),
-        (
-            TORCHAO,
-            NVFP4,
-            "a.weight",
-            ["a._weight_qdata", "a._weight_scale", "a._weight_per_tensor_scale", "a._weight_act_per_tensor_scale"],
-        ),
-        (MODELOPT, NVFP4, "a.weight", ["a.weight", "a.weight_scale", "a.weight_scale_2", "a.input_scale"]),
-    ],
-)
+@pytest.mark.parametrize(("convention", "encoding", "name", "expected"), [
+    (DEEPSEEK, FLOAT8_BLOCK, "a.weight", ["a.weight", "a.weight_scale_inv", "a.activation_scale"]),
+    (DEEPSEEK, FLOAT8_BLOCK, "experts.up", ["experts.up", "experts.up_scale_inv", "experts.up_activation_scale"]),
+    (COMPRESSED, FLOAT8, "a.weight", ["a.weight", "a.weight_scale", "a.input_scale"]),
+    (COMPRESSED, NVFP4, "a.weight",
+     ["a.weight_packed", "a.weight_scale", "a.weight_global_scale", "a.input_global_scale"]),
+    (GPT_OSS, MXFP4, "experts.down_proj", ["experts.down_proj_blocks", "experts.down_proj_scales"]),
+    (TORCHAO, NVFP4, "a.weight",
+     ["a._weight_qdata", "a._weight_scale", "a._weight_per_tensor_scale", "a._weight_act_per_tensor_scale"]),
+    (MODELOPT, NVFP4, "a.weight", ["a.weight", "a.weight_scale", "a.weight_scale_2", "a.input_scale"]),
+])  # fmt: skip
 def test_names_are_those_of_the_ecosystem(
     convention: Convention, encoding: Encoding, name: str, expected: list[str]
 ) -> None:
@@ -91,28 +80,25 @@ def test_only_the_last_segment_counts() -> None:
     assert TORCHAO.places("weight") == ()
 
 
-@pytest.mark.parametrize(
-    ("convention", "encoding", "shape", "role", "expected"),
-    [
-        (DEEPSEEK, FLOAT8_BLOCK, (576, 7168), Role.CODES, ("F8_E4M3", (576, 7168))),
-        (DEEPSEEK, FLOAT8_BLOCK, (576, 7168), Role.SCALE, ("F32", (5, 56))),
-        (DEEPSEEK, FLOAT8_BLOCK, (8, 256, 384), Role.SCALE, ("F32", (8, 2, 3))),
-        (DEEPSEEK, FLOAT8, (256, 384), Role.SCALE, ("F32", ())),
-        (DEEPSEEK, FLOAT8, (8, 256, 384), Role.SCALE, ("F32", (8, 1, 1))),
-        (DEEPSEEK, MXFP8, (256, 384), Role.SCALE, ("F8_E8M0", (256, 12))),
-        (DEEPSEEK, FLOAT8_BLOCK, (8, 256, 384), Role.INPUT_SCALE, ("F32", (8,))),
-        (COMPRESSED, FLOAT8, (256, 384), Role.SCALE, ("F32", (1,))),
-        (COMPRESSED, CHANNEL, (256, 384), Role.SCALE, ("F32", (256, 1))),
-        (COMPRESSED, MXFP8, (256, 384), Role.SCALE, ("U8", (256, 12))),
-        (COMPRESSED, MXFP4, (256, 384), Role.CODES, ("U8", (256, 192))),
-        (COMPRESSED, NVFP4, (256, 384), Role.SCALE, ("F8_E4M3", (256, 24))),
-        (COMPRESSED, NVFP4, (256, 384), Role.GLOBAL, ("F32", (1,))),
-        (GPT_OSS, MXFP4, (4, 96, 64), Role.CODES, ("U8", (4, 96, 2, 16))),
-        (GPT_OSS, MXFP4, (4, 96, 64), Role.SCALE, ("U8", (4, 96, 2))),
-        (MODELOPT, NVFP4, (256, 384), Role.GLOBAL, ("F32", ())),
-        (MODELOPT, CHANNEL, (256, 384), Role.SCALE, ("F32", (256,))),
-    ],
-)
+@pytest.mark.parametrize(("convention", "encoding", "shape", "role", "expected"), [
+    (DEEPSEEK, FLOAT8_BLOCK, (576, 7168), Role.CODES, ("F8_E4M3", (576, 7168))),
+    (DEEPSEEK, FLOAT8_BLOCK, (576, 7168), Role.SCALE, ("F32", (5, 56))),
+    (DEEPSEEK, FLOAT8_BLOCK, (8, 256, 384), Role.SCALE, ("F32", (8, 2, 3))),
+    (DEEPSEEK, FLOAT8, (256, 384), Role.SCALE, ("F32", ())),
+    (DEEPSEEK, FLOAT8, (8, 256, 384), Role.SCALE, ("F32", (8, 1, 1))),
+    (DEEPSEEK, MXFP8, (256, 384), Role.SCALE, ("F8_E8M0", (256, 12))),
+    (DEEPSEEK, FLOAT8_BLOCK, (8, 256, 384), Role.INPUT_SCALE, ("F32", (8,))),
+    (COMPRESSED, FLOAT8, (256, 384), Role.SCALE, ("F32", (1,))),
+    (COMPRESSED, CHANNEL, (256, 384), Role.SCALE, ("F32", (256, 1))),
+    (COMPRESSED, MXFP8, (256, 384), Role.SCALE, ("U8", (256, 12))),
+    (COMPRESSED, MXFP4, (256, 384), Role.CODES, ("U8", (256, 192))),
+    (COMPRESSED, NVFP4, (256, 384), Role.SCALE, ("F8_E4M3", (256, 24))),
+    (COMPRESSED, NVFP4, (256, 384), Role.GLOBAL, ("F32", (1,))),
+    (GPT_OSS, MXFP4, (4, 96, 64), Role.CODES, ("U8", (4, 96, 2, 16))),
+    (GPT_OSS, MXFP4, (4, 96, 64), Role.SCALE, ("U8", (4, 96, 2))),
+    (MODELOPT, NVFP4, (256, 384), Role.GLOBAL, ("F32", ())),
+    (MODELOPT, CHANNEL, (256, 384), Role.SCALE, ("F32", (256,))),
+])  # fmt: skip
 def test_shapes_on_disk(
     convention: Convention,
     encoding: Encoding,
@@ -239,16 +225,13 @@ def test_the_rest() -> None:
     assert (made.tolist(), same.tolist()) == ([float(np.float32(1536) / np.float32(1.7))], [True])
 
 
-@pytest.mark.parametrize(
-    ("encodings", "name"),
-    [
-        ([FLOAT8_BLOCK], DEEPSEEK.name),
-        ([MXFP8], DEEPSEEK.name),
-        ([FLOAT8_BLOCK, MXFP8], DEEPSEEK.name),
-        ([FLOAT8], COMPRESSED_TENSORS),
-        ([MXFP8, NVFP4], COMPRESSED_TENSORS),
-        ([FLOAT8_BLOCK, FLOAT8], COMPRESSED_TENSORS),
-    ],
-)
+@pytest.mark.parametrize(("encodings", "name"), [
+    ([FLOAT8_BLOCK], DEEPSEEK.name),
+    ([MXFP8], DEEPSEEK.name),
+    ([FLOAT8_BLOCK, MXFP8], DEEPSEEK.name),
+    ([FLOAT8], COMPRESSED_TENSORS),
+    ([MXFP8, NVFP4], COMPRESSED_TENSORS),
+    ([FLOAT8_BLOCK, FLOAT8], COMPRESSED_TENSORS),
+])  # fmt: skip
 def test_one_config_speaks_of_one_convention(encodings: list[Encoding], name: str) -> None:
     assert hub_convention(encodings).name == name

@@ -74,24 +74,10 @@ def test_what_has_no_automaton_is_refused(text: str) -> None:
         Expressions([text])
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("a^", "a"),
-        ("^a|^b", "b"),
-        (r"\_\-\é", "_-é"),
-        (r"[\]\[^-]", "["),
-        ("[[:a]", ":"),
-        ("[[:a]", "["),
-        ("[]a]", "]"),
-        ("[^]a]", "a"),
-        ("[^[a]", "["),
-        ("[^^a]", "^"),
-        ("a{,}", "aaa"),
-        (r"a\Z", "ab"),
-        ("é+", "éé"),
-    ],
-)
+@pytest.mark.parametrize(("text", "name"), [
+    ("a^", "a"), ("^a|^b", "b"), (r"\_\-\é", "_-é"), (r"[\]\[^-]", "["), ("[[:a]", ":"), ("[[:a]", "["), ("[]a]", "]"),
+    ("[^]a]", "a"), ("[^[a]", "["), ("[^^a]", "^"), ("a{,}", "aaa"), (r"a\Z", "ab"), ("é+", "éé"),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")
 def test_what_re_writes_in_another_way(text: str, name: str) -> None:
     assert Expressions([text]).match(name) == (re.match(text, name) is not None)

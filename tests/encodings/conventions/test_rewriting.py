@@ -229,15 +229,12 @@ def test_names_that_a_conversion_has_changed() -> None:
         assert result[SECTION]["modules_to_not_convert"] == ["lm_head", "layers.0.moe.router"], "a tied head is plain"
 
 
-@pytest.mark.parametrize(
-    ("section", "key"),
-    [
-        (FP8, "modules_to_not_convert"),
-        ({**FP8, "modules_to_not_convert": None}, "ignored_layers"),
-        (SECTIONS[-1][0], "ignore"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "exclude_modules"),
-    ],
-)
+@pytest.mark.parametrize(("section", "key"), [
+    (FP8, "modules_to_not_convert"),
+    ({**FP8, "modules_to_not_convert": None}, "ignored_layers"),
+    (SECTIONS[-1][0], "ignore"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "exclude_modules"),
+])  # fmt: skip
 def test_a_list_names_a_module_in_its_new_words_beside_those_of_memory(section: Config, key: str) -> None:
     """A reader of a hub's files asks under the names of its model, another one under those of the files."""
     listed = {**section, key: ["lm_head", "model.layers.0.mlp.gate"]}
@@ -362,19 +359,14 @@ def test_several_encodings_in_one_config() -> None:
     check(rewrite_config({SECTION: section}, mixed, plain(mixed)), mixed)
 
 
-@pytest.mark.parametrize(
-    ("ones", "words"),
-    [
-        ({**encoded(NAMES[:1], FLOAT8_BLOCK), **encoded(NAMES[1:2], NVFP4)}, "compressed_tensors and deepseek"),
-        (
-            {**encoded(NAMES[:1], FLOAT8_BLOCK), **encoded(NAMES[1:2], MXFP8, "deepseek")},
-            "of the method fp8 cannot describe",
-        ),
-        (encoded(NAMES[:1], CHANNEL, "deepseek"), "of the method fp8 cannot describe"),
-        (encoded(NAMES[:1], replace(NVFP4, tile=(1, 8)), "compressed_tensors"), "cannot describe"),
-        (encoded(NAMES[:1], NVFP4, "torchao"), "can be read, but not written"),
-    ],
-)
+@pytest.mark.parametrize(("ones", "words"), [
+    ({**encoded(NAMES[:1], FLOAT8_BLOCK), **encoded(NAMES[1:2], NVFP4)}, "compressed_tensors and deepseek"),
+    ({**encoded(NAMES[:1], FLOAT8_BLOCK), **encoded(NAMES[1:2], MXFP8, "deepseek")},
+     "of the method fp8 cannot describe"),
+    (encoded(NAMES[:1], CHANNEL, "deepseek"), "of the method fp8 cannot describe"),
+    (encoded(NAMES[:1], replace(NVFP4, tile=(1, 8)), "compressed_tensors"), "cannot describe"),
+    (encoded(NAMES[:1], NVFP4, "torchao"), "can be read, but not written"),
+])  # fmt: skip
 @pytest.mark.parametrize("config", [{}, {SECTION: FP8}])
 def test_what_one_config_cannot_say_is_refused(ones: dict[str, EncodedTensor], words: str, config: Config) -> None:
     with pytest.raises(TransaxleError, match=words) as caught:
