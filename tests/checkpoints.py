@@ -12,17 +12,10 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
+    "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2,
     "vocab_size": 40,
-}
+}  # fmt: skip
 """Sizes of the tiny model, under the keys of its config."""
 CONFIG: Mapping[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -152,32 +152,12 @@ def _old_run(folder: Path) -> None:
 
 
 PAGES = (
-    "tutorial",
-    "how-to/recipes",
-    "how-to/look",
-    "how-to/convert",
-    "how-to/verify",
-    "how-to/urls",
-    "how-to/many-machines",
-    "how-to/add-a-family",
-    "how-to/deepspeed",
-    "how-to/quantized",
-    "how-to/training",
-    "how-to/load",
-    "how-to/save",
-    "how-to/async-save",
-    "how-to/resume",
-    "how-to/training-refused",
-    "how-to/quantized-training",
-    "how-to/moe",
-    "how-to/inference",
-    "how-to/refit",
-    "how-to/dcp",
-    "how-to/derive-a-table",
-    "how-to/megatron",
-    "reference/cli",
-    "reference/json",
-)
+    "tutorial", "how-to/recipes", "how-to/look", "how-to/convert", "how-to/verify", "how-to/urls",
+    "how-to/many-machines", "how-to/add-a-family", "how-to/deepspeed", "how-to/quantized", "how-to/training",
+    "how-to/load", "how-to/save", "how-to/async-save", "how-to/resume", "how-to/training-refused",
+    "how-to/quantized-training", "how-to/moe", "how-to/inference", "how-to/refit", "how-to/dcp",
+    "how-to/derive-a-table", "how-to/megatron", "reference/cli", "reference/json",
+)  # fmt: skip
 """Pages whose examples run as they are written, in a fresh folder."""
 AS_PROGRAMS = "tutorial"
 """The page whose commands start the installed program; those of others are forked, which saves its imports."""

@@ -30,20 +30,10 @@ COMMANDS = {"open": "ls"}
 OBSERVERS = {"progress", "watch"}
 """Keyword arguments of verbs that are no options: what sees the work."""
 ANNOTATIONS = {
-    "axes": "Axes | None",
-    "config": "Config | None",
-    "count": "int | None",
-    "flag": "bool",
-    "float_type": "DType | None",
-    "memory": "Size | None",
-    "on": "On | None",
-    "overwrite": "Overwrite",
-    "path": "PathLike | None",
-    "patterns": "Patterns",
-    "size": "Size",
-    "switch": "bool | None",
-    "text": "str | None",
-}
+    "axes": "Axes | None", "config": "Config | None", "count": "int | None", "flag": "bool",
+    "float_type": "DType | None", "memory": "Size | None", "on": "On | None", "overwrite": "Overwrite",
+    "path": "PathLike | None", "patterns": "Patterns", "size": "Size", "switch": "bool | None", "text": "str | None",
+}  # fmt: skip
 """Kind of an option -> its annotation."""
 OWN = {"to": "str", "weights": "Weights | None", "encode": "str | None"}
 """Annotations of single options."""

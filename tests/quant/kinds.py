@@ -17,12 +17,9 @@ from transaxle.quant import (
 )
 
 KINDS: dict[str, Quantizer] = {
-    "float8": Float8CurrentScaling(),
-    "float8 delayed": DelayedScaling(length=4),
-    "float8_block": Float8Block(),
-    "mxfp8": MXFP8(),
-    "nvfp4": NVFP4(),
-}
+    "float8": Float8CurrentScaling(), "float8 delayed": DelayedScaling(length=4), "float8_block": Float8Block(),
+    "mxfp8": MXFP8(), "nvfp4": NVFP4(),
+}  # fmt: skip
 """One quantizer for each kind of scaling."""
 MORE: dict[str, Quantizer] = {
     **KINDS,

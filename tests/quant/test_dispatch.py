@@ -47,10 +47,8 @@ OPERATIONS: dict[str, list[Operation]] = {
     "`q.to(device, copy=True)`": [lambda q: q.to("cpu", copy=True), lambda q: q.to("meta").to("meta", copy=True)],
     "`q.to(float32)`": [lambda q: q.to(torch.float32), lambda q: q.float()],
     "`q.view(-1)`": [lambda q: q.view(-1), lambda q: q.view(-1).view(ROWS, COLUMNS)],
-    "`q.as_strided` to whole rows": [
-        lambda q: q.as_strided((ROWS, COLUMNS), (COLUMNS, 1), 0),
-        lambda q: q.as_strided((3, COLUMNS), (COLUMNS, 1), 5 * COLUMNS),
-    ],
+    "`q.as_strided` to whole rows": [lambda q: q.as_strided((ROWS, COLUMNS), (COLUMNS, 1), 0),
+        lambda q: q.as_strided((3, COLUMNS), (COLUMNS, 1), 5 * COLUMNS)],
     "`q.as_strided` to part of a row": [lambda q: q.as_strided((ROWS, 3), (COLUMNS, 1), 0)],
     "`q[a:b]`, `q.narrow(0, a, n)`": [lambda q: q[3:77], lambda q: q.narrow(0, 130, 9), lambda q: q[200:][7:9]],
     "`q.split(n)`, `q.chunk(n)`": [lambda q: q.split(100), lambda q: q.chunk(3), lambda q: q.split([1, 200, 55])],
@@ -60,34 +58,22 @@ OPERATIONS: dict[str, list[Operation]] = {
     "`torch.cat` of its chunks": [lambda q: torch.cat(q.chunk(3)), lambda q: torch.cat(q.chunk(3)[1:])],
     "`torch.cat` along columns, on tiles": [lambda q: torch.cat([q[:, :128], q[:, 256:]], 1)],
     "`torch.cat` with a plain tensor": [lambda q: torch.cat([q, torch.ones(2, COLUMNS, dtype=q.dtype)])],
-    "`torch.stack` of matrices": [
-        lambda q: torch.stack([q, q]),
-        lambda q: torch.stack([q[:128].clone(), q[128:].clone()]),
-    ],
+    "`torch.stack` of matrices": [lambda q: torch.stack([q, q]),
+        lambda q: torch.stack([q[:128].clone(), q[128:].clone()])],
     "`torch.stack` along another dim": [lambda q: torch.stack([q, q], 1), lambda q: torch.stack([_three(q)] * 2)],
-    "`s[e]`, `s.unbind()` of a stack `s`": [
-        lambda q: _three(q)[1],
-        lambda q: _three(q)[-1],
-        lambda q: _three(q).unbind(),
-    ],
-    "`s[a:b]`, `s.split(n)`, `s.view(-1)`": [
-        lambda q: _three(q)[1:],
-        lambda q: _three(q).split(2),
-        lambda q: _three(q).view(-1),
-    ],
+    "`s[e]`, `s.unbind()` of a stack `s`": [lambda q: _three(q)[1], lambda q: _three(q)[-1],
+        lambda q: _three(q).unbind()],
+    "`s[a:b]`, `s.split(n)`, `s.view(-1)`": [lambda q: _three(q)[1:], lambda q: _three(q).split(2),
+        lambda q: _three(q).view(-1)],
     "`torch.cat` of stacks": [lambda q: torch.cat([_three(q), _three(q)[:1]])],
-    "`s[:, a:b]`, `s[:, :, a:b]` on tiles": [
-        lambda q: torch.stack([q, q])[:, 128:],
-        lambda q: _three(q)[1:, :, 128:256],
-    ],
+    "`s[:, a:b]`, `s[:, :, a:b]` on tiles": [lambda q: torch.stack([q, q])[:, 128:],
+        lambda q: _three(q)[1:, :, 128:256]],
     "`s[:, :, a:b]` across tiles": [lambda q: _three(q)[:, :, 4:22]],
     "`s.unbind(1)`": [lambda q: _three(q).unbind(1)],
     "`s[index]`, `s.transpose(1, 2)`": [lambda q: _three(q)[torch.tensor([2, 0])], lambda q: _three(q).transpose(1, 2)],
     "`F.pad` with rows of zeros": [lambda q: functional.pad(q, (0, 0, 0, 7))],
-    "`F.pad` of anything else": [
-        lambda q: functional.pad(q, (0, 2, 0, 7)),
-        lambda q: functional.pad(q, (0, 0, 0, 1), value=1.0),
-    ],
+    "`F.pad` of anything else": [lambda q: functional.pad(q, (0, 2, 0, 7)),
+        lambda q: functional.pad(q, (0, 0, 0, 1), value=1.0)],
     "`q.copy_(q)`": [lambda q: q.copy_(_twin(q))],
     "`q.copy_(plain)`": [lambda q: q.copy_(values(ROWS, COLUMNS))],
     "`q.copy_(another encoding)`": [lambda q: q.copy_(_other(q))],
@@ -103,7 +89,7 @@ OPERATIONS: dict[str, list[Operation]] = {
     "`q.fill_(1)`": [lambda q: q.fill_(1)],
     "`q[0] = x`, `q[0, 0] = x`": [lambda q: q.__setitem__(0, 1.0), lambda q: q.__setitem__((0, 0), 1.0)],
     "`q.unsqueeze(0)`": [lambda q: q.unsqueeze(0)],
-}
+}  # fmt: skip
 
 ROUNDED_ONCE = ("`q.to(float32)`", "`plain.copy_(q)`")
 """Operations that go to float32 straight from the codes."""

@@ -274,27 +274,11 @@ def strided(dim: int, split: int) -> Placement:
 
 MESHES: list[tuple[tuple[int, ...], list[tuple[Placement, ...]]]] = [
     ((3,), [(S(0),), (S(1),), (S(-1),), (S(-2),), (R,), (strided(0, 2),), (strided(1, 3),)]),
-    (
-        (2, 3),
-        [
-            (S(0), S(1)),
-            (S(1), S(0)),
-            (S(0), S(0)),
-            (S(-1), S(1)),
-            (R, S(0)),
-            (S(1), R),
-            (strided(0, 3), S(0)),
-            (strided(1, 3), S(1)),
-            (strided(1, 2), S(0)),
-            (S(0), strided(1, 2)),
-            (strided(0, 2), strided(1, 2)),
-        ],
-    ),
-    (
-        (2, 2, 2),
-        [(S(0), S(1), S(0)), (strided(0, 2), S(1), S(0)), (strided(0, 4), strided(0, 2), S(0)), (R, S(1), S(1))],
-    ),
-]
+    ((2, 3), [(S(0), S(1)), (S(1), S(0)), (S(0), S(0)), (S(-1), S(1)), (R, S(0)), (S(1), R), (strided(0, 3), S(0)),
+        (strided(1, 3), S(1)), (strided(1, 2), S(0)), (S(0), strided(1, 2)), (strided(0, 2), strided(1, 2))]),
+    ((2, 2, 2),
+     [(S(0), S(1), S(0)), (strided(0, 2), S(1), S(0)), (strided(0, 4), strided(0, 2), S(0)), (R, S(1), S(1))]),
+]  # fmt: skip
 SHAPES = [(12, 12), (7, 10), (10, 7), (5, 3), (1, 9), (2, 0)]
 
 

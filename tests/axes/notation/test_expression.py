@@ -66,31 +66,19 @@ CASES: list[tuple[str, dict[str, str], Callable[[Parts], torch.Tensor]]] = [
     ("[e [x:f | y:f] d]", {"x": "e f d", "y": "e f d"}, lambda t: torch.cat([t["x"], t["y"]], 1)),
     # unequal sums, of different axes
     ("[[x:f | y:i] d]", {"x": "f d", "y": "i d"}, lambda t: torch.cat([t["x"], t["y"]])),
-    (
-        "[[q:(g r c) | k:(g c) | v:(g c)] d]",
-        {"q": "g r c d", "k": "g c d", "v": "g c d"},
-        lambda t: torch.cat([t[name].reshape(-1, 5) for name in "qkv"]),
-    ),
+    ("[[q:(g r c) | k:(g c) | v:(g c)] d]", {"q": "g r c d", "k": "g c d", "v": "g c d"},
+     lambda t: torch.cat([t[name].reshape(-1, 5) for name in "qkv"])),
     # grouped, with more query heads than key heads
-    (
-        "[(g [q:(r c) | k:c | v:c]) d]",
-        {"q": "g r c d", "k": "g c d", "v": "g c d"},
-        lambda t: torch.cat([t["q"], t["k"][:, None], t["v"][:, None]], 1).reshape(-1, 5),
-    ),
+    ("[(g [q:(r c) | k:c | v:c]) d]", {"q": "g r c d", "k": "g c d", "v": "g c d"},
+     lambda t: torch.cat([t["q"], t["k"][:, None], t["v"][:, None]], 1).reshape(-1, 5)),
     # grouped, with a gate beside each query head
-    (
-        "[(g [q:(r c) | s:(r c) | k:c | v:c]) d]",
-        {"q": "g r c d", "s": "g r c d", "k": "g c d", "v": "g c d"},
-        lambda t: torch.cat([t["q"], t["s"], t["k"][:, None], t["v"][:, None]], 1).reshape(-1, 5),
-    ),
-    (
-        "[(g r [q:c | s:c]) d]",
-        {"q": "g r c d", "s": "g r c d"},
-        lambda t: torch.stack([t["q"], t["s"]], 2).reshape(-1, 5),
-    ),
+    ("[(g [q:(r c) | s:(r c) | k:c | v:c]) d]", {"q": "g r c d", "s": "g r c d", "k": "g c d", "v": "g c d"},
+     lambda t: torch.cat([t["q"], t["s"], t["k"][:, None], t["v"][:, None]], 1).reshape(-1, 5)),
+    ("[(g r [q:c | s:c]) d]", {"q": "g r c d", "s": "g r c d"},
+     lambda t: torch.stack([t["q"], t["s"]], 2).reshape(-1, 5)),
     # two halves of a head taken in turn, as rotary embeddings have it
     ("q[(g h t) d]", {"q": "g t h d"}, lambda t: t["q"].transpose(1, 2).reshape(-1, 5)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "axes", "built"), CASES, ids=[text for text, _, _ in CASES])

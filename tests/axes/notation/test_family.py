@@ -21,16 +21,9 @@ from transaxle.errors import Refused, TransaxleError
 from transaxle.families import builtin
 
 CONFIG: dict[str, Any] = {
-    "heads": 8,
-    "kv": 2,
-    "head_dim": None,
-    "hidden": 48,
-    "types": ["full", "sliding", "full"],
-    "moe": "1, 2",
-    "only": [0],
-    "other": {"heads": 10, "deep": {"x": 3}},
-    "flag": False,
-}
+    "heads": 8, "kv": 2, "head_dim": None, "hidden": 48, "types": ["full", "sliding", "full"], "moe": "1, 2",
+    "only": [0], "other": {"heads": 10, "deep": {"x": 3}}, "flag": False,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "value"), [
@@ -142,15 +135,9 @@ MX = "mxfp4"
 
 OSS = builtin()["gpt_oss"]
 CONFIG_NUMBER_FORMAT = {
-    "num_hidden_layers": 2,
-    "num_local_experts": 3,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "vocab_size": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+    "num_hidden_layers": 2, "num_local_experts": 3, "hidden_size": 64, "intermediate_size": 32, "vocab_size": 5,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
 EXPERTS = "model.layers.{}.mlp.experts."
 
 

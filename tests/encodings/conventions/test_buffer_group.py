@@ -180,17 +180,11 @@ def test_codes_that_stand_alone_are_plain_and_listed() -> None:
 
 
 BESIDE = (
-    (DEEPSEEK, "pre_quant_scale"),
-    (COMPRESSED, "pre_quant_scale"),
-    (PACKED, "pre_quant_scale"),
-    (MODELOPT, "pre_quant_scale"),
-    (MX, "smooth_factor"),
-    (DEEPSEEK, "svdquant_lora_a"),
-    (COMPRESSED, "R1_weight_input.weight"),
-    (PACKED, "u_weight_output.hadamard.weight"),
-    (BLOCKS, "hadamard_input"),
+    (DEEPSEEK, "pre_quant_scale"), (COMPRESSED, "pre_quant_scale"), (PACKED, "pre_quant_scale"),
+    (MODELOPT, "pre_quant_scale"), (MX, "smooth_factor"), (DEEPSEEK, "svdquant_lora_a"),
+    (COMPRESSED, "R1_weight_input.weight"), (PACKED, "u_weight_output.hadamard.weight"), (BLOCKS, "hadamard_input"),
     (MODELOPT, "input_zero_point"),
-)
+)  # fmt: skip
 HARMLESS = ("bias", "layer_norm_weight", "layer_norm_bias", "_extra_state", "k_scale", "lora_A.default.weight")
 
 
@@ -277,21 +271,13 @@ MALFORMED: list[tuple[dict[str, Any] | None, Entries, str, str]] = [
     (ct("NVFP4"), changed(PACKED, "weight_global_scale", "I32"), "DTYPE_MISMATCH", "global must be F32"),
     (NVIDIA, changed(MODELOPT, "input_scale", "U8"), "DTYPE_MISMATCH", "input_scale must be F32"),
     # Shapes.
-    (
-        FP8,
-        changed(DEEPSEEK, "weight_scale_inv", shape=(4, 56)),
-        "SHAPE_MISMATCH",
-        r"128 x 128 must be \[5, 56\]; found F32 \[4, 56\]",
-    ),
+    (FP8, changed(DEEPSEEK, "weight_scale_inv", shape=(4, 56)), "SHAPE_MISMATCH",
+     r"128 x 128 must be \[5, 56\]; found F32 \[4, 56\]"),
     (FP8, changed(DEEPSEEK, "weight_scale_inv", shape=(56, 5)), "SHAPE_MISMATCH", r"found F32 \[56, 5\]"),
     (FP8, changed(DEEPSEEK, "weight_scale_inv", shape=(280,)), "SHAPE_MISMATCH", r"found F32 \[280\]"),
     (FP8, changed(DEEPSEEK, "weight_scale_inv", shape=()), "SHAPE_MISMATCH", r"found F32 \[\]"),
-    (
-        FP8,
-        entries(weight=("F8_E4M3", (576,)), weight_scale_inv=("F32", (5,))),
-        "SHAPE_MISMATCH",
-        "must be of more dims",
-    ),
+    (FP8, entries(weight=("F8_E4M3", (576,)), weight_scale_inv=("F32", (5,))), "SHAPE_MISMATCH",
+     "must be of more dims"),
     ({**FP8, "weight_block_size": [64, 64]}, DEEPSEEK, "SHAPE_MISMATCH", r"64 x 64 must be \[9, 112\]"),
     (None, changed(DEEPSEEK, "weight_scale_inv", shape=(9, 112)), "SHAPE_MISMATCH", r"found F32 \[9, 112\]"),
     (TENSOR, DEEPSEEK, "SHAPE_MISMATCH", r"all x all must be \[1, 1\]"),
@@ -305,28 +291,20 @@ MALFORMED: list[tuple[dict[str, Any] | None, Entries, str, str]] = [
     (OSS, changed(BLOCKS, "scales", shape=(3, 96, 4)), "SHAPE_MISMATCH", r"1 x 32 must be \[3, 96, 2\]"),
     (NVIDIA, changed(MODELOPT, "weight_scale_2", shape=(2,)), "SHAPE_MISMATCH", "the global of"),
     # An odd number of columns, which no pairs of codes give: compressed-tensors refuses to make them.
-    (
-        ct("NVFP4"),
-        changed(changed(PACKED, "weight_packed", "F4", (96, 63)), "weight_scale", shape=(96, 4)),
-        "SHAPE_MISMATCH",
-        "in pairs along the last dim",
-    ),
+    (ct("NVFP4"), changed(changed(PACKED, "weight_packed", "F4", (96, 63)), "weight_scale", shape=(96, 4)),
+     "SHAPE_MISMATCH", "in pairs along the last dim"),
     (NVIDIA, changed(MODELOPT, "weight", "F4", (96, 63)), "SHAPE_MISMATCH", "in pairs along the last dim"),
     (OSS, changed(BLOCKS, "blocks", "F4", (3, 96, 63)), "SHAPE_MISMATCH", "in pairs along the last dim"),
     (ct("NVFP4"), changed(PACKED, "weight_packed", "F4", ()), "SHAPE_MISMATCH", "in pairs along the last dim"),
     # Others.
     (OSS, {**BLOCKS, E: Entry("BF16", (3, 64, 96))}, "NAME_COLLISION", "exists too"),
     (ct("NVFP4"), {**PACKED, **entries(weight=("BF16", (96, 64)))}, "NAME_COLLISION", "exists too"),
-    (
-        ct("FP8_DYNAMIC"),
-        {**COMPRESSED, **entries(weight_zero_point=("I8", (96, 1)))},
-        "UNSUPPORTED",
-        "more than code times scale",
-    ),
+    (ct("FP8_DYNAMIC"), {**COMPRESSED, **entries(weight_zero_point=("I8", (96, 1)))}, "UNSUPPORTED",
+     "more than code times scale"),
     # Integers: bitsandbytes, and compressed-tensors with a config that does not say so.
     (None, entries(weight=("I8", (8, 8)), SCB=("F32", (8,)), weight_format=("U8", ())), "UNSUPPORTED", "integers"),
     (None, entries(weight=("I8", (8, 8)), weight_scale=("BF16", (8, 1))), "UNSUPPORTED", "integers, I8"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("section", "found", "code", "words"), MALFORMED)

@@ -176,10 +176,8 @@ NOT_KNOWN: list[tuple[dict[str, Any], list[str]]] = [
     (grouped(WEIGHTS, moe_sparsity_config={"0": 4}, outliers=True), ["moe_sparsity_config", "outliers"]),
     (grouped({**WEIGHTS, "offset": 1}), ["config_groups.group_0.weights.offset"]),
     (grouped({**WEIGHTS, "actorder": "group"}), ["config_groups.group_0.weights.actorder"]),
-    (
-        {**CT, "config_groups": {"a": {"targets": ["Linear"], "weights": WEIGHTS, "rotate": 1}}},
-        ["config_groups.a.rotate"],
-    ),
+    ({**CT, "config_groups": {"a": {"targets": ["Linear"], "weights": WEIGHTS, "rotate": 1}}},
+     ["config_groups.a.rotate"]),
     ({**FP8, "weight_rotation": "hadamard", "smooth": 0.5}, ["weight_rotation", "smooth"]),
     ({**FP8, "modules_to_convert": ["embed_tokens"]}, ["modules_to_convert"]),
     ({"quant_method": "mxfp4", "block_rotation": True}, ["block_rotation"]),
@@ -187,12 +185,10 @@ NOT_KNOWN: list[tuple[dict[str, Any], list[str]]] = [
     ({**MODELOPT, "pre_quant_scale": True}, ["pre_quant_scale"]),
     ({**MODELOPT, "has_zero_point": True}, ["has_zero_point"]),
     ({**MODELOPT, "smoothquant_val": 0.5}, ["smoothquant_val"]),
-    (
-        {**MIXED, "quantized_layers": {Q: {"quant_algo": "FP8", "pre_quant_scale": True}}},
-        [f"quantized_layers.{Q}.pre_quant_scale"],
-    ),
+    ({**MIXED, "quantized_layers": {Q: {"quant_algo": "FP8", "pre_quant_scale": True}}},
+     [f"quantized_layers.{Q}.pre_quant_scale"]),
     ({**MIXED, "quantized_layers": {Q: {"quant_algo": "FP8", "lora": 8}}}, [f"quantized_layers.{Q}.lora"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("section", "keys"), NOT_KNOWN, ids=[", ".join(keys) for _, keys in NOT_KNOWN])
@@ -278,17 +274,8 @@ def test_a_list_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 PRESETS = [
-    "FP8",
-    "FP8_DYNAMIC",
-    "FP8_BLOCK",
-    "NVFP4",
-    "NVFP4A16",
-    "MXFP4",
-    "MXFP4A16",
-    "MXFP4XFP8",
-    "MXFP8",
-    "MXFP8A16",
-]
+    "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP4XFP8", "MXFP8", "MXFP8A16",
+]  # fmt: skip
 
 
 @pytest.mark.peers

@@ -28,13 +28,9 @@ Config = dict[str, Any]
 
 LAYER = "model.layers.{}.{}.weight"
 PARTS = (
-    "self_attn.q_proj",
-    "self_attn.o_proj",
-    "mlp.gate",
-    "mlp.gate_proj",
-    "mlp.experts.0.up_proj",
+    "self_attn.q_proj", "self_attn.o_proj", "mlp.gate", "mlp.gate_proj", "mlp.experts.0.up_proj",
     "mlp.experts.1.up_proj",
-)
+)  # fmt: skip
 NAMES = [
     *(LAYER.format(layer, part) for layer in (0, 1, 11) for part in PARTS),
     "lm_head.weight",
@@ -281,12 +277,8 @@ def test_what_is_no_matter_of_weights_stays_where_all_are_decoded() -> None:
     }
     for key, value in {"kv_cache_scheme": CACHE, "kv_cache_quant_algo": "FP8"}.items():
         modelopt = {
-            "quant_method": "modelopt",
-            "quant_algo": "NVFP4",
-            "group_size": 16,
-            key: value,
-            "ignore": ["lm_head"],
-        }
+            "quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, key: value, "ignore": ["lm_head"],
+        }  # fmt: skip
         result = rewrite_config({SECTION: modelopt}, {}, plain({}), decoded=NAMES)[SECTION]
         assert result == {"quant_method": "modelopt", "quant_algo": None, key: value, "ignore": ["lm_head"]}
         again = some(read({SECTION: result}))

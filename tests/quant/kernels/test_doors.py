@@ -82,68 +82,40 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "scales of bfloat16": ("UNSUPPORTED", lambda: kernels.quantize(_x(4, 96), replace(FLOAT8, scale="BF16"))),
     "a scale per row": ("UNSUPPORTED", lambda: kernels.quantize(_x(4, 96), replace(FLOAT8, tile=(1, 0)))),
     "part of a tile": ("UNSUPPORTED", lambda: kernels.quantize(_x(4, 96), NVFP4, over=(16, 8))),
-    "an amax over 16 x 32, both ways": (
-        "UNSUPPORTED",
-        lambda: kernels.quantize(_x(32, 96), NVFP4, columnwise=True, over=(16, 32)),
-    ),
+    "an amax over 16 x 32, both ways": ("UNSUPPORTED",
+        lambda: kernels.quantize(_x(32, 96), NVFP4, columnwise=True, over=(16, 32))),
     "an amax over three rows": ("UNSUPPORTED", lambda: kernels.quantize(_x(4, 96), NVFP4, over=(3, 16))),
     "over the tensor": ("UNSUPPORTED", lambda: kernels.quantize(_x(4, 96), FLOAT8, over=(16, 16))),
     "offsets of int64": ("SHAPE_MISMATCH", lambda: kernels.quantize_groups(_x(4, 64), torch.tensor([4]), MXFP8)),
     "groups that go back": ("SHAPE_MISMATCH", lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 2), FLOAT8)),
     "groups beyond the end": ("SHAPE_MISMATCH", lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 5), MXFP8)),
     "rows with a scale for each tile": ("UNSUPPORTED", lambda: kernels.quantize_rows(_x(4, 64), _ends(3, 4), MXFP8)),
-    "swizzled scales of blocks": (
-        "UNSUPPORTED",
-        lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 4), FLOAT8_BLOCK, swizzled=True),
-    ),
-    "swizzled, both ways": (
-        "UNSUPPORTED",
-        lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 4), MXFP8, swizzled=True, columnwise=True),
-    ),
-    "swizzled, with gaps": (
-        "UNSUPPORTED",
-        lambda: kernels.quantize_groups(
-            _x(4, 64),
-            _ends(3, 4),
-            MXFP8,
-            swizzled=True,
-            out=Components(_x(4, 64).to(E4M3), torch.zeros((256, 8), dtype=U8)[:, :4].view(E8M0)),
-        ),
-    ),
-    "out for other groups": (
-        "SHAPE_MISMATCH",
-        lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 4), FLOAT8, out=kernels.quantize(_x(4, 64), FLOAT8)),
-    ),
+    "swizzled scales of blocks": ("UNSUPPORTED",
+        lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 4), FLOAT8_BLOCK, swizzled=True)),
+    "swizzled, both ways": ("UNSUPPORTED",
+        lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 4), MXFP8, swizzled=True, columnwise=True)),
+    "swizzled, with gaps": ("UNSUPPORTED", lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 4), MXFP8,
+        swizzled=True, out=Components(_x(4, 64).to(E4M3), torch.zeros((256, 8), dtype=U8)[:, :4].view(E8M0)))),
+    "out for other groups": ("SHAPE_MISMATCH",
+        lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 4), FLOAT8, out=kernels.quantize(_x(4, 64), FLOAT8))),
     "out too small": ("SHAPE_MISMATCH", lambda: kernels.quantize(_x(8, 64), MXFP8, out=_swapped())),
     "out of bytes": ("DTYPE_MISMATCH", lambda: kernels.quantize(_x(4, 64), MXFP8, out=_swapped(data=_x(4, 64)))),
     "no codes": ("MISSING_TENSOR", lambda: kernels.dequantize(Components(), MXFP8, torch.float32)),
     "no scales": ("MISSING_TENSOR", lambda: kernels.dequantize(_swapped(scale_inv=None), MXFP8, torch.float32)),
-    "no amax": (
-        "MISSING_TENSOR",
-        lambda: kernels.dequantize(replace(kernels.quantize(_x(4, 64), NVFP4), amax=None), NVFP4, torch.float32),
-    ),
-    "e5m2 as e4m3": (
-        "DTYPE_MISMATCH",
-        lambda: kernels.dequantize(_swapped(data=_x(4, 64).to(torch.float8_e5m2)), MXFP8, torch.float32),
-    ),
-    "scales of another matrix": (
-        "SHAPE_MISMATCH",
-        lambda: kernels.dequantize(_swapped(scale_inv=torch.ones(4, 3).to(E8M0)), MXFP8, torch.float32),
-    ),
-    "columns apart": (
-        "UNSUPPORTED",
-        lambda: kernels.dequantize(_swapped(data=_x(64, 4).to(E4M3).t()), MXFP8, torch.float32),
-    ),
+    "no amax": ("MISSING_TENSOR",
+        lambda: kernels.dequantize(replace(kernels.quantize(_x(4, 64), NVFP4), amax=None), NVFP4, torch.float32)),
+    "e5m2 as e4m3": ("DTYPE_MISMATCH",
+        lambda: kernels.dequantize(_swapped(data=_x(4, 64).to(torch.float8_e5m2)), MXFP8, torch.float32)),
+    "scales of another matrix": ("SHAPE_MISMATCH",
+        lambda: kernels.dequantize(_swapped(scale_inv=torch.ones(4, 3).to(E8M0)), MXFP8, torch.float32)),
+    "columns apart": ("UNSUPPORTED",
+        lambda: kernels.dequantize(_swapped(data=_x(64, 4).to(E4M3).t()), MXFP8, torch.float32)),
     "to integers": ("DTYPE_MISMATCH", lambda: kernels.dequantize(_swapped(), MXFP8, torch.int32)),
-    "out of another dtype": (
-        "SHAPE_MISMATCH",
-        lambda: kernels.dequantize(_swapped(), MXFP8, torch.float32, out=_x(4, 64, dtype=torch.float16)),
-    ),
-    "out with columns apart": (
-        "UNSUPPORTED",
-        lambda: kernels.dequantize(_swapped(), MXFP8, torch.float32, out=_x(64, 4).t()),
-    ),
-}
+    "out of another dtype": ("SHAPE_MISMATCH",
+        lambda: kernels.dequantize(_swapped(), MXFP8, torch.float32, out=_x(4, 64, dtype=torch.float16))),
+    "out with columns apart": ("UNSUPPORTED",
+        lambda: kernels.dequantize(_swapped(), MXFP8, torch.float32, out=_x(64, 4).t())),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("why", REFUSED)
