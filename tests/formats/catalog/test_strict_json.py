@@ -13,14 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import transaxle
-from transaxle.formats.storage.storage import (
-    NotJsonError,
-    members,
-    pairs_in,
-    parse_json,
-    parse_json_as,
-    repeated_keys,
-)
+from transaxle.formats.storage.storage import NotJsonError, members, pairs_in, parse_json, parse_json_as, repeated_keys
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(alphabet=':"\\{}[],ab\n'),

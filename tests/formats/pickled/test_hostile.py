@@ -13,19 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.formats.pickled.assemble import (
-    FILE,
-    HEAD,
-    MARKER,
-    RECORD,
-    call,
-    name,
-    program,
-    read,
-    text,
-    touches,
-    value,
-)
+from tests.formats.pickled.assemble import FILE, HEAD, MARKER, RECORD, call, name, program, read, text, touches, value
 from transaxle.errors import TransaxleError
 from transaxle.formats.flattened_state import flatten
 

@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 
 from tests.formats.pickled.assemble import read
 from tests.formats.pickled.test_interpreter import plain
-from transaxle.formats.pickled.descriptors import (
-    Global,
-    Object,
-    OrderedMap,
-    Scalar,
-)
+from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap, Scalar
 from transaxle.formats.pickled.writer import Streamed, write_pickle
 
 

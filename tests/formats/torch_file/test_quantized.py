@@ -102,12 +102,7 @@ def resized(tensor: Tensor, buffer: str, array: Array | None) -> Tensor:
 
 # What is read.
 
-SMALL = {
-    FLOAT8: float8(1),
-    MXFP8: mxfp8(2, (32, 64)),
-    BLOCKWISE: blockwise(3, (130, 140)),
-    NVFP4: nvfp4(4),
-}
+SMALL = {FLOAT8: float8(1), MXFP8: mxfp8(2, (32, 64)), BLOCKWISE: blockwise(3, (130, 140)), NVFP4: nvfp4(4)}
 CODES = {FLOAT8: "data", MXFP8: "rowwise_data", BLOCKWISE: "rowwise_data", NVFP4: "rowwise_data"}
 GRIDS = {FLOAT8: (1,), MXFP8: (32, 2), BLOCKWISE: (2, 2), NVFP4: (20, 3)}
 SCALES = {FLOAT8: "scale_inv", **dict.fromkeys((MXFP8, BLOCKWISE, NVFP4), "rowwise_scale_inv")}
@@ -428,10 +423,7 @@ def test_shapes_that_lie(view: dict[str, Any], words: str, tmp_path: Path) -> No
 def test_names_that_collide(tmp_path: Path) -> None:
     for first, second in ((NAME, NAME + SCALE), (NAME + SCALE, NAME)):
         file = File()
-        opcodes = {
-            NAME: float8(15).opcodes(file),
-            NAME + SCALE: file.tensor(np.ones(1, np.float32)),
-        }
+        opcodes = {NAME: float8(15).opcodes(file), NAME + SCALE: file.tensor(np.ones(1, np.float32))}
         file.items |= {first: opcodes[first], second: opcodes[second]}
         with pytest.raises(TransaxleError) as error:
             open_container(str(write(tmp_path, file)))

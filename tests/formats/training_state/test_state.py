@@ -114,10 +114,7 @@ def test_numbers_that_are_texts() -> None:
 
 
 def test_groups_that_give_names() -> None:
-    groups = (
-        {"params": [0, 1], "param_names": ["a.weight", "a.bias"]},
-        {"params": [2], "param_names": ["b"]},
-    )
+    groups = ({"params": [0, 1], "param_names": ["a.weight", "a.bias"]}, {"params": [2], "param_names": ["b"]})
     assert names({"optimizer": {"state": {1: {"m": "T"}, 2: {"m": "T"}}, "param_groups": groups}}) == [
         "optim/a.bias/m",
         "optim/b/m",

@@ -198,8 +198,7 @@ def test_a_universal_checkpoint_whose_model_files_lie_is_refused(universal: Path
 
 
 @pytest.mark.parametrize(
-    ("said", "code"),
-    [("../outside", "PATH_ESCAPE"), ("", "CORRUPT"), ("global_step7", "INCOMPLETE")],
+    ("said", "code"), [("../outside", "PATH_ESCAPE"), ("", "CORRUPT"), ("global_step7", "INCOMPLETE")]
 )
 def test_latest_never_leads_elsewhere(universal: Path, said: str, code: str) -> None:
     """What it names is no folder of the checkpoint, and no other one is taken for it."""

@@ -19,10 +19,7 @@ from tests.formats.megatron.training import peer
 from tests.formats.megatron.training.conftest import Megatron, model
 
 MODELS = {"llama": Run(), "experts": Run(sparse=tuple(range(LAYERS)))}
-FIRST = {
-    "llama": ("--tensor-model-parallel-size 2", 4),
-    "experts": ("--expert-model-parallel-size 2", 2),
-}
+FIRST = {"llama": ("--tensor-model-parallel-size 2", 4), "experts": ("--expert-model-parallel-size 2", 2)}
 """Degrees of the run that is saved, and its ranks."""
 
 
