@@ -10,6 +10,7 @@ import pytest
 import transaxle as tx
 from tests import checkpoints
 from tests.engine.peers.test_optimizer import trained
+from tests.formats.refusals import refuses
 from transaxle.errors import TransaxleError
 
 STATE = "optim/"
@@ -62,9 +63,8 @@ def test_a_folder_of_weights_is_no_state(step: Path) -> None:
 
 def test_state_that_is_there_twice_is_refused(step: Path) -> None:
     shutil.copytree(step / "optim", step / "optimizer_0")
-    with pytest.raises(TransaxleError, match="--no-optimizer") as refused:
+    with refuses("NAME_COLLISION", "--no-optimizer"):
         tx.open(step)
-    assert refused.value.code == "NAME_COLLISION"
     with tx.open(step, optimizer=False) as weights:
         assert set(weights) == set(WEIGHTS)
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import transaxle as tx
 from tests.formats.dcp.damage import METADATA, archive
+from tests.formats.refusals import refuses
 from tests.oracles.te_pickles import (
     MXFP8,
     RELEASES,
@@ -136,10 +137,8 @@ def test_one_number_of_several_chunks_must_be_one(tmp_path: Path) -> None:
     write(tmp_path / "bad", (8, 4), [first, (start, second)])
     tx.convert(tmp_path / "good", tmp_path / "fine", to="safetensors")
     for options in ({}, {"decode": "bf16"}):
-        with pytest.raises(TransaxleError) as error:
+        with refuses("UNEQUAL_COPIES", NAME):
             tx.convert(tmp_path / "bad", tmp_path / "out", to="safetensors", **options)  # type: ignore[arg-type]
-        assert error.value.code == "UNEQUAL_COPIES"
-        assert NAME in str(error.value)
         assert not (tmp_path / "out").exists()
 
 
@@ -260,9 +259,8 @@ def test_copies_of_ranks_that_saved_alone(tmp_path: Path) -> None:
         if not differs:
             tx.convert(folder, tmp_path / "out", to="safetensors")
             continue
-        with pytest.raises(TransaxleError) as error:
+        with refuses("UNEQUAL_COPIES"):
             tx.convert(folder, tmp_path / "bad", to="safetensors")
-        assert error.value.code == "UNEQUAL_COPIES"
 
 
 def test_names_of_buffers_collide(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import transaxle as tx
+from tests.formats.refusals import refuses
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.hints import HINTS
 from transaxle.formats.deepspeed.keys import UNIVERSAL
@@ -167,9 +168,8 @@ def test_a_step_of_one_element_becomes_a_number(tmp_path: Path) -> None:
     assert tx.verify(target).ok
     assert tx.verify(source, target).equal
     safetensors.save_file(names | {f"{OPTIMIZER}w/{keys.STEP}": torch.tensor([7.0, 8.0])}, source)
-    with pytest.raises(tx.TransaxleError, match="a step must be one number") as caught:
+    with refuses("SHAPE_MISMATCH", "a step must be one number"):
         tx.convert(source, tmp_path / "other", to=UNIVERSAL)
-    assert caught.value.code == "SHAPE_MISMATCH"
 
 
 def test_hints_about_another_shape_are_refused(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.formats.refusals import refuses
 from tests.move.filling import read_runs
 from transaxle.axes.geometry import Loop
-from transaxle.errors import Refused
 from transaxle.formats import checksums
 from transaxle.formats.catalog import NumbersInMemory
 from transaxle.formats.checksums import crc32
@@ -118,11 +118,10 @@ def test_beyond_two_gigabytes(way: None, tmp_path: Path) -> None:
 def test_a_file_that_ends_inside_a_run_is_named(way: None, storage: LocalStorage) -> None:
     """The runs before the end are in place, and the message says which bytes are lacking."""
     out = bytearray(4 * 16)
-    with pytest.raises(Refused, match="truncated") as caught:
+    with refuses(
+        "CORRUPT", "truncated", f"bytes {len(DATA) - 9} to {len(DATA) + 7}", f"ends at {len(DATA)}", file=FILE
+    ):
         read_runs(storage, FILE, len(DATA) - 150, memoryview(out), 16, [(4, 47, 16)])
-    assert (caught.value.code, caught.value.where.file) == ("CORRUPT", FILE)
-    assert f"bytes {len(DATA) - 9} to {len(DATA) + 7}" in str(caught.value)
-    assert f"ends at {len(DATA)}" in str(caught.value)
     assert out[:48] == expected(DATA, len(DATA) - 150, 48, 16, [(3, 47, 16)])
 
 
@@ -255,9 +254,8 @@ def test_every_range_is_a_slice(three_files: LocalStorage, places: list[tuple[st
 
 @pytest.mark.usefixtures("way")
 def test_a_truncated_file_is_an_error_that_names_it(three_files: LocalStorage) -> None:
-    with pytest.raises(Refused, match="truncated") as caught:
+    with refuses("CORRUPT", "truncated", file="1.bin"):
         read_together(three_files, [("0.bin", 0, 10), ("1.bin", 4990, 11), ("2.bin", 0, 10)])
-    assert (caught.value.code, caught.value.where.file) == ("CORRUPT", "1.bin")
 
 
 # Reading ahead: the same bytes in fewer calls.

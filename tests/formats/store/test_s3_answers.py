@@ -15,6 +15,7 @@ import transaxle as tx
 from tests.checkpoints import write
 from tests.engine.distribute.test_object_store import hidden, look_at, many
 from tests.formats.faulty_proxy import Exchange, FaultyProxy
+from tests.formats.refusals import refuses
 from tests.formats.s3_server import Bucket
 from transaxle.errors import TransaxleError
 from transaxle.formats.registry import MANIFEST
@@ -108,10 +109,8 @@ def test_the_second_one_is_refused(
 ) -> None:
     """Also with the same bytes, and where the store knows no conditions: then it is looked at just before."""
     proxy.asks = asks
-    with pytest.raises(TransaxleError, match="another run has put this file here") as caught:
+    with refuses("EXISTS", "another run has put this file here", exit_code=2, hint="--overwrite"):
         run(checkpoint(tmp_path / "own", seed), f"{bucket.url}/out")
-    assert (caught.value.code, caught.value.exit_code) == ("EXISTS", 2)
-    assert "--overwrite" in caught.value.hint
     assert contents(bucket) == other
     assert bucket.uploads() == []
 
@@ -140,9 +139,8 @@ def test_two_that_begin_at_the_same_time(bucket: Bucket, tmp_path: Path, monkeyp
         begin(self, *how, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(HiddenObjects, "begin", another)
-    with pytest.raises(TransaxleError, match="beside the target is unfinished work") as caught:
+    with refuses("EXISTS", "beside the target is unfinished work"):
         converted(source, url)
-    assert caught.value.code == "EXISTS"
     assert [contents(bucket)] == begun
     assert bucket.uploads() == []
 
@@ -273,9 +271,8 @@ def test_an_error_in_an_answer_of_success_that_stays_is_one(
 ) -> None:
     monkeypatch.setattr(multipart, "COMPLETION", 1.0)
     proxy.asks = First(1000, completes, internal)
-    with pytest.raises(TransaxleError, match="has not put the file together") as caught:
+    with refuses("IO", "has not put the file together"):
         run(checkpoint(tmp_path / "own", 1), f"{bucket.url}/out")
-    assert caught.value.code == "IO"
     assert bucket.names() == hidden(bucket) == []
 
 

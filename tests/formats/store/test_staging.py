@@ -15,6 +15,7 @@ import pytest
 
 import transaxle as tx
 from tests.formats.files import names_in
+from tests.formats.refusals import refuses
 from transaxle.errors import Code, Refused, StorageError, UsageError
 from transaxle.formats.store import leftovers
 from transaxle.formats.store import place as place_module
@@ -104,9 +105,8 @@ def test_one_file(target: Path) -> None:
 
 def test_one_file_is_not_several(target: Path) -> None:
     file = target.with_suffix(".safetensors")
-    with pytest.raises(Refused) as caught, Staging(file) as staging:
+    with refuses("UNSUPPORTED"), Staging(file) as staging:
         staging.prepare({A: 1, B: 1})
-    assert caught.value.code == "UNSUPPORTED"
     with Staging(file) as staging:
         staging.prepare({A: 1})
         with pytest.raises(Refused):
@@ -158,19 +158,16 @@ def test_an_exception_leaves_nothing(target: Path, kind: type[BaseException], ov
 
 def test_an_existing_target(target: Path) -> None:
     put(target, OLD)
-    with pytest.raises(UsageError) as caught, Staging(target):
+    with refuses("EXISTS", file=str(target), exit_code=2, hint="--overwrite"), Staging(target):
         pass
-    assert (caught.value.code, caught.value.where.file, caught.value.exit_code) == ("EXISTS", str(target), 2)
-    assert "--overwrite" in caught.value.hint
     assert held(target) == OLD
     assert only(target, TARGET)
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: path.symlink_to("nowhere")])
 def test_a_target_that_appears_in_the_meantime(target: Path, make: Callable[[Path], None]) -> None:
-    with pytest.raises(UsageError) as caught:
+    with refuses("EXISTS"):
         committed(target, lambda _: make(target))
-    assert caught.value.code == "EXISTS"
     assert only(target, TARGET)
     assert target.is_symlink() or target.is_file() or not names_in(target)
 
@@ -182,9 +179,8 @@ def test_a_target_that_appears_in_the_last_moment(target: Path, monkeypatch: pyt
         check(place)
         target.mkdir()
 
-    with pytest.raises(UsageError) as caught:
+    with refuses("EXISTS"):
         committed(target, lambda _: monkeypatch.setattr(place_module.TargetPlace, "check", late))
-    assert caught.value.code == "EXISTS"
     assert names_in(target) == []
 
 
@@ -220,9 +216,8 @@ def test_a_slip_in_the_path_costs_nothing(target: Path) -> None:
     project = put(target, {"main.py": b"", "data/model.safetensors": b""})
     os.chdir(project / "data")
     for place in (project, Path(), Path(".."), Path("/"), project / "main.py", Path("/dev/null")):
-        with pytest.raises(UsageError) as caught, Staging(place, overwrite=True):
+        with refuses("EXISTS"), Staging(place, overwrite=True):
             pass
-        assert caught.value.code == "EXISTS"
     assert held(project) == {"main.py": b"", "data/model.safetensors": b""}
 
 
@@ -255,9 +250,8 @@ def test_places_that_cannot_be(target: Path, path: str, made: bool) -> None:
     os.chdir(target.parent)
     if made:
         Path("file").touch()
-    with pytest.raises(StorageError) as caught, Staging(path):
+    with refuses("IO"), Staging(path):
         pass
-    assert caught.value.code == "IO"
 
 
 def test_a_long_name(target: Path) -> None:
@@ -274,9 +268,8 @@ def test_a_long_name(target: Path) -> None:
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", ["../x", "/x", "", "a/../../x", ".transaxle/journal", ".transaxle", "a\0b"])
 def test_names_that_are_paths(target: Path, name: str) -> None:
-    with pytest.raises(Refused) as caught, Staging(target) as staging:
+    with refuses("PATH_ESCAPE"), Staging(target) as staging:
         staging.prepare({name: 1})
-    assert caught.value.code == "PATH_ESCAPE"
     with pytest.raises(Refused), Staging(target) as staging:
         staging.write(name, b"")
     assert only(target)
@@ -320,9 +313,8 @@ def test_writing_fails(target: Path, monkeypatch: pytest.MonkeyPatch, number: in
     if overwrite:
         put(target, OLD)
     failing_write(monkeypatch, number)
-    with pytest.raises(StorageError) as caught, Staging(target, overwrite=overwrite) as staging:
+    with refuses(code, file=A, exit_code=4), Staging(target, overwrite=overwrite) as staging:
         fill(staging)
-    assert (caught.value.code, caught.value.where.file, caught.value.exit_code) == (code, A, 4)
     assert only(target, *[TARGET] * overwrite)
     if overwrite:
         assert held(target) == OLD
@@ -337,9 +329,8 @@ def test_other_calls_fail(target: Path, monkeypatch: pytest.MonkeyPatch, number:
 
     where = {"reserve": staging_module, "rename": place_module}.get(call, os)
     monkeypatch.setattr(where, "rename_new" if call == "rename" else call, failing)
-    with pytest.raises(StorageError) as caught:
+    with refuses(code):
         committed(target)
-    assert caught.value.code == code
     assert only(target)
 
 
@@ -367,10 +358,8 @@ def test_a_file_too_large_for_the_system(
 ) -> None:
     if not reserving:
         monkeypatch.setattr(staging_module, "reserve", lambda *_: False)
-    with pytest.raises(StorageError) as caught, Staging(target) as staging:
+    with refuses("IO", file=B, hint="ulimit"), Staging(target) as staging:
         staging.prepare({A: small_files, B: small_files + 1})
-    assert (caught.value.code, caught.value.where.file) == ("IO", B)
-    assert "ulimit" in caught.value.hint
     assert only(target)
 
 
@@ -387,9 +376,8 @@ def test_without_the_calls_of_linux(target: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("tamper", [Path.unlink, lambda path: os.truncate(path, 3)])
 def test_files_that_change_before_the_end(target: Path, tamper: Callable[[Path], None]) -> None:
-    with pytest.raises(StorageError) as caught:
+    with refuses("IO", file=B):
         committed(target, lambda staging: tamper(staging.path / B))
-    assert (caught.value.code, caught.value.where.file) == ("IO", B)
     assert only(target)
 
 
@@ -428,9 +416,8 @@ def test_two_runs_at_once(target: Path) -> None:
     with Staging(target) as staging:
         fill(staging)
         for resume in (False, True):
-            with pytest.raises(UsageError, match="another run") as caught, Staging(target, resume=resume):
+            with refuses("EXISTS", "another run"), Staging(target, resume=resume):
                 pass
-            assert caught.value.code == "EXISTS"
         staging.commit()
     assert held(target) == NEW
 
@@ -495,9 +482,8 @@ def test_finished_work_is_kept_unless_the_user_says_otherwise(target: Path, jour
     interrupted(target, journal=journal)
     before = held(target.parent)
     for refused in (lambda: Staging(target).look({}, {}), lambda: Staging(target).__enter__()):
-        with pytest.raises(UsageError) as caught:
+        with refuses("EXISTS") as caught:
             refused()
-        assert caught.value.code == "EXISTS"
         assert "--resume" in caught.value.hint
         assert f"transaxle clean {target}" in caught.value.hint
         assert held(target.parent) == before

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import transaxle as tx
+from tests.formats.refusals import refuses
 from tests.formats.torch_file.made import (
     FILE,
     FOLDER,
@@ -388,18 +389,15 @@ HOSTILE = [
 
 @pytest.mark.parametrize(("data", "code", "said"), HOSTILE)
 def test_hostile_files_are_refused(tmp_path: Path, data: bytes, code: Code, said: str) -> None:
-    with pytest.raises(TransaxleError) as caught:
+    with refuses(code, said, file=FILE):
         opened(tmp_path, data)
-    assert (caught.value.code, caught.value.where.file) == (code, FILE)
-    assert said in str(caught.value)
 
 
 def test_every_cut_of_a_legacy_file(tmp_path: Path) -> None:
     data = legacy()
     for size in range(len(data)):
-        with pytest.raises(TransaxleError) as caught:
+        with refuses("CORRUPT"):
             opened(tmp_path, data[:size])
-        assert caught.value.code == "CORRUPT"
 
 
 @pytest.mark.parametrize("size", [900_000, 1_048_000, 3_000_000, 9_000_000])
@@ -518,10 +516,8 @@ EXTRA = {"packs without dims": {"1": b"x"}, "packs that do not lie along a row":
 def test_pickles_that_lie_about_storages_are_refused(tmp_path: Path, case: str) -> None:
     said, code, message = STORAGES[case]
     value = said if isinstance(said, dict) else {"layers.0.weight": said}
-    with pytest.raises(TransaxleError) as caught:
+    with refuses(code, message, file=FILE) as caught:
         opened(tmp_path, saved(value, {"0": bytes(16), **EXTRA.get(case, {})}))
-    assert (caught.value.code, caught.value.where.file) == (code, FILE)
-    assert message in str(caught.value)
     assert caught.value.where.tensor or "record" in str(caught.value)
 
 
@@ -532,9 +528,8 @@ def test_every_wrong_view_is_named_at_once(tmp_path: Path) -> None:
 
 
 def test_nothing_to_read(tmp_path: Path) -> None:
-    with pytest.raises(TransaxleError, match="neither tensors") as caught:
+    with refuses("UNSUPPORTED", "neither tensors"):
         opened(tmp_path, saved("text", {}))
-    assert caught.value.code == "UNSUPPORTED"
 
 
 def test_views_that_are_odd_and_honest(tmp_path: Path) -> None:
