@@ -60,14 +60,12 @@ OPENED = {
     "a whole file before others": ([FILE, "adapter.safetensors", "pytorch_model.bin"], FILE),
     "a whole file before an index of torch": ([FILE, "pytorch_model.bin.index.json"], FILE),
     "one file of any name": (["adapter_model.safetensors"], "adapter_model.safetensors"),
-    "beside what a trainer keeps": (
-        ["adapter_model.safetensors", "training_args.bin", "optimizer.pt", "rng_state_0.pth", "scheduler.pt"],
-        "adapter_model.safetensors",
-    ),
+    "beside what a trainer keeps": (["adapter_model.safetensors", "training_args.bin", "optimizer.pt",
+        "rng_state_0.pth", "scheduler.pt"], "adapter_model.safetensors"),
     "with a manifest": ([FILE, "transaxle.json"], FILE),
     "latest without a folder": ([FILE, "latest"], FILE),
     "latest that names no folder": ([FILE, "latest", "logs/"], FILE),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("names", "member"), OPENED.values(), ids=OPENED.keys())

@@ -177,72 +177,53 @@ def _flipped(folder: Path) -> None:
 METADATA_PICKLES = {
     "a command": unsafe(lambda folder: write(folder, Evil(folder))),
     "a command by hand": Hostile(
-        raw(lambda folder: program(call("os", "system", touches(folder)))), "UNSAFE_PICKLE", "os.system", tensor=None
-    ),
+        raw(lambda folder: program(call("os", "system", touches(folder)))), "UNSAFE_PICKLE", "os.system", tensor=None),
     "a process": named("subprocess", "Popen", "true"),
     "torch.load": named("torch", "load", "x"),
     "a class of torch's that is no part of it": named("torch.distributed.checkpoint.filesystem", "FileSystem"),
-    "getattr": Hostile(
-        raw(lambda _: program(call("builtins", "getattr", name(MODULE, "Metadata"), "x"))),
-        "UNSAFE_PICKLE", "Metadata.x", tensor=None,
-    ),
+    "getattr": Hostile(raw(lambda _: program(call("builtins", "getattr", name(MODULE, "Metadata"), "x"))),
+        "UNSAFE_PICKLE", "Metadata.x", tensor=None),
     "a command in the planner's data": unsafe(holding_evil(lambda m, e: m.planner_data.update(x=e))),
     "a command in a path": unsafe(holding_evil(lambda m, e: m.planner_data.update(rows=(e,)))),
     "a command as a file name": unsafe(
-        holding_evil(lambda m, e: setattr(m.storage_data[MetadataIndex(STEPS)], "relative_path", e))
-    ),
+        holding_evil(lambda m, e: setattr(m.storage_data[MetadataIndex(STEPS)], "relative_path", e))),
     "a command in what nobody reads": unsafe(holding_evil(lambda m, e: setattr(m.storage_meta, "modules", [e]))),
     "nothing": Hostile(raw(lambda _: b""), "CORRUPT", "ends", tensor=None),
     "text": Hostile(raw(lambda _: b"no pickle"), "CORRUPT", "unknown opcode", tensor=None),
-    "half of it": Hostile(
-        lambda folder: os.truncate(folder / METADATA, (folder / METADATA).stat().st_size // 2), "CORRUPT", "frame",
-        tensor=None,
-    ),
+    "half of it": Hostile(lambda folder: os.truncate(folder / METADATA, (folder / METADATA).stat().st_size // 2),
+        "CORRUPT", "frame", tensor=None),
     "something else": Hostile(lambda folder: write(folder, [1, 2]), "CORRUPT", "a list", tensor=None),
     "a place instead": Hostile(
-        lambda folder: write(folder, info(folder, ROWS)), "CORRUPT", "_StorageInfo, not the metadata", tensor=None
-    ),
+        lambda folder: write(folder, info(folder, ROWS)), "CORRUPT", "_StorageInfo, not the metadata", tensor=None),
 }  # fmt: skip
 
 FIELDS = {
     "no items": Hostile(edit(lambda m: delattr(m, "state_dict_metadata")), "CORRUPT", "does not list", tensor=None),
     "no places": Hostile(edit(lambda m: setattr(m, "storage_data", None)), "CORRUPT", "does not list", tensor=None),
     "a number as a key": Hostile(
-        edit(lambda m: m.state_dict_metadata.update({7: 1})), "CORRUPT", "key of an item is a int", tensor=None
-    ),
+        edit(lambda m: m.state_dict_metadata.update({7: 1})), "CORRUPT", "key of an item is a int", tensor=None),
     "a number as an item": Hostile(
-        edit(lambda m: m.state_dict_metadata.update(rows=1)), "CORRUPT", "described by a int"
-    ),
+        edit(lambda m: m.state_dict_metadata.update(rows=1)), "CORRUPT", "described by a int"),
     "a place that is none": Hostile(
-        edit(lambda m: m.storage_data.update({index_of(m, ROWS, 0): 1})), "CORRUPT", "not a byte range"
-    ),
-    "two places": Hostile(
-        _twice, "CORRUPT", "stored in two places"
-    ),
+        edit(lambda m: m.storage_data.update({index_of(m, ROWS, 0): 1})), "CORRUPT", "not a byte range"),
+    "two places": Hostile(_twice, "CORRUPT", "stored in two places"),
     "a place without an item": Hostile(
-        edit(lambda m: m.storage_data.update({MetadataIndex("more"): m.storage_data[MetadataIndex(STEPS)]})),
-        "CORRUPT", "not list it among the items", tensor="more",
-    ),
+        edit(lambda m: m.storage_data.update({MetadataIndex("more"): m.storage_data[MetadataIndex(STEPS)]})), "CORRUPT",
+        "not list it among the items", tensor="more"),
     "an object with places of chunks": Hostile(
         edit(lambda m: m.storage_data.update({MetadataIndex(STEPS, [0]): m.storage_data[MetadataIndex(STEPS)]})),
-        "CORRUPT", "not a tensor", tensor=STEPS,
-    ),
+        "CORRUPT", "not a tensor", tensor=STEPS),
     "a chunk too many in the files": Hostile(
         edit(lambda m: m.storage_data.update({MetadataIndex(ROWS, [9, 9]): m.storage_data[index_of(m, ROWS, 0)]})),
-        "CORRUPT", "a chunk at [9, 9]",
-    ),
+        "CORRUPT", "a chunk at [9, 9]"),
     "a tensor with the place of an object": Hostile(
-        edit(lambda m: m.storage_data.update({MetadataIndex(ROWS): m.storage_data[index_of(m, ROWS, 0)]})),
-        "CORRUPT", "an object",
-    ),
-    "another path": Hostile(
-        edit(lambda m: m.planner_data.update(rows=("columns",))), "CORRUPT", "another name"
-    ),
+        edit(lambda m: m.storage_data.update({MetadataIndex(ROWS): m.storage_data[index_of(m, ROWS, 0)]})), "CORRUPT",
+        "an object"),
+    "another path": Hostile(edit(lambda m: m.planner_data.update(rows=("columns",))), "CORRUPT", "another name"),
     "a path without end": Hostile(edit(_deep), "CORRUPT", "nested more than 100 levels deep", tensor=DEEP),
     "no dtype": Hostile(entry(lambda t: setattr(t.properties, "dtype", None)), "CORRUPT", "dtype is missing"),
     "sparse": Hostile(
-        entry(lambda t: setattr(t.properties, "layout", torch.sparse_coo)), "UNSUPPORTED", "torch.sparse_coo"
-    ),
+        entry(lambda t: setattr(t.properties, "layout", torch.sparse_coo)), "UNSUPPORTED", "torch.sparse_coo"),
     "a size of floats": Hostile(field(size=(7.0, 5.0)), "CORRUPT", "malformed"),
     "a negative size": Hostile(field(size=(-7, 5)), "CORRUPT", "malformed"),
     "a size beyond all numbers": Hostile(field(size=(2**63, 5)), "CORRUPT", "malformed"),
@@ -251,8 +232,7 @@ FIELDS = {
     "a chunk without sizes": Hostile(box(0, sizes=None), "CORRUPT", "malformed"),
     "a negative offset": Hostile(box(0, offsets=(-1, 0)), "CORRUPT", "malformed"),
     "a transformed stream": Hostile(
-        place(ROWS, transform_descriptors=["stream.zstd/1"]), "UNSUPPORTED", "stream.zstd/1"
-    ),
+        place(ROWS, transform_descriptors=["stream.zstd/1"]), "UNSUPPORTED", "stream.zstd/1"),
 }  # fmt: skip
 
 GEOMETRY = {
@@ -261,22 +241,16 @@ GEOMETRY = {
     "a larger whole": Hostile(field(size=torch.Size([8, 5])), "INCOMPLETE", "[7, 0]"),
     "a smaller whole": Hostile(field(size=torch.Size([6, 5])), "CORRUPT", "does not lie inside"),
     "a whole of other dims": Hostile(field(size=torch.Size([35])), "CORRUPT", "does not lie inside"),
-    "a chunk twice": Hostile(
-        entry(lambda t: t.chunks.append(t.chunks[0])), "OVERLAP", "both contain the index [0, 0]"
-    ),
+    "a chunk twice": Hostile(entry(lambda t: t.chunks.append(t.chunks[0])), "OVERLAP", "both contain the index [0, 0]"),
     "chunks that overlap": Hostile(
-        edit(lambda m: moved(m, ROWS, 1, [1, 0], [2, 5])), "OVERLAP", "both contain the index [1, 0]"
-    ),
+        edit(lambda m: moved(m, ROWS, 1, [1, 0], [2, 5])), "OVERLAP", "both contain the index [1, 0]"),
     "a chunk that lies outside": Hostile(
-        edit(lambda m: moved(m, ROWS, 3, [6, 0], [2, 5])), "CORRUPT", "does not lie inside"
-    ),
+        edit(lambda m: moved(m, ROWS, 3, [6, 0], [2, 5])), "CORRUPT", "does not lie inside"),
     "a chunk without dims": Hostile(edit(lambda m: moved(m, ROWS, 3, [], [])), "CORRUPT", "does not lie inside"),
     "a chunk that lies nowhere": Hostile(
-        edit(lambda m: m.storage_data.pop(index_of(m, ROWS, 1)) and None), "INCOMPLETE", "1 of its 4 chunks"
-    ),
+        edit(lambda m: m.storage_data.pop(index_of(m, ROWS, 1)) and None), "INCOMPLETE", "1 of its 4 chunks"),
     "an object that lies nowhere": Hostile(
-        edit(lambda m: m.storage_data.pop(MetadataIndex(STEPS)) and None), "INCOMPLETE", "no file", tensor=STEPS
-    ),
+        edit(lambda m: m.storage_data.pop(MetadataIndex(STEPS)) and None), "INCOMPLETE", "no file", tensor=STEPS),
 }  # fmt: skip
 
 
@@ -291,17 +265,13 @@ FILES = {
     "a path with a NUL": escape("__0_0.distcp\0"),
     "no text": Hostile(place(ROWS, relative_path=7), "CORRUPT", "not a byte range"),
     "a missing file": Hostile(
-        lambda folder: (folder / SECOND).unlink(), "INCOMPLETE", "the file is missing", SECOND, None
-    ),
+        lambda folder: (folder / SECOND).unlink(), "INCOMPLETE", "the file is missing", SECOND, None),
     "a link that leads out": Hostile(
-        lambda folder: _linked(folder / SECOND, folder.parent / "elsewhere"), "PATH_ESCAPE", "leads out", SECOND, None
-    ),
+        lambda folder: _linked(folder / SECOND, folder.parent / "elsewhere"), "PATH_ESCAPE", "leads out", SECOND, None),
     "a FIFO": Hostile(lambda folder: _fifo(folder / SECOND), "UNSUPPORTED", "a FIFO", SECOND, None),
     "a folder": Hostile(lambda folder: _folder(folder / SECOND), "UNSUPPORTED", "a folder", SECOND, None),
-    "a truncated file": Hostile(
-        lambda folder: os.truncate(folder / LAST, (folder / LAST).stat().st_size - 1), "CORRUPT", "outside", LAST,
-        "complex",
-    ),
+    "a truncated file": Hostile(lambda folder: os.truncate(folder / LAST, (folder / LAST).stat().st_size - 1),
+        "CORRUPT", "outside", LAST, "complex"),
     "an empty file": Hostile(lambda folder: os.truncate(folder / FIRST, 0), "CORRUPT", "outside", FIRST),
     "an offset behind the end": Hostile(place(ROWS, offset=10**6), "CORRUPT", "outside", FIRST),
     "an offset beyond all numbers": Hostile(place(ROWS, offset=2**64), "CORRUPT", "not a count"),
@@ -309,9 +279,8 @@ FILES = {
     "a length one short": Hostile(_shortened, "CORRUPT", "does not end", FIRST),
     "no length": Hostile(place(ROWS, length=0), "CORRUPT", "not an archive", FIRST),
     "the bytes of another chunk": Hostile(
-        edit(lambda m: m.storage_data.update({index_of(m, ROWS, 1): m.storage_data[index_of(m, ROWS, 0)]})),
-        "OVERLAP", "overlap those of 'rows'", FIRST,
-    ),
+        edit(lambda m: m.storage_data.update({index_of(m, ROWS, 1): m.storage_data[index_of(m, ROWS, 0)]})), "OVERLAP",
+        "overlap those of 'rows'", FIRST),
 }  # fmt: skip
 
 
@@ -346,54 +315,41 @@ def _patched(old: bytes, new: bytes) -> Callable[[dict[str, bytes]], object]:
 
 
 ARCHIVES = {
-    "a command for a tensor": unsafe(
-        lambda folder: put(folder, ROWS, archive(Evil(folder))), file=FIRST, tensor=ROWS
-    ),
+    "a command for a tensor": unsafe(lambda folder: put(folder, ROWS, archive(Evil(folder))), file=FIRST, tensor=ROWS),
     "a command in the archive": pickled(
-        lambda folder: program(call("os", "system", touches(folder))), "UNSAFE_PICKLE", "record data.pkl"
-    ),
+        lambda folder: program(call("os", "system", touches(folder))), "UNSAFE_PICKLE", "record data.pkl"),
     "a class of the metadata in the archive": pickled(
-        lambda _: program(call(MODULE, "StorageMeta")), "UNSAFE_PICKLE", "StorageMeta"
-    ),
+        lambda _: program(call(MODULE, "StorageMeta")), "UNSAFE_PICKLE", "StorageMeta"),
     "another type": chunk(torch.zeros(2, 5, dtype=torch.int32), "DTYPE_MISMATCH", "but the file holds int32"),
     "another shape": chunk(torch.zeros(5, 2), "SHAPE_MISMATCH", "[2, 5] in the metadata, but [5, 2] in the file"),
     "no tensor": chunk(7, "CORRUPT", "does not hold a tensor, but int"),
     "a sparse tensor": chunk(torch.zeros(2, 5).to_sparse(), "CORRUPT", "not hold a tensor"),
     "a storage that is too small": records(
-        lambda r: r.update({"archive/data/0": b"1234"}), "CORRUPT", "record data/0 has 4 bytes"
-    ),
+        lambda r: r.update({"archive/data/0": b"1234"}), "CORRUPT", "record data/0 has 4 bytes"),
     "no storage": records(lambda r: r.pop("archive/data/0") and None, "CORRUPT", "which is missing"),
     "a storage too many": records(
-        lambda r: r.update({"archive/data/1": b"1234"}), "CORRUPT", "no tensor uses the record data/1"
-    ),
+        lambda r: r.update({"archive/data/1": b"1234"}), "CORRUPT", "no tensor uses the record data/1"),
     "a view beyond its storage": records(_patched(b"K\x02K\x05\x86", b"K\x02K\xff\x86"), "CORRUPT", "ends at byte"),
-    "a terabyte of one element": records(
-        _patched(b"K\x02K\x05\x86q\x06K\x05K\x01\x86", b"J\0\0\x10\0J\0\0\x10\0\x86q\x06K\0K\0\x86"),
-        "SHAPE_MISMATCH", "[1048576, 1048576]",
-    ),
+    "a terabyte of one element": records(_patched(b"K\x02K\x05\x86q\x06K\x05K\x01\x86",
+        b"J\0\0\x10\0J\0\0\x10\0\x86q\x06K\0K\0\x86"), "SHAPE_MISMATCH", "[1048576, 1048576]"),
     "another byte order": records(lambda r: r.update({"archive/byteorder": b"big"}), "UNSUPPORTED", "big-endian"),
     "compressed": records(lambda _: None, "UNSUPPORTED", "compressed", zipfile.ZIP_DEFLATED),
     "a record that leads out": records(
         lambda r: r.update({"archive/../../x": b""}), "PATH_ESCAPE", "outside the archive's folder"),
     "a flipped bit in the pickle": Hostile(_flipped, "CORRUPT", "checksum", FIRST),
     "half an archive": Hostile(
-        putting(ROWS, lambda folder: payload(folder, ROWS)[:700]), "CORRUPT", "does not end like", FIRST
-    ),
+        putting(ROWS, lambda folder: payload(folder, ROWS)[:700]), "CORRUPT", "does not end like", FIRST),
 }  # fmt: skip
 
 OBJECTS = {
     "a command for a number": unsafe(
-        lambda folder: put(folder, STEPS, archive(Evil(folder)), None), file=None, tensor=STEPS
-    ),
+        lambda folder: put(folder, STEPS, archive(Evil(folder)), None), file=None, tensor=STEPS),
     "a command where nobody looks": unsafe(
-        lambda folder: put(folder, "note", archive(Evil(folder)), None), file=None, tensor="note"
-    ),
+        lambda folder: put(folder, "note", archive(Evil(folder)), None), file=None, tensor="note"),
     "a module": Hostile(
-        putting(STEPS, lambda _: archive(torch.nn.Linear(1, 1)), None), "UNSAFE_PICKLE", "torch.nn", None, STEPS
-    ),
+        putting(STEPS, lambda _: archive(torch.nn.Linear(1, 1)), None), "UNSAFE_PICKLE", "torch.nn", None, STEPS),
     "a bare pickle": Hostile(
-        putting(STEPS, lambda _: pickle.dumps(7), None), "UNSUPPORTED", "not one that torch wrote", None, STEPS
-    ),
+        putting(STEPS, lambda _: pickle.dumps(7), None), "UNSUPPORTED", "not one that torch wrote", None, STEPS),
     "nothing for a number": Hostile(putting(STEPS, lambda _: b"", None), "CORRUPT", "", None, STEPS),
 }  # fmt: skip
 
@@ -418,50 +374,31 @@ def shard(
 
 SAFETENSORS = {
     "a header of no JSON": blob(
-        lambda file, at: _overwritten(file, at + 8, b"x"), "CORRUPT", "not a JSON object", None
-    ),
-    "no note": blob(
-        lambda file, at: header_edited(file, at, lambda h: h.pop("__metadata__")), "CORRUPT", "DCP_SHARDING_INFO", None
-    ),
-    "another place in the note": blob(
-        lambda file, at: note_edited(file, at, lambda n: n.update(rows={"saved_offsets": [2, 0]})), "INCOMPLETE",
-        "holds the one at [2, 0]",
-    ),
-    "a part that is not there": blob(
-        lambda file, at: header_edited(file, at, lambda h: h.update(other=h.pop(ROWS))), "CORRUPT", "does not say",
-        "other",
-    ),
+        lambda file, at: _overwritten(file, at + 8, b"x"), "CORRUPT", "not a JSON object", None),
+    "no note": blob(lambda file, at: header_edited(file, at, lambda h: h.pop("__metadata__")), "CORRUPT",
+        "DCP_SHARDING_INFO", None),
+    "another place in the note": blob(lambda file, at: note_edited(file, at,
+        lambda n: n.update(rows={"saved_offsets": [2, 0]})), "INCOMPLETE", "holds the one at [2, 0]"),
+    "a part that is not there": blob(lambda file, at: header_edited(file, at, lambda h: h.update(other=h.pop(ROWS))),
+        "CORRUPT", "does not say", "other"),
     "another type in safetensors": blob(
-        lambda file, at: header_edited(file, at, lambda h: h[ROWS].update(dtype="I32")), "DTYPE_MISMATCH", "I32"
-    ),
+        lambda file, at: header_edited(file, at, lambda h: h[ROWS].update(dtype="I32")), "DTYPE_MISMATCH", "I32"),
     "another shape in safetensors": blob(
-        lambda file, at: header_edited(file, at, lambda h: h[ROWS].update(shape=[5, 2])), "SHAPE_MISMATCH", "[5, 2]"
-    ),
+        lambda file, at: header_edited(file, at, lambda h: h[ROWS].update(shape=[5, 2])), "SHAPE_MISMATCH", "[5, 2]"),
     "another length in safetensors": Hostile(
-        place(ROWS, length=41), "CORRUPT", "would have 40", FIRST, case="as_safetensors"
-    ),
+        place(ROWS, length=41), "CORRUPT", "would have 40", FIRST, case="as_safetensors"),
     "a shard that is missing": shard(lambda file: file.unlink(), "INCOMPLETE", "contains the index", file=WHOLE),
-    "a shard twice": shard(
-        lambda file: shutil.copy(file.parent / "shard-00002-model-00001-of-00001.safetensors", file), "OVERLAP", "both",
-        file=WHOLE,
-    ),
+    "a shard twice": shard(lambda file: shutil.copy(file.parent / "shard-00002-model-00001-of-00001.safetensors", file),
+        "OVERLAP", "both", file=WHOLE),
     "a shard without a note": shard(
-        lambda file: header_edited(file, 0, lambda h: h.pop("__metadata__")), "CORRUPT", "DCP_SHARDING_INFO", None
-    ),
+        lambda file: header_edited(file, 0, lambda h: h.pop("__metadata__")), "CORRUPT", "DCP_SHARDING_INFO", None),
     "a note without a tensor": shard(
-        lambda file: note_edited(file, 0, lambda n: n.pop(ROWS) and None), "CORRUPT", "does not say"
-    ),
+        lambda file: note_edited(file, 0, lambda n: n.pop(ROWS) and None), "CORRUPT", "does not say"),
     "a note of other dims": shard(
-        lambda file: note_edited(file, 0, lambda n: n.update(rows={"saved_offsets": [4]})), "CORRUPT", "does not say"
-    ),
-    "a shard far out": shard(
-        lambda file: note_edited(file, 0, lambda n: n.update(rows={"saved_offsets": [HUGE, 0]})), "INCOMPLETE",
-        "[4, 0]", file=WHOLE,
-    ),
-    "a shard of other dims": shard(
-        _flat,
-        "SHAPE_MISMATCH", "1 here",
-    ),
+        lambda file: note_edited(file, 0, lambda n: n.update(rows={"saved_offsets": [4]})), "CORRUPT", "does not say"),
+    "a shard far out": shard(lambda file: note_edited(file, 0, lambda n: n.update(rows={"saved_offsets": [HUGE, 0]})),
+        "INCOMPLETE", "[4, 0]", file=WHOLE),
+    "a shard of other dims": shard(_flat, "SHAPE_MISMATCH", "1 here"),
 }  # fmt: skip
 
 HOSTILE = METADATA_PICKLES | FIELDS | GEOMETRY | FILES | ARCHIVES | OBJECTS | SAFETENSORS

@@ -193,33 +193,20 @@ def _stack() -> list[Part]:
 ROWS = mxfp8(12, (64, 32), "rows")
 FIRST, SECOND = (part for _, part in _halves(ROWS))
 REFUSED: dict[str, tuple[list[Part], list[bytes] | None, Code, str, str]] = {
-    "a cut inside a tile": (
-        [cut(blockwise(11, (256, 128)), 0, 192), cut(blockwise(11, (256, 128)), 192, 256)], None,
-        "BLOCK_MISALIGNED", "begins at [192, 0], inside a tile of [128, 128]", METADATA,
-    ),
-    "two encodings": (
-        [_halves(ROWS)[0], _halves(float8(12, (64, 32)))[1]], None,
-        "DTYPE_MIXED", "float8 in tiles of (0, 0), type 7 and mxfp8", METADATA,
-    ),
-    "two numberings": (
-        _halves(ROWS), [one(FIRST, _release("2.0")), one(SECOND, _release("2.16"))],
-        "DTYPE_MIXED", "type 6 and mxfp8 in tiles of (1, 32), type 7", METADATA,
-    ),
-    "a plain part": (
-        _halves(ROWS), [one(FIRST), archive(torch.ones(32, 32, dtype=torch.bfloat16))],
-        "DTYPE_MIXED", "1 of its 2 chunks are quantized", METADATA,
-    ),
+    "a cut inside a tile": ([cut(blockwise(11, (256, 128)), 0, 192), cut(blockwise(11, (256, 128)), 192, 256)], None,
+        "BLOCK_MISALIGNED", "begins at [192, 0], inside a tile of [128, 128]", METADATA),
+    "two encodings": ([_halves(ROWS)[0], _halves(float8(12, (64, 32)))[1]], None, "DTYPE_MIXED",
+        "float8 in tiles of (0, 0), type 7 and mxfp8", METADATA),
+    "two numberings": (_halves(ROWS), [one(FIRST, _release("2.0")), one(SECOND, _release("2.16"))], "DTYPE_MIXED",
+        "type 6 and mxfp8 in tiles of (1, 32), type 7", METADATA),
+    "a plain part": (_halves(ROWS), [one(FIRST), archive(torch.ones(32, 32, dtype=torch.bfloat16))], "DTYPE_MIXED",
+        "1 of its 2 chunks are quantized", METADATA),
     "another shape": (
-        _halves(ROWS), [one(FIRST), one(ROWS)], "SHAPE_MISMATCH", "but [64, 32] in the file", DATA.format(1),
-    ),
-    "another dtype": (
-        _halves(ROWS), [one(FIRST), one(SECOND, dtype=name("torch", "float32"))],
-        "DTYPE_MISMATCH", "says bfloat16, but the file holds float32", DATA.format(1),
-    ),
-    "swizzled scales": (
-        [((0, 0), ROWS)], [one(ROWS, with_gemm_swizzled_scales=True)],
-        "UNSUPPORTED", "matrix-multiply kernel", DATA.format(0),
-    ),
+        _halves(ROWS), [one(FIRST), one(ROWS)], "SHAPE_MISMATCH", "but [64, 32] in the file", DATA.format(1)),
+    "another dtype": (_halves(ROWS), [one(FIRST), one(SECOND, dtype=name("torch", "float32"))], "DTYPE_MISMATCH",
+        "says bfloat16, but the file holds float32", DATA.format(1)),
+    "swizzled scales": ([((0, 0), ROWS)], [one(ROWS, with_gemm_swizzled_scales=True)], "UNSUPPORTED",
+        "matrix-multiply kernel", DATA.format(0)),
     "a stack of matrices": (_stack(), None, "UNSUPPORTED", "stack of matrices in 2 chunks", METADATA),
 }  # fmt: skip
 

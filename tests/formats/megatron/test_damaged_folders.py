@@ -56,18 +56,13 @@ FOLDERS = {
     "a file that is missing": Case(lambda folder: (folder / FIRST).unlink(), "INCOMPLETE", "is missing", FIRST),
     "no metadata": Case(lambda folder: (folder / METADATA).unlink(), "INCOMPLETE", "the save was interrupted", None),
     "a command in the metadata": Case(
-        lambda folder: (folder / METADATA).write_bytes(pickle.dumps(Evil(folder))), "UNSAFE_PICKLE", "system"
-    ),
+        lambda folder: (folder / METADATA).write_bytes(pickle.dumps(Evil(folder))), "UNSAFE_PICKLE", "system"),
     "a command in the arguments": Case(
-        _saved(COMMON, lambda folder: {"iteration": 7, "args": Evil(folder)}), "UNSAFE_PICKLE", "system", COMMON
-    ),
+        _saved(COMMON, lambda folder: {"iteration": 7, "args": Evil(folder)}), "UNSAFE_PICKLE", "system", COMMON),
     "arguments of nothing": Case(
-        lambda folder: (folder / COMMON).write_bytes(b"x" * 100), "UNSUPPORTED", "not a torch file", COMMON
-    ),
-    "flattened parts of another shape": Case(
-        edit(lambda m: setattr(m, "mcore_data", {QKV: {"nd_reformulated_orig_global_shape": (4, 72, 24)}})),
-        "CORRUPT", "do not make the shape",
-    ),
+        lambda folder: (folder / COMMON).write_bytes(b"x" * 100), "UNSUPPORTED", "not a torch file", COMMON),
+    "flattened parts of another shape": Case(edit(lambda m: setattr(m, "mcore_data",
+        {QKV: {"nd_reformulated_orig_global_shape": (4, 72, 24)}})), "CORRUPT", "do not make the shape"),
 }  # fmt: skip
 
 

@@ -71,14 +71,10 @@ _STORED = Entry(NAME, "F32", (2, 1, 12), tuple(Extent((at, 0, 0), (1, 1, 12), "f
         ({}, (24,), "CORRUPT", "do not make the shape [24]"),
         ({"shape": (0, 1, 12)}, (6, 4), "CORRUPT", "do not make the shape"),
         ({"extents": (Extent((0, 0, 0), (2, 1, 12), "file", 0),)}, (6, 4), "UNSUPPORTED", "not a range of one part"),
-        (
-            {"extents": (Extent((0, 0, 0), (1, 1, 12), "file", 0, (0, 0, 2)),)},
-            (6, 4),
-            "UNSUPPORTED",
-            "not a range of one part",
-        ),
+        ({"extents": (Extent((0, 0, 0), (1, 1, 12), "file", 0, (0, 0, 2)),)}, (6, 4), "UNSUPPORTED",
+            "not a range of one part"),
     ],
-)
+)  # fmt: skip
 def test_parts_that_do_not_fit_are_refused(change: dict[str, Any], shape: Shape, code: str, said: str) -> None:
     with pytest.raises(Refused) as caught:
         restore_shapes(_container(replace(_STORED, **change), Path()), {NAME: shape}, FILE)

@@ -85,14 +85,12 @@ RUNS: dict[str, tuple[Damage, Code, str]] = {
     "an empty folder": (_emptied, "INCOMPLETE", "there is no checkpoint in it"),
     "a folder of the older format": (_zarr, "UNSUPPORTED", "zarr"),
     "a later version": (
-        _about(sharded_backend_version=2), "UNSUPPORTED", "sharded_backend_version is 2; version 1 is read",
-    ),
+        _about(sharded_backend_version=2), "UNSUPPORTED", "sharded_backend_version is 2; version 1 is read"),
     "no metadata": (_without(METADATA), "INCOMPLETE", "the save was interrupted"),
     "data alone": (_without(METADATA, BACKEND, COMMON), "INCOMPLETE", "the save was interrupted"),
     "no metadata, and no folders": (_without_folders, "INCOMPLETE", "the save was interrupted"),
     "arguments that run something": (
-        lambda run: torch.save({"args": Evil(run)}, run / RELEASE / COMMON), "UNSAFE_PICKLE", "system",
-    ),
+        lambda run: torch.save({"args": Evil(run)}, run / RELEASE / COMMON), "UNSAFE_PICKLE", "system"),
 }  # fmt: skip
 
 

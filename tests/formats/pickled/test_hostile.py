@@ -166,8 +166,7 @@ CORRUPT: dict[str, tuple[bytes, str]] = {
     "a memo that is not there": (HEAD + b"h\x07.", "not built"),
     "a text step before a name from the memo": (
         HEAD + text("torch") + b"\x940S'a'\n0" + text("storage_data") + b"0h\0" + text("Tensor") + b"\x93.",
-        "protocol 0",
-    ),
+        "protocol 0"),
     "a memo that is not there, in text": (b"g7\n.", "protocol 0"),
     "a memo out of range": (b"Np99999999999999\n.", "protocol 0"),
     "a negative memo": (b"Np-1\n.", "protocol 0"),
@@ -234,11 +233,8 @@ CORRUPT: dict[str, tuple[bytes, str]] = {
     "a negative size": (program(call("torch", "Size", [-1])), "-1 is not valid in the sizes"),
     "a size of a truth": (program(call("torch", "Size", [True])), "bool"),
     "an endless size": (program(call("torch", "Size", [1] * 65)), "65"),
-    "a scalar of the wrong length": (
-        program(call("numpy.core.multiarray", "scalar",
-                     call("numpy", "dtype", "f8", False, True) + value((3, "<", None)) + b"b", value(b"\0\0\0"))),
-        "3 bytes",
-    ),
+    "a scalar of the wrong length": (program(call("numpy.core.multiarray", "scalar",
+        call("numpy", "dtype", "f8", False, True) + value((3, "<", None)) + b"b", value(b"\0\0\0"))), "3 bytes"),
     "a tensor of no arguments": (program(call("torch._utils", "_rebuild_tensor_v2")), "arguments"),
     "a tensor of texts": (program(call("torch._utils", "_rebuild_tensor_v2", *"abcdef")), "str"),
     "a tensor with a negative stride": (
@@ -256,15 +252,10 @@ CORRUPT: dict[str, tuple[bytes, str]] = {
     "a parameter of a number": (program(call("torch._utils", "_rebuild_parameter", 5, True, {})), "needs a tensor"),
     "a subclass without a class": (
         program(call("torch._tensor", "_rebuild_from_type_v2", 1, 2, value(()), None)), "needs a class"),
-    "calls in calls in calls": (
-        program(
-            name("torch._tensor", "_rebuild_from_type_v2"), b"(",
-            *[name("torch._tensor", "_rebuild_from_type_v2") + name("torch", "Tensor") + b"("] * 40,
-            name("torch._tensor", "_rebuild_from_type_v2"), name("torch", "Tensor"), b")N",
-            b"tN" * 40, b"tR",
-        ),
-        "nested too deeply",
-    ),
+    "calls in calls in calls": (program(name("torch._tensor", "_rebuild_from_type_v2"), b"(",
+        *[name("torch._tensor", "_rebuild_from_type_v2") + name("torch", "Tensor") + b"("] * 40,
+        name("torch._tensor", "_rebuild_from_type_v2"), name("torch", "Tensor"), b")N", b"tN" * 40, b"tR"),
+        "nested too deeply"),
 }  # fmt: skip
 
 
@@ -300,23 +291,14 @@ WALKS: dict[str, tuple[bytes, str]] = {
     "billion laughs": (_laughs(9, 10), "more than"),
     "laughs without end": (_laughs(99, 100), "more than"),
     "laughs that are deep": (_laughs(103, 2), "deep"),
-    "laughs in dicts": (
-        program(
-            b"}q\0",
-            text("a"),
-            b"Ns",
-            *[
-                b"0}q%c(" % i + b"".join(text(key) + b"h%c" % (i - 1) for key in "abcdefgh") + b"u"
-                for i in range(1, 20)
-            ],
-        ),
-        "more than",
-    ),
+    "laughs in dicts": (program(b"}q\0", text("a"), b"Ns",
+        *[b"0}q%c(" % i + b"".join(text(key) + b"h%c" % (i - 1) for key in "abcdefgh") + b"u" for i in range(1, 20)]),
+        "more than"),
     "itself": (_itself(), "contains itself"),
     "itself in a tuple": (program(b"]q\0", b"h\0\x85a"), "contains itself"),
     "a million deep": (_deep(1_000_000), "deep"),
     "a key of a million letters": (program(b"}", text("x" * 1_000_000), value(1), b"s"), "characters"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.oracle
@@ -333,19 +315,15 @@ GREEDY: dict[str, Callable[[], bytes]] = {
     "marks": lambda: HEAD + b"(" * 40_000_000,
     "nothing": lambda: HEAD + b"N" * 150_000_000,
     "tuples": lambda: HEAD + b"N" + b"\x85" * 40_000_000,
-    "copies of a dict": lambda: program(
-        b"}(", *[b"J" + struct.pack("<i", i) + b"N" for i in range(100_000)], b"uq\0",
-        (name("collections", "OrderedDict") + b"h\0\x85R") * 500,
-    ),
-    "copies of a list": lambda: program(
-        b"](", b"N" * 1_000_000, b"eq\0", (name("builtins", "set") + b"h\0\x85R") * 1000),
-    "copies of a text": lambda: program(
-        text("x" * 10_000_000), b"q\0", (name("_codecs", "encode") + b"h\0\x85R") * 1000),
+    "copies of a dict": lambda: program(b"}(", *[b"J" + struct.pack("<i", i) + b"N" for i in range(100_000)], b"uq\0",
+        (name("collections", "OrderedDict") + b"h\0\x85R") * 500),
+    "copies of a list": lambda: program(b"](", b"N" * 1_000_000, b"eq\0",
+        (name("builtins", "set") + b"h\0\x85R") * 1000),
+    "copies of a text": lambda: program(text("x" * 10_000_000), b"q\0",
+        (name("_codecs", "encode") + b"h\0\x85R") * 1000),
     "wide texts": lambda: program(text("\U0001f600" + "x" * 10_000_000) * 10),
-    "names that grow": lambda: program(
-        text("x" * 5_000_000), b"q\0", name("torch", "Tensor"), b"q\1",
-        (name("builtins", "getattr") + b"h\1h\0\x86R") * 500,
-    ),
+    "names that grow": lambda: program(text("x" * 5_000_000), b"q\0", name("torch", "Tensor"), b"q\1",
+        (name("builtins", "getattr") + b"h\1h\0\x86R") * 500),
     "equal hashes": lambda: program(b"}(", *[value(i * (2**61 - 1)) + b"N" for i in range(50_000)], b"u"),
     "hashes of nested tuples": lambda: program(b"}q\0", b")", b"2\x86" * 60, b"Ns"),
     "laughs": lambda: _laughs(9, 10),

@@ -281,36 +281,22 @@ LIES: dict[str, tuple[str, Callable[[Handler], object], str, str]] = {
     "denied": ("large", lambda handler: handler.answer(403, b"<Error/>"), "IO", "answers 403"),
     "commit": ("hub", lambda handler: handler.answer(302, Location="/x", X_Repo_Commit="0" * 40), "CORRUPT", "commit"),
     "size": ("hub", lambda handler: handler.answer(302, Location="/x", X_Linked_Size="5"), "CORRUPT", "its bytes"),
-    "hash": (
-        "hub",
-        lambda handler: handler.answer(302, Location="/x", X_Linked_Size="", X_Linked_ETag='"0"'),
-        "CORRUPT",
-        "its hash|redirects",
-    ),
+    "hash": ("hub", lambda handler: handler.answer(302, Location="/x", X_Linked_Size="", X_Linked_ETag='"0"'),
+        "CORRUPT", "its hash|redirects"),
     "no list": ("tree", lambda handler: handler.answer(200, b"<html>"), "IO", "none of a hub"),
     "other list": ("tree", lambda handler: handler.answer(200, b'[{"type": "file", "path": 3}]'), "IO", "none of a"),
-    "negative": (
-        "tree",
-        lambda handler: handler.answer(200, json.dumps([{"type": "file", "path": "x", "size": -1}]).encode()),
-        "IO",
-        "none of a hub",
-    ),
+    "negative": ("tree",
+        lambda handler: handler.answer(200, json.dumps([{"type": "file", "path": "x", "size": -1}]).encode()), "IO",
+        "none of a hub"),
     "endless list": ("tree", _endless, "IO", "sent more than the"),
-    "list elsewhere": (
-        "tree",
-        lambda handler: handler.answer(200, b"[]", Link='<http://127.0.0.1:9/x>; rel="next"'),
-        "IO",
-        "at another host",
-    ),
-    "list in a circle": (
-        "tree",
+    "list elsewhere": ("tree", lambda handler: handler.answer(200, b"[]", Link='<http://127.0.0.1:9/x>; rel="next"'),
+        "IO", "at another host"),
+    "list in a circle": ("tree",
         lambda handler: handler.answer(200, b"[]", Link=f'<{handler.hub.url}{handler.path}>; rel="next"'),
-        "UNSUPPORTED",
-        "more than 100 pages",
-    ),
+        "UNSUPPORTED", "more than 100 pages"),
     "no commit": ("revision", lambda handler: handler.answer(200, b'{"sha": "main"}'), "IO", "commit"),
     "no revision": ("revision", lambda handler: handler.answer(200, b"[]"), "IO", "none of a hub"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.oracle

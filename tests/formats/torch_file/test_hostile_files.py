@@ -86,11 +86,8 @@ ARCHIVES: dict[str, tuple[bytes, Code, str]] = {
     "a name without a folder": (with_more(Record(b"x", b"")), "CORRUPT", "folder"),
     "a folder": (with_more(Record("data/", b"")), "PATH_ESCAPE", "outside the archive's folder"),
     "compressed": (changed(3, central={"method": DEFLATE}, local={"method": DEFLATE}), "UNSUPPORTED", "compressed"),
-    "a bomb": (
-        with_more(Record("data/1", BOMBED, {"method": 8, "plain": 10**8}, {"method": 8, "plain": 10**8})),
-        "UNSUPPORTED",
-        "compressed",
-    ),
+    "a bomb": (with_more(Record("data/1", BOMBED, {"method": 8, "plain": 10**8}, {"method": 8, "plain": 10**8})),
+        "UNSUPPORTED", "compressed"),
     "compressed, says one": (changed(3, local={"method": DEFLATE}), "CORRUPT", "differ"),
     "encrypted": (changed(3, central={"flags": 1}, local={"flags": 1}), "UNSUPPORTED", "encrypted"),
     "a flag of no torch file": (changed(3, central={"flags": 1 << 6}, local={"flags": 1 << 6}), "CORRUPT", "flags"),
@@ -103,11 +100,8 @@ ARCHIVES: dict[str, tuple[bytes, Code, str]] = {
     "sizes that differ": (changed(3, local={"plain": 8}), "CORRUPT", "size"),
     "packed sizes that differ": (changed(3, local={"packed": 8}), "CORRUPT", "size"),
     "a size that is no size": (changed(3, central={"packed": 8}), "CORRUPT", "stored in 8 bytes"),
-    "a size beyond the file": (
-        changed(3, central={"packed": 10**9, "plain": 10**9}, local={"packed": 10**9, "plain": 10**9}),
-        "CORRUPT",
-        "overlaps",
-    ),
+    "a size beyond the file": (changed(3, central={"packed": 10**9, "plain": 10**9},
+        local={"packed": 10**9, "plain": 10**9}), "CORRUPT", "overlaps"),
     "a size that swallows the next": (
         changed(0, central={"packed": 999, "plain": 999}, local={"packed": 999, "plain": 999}), "CORRUPT", "overlaps"),
     "a size that leaves a gap": (
@@ -139,11 +133,8 @@ ARCHIVES: dict[str, tuple[bytes, Code, str]] = {
     "zip64 with too many": (changed(3, central_extra=struct.pack("<HHQ", 1, 8, 16)), "CORRUPT", "does not need"),
     "zip64 twice": (changed(3, central_extra=struct.pack("<HHQ", 1, 8, 16) * 2), "CORRUPT", "zip64"),
     "zip64 of three bytes": (changed(3, central_extra=b"\1\0\3\0abc"), "CORRUPT", "zip64"),
-    "zip64 that lies": (
-        changed(3, central={"plain": 2**32 - 1}, central_extra=struct.pack("<HHQ", 1, 8, 2**60)),
-        "CORRUPT",
-        "stored in",
-    ),
+    "zip64 that lies": (changed(3, central={"plain": 2**32 - 1}, central_extra=struct.pack("<HHQ", 1, 8, 2**60)),
+        "CORRUPT", "stored in"),
     "zip64 ends that differ": (wide(begin=5), "CORRUPT", "differ"),
     "zip64 counts that differ": (wide(count=3), "CORRUPT", "differ"),
     "a locator that leads astray": (wide(at=0), "CORRUPT", "the wrong place"),
@@ -151,21 +142,10 @@ ARCHIVES: dict[str, tuple[bytes, Code, str]] = {
     "no zip64 end record": (wide(kind=b"PKxx"), "CORRUPT", "malformed"),
     "a descriptor that is not there": (
         changed(3, central={"flags": 8}, local={"flags": 8}), "CORRUPT", "not a data descriptor"),
-    "a descriptor that lies": (
-        changed(3, central={"flags": 8}, local={"flags": 8}, after=struct.pack("<4sIII", b"PK\7\x08", 1, 16, 16)),
-        "CORRUPT",
-        "descriptor",
-    ),
-    "a descriptor without its sign": (
-        changed(
-            3,
-            central={"flags": 8},
-            local={"flags": 8},
-            after=struct.pack("<4sIII", b"xxxx", zlib.crc32(bytes(16)), 16, 16),
-        ),
-        "CORRUPT",
-        "descriptor",
-    ),
+    "a descriptor that lies": (changed(3, central={"flags": 8}, local={"flags": 8},
+        after=struct.pack("<4sIII", b"PK\7\x08", 1, 16, 16)), "CORRUPT", "descriptor"),
+    "a descriptor without its sign": (changed(3, central={"flags": 8}, local={"flags": 8},
+        after=struct.pack("<4sIII", b"xxxx", zlib.crc32(bytes(16)), 16, 16)), "CORRUPT", "descriptor"),
     "the pickle is damaged": (changed(0, local={"crc32": 7}, central={"crc32": 7}), "CORRUPT", "checksum"),
     "the version is damaged": (changed(2, local={"crc32": 7}, central={"crc32": 7}), "CORRUPT", "checksum"),
     "no pickle": (archive(records(GOOD)[1:]), "CORRUPT", "no record data.pkl"),
@@ -344,8 +324,7 @@ LEGACY: dict[str, tuple[bytes, Code, str]] = {
     "no storage": (legacy(data=b""), "CORRUPT", "outside"),
     "half a size": (legacy(data=b"\4\0\0"), "CORRUPT", "outside"),
     "something at the end": (legacy(data=stored((4, BYTES)) + b"x"), "CORRUPT", "1 bytes of the file belong to"),
-    "a storage of a terabyte": (
-        legacy(weight(count=1 << 38), data=stored((1 << 38, BYTES))), "CORRUPT", "truncated"),
+    "a storage of a terabyte": (legacy(weight(count=1 << 38), data=stored((1 << 38, BYTES))), "CORRUPT", "truncated"),
     "no magic number": (legacy(magic=5), "UNSUPPORTED", "not one that torch wrote"),
     "a magic text": (legacy(magic="torch"), "UNSUPPORTED", "not one that torch wrote"),
     "another protocol": (legacy(protocol=1002), "CORRUPT", "protocol version"),
@@ -362,19 +341,15 @@ LEGACY: dict[str, tuple[bytes, Code, str]] = {
     "a view of two numbers": (legacy(weight(part=("8", 0))), "CORRUPT", "view of storage '7' is malformed"),
     "a view with a path for a name": (legacy(weight(part=("../8", 0, 4))), "CORRUPT", "not the name of a view"),
     "a view that is its storage": (legacy(weight(part=("7", 0, 4))), "CORRUPT", "is both a storage and a view"),
-    "a view that is two": (
-        legacy([view(legacy_storage(part=("8", at, 2)), shape=(2,)) for at in (0, 2)]),
-        "CORRUPT", "two different parts of storages"),
+    "a view that is two": (legacy([view(legacy_storage(part=("8", at, 2)), shape=(2,)) for at in (0, 2)]), "CORRUPT",
+        "two different parts of storages"),
     "a storage of a new file": (
         legacy({"w": view(Persistent(("storage", StorageType(None), "7", "cpu", 4)))}), "CORRUPT", "not a storage"),
     "a view that is too long": (legacy({"w": view(legacy_storage(), shape=(5,))}), "CORRUPT", "ends at byte 20"),
     "a pickle of something else": (pickle.dumps([1, 2, 3]), "UNSUPPORTED", "not one that torch wrote"),
     "a pickle that is cut": (legacy()[:100], "CORRUPT", "pickle"),
-    "a global": (
-        b"".join(map(write_pickle, [MAGIC, PROTOCOL, SYSTEM])) + b"cos\nsystem\n(S'x'\ntR.",
-        "UNSAFE_PICKLE",
-        "os.system",
-    ),
+    "a global": (b"".join(map(write_pickle, [MAGIC, PROTOCOL, SYSTEM])) + b"cos\nsystem\n(S'x'\ntR.", "UNSAFE_PICKLE",
+        "os.system"),
     "a global instead of the keys": (
         b"".join(map(write_pickle, [MAGIC, PROTOCOL, SYSTEM, {}])) + b"cos\nsystem\n.", "UNSAFE_PICKLE", "os.system"),
     "a global instead of the magic number": (b"\x80\x02cos\nsystem\n.", "UNSAFE_PICKLE", "os.system"),
@@ -488,26 +463,17 @@ STORAGES: dict[str, tuple[Any, Code, str]] = {
     "a meta tensor": (rebuilt("_rebuild_meta_tensor_no_storage", view()), "UNSUPPORTED", "meta"),
     "a parameter without values": (
         [view(), Object(Global("torch.nn.parameter", "UninitializedParameter"))], "UNSUPPORTED", "without values"),
-    "a subclass": (
-        Object(Global("torch._tensor", "_rebuild_from_type_v2"),
-               (Global("torch._utils", "_rebuild_tensor_v2"), Global("torch.distributed.tensor", "DTensor"),
-                (storage(), 0, (4,), (1,), False, OrderedMap()), {})),
-        "UNSUPPORTED",
-        "one rank's part",
-    ),
+    "a subclass": (Object(Global("torch._tensor", "_rebuild_from_type_v2"),
+        (Global("torch._utils", "_rebuild_tensor_v2"), Global("torch.distributed.tensor", "DTensor"),
+        (storage(), 0, (4,), (1,), False, OrderedMap()), {})), "UNSUPPORTED", "one rank's part"),
     "a tensor under a key that is no text": ({b"bytes": view()}, "UNSUPPORTED", "not text"),
     "a tensor under a key of two": ({(1, 2): view()}, "UNSUPPORTED", "not text"),
-    "packs without dims": (
-        [view(), view(storage("0", "float32"), shape=(), strides=(), dtype=None),
-         view(storage("1", None, 1), shape=(), strides=(), dtype=DType("float4_e2m1fn_x2"))],
-        "UNSUPPORTED",
-        "a scalar of",
-    ),
-    "packs that do not lie along a row": (
-        [view(), view(storage("1", None, 4), shape=(2, 2), strides=(1, 2), dtype=DType("float4_e2m1fn_x2"))],
-        "UNSUPPORTED",
-        "packed values are not along the last dim",
-    ),
+    "packs without dims": ([view(), view(storage("0", "float32"), shape=(), strides=(), dtype=None),
+        view(storage("1", None, 1), shape=(), strides=(), dtype=DType("float4_e2m1fn_x2"))], "UNSUPPORTED",
+        "a scalar of"),
+    "packs that do not lie along a row": ([view(),
+        view(storage("1", None, 4), shape=(2, 2), strides=(1, 2), dtype=DType("float4_e2m1fn_x2"))], "UNSUPPORTED",
+        "packed values are not along the last dim"),
 }  # fmt: skip
 EXTRA = {"packs without dims": {"1": b"x"}, "packs that do not lie along a row": {"1": b"abcd"}}
 

@@ -23,11 +23,8 @@ RUNS = {
     "tp2 and a virtual pipeline": Run(tp=2, pp=2, vp=2),
     "first stage shorter": Run(pp=2, stages=((1, 3),), args={"decoder_first_pipeline_num_layers": 1}),
     "last stage shorter": Run(pp=2, stages=((3, 1),), args={"decoder_last_pipeline_num_layers": 1}),
-    "embedding and loss count": Run(
-        pp=3,
-        stages=((1, 2, 1),),
-        args={"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
-    ),
+    "embedding and loss count": Run(pp=3, stages=((1, 2, 1),),
+        args={"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}),
     "layout": Run(pp=2, vp=2, stages=((1, 2), (1, 0)), args={"pipeline_model_parallel_layout": "Et|t*2|t|L"}),
     "layout in words": Run(pp=2, vp=2, stages=((1, 1), (1, 1)), args={"pipeline_model_parallel_layout": "E,(t|)*3,tL"}),
     "tied": Run(tied=True),
@@ -41,7 +38,7 @@ RUNS = {
     "tp2 ep2": Run(tp=2, ep=2, sparse=ALL),
     "experts not cut": Run(tp=2, ep=2, etp=1, sparse=ALL),
     "some layers dense": Run(ep=2, tp=2, pp=2, sparse=(1, 3)),
-}
+}  # fmt: skip
 
 
 def _read(folder: Path, out: Path, run: Run) -> Tensors:

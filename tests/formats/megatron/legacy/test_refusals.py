@@ -172,49 +172,29 @@ NAMES = {
 }
 OLD_MODEL = {"language_model": {"encoder": {"layers.0.attention.query_key_value.weight": torch.zeros(4, 4)}}}
 EDITS: dict[str, tuple[Run, str, Edit, str, tuple[str, ...]]] = {
-    "other layers": (
-        Run(tp=2), "mp_rank_01", lambda found: setattr(found["args"], "num_layers", 8),
-        "CORRUPT", ("mp_rank_01", "num_layers", "8"),
-    ),
+    "other layers": (Run(tp=2), "mp_rank_01", lambda found: setattr(found["args"], "num_layers", 8), "CORRUPT",
+        ("mp_rank_01", "num_layers", "8")),
     "another activation": (
-        Run(tp=2), "mp_rank_01", lambda found: setattr(found["args"], "swiglu", False), "CORRUPT", ("swiglu", "False"),
-    ),
-    "another iteration": (
-        Run(tp=2), "mp_rank_01", lambda found: found.update(iteration=8),
-        "CORRUPT", ("mp_rank_01", "have iteration 8; those of mp_rank_00 have 7"),
-    ),
-    "another copy of a tied embedding": (
-        Run(tp=2, pp=2, tied=True), "mp_rank_01_001", _model(head=1),
-        "UNEQUAL_COPIES", ("embedding.word_embeddings.weight", "two pipeline stages"),
-    ),
+        Run(tp=2), "mp_rank_01", lambda found: setattr(found["args"], "swiglu", False), "CORRUPT", ("swiglu", "False")),
+    "another iteration": (Run(tp=2), "mp_rank_01", lambda found: found.update(iteration=8), "CORRUPT",
+        ("mp_rank_01", "have iteration 8; those of mp_rank_00 have 7")),
+    "another copy of a tied embedding": (Run(tp=2, pp=2, tied=True), "mp_rank_01_001", _model(head=1), "UNEQUAL_COPIES",
+        ("embedding.word_embeddings.weight", "two pipeline stages")),
     "another copy of a norm": (Run(tp=2), "mp_rank_01", _model(norm=1), "UNEQUAL_COPIES", (NAMES["norm"],)),
-    "an expert that is missing": (
-        Run(ep=2, sparse=ALL, optimizer=None), "mp_rank_00_001", _model(expert=None),
-        "INCOMPLETE", ("there is nothing of [1]", "linear_fc2.weight"),
-    ),
-    "a tensor that other ranks have": (
-        Run(tp=2, optimizer=None), "mp_rank_01", _model(fc2=None),
-        "INCOMPLETE", (NAMES["fc2"], "tensor-parallel ranks [1] do not hold it"),
-    ),
-    "no version": (
-        Run(), "mp_rank_00", lambda found: found.update(checkpoint_version=None),
-        "UNSUPPORTED", ("checkpoint_version", "q, k and v may be in another order"),
-    ),
-    "an old version": (
-        Run(), "mp_rank_00", lambda found: found.update(checkpoint_version=2.0),
-        "UNSUPPORTED", ("checkpoint_version", "q, k and v may be in another order"),
-    ),
-    "a model of before megatron-core": (
-        Run(), "mp_rank_00", lambda found: found.update(model=OLD_MODEL),
-        "UNSUPPORTED", ("before megatron-core", "--use-mcore-models"),
-    ),
-    "experts in one tensor": (
-        Run(ep=2, sparse=ALL, optimizer=None), "mp_rank_00_001", _model(fc1=1),
-        "UNSUPPORTED", (NAMES["fc1"], "--ckpt-format torch_dist"),
-    ),
+    "an expert that is missing": (Run(ep=2, sparse=ALL, optimizer=None), "mp_rank_00_001", _model(expert=None),
+        "INCOMPLETE", ("there is nothing of [1]", "linear_fc2.weight")),
+    "a tensor that other ranks have": (Run(tp=2, optimizer=None), "mp_rank_01", _model(fc2=None), "INCOMPLETE",
+        (NAMES["fc2"], "tensor-parallel ranks [1] do not hold it")),
+    "no version": (Run(), "mp_rank_00", lambda found: found.update(checkpoint_version=None), "UNSUPPORTED",
+        ("checkpoint_version", "q, k and v may be in another order")),
+    "an old version": (Run(), "mp_rank_00", lambda found: found.update(checkpoint_version=2.0), "UNSUPPORTED",
+        ("checkpoint_version", "q, k and v may be in another order")),
+    "a model of before megatron-core": (Run(), "mp_rank_00", lambda found: found.update(model=OLD_MODEL), "UNSUPPORTED",
+        ("before megatron-core", "--use-mcore-models")),
+    "experts in one tensor": (Run(ep=2, sparse=ALL, optimizer=None), "mp_rank_00_001", _model(fc1=1), "UNSUPPORTED",
+        (NAMES["fc1"], "--ckpt-format torch_dist")),
     "a tensor that no table knows": (
-        Run(tp=2, optimizer=None), "*", _model(adapter=1), "UNSUPPORTED", (NAMES["adapter"], "has no line for it"),
-    ),
+        Run(tp=2, optimizer=None), "*", _model(adapter=1), "UNSUPPORTED", (NAMES["adapter"], "has no line for it")),
 }  # fmt: skip
 
 
@@ -230,27 +210,17 @@ def test_files_that_were_changed_are_refused(
 
 RUNS: dict[str, tuple[Run, str, tuple[str, ...]]] = {
     "layers that are not there": (
-        Run(pp=2, stages=((1, 3),)), "INCOMPLETE", ("2 layers", "nothing of [1]", "layer 2 of a rank that has 2"),
-    ),
-    "layers that do not divide": (
-        Run(pp=2, vp=2, stages=((2, 1), (1, 0)), args={"num_layers": 5}),
-        "UNSUPPORTED", ("5 layers do not divide into 2 stages",),
-    ),
-    "a layout of too few stages": (
-        Run(pp=2, vp=2, stages=((1, 2), (1, 0)), args={"pipeline_model_parallel_layout": "Et|t"}),
-        "UNSUPPORTED", ("is no layout of 2 x 2 stages",),
-    ),
-    "a layout that is no text": (
-        Run(pp=2, vp=2, stages=((1, 2), (1, 0)), args={"pipeline_model_parallel_layout": {"a": 1}}),
-        "UNSUPPORTED", ("is no layout of 2 x 2 stages",),
-    ),
-    "experts cut over more ranks than the rest": (
-        Run(sparse=ALL, args={"expert_tensor_parallel_size": 2}),
-        "UNSUPPORTED", ("only the last one's experts are there",),
-    ),
+        Run(pp=2, stages=((1, 3),)), "INCOMPLETE", ("2 layers", "nothing of [1]", "layer 2 of a rank that has 2")),
+    "layers that do not divide": (Run(pp=2, vp=2, stages=((2, 1), (1, 0)), args={"num_layers": 5}), "UNSUPPORTED",
+        ("5 layers do not divide into 2 stages",)),
+    "a layout of too few stages": (Run(pp=2, vp=2, stages=((1, 2), (1, 0)),
+        args={"pipeline_model_parallel_layout": "Et|t"}), "UNSUPPORTED", ("is no layout of 2 x 2 stages",)),
+    "a layout that is no text": (Run(pp=2, vp=2, stages=((1, 2), (1, 0)),
+        args={"pipeline_model_parallel_layout": {"a": 1}}), "UNSUPPORTED", ("is no layout of 2 x 2 stages",)),
+    "experts cut over more ranks than the rest": (Run(sparse=ALL, args={"expert_tensor_parallel_size": 2}),
+        "UNSUPPORTED", ("only the last one's experts are there",)),
     "another padding": (
-        Run(tp=2, args={"padded_vocab_size": 64}), "SHAPE_MISMATCH", ("64 rows by the args of the run",),
-    ),
+        Run(tp=2, args={"padded_vocab_size": 64}), "SHAPE_MISMATCH", ("64 rows by the args of the run",)),
 }  # fmt: skip
 
 
