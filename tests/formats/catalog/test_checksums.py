@@ -25,6 +25,7 @@ from transaxle.formats.storage.copier import Steps, load_steps
 from transaxle.formats.storage.local import LocalStorage
 
 DATA = os.urandom(4000)
+needs_steps = pytest.mark.skipif(load_steps() is None, reason="the compiled steps are not built here")
 
 
 def part(start: int, stop: int) -> tuple[int, int, int]:
@@ -193,7 +194,7 @@ def nests(draw: st.DrawFn) -> tuple[int, list[Loop]]:
     return width, loops
 
 
-@pytest.mark.skipif(load_steps() is None, reason="the compiled steps are not built here")
+@needs_steps
 @given(nests(), st.integers(0, 300))
 def test_the_share_of_runs_is_that_of_the_file_with_zeros_between_them(
     tmp_path_factory: pytest.TempPathFactory, nest: tuple[int, list[Loop]], offset: int
@@ -228,7 +229,7 @@ def read_columns(witness: Witness, first: int, last: int, rows: int = ROWS) -> T
     return witness.tally(RANGE)
 
 
-@pytest.mark.skipif(load_steps() is None, reason="the compiled steps are not built here")
+@needs_steps
 def test_readers_of_columns_prove_the_whole_and_read_nothing_twice(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(FILE_BYTES)
     tallies = [read_columns(Witness(Twice(tmp_path), [RANGE], {}), at, at + 32) for at in range(0, COLUMNS, 32)]
@@ -244,7 +245,7 @@ def test_readers_of_columns_prove_the_whole_and_read_nothing_twice(tmp_path: Pat
     assert (alone.is_right(RANGE), alone.open()) == (True, [])
 
 
-@pytest.mark.skipif(load_steps() is None, reason="the compiled steps are not built here")
+@needs_steps
 def test_a_damaged_column_is_found(tmp_path: Path) -> None:
     damaged = bytearray(FILE_BYTES)
     damaged[BEFORE + 40 * COLUMNS + 77] ^= 8
@@ -257,7 +258,7 @@ def test_a_damaged_column_is_found(tmp_path: Path) -> None:
         witness.recheck()
 
 
-@pytest.mark.skipif(load_steps() is None, reason="the compiled steps are not built here")
+@needs_steps
 def test_as_many_bytes_that_are_not_the_same_ones_prove_nothing(tmp_path: Path) -> None:
     """Of columns that were read twice, while others were not, the range is read for its checksum."""
     (tmp_path / "f").write_bytes(FILE_BYTES)
@@ -268,7 +269,7 @@ def test_as_many_bytes_that_are_not_the_same_ones_prove_nothing(tmp_path: Path) 
     assert witness.is_right(RANGE)
 
 
-@pytest.mark.skipif(load_steps() is None, reason="the compiled steps are not built here")
+@needs_steps
 def test_the_same_zeros_twice_are_not_all_zeros(tmp_path: Path) -> None:
     """Neither zeros nor what was read twice change a checksum, so damage in these columns would be hidden."""
     zeros = Checksum("f", 0, len(MATRIX), zlib.crc32(bytes(len(MATRIX))), "the zeros")
@@ -286,7 +287,7 @@ def test_the_same_zeros_twice_are_not_all_zeros(tmp_path: Path) -> None:
         assert witness.is_right(zeros) is None
 
 
-@pytest.mark.skipif(load_steps() is None, reason="the compiled steps are not built here")
+@needs_steps
 def test_a_file_that_ends_before_the_last_run(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(FILE_BYTES[:-5])
     witness = Witness(LocalStorage(tmp_path), [RANGE], {})

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import transaxle as tx
 from tests.formats.files import names_in
 from tests.formats.refusals import refuses
-from transaxle.errors import Code, Refused, StorageError, UsageError
+from transaxle.errors import StorageError, UsageError
 from transaxle.formats.store import leftovers
 from transaxle.formats.store import place as place_module
 from transaxle.formats.store import staging as staging_module
@@ -26,6 +27,7 @@ A, B = "model-1.safetensors", "model-2.safetensors"
 NEW = {A: b"new" * 1000, B: b"NEW" * 500}
 TENSORS = bytes(8) + b"{}"
 """How a safetensors file begins."""
+SIZES = {name: len(data) for name, data in NEW.items()}
 OLD = {A: b"old", "model-00002-of-00002.safetensors": b"OLD", "config.json": b"{}"}
 TARGET = "out"
 
@@ -93,7 +95,7 @@ def test_one_file(target: Path) -> None:
         assert file.read_bytes() == TENSORS + NEW[A]
         staging.commit()
     assert file.read_bytes() == NEW[B]
-    with pytest.raises(UsageError, match="does not begin"), Staging(file, overwrite=True):
+    with refuses("EXISTS", "does not begin"), Staging(file, overwrite=True):
         pass
     assert file.read_bytes() == NEW[B]
     with Staging(file, overwrite="everything") as staging:
@@ -109,7 +111,7 @@ def test_one_file_is_not_several(target: Path) -> None:
         staging.prepare({A: 1, B: 1})
     with Staging(file) as staging:
         staging.prepare({A: 1})
-        with pytest.raises(Refused):
+        with refuses("UNSUPPORTED"):
             staging.write("transaxle.json", b"{}")
     assert only(target)
 
@@ -158,30 +160,36 @@ def test_an_exception_leaves_nothing(target: Path, kind: type[BaseException], ov
 
 def test_an_existing_target(target: Path) -> None:
     put(target, OLD)
-    with refuses("EXISTS", file=str(target), exit_code=2, hint="--overwrite"), Staging(target):
+    with refuses("EXISTS", hint="--overwrite", exit_code=2, file=str(target)), Staging(target):
         pass
     assert held(target) == OLD
     assert only(target, TARGET)
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: path.symlink_to("nowhere")])
-def test_a_target_that_appears_in_the_meantime(target: Path, make: Callable[[Path], None]) -> None:
-    with refuses("EXISTS"):
-        committed(target, lambda _: make(target))
-    assert only(target, TARGET)
-    assert target.is_symlink() or target.is_file() or not names_in(target)
-
-
-def test_a_target_that_appears_in_the_last_moment(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("make", "is_checked"),
+    [*product([Path.mkdir, Path.touch], [True, False]), (lambda path: path.symlink_to("nowhere"), True)],
+)
+def test_a_target_that_appears_in_the_meantime(
+    target: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None], is_checked: bool
+) -> None:
+    """Before the commit, and in its last moment, after the target has been looked at."""
     check = place_module.TargetPlace.check
 
     def late(place: place_module.TargetPlace) -> None:
         check(place)
-        target.mkdir()
+        make(target)
+
+    def before(_: Staging) -> None:
+        if is_checked:
+            make(target)
+        else:
+            monkeypatch.setattr(place_module.TargetPlace, "check", late)
 
     with refuses("EXISTS"):
-        committed(target, lambda _: monkeypatch.setattr(place_module.TargetPlace, "check", late))
-    assert names_in(target) == []
+        committed(target, before)
+    assert only(target, TARGET)
+    assert target.is_symlink() or target.is_file() or not names_in(target)
 
 
 @pytest.mark.parametrize("atomic", [True, False])
@@ -198,18 +206,14 @@ def test_overwriting(target: Path, monkeypatch: pytest.MonkeyPatch, atomic: bool
     assert only(target, TARGET)
 
 
-def test_overwriting_a_link_replaces_what_it_leads_to(target: Path) -> None:
-    elsewhere = put(target.with_name("elsewhere"), OLD)
-    target.symlink_to(elsewhere)
+@pytest.mark.parametrize("files", [OLD, {}], ids=["old", "empty"])
+def test_overwriting_a_link_replaces_what_it_leads_to(target: Path, files: dict[str, bytes]) -> None:
+    elsewhere = target.with_name("elsewhere")
+    elsewhere.mkdir()
+    target.symlink_to(put(elsewhere, files))
     committed(target, overwrite=True)
     assert target.is_symlink()
     assert held(elsewhere) == NEW
-
-
-def test_overwriting_an_empty_folder(target: Path) -> None:
-    target.mkdir()
-    committed(target, overwrite=True)
-    assert held(target) == NEW
 
 
 def test_a_slip_in_the_path_costs_nothing(target: Path) -> None:
@@ -243,22 +247,17 @@ def test_a_checkpoint_that_was_moved_aside_comes_back(target: Path) -> None:
     assert only(target, TARGET)
 
 
-@pytest.mark.parametrize(
-    ("path", "made"), [("missing/out", False), ("file/out", True), ("", False), ("a\0b", False), ("x" * 5000, False)]
-)
-def test_places_that_cannot_be(target: Path, path: str, made: bool) -> None:
+@pytest.mark.parametrize("path", ["missing/out", "file/out", "", "a\0b", "x" * 5000])
+def test_places_that_cannot_be(target: Path, path: str) -> None:
     os.chdir(target.parent)
-    if made:
-        Path("file").touch()
+    Path("file").touch()
     with refuses("IO"), Staging(path):
         pass
 
 
 def test_a_long_name(target: Path) -> None:
     long = target.with_name("é" * 120)
-    with Staging(long) as staging:
-        fill(staging)
-        staging.commit()
+    committed(long)
     assert held(long) == NEW
 
 
@@ -270,7 +269,7 @@ def test_a_long_name(target: Path) -> None:
 def test_names_that_are_paths(target: Path, name: str) -> None:
     with refuses("PATH_ESCAPE"), Staging(target) as staging:
         staging.prepare({name: 1})
-    with pytest.raises(Refused), Staging(target) as staging:
+    with refuses("PATH_ESCAPE"), Staging(target) as staging:
         staging.write(name, b"")
     assert only(target)
 
@@ -286,52 +285,31 @@ def test_bytes_outside_of_a_file(target: Path) -> None:
 # The machine says no.
 
 
-def failing_write(monkeypatch: pytest.MonkeyPatch, number: int, after: int = 1) -> None:
-    pwrite, calls = os.pwrite, iter(range(10**9))
-
-    def write(fd: int, data: memoryview, offset: int) -> int:
-        if next(calls) >= after:
-            raise OSError(number, os.strerror(number))
-        return pwrite(fd, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", write)
-
-
-ERRORS: list[tuple[int, Code]] = [
-    (errno.ENOSPC, "NO_SPACE"),
-    (errno.EDQUOT, "NO_SPACE"),
-    (errno.EIO, "IO"),
-    (errno.EFBIG, "IO"),
-    (errno.EROFS, "IO"),
-]
+ERRORS = {"ENOSPC": "NO_SPACE", "EDQUOT": "NO_SPACE", "EIO": "IO", "EFBIG": "IO", "EROFS": "IO"}
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize(("number", "code"), ERRORS)
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "ftruncate", "reserve", "rename"])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_writing_fails(target: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: Code, overwrite: bool) -> None:
+def test_calls_that_fail(target: Path, monkeypatch: pytest.MonkeyPatch, error: str, call: str, overwrite: bool) -> None:
+    where = {"reserve": staging_module, "rename": place_module}.get(call, os)
+    name = {"rename": "exchange" if overwrite else "rename_new"}.get(call, call)
+    own, calls, number = getattr(where, name), iter(range(10**9)), getattr(errno, error)
+
+    def failing(*args: Any) -> Any:
+        if call == "pwrite" and not next(calls):
+            return own(*args)
+        raise OSError(number, os.strerror(number))
+
     if overwrite:
         put(target, OLD)
-    failing_write(monkeypatch, number)
-    with refuses(code, file=A, exit_code=4), Staging(target, overwrite=overwrite) as staging:
-        fill(staging)
+    monkeypatch.setattr(where, name, failing)
+    with refuses(ERRORS[error], exit_code=4, **{"file": A} if call == "pwrite" else {}):
+        committed(target, overwrite=overwrite)
     assert only(target, *[TARGET] * overwrite)
     if overwrite:
         assert held(target) == OLD
-
-
-@pytest.mark.oracle
-@pytest.mark.parametrize(("number", "code"), ERRORS)
-@pytest.mark.parametrize("call", ["fsync", "ftruncate", "reserve", "rename"])
-def test_other_calls_fail(target: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: Code, call: str) -> None:
-    def failing(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    where = {"reserve": staging_module, "rename": place_module}.get(call, os)
-    monkeypatch.setattr(where, "rename_new" if call == "rename" else call, failing)
-    with refuses(code):
-        committed(target)
-    assert only(target)
 
 
 def test_short_writes_are_continued(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +336,7 @@ def test_a_file_too_large_for_the_system(
 ) -> None:
     if not reserving:
         monkeypatch.setattr(staging_module, "reserve", lambda *_: False)
-    with refuses("IO", file=B, hint="ulimit"), Staging(target) as staging:
+    with refuses("IO", hint="ulimit", file=B), Staging(target) as staging:
         staging.prepare({A: small_files, B: small_files + 1})
     assert only(target)
 
@@ -431,7 +409,7 @@ def test_without_locks_a_leftover_is_not_touched(target: Path, monkeypatch: pyte
     with pytest.raises(UsageError, match="--resume"), Staging(target):
         pass
     with Staging(target, resume=True) as staging:
-        assert staging.prepare({name: len(data) for name, data in NEW.items()}) == NEW.keys()
+        assert staging.prepare(SIZES) == NEW.keys()
         staging.commit()
     assert held(target) == NEW
 
@@ -447,12 +425,11 @@ def test_something_else_has_the_hidden_name(target: Path, make: Callable[[Path],
 
 
 def test_a_run_that_resumes_keeps_what_is_there(target: Path) -> None:
-    sizes = {name: len(data) for name, data in NEW.items()}
     interrupted(target, {A: NEW[A], B: bytes(len(NEW[B])), "gone": b"?", "sub/gone": b"?"}, journal="A is done")
     assert not target.exists()
     with Staging(target, resume=True) as staging:
         assert staging.scratch.joinpath("journal").read_text() == "A is done"
-        assert staging.prepare(sizes) == NEW.keys()
+        assert staging.prepare(SIZES) == NEW.keys()
         staging.pwrite(B, 0, memoryview(NEW[B]))
         staging.commit()
     assert held(target) == NEW
@@ -481,11 +458,9 @@ def test_a_run_that_does_not_resume_begins_anew(target: Path) -> None:
 def test_finished_work_is_kept_unless_the_user_says_otherwise(target: Path, journal: str) -> None:
     interrupted(target, journal=journal)
     before = held(target.parent)
-    for refused in (lambda: Staging(target).look({}, {}), lambda: Staging(target).__enter__()):
-        with refuses("EXISTS") as caught:
-            refused()
-        assert "--resume" in caught.value.hint
-        assert f"transaxle clean {target}" in caught.value.hint
+    for look in (lambda: Staging(target).look({}, {}), lambda: Staging(target).__enter__()):
+        with refuses("EXISTS", f"transaxle clean {target}", hint="--resume"):
+            look()
         assert held(target.parent) == before
     committed(target, overwrite=True)
     assert only(target, TARGET)
@@ -505,7 +480,7 @@ def test_a_refusal_leaves_a_beginning_alone(target: Path) -> None:
         pass
     target.rmdir()
     with Staging(target, resume=True) as staging:
-        assert staging.prepare({name: len(data) for name, data in NEW.items()}) == NEW.keys()
+        assert staging.prepare(SIZES) == NEW.keys()
 
 
 # SIGKILL.

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 import transaxle as tx
 from tests.checkpoints import TENSORS, WHOLE, read, same, tiny, write
+from tests.formats.refusals import refuses
 from tests.formats.s3_server import Bucket
 from tests.formats.stores import Memory, Store, download, upload
 from transaxle.errors import TransaxleError
@@ -78,20 +78,18 @@ def test_one_file(store: Store, tmp_path: Path) -> None:
 def test_many_parts(bucket: Bucket, tmp_path: Path) -> None:
     local = large(tmp_path / "local")
     tx.convert(local, f"{bucket.url}/out", to="safetensors", jobs=4)
-    size = (local / WHOLE).stat().st_size
-    assert bucket.parts(f"out/{WHOLE}") == -(-size // PART) == 4
+    data = (local / WHOLE).read_bytes()
+    assert bucket.parts(f"out/{WHOLE}") == -(-len(data) // PART) == 4
     with Upload(f"{bucket.url}/small", part=LEAST_PART) as staging:
-        data = (local / WHOLE).read_bytes()
-        staging.prepare({WHOLE: size, "empty": 0, CONFIG: 2})
+        staging.prepare({WHOLE: len(data), "empty": 0, CONFIG: 2})
         staging.pwrite(CONFIG, 0, memoryview(b"{}"))
-        for start in range(0, size, 1_000_003):
-            staging.pwrite(WHOLE, start, memoryview(data[start : start + 1_000_003]))
+        for start in range(0, len(data), 1_000_003):
+            staging.pwrite(WHOLE, start, memoryview(data)[start : start + 1_000_003])
         assert bucket.names() == [f"out/{WHOLE}", f"out/{MANIFEST}"]
-        assert len(bucket.uploads()) >= 1
+        assert bucket.uploads()
         staging.commit()
-    assert bucket.get(f"small/{WHOLE}") == data
-    assert (bucket.get("small/empty"), bucket.get(f"small/{CONFIG}")) == (b"", b"{}")
-    assert bucket.parts(f"small/{WHOLE}") == -(-size // LEAST_PART) == 5
+    assert [bucket.get(f"small/{name}") for name in (WHOLE, "empty", CONFIG)] == [data, b"", b"{}"]
+    assert bucket.parts(f"small/{WHOLE}") == -(-len(data) // LEAST_PART) == 5
     assert bucket.uploads() == []
 
 
@@ -136,25 +134,24 @@ def test_what_is_there_stays(store: Store, tmp_path: Path) -> None:
     url = upload(local, store, "old")
     before = {name: store.get(name) for name in store.names()}
     for target, overwrite in (("old", False), ("project", True), ("file", True), ("project", False)):
-        error = refused(lambda: tx.convert(local, f"{store.url}/{target}", to="torchtitan", overwrite=overwrite))  # noqa: B023
-        assert (error.code, error.exit_code) == ("EXISTS", 2)
-        assert error.where.file == f"{store.url}/{target}"
-    error = refused(lambda: tx.convert(local, url, to="torchtitan", resume=True))
-    assert error.code == ("EXISTS" if isinstance(store, Bucket) else "UNSUPPORTED")
+        with refuses("EXISTS", exit_code=2, file=f"{store.url}/{target}"):
+            tx.convert(local, f"{store.url}/{target}", to="torchtitan", overwrite=overwrite)
+    with refuses("EXISTS" if isinstance(store, Bucket) else "UNSUPPORTED"):
+        tx.convert(local, url, to="torchtitan", resume=True)
     if isinstance(store, Memory):
-        error = refused(lambda: tx.convert(local, f"{store.url}/new", to="torchtitan", resume=True))
-        assert (error.code, error.exit_code) == ("UNSUPPORTED", 3)
-        error = refused(lambda: tx.convert(local, url, to="torchtitan", resume=True, overwrite=True))
-        assert error.code == "UNSUPPORTED"
+        for target, overwrite in ((f"{store.url}/new", False), (url, True)):
+            with refuses("UNSUPPORTED", exit_code=3):
+                tx.convert(local, target, to="torchtitan", resume=True, overwrite=overwrite)
     assert {name: store.get(name) for name in store.names()} == before
 
 
 def test_the_root_of_a_store(bucket: Bucket, tmp_path: Path) -> None:
     local = tiny(tmp_path / "local")
     for target in (bucket.url, f"{bucket.url}/"):
-        assert refused(lambda: tx.convert(local, target, to="hf", overwrite=True)).code == "EXISTS"  # noqa: B023
-    error = refused(lambda: tx.convert(local, "s3://no-such-bucket-here/out", to="hf"))
-    assert (error.code, error.exit_code) == ("IO", 4)
+        with refuses("EXISTS"):
+            tx.convert(local, target, to="hf", overwrite=True)
+    with refuses("IO", exit_code=4):
+        tx.convert(local, "s3://no-such-bucket-here/out", to="hf")
 
 
 class StopError(Exception):
@@ -178,41 +175,37 @@ def test_a_failure_leaves_nothing(store: Store, tmp_path: Path, shard_size: int)
     assert unfinished(store) == []
 
 
-@pytest.mark.parametrize("doing", ["sending", "completing", "deleting"])
-def test_a_service_that_fails(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doing: str) -> None:
-    local = tiny(tmp_path / "local", shards=3)
-    overwrite = doing == "deleting"
+@pytest.mark.parametrize(
+    ("doing", "method"),
+    [("sending", "upload_part"), ("completing", "complete_multipart_upload"), ("deleting", "delete_object")],
+)
+def test_a_service_that_fails(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doing: str, method: str
+) -> None:
+    local, url, overwrite = tiny(tmp_path / "local", shards=3), f"{bucket.url}/out", doing == "deleting"
     if overwrite:
         upload(local, bucket, "out")
-    method = {"sending": "upload_part", "completing": "complete_multipart_upload", "deleting": "delete_object"}[doing]
     client, calls = type(bucket.client), 0
 
-    def third(name: str) -> None:
-        nonlocal calls
-        calls += name == method
-        if name == method and calls == 3:
-            raise PermissionError("AccessDenied")
+    def failing(call: Callable[..., object]) -> Callable[..., object]:
+        def third(self: object, name: str, *args: object, **kwargs: object) -> object:
+            nonlocal calls
+            calls += name == method
+            if name == method and calls == 3:
+                raise PermissionError("AccessDenied")
+            return call(self, name, *args, **kwargs)
 
-    def called(name: str) -> Callable[..., object]:
-        call = getattr(client, name)
-
-        def failing(self: object, method: str, *args: object, **kwargs: object) -> object:
-            third(method)
-            return call(self, method, *args, **kwargs)
-
-        return failing
+        return third
 
     with monkeypatch.context() as patch:
         for name in ("call_s3", "_call_s3"):  # the one of open files, and the one of everything else
-            patch.setattr(client, name, called(name))
-        error = refused(
-            partial(tx.convert, local, f"{bucket.url}/out", to="hf", shard_size=10_000, overwrite=overwrite)
-        )
-    assert (error.code, error.exit_code) == ("IO", 4)
-    assert error.refusals[0].message.startswith(doing)
+            patch.setattr(client, name, failing(getattr(client, name)))
+        with refuses("IO", exit_code=4) as caught:
+            tx.convert(local, url, to="hf", shard_size=10_000, overwrite=overwrite)
+    assert caught.value.refusals[0].message.startswith(doing)
     assert bucket.uploads() == []
     if overwrite:
-        assert refused(lambda: tx.open(f"{bucket.url}/out")).exit_code != 0
+        assert refused(lambda: tx.open(url)).exit_code != 0
     else:
         assert bucket.names() == []
 
@@ -310,9 +303,8 @@ def test_a_source_is_never_written_to(store: Store, tmp_path: Path) -> None:
     url = upload(local, store, "ck")
     before = {name: store.get(name) for name in store.names()}
     for target in (url, f"{url}/", f"{url}/sub", store.url.replace("://", ":///./"), f"{url}/out.safetensors"):
-        error = refused(partial(tx.convert, url, target, to="torchtitan", overwrite="everything"))
-        assert error.code == "EXISTS"
-        assert "the source" in error.refusals[0].message
+        with refuses("EXISTS", "the source"):
+            tx.convert(url, target, to="torchtitan", overwrite="everything")
     assert {name: store.get(name) for name in store.names()} == before
 
 
@@ -324,18 +316,17 @@ def test_only_a_checkpoint_is_replaced(store: Store, tmp_path: Path) -> None:
     for name, data in own.items():
         store.put(name, data)
     before = {name: store.get(name) for name in store.names()}
-    error = refused(partial(tx.convert, local, url, to="torchtitan", overwrite=True))
-    assert (error.code, error.exit_code) == ("EXISTS", 2)
-    assert "adapter_model.safetensors, notes.md, sub/ belong to no checkpoint" in error.refusals[0].message
-    assert "--overwrite=everything" in error.hint
+    foreign = "adapter_model.safetensors, notes.md, sub/ belong to no checkpoint"
+    with refuses("EXISTS", foreign, hint="--overwrite=everything", exit_code=2):
+        tx.convert(local, url, to="torchtitan", overwrite=True)
     assert {name: store.get(name) for name in store.names()} == before
     tx.convert(local, url, to="torchtitan", overwrite="everything")
     assert store.names() == [f"ck/{name}" for name in sorted((CONFIG, WHOLE, MANIFEST))]
     tx.convert(local, url, to="dcp", overwrite=True)
     assert tx.diff(local, url).equal
     store.put("one.bin", b"years of work")
-    error = refused(partial(tx.convert, local, f"{store.url}/one.bin", to="torch", overwrite=True))
-    assert "does not begin" in error.refusals[0].message
+    with refuses("EXISTS", "does not begin"):
+        tx.convert(local, f"{store.url}/one.bin", to="torch", overwrite=True)
     assert store.get("one.bin") == b"years of work"
 
 

@@ -50,10 +50,6 @@ def named(nested: Any) -> State:
     return arrange(leaves(nested), file=FILE)
 
 
-def names(nested: Any) -> list[str]:
-    return list(named(nested).leaves)
-
-
 @pytest.mark.parametrize("root", ["model", "module", "state_dict"])
 def test_one_container_is_taken_off(root: str) -> None:
     state = named({root: {"a.weight": "T", "b": 3, "c": "text"}, "epoch": 5, "name": "x"})
@@ -64,37 +60,49 @@ def test_one_container_is_taken_off(root: str) -> None:
     assert state.metadata() == {"root": root, **beside, "left_behind": {"c": "str", "name": "str"}}
 
 
-@pytest.mark.parametrize(
-    ("nested", "expected"),
-    [
-        ({"model": {"layers": {"0": "T"}, "norm": "T"}}, ["model.layers.0", "model.norm"]),
-        ({"model": {"a": "T"}, "module": {"a": "T"}}, ["model.a", "module.a"]),
-        ({"weights": {"a": "T"}}, ["weights.a"]),
-        ({"model": "T"}, ["model"]),
-        ({"model": {"a": 1}}, ["model.a"]),
-        ({"x": {"model": {"a": "T"}}}, ["x.model.a"]),
-        ({"a": ("T", "T"), 7: "T"}, ["a.0", "a.1", "7"]),
-    ],
+STATE: dict[Any, Any] = {"state": {0: {"m": "T"}, 1: {"m": "T"}}}
+NAMED = {"state": {"model.norm.weight": {"exp_avg": "T", "step": "T"}, "b": {"deep": {"x": "T"}}}, "param_groups": ()}
+NAMES_OF_NAMED = ["optim/model.norm.weight/exp_avg", "optim/model.norm.weight/step", "optim/b/deep.x"]
+NUMBERS_OF_STATE = ["optim/#0/m", "optim/#1/m"]
+NESTED: tuple[tuple[Any, list[str]], ...] = (
+    # Containers that stay.
+    ({"model": {"layers": {"0": "T"}, "norm": "T"}}, ["model.layers.0", "model.norm"]),
+    ({"model": {"a": "T"}, "module": {"a": "T"}}, ["model.a", "module.a"]),
+    ({"weights": {"a": "T"}}, ["weights.a"]),
+    ({"model": "T"}, ["model"]),
+    ({"model": {"a": 1}}, ["model.a"]),
+    ({"x": {"model": {"a": "T"}}}, ["x.model.a"]),
+    ({"a": ("T", "T"), 7: "T"}, ["a.0", "a.1", "7"]),
+    # Parameters by name, wherever the optimizer lies.
+    ({"model": {"b": "T"}, "optimizer": NAMED}, ["b", *NAMES_OF_NAMED]),
+    ({"model": {"b": "T"}, "other": {**NAMED, "param_groups": [1]}}, ["b", *NAMES_OF_NAMED]),
+    # `torch.distributed.checkpoint` makes texts of all keys.
+    ({"optim": {"state": {"0": {"m": "T"}}, "param_groups": ({"params": [0]},)}}, ["optim/#0/m"]),
+    # Groups that give names, and names that do not fit, which are not used.
+    (
+        {**STATE, "param_groups": ({"params": [0], "param_names": ["a"]}, {"params": [1], "param_names": ["b"]})},
+        ["optim/a/m", "optim/b/m"],
+    ),
+    ({**STATE, "param_groups": ({"params": [0, 1], "param_names": ["a"]},)}, NUMBERS_OF_STATE),
+    ({**STATE, "param_groups": ({"params": [0], "param_names": ["a"]}, {"params": [1]})}, NUMBERS_OF_STATE),
+    ({**STATE, "param_groups": ({"params": [0, 1], "param_names": ["a", 5]},)}, NUMBERS_OF_STATE),
+    ({**STATE, "param_groups": ({"params": "01", "param_names": "ab"},)}, NUMBERS_OF_STATE),
+    (
+        {"optimizer_states": ({"state": {0: {"m": "T"}}, "param_groups": ({"params": [0]},)},) * 2},
+        ["optim/#0.0/m", "optim/#1.0/m"],
+    ),
+    # What is no optimizer.
+    ({"state": {"a": {"b": "T"}}}, ["state.a.b"]),
+    ({"encoder": {"state.a.b": "T"}}, ["encoder.state.a.b"]),
+    ({"optimizer": {"scale": "T", "state": "T"}}, ["optimizer.scale", "optimizer.state"]),
+    ({"param_groups": "T"}, ["param_groups"]),
 )
-def test_containers_that_stay(nested: Any, expected: list[str]) -> None:
+
+
+@pytest.mark.parametrize(("nested", "expected"), NESTED)
+def test_names(nested: Any, expected: list[str]) -> None:
     state = named(nested)
-    assert (list(state.leaves), state.root) == (expected, None)
-
-
-def test_names_of_parameters() -> None:
-    moments = {"model.norm.weight": {"exp_avg": "T", "step": "T"}, "b": {"deep": {"x": "T"}}}
-    state = {"state": moments, "param_groups": ()}
-    assert names({"model": {"b": "T"}, "optimizer": state}) == [
-        "b",
-        "optim/model.norm.weight/exp_avg",
-        "optim/model.norm.weight/step",
-        "optim/b/deep.x",
-    ]
-    assert names({"model": {"b": "T"}, "other": {**state, "param_groups": [1]}})[1:] == [
-        "optim/model.norm.weight/exp_avg",
-        "optim/model.norm.weight/step",
-        "optim/b/deep.x",
-    ]
+    assert (list(state.leaves), state.root) == (expected, "model" if "b" in expected else None)
 
 
 def test_numbers_of_parameters_stay_numbers() -> None:
@@ -107,53 +115,12 @@ def test_numbers_of_parameters_stay_numbers() -> None:
     assert state.metadata() == {"param_groups": state.groups}
 
 
-def test_numbers_that_are_texts() -> None:
-    """`torch.distributed.checkpoint` makes texts of all keys."""
-    assert names({"optim": {"state": {"0": {"exp_avg": "T"}}, "param_groups": ({"params": [0]},)}}) == [
-        "optim/#0/exp_avg"
-    ]
-
-
-def test_groups_that_give_names() -> None:
-    groups = ({"params": [0, 1], "param_names": ["a.weight", "a.bias"]}, {"params": [2], "param_names": ["b"]})
-    assert names({"optimizer": {"state": {1: {"m": "T"}, 2: {"m": "T"}}, "param_groups": groups}}) == [
-        "optim/a.bias/m",
-        "optim/b/m",
-    ]
-
-
-@pytest.mark.parametrize(
-    "groups",
-    [
-        ({"params": [0, 1], "param_names": ["a"]},),
-        ({"params": [0], "param_names": ["a"]}, {"params": [1]}),
-        ({"params": [0, 1], "param_names": ["a", 5]},),
-        ({"params": "01", "param_names": "ab"},),
-    ],
-)
-def test_names_that_do_not_fit_are_not_used(groups: Any) -> None:
-    state = {0: {"m": "T"}, 1: {"m": "T"}}
-    assert names({"state": state, "param_groups": groups}) == ["optim/#0/m", "optim/#1/m"]
-
-
-def test_several_optimizers() -> None:
-    one = {"state": {0: {"m": "T"}}, "param_groups": ({"params": [0]},)}
-    assert names({"optimizer_states": (one, one)}) == ["optim/#0.0/m", "optim/#1.0/m"]
-
-
 def test_flattened_keys() -> None:
     """`flatten_optimizer_state_dict` joins the keys inside the optimizer."""
     state = named({"optimizer": {"state.layers.0.weight.exp_avg": "T", "param_groups.layers.0.weight.lr": 0.1}})
     assert list(state.leaves) == ["optim/layers.0.weight/exp_avg"]
     assert state.left_behind == {}
     assert state.groups == [{"lr": 0.1, "params": ["layers.0.weight"]}]
-
-
-def test_what_is_no_optimizer() -> None:
-    assert names({"state": {"a": {"b": "T"}}}) == ["state.a.b"]
-    assert names({"encoder": {"state.a.b": "T"}}) == ["encoder.state.a.b"]
-    assert names({"optimizer": {"scale": "T", "state": "T"}}) == ["optimizer.scale", "optimizer.state"]
-    assert names({"param_groups": "T"}) == ["param_groups"]
 
 
 def test_settings_are_left_behind_whole() -> None:
@@ -228,11 +195,8 @@ def test_integers(value: int) -> None:
 
 
 @given(st.floats())
-def test_floats(value: float) -> None:
+def test_floats_and_truth_values(value: float) -> None:
     assert number(value) == ("F64", struct.pack("<d", value))
-
-
-def test_truth_values() -> None:
     assert (number(False), number(True)) == (("BOOL", b"\0"), ("BOOL", b"\1"))
 
 
