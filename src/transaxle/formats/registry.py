@@ -1,19 +1,21 @@
-"""The table of all container formats, and functions on file names that concern all formats.
+"""The table of all checkpoint formats, and functions on file names that concern all formats.
 
 Formats of installed packages (plugins) are loaded only if no built-in format matches: for an unknown format name, a
 folder that no built-in format recognises, or a file with an unknown ending.
 
 
-Sidecars are the files of a checkpoint's folder that contain none of its tensors. Those with a model's config, tokenizer
-and chat template are copied with its weights. A second set of weights (in another format or precision) is not copied,
-nor is a symbolic link that leads out of the folder. The copied and the ignored files are both listed for the user.
+Sidecars are the files of a checkpoint's folder that contain none of its tensors. Sidecars with a model's config,
+tokenizer and chat template are copied with the model's weights. A second set of weights (in a different format or
+precision) is not copied, and neither is a symbolic link that leads out of the folder. The copied and the ignored files
+are both listed for the user.
 
 
-Each format is described by one record. A format's reader and draft are named by module path, and imported when the
-format is used: a look at a folder of safetensors files imports nothing of DCP, pickles or DeepSpeed.
+Each format is described by one `Format` record. A format's reader and its function `draft` are named by module path,
+and imported when the format is used: opening a folder of safetensors files imports no code for DCP, pickles or
+DeepSpeed.
 
-The order of the clues decides which checkpoint is read in a folder that contains two: clues for a whole folder come
-before clues for single files, and Hugging Face's names before names of other tools.
+The order of the clues (recognisable names) decides which checkpoint is read in a folder that contains two: clues for a
+whole folder come before clues for single files, and Hugging Face's names before the names of other programs.
 """
 
 from __future__ import annotations
@@ -39,50 +41,51 @@ if TYPE_CHECKING:
 
 
 _LONGEST_TAG = 4096
-"""Maximum number of bytes read of the tag file, which names the newest step."""
+"""Maximum number of bytes read of a tag file, which names the newest step."""
 _SHOWN = 10
 """Maximum number of names that an error message lists."""
 INDEX = ".index.json"
-"""Suffix of the name of an index, which maps tensors to shards."""
+"""Suffix of the name of an index, the file that maps tensors to shard files."""
 HERE = "."
-"""Candidate that stands for the folder itself, if it is the folder of one training step."""
+"""Candidate that represents the folder itself, if the folder is the checkpoint of one training step."""
 LAST = 100
 """The `place` of a clue that is tried after the clues of all built-in formats."""
 
 
 class Folder(msgspec.Struct, frozen=True):
-    """The file and folder names at a path, from which its format is detected."""
+    """The names of files and folders at a path; the format of the checkpoint there is detected from these names."""
 
     storage: Storage
     inside: str
     """Path of the sub-folder in the storage, with a trailing `/`; empty for the top folder."""
     names: tuple[str, ...]
-    """Names of the files directly in the folder, or of the single file that was given."""
+    """Names of the files directly in the folder, or of the single file that the user named."""
     folders: tuple[str, ...]
-    """Names of the sub-folders; empty if a single file was given."""
+    """Names of the sub-folders; empty if the user named a single file."""
 
 
 Candidates = Callable[[Folder], tuple[str, ...]]
-"""`candidates(folder)` returns those files and sub-folders that may each be a checkpoint."""
+"""A function `candidates(folder)`, which returns those files and sub-folders that may each be a checkpoint."""
 
 
 class Clue(msgspec.Struct, frozen=True):
-    """One way to recognise a format."""
+    """One way to recognise a format by the names of files and folders."""
 
     candidates: Candidates | str
-    """Function that returns the candidates, or its name `module:function`, which is imported only if `hint` matches."""
+    """Function that returns the candidates for a checkpoint, or the function's name `module:function`, which is
+    imported only if `hint` matches."""
     place: int = LAST
     """Sort key: clues with a smaller place are tried first. Two candidates whose clues have equal places are refused as
     ambiguous."""
     hint: str = ""
-    """Regular expression; the clue is tried only if `hint` matches the whole name of a file or sub-folder."""
+    """Regular expression; the clue is tried only if `hint` matches the whole name of some file or sub-folder."""
     reader: str = ""
-    """`module:function` that opens the clue's candidates, if not the format's own reader."""
+    """`module:function` that opens the clue's candidates; empty if the format's own reader opens them."""
     all_shards: bool = False
-    """Whether a candidate stands for all shards in its folder; then its name may be `…-00001-of-00002`."""
+    """Whether a candidate file represents all shard files in its folder; then its name may be `…-00001-of-00002`."""
 
     def find_candidates(self, folder: Folder) -> tuple[str, ...]:
-        """Return the candidates of the clue in a folder."""
+        """Return the names in a folder that, by this clue, may be a checkpoint."""
         if self.hint and not any(re.fullmatch(self.hint, name) for name in (*folder.names, *folder.folders)):
             return ()
         find = import_object(self.candidates) if isinstance(self.candidates, str) else self.candidates
@@ -92,22 +95,23 @@ class Clue(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """The record of one container format."""
+    """The record of one checkpoint format: how it is recognised, read and written."""
 
     name: str
-    """Name of the format, as in `--format`, `--to` and plans."""
+    """Name of the format, as in the options `--format` and `--to`, and in plans."""
     title: str
     """Description of a checkpoint in this format, with an article, for messages."""
     clues: tuple[Clue, ...]
     """Clues by which the format is recognised."""
     reader: str
-    """`module:function(storage, path, member)`, which returns a `Container`; `member` is the candidate to open."""
+    """`module:function(storage, path, member)`, which returns a `Container`; `member` is the name of the file or folder
+    to open."""
     draft: str = ""
-    """`module:function(tensors, *, metadata, shard_size)`, which returns a `Draft`; empty: the format cannot be
+    """`module:function(tensors, *, metadata, shard_size)`, which returns a `Draft`; empty if the format cannot be
     written."""
     reader_takes: frozenset[str] = frozenset()
-    """Optional keyword arguments of the reader: `weights` (which precision), `cutter` (how ranks cut parameters),
-    `optimizer` (whether to read its state)."""
+    """Optional keyword arguments that the reader accepts: `weights` (which precision), `cutter` (how ranks cut
+    parameters), `optimizer` (whether to read the optimizer's state)."""
     draft_takes: frozenset[str] = frozenset()
     """Optional keyword arguments of the draft: `groups` (an optimizer's settings), `training` (other plain data by its
     paths), `run` and `read` (facts about a training run, and a reader of small tensors), `sealed` (leave space for
@@ -115,47 +119,49 @@ class Format:
     names), `config` (of the model), `cuts` (where tensors of several layers or experts are cut into chunks), `degrees`
     and `parts` (the parallel degrees, and each tensor-parallel rank's part of a tensor)."""
     dialects: tuple[str, ...] = ()
-    """Default dialects for writing; the first dialect that the model's family has is used. Empty: by default the
-    source's names are kept."""
+    """Names of the dialects (tensor names of one framework) that are tried for writing; the first dialect that the
+    model's family has is used. Empty means that tensors keep the names that they have in the source."""
     full_precision: bool = False
     """Whether a checkpoint's weights are the optimizer's full-precision copies, if it has such copies."""
     dtypes: frozenset[str] | None = None
-    """Dtypes that the format can store, as safetensors codes; None: the draft itself refuses other dtypes."""
+    """Dtypes that the format can store, as safetensors codes; None means that the function `draft` itself refuses
+    unsupported dtypes."""
 
     one_file: tuple[str, ...] = ()
-    """Name endings of files that can be a whole checkpoint; empty: a checkpoint is always a folder."""
+    """Endings of file names that can be a whole checkpoint; empty if a checkpoint is always a folder."""
     heads: tuple[tuple[int, bytes], ...] = ()
-    """Signatures `(offset, bytes)` of a single-file checkpoint, one of which must match. Empty: signatures are not
-    checked."""
+    """Signatures `(offset, bytes)` of a single-file checkpoint, one of which must match. Empty means that signatures
+    are not checked."""
     parts: tuple[str, ...] = ()
-    """Name endings of the format's other files, which contain tensors or describe them."""
+    """Endings of the names of all further files of the format that contain tensors or describe them."""
     openers: tuple[str, ...] = ()
-    """Name endings of files that complete a checkpoint, such as an index; these files must be written last."""
+    """Endings of the names of files that complete a checkpoint, such as an index; these files must be written last."""
     files: str = r"(?!)"
-    """Regular expression for the paths of all of the format's files inside a checkpoint's folder."""
+    """Regular expression for the paths of all files of the format inside a checkpoint's folder."""
     sidecars: frozenset[str] = frozenset()
     """Names of small additional files that frameworks write with this format."""
     steps: str = ""
-    """Regular expression for the names of step folders, each of which is a checkpoint; empty: no step folders."""
+    """Regular expression for the names of step folders, each of which is a checkpoint; by default it matches
+    nothing."""
     newest: str = ""
-    """Name of the file next to the step folders that names the newest step; empty: there is no such file."""
+    """Name of the file next to the step folders that names the newest step; empty if there is no such file."""
     inner: str = ""
-    """Sub-folder of a step folder for some of its files; empty: there is none."""
+    """Name of the sub-folder of a step folder that contains some of the step's files; empty if there is none."""
     package: str = ""
-    """Python distribution that provides the format; empty: the format is built in."""
+    """Name of the Python distribution that provides the format; empty if the format is built in."""
 
     def open(self, clue: Clue | None, storage: Storage, path: str, member: str, **options: Any) -> Container:
-        """Open a checkpoint of this format.
+        """Open a checkpoint of this format, and return its catalog.
 
         Args:
             clue: the clue that matched; None if the user named the format.
-            storage: storage of the checkpoint's files.
+            storage: storage that reads the checkpoint's files.
             path: the path as the user typed it.
-            member: the candidate to open: a file or sub-folder.
-            **options: keyword arguments for the reader, as `reader_takes` lists them.
+            member: name of the file or sub-folder to open.
+            **options: keyword arguments for the reader; `reader_takes` lists their names.
 
         Raises:
-            TransaxleError: if the reader raises it.
+            TransaxleError: if the reader raises a TransaxleError.
         """
         reader = self._import((clue.reader if clue is not None else "") or self.reader)
         with self.answerable("its reader", member):
@@ -164,10 +170,10 @@ class Format:
 
     @contextmanager
     def answerable(self, what: str, file: str | None = None) -> Iterator[None]:
-        """Turn an unexpected exception of a plugin format into a refusal that names its package.
+        """Turn an unexpected exception of a plugin's format into a refusal that names the plugin's package.
 
         Args:
-            what: the part of the format that is run (such as its reader), for the message.
+            what: what the plugin was doing (such as its reader), for the message.
             file: name of the file that is read.
         """
         try:
@@ -184,18 +190,18 @@ class Format:
 
     @cached_property
     def drafter(self) -> Callable[..., Draft]:
-        """The function that `draft` names, imported on first use."""
+        """Return the function that the field `draft` names; it is imported on first use."""
         drafter: Callable[..., Draft] = self._import(self.draft)
         return drafter
 
     @cached_property
     def file_pattern(self) -> re.Pattern[str]:
-        """The regular expression `files`, compiled."""
+        """The regular expression in the field `files`, compiled."""
         return re.compile(self.files)
 
     @cached_property
     def step_pattern(self) -> re.Pattern[str]:
-        """The regular expression `steps`, compiled; a format without step folders gets one that never matches."""
+        """The regular expression in the field `steps`, compiled; for a format without step folders it never matches."""
         return re.compile(self.steps or r"(?!)")
 
     def _import(self, where: str) -> Any:
@@ -204,7 +210,7 @@ class Format:
                 return import_object(where)
         except BaseException as error:
             if not self.package or is_users(error):
-                raise  # in a module of this package the exception is a bug, not a refusal
+                raise  # in a module of Transaxle itself, the exception is a bug and not a refusal
             message = f"format {self.name} of the package {self.package}: {where} cannot be imported: {error!r}"
             raise refuse("UNSUPPORTED", message, hint=f"Repair the package, or remove {self.package}.") from error
 
@@ -213,18 +219,19 @@ def import_object(where: str) -> Any:
     """Import and return the object at `module:name`.
 
     Raises:
-        Exception: if the module cannot be imported; AttributeError if the module has no object of this name.
+        Exception: any exception that importing the module raises; AttributeError if the module has no object of this
+            name.
     """
     module, _, name = where.partition(":")
     return getattr(import_module(module), name)
 
 
 def ending(*ends: str, unless: str = r"(?!)") -> Candidates:
-    """Return a `Candidates` function for files whose names have given endings.
+    """Return a `Candidates` function for files whose names have one of the given endings.
 
     Args:
         ends: endings of file names.
-        unless: regular expression for names to skip, except for a file that the user gave.
+        unless: regular expression for names to skip, unless the user named the file.
     """
     skipped = re.compile(unless)
 
@@ -242,8 +249,8 @@ def named(name: str) -> Candidates:
 
 
 def first_of(pattern: str) -> Candidates:
-    """Return a `Candidates` function for the first of the files that match a pattern entirely, by the numbers in their
-    names.
+    """Return a `Candidates` function for the first of the files whose whole names match a pattern, in the order of the
+    numbers in their names.
     """
     compiled = re.compile(pattern)
 
@@ -256,7 +263,7 @@ def first_of(pattern: str) -> Candidates:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Pause Python's cyclic garbage collector, which is slow with millions of new objects and would find no cycles."""
+    """Pause Python's cyclic garbage collector; with millions of new objects it is slow, and would find no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -267,7 +274,7 @@ def without_gc() -> Iterator[None]:
 
 
 def newest_step(folder: Folder, file: str) -> str | None:
-    """Return the sub-folder that a tag file names; None if the file or the sub-folder is missing."""
+    """Return the name of the sub-folder that a tag file names; None if the file or the sub-folder is missing."""
     if file not in folder.names or not folder.folders:
         return None
     tag = _tag_in(folder, file)
@@ -275,7 +282,7 @@ def newest_step(folder: Folder, file: str) -> str | None:
 
 
 def check_newest(folder: Folder, file: str) -> None:
-    """Refuse a tag file that names a missing sub-folder, as reading a different step would be wrong.
+    """Refuse a tag file that names a missing sub-folder, because reading a different step would be wrong.
 
     Raises:
         Refused: with code PATH_ESCAPE for a path out of the folder; with code CORRUPT for an empty tag; with code
@@ -297,7 +304,7 @@ def check_newest(folder: Folder, file: str) -> None:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Join names for an error message; only the first ten are shown."""
+    """Join names for an error message; only the first ten names are shown."""
     shown = ", ".join(names[:_SHOWN])
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
@@ -309,11 +316,13 @@ def _tag_in(folder: Folder, file: str) -> str:
 
 
 _HUB = "(?:diffusion_pytorch_model|pytorch_model|model|consolidated)"
-"""Pattern for how model files of Hugging Face's libraries and of Meta begin."""
+"""Pattern for the beginning of the names of model files of Hugging Face's libraries and of Meta."""
 
 
 def _shards_and_index(*ends: str) -> str:
-    """Return a pattern for model files on a hub: a single file, shards, or their index, but not adapters."""
+    """Return a pattern for the names of model files on a hub (a single file, shard files, or their index); it does not
+    match adapters.
+    """
     end = f"(?:{'|'.join(map(re.escape, ends))})"
     return (
         rf"{_HUB}(?:[.\-_]?\d[^/]*|[.\-][^/]*)?{end}"
@@ -341,14 +350,15 @@ SAFETENSORS = Format(
 
 _TORCH_FILES = (".bin", ".pt", ".pth")
 _NO_WEIGHTS = r"(training_args|(optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state)(_\d+)?)\.(bin|pt|pth)"
-"""Pattern for training state of transformers' Trainer and accelerate, whose files contain no weights."""
+"""Pattern for the names of files with training state (of transformers' Trainer and accelerate) that contain no
+weights."""
 TORCH = Format(
     name="torch",
     title="a torch checkpoint",
     clues=(
         Clue(ending(*(f"{end}{INDEX}" for end in _TORCH_FILES), unless=_NO_WEIGHTS), 60),
         Clue(ending(*_TORCH_FILES, unless=_NO_WEIGHTS), 80),
-        Clue(ending(".ckpt"), 90),  # the ending of Lightning's files; Transaxle writes no such files
+        Clue(ending(".ckpt"), 90),  # the ending of the files of Lightning; Transaxle writes no such files
     ),
     reader="transaxle.formats.torch_file.reader:open_torch",
     draft="transaxle.formats.torch_file.draft:draft",
@@ -362,9 +372,9 @@ TORCH = Format(
 DCP_METADATA = ".metadata"
 DCP_DATA = ".distcp"
 DCP_RANK = rf"__(\d+){re.escape(DCP_METADATA)}"
-"""Pattern for the metadata file of one rank, from a save without coordination between ranks."""
+"""Pattern for the name of one rank's metadata file, from a save without coordination between ranks."""
 DCP_SHARD = r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors"
-"""Pattern for the shards of torch's `HuggingFaceStorageWriter` before consolidation."""
+"""Pattern for the names of the files of torch's `HuggingFaceStorageWriter` before consolidation."""
 DCP = Format(
     name="dcp",
     title="a torch.distributed.checkpoint (DCP) folder",
@@ -384,7 +394,7 @@ DCP = Format(
     parts=(DCP_DATA, DCP_METADATA),
     openers=(DCP_METADATA,),
     files=rf"\.metadata|__\d+_\d+{re.escape(DCP_DATA)}",
-    sidecars=frozenset({"common.pt", "metadata.json"}),  # patterns for files of Megatron's distributed checkpoints
+    sidecars=frozenset({"common.pt", "metadata.json"}),  # names of small files in Megatron's distributed checkpoints
 )
 
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
@@ -412,10 +422,10 @@ TORCH_DIST = Format(
 )
 
 MEGATRON_RANK = r"mp_rank_\d{2,6}(?:_\d{3,6}){0,2}"
-"""Pattern for the name of the folder of a Megatron rank."""
+"""Pattern for the name of a Megatron rank's folder."""
 MEGATRON_MODEL, MEGATRON_FLAT = "model_optim_rng.pt", "distrib_optim.pt"
-"""Names of the files in a Megatron rank's folder: its part of the model, and its part of the distributed optimizer's
-flat buffers."""
+"""Names of the files in a Megatron rank's folder: one with the rank's share of the model, one with its share of the
+distributed optimizer's flat buffers."""
 MEGATRON_TORCH = Format(
     name="megatron_torch",
     title="a Megatron checkpoint of one folder for each rank",
@@ -447,8 +457,8 @@ RANK_FILES = (
     r"(?:layer_(\d{1,6})_)?expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt",
     r"expp_rank_\d{1,6}_mp_rank_\d{1,6}_optim_states\.pt",
 )
-"""Patterns for the files of DeepSpeed ranks: optimizer (or model, for ZeRO-3), model, layer, expert, and optimizer of
-experts without ZeRO."""
+"""Patterns for the names of DeepSpeed's rank files, in this order: optimizer file (or model file of ZeRO-3), model
+file, layer file, expert file, and optimizer file of experts without ZeRO."""
 _RANK_FILE = "|".join(f"(?:{pattern})" for pattern in RANK_FILES)
 _STEPS = r"global_step\d+(_universal)?"
 DEEPSPEED = Format(
@@ -498,37 +508,37 @@ CALLED = {
     "huggingface": "hf", "hub": "hf", "sglang": "hf", "pt": "torch", "pth": "torch", "bin": "torch",
     "mcore": "torch_dist", "megatron-lm": "torch_dist", "fsdp": "dcp", "fsdp2": "dcp", "zero": "deepspeed-universal",
 }  # fmt: skip
-"""Maps a common alternative name for a target to the dialect or format."""
+"""Common alternative name for a conversion target -> name of the dialect or format."""
 
 
 GROUP = "transaxle.formats"
-"""Name of the entry point group for formats of installed packages; each entry point names a `Format`."""
+"""Name of the entry point group for the formats of installed packages; each entry point names a `Format`."""
 _ORDINARY = frozenset({
     "", "csv", "gitattributes", "gitignore", "html", "ini", "jinja", "jpg", "json", "jsonl", "log", "md", "model",
     "png", "py", "rst", "sh", "tiktoken", "toml", "tsv", "txt", "xml", "yaml", "yml",
 })  # fmt: skip
-"""Common file endings that no plugin format may claim, so that files with these endings do not cause plugins to be
+"""Common file endings, which no plugin's format may claim; otherwise files with these endings would cause plugins to be
 loaded."""
 _FOREIGN = (
     ".ckpt", ".gguf", ".ggml", ".h5", ".keras", ".msgpack", ".npy", ".npz", ".onnx", ".onnx_data", ".ot", ".pkl",
     ".pickle", ".tflite",
 )  # fmt: skip
-"""Name endings of tensor files that no built-in format writes and, except for `.ckpt`, none reads. Files with these
-endings are not copied with a model.
+"""Endings of the names of tensor files that no built-in format writes; except for `.ckpt`, no built-in format reads
+these files either. Files with these endings are not copied along with a model.
 """
 
 
 @cache
 def builtin() -> Mapping[str, Format]:
-    """Return all built-in formats, by name."""
+    """Return format name -> format, for all built-in formats."""
     return {kind.name: kind for kind in FORMATS}
 
 
 def find(name: str) -> Format | None:
-    """Return a format by name; None if there is no such format.
+    """Return the format of a name; None if there is no such format.
 
     Raises:
-        Refused: the codes of an unusable plugin, if a plugin format has this name.
+        Refused: with the codes of `plugin_formats`, if the format of a plugin that cannot be used has this name.
     """
     if name in builtin():
         return builtin()[name]
@@ -554,7 +564,7 @@ def plugin_formats() -> tuple[Format, ...]:
 
 @cache
 def _load_format(plugin: Plugin) -> Format:
-    """Load the plugin format of an installed package, and check its name and file endings."""
+    """Load the format of an installed plugin package, and check the format's name and file endings."""
     kind = plugin.load()
     if not isinstance(kind, Format):
         raise plugin.refusal("UNSUPPORTED", f"it is {kind!r}, and no transaxle.formats.registry.Format")
@@ -569,7 +579,7 @@ def _load_format(plugin: Plugin) -> Format:
 
 
 def get_format(name: str) -> Format:
-    """Return a format by name; raise ValueError if there is no such format."""
+    """Return the format of a name; raise ValueError if there is no such format."""
     kind = find(name)
     if kind is None:
         raise ValueError(f"there is no format {name!r}")
@@ -577,12 +587,12 @@ def get_format(name: str) -> Format:
 
 
 def unknown_format(name: str, known: Sequence[str], hint: str = "") -> TransaxleError:
-    """Return the error for an unknown format name, with the most similar name as hint.
+    """Return the error for an unknown format name; its hint is the most similar known name.
 
     Args:
         name: the name that the user typed.
-        known: names of the possible formats.
-        hint: hint to use instead of the most similar name.
+        known: names of the formats that the user may choose.
+        hint: hint for the user, in place of the most similar name.
     """
     close = difflib.get_close_matches(name.lower(), known, 1)
     message = f"there is no format {name!r}; there are: {', '.join(known)}"
@@ -590,7 +600,7 @@ def unknown_format(name: str, known: Sequence[str], hint: str = "") -> Transaxle
 
 
 def every_format() -> tuple[Format, ...]:
-    """Return all formats, in the order in which they are tried on a folder."""
+    """Return all formats, in the order in which they are tried when a folder is opened."""
     shipped = sorted(builtin().values(), key=lambda kind: min(clue.place for clue in kind.clues))
     return (*shipped, *plugin_formats())
 
@@ -601,7 +611,7 @@ def writable() -> tuple[str, ...]:
 
 
 def is_one_file(name: str) -> bool:
-    """Tell whether a file with this name or path can be a whole checkpoint."""
+    """Return whether a file with this name or path can be a whole checkpoint."""
     return _any_format(name, lambda kind: name.endswith(kind.one_file))
 
 
@@ -611,17 +621,19 @@ def one_file_ends() -> tuple[str, ...]:
 
 
 def foreign_ends() -> tuple[str, ...]:
-    """Return the endings of tensor files that are no whole checkpoint: parts of a folder, and unreadable formats."""
+    """Return the endings of tensor files that are not a whole checkpoint: files of a folder, and files of formats that
+    cannot be read.
+    """
     return (*(end for kind in builtin().values() for end in kind.parts), *_FOREIGN)
 
 
 def unread_end(name: str) -> str:
-    """Return the ending of a tensor file that no built-in format reads; empty for any other file name."""
+    """Return the ending of the name of a tensor file that no built-in format reads; empty for any other file name."""
     return next((end for end in _FOREIGN if name.lower().endswith(end)), "")
 
 
 def holds_tensors(name: str) -> bool:
-    """Tell whether a file with this name contains tensors, in any format."""
+    """Return whether a file with this name contains tensors, in any format."""
     lower = name.lower()
     return lower.endswith(_FOREIGN) or _any_format(name, lambda kind: lower.endswith((*kind.one_file, *kind.parts)))
 
@@ -637,12 +649,13 @@ def is_of_checkpoint(name: str) -> bool:
 
 
 def is_step(folder: str) -> bool:
-    """Tell whether a folder with this name is the checkpoint of a training step."""
+    """Return whether a folder with this name is the checkpoint of a training step."""
     return any(kind.step_pattern.fullmatch(folder) for kind in builtin().values())
 
 
 def has_right_signature(name: str, head: bytes) -> bool:
-    """Tell whether a file may be replaced: either it is empty, or its first bytes fit its name's ending.
+    """Return whether a file may be replaced: the file must be empty, or its first bytes must fit the ending of its
+    name.
 
     Args:
         name: name of the file.
@@ -656,7 +669,7 @@ def _has_signature(kind: Format, head: bytes) -> bool:
 
 
 def _any_format(name: str, test: Callable[[Format], bool]) -> bool:
-    """Tell whether `test` is true of any format; plugin formats are loaded only for uncommon file endings."""
+    """Return whether `test` is true for any format; plugins are loaded only for uncommon file endings."""
     return any(map(test, builtin().values())) or (_suffix(name) not in _ORDINARY and any(map(test, plugin_formats())))
 
 
@@ -666,59 +679,62 @@ def _suffix(name: str) -> str:
 
 
 MANIFEST = "transaxle.json"
-"""Name of the manifest of checkpoints that Transaxle wrote; the manifest is neither copied along nor listed as
-ignored."""
+"""Name of the manifest, the file in which Transaxle describes a checkpoint that it wrote. Conversions do not copy this
+file, and do not list it as ignored."""
 SCRATCH = ".transaxle"
-"""Folder for working files during a conversion; a checkpoint that contains this folder is not finished."""
+"""Name of the folder for working files during a conversion; a checkpoint that contains this folder is not finished."""
 STATE_FOLDER = "optimizer"
-"""Sub-folder for the optimizer's state, because frameworks read all tensor files next to a model's config."""
+"""Name of the sub-folder for the optimizer's state; it is separate because frameworks read all tensor files next to a
+model's config."""
 _CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
-"""Name of peft's description of an adapter."""
+"""Name of the file in which peft describes an adapter."""
 _MODEL_FILES = (
     _CONFIG, "generation_config.json", "tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab.",
     "merges.txt", "chat_template", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-"""Beginnings of the names of a model's small files. Only files so named are copied with a single tensor file, whose
-folder may be any, or out of a training run's folder, which also contains logs."""
+"""Beginnings of the names of the small files that belong to a model. If the source is a single tensor file, which may
+be in any folder, or the folder of a training run, which also contains logs, then only files with these names are
+copied."""
 
 
 _DOCUMENTS = (".md", "license", "license.txt", "notice", "notice.txt")
-"""Name endings of files that only people read."""
+"""Endings of the names of files that only people read."""
 
 
 def is_for_people(name: str) -> bool:
-    """Return whether a file is only for people to read."""
+    """Return whether a file is only for people to read, such as a license."""
     return name.lower().endswith(_DOCUMENTS)
 
 
 def is_of_model(name: str) -> bool:
-    """Tell whether a file belongs to a model, such as its config or tokenizer."""
+    """Return whether a file belongs to a model, such as the model's config or tokenizer."""
     return name.startswith(_MODEL_FILES)
 
 
 def is_for_use(name: str) -> bool:
-    """Tell whether a file concerns only the use of a model, not its tensors: tokenizer, template or text."""
+    """Return whether a file concerns only the use of a model: its tokenizer, chat template or text."""
     return name != _CONFIG and (is_for_people(name) or is_of_model(name))
 
 
 class SidecarFiles(msgspec.Struct, frozen=True):
-    """The sidecars of a checkpoint: files of its folder that contain none of its tensors."""
+    """The sidecars of a checkpoint: those files of its folder that contain none of its tensors."""
 
     carried: tuple[str, ...]
-    """Sidecars that conversions copy with the model."""
+    """Names of the sidecars that conversions copy with the model."""
     ignored: tuple[str, ...]
-    """Files that are not copied: unrelated tensor files, hidden files, sub-folders (with a `/`), links and special
-    files."""
+    """Names of the files that are not copied: unrelated tensor files, hidden files, sub-folders (with a `/`), links and
+    special files."""
 
 
 def sort_sidecars(storage: Storage, files: Collection[str], *, of_run: bool = False) -> SidecarFiles:
     """Sort the sidecars of a checkpoint into those that are copied with it and those that are ignored.
 
     Args:
-        storage: storage of the checkpoint's folder.
-        files: the checkpoint's own files, which are no sidecars.
-        of_run: whether the folder belongs to a training run, so that it contains files of other kinds than the model's.
+        storage: storage that reads the checkpoint's folder.
+        files: names of the checkpoint's own files, which are not sidecars.
+        of_run: whether the folder belongs to a training run, so that it also contains files that do not belong to the
+            model.
 
     Raises:
         Refused: with one of the codes PATH_ESCAPE or UNSUPPORTED if the folder's config.json exists but must not be

@@ -1,24 +1,26 @@
-"""The safetensors format, in one file or shards: a file has eight bytes of length, a JSON header with the place of each
-tensor, then the tensors.
+"""The safetensors format, as one file or several shard files. A file begins with eight bytes that state the length of
+the header; a JSON header with the place of each tensor follows, then the tensors.
 
-- Headers are parsed by this module, not by the safetensors library. The library maps the file, keeps the last of two
-  equal names, and stops at the first fault with a message that names no file. This parser trusts nothing, reports all
-  faults together, and parses a header of 70,000 tensors in a fraction of a second. The library accepts every header
-  that this parser accepts.
+- Headers are parsed by this module, not by the safetensors library. The library maps the file into memory, keeps the
+  last of two equal names, and stops at the first fault with a message that names no file. The parser in this module
+  checks every field, reports all faults together, and parses a header of 70,000 tensors in a fraction of a second. The
+  library accepts every header that this parser accepts.
 
-- Parts: torch can save parts of tensors in such files, with a note about the parts in the header. The header lists each
-  part as if it were a tensor; the note gives the part's start in the whole tensor. The shape of the whole tensor is not
-  recorded: the tensor extends as far as its parts. So it cannot be detected if the last part of every tensor is
+- Parts of tensors: torch can save chunks of tensors in such files, with a note about them in the header. The header
+  lists each chunk as if it were a tensor; the note states where the chunk begins in the whole tensor. The shape of the
+  whole tensor is not
+  recorded: the tensor extends as far as its chunks. So it cannot be detected if the last chunk of every tensor is
   missing.
 
-- Opening: a checkpoint is one file, or the shards that an index names. The library transformers trusts the index: it
-  follows a path in it, looks in the wrong shard for a tensor that was moved, and leaves a missing tensor at its random
-  initial value. Here the headers decide which tensors exist, and an index that contradicts the headers is refused.
+- Opening: a checkpoint is one file, or the shard files that an index names. The library transformers trusts the index:
+  it follows any path in the index, looks in the wrong shard file for a tensor that was moved, and leaves a missing
+  tensor at its random initial value. Transaxle takes the tensors from the headers, and refuses an index that
+  contradicts the headers.
 
-- Drafts: each tensor of files to be written gets its file and offset before any byte moves. The files equal those that
-  Hugging Face's writers would write: shards are filled in the given order, and in each file the widest dtypes come
-  first, then by name. As a result, each tensor begins at a multiple of its item size, and converting back gives the
-  original file byte for byte.
+- Drafts: each tensor to be written is assigned a file and an offset before any byte moves. The files equal those that
+  Hugging Face's writers would write: tensors are distributed to shard files in the given order, and each file is sorted
+  by dtype, the widest first, then by name. As a result, each tensor begins at a multiple of the size of its elements,
+  and converting a file to another format and back restores the original bytes.
 """
 
 from __future__ import annotations
@@ -69,18 +71,18 @@ from transaxle.formats.training_state import GROUPS, KEPT, KEPT_RUN, ParamGroup,
 METADATA = "__metadata__"
 """The only key of a header that does not name a tensor."""
 SEALED = ("transaxle.digest", "transaxle.digests")
-"""Metadata keys: one for the digest of all bytes outside the tensors, one for the tensors' digests in file order. Two
-keys are used so that damage to one key does not make a sealed file look like an ordinary one.
+"""Metadata keys: the first for the digest (hash) of all bytes outside the tensors, the second for the tensors' digests
+in file order. With two keys, damage to one key does not make a file with digests look like a file without digests.
 """
 LENGTH_BYTES = 8
 MAX_HEADER = 100_000_000
 """Maximum size of a header in bytes, as in the safetensors library."""
 MAX_NOTES = 100_000
-"""Maximum number of keys of `__metadata__`."""
+"""Maximum number of keys under `__metadata__`."""
 MAX_DIMS = 64
-"""Maximum number of dims in numpy."""
+"""Maximum number of dims of a numpy array."""
 ALIGNMENT = 8
-"""The data of a file begins at a multiple of this number of bytes."""
+"""The tensor data of a file begins at a multiple of this number of bytes."""
 
 _MAX_COUNT = 2**63 - 1
 _MAX_ITEM_BYTES = max(BITS.values()) // 8
@@ -92,7 +94,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
 
 
 class _TensorInfo(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=False):
-    """The entry of one tensor in a header's JSON."""
+    """The JSON entry of one tensor in a header."""
 
     dtype: str
     shape: tuple[Count, ...]
@@ -108,26 +110,26 @@ class Header(msgspec.Struct, frozen=True):
     """The parsed header of one safetensors file."""
 
     entries: Mapping[str, Entry]
-    """Tensors by name, in file order; each entry has one extent, with the tensor's offset in the file."""
+    """Tensor name -> catalog entry, in file order; each entry has one extent, with the tensor's offset in the file."""
     metadata: Mapping[str, str]
-    """Strings under the header's `__metadata__`, without digests."""
+    """Strings under the header's `__metadata__`, except the digests."""
     size: int
-    """Number of bytes before the tensors' data: the length field and the JSON."""
+    """Number of bytes before the tensors' data, which are the length field and the JSON."""
     seal: Seal | None = None
-    """Locations of the digests of the file's bytes; None if the file has no digests."""
+    """Where the digests of the file's bytes are; None if the file has no digests."""
 
 
 def read_header(storage: Storage, file: str, begin: int = 0) -> Header:
     """Read the header of a safetensors file, or of safetensors data at the end of a larger file.
 
     Args:
-        storage: storage of the file.
+        storage: storage that reads the file.
         file: name of the file.
         begin: offset in the file at which the header begins.
 
     Raises:
-        Refused: with one of the codes CORRUPT, NAME_COLLISION, OVERLAP or UNSUPPORTED; the refusal lists every problem,
-            with file and tensor.
+        Refused: with every problem of the header, with file and tensor, and the code CORRUPT, NAME_COLLISION, OVERLAP
+            or UNSUPPORTED.
         StorageError: with code IO if the file cannot be read.
     """
     size = storage.size(file) - begin
@@ -152,17 +154,17 @@ def read_header(storage: Storage, file: str, begin: int = 0) -> Header:
 
 
 def parse_header(text: bytes, file: str, data_size: int, begin: int = 0) -> Header:
-    """Parse the JSON of a header.
+    """Parse the JSON of a header, and check it.
 
     Args:
-        text: the header's JSON, without the length field.
+        text: the JSON of the header, without the length field.
         file: name of the file, for extents and error messages.
         data_size: number of bytes in the file after the header.
         begin: offset in the file at which the header begins.
 
     Raises:
-        Refused: with one of the codes CORRUPT, NAME_COLLISION, OVERLAP or UNSUPPORTED; the refusal lists every problem,
-            with file and tensor.
+        Refused: with every problem of the header, with file and tensor, and the code CORRUPT, NAME_COLLISION, OVERLAP
+            or UNSUPPORTED.
     """
     pair_count = pairs_in(text)
     if pair_count > MAX_PAIRS:
@@ -179,7 +181,7 @@ def parse_header(text: bytes, file: str, data_size: int, begin: int = 0) -> Head
         rows.add(name, raw)
         if faults.full:
             break
-    # Each decoded key has one colon; more colons mean that a key occurs twice.
+    # The text has one colon for each decoded key; more colons mean that a key occurs twice.
     if not faults and pair_count != top_level_count + len(metadata) + _INFO_FIELDS * len(rows.names):
         _add_repeated(text, file, faults)
     entries_are_valid = not faults
@@ -197,7 +199,7 @@ def parse_header(text: bytes, file: str, data_size: int, begin: int = 0) -> Head
 
 
 def _seal(text: bytes, metadata: Mapping[str, str], entries: Mapping[str, Entry], file: str, begin: int) -> Seal | None:
-    """Return the places of the digests in a header; None if the header has none.
+    """Return where a header contains digests; None if it has no digests.
 
     Raises:
         Refused: with code CORRUPT if some of the digests are missing.
@@ -220,7 +222,9 @@ def _seal(text: bytes, metadata: Mapping[str, str], entries: Mapping[str, Entry]
 
 
 def _value_at(text: bytes, key: str) -> int | None:
-    """Return the offset of a metadata value in a header that this module wrote; None if the header lacks the key."""
+    """Return the offset of a metadata value in a header that this module wrote; None if the header does not contain the
+    key.
+    """
     key_text = f'"{key}":"'.encode()
     at = text.find(key_text)
     while at > 0 and text[at - 1 : at] == b"\\":
@@ -229,7 +233,7 @@ def _value_at(text: bytes, key: str) -> int | None:
 
 
 def seal_from_header(header: bytes, file: str, offsets: Sequence[int]) -> Seal:
-    """Return the seal (locations of the digests) of a header whose metadata includes `blank_seal`.
+    """Return the seal (where the digests are) of a header whose metadata includes `blank_seal`.
 
     Args:
         header: the bytes that `encode_header` returned.
@@ -251,12 +255,12 @@ def encode_header(tensors: Iterable[tuple[Spec, int, int]], metadata: Mapping[st
     """Return the bytes of a header: length field, JSON, and spaces up to a multiple of eight bytes.
 
     Args:
-        tensors: `(tensor, first byte, offset after the last byte)` in file order, with offsets from the end of the
+        tensors: `(tensor, first byte, offset after the last byte)` in file order; offsets count from the end of the
             header.
-        metadata: strings for the key `__metadata__`, which is omitted if there are none.
+        metadata: strings for the key `__metadata__`, which is omitted if there are no strings.
 
     Raises:
-        Refused: with code UNSUPPORTED for names or metadata that are not Unicode, and for a header over 100 MB.
+        Refused: with code UNSUPPORTED for names or metadata that are not valid Unicode, and for a header over 100 MB.
     """
     document: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
     for spec, begin, end in tensors:
@@ -274,7 +278,9 @@ def encode_header(tensors: Iterable[tuple[Spec, int, int]], metadata: Mapping[st
 
 
 def _metadata_of(top: dict[str, msgspec.Raw], pair_count: int, file: str, faults: Faults) -> dict[str, str]:
-    """Remove `__metadata__` from a header's members, and return its value; `pair_count` counts the header's keys."""
+    """Remove `__metadata__` from a header's members, and return its value; `pair_count` is the number of keys in the
+    header.
+    """
     raw = top.pop(METADATA, None)
     if raw is None:
         return {}
@@ -297,11 +303,11 @@ def _add_repeated(text: bytes, file: str, faults: Faults) -> None:
 
 
 class _CheckedShape(NamedTuple):
-    """A validated shape, with values computed once for all tensors of this shape."""
+    """A shape that was checked, with values that are computed once for all tensors of this shape."""
 
     dims: tuple[int, ...]
     start: tuple[int, ...]
-    """One zero for each dim: the start of a tensor's only extent."""
+    """One zero for each dim, the first index of a tensor's only extent."""
     elements: int
     fault: tuple[Code, str] | None
 
@@ -319,16 +325,16 @@ def _check_shape(dims: tuple[int, ...]) -> _CheckedShape:
 
 
 class _DataLayout(NamedTuple):
-    """Byte ranges of the tensors of one file, counted from the start of its data."""
+    """Byte ranges of the tensors of one file, counted from the beginning of the tensor data."""
 
     begins: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
     order: npt.NDArray[np.intp]
-    """Indices that sort the tensors by their `begins`, then by their `ends`."""
+    """Indices that sort the tensors by `begins`, then by `ends`."""
 
 
 class _HeaderRows:
-    """The entries of a header during parsing, stored in columns because there may be a million of them."""
+    """The entries of a header while it is parsed, stored in columns because there may be a million entries."""
 
     def __init__(self, file: str, faults: Faults) -> None:
         self.file = file
@@ -337,11 +343,11 @@ class _HeaderRows:
         self._dtypes: list[str] = []
         self._shapes: list[_CheckedShape] = []
         self._offsets = array("q")
-        # A hundred thousand tensors have a few dozen shapes: each shape is checked and stored once.
+        # A hundred thousand tensors have a few dozen shapes, so each distinct shape is checked and stored once.
         self._shapes_by_dims: dict[tuple[int, ...], _CheckedShape] = {}
 
     def add(self, name: str, raw: msgspec.Raw) -> None:
-        """Decode and append one entry; a malformed entry becomes a problem instead."""
+        """Decode and append one entry; if the entry is malformed, add a problem instead."""
         if len(name) > LONGEST_NAME:
             self._faults.add(*too_long(name), self.file, name)
             return
@@ -360,7 +366,7 @@ class _HeaderRows:
         self._offsets.extend(info.data_offsets)
 
     def are_in_order(self, data_size: int) -> bool:
-        """Tell whether the tensors tile the data in the order of the header, as in nearly all files."""
+        """Return whether the tensors cover the data without gaps in the order of the header, as in nearly all files."""
         begins, ends = self._offsets[::2], self._offsets[1::2]
         return array("q", (0, *ends)) == array("q", (*begins, data_size)) and all(map(le, begins, ends))
 
@@ -371,7 +377,9 @@ class _HeaderRows:
         return _DataLayout(begins, ends, np.lexsort((ends, begins)))
 
     def entries(self, order: Sequence[int], base: int) -> dict[str, Entry]:
-        """Return the entries in the given order; check that each dtype and shape matches its number of bytes."""
+        """Return the catalog entries in the given order; check that each dtype and shape matches the number of
+        bytes.
+        """
         entries: dict[str, Entry] = {}
         codes = {code: code for code in BITS}
         file, faults = self.file, self._faults
@@ -399,11 +407,11 @@ def _misfit(code: str, shape: _CheckedShape, begin: int, end: int) -> str:
 
 
 def _add_layout(rows: _HeaderRows, layout: _DataLayout, data_size: int, faults: Faults) -> None:
-    """Check that the tensors tile the data: from its first byte to its last, no gaps, no overlaps."""
+    """Check that the tensors cover the data from its first byte to its last, without gaps and overlaps."""
     begins, ends, order = layout
     file, names = rows.file, rows.names
     if (ends < begins).any():
-        return  # a tensor of negative size was refused already, and would make the checks below meaningless
+        return  # a tensor of negative size was refused already, and would make the checks that follow meaningless
     starts, stops = begins[order], ends[order]
     covered = np.concatenate((np.zeros(1, np.int64), np.maximum.accumulate(stops)))
     for at in np.flatnonzero(starts != covered[:-1]).tolist():
@@ -431,32 +439,31 @@ def _add_layout(rows: _HeaderRows, layout: _DataLayout, data_size: int, faults: 
 
 
 _PART_NOTE = "DCP_SHARDING_INFO"
-"""Metadata key of the note that torch writes about parts of tensors."""
+"""Metadata key of the note that torch writes about chunks of tensors."""
 PART_NOTES = frozenset({_PART_NOTE, "DCP_VERSION"})
-"""Metadata keys that describe parts of tensors, and so would be wrong for whole tensors."""
+"""Metadata keys that describe chunks of tensors, and so would be wrong in a file of whole tensors."""
 
 
 class _PartNote(msgspec.Struct, frozen=True):
-    """The note that torch writes about one part of a tensor."""
+    """The note that torch writes about one chunk of a tensor."""
 
     saved_offsets: list[int]
-    """Index of the part's first element in the whole tensor, one number for each dim."""
+    """Index of the chunk's first element in the whole tensor, one number for each dim."""
 
 
 def part_starts(
     entries: Mapping[str, Entry], metadata: Mapping[str, str], file: str, faults: Faults
 ) -> dict[str, Shape] | None:
-    """Return, for each part in a file, where the part starts in its whole tensor.
+    """Return where each chunk in a file begins in its whole tensor.
 
     Args:
         entries: the tensors that the file's header lists.
         metadata: the strings under `__metadata__`.
         file: name of the file, for error messages.
-        faults: receives the problems of the note.
+        faults: list of faults, to which the problems of the note are added.
 
     Returns:
-        The index of each part's first element in its whole tensor, by name; None if the note is missing or
-        malformed.
+        tensor name -> index of the chunk's first element in the whole tensor; None if the note is missing or malformed.
     """
     text = metadata.get(_PART_NOTE)
     if text is None:
@@ -484,20 +491,21 @@ def part_starts(
 
 
 def open_safetensors(storage: Storage, path: str, member: str) -> Container:
-    """Open one safetensors file, or all shards of an index, and also the optimizer's state in the sub-folder for it.
+    """Open one safetensors file, or all shard files that an index names, and also the optimizer's state in its
+    sub-folder.
 
     The sizes in the index's metadata are ignored: many published sizes are wrong, because tied weights were counted
-    twice. The container's metadata consists of the headers' strings and the index's strings (without sizes); a key on
-    which shards differ appears once per shard, as `<file>:<key>`.
+    twice. The metadata of the opened checkpoint consists of the headers' strings and the index's strings (without
+    sizes); a key on which shard files differ appears once per file, as `<file>:<key>`.
 
     Args:
-        storage: storage of the files to read.
+        storage: storage that reads the files.
         path: the path as the user typed it.
         member: name of a `*.safetensors` file or of an index, `*.safetensors.index.json`.
 
     Raises:
-        Refused: with one of the codes CORRUPT; with code INCOMPLETE for a missing shard or tensor, NAME_COLLISION,
-            OVERLAP, PATH_ESCAPE or UNSUPPORTED; one refusal lists all problems of the index and the headers.
+        Refused: with all problems of the index and the headers, and the code CORRUPT, INCOMPLETE (a missing shard file
+            or tensor), NAME_COLLISION, OVERLAP, PATH_ESCAPE or UNSUPPORTED.
         StorageError: with code IO if a file cannot be read.
     """
     read = read_files(storage, member, lambda file: read_header(storage, file))
@@ -525,11 +533,11 @@ def open_safetensors(storage: Storage, path: str, member: str) -> Container:
 
 
 def _check_whole(headers: Mapping[str, Header]) -> None:
-    """Refuse files in which torch saved only parts of tensors.
+    """Refuse files in which torch saved only chunks of tensors.
 
     Raises:
-        Refused: with code INCOMPLETE for a file with parts of tensors; with code CORRUPT for a malformed note about
-            parts.
+        Refused: with code INCOMPLETE for a file with chunks of tensors; with code CORRUPT for a malformed note about
+            chunks.
     """
     faults = Faults()
     for file, header in headers.items():
@@ -545,7 +553,7 @@ def _check_whole(headers: Mapping[str, Header]) -> None:
 def _merge_metadata(headers: Mapping[str, Header]) -> dict[str, str]:
     """Merge the metadata of all headers; see `open_safetensors` for keys on which the headers differ.
 
-    torch's notes about parts are omitted: the notes would be wrong once tensors have different names.
+    torch's notes about chunks are omitted, because they would be wrong once tensors have different names.
     """
     texts_by_file: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for file, header in headers.items():
@@ -563,7 +571,7 @@ def _merge_metadata(headers: Mapping[str, Header]) -> dict[str, str]:
 _STEM = "model"
 _RANK = {code: rank for rank, code in enumerate(BITS)}
 _WHOLE_BYTES = frozenset(code for code, bits in BITS.items() if bits % 8 == 0)
-"""Codes of the dtypes whose elements fill whole bytes."""
+"""Safetensors codes of the dtypes whose elements fill whole bytes."""
 
 
 def draft(
@@ -576,21 +584,21 @@ def draft(
     sealed: bool = False,
     stem: str = _STEM,
 ) -> Draft:
-    """Lay out safetensors files: decide where each tensor's bytes go.
+    """Lay out safetensors files: assign a file and an offset to each tensor.
 
     Args:
-        tensors: the tensors to write; shards are filled in this order.
+        tensors: the tensors to write; shard files are filled in this order.
         metadata: strings for the header of each file.
-        shard_size: maximum bytes of tensors in one file; a larger tensor gets a file of its own. Without a shard size,
-            or if everything fits, there is one file `model.safetensors` and no index.
+        shard_size: maximum number of tensor bytes in one file; a larger tensor gets a separate file. Without a shard
+            size, or if everything fits into one file, there is one file `model.safetensors` and no index.
         groups: parameter groups of the optimizer, stored as text in the header of the first file.
-        run: facts about the training run, stored in the same way if there is optimizer state.
-        sealed: reserve space for digests in the header; only possible for a single file.
+        run: facts about the training run, also stored as text in the header if there is optimizer state.
+        sealed: whether to reserve space for digests in the header; only possible for a single file.
         stem: beginning of the file names.
 
     Raises:
-        Refused: for each tensor that cannot be stored: UNSUPPORTED (dtype, dims, a name that is not Unicode),
-            NAME_COLLISION, SHAPE_MISMATCH (packed elements do not fill whole bytes).
+        Refused: with each tensor that cannot be stored, and the code UNSUPPORTED (dtype, dims, a name that is not
+            Unicode), NAME_COLLISION or SHAPE_MISMATCH (packed elements that do not fill whole bytes).
     """
     faults = Faults()
     if _are_plain(tensors):  # a fast path for drafts of very many tensors
@@ -628,7 +636,7 @@ def _are_plain(tensors: Sequence[Spec]) -> bool:
 
 
 def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
-    """Return the size of a tensor in bytes; for each reason that it cannot be stored, add a problem."""
+    """Return the size of a tensor in bytes; add a fault for each reason why the tensor cannot be stored."""
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     if spec.name == METADATA:
         faults.add("NAME_COLLISION", "safetensors uses this name for its metadata", None, shown)
@@ -650,7 +658,7 @@ def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
 
 
 def _lay_out(file: str, shard: Iterable[Sized], metadata: Mapping[str, str]) -> tuple[list[Entry], list[Fragment], int]:
-    """Lay out one file; return its catalog entries, its header as a fragment, and its size in bytes."""
+    """Lay out one file; return its catalog entries, its header as a fragment, and the size of the file in bytes."""
     items = list(shard)
     names = [spec.name for spec, _ in items]
     by_type: dict[str, list[Sized]] = {}

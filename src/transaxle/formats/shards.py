@@ -1,8 +1,8 @@
-"""Shards: the tensors of a checkpoint in several files, with Hugging Face's `*.index.json` that lists each tensor's
-file.
+"""Shard files: the tensors of a checkpoint in several files, with an index `*.index.json`, in which Hugging Face lists
+each tensor's file.
 
-The library transformers trusts an index. Here the shards decide which tensors exist: an index that contradicts the
-shards is refused, whatever their format.
+The library transformers trusts an index even if it is wrong. Transaxle takes the tensors from the shard files: in every
+format, an index that contradicts the files is refused.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from transaxle.formats.storage.storage import (
 from transaxle.formats.training_state import OPTIMIZER
 
 MAX_FILES = 10_000
-"""Maximum number of shards: file names have five digits for it, and a terabyte in files of 5 GB has only 200."""
+"""Maximum number of shard files: their names have five digits for the number, and a terabyte in files of 5 GB has only
+200 files."""
 _MIN_FILES = 100
 """Minimum number of files for the shard size that `refuse_many` suggests; the maximum is ten times as large."""
 WEIGHT_MAP = "weight_map"
-"""Key of the map in an index: tensor name -> name of the shard that contains it."""
+"""Key in an index of the dict from tensor name to the name of the shard file that contains the tensor."""
 INDEX_METADATA = "metadata"
 TOTAL_SIZE = "total_size"
-"""Metadata key in an index for the total bytes of all tensors."""
+"""Metadata key in an index for the total number of bytes of all tensors."""
 DERIVED = frozenset({TOTAL_SIZE, "total_parameters"})
-"""Metadata keys in an index whose values follow from the shards."""
+"""Metadata keys in an index whose values can be computed from the shard files."""
 
 _NUMBERED = re.compile(r"(.*)-\d{1,9}(-of-\d{1,9}\.\w+)")
-"""Pattern of a shard's name; the text of its groups is the same for all shards of one set."""
+"""Pattern of a shard file's name; the texts of its groups are the same for all files of one set."""
 _MAX_INDEX = 200_000_000
 _NULL = msgspec.Raw(b"null")
 _EMPTY = msgspec.Raw(b"{}")
@@ -54,31 +55,32 @@ _weight_map: msgspec.json.Decoder[dict[str, str]] = msgspec.json.Decoder(dict[st
 
 
 class HoldsEntries(Protocol):
-    """Protocol of a parsed file of tensors."""
+    """Protocol of the parsed contents of a tensor file."""
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """The tensors of the file, by name."""
+        """Return tensor name -> catalog entry, for the tensors of the file."""
 
 
 Sized = tuple[Spec, int]
-"""A tensor, with its size in bytes."""
+"""A tensor to write, with its size in bytes."""
 FileLayout = Callable[[str, list[Sized]], tuple[list[Entry], list[Fragment], int]]
-"""`layout(file, tensors)` returns the file's catalog entries, its bytes outside the tensors, and its size."""
+"""A function `layout(file, tensors)`, which returns the file's catalog entries, its bytes outside the tensors, and its
+size."""
 FileContent = TypeVar("FileContent", bound=HoldsEntries)
 
 
 class ReadFiles(msgspec.Struct, Generic[FileContent], frozen=True):
-    """All files of a checkpoint, parsed."""
+    """All files of a checkpoint after parsing."""
 
     parts: Mapping[str, FileContent]
-    """Maps each file name to the file's parsed contents."""
+    """File name -> parsed contents of the file."""
     entries: Mapping[str, Entry]
-    """All tensors of the checkpoint, by name."""
+    """Tensor name -> catalog entry, for all tensors of the checkpoint."""
     index_texts: Mapping[str, str]
-    """String values in the index's metadata, except those that follow from the shards."""
+    """Strings in the index's metadata, except those that can be computed from the shard files."""
     sizes: Mapping[str, int]
-    """Size in bytes of each file, index files included."""
+    """File name -> size in bytes, also for index files."""
 
 
 def encode_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
@@ -86,18 +88,20 @@ def encode_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
     if not weight_map:
         index = {INDEX_METADATA: {TOTAL_SIZE: total_size}, WEIGHT_MAP: {}}
         return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-    # Formatted by hand: there may be a hundred thousand tensors, and with indentation `json` takes five times as long.
+    # This text is formatted without `json`, which takes five times as long with indentation; there may be a hundred
+    # thousand tensors.
     lines = [f"    {_quoted(name)}: {_quoted(weight_map[name])}" for name in sorted(weight_map)]
     head = f'{{\n  "{INDEX_METADATA}": {{\n    "{TOTAL_SIZE}": {total_size}\n  }},\n  "{WEIGHT_MAP}": {{\n'
     return (head + ",\n".join(lines) + "\n  }\n}\n").encode()
 
 
 def read_index(storage: Storage, index: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the weight map of an index, and the strings of its metadata except those that follow from the shards.
+    """Return the weight map of an index, and those strings of its metadata that cannot be computed from the shard
+    files.
 
     Raises:
-        Refused: with code CORRUPT for an invalid index; with code NAME_COLLISION if it lists a tensor twice; with code
-            UNSUPPORTED for too many keys.
+        Refused: with code CORRUPT for an invalid index; with code NAME_COLLISION if the index lists a tensor twice;
+            with code UNSUPPORTED for too many keys.
         StorageError: with code IO if the index cannot be read.
     """
     size = storage.size(index)
@@ -125,15 +129,15 @@ def read_index(storage: Storage, index: str) -> tuple[dict[str, str], dict[str, 
 
 
 def read_files(storage: Storage, member: str, read: Callable[[str], FileContent]) -> ReadFiles[FileContent]:
-    """Read a file, or all shards of an index, and also the optimizer's state in the sub-folder for it.
+    """Read a file, or all shard files that an index names, and also the optimizer's state in its sub-folder.
 
     Args:
-        storage: storage of the files.
-        member: name of the file or index.
+        storage: storage that reads the files.
+        member: name of the file or of the index.
         read: function that reads one file.
 
     Raises:
-        Refused: the codes of `read` and of an invalid index; one refusal lists all problems together.
+        Refused: with the codes of `read` and of `read_index`; one refusal lists all problems together.
         StorageError: with code IO if a file cannot be read.
     """
     faults = Faults()
@@ -142,7 +146,7 @@ def read_files(storage: Storage, member: str, read: Callable[[str], FileContent]
     state_member = _state_of(storage, member)
     if state_member is not None:
         state_contents, state, _ = _read_set(storage, state_member, read, faults)
-        # a tensor of any other kind shows that another program wrote the folder
+        # a tensor that is not optimizer state shows that a different program wrote the folder
         if all(name.startswith(OPTIMIZER) for name in state):
             parts |= state_contents
             names += [*state_contents, state_member]
@@ -156,7 +160,9 @@ def read_files(storage: Storage, member: str, read: Callable[[str], FileContent]
 
 
 def _state_of(storage: Storage, member: str) -> str | None:
-    """Return the name of the optimizer's file or index for a model's file or index; None if there is none."""
+    """Return the name of the optimizer's file or index that belongs to a model's file or index; None if there
+    is none.
+    """
     if storage.single is not None or STATE_FOLDER not in storage.listing().folders:
         return None
     ending = member.removesuffix(INDEX).rpartition(".")[2]
@@ -170,7 +176,9 @@ def _state_of(storage: Storage, member: str) -> str | None:
 def _read_set(
     storage: Storage, member: str, read: Callable[[str], FileContent], faults: Faults
 ) -> tuple[dict[str, FileContent], dict[str, Entry], dict[str, str]]:
-    """Read a file, or all shards of an index; return contents, tensors, and the strings in the index's metadata."""
+    """Read a file, or all shard files that an index names; return contents, tensors, and the strings in the index's
+    metadata.
+    """
     if not member.endswith(INDEX):
         content = read(member)
         return {member: content}, dict(content.entries), {}
@@ -185,11 +193,11 @@ def _read_set(
 
 
 def _check_index(storage: Storage, index: str, weight_map: Mapping[str, str], faults: Faults) -> None:
-    """Refuse an index without tensors, or an index next to an unsharded file of the same name, as programs differ in
-    the choice.
+    """Refuse an index without tensors, and an index next to an unsharded file of the same name, because programs differ
+    in which of the two they read.
 
-    In that case transformers reads the unsharded file and ignores the shards. If the user named one of the two files,
-    that file is read.
+    In the second case, transformers reads the unsharded file and ignores the shard files. If the user named the index
+    or the file, the named one is read.
     """
     if not weight_map:
         faults.add("CORRUPT", f"its {WEIGHT_MAP} is empty: it lists no tensor", index)
@@ -199,7 +207,8 @@ def _check_index(storage: Storage, index: str, weight_map: Mapping[str, str], fa
     whole_file = index.removeprefix(folder).removesuffix(INDEX)
     files_here = storage.listing(folder.rstrip("/")).everything()
     numbered = [match.groups() for shard in index_shards if (match := _NUMBERED.fullmatch(shard))]
-    sets = set(numbered if len(numbered) == len(index_shards) else ())  # foreign names are refused elsewhere
+    # shard files with names of different sets are refused elsewhere
+    sets = set(numbered if len(numbered) == len(index_shards) else ())
     for shard in files_here:
         match = _NUMBERED.fullmatch(shard)
         if match and match.groups() in sets and shard not in index_shards:
@@ -217,14 +226,15 @@ def _check_index(storage: Storage, index: str, weight_map: Mapping[str, str], fa
 def read_shards(
     storage: Storage, index: str, weight_map: Mapping[str, str], read: Callable[[str], FileContent], faults: Faults
 ) -> dict[str, FileContent]:
-    """Read all shards that an index names, from the folder of the index.
+    """Read all shard files that an index names, from the folder of the index.
 
     Args:
-        storage: storage of the shards.
+        storage: storage that reads the shard files.
         index: name of the index file.
-        weight_map: maps each tensor to its shard.
-        read: function that reads one shard.
-        faults: list that receives the problems of shards; a shard with problems is missing in the result.
+        weight_map: maps the name of each tensor to the name of its shard file.
+        read: function that reads one shard file.
+        faults: list of faults, to which the problems of shard files are added; a file with problems is missing in the
+            result.
 
     Raises:
         StorageError: with code IO if the folder cannot be listed.
@@ -254,7 +264,7 @@ def read_shards(
 def check_agreement(
     index: str, weight_map: Mapping[str, str], shards: Mapping[str, Mapping[str, Entry]], faults: Faults
 ) -> dict[str, Entry]:
-    """Return the tensors of all shards; add a problem for each contradiction between shards and index."""
+    """Return the tensors of all shard files; add a fault for each contradiction between these files and the index."""
     begin = _folder_of(index)
     entries: dict[str, Entry] = {}
     holders: dict[str, str] = {}
@@ -282,25 +292,25 @@ def check_agreement(
 
 
 def _folder_of(index: str) -> str:
-    """Return the folder of an index, ending in `/`; empty for the top folder."""
+    """Return the folder of an index, ending in `/`; empty if the index is in the top folder."""
     return index[: index.rfind("/") + 1]
 
 
 def lay_out_shards(
     form: str, stem: str, ending: str, sized: Sequence[Sized], shard_size: int | None, lay_out_file: FileLayout
 ) -> Draft:
-    """Lay out one file, or shards with an index; optimizer state gets its own files in a sub-folder.
+    """Lay out one file, or shard files with an index; optimizer state is in separate files in a sub-folder.
 
-    Because of the sub-folder, frameworks that load the model do not meet tensors that they do not know.
+    Because of the sub-folder, a framework that loads the model does not read optimizer tensors, which it does not know.
 
     Args:
         form: name of the format.
         stem: beginning of the file names, such as `model`.
         ending: ending of the file names, such as `.safetensors`.
-        sized: the tensors with their sizes; shards are filled in this order.
-        shard_size: maximum bytes of tensors in one file; a larger tensor gets a file of its own. With None, there is
-            one file for all tensors.
-        lay_out_file: function that lays out one file; called first for the optimizer's state, then for the model.
+        sized: the tensors with their sizes; shard files are filled in this order.
+        shard_size: maximum number of tensor bytes in one file; a larger tensor gets a separate file. None means one
+            file for all tensors.
+        lay_out_file: function that lays out one file; it is called first for the optimizer's state, then for the model.
     """
     any_state = has_state(spec.name for spec, _ in sized)
     state = [item for item in sized if item[0].name.startswith(OPTIMIZER)] if any_state else []
@@ -343,20 +353,20 @@ def _lay_out(
 
 
 def has_state(names: Iterable[str]) -> bool:
-    """Return whether any of the names belongs to optimizer state. For speed, one search runs over all names joined
-    together first.
+    """Return whether any of the tensor names belongs to optimizer state. For speed, a single search through all names
+    joined together decides in most cases.
     """
     all_names = list(names)
     return OPTIMIZER in "".join(all_names) and any(name.startswith(OPTIMIZER) for name in all_names)
 
 
 def refuse_many(files: int, size: int, shard_size: int) -> None:
-    """Refuse a shard size that gives too many files, which make folders slow and which hubs refuse.
+    """Refuse a shard size that results in too many files: they make folders slow, and hubs refuse them.
 
     Args:
-        files: number of files that the shard size would give.
+        files: number of files that would result from the shard size.
         size: total bytes of all tensors.
-        shard_size: the maximum size of a shard in bytes, as the user gave it.
+        shard_size: maximum size of a shard file in bytes, as the user gave it.
 
     Raises:
         UsageError: with code AMBIGUOUS if there would be too many files.
@@ -374,7 +384,9 @@ def refuse_many(files: int, size: int, shard_size: int) -> None:
 
 
 def split(sized: Sequence[Sized], shard_size: int | None) -> list[list[Sized]]:
-    """Distribute tensors over shards in order, as huggingface_hub does; without tensors there is one empty shard."""
+    """Distribute tensors over shard files in order, as huggingface_hub does; without tensors there is one empty
+    file.
+    """
     if shard_size is None or sum(size for _, size in sized) <= shard_size:
         return [list(sized)]
     shards: list[list[Sized]] = []
@@ -393,5 +405,5 @@ def split(sized: Sequence[Sized], shard_size: int | None) -> list[list[Sized]]:
 
 
 def shard_name(stem: str, ending: str, number: int, count: int) -> str:
-    """Return the name of a shard; `number` counts from 1. The name of a single file has no number."""
+    """Return the name of a shard file; `number` counts from 1. The name of a single file has no number."""
     return f"{stem}{ending}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}{ending}"

@@ -1,12 +1,13 @@
-"""Step folders with parts: some trainers save the weights and the optimizer's state of a step as two checkpoints.
+"""Combines two checkpoints in one step folder: some trainers save the weights and the optimizer's state of a training
+step as separate checkpoints.
 
     checkpoint-3/pytorch_model_fsdp_0/   optimizer_0/     accelerate, transformers' Trainer under FSDP: DCP folders
     checkpoint-3/model.safetensors       optimizer.bin    accelerate and Trainer, with unsharded files
     checkpoint-3/model.safetensors       optimizer.pt     Trainer on one process: parameters have numbers only
     epoch_0_step_3/model/                optim/           NeMo Automodel, with the model's config in model/.hf_metadata
 
-The step folder opens as one checkpoint; file names are relative to the step folder. Each of the two parts also opens by
-itself.
+The step folder is opened as one checkpoint; file names are relative to the step folder. Each of the two separate
+checkpoints can also be opened without the other.
 """
 
 from __future__ import annotations
@@ -28,34 +29,35 @@ from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, OPTIMIZER, TRA
 
 _WEIGHTS = re.compile(r"pytorch_model_fsdp_\d+")
 _MODEL = "model"
-"""Name of a folder that contains weights, if a folder of optimizer state is next to it."""
+"""Name of a folder that contains weights, if there is a folder of optimizer state next to it."""
 _STATES = re.compile(r"optim|optimizer_\d+")
 _STATE_FILES = re.compile(r"optimizer(?:_\d+)?\.(?:pt|bin)")
 _SCHEDULES = re.compile(r"scheduler\.(?:pt|bin)")
 _SCHEDULER = "scheduler"
-"""Name of the training item that contains a learning-rate schedule, see `TrainingItem`."""
+"""Name of the item of training state that contains a learning-rate schedule, see `TrainingItem`."""
 _SETTINGS = "settings"
 _MODEL_METADATA = ".hf_metadata"
-"""Folder with the model's config and tokenizer, in checkpoints of NeMo Automodel."""
+"""Name of the folder with the model's config and tokenizer in checkpoints of NeMo Automodel."""
 NUMBERED = f"{OPTIMIZER}#"
-"""Prefix of names of optimizer state whose parameters are known only by number."""
+"""Prefix of the names of optimizer state whose parameters are known only by number."""
 _LEAVE_OUT = "To do without the optimizer's state: --no-optimizer (optimizer=False)."
 
 Naming = Callable[[Container, Container], Mapping[str, str]]
-"""`naming(weights, state)`: map an optimizer's numbered parameters (`#0`) to names, or raise `Refused` if uncertain."""
+"""A function `naming(weights, state)`, which maps an optimizer's numbered parameters (`#0`) to names, or raises
+`Refused` if the names are uncertain."""
 OpenPart = Callable[[str], Container]
-"""`open_part(member)` opens a file or a sub-folder of the step folder."""
+"""A function `open_part(member)`, which opens a file or a sub-folder of the step folder."""
 
 
 def weights_folders(folder: Folder) -> list[str]:
-    """Return the sub-folders that contain a model's weights."""
+    """Return the names of the sub-folders that contain a model's weights."""
     folders = [name for name in folder.folders if _WEIGHTS.fullmatch(name)]
     has_model = _MODEL in folder.folders and any(map(_STATES.fullmatch, folder.folders))
     return [*folders, _MODEL] if has_model else folders
 
 
 def with_model_files(folder: Folder) -> Storage:
-    """Return a folder's storage, with the model's config and tokenizer files of the sub-folder `.hf_metadata` added."""
+    """Return a folder's storage, to which the config and tokenizer files of the sub-folder `.hf_metadata` are added."""
     storage = folder.storage
     if _MODEL_METADATA not in folder.folders:
         return storage
@@ -77,18 +79,18 @@ def with_parts(
     *,
     without_state: bool,
 ) -> Container:
-    """Combine the weights of a step folder with the optimizer's state and the schedules that the folder has.
+    """Combine the weights of a step folder with the optimizer's state and the schedules in the same folder.
 
-    State that cannot be read, or cannot be matched with the weights, becomes `unread`. State of numbered parameters is
-    left behind unless `naming` is given.
+    Optimizer state that cannot be read, or cannot be matched with the weights, is added to the field `unread` of the
+    result. The state of numbered parameters is left out unless `naming` is given.
 
     Args:
-        weights: the checkpoint of the weights.
-        folder: storage of the step folder.
-        part: the sub-folder with the weights; None: they are in the step folder itself.
-        open_part: function that opens the other files and sub-folders of the step folder.
-        naming: function that names numbered parameters; None: the optimizer's state was not requested.
-        without_state: skip the optimizer's state.
+        weights: the opened checkpoint of the weights.
+        folder: names in the step folder, and its storage.
+        part: name of the sub-folder with the weights; None if they are in the step folder itself.
+        open_part: function that opens all other files and sub-folders of the step folder.
+        naming: function that names numbered parameters; None if the user did not request the optimizer's state.
+        without_state: whether to skip the optimizer's state.
     """
     complete = without_state or any(name.startswith(OPTIMIZER) for name in weights.entries)
     members = [] if complete else _state_members(folder)
@@ -128,7 +130,7 @@ def with_parts(
 
 
 def _state_members(folder: Folder) -> list[str]:
-    """Return the sub-folders and files that contain an optimizer's state."""
+    """Return the names of the sub-folders and files that contain an optimizer's state."""
     return [
         *(name for name in folder.folders if _STATES.fullmatch(name)),
         *(name for name in folder.names if _STATE_FILES.fullmatch(name)),
@@ -136,7 +138,7 @@ def _state_members(folder: Folder) -> list[str]:
 
 
 def _schedule(storage: Storage, path: str, file: str) -> Container:
-    """Open the state of a learning-rate schedule as a container without tensors, with one training item.
+    """Open the state of a learning-rate schedule as a checkpoint without tensors, with one item of training state.
 
     Raises:
         Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if the schedule's pickle cannot be read.
@@ -148,7 +150,7 @@ def _schedule(storage: Storage, path: str, file: str) -> Container:
 
 
 def _with_names(state: Container, names: Mapping[str, str]) -> Container:
-    """Rename the numbered parameters of an optimizer's state; `names` maps `#0` and so on to names."""
+    """Rename the numbered parameters of an optimizer's state; `names` maps `#0` and so on to parameter names."""
 
     def new_name(name: str) -> str:
         parameter, _, state_name = name.removeprefix(OPTIMIZER).partition("/")
@@ -160,10 +162,10 @@ def _with_names(state: Container, names: Mapping[str, str]) -> Container:
 
 
 def _merge(storage: Storage, weights: Container, states: Sequence[Container]) -> Container:
-    """Merge containers into one, whose file names are relative to the step folder.
+    """Merge opened checkpoints into one, whose file names are relative to the step folder.
 
     Raises:
-        Refused: with code NAME_COLLISION for a tensor that two of the containers have.
+        Refused: with code NAME_COLLISION for a tensor that two of the checkpoints have.
     """
     faults = Faults()
     numbers = NumbersInMemory(storage)
@@ -194,8 +196,8 @@ def _merge(storage: Storage, weights: Container, states: Sequence[Container]) ->
 
 
 def _metadata(parts: Iterable[Container]) -> dict[str, Any]:
-    """Merge the metadata of all parts: lists and dicts are merged; other values come from the first part that has
-    one.
+    """Merge the metadata of opened checkpoints: lists and dicts are merged; any other value is that of the first
+    checkpoint with the key.
     """
     merged: dict[str, Any] = {}
     for part in parts:
@@ -210,12 +212,13 @@ def _metadata(parts: Iterable[Container]) -> dict[str, Any]:
 
 
 def move_out(container: Container, storage: Storage, numbers: NumbersInMemory) -> Container:
-    """Return a sub-folder's container as one of the step folder, with file names relative to the step folder.
+    """Turn the opened checkpoint of a sub-folder into one of the step folder, with file names relative to the step
+    folder.
 
     Args:
-        container: the sub-folder's container.
-        storage: storage of the step folder, on which the container's own storage is layered.
-        numbers: storage of the result, which receives the container's in-memory numbers.
+        container: the opened checkpoint of the sub-folder.
+        storage: storage of the step folder, under the storage of the sub-folder.
+        numbers: storage of the result, to which the numbers in memory of `container` are added.
     """
     inline = layer(container.storage, NumbersInMemory)
     start = numbers.add_all(inline) if inline is not None else 0
@@ -248,7 +251,9 @@ def move_out(container: Container, storage: Storage, numbers: NumbersInMemory) -
 
 
 def _is_plain(storage: Storage, below: Storage) -> bool:
-    """Return whether a storage only renames files of `below` or adds numbers, so that it can be rebuilt."""
+    """Return whether a storage only renames files of `below` or adds numbers, so that it can be rebuilt on a different
+    storage.
+    """
     while storage is not below:
         if not isinstance(storage, Renaming | NumbersInMemory):
             return False
@@ -257,7 +262,7 @@ def _is_plain(storage: Storage, below: Storage) -> bool:
 
 
 def _named_below(storage: Storage, below: Storage, name: str) -> str:
-    """Translate the name of a file in `storage` to its name in the lower layer `below`."""
+    """Translate the name of a file in `storage` into the file's name in the storage `below`."""
     at: Any = storage
     while at is not below:
         name = at.name_below(name) if isinstance(at, Renaming) else name
@@ -266,14 +271,14 @@ def _named_below(storage: Storage, below: Storage, name: str) -> str:
 
 
 def _with_sidecars(container: Container, storage: Storage, inner: Sequence[Container], *, apart: bool) -> Container:
-    """Return a container with its sidecar files: those in the step folder and those in its sub-folders.
+    """Return an opened checkpoint with its sidecar files: those in the step folder and those in its sub-folders.
 
     Args:
-        container: the checkpoint of the step folder; unless `apart`, it already has the sidecars of its weights.
-        storage: files of the step folder.
-        inner: containers of sub-folders; their model files (config, tokenizer) are copied along, and all other files
+        container: the opened checkpoint of the step folder; unless `apart`, it already has the sidecars of its weights.
+        storage: storage that reads the step folder.
+        inner: opened checkpoints of sub-folders; their config and tokenizer files are copied along, and all other files
             are listed as ignored.
-        apart: whether the weights are in a sub-folder as well.
+        apart: whether the weights are in a sub-folder, as the optimizer's state is.
     """
     inner_files = [
         _named_below(each.storage, storage, name) for each in inner for name in (*each.carried, *each.ignored)
@@ -297,7 +302,7 @@ def _travels(name: str) -> bool:
 
 
 def in_part(part: str, path: str, opening: Callable[[], Container]) -> Container:
-    """Open a sub-folder; a refusal names files by their paths in the step folder.
+    """Open a sub-folder; a refusal then names files by their paths in the step folder.
 
     Args:
         part: name of the sub-folder.

@@ -183,9 +183,8 @@ _SMALL = 2**64
 def put(target: dict[Any, Any], flat: Sequence[Any]) -> None:
     """Add keys and values to a dict; `flat` contains them alternately, and the keys are untrusted.
 
-    Hashing untrusted keys is dangerous: nested tuples take time that doubles with each level, and integers can be
-    chosen so that all hashes are equal. So only plain scalars are hashed; any other key becomes a `Key`, which is equal
-    only to itself.
+    So only plain scalars are hashed; any other key becomes a `Key`, which equals only itself. PickleFault: with code
+    CORRUPT for a key without a value, an unhashable key, or a repeated key.
 
     Raises:
         PickleFault: CORRUPT for a key without a value, an unhashable key, or a repeated key.

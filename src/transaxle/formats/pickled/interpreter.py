@@ -1,13 +1,14 @@
 """The restricted pickle interpreter: it runs a pickle's opcodes, but never imports or calls anything.
 
-Python's own unpickler imports and calls the names in a pickle. This interpreter has a table of names (`allowed`): a
-name in the table becomes a `Global`, and a call of a `Global` becomes a description (see `descriptors`). A pickle that
-names any other class or function is refused. The number of opcodes, the memory and the size of numbers are limited, and
-there is no recursion. So reading a pickle costs at most the memory that it was granted.
+Python's own unpickler imports and calls the classes and functions that a pickle names. This interpreter has a table of
+allowed names (`allowed`): a name in the table becomes a `Global`, and a call of a `Global` becomes a description of the
+call (see `descriptors`). A pickle that names any other class or function is refused. The number of opcodes, the memory
+and the size of numbers are limited, and the interpreter does not recurse. So reading a pickle takes at most the memory
+that the caller allows.
 
-The opcodes of protocols 1 to 5 are supported, and those of protocol 0 that name globals. Opcodes that refer to objects
-outside of the pickle (extension codes, out-of-band buffers) are refused. Numbers in text form occur in pickles of
-`torch.save(pickle_protocol=1)` and of Python 2.
+The interpreter supports the opcodes of protocols 1 to 5, and those opcodes of protocol 0 that name globals. Opcodes
+that refer to objects outside the pickle (extension codes, out-of-band buffers) are refused. It also reads numbers in
+text form, which occur in pickles of `torch.save(pickle_protocol=1)` and of Python 2.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ _NESTED_CALLS = 8
 _SHOWN = 200
 _MAX_NAMES = 100
 _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-"""Maps a module's name in Python 2, which protocol 2 still writes, to its name in Python 3."""
+"""Name of a module in Python 2, which protocol 2 still writes -> name of the module in Python 3."""
 
 PersistentId = Callable[[object], object]
-"""`persistent(pid)` returns the value for a persistent id; it may raise PickleFault."""
+"""A function `persistent(pid)`, which returns the value for a persistent id of the pickle; it may raise PickleFault."""
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -55,18 +56,19 @@ class Bounds(msgspec.Struct, frozen=True):
     size: int = 256 * _MIB
     """Maximum size of the pickle in bytes."""
     memory: int = 768 * _MIB
-    """Maximum estimated bytes of memory for the objects that the pickle builds."""
+    """Maximum memory, as an estimate in bytes, for the objects that the pickle builds."""
 
 
 class UnpickledValue(msgspec.Struct, frozen=True):
-    """The result of reading a pickle."""
+    """The result of reading a pickle: a value, and where the pickle ends."""
 
     value: Any
-    """The unpickled value: plain data and descriptors; parts may be shared, and may contain themselves."""
+    """The unpickled value, made of plain data and descriptors; an object may occur in several places, and may contain
+    itself."""
     end: int
-    """Position in the data after the pickle's last byte."""
+    """Position in the data after the last byte of the pickle."""
     protocol: int
-    """Pickle protocol, 0 to 5; 0 if the pickle states none."""
+    """Pickle protocol, 0 to 5; it is 0 if the pickle does not state a protocol."""
 
 
 def read_pickle(
@@ -80,22 +82,22 @@ def read_pickle(
     allowed: Names = ALLOWED,
     persistent: PersistentId = Persistent,
 ) -> UnpickledValue:
-    """Read one pickle.
+    """Read one pickle with the restricted interpreter.
 
     Args:
-        data: bytes that contain the pickle.
-        file: name of the file, for error messages.
-        record: name of the pickle's record in the file, for error messages.
-        start: position of the pickle in `data`.
-        complete: whether `data` extends to the end of the file; if not, a pickle that continues beyond `data` raises
-            PickleEnds.
-        bounds: limits on size and memory; None: the defaults.
-        allowed: table of the globals that the pickle may name.
-        persistent: function that resolves persistent ids.
+        data: bytes that contain the pickle, possibly with other bytes around it.
+        file: name of the file with the pickle, for error messages.
+        record: name of the pickle's record in a zip file, for error messages.
+        start: position in `data` at which the pickle begins.
+        complete: whether `data` extends to the end of the file; if it does not, a pickle that continues beyond `data`
+            raises PickleEnds.
+        bounds: limits on size and memory; None means the default limits.
+        allowed: table of the globals (classes and functions) that the pickle may name.
+        persistent: function that returns the value for a persistent id.
 
     Raises:
-        Refused: with code UNSAFE_PICKLE, which names each forbidden global; with code CORRUPT for a malformed pickle;
-            with code UNSUPPORTED for buffers outside of the pickle.
+        Refused: with code UNSAFE_PICKLE and each forbidden global; with code CORRUPT for a malformed pickle; with code
+            UNSUPPORTED for buffers outside the pickle.
         PickleEnds: if the pickle continues beyond `data`, see `complete`.
     """
     record_prefix = f"record {record}: " if record else ""
@@ -128,11 +130,11 @@ class Machine:
     """The state of the interpreter for one pickle.
 
     Attributes:
-        begin: position of the current opcode.
-        at: position of the next byte to read.
-        unsafe: maps each forbidden name to the position of its first use.
-        protocol: protocol that the pickle states.
-        budget: remaining estimated bytes of memory.
+        begin: position of the current opcode in the data.
+        at: position in the data of the next byte to read.
+        unsafe: maps each forbidden name to the position at which the pickle first uses it.
+        protocol: pickle protocol that the pickle states.
+        budget: estimated bytes of memory that the pickle may still use.
         limit: position at which the readable data ends.
     """
 
@@ -151,10 +153,10 @@ class Machine:
         self._nested = 0
 
     def charge(self, amount: int) -> None:
-        """Subtract estimated bytes from the memory budget.
+        """Subtract an estimated number of bytes from the memory budget.
 
         Raises:
-            PickleFault: CORRUPT if the budget is exceeded.
+            PickleFault: with code CORRUPT if the budget is exceeded.
         """
         self.budget -= amount
         if self.budget < 0:
@@ -185,7 +187,7 @@ class Machine:
         return value
 
     def line(self) -> bytes:
-        """Return the bytes up to the next line break, which is skipped."""
+        """Return the bytes up to the next line break, and skip the line break."""
         end = self.data.find(b"\n", self.at)
         if end < 0:
             self.at = len(self.data)
@@ -196,14 +198,16 @@ class Machine:
         return data
 
     def text(self, octets: bytes) -> str:
-        """Decode UTF-8; charge more for text that is not ASCII, which may need four times its bytes."""
+        """Decode UTF-8; text that is not ASCII costs more of the memory budget, because it may need four times its
+        bytes.
+        """
         text = octets.decode("utf-8", "surrogatepass")
         if len(text) != len(octets):
             self.charge(4 * len(text))
         return text
 
     def since_mark(self) -> list[Any]:
-        """Return the items pushed on the stack since the last mark."""
+        """Return the values pushed on the stack since the last mark."""
         if not self.outer:
             raise malformed("it refers to a mark that was not set")
         items = self.stack
@@ -212,7 +216,9 @@ class Machine:
         return items
 
     def find(self, module: str, name: str) -> Any:
-        """Return the value that represents a global; record a forbidden name in `unsafe`, and return a `Global`."""
+        """Return the value that represents a global (class or function); record a forbidden name in `unsafe`, and
+        return a `Global` for it.
+        """
         module = _PYTHON2.get(module, module)
         rule = self._allowed.get((module, name))
         if rule is None:
@@ -223,10 +229,10 @@ class Machine:
         return Global(module, name) if rule.value is NOTHING else rule.value
 
     def call(self, function: object, args: object, *, new: bool = False) -> Any:
-        """Return the result, or a description, of a call of a global.
+        """Return the result of a call of a global, or a description of the call.
 
         Raises:
-            PickleFault: CORRUPT if `function` is not a global, or cannot be called with these arguments.
+            PickleFault: with code CORRUPT if `function` is not a global, or cannot be called with these arguments.
         """
         if type(args) is not tuple:
             raise malformed(f"the arguments of a call are a {type(args).__name__}")
@@ -246,39 +252,42 @@ class Machine:
             self._nested -= 1
 
     def _member(self, args: tuple[Any, ...]) -> Any:
-        """Evaluate `getattr(Class, "method")`; the method must be in the table under its qualified name."""
+        """Evaluate `getattr(Class, "method")`; the table of allowed names must contain the method under its qualified
+        name.
+        """
         if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
             raise malformed("it takes an attribute of something that is not a class")
         self.charge(len(args[0].name) + len(args[1]))
         return self.find(args[0].module, f"{args[0].name}.{args[1]}")
 
     def refer(self, pid: object) -> Any:
-        """Resolve a persistent id."""
+        """Return the value for a persistent id."""
         return self._persistent(pid)
 
 
 Step = Callable[[Machine], None]
 _STEPS: list[Step | None] = [None] * 256
 _COSTS = [16] * 256
-"""Estimated bytes of memory for each opcode, without bytes that depend on lengths, which the opcode itself
-subtracts."""
+"""Opcode -> estimated bytes of memory that it costs, without bytes that depend on lengths; the opcode's function
+subtracts these itself."""
 _STOP = ord(".")
 _PROTOCOL = 5
 _OLDEST = "it uses the step {!r} of protocol 0, which no framework writes"
 _OBSOLETE = frozenset(b"FSVPpgldo")
 _MEMOIZED = frozenset({"BINPUT", "LONG_BINPUT", "MEMOIZE", "FRAME"})
 _LONGEST_INT = 512
-"""Maximum bytes of an integer; the largest integers in real files are the 128 bits of numpy's random generators."""
+"""Maximum number of bytes of an integer; the largest integers in real files are the 128 bits of numpy's random
+generators."""
 _LONGEST_NUMBER = 1300
-"""Maximum characters of a number in text form."""
+"""Maximum number of characters of a number in text form."""
 _U16, _U32, _I32, _U64, _F64 = (struct.Struct(form) for form in ("<H", "<I", "<i", "<Q", ">d"))
 
 
 def _perform(machine: Machine) -> None:
-    """Run all opcodes of a pickle, which leave the result on the stack.
+    """Run all opcodes of a pickle; afterwards the stack contains only the result.
 
     Raises:
-        PickleFault: for any fault; forbidden names are only recorded in `machine.unsafe`.
+        PickleFault: if the pickle has any fault; forbidden names are only recorded in `machine.unsafe`.
     """
     try:
         _run(machine)
@@ -317,8 +326,10 @@ def _run(machine: Machine) -> None:
 
 
 def _record_names(machine: Machine) -> None:
-    """Record the globals in the rest of a refused pickle: a forbidden name is a more important reason to refuse it."""
-    stream = BytesIO(machine.data)  # the stream shares the bytes, without a copy
+    """Record the globals in the rest of a refused pickle, because a forbidden name is a more important reason to refuse
+    it.
+    """
+    stream = BytesIO(machine.data)  # the stream uses the bytes of the pickle without copying them
     stream.seek(machine.begin)
     texts: list[str] = []
     with suppress(ValueError, IndexError):
@@ -330,7 +341,9 @@ def _record_names(machine: Machine) -> None:
             if isinstance(argument, str):
                 texts.append(argument)
             elif opcode.name not in _MEMOIZED:
-                texts = []  # the opcode may push strings whose text is unknown here, such as strings in the memo
+                # the opcode may push strings whose text is unknown here, such as strings in the memo (the table of
+                # stored objects)
+                texts = []
 
 
 def _step(opcode: bytes, cost: int = 16) -> Callable[[Step], Step]:
@@ -500,7 +513,7 @@ def _binbytes8(m: Machine) -> None:
     m.stack.append(m.take(m.number(_U64)))
 
 
-# Containers.
+# Opcodes for lists, dicts, sets and tuples.
 
 
 @_step(b"]", 72)
@@ -590,7 +603,7 @@ def _pairs_of(target: object) -> dict[Any, Any]:
     raise malformed(f"it sets a key of a {type(target).__name__}")
 
 
-# The memo.
+# Opcodes for the memo, the table in which a pickle stores objects to refer to them again.
 
 
 @_step(b"q", 80)
@@ -700,7 +713,7 @@ def _buffer(_: Machine) -> None:
 
 
 OPCODES = frozenset(bytes([code]) for code, step in enumerate(_STEPS) if step is not None)
-"""All supported opcodes, except STOP."""
+"""All opcodes that the interpreter supports, except STOP."""
 
 
 __all__ = ["OPCODES", "Bounds", "Machine", "PersistentId", "PickleEnds", "UnpickledValue", "read_pickle"]

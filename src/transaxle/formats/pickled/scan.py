@@ -1,9 +1,11 @@
-"""Reads a pickle of very many similar records as arrays: the result is a graph of nodes, without Python objects.
+"""Reads a pickle of very many similar records into arrays: the result is a graph of numbered nodes, without Python
+objects.
 
-The interpreter takes half a microsecond per opcode, and the metadata of a large checkpoint has millions of opcodes.
-`scan.c` runs the opcodes on numbers, in a limited amount of memory. `scan.c` supports only the opcodes of checkpoint
-metadata; if a pickle has more opcodes or a fault, or the compiled library is missing, the interpreter reads the pickle
-instead. Before the graph is returned, its calls, classes and names are checked by the same rules as in the interpreter.
+The Python interpreter of pickles takes half a microsecond per opcode, and the metadata of a large checkpoint has
+millions of opcodes. `scan.c` runs the opcodes on numbers, in a limited amount of memory. `scan.c` supports only the
+opcodes of checkpoint metadata. If a pickle has further opcodes or a fault, or the compiled library is missing, the
+Python interpreter reads the pickle instead. Before the graph is returned, its calls, classes and names are checked as
+the interpreter checks them.
 """
 
 from __future__ import annotations
@@ -30,22 +32,24 @@ LIBRARY = Path(__file__).with_name("libscan.so")
 _CONSTANT, _TEXT, _INTEGER, _FLOAT, _TUPLE, _LIST, _DICT, _GLOBAL, _CALL, _OBJECT = range(10)
 _CONSTANTS = None, False, True
 NONE = 0
-"""Node number that stands for None."""
+"""Number of the node that represents None."""
 _SMALL, _NO_STATE = 1 << 31, (1 << 31) - 1
 _FLOAT_FORM = np.dtype(">f8")
 _DEEPEST = 50
 _MAX_CALLS = 4096
-"""Maximum number of globals in a pickle, and of its calls, not counting `torch.Size`."""
+"""Maximum number of globals in a pickle, and maximum number of calls other than of `torch.Size`."""
 
 _BLOCK = 1 << 15
-"""Number of tuples that are checked together, so that the check takes less memory than the graph."""
+"""Number of tuples that are checked together, so that the check needs less memory than the graph."""
 
 References: TypeAlias = NDArray[np.uint32]
-"""Array of node numbers, or of small integers, marked by the highest bit."""
+"""Array of references: each is the number of a node, or a small integer, marked by the highest bit."""
 
 
 class Unread(Exception):
-    """Raised if neither the scan nor its caller can use a pickle; the interpreter must read it instead."""
+    """Raised if neither the scan nor its caller can use a pickle; the Python interpreter must read the pickle
+    instead.
+    """
 
 
 class _Arrays(ctypes.Structure):
@@ -62,7 +66,7 @@ class _Arrays(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """Return the compiled library; None if it was not built, or does not match its source."""
+    """Return the compiled library; None if it was not built, or does not match its source `scan.c`."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
         library.transaxle_stamp.restype = ctypes.c_uint32
@@ -91,7 +95,7 @@ class Sizes(NamedTuple):
         for dims in np.flatnonzero(np.bincount(self.dims)).tolist():
             positions = np.flatnonzero(self.dims == dims)
             rows = self.counts[begins[positions][:, None] + np.arange(dims)]
-            are_one = (rows == rows[0]).all()  # most chunks have equal shapes
+            are_one = (rows == rows[0]).all()  # most chunks have the same shape
             rows_of_length = repeat(tuple(rows[0].tolist())) if are_one else zip(*rows.T.tolist(), strict=True)
             if len(positions) == len(tuples):
                 return list(islice(rows_of_length, len(tuples)))
@@ -102,12 +106,12 @@ class Sizes(NamedTuple):
 
 @contextmanager
 def scan_pickle(data: bytes, allowed: Names, memory: int) -> Iterator[Graph]:
-    """Scan a pickle; return a context with its graph.
+    """Scan a pickle; return a context manager whose value is the pickle's graph.
 
     Args:
         data: bytes that begin with a pickle.
-        allowed: table of the globals that the pickle may name.
-        memory: maximum bytes that the scan may allocate.
+        allowed: table of the globals (classes and functions) that the pickle may name.
+        memory: maximum number of bytes that the scan may allocate.
 
     Raises:
         Unread: if the scan cannot read this pickle, or the interpreter would refuse it.
@@ -130,7 +134,9 @@ def _view(place: int | None, count: int, kind: type[np.generic]) -> NDArray[Any]
 
 
 class Graph:
-    """The values of a pickle as numbered nodes. Their arrays belong to `scan.c`, which frees them after the context."""
+    """The values of a pickle as numbered nodes, stored in arrays. The arrays belong to `scan.c`, which frees them at
+    the end of the context.
+    """
 
     def __init__(self, data: bytes, arrays: _Arrays, allowed: Names) -> None:
         self.root = arrays.root
@@ -142,11 +148,11 @@ class Graph:
         self._parts = _view(arrays.parts, arrays.part_count, np.uint32)
         self._machine = Machine(b"", 0, Bounds(), allowed, Persistent)
         self._values: dict[int, Any] = {}
-        """Maps a node to its Python value, for globals and results of calls."""
+        """Node -> Python value, for globals and for results of calls."""
         self._texts: dict[int, str] = {}
         self._check()
 
-    # the same checks that the interpreter makes at each step
+    # the same checks that the interpreter makes when it runs each opcode
 
     def _check(self) -> None:
         names = self._nodes(_GLOBAL)
@@ -175,11 +181,11 @@ class Graph:
         return np.flatnonzero(self._tag == tag)
 
     def _distinct(self, nodes: References) -> NDArray[np.intp]:
-        """Return the distinct nodes in ascending order, ten times faster than `np.unique`."""
+        """Return the distinct node numbers in ascending order, ten times faster than `np.unique`."""
         return np.flatnonzero(self._mask(nodes))
 
     def _mask(self, nodes: References | list[int]) -> NDArray[np.bool_]:
-        """Return a boolean mask over all nodes of the graph, true for the given nodes."""
+        """Return a boolean mask over all nodes of the graph, which is true for the given nodes."""
         marks = np.zeros(len(self._tag), bool)
         marks[nodes] = True
         return marks
@@ -205,7 +211,7 @@ class Graph:
         for at in range(0, len(tuples), _BLOCK):
             self.integers(self.parts(tuples[at : at + _BLOCK]))
 
-    # Reading.
+    # Methods that read values.
 
     def _are(self, references: References, tag: int) -> bool:
         return bool((references < _SMALL).all() and (self._tag[references] == tag).all())
@@ -234,7 +240,7 @@ class Graph:
         return list(map(texts_by_node.__getitem__, references.tolist()))
 
     def integers(self, references: References) -> NDArray[np.int64]:
-        """Return the non-negative integers of the given nodes; raise Unread for other values, booleans included."""
+        """Return the non-negative integers of the given nodes; raise Unread for any other value, also for a bool."""
         values = (references & np.uint32(_SMALL - 1)).astype(np.int64)
         are_large = references < _SMALL
         if are_large.any():
@@ -258,7 +264,7 @@ class Graph:
         return parts
 
     def sizes(self, references: References) -> Sizes:
-        """Return tuples of non-negative integers, given as tuples or as calls of `torch.Size`."""
+        """Return tuples of non-negative integers; the pickle contains each as a tuple or as a call of `torch.Size`."""
         if (references >= _SMALL).any():
             raise Unread
         tuples = references.copy()
@@ -275,7 +281,9 @@ class Graph:
         return Sizes(dims, self.integers(self.parts(tuples)))
 
     def lists(self, references: References) -> list[References]:
-        """Return the elements of each list; raise Unread if shared lists have too many elements in total."""
+        """Return the elements of each list; raise Unread if lists that occur several times have too many elements in
+        total.
+        """
         if not self._are(references, _LIST) or self._count[references].sum(dtype=np.int64) > len(self._parts):
             raise Unread
         first, counts = self._first[references].tolist(), self._count[references].tolist()
@@ -290,7 +298,7 @@ class Graph:
         return pairs[::2], pairs[1::2]
 
     def are_of(self, references: References, classes: Sequence[Global]) -> NDArray[np.bool_]:
-        """Return a mask of the nodes that are objects of one of the given classes, created without arguments."""
+        """Return a mask of those nodes that are objects of one of the given classes, created without arguments."""
         names = [name for name, value in self._values.items() if type(value) is Global and value in classes]
         are_objects = references < _SMALL
         nodes = references[are_objects]
@@ -301,7 +309,9 @@ class Graph:
         return are_objects
 
     def fields(self, references: References, classes: Sequence[Global], *names: str) -> list[References]:
-        """Return one column for each field of objects whose states are dicts; the value of a missing field is None."""
+        """Return one column for each field name, from objects whose states are dicts; the value of a missing field is
+        None.
+        """
         if not self.are_of(references, classes).all():
             raise Unread
         states = self._count[references]
@@ -320,7 +330,7 @@ class Graph:
         return columns
 
     def values_alike(self, references: References) -> list[Any]:
-        """Return the Python value of each node; equal objects of one class share a Python object."""
+        """Return the Python value of each node; equal objects of one class become a single Python object."""
         values_by_content: dict[tuple[Any, ...], Any] = {}
         values = []
         for reference in references.tolist():
@@ -340,12 +350,13 @@ class Graph:
         return int(self._first[reference]), tag, self._parts[begin : begin + int(self._count[state])].tobytes()
 
     def value(self, reference: int, depth: int = 0, *, is_fixed: bool = False) -> Any:
-        """Return the Python value of a node; raise Unread for cyclic or deeply nested values.
+        """Return the Python value of a node; raise Unread for a value that contains itself or is deeply nested.
 
         Args:
             reference: number of the node, or a small integer with the highest bit set.
             depth: current nesting depth.
-            is_fixed: raise Unread for mutable values (for arguments of calls, as later opcodes could change the value).
+            is_fixed: whether to raise Unread for mutable values; set for arguments of calls, since later opcodes could
+                change them.
         """
         if reference >= _SMALL:
             return reference - _SMALL

@@ -1,13 +1,13 @@
-"""Reads pickles of TransformerEngine's quantized tensors: the table of the names that they contain, and of the order of
-arguments in each release.
+"""Reads pickles of TransformerEngine's quantized tensors. It contains a table of the names in these pickles, and the
+order of arguments in each TransformerEngine release.
 
 A tensor of TransformerEngine's classes is pickled as a call that recreates the tensor. Since release 2.16 (pull request
-2974) the pickle calls a function of the module; before, it called the class method `_make_in_reduce_ex`, which a pickle
-gets by `getattr`. Both kinds of call have the buffers and a few settings as positional arguments, and later releases
-added arguments at the end. This module turns a call that creates a tensor into a `Quantized`: nothing is called, and no
-other attribute of these classes is allowed.
+2974) the pickle calls a function of the module. Earlier releases called the class method `_make_in_reduce_ex`, which a
+pickle obtains by `getattr`. Calls of the function and of the method have the buffers and a few settings as positional
+arguments, and later releases added arguments at the end. This module turns a call that creates a tensor into a
+`Quantized`; the call is not carried out, and no other attribute of these classes is allowed.
 
-The orders of arguments and the dtype numbers below come from the public sources of TransformerEngine 1.2 to 2.18 and of
+The orders of arguments and the dtype numbers were taken from the public sources of TransformerEngine 1.2 to 2.18 and of
 August 2026; see docs/reference/transformer-engine.md.
 """
 
@@ -42,18 +42,21 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         *(SWIZZLED, ROW_SCALED, FOUR_OVER_SIX, E4M3_MAX),
     ),
 }  # fmt: skip
-"""Class -> its arguments in order, as in the newest TransformerEngine; older ones take a shorter prefix of them."""
+"""Class -> names of its constructor arguments in the order of the newest TransformerEngine; older releases have only
+the first of these arguments."""
 
 OLD, NEW, UNKNOWN = "old", "new", ""
 CODES: Mapping[str, Mapping[int, str]] = {
     OLD: {6: "F8_E4M3", 7: "F8_E5M2"},
     NEW: {7: "F8_E4M3", 8: "F8_E5M2", 10: "F4"},
 }
-"""For each numbering (before release 2.4, or since): `DType` number -> safetensors code, for dtypes of codes."""
+"""For each numbering of dtypes (`OLD` before release 2.4, `NEW` since then): `DType` number -> safetensors code, for
+the dtypes that codes can have."""
 COMPACT = 1
-"""Value in `Float8BlockScaleTensorFormat` for scales in the same order as the codes; the value 0 is `GEMM_READY`."""
+"""Member of `Float8BlockScaleTensorFormat` that means that scales are in the same order as the codes; the member 0 is
+`GEMM_READY`."""
 _MAX_DTYPE = 10
-"""Highest number of a member of the enum `DType`."""
+"""Largest number of a member of the enum `DType`."""
 
 _PACKAGE = "transformer_engine.pytorch"
 _MODULES = {
@@ -64,12 +67,12 @@ _QUANTIZERS = {
     "Float8Quantizer": FLOAT8, "Float8CurrentScalingQuantizer": FLOAT8, "MXFP8Quantizer": MXFP8,
     "Float8BlockQuantizer": BLOCKWISE, "NVFP4Quantizer": NVFP4,
 }  # fmt: skip
-"""Maps each quantizer class to the tensor class that is defined in the same module."""
+"""Quantizer class -> tensor class that is defined in the same module."""
 _NATIVE, _OLDEST_NATIVE = "transformer_engine_torch", "transformer_engine_extensions"
 """Name of TransformerEngine's compiled module, and its former name (until release 1.7)."""
 _ENUM = "DType"
 _DTYPES = {(_OLDEST_NATIVE, _ENUM): OLD, (_NATIVE, _ENUM): UNKNOWN, (f"{_PACKAGE}.constants", _ENUM): NEW}
-"""Maps `(module, name)` of the dtype enum to the numbering of its members."""
+"""`(module, name)` of the dtype enum -> numbering of the enum's members."""
 _FORMATS = frozenset({(_NATIVE, "Float8BlockScaleTensorFormat")})
 
 
@@ -79,7 +82,7 @@ class _TensorMaker(msgspec.Struct, frozen=True):
     kind: str
     """Name of the tensor class."""
     lengths: Mapping[int, str]
-    """Maps a number of arguments to the dtype numbering of the releases that pass so many."""
+    """Number of arguments -> dtype numbering of the releases that pass this number of arguments."""
 
 
 def _module(kind: str) -> str:
@@ -97,7 +100,7 @@ _TENSOR_MAKERS: Mapping[tuple[str, str], _TensorMaker] = {
     (_module(BLOCKWISE), "_make_float8_blockwise_tensor_in_reduce_ex"): _TensorMaker(BLOCKWISE, {10: NEW}),
     (_module(NVFP4), "_make_nvfp4_tensor_in_reduce_ex"): _TensorMaker(NVFP4, {11: NEW, 14: NEW}),
 }
-"""Maps `(module, qualified name)` of a function or method to the kind of tensor that it creates."""
+"""`(module, qualified name)` of a function or method -> description of how it creates a tensor."""
 _KNOWN_QUANTIZERS = frozenset((_module(kind), name) for name, kind in _QUANTIZERS.items())
 _IDENTITY = f"{_PACKAGE}.tensor.identity_tensor"
 
@@ -111,13 +114,14 @@ INERT: Mapping[str, frozenset[str]] = {
     f"{_PACKAGE}.constants": frozenset({_ENUM}),
     _IDENTITY: frozenset({"IdentityQuantizer"}),
 }
-"""Maps a module to its classes whose calls are only described."""
+"""Module -> classes of the module whose calls are only described."""
 
 
 TENSORS = frozenset((module, FLOAT8) for module in INERT if FLOAT8 in INERT[module]) | {
     (_module(kind), kind) for kind in _MODULES
 }
-"""TransformerEngine's tensor classes; a tensor created by a call that is not listed here cannot be read."""
+"""TransformerEngine's tensor classes; a tensor of these classes that is created by a call not listed in this module
+cannot be read."""
 
 
 def quantized_tensor(function: Global, args: Args, _: Caller) -> Quantized:
@@ -149,7 +153,9 @@ _SETTINGS = (IS_2D, FORMAT, SWIZZLED, ROW_SCALED, FOUR_OVER_SIX, E4M3_MAX)
 
 
 def identity(function: Global, args: Args, _: Caller) -> TensorRef:
-    """Return the first argument of a call with `(values, quantizer, dtype, shape)`: this tensor is not quantized."""
+    """Return the first argument of a call with `(values, quantizer, dtype, shape)`, which is a tensor that is not
+    quantized.
+    """
     check_length(function, args, 4)
     tensor = tensor_of(function, args[0])
     if type(tensor) is not TensorRef or counts(function, "sizes", args[3]) != tensor.shape:
@@ -161,11 +167,11 @@ BUILDS = {
     **dict.fromkeys(_TENSOR_MAKERS, quantized_tensor),
     (_IDENTITY, "_make_identity_tensor_in_reduce_ex"): identity,
 }
-"""Maps `(module, name)` of a function or method to the builder of its result."""
+"""`(module, name)` of a function or method -> function that builds the result of a call."""
 
 
 def _type_of_codes(function: Global, type_object: object) -> tuple[int, str]:
-    """Return the number of the codes' dtype, and the numbering that it belongs to, as far as known.
+    """Return the number of the codes' dtype, and the numbering to which this number belongs (empty if unknown).
 
     Until release 2.15 the number is the state of a pybind11 enum; since then it is an argument of the call.
     """

@@ -1,7 +1,8 @@
-"""Writes pickles of plain data and descriptors, in protocol 2; the globals that a pickle names are not imported.
+"""Writes pickles of plain data and descriptors, in protocol 2; no class or function that such a pickle names is
+imported.
 
-Only opcodes that `torch.load(weights_only=True)` accepts are used. `interpreter.read_pickle` reads the result back;
-equal values give equal bytes.
+Only opcodes that `torch.load(weights_only=True)` accepts are used. `interpreter.read_pickle` can read the pickles, and
+equal values result in equal bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ _STORAGES = {dtype: Global("torch", name) for name, dtype in STORAGES.items()}
 
 
 class Streamed(NamedTuple):
-    """A list or dict whose elements are created only while they are written, so that they never exist all at once."""
+    """A list or dict whose elements are created only while they are written, so that they are never in memory all at
+    once.
+    """
 
     parts: Iterable[Any]
     """Elements of the list, or `(key, value)` pairs of the dict."""
@@ -45,14 +48,14 @@ class Streamed(NamedTuple):
 
 
 def write_pickle(value: object) -> bytes:
-    """Return the pickle of a value.
+    """Return the pickle of a value as bytes.
 
     Args:
-        value: plain values and descriptors, nested at most a hundred levels deep. A part that is shared is written
-            again at each place.
+        value: plain values and descriptors, nested at most a hundred levels deep. An object that occurs in several
+            places is written anew at each place.
 
     Raises:
-        ValueError: for a value that such a pickle cannot contain, or that is nested too deeply.
+        ValueError: if the value cannot be pickled with these opcodes, or is nested too deeply.
     """
     assembler = _Assembler()
     assembler.put(value, 0)
@@ -60,7 +63,7 @@ def write_pickle(value: object) -> bytes:
 
 
 def is_writable(value: object) -> bool:
-    """Tell whether `write_pickle` can write a value."""
+    """Return whether `write_pickle` can write a value."""
     try:
         write_pickle(value)
     except ValueError:
@@ -69,15 +72,16 @@ def is_writable(value: object) -> bool:
 
 
 class _Assembler:
-    """The opcodes written so far, and the memo of strings and globals."""
+    """The opcodes written so far, and the memo (the positions of strings and globals that were written before)."""
 
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
         self._memo: dict[str | Global, bytes] = {}
-        """Maps a string or global to the opcodes that refer to it."""
+        """String or global -> opcodes that refer to it."""
         self._calls_with_counts: dict[tuple[Global, tuple[int, ...]], bytes] = {}
         self._records: dict[tuple[Any, ...], tuple[bytes, list[bytes]]] = {}
-        """Maps `(class, *fields)` to the opcodes for repeated objects: the beginning, and each field's name."""
+        """`(class, *field names)` -> opcodes that repeat for objects of this class: the beginning, and each field's
+        name."""
 
     def put(self, value: Any, depth: int) -> None:
         if depth > _DEEPEST:
@@ -88,7 +92,9 @@ class _Assembler:
         write(self, value, depth + 1)
 
     def refer(self, value: str | Global) -> bool:
-        """Write a reference to a string or global that was written before; return False if it was not."""
+        """Write a reference to a string or global that was written before; return False if it was not written
+        before.
+        """
         reference = self._memo.get(value)
         if reference is None:
             return False
@@ -107,7 +113,9 @@ class _Assembler:
         self.out += b"\x81" if new else b"R"
 
     def call_with_counts(self, function: Global, counts: tuple[int, ...], depth: int) -> None:
-        """Write a call of a function with a tuple of integers; the opcodes of an equal earlier call are reused."""
+        """Write a call of a function with a tuple of integers as argument; the opcodes of an equal earlier call are
+        reused.
+        """
         opcodes = self._calls_with_counts.get((function, counts))
         if opcodes is None:
             is_new = function not in self._memo
@@ -119,7 +127,7 @@ class _Assembler:
             self.out += opcodes
 
     def record(self, cls: Global, fields: dict[Any, Any], depth: int) -> None:
-        """Write an object with the given fields; the opcodes around the values are assembled only once per class."""
+        """Write an object with the given fields; the opcodes between the values are assembled only once per class."""
         form = (cls, *fields)
         template = self._records.get(form)
         if template is None or depth >= _DEEPEST:
@@ -136,7 +144,7 @@ class _Assembler:
         self.out += b"ub"
 
     def items(self, items: Iterable[Any], opcode: bytes, depth: int) -> None:
-        """Write the items of a list or dict in batches, each between a MARK and `opcode`."""
+        """Write the elements of a list or dict in batches, each batch between a MARK and `opcode`."""
         room = 0
         for item in items:
             if not room:

@@ -1,14 +1,14 @@
-"""The copier: carries out lists of steps, such as reads, copies, hashes and writes, in one call of C code.
+"""The copier carries out lists of steps (reads, copies, hashes and writes) in one call of C code.
 
-Each system call releases and takes Python's interpreter lock, and threads that do this for each block wait for one
-another longer than Python computes. So steps are collected first: reads of ranges, and of strided runs of equal length,
-strided copies and transposes, hashes, CRC-32, comparisons and writes. `copier.c` carries out a whole list without the
-lock. If a step fails in C (an error, a short read, a full disk), it is repeated in Python, which raises the error.
-Without the compiled library all steps run in Python, with numpy, xxhash and zlib.
+Each system call releases Python's interpreter lock and takes it again, and threads that do so for each block wait for
+one another longer than Python computes. So steps are collected first: reads of ranges, reads of strided runs of equal
+length, strided copies and transposes, hashes, CRC-32, comparisons and writes. `copier.c` then carries out a whole list
+without holding the lock. If a step fails in C (an error, a short read, a full disk), it is repeated in Python, which
+raises the error. Without the compiled library all steps run in Python, with numpy, xxhash and zlib.
 
-A column slice of a matrix is a run of a few kB in each row: one step does all rows together. Runs of a single element,
-as in a transposed matrix, are read together with the bytes between them, and copied into place tile by tile, where
-numpy would load each cache line many times over.
+A column slice of a matrix consists of a run of a few kB in each row: one step reads or copies the runs of all rows.
+Runs of a single element, as in a transposed matrix, are read together with the bytes between them, and copied into
+place in small square blocks. numpy would load each cache line many times for this.
 """
 
 from __future__ import annotations
@@ -45,33 +45,34 @@ _NUMBERS = 10
 """Number of integers that encode one step; see `transaxle_steps` in `copier.c`."""
 _READ, _WRITE, _HASH, _SUM, _TRANSPOSE, _COPY, _COMPARE, _READ_AND_SUM, _READ_RUNS, _CALL = range(10)
 _KINDS = "read", "write", "hash", "sum", "lay", "lay", "compare", "read and sum", "read"
-"""Name of each kind of step, for traces of the run."""
+"""Name of each kind of step in the timings of a run."""
 _SIZES = 4, 4, 3, 2, None, None, 3, 4, 8
-"""For each kind of step, the index (among its integers) of the step's number of bytes; None: no integer has it."""
+"""For each kind of step, the index of the integer that contains the step's number of bytes; None if none of its
+integers does."""
 _Fallback = Callable[[], object]
 
 _ELEMENTS = frozenset({1, 2, 4, 8})
-"""Sizes in bytes of the elements that the C transpose supports."""
+"""Sizes in bytes of the elements that the transpose in C supports."""
 _MIN_ROWS = 8
 """Minimum number of rows, and of columns, for a transpose in C; for fewer, numpy is as fast."""
 _MIN_RUN = 16
-"""Minimum bytes of a run that is copied by C; numpy copies shorter runs faster."""
+"""Minimum number of bytes of a run that C copies; numpy copies shorter runs faster."""
 
 
 class Steps:
     """A list of steps (reads, copies, hashes, writes …) of one thread, carried out in order.
 
-    A step refers to memory without copying the content, and uses the content at the time when the step runs. Files stay
-    open until the list has run or is cleared, or until the end of the `with` block.
+    A step refers to memory without copying its content, and uses the content at the time when the step runs. Files stay
+    open until the list has run or is cleared, or until the `with` block ends.
 
     Args:
-        max_bytes: bytes after which `run_if_full` runs the list; 0: it runs the list at each call.
+        max_bytes: number of bytes after which `run_if_full` runs the list; 0 means that it runs the list at each call.
     """
 
     def __init__(self, max_bytes: int = 0) -> None:
         self.max_bytes = max_bytes
         self.size = 0
-        """Number of bytes that the pending steps read and write."""
+        """Number of bytes that the pending steps will read and write."""
         self._numbers = array("q")
         self._fallbacks: list[_Fallback] = []
         self._callbacks: list[tuple[int, Callable[[], object]]] = []
@@ -88,7 +89,7 @@ class Steps:
         self.clear()
 
     def open_file(self, name: str, handles: Handles) -> int:
-        """Open a file if necessary, and return its descriptor; the file stays open until the list has run."""
+        """Open a file if it is not open, and return its descriptor; the file stays open until the list has run."""
         key = id(handles), name
         descriptor = self._files.get(key)
         if descriptor is None:
@@ -100,14 +101,14 @@ class Steps:
     def read(
         self, fd: int, offset: int, view: memoryview, fallback: _Fallback, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """Add a read of one range, or of strided runs, of an open file.
+        """Add a step that reads one range, or strided runs, of an open file.
 
         Args:
             fd: descriptor of the file to read.
             offset: file offset of the first byte to read.
-            view: target memory: writable, contiguous and not empty. The first run is read into the view's beginning,
-                and all runs must fit.
-            fallback: function that does the read in Python.
+            view: memory to read into: writable, contiguous and not empty. The first run is read into the beginning of
+                the view, and all runs must fit.
+            fallback: function that does the same read in Python.
             width: number of bytes of a run, if there are loops.
             loops: `(count, stride in the file, stride in the view)` in bytes, the outermost loop first.
         """
@@ -122,16 +123,17 @@ class Steps:
         self.size += size
 
     def add_crc_share(self, view: memoryview, powers: Sequence[int]) -> array[int] | None:
-        """Make the latest step, which is a strided read, also compute its runs' share of a CRC-32.
+        """Make the latest step, which is a strided read, also compute what its runs contribute to a CRC-32.
 
         Args:
-            view: target memory of the latest step.
+            view: memory into which the latest step reads.
             powers: x**(8 * step in the file), modulo the CRC polynomial, for each loop of the read.
 
         Returns:
-            An array of the share and a flag. After the steps have run, the array's first number is the share of
-            the CRC-32 of all bytes up to the end of the last run (see `copier.c`), and its second number is 1 if that
-            share is known, otherwise 0. None if the latest step is not this strided read.
+            An array of two numbers: the contribution, and a flag. After the steps have run, the first number is what
+            the bytes of the runs contribute to the CRC-32 of all bytes up to the end of the last run (see `copier.c`).
+            The second number is 1 if this contribution is known, otherwise 0. None if the latest step is not a strided
+            read into this view.
         """
         kind, _, _, place, _, depth = self._numbers[-_NUMBERS : 6 - _NUMBERS] or (None,) * 6
         if (kind, place, depth) != (_READ_RUNS, address(view), len(powers)):
@@ -142,12 +144,14 @@ class Steps:
         return result
 
     def write(self, fd: int, offset: int, view: memoryview, fallback: _Fallback) -> None:
-        """Add a write of a contiguous view that is not empty to an open file; the arguments are those of `read`."""
+        """Add a step that writes a contiguous view, which is not empty, to an open file; the arguments are those of
+        `read`.
+        """
         self._add(fallback, _WRITE, fd, offset, read_address(view), view.nbytes)
         self.size += view.nbytes
 
     def hash(self, running: Running, view: memoryview) -> None:
-        """Add a step that updates a running hash with the bytes of a contiguous view that is not empty."""
+        """Add a step that updates a running hash with the bytes of a contiguous view, which must not be empty."""
         fallback = partial(running.update, view)
         if isinstance(running, CompiledHash):
             self._add(fallback, _HASH, running.address, read_address(view), view.nbytes)
@@ -155,7 +159,7 @@ class Steps:
             self._add(fallback, _CALL + _HASH, view.nbytes)
 
     def sum(self, view: memoryview, crc: ctypes.c_uint32, crc32: Callable[[memoryview, int], int]) -> None:
-        """Add a step that updates a CRC-32; the step is merged with the previous step if that reads the same bytes.
+        """Add a step that updates a CRC-32; if the previous step reads the same bytes, the two steps are merged.
 
         Args:
             view: the bytes to add: writable, contiguous and not empty.
@@ -182,7 +186,7 @@ class Steps:
             self._add(fallback, _SUM, place, size, ctypes.addressof(crc))
 
     def scatter(self, source: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop]) -> None:
-        """Add a strided copy from one buffer to another.
+        """Add a step that copies strided runs from one buffer to another buffer.
 
         Args:
             source: the buffer to copy from; the first run is at its start.
@@ -199,7 +203,7 @@ class Steps:
         self._add(partial(_scatter_by_numpy, source, out, at, width, loops), kind, *numbers)
 
     def compare(self, first: memoryview, second: memoryview, differ: Callable[[], object]) -> None:
-        """Add a comparison of two buffers of equal size.
+        """Add a step that compares two buffers of equal size.
 
         Args:
             first: the first buffer, contiguous and not empty.
@@ -218,18 +222,18 @@ class Steps:
 
         Args:
             function: the function that carries out the step.
-            kind: kind of the step, for traces.
+            kind: kind of the step, for timings.
             size: number of bytes that the step reads or writes.
         """
         self._add(function, _CALL + kind, size)
         self.size += size
 
     def then(self, call: Callable[[], object]) -> None:
-        """Add a callback, which is called after the run if all steps added so far have succeeded."""
+        """Add a callback, which is called after the run if all steps added before it have succeeded."""
         self._callbacks.append((len(self._fallbacks), call))
 
     def run_if_full(self) -> None:
-        """Run the pending steps if they have at least `max_bytes` bytes in total."""
+        """Run the pending steps if they read and write at least `max_bytes` bytes in total."""
         if self.size >= self.max_bytes:
             self.run()
 
@@ -263,7 +267,8 @@ class Steps:
         place, total, finished = self._numbers.buffer_info()[0], len(self._fallbacks), 0
         one_by_one = is_recording()
         while finished < total:
-            stop = finished + 1 if one_by_one else total  # with a trace, which times each step, they run singly
+            # if timings are recorded, steps run one by one, so that each step is timed
+            stop = finished + 1 if one_by_one else total
             with self._span(finished):
                 done = finished if compiled is None else compiled(place, stop, finished)
                 if done < stop:
@@ -293,12 +298,14 @@ class Steps:
 
 
 READING, WRITING = _READ, _WRITE
-"""Kinds of steps that call Python functions, in traces."""
+"""Kinds of steps that call Python functions, for the timings."""
 
 
 @cache
 def load_steps() -> Callable[..., int] | None:
-    """Return the compiled function that runs steps; None if it was not built, or does not match its source."""
+    """Return the compiled function that runs steps; None if it was not built, or does not match its source
+    `copier.c`.
+    """
     return compiled_function("transaxle_steps", (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), ctypes.c_int64)
 
 
@@ -313,11 +320,11 @@ class Running(Protocol):
 
 
 _HashState = ctypes.c_uint64 * 51
-"""C struct `hash` of `copier.c`: eight sums, counts of bytes, stripes and buffered bytes, the last stripe, the
+"""C struct `hash` of `copier.c`: eight sums; counts of bytes, stripes and buffered bytes; the last stripe; the
 buffer."""
 _TOTAL, _BUFFER = 8, 11 * 8 + 64
 _SHORT = 240
-"""Maximum number of bytes for which XXH3 uses a separate algorithm."""
+"""Maximum number of bytes for which XXH3 uses a separate algorithm for short inputs."""
 
 
 class CompiledHash:
@@ -351,7 +358,9 @@ def new_hash() -> Running:
 
 @cache
 def load_hash() -> tuple[Callable[..., None], Callable[..., None]] | None:
-    """Return the compiled functions `(update, digest)` of XXH3; None as in `load_steps`."""
+    """Return the compiled functions `(update, digest)` of XXH3; None if they were not built, or do not match their
+    source.
+    """
     update = compiled_function("transaxle_hash", (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), None)
     digest = compiled_function("transaxle_hash_of", (ctypes.c_void_p, ctypes.c_void_p), None)
     return None if update is None or digest is None or sys.byteorder != "little" else (update, digest)
@@ -360,14 +369,14 @@ def load_hash() -> tuple[Callable[..., None], Callable[..., None]] | None:
 def read_strided(
     read_one: Callable[[int, memoryview], object], offset: int, view: memoryview, width: int, loops: Sequence[Loop]
 ) -> None:
-    """Read strided runs one by one in Python; without loops, there is only one range.
+    """Read strided runs one by one in Python; without loops, there is only one range to read.
 
     Args:
         read_one: function `read_one(offset, view)` that reads one range of the file.
         offset: file offset of the first run.
-        view: target memory; see `Steps.read`.
+        view: memory to read into; see `Steps.read`.
         width: number of bytes of a run.
-        loops: strides of the runs; see `Steps.read`.
+        loops: counts and strides of the runs; see `Steps.read`.
     """
     if not loops:
         read_one(offset, view)
@@ -399,12 +408,13 @@ def scatter(source: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop
 
 
 def _scatter_by_numpy(source: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop]) -> None:
-    """Do a strided copy with numpy, in the widest words that divide all offsets and strides."""
+    """Carry out a strided copy with numpy, in the widest words that divide all offsets and strides."""
     if not loops:
         out[at : at + width] = source[:width]
         return
     shape, sources, targets = ([loop[part] for loop in loops] for part in range(3))
-    # Every offset, width and stride is a multiple of the word, so numpy can move 8 bytes at a time instead of one.
+    # Every offset, width and stride is a multiple of the word, so numpy can move up to 8 bytes at a time instead of
+    # one.
     word = gcd(8, at, width, *sources, *targets)
     if width > word:
         shape.append(width // word)
@@ -419,7 +429,9 @@ def _scatter_by_numpy(source: Bytes, out: Bytes, at: int, width: int, loops: Seq
 def _encode_scatter(
     buffer: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop]
 ) -> tuple[int, tuple[int, ...], Sequence[Loop]]:
-    """Return `(kind, integers, loops)` of the step for a strided copy; the last integer becomes the loops' address."""
+    """Return `(kind, integers, loops)` of the step for a strided copy; the last integer is replaced by the address of
+    the loops.
+    """
     by_numpy = _CALL + _COPY, (), ()
     ends = [width + sum((loop[0] - 1) * loop[side] for loop in loops) for side in (1, 2)]
     is_plain = buffer.flags.c_contiguous and out.flags.c_contiguous and buffer.ndim == out.ndim == 1
@@ -443,12 +455,12 @@ def _encode_scatter(
 
 
 def same_bytes(first: bytes | memoryview, second: bytes | memoryview) -> bool:
-    """Tell whether two buffers have equal bytes; `==` is fifty times slower for memoryviews."""
+    """Return whether two buffers have equal bytes; the operator `==` is fifty times slower for memoryviews."""
     return np.array_equal(np.frombuffer(first, np.uint8), np.frombuffer(second, np.uint8))
 
 
 def address(view: memoryview) -> int:
-    """Return the memory address of a view, which must be writable, contiguous and not empty."""
+    """Return the memory address of a view; the view must be writable, contiguous and not empty."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
