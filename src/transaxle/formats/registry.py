@@ -113,11 +113,12 @@ class Format:
     """Optional keyword arguments that the reader accepts: `weights` (which precision), `cutter` (how ranks cut
     parameters), `optimizer` (whether to read the optimizer's state)."""
     draft_takes: frozenset[str] = frozenset()
-    """Optional keyword arguments of the draft: `groups` (an optimizer's settings), `training` (other plain data by its
-    paths), `run` and `read` (facts about a training run, and a reader of small tensors), `sealed` (leave space for
-    digests in a single file), `nesting` (how the state dict in a single file is nested), `stem` (beginning of file
-    names), `config` (of the model), `cuts` (where tensors of several layers or experts are cut into chunks), `degrees`
-    and `parts` (the parallel degrees, and each tensor-parallel rank's part of a tensor)."""
+    """Optional keyword arguments that the function `draft` accepts: `groups` (an optimizer's settings), `training`
+    (other plain data by key path), `run` and `read` (facts about a training run, and a function that reads small
+    tensors), `sealed` (whether to leave space for digests in a single file), `nesting` (how the state dict in a single
+    file is nested), `stem` (beginning of file names), `config` (the model's config), `cuts` (where tensors of several
+    layers or experts are cut into chunks), `degrees` and `parts` (the parallel degrees, and each tensor-parallel rank's
+    shard of a tensor)."""
     dialects: tuple[str, ...] = ()
     """Names of the dialects (tensor names of one framework) that are tried for writing; the first dialect that the
     model's family has is used. Empty means that tensors keep the names that they have in the source."""

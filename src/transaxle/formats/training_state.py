@@ -1,29 +1,30 @@
-"""Names the items of a training state, in one way for all formats that save nested dicts.
+"""Names the values of a training state; the names are the same for all formats that save nested dicts.
 
-A model's tensors keep their names; optimizer state is named after its parameter; all other items are named after their
-key path. No tensor is matched by its shape or position, and two paths that would get one name are refused. A number
-becomes a tensor without dims; the settings of an optimizer become `groups`. Values that are neither tensors, numbers
-nor settings are not read, but are listed.
+A model's tensors keep their names; optimizer state is named after its parameter; all other values are named after their
+key path. No tensor is matched by its shape or position, and two key paths that would get the same name are refused. A
+number becomes a tensor without dims; the settings of an optimizer become parameter groups (`groups`). Values that are
+neither tensors, numbers nor settings are not read, but the metadata lists them.
 
-Trainers also save schedulers, counters, the position in the data and averages of the weights, in
-the same dict as the model (torchtitan: `train_state`, `lr_scheduler`, `dataloader`; Lightning: `loops`, `callbacks`,
-`hyper_parameters`; nanoGPT: `model_args`, `iter_num`). An item of training state is recognised by the names of its
-containers, by its place next to the model's container, or because it is a Python number (`epoch`). The item's tensors
-and numbers are ordinary tensors of the catalog; a `TrainingItem` refers to them, and stores all values that are not
-tensors, if they are plain data. Formats without a place for counters and schedules store them with the optimizer's
+Training programs also save schedulers, counters, the position in the data and averages of the weights, in the same dict
+as the model (torchtitan: `train_state`, `lr_scheduler`, `dataloader`; Lightning: `loops`, `callbacks`,
+`hyper_parameters`; nanoGPT: `model_args`, `iter_num`). A value belongs to this training state if the names of the dicts
+around it, or its place next to the model's dict, show it, or if it is a Python number (`epoch`). Its tensors and
+numbers are ordinary tensors of the catalog; a `TrainingItem` refers to them, and stores all values that are not
+tensors, if they are plain data. Formats without a place for counters and schedules store these with the optimizer's
 state (`KEPT_RUN`).
 
-**Parameter groups**: the settings of an optimizer, with the names of the parameters that each group applies to.
+**Parameter groups**: the settings of an optimizer, with the names of the parameters to which each group applies.
 
-Each format stores parameter groups in its own way; here they are plain data, under one key of a container's metadata:
+Each format stores parameter groups in its own way; after reading, they are plain data under one key of the metadata:
 
     ck.metadata["param_groups"] == [{"lr": 0.001, "betas": (0.9, 0.95), "params": ["model.norm.weight", ...]}, ...]
 
-A setting keeps its type: numbers, strings, None, and tuples, lists and dicts of these are unchanged; a number with
-a dtype (a tensor without dims, a numpy number) is a numpy scalar. Parameters have the names that are also used for
-their state, `optim/<parameter>/<state>`.
+A setting keeps its type: numbers, strings, None, and tuples, lists and dicts of these are unchanged; a number with a
+dtype (a tensor without dims, or a numpy number) becomes a numpy scalar. Parameters are listed by the names that are
+also used for their state, `optim/<parameter>/<state>`.
 
-**Full-precision weights** (`optim/<parameter>/fp32`): copies of low-precision weights, which the optimizer updates.
+**Full-precision weights** (`optim/<parameter>/fp32`): full-precision copies of low-precision weights, which the
+optimizer updates.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from transaxle.formats.pickled.descriptors import NOTHING, Scalar
 from transaxle.formats.storage.storage import Storage, parse_json
 
 ParamGroup = Mapping[str, Any]
-"""Settings of one parameter group, with the names of its parameters under `PARAMS`."""
+"""Settings of one parameter group; the names of its parameters are under the key `PARAMS`."""
 
 GROUPS = "param_groups"
-"""Key of the parameter groups in a container's metadata, and in torch's optimizer state dicts."""
+"""Key of the parameter groups in the metadata of an opened checkpoint, and in torch's optimizer state dicts."""
 PARAMS, NAMES = "params", "param_names"
 KEPT = "optim/param_groups"
-"""Name under which a format without a place for parameter groups stores the groups, as a tensor or in a header."""
+"""Name under which a format without a place for parameter groups stores them, as a tensor or in a header."""
 _DEEPEST_SETTINGS, _MAX_VALUES = 8, 1_000_000
 """Maximum nesting depth of an optimizer setting, and maximum number of values in it."""
 _TUPLE, _DICT, _FLOAT, _TYPED = "tuple", "dict", "float", "dtype"
@@ -57,7 +58,9 @@ _VALUE = "hex"
 
 
 def plain(value: object) -> object:
-    """Return a setting as plain data; `NOTHING` if a parameter group cannot contain the setting, or it is too large."""
+    """Return a setting as plain data; `NOTHING` if a parameter group cannot contain the setting, or the setting is too
+    large.
+    """
     return _plain_settings(value, _DEEPEST_SETTINGS, [_MAX_VALUES])
 
 
@@ -74,7 +77,7 @@ def _plain_settings(value: object, depth: int, budget: list[int]) -> object:
         for item in value:  # type: ignore[attr-defined]
             items.append(_plain_settings(item, depth - 1, budget))
             if items[-1] is NOTHING:
-                break  # a list that is shared many times may have billions of items
+                break  # a list that occurs many times may have billions of elements in total
         return NOTHING if any(item is NOTHING for item in items) else type(value)(items)  # type: ignore[call-arg]
     if isinstance(value, dict):
         pairs = {key: _plain_settings(item, depth - 1, budget) for key, item in value.items() if budget[0] >= 0}
@@ -92,10 +95,10 @@ def single(storage: Storage, entry: Entry) -> object:
 
 
 def groups_of_equal_settings(settings: Mapping[str, Mapping[str, Any]]) -> list[ParamGroup]:
-    """Put parameters with equal settings into one group.
+    """Put parameters with equal settings into one parameter group.
 
     Args:
-        settings: maps each parameter's name to its settings.
+        settings: maps the name of each parameter to its settings.
 
     Post-condition: groups and parameters are in the order in which they first appear.
     """
@@ -106,18 +109,18 @@ def groups_of_equal_settings(settings: Mapping[str, Mapping[str, Any]]) -> list[
 
 
 def settings_of(group: ParamGroup) -> dict[str, Any]:
-    """Return the settings of a parameter group, without the list of its parameters."""
+    """Return the settings of a parameter group, except the list of the group's parameters."""
     return {key: value for key, value in group.items() if key not in (PARAMS, NAMES)}
 
 
 def group_numbers(groups: Iterable[ParamGroup]) -> dict[str, int]:
-    """Return a mapping from each parameter's name to the index of its group."""
+    """Return parameter name -> index of the parameter's group."""
     return {name: number for number, group in enumerate(groups) for name in group[PARAMS]}
 
 
 def rename_parameters(groups: Iterable[ParamGroup], names: Mapping[str, Sequence[str]]) -> list[ParamGroup]:
-    """Return groups with renamed parameters; `names` maps an old name to its new names. Duplicate names are dropped;
-    names that `names` lacks stay.
+    """Return parameter groups with renamed parameters; `names` maps an old name to one or more new names. Duplicate
+    names are dropped; a name that is not in `names` stays unchanged.
     """
     return [
         {**group, PARAMS: list(dict.fromkeys(new for old in group[PARAMS] for new in names.get(old, (old,))))}
@@ -126,12 +129,12 @@ def rename_parameters(groups: Iterable[ParamGroup], names: Mapping[str, Sequence
 
 
 def encode(groups: Iterable[ParamGroup]) -> str:
-    """Return parameter groups as JSON text, for `decode`; values that JSON cannot express are tagged."""
+    """Return parameter groups as JSON text, which `decode` parses; values that JSON cannot express are tagged."""
     return json.dumps([{key: _tag(value) for key, value in group.items()} for group in groups], allow_nan=False)
 
 
 def decode(text: str) -> list[ParamGroup] | None:
-    """Parse the text that `encode` returns; None for any other text."""
+    """Parse the text that `encode` returns; return None for any other text."""
     try:
         parsed_groups = parse_json(text)
         groups = [{key: _untag(value) for key, value in group.items()} for group in parsed_groups]
@@ -183,34 +186,35 @@ _NAMES = frozenset(
         "client_state", "metrics", "history",
     }
 )  # fmt: skip
-"""Top-level names of containers and numbers that trainers save as training state."""
+"""Keys at the top level under which training programs save training state."""
 _AVERAGES = frozenset(
     {
         "ema", "ema_state", "ema_state_dict", "ema_model", "ema_model_state_dict", "model_ema", "state_dict_ema",
         "ema_params", "ema_weights", "averaged_model", "shadow_params",
     }
 )  # fmt: skip
-"""Top-level names of averaged weights, if the model is saved as well; without a model, the averages are the model."""
+"""Keys at the top level under which training programs save averaged weights, if the model is saved as well; without a
+model, the averages count as the model."""
 EXTRA_STATE = "_extra_state"
-"""Last segment of the name of a module's extra state, which is bytes, such as TransformerEngine's scales."""
+"""Last segment of the name of a module's extra state, which consists of bytes, such as TransformerEngine's scales."""
 _DEEPEST = 64
 
 
 class TrainingItem(msgspec.Struct, frozen=True):
-    """One item of the training state."""
+    """One value of the training state, such as a counter or a schedule's setting."""
 
     path: tuple[str | int, ...]
-    """Key path of the item: keys and list indices from the top of the state."""
+    """Key path of the value: keys and list indices from the top of the state."""
     name: str | None
-    """Name of the item's tensor in the catalog; None if the item is not a tensor or number."""
+    """Name of the value's tensor in the catalog; None if the value is neither a tensor nor a number."""
     value: Any = None
-    """Value of an item that was not saved as a tensor, as it was read from the pickle."""
+    """The value itself if it was not saved as a tensor, as the pickle contains it."""
     what: str = ""
-    """Description of the item's value, for messages."""
+    """Description of the value, for messages."""
 
     @property
     def is_tensor(self) -> bool:
-        """Whether the item was saved as a tensor."""
+        """Whether the value was saved as a tensor."""
         return self.name is not None and self.value is None
 
     def plain(self) -> object:
@@ -219,14 +223,15 @@ class TrainingItem(msgspec.Struct, frozen=True):
 
 
 def is_training(path: tuple[str | int, ...], kind: str, root: str | None, holding: Collection[str | int]) -> bool:
-    """Tell whether a leaf that belongs to neither model nor optimizer is training state.
+    """Return whether a leaf (a value in the nested state) that belongs to neither model nor optimizer is training
+    state.
 
     Args:
         path: key path of the leaf.
-        kind: kind of the leaf, see `Leaf`; a tensor is a parameter, unless it is in a container of training state, or
-            is directly at the top level while the model is in a container.
-        root: top-level key of the model's container; None: the model's tensors are at the top level.
-        holding: top-level keys whose values contain tensors.
+        kind: kind of the leaf, see `Leaf`; a tensor is a parameter, unless it is in a dict of training state, or is at
+            the top level while the model is in a dict of its own.
+        root: key of the model's dict at the top level; None if the model's tensors are at the top level.
+        holding: keys at the top level whose values contain tensors.
     """
     top, nest_items = str(path[0]), len(path) > 1
     if kind == "tensor":
@@ -237,21 +242,24 @@ def is_training(path: tuple[str | int, ...], kind: str, root: str | None, holdin
 
 
 def is_extra_state(name: str) -> bool:
-    """Tell whether a tensor's name is that of a module's extra state; Megatron's shards add `/shard_0_2`."""
+    """Return whether a tensor's name is that of a module's extra state; the names of Megatron's shards end in
+    `/shard_0_2` or the like.
+    """
     return name.rpartition(".")[2].partition("/")[0] == EXTRA_STATE
 
 
 def tops(items: Sequence[TrainingItem]) -> list[str]:
-    """Return the top-level names of the training state."""
+    """Return the keys at the top level of the training state."""
     return list(dict.fromkeys(str(item.path[0]) for item in items))
 
 
 def nest_items(items: Sequence[TrainingItem], top: str, read: Callable[[str], object]) -> tuple[object, list[str]]:
-    """Return the nested state under a top-level name, and descriptions of those of its values that are not plain data.
+    """Return the nested state under a key of the top level, and descriptions of those of its values that are not plain
+    data.
 
     Args:
-        items: the training items of a container.
-        top: the top-level name to nest.
+        items: the values of the training state of an opened checkpoint.
+        top: key at the top level, whose state is nested.
         read: function that returns the value of a tensor, given its name.
     """
     not_plain: list[str] = []
@@ -270,7 +278,7 @@ def nest_items(items: Sequence[TrainingItem], top: str, read: Callable[[str], ob
 
 
 def _lists_from_dicts(tree: dict[str | int, Any]) -> Any:
-    """Turn dicts with the keys 0, 1, … into lists, since key paths do not distinguish dicts from lists."""
+    """Turn dicts with the keys 0, 1, … into lists, because key paths do not distinguish dicts from lists."""
     inner = {key: _lists_from_dicts(value) if type(value) is dict else value for key, value in tree.items()}
     numbers = [key for key in inner if isinstance(key, int)]
     return [inner[key] for key in sorted(numbers)] if inner and sorted(numbers) == list(range(len(inner))) else inner
@@ -295,19 +303,20 @@ def _plain_value(value: Any, depth: int) -> object:
 
 
 KeyPath = tuple[str | int, ...]
-"""Keys and list indices from the top of a state to a leaf."""
+"""Keys and list indices from the top of a nested state to a leaf."""
 LeafKind = Literal["tensor", "number", "other", "empty"]
 
 ROOT = "root"
-"""Metadata key for the model's top-level container, whose name was removed from the names of tensors."""
+"""Metadata key for the key of the model's dict at the top level, which was removed from the names of tensors."""
 RUN = "deepspeed"
 """Metadata key for counters and settings of a DeepSpeed training run."""
 MEGATRON = "megatron"
 """Metadata key for counters and arguments of a Megatron training run."""
 TRAINING = "training_state"
-"""Metadata key for the top-level names of the training state, see `TrainingItem`."""
+"""Metadata key for the list of the training state's keys at the top level, see `TrainingItem`."""
 LEFT_BEHIND = "left_behind"
-"""Metadata key for items that are not read, neither tensors nor numbers: path -> description."""
+"""Metadata key of a dict from path to description, for values that are not read because they are neither tensors nor
+numbers."""
 OPTIMIZER = "optim/"
 """Prefix of the names of optimizer state: `optim/<parameter>/<state>`."""
 
@@ -315,40 +324,42 @@ _ROOTS = ("model", "module", "state_dict")
 _OPTIMIZERS = frozenset({"optim", "optimizer", "optimizer_state_dict", "optimizer_state"})
 _STATE = "state"
 _LONGEST = 1 << 28
-"""Maximum number of characters of all names together."""
+"""Maximum total number of characters in all names."""
 
 
 class Leaf(msgspec.Struct, frozen=True, eq=False):
-    """One leaf of a nested state."""
+    """One leaf of a nested state: a value that is not itself a dict or list with tensors."""
 
     path: KeyPath
     """Key path of the leaf."""
     kind: LeafKind
     """Kind of the leaf: a tensor, a number, an empty dict or list, or any other value."""
     value: Any = None
-    """Value of the leaf, as the format's reader represents it; the list itself for `params` and `param_names`."""
+    """Value of the leaf, as the format's reader represents it; for `params` and `param_names` it is the list itself."""
     what: str = ""
-    """Description of a leaf that is not read."""
+    """Description of a leaf that cannot be read."""
 
 
 class State(msgspec.Struct, frozen=True):
-    """The named leaves of a state dict, with the optimizer's groups and the training items."""
+    """The named leaves of a state dict, with the parameter groups of the optimizer and the values of the training
+    state.
+    """
 
     leaves: Mapping[str, Leaf]
-    """Tensors and numbers by name, in the order of the file."""
+    """Name -> leaf, for tensors and numbers, in the order of the file."""
     root: str | None
-    """Key of the model's top-level container, which was removed from the names; None if there is none."""
+    """Key of the model's dict at the top level, which was removed from the names; None if there is no such dict."""
     left_behind: Mapping[str, str]
-    """Maps the path of each item that is not read to a description; a container without tensors is one item."""
+    """Path of a value that is not read -> description; a dict or list without tensors counts as one value."""
     groups: Sequence[ParamGroup] = ()
     """Parameter groups of all optimizers in the state."""
     training: Sequence[TrainingItem] = ()
     """Training state other than model and optimizer, such as schedulers and counters."""
     paths: Mapping[str, KeyPath] = msgspec.field(default_factory=dict)
-    """Maps names to key paths, for each leaf that is neither directly in the model's container nor optimizer state."""
+    """Name -> key path, for each leaf that is neither directly in the model's dict nor optimizer state."""
 
     def metadata(self) -> dict[str, Any]:
-        """Return the entries for this state in a container's metadata."""
+        """Return the metadata entries that describe this state."""
         root = {} if self.root is None else {ROOT: self.root}
         groups = {GROUPS: list(self.groups)} if self.groups else {}
         training = {TRAINING: tops(self.training)} if self.training else {}
@@ -356,13 +367,13 @@ class State(msgspec.Struct, frozen=True):
 
 
 def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] | None = None) -> State:
-    """Name the leaves of a state dict.
+    """Name the leaves of a state dict, and sort them into model, optimizer and training state.
 
     Args:
-        leaves: all leaves of the state; their order is preserved.
+        leaves: all leaves of the state dict; their order is preserved.
         file: name of the file, for error messages.
-        read: function for tensors without dims among an optimizer's settings: returns the tensor's value, given its
-            leaf's value, or `NOTHING`.
+        read: function that returns the value of a tensor without dims in an optimizer's settings, or `NOTHING`; its
+            argument is the value of the leaf.
 
     Raises:
         Refused: with code NAME_COLLISION for two leaves with one name; with code CORRUPT if the total length of the
@@ -426,13 +437,13 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
 
 
 def _without_empty(leaves: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
-    """Split leaves into those with contents, and empty dicts and lists, which only training state keeps."""
+    """Split leaves into those with contents, and empty dicts and lists, which only training state contains."""
     empty = [leaf for leaf in leaves if leaf.kind == "empty"]
     return ([leaf for leaf in leaves if leaf.kind != "empty"] if empty else leaves), empty
 
 
 def _outside(leaves_by_name: Mapping[str, Leaf], root: str | None) -> dict[str, KeyPath]:
-    """Return the key paths of leaves outside of the model and the optimizer; see `State.paths`."""
+    """Return the key paths of leaves that belong to neither the model nor the optimizer; see `State.paths`."""
     min_length = 2 if root is None else 1
     return {
         name: leaf.path
@@ -442,12 +453,12 @@ def _outside(leaves_by_name: Mapping[str, Leaf], root: str | None) -> dict[str, 
 
 
 def join_path(path: KeyPath) -> str:
-    """Join the keys of a path with dots, to one name."""
+    """Join the keys of a path with dots, into one name."""
     return ".".join(str(part) for part in path)
 
 
 def _prefixes(paths: Iterable[KeyPath]) -> set[KeyPath]:
-    """Return all proper prefixes of paths, without the empty prefix."""
+    """Return all proper prefixes of key paths, except the empty prefix."""
     prefixes: set[KeyPath] = set()
     for path in paths:
         for length in range(len(path) - 1, 0, -1):
@@ -459,7 +470,7 @@ def _prefixes(paths: Iterable[KeyPath]) -> set[KeyPath]:
 
 
 def _shortest(path: KeyPath, among: set[KeyPath]) -> KeyPath | None:
-    """Return the shortest proper prefix of a path that is in a set; None if no prefix is."""
+    """Return the shortest proper prefix of a key path that is in a set; None if no prefix is in the set."""
     if among:
         for length in range(1, len(path)):
             if path[:length] in among:
@@ -468,7 +479,7 @@ def _shortest(path: KeyPath, among: set[KeyPath]) -> KeyPath | None:
 
 
 def _root(leaves: Sequence[Leaf]) -> str | None:
-    """Return the key of the only top-level container of tensors; None if there are none or several."""
+    """Return the key of the only dict at the top level that contains tensors; None if there is none, or several."""
     flat = {leaf.path[0] for leaf in leaves if leaf.kind == "tensor" and len(leaf.path) == 2}
     nest_items = {leaf.path[0] for leaf in leaves if leaf.kind == "tensor" and len(leaf.path) > 2}
     candidates = [root for root in _ROOTS if root in flat and root not in nest_items]
@@ -476,7 +487,9 @@ def _root(leaves: Sequence[Leaf]) -> str | None:
 
 
 def _settings(leaves: Sequence[Leaf]) -> set[KeyPath]:
-    """Return the containers without tensors, but with values that are not numbers; these are settings, not state."""
+    """Return the paths of dicts and lists without tensors that contain values other than numbers; these are settings
+    rather than state.
+    """
     holding = _prefixes(leaf.path for leaf in leaves if leaf.kind == "tensor")
     containers: set[KeyPath] = set()
     for leaf in leaves:
@@ -500,7 +513,7 @@ class _OptimizerNames:
         self._marks = {root: f"#{at}." for at, root in enumerate(unnamed)} if len(unnamed) > 1 else {}
 
     def root_of(self, path: KeyPath) -> KeyPath | None:
-        """Return the path of the optimizer that contains a path; None if no optimizer does."""
+        """Return the path of the optimizer that contains a key path; None if no optimizer contains it."""
         if self._roots:
             for length in range(len(path)):
                 if path[:length] in self._roots and _inside(path[length]):
@@ -527,7 +540,7 @@ class _OptimizerNames:
         return f"{OPTIMIZER}{self.parameter_name(root, parameter)}/{state}"
 
     def parameter_name(self, root: KeyPath, parameter: str | int) -> str:
-        """Return the name of an optimizer's parameter; `#<number>` if the optimizer has only numbers."""
+        """Return the name of an optimizer's parameter; `#<number>` if the optimizer lists parameters only by number."""
         if not _is_number(parameter):
             return str(parameter)
         saved_name = self._names.get(root, {}).get(str(parameter))
@@ -535,10 +548,10 @@ class _OptimizerNames:
 
 
 class _GroupSettings:
-    """Collects the settings of optimizers, leaf by leaf.
+    """Collects the settings of optimizers from the leaves of a state dict.
 
-    torch saves settings in a list of groups, `param_groups, 0, lr`, or flattened by parameter,
-    `param_groups.<parameter>.lr`. If an optimizer has settings in both forms, the list is used.
+    torch saves settings either in a list of groups, as `param_groups, 0, lr`, or flattened by parameter, as
+    `param_groups.<parameter>.lr`. If an optimizer has settings in both forms, those in the list are used.
 
     Args:
         read: function that returns the value of a tensor without dims; see `arrange`.
@@ -550,7 +563,7 @@ class _GroupSettings:
         self._flat: dict[KeyPath, dict[str, dict[str, Any]]] = {}
 
     def add(self, root: KeyPath, leaf: Leaf) -> bool:
-        """Add the setting in a leaf; return False if the setting cannot be represented."""
+        """Add the setting in a leaf; return False if a parameter group cannot contain the setting."""
         inner = leaf.path[len(root) :]
         if leaf.kind == "tensor":
             value = NOTHING if self._read is None else self._read(leaf.value)
@@ -570,7 +583,7 @@ class _GroupSettings:
         return True
 
     def groups(self, parameter_name: Callable[[KeyPath, str | int], str]) -> list[ParamGroup]:
-        """Return the groups of all optimizers, with the names of their parameters."""
+        """Return the parameter groups of all optimizers, with the names of their parameters."""
         groups: list[ParamGroup] = []
         for root in dict.fromkeys([*self._listed, *self._flat]):
             if root not in self._listed:
@@ -588,7 +601,7 @@ class _GroupSettings:
 
 
 def _begins(key: str | int, word: str) -> bool:
-    """Tell whether a key is `word`, or a flattened key whose first segment is `word`."""
+    """Return whether a key is `word`, or a flattened key whose first segment is `word`."""
     return isinstance(key, str) and key.partition(".")[0] == word
 
 
@@ -601,7 +614,7 @@ def _inside(key: str | int) -> bool:
 
 
 def _optimizers(leaf: Leaf) -> Iterator[KeyPath]:
-    """Yield the prefixes of a leaf's path that must be an optimizer, to judge by the keys after the prefix."""
+    """Yield the prefixes of a leaf's path that must be the path of an optimizer, as the keys after the prefix show."""
     path = leaf.path
     for at, key in enumerate(path):
         following = path[at + 1 :]
@@ -618,7 +631,9 @@ def _optimizers(leaf: Leaf) -> Iterator[KeyPath]:
 
 
 def _parts(inner: KeyPath) -> tuple[str | int, str] | None:
-    """Return `(parameter, state)` of a path in an optimizer: `state, p, s, …`, or the flattened key `state.p.s`."""
+    """Return `(parameter, state)` of a path inside an optimizer: the path is `state, p, s, …`, or the flattened key
+    `state.p.s`.
+    """
     head = inner[0]
     if head == _STATE:
         return (inner[1], join_path(inner[2:])) if len(inner) > 2 else None
@@ -633,7 +648,7 @@ def _is_number(parameter: str | int) -> bool:
 
 
 def _parameter_names(root: KeyPath, lists: Mapping[KeyPath, Any]) -> dict[str, str]:
-    """Map numbers to names of an optimizer's parameters; empty unless all its groups list numbers and names."""
+    """Return number -> name, for an optimizer's parameters; empty unless all groups list both numbers and names."""
     names_by_number: dict[str, str] = {}
     for group in itertools.count():
         numbers = lists.get((*root, GROUPS, group, PARAMS))
@@ -651,12 +666,12 @@ def _parameter_names(root: KeyPath, lists: Mapping[KeyPath, Any]) -> dict[str, s
 
 
 KEPT_RUN = "optim/run"
-"""Key in a file's header for the facts about the training run."""
+"""Key in a file's header under which the facts about the training run are stored."""
 _COUNTS = ("global_steps", "global_samples")
 
 
 def facts_as_text(run: Mapping[str, Any]) -> str | None:
-    """Return the counters of a training run as text; None if it has none. `facts_in` parses the text again.
+    """Return the counters of a training run as text; None if the run has no counters. `facts_in` parses the text again.
 
     Args:
         run: facts about the training run, as drafts receive them.
@@ -667,7 +682,7 @@ def facts_as_text(run: Mapping[str, Any]) -> str | None:
 
 
 def facts_in(text: str) -> dict[str, Any]:
-    """Parse the text of `facts_as_text` into metadata of a container; return an empty dict for any other text."""
+    """Parse the text of `facts_as_text` into metadata; return an empty dict for any other text."""
     groups = decode(text) or []
     settings = settings_of(groups[0]) if len(groups) == 1 else {}
     facts = {key: settings[key] for key in (RUN, MEGATRON) if isinstance(settings.get(key), dict) and settings[key]}
@@ -683,14 +698,14 @@ _FULL = frozenset({"F32", "F64"})
 
 
 def with_full_precision(container: Container, *, strict: bool) -> Container:
-    """Return the container with weights replaced by the optimizer's full-precision copies.
+    """Return an opened checkpoint in which weights are replaced by the optimizer's full-precision copies.
 
     Args:
-        container: a container with optimizer state.
-        strict: refuse a low-precision weight without a full-precision copy, instead of keeping the weight.
+        container: an opened checkpoint with optimizer state.
+        strict: whether to refuse a low-precision weight without a full-precision copy, instead of keeping the weight.
 
     Raises:
-        Refused: with code UNSUPPORTED for each low-precision weight without a copy, if `strict`.
+        Refused: with code UNSUPPORTED, if `strict`, for each low-precision weight without a full-precision copy.
     """
     faults = Faults()
     entries: dict[str, Entry] = {}

@@ -1,15 +1,15 @@
-"""Local storage: reads regular files inside one folder by `preadv`, and refuses everything else.
+"""Local storage: reads regular files inside one folder with `preadv`, and refuses files of any other kind.
 
-The contents of the folder are untrusted. A name in it can be a symbolic link to your keys, a FIFO that never answers,
-or a device without an end. So a name is resolved first and must stay inside the folder (a link of the Hugging Face
-cache to its `blobs` excepted), and its file type is checked before it is opened and again on the open descriptor. Files
-are not memory-mapped: a mapped file that is truncated while in use kills the process, whereas a failed read raises an
-error.
+The contents of a checkpoint's folder are untrusted. A name in the folder can be a symbolic link to your keys, a FIFO
+that never answers, or a device without an end. So a name is resolved first and must stay inside the folder (except for
+a link of the Hugging Face cache to its `blobs`), and the type of the file is checked before it is opened, and again on
+the open descriptor. Files are not mapped into memory: if a mapped file is truncated while in use, the process is
+killed, whereas a failed read raises an error.
 
-The folder may be replaced while it is read. So the folder is kept open, and each file must be in that opened folder,
-which ensures that all data comes from one checkpoint.
+The folder may be replaced by a new checkpoint while it is read. So the folder is kept open, and each file must be in
+the opened folder. This ensures that all data comes from one checkpoint.
 
-`storage_error` converts each `OSError` to a `StorageError`.
+The function `storage_error` converts each `OSError` to a `StorageError`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from transaxle.formats.storage.copier import Steps, read_strided, runs_in
 from transaxle.formats.storage.storage import ByteCount, Handles, Listing, Storage, split_name
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-"""Flags for opening files; non-blocking, so that opening a FIFO or device returns at once, to be refused."""
+"""Flags for opening files; they include O_NONBLOCK, so that opening a FIFO or a device returns at once, and the file
+can be refused."""
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -51,8 +52,8 @@ _CHANGED = "the file was changed while the checkpoint was open"
 _AGAIN = "Open it again to read the new one."
 
 FileStamp = tuple[int, int, int, int, int]
-"""`(device, inode, size, mtime, ctime)` of a file; if the file changes, so does one of these. The system sets the
-ctime, and no program can set it back.
+"""`(device, inode, size, mtime, ctime)` of a file; if the file changes, at least one of these numbers changes. The
+system sets the ctime (time of the last change), and no program can set it back.
 """
 
 
@@ -89,7 +90,7 @@ class LocalStorage(Storage):
 
     @property
     def batches_steps(self) -> bool:
-        """Always true for local files; see `Storage.batches_steps`."""
+        """Return True, because one call can carry out many reads of local files; see `Storage.batches_steps`."""
         return True
 
     @property
@@ -99,12 +100,12 @@ class LocalStorage(Storage):
 
     @property
     def path(self) -> str:
-        """The path as the user typed it."""
+        """The path of the checkpoint as the user typed it."""
         return self._path
 
     @property
     def single(self) -> str | None:
-        """Name of the file if a single file was given; None for a folder."""
+        """Name of the file if the user named a single file; None for a folder."""
         return self._single
 
     def listing(self, folder: str = "") -> Listing:
@@ -148,9 +149,10 @@ class LocalStorage(Storage):
             return self._stamps[name][2]
 
     def version(self, name: str) -> str:
-        """Return a string that changes whenever the file does; see `Storage.version`."""
+        """Return a string that changes whenever the file changes; see `Storage.version`."""
         with self._handles.use(name):
-            return "-".join(map(str, self._stamps[name][1:]))  # without the device number, which depends on the machine
+            # without the device number, which differs between machines
+            return "-".join(map(str, self._stamps[name][1:]))
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """Fill a writable contiguous view with the bytes that start at `offset`; see `Storage.read_into`."""
@@ -168,7 +170,7 @@ class LocalStorage(Storage):
             steps.read(fd, offset, view, partial(self._fill, name, offset, view, width, loops), width, loops)
 
     def _fill(self, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()) -> None:
-        """Read with Python's own system calls, without counting the bytes."""
+        """Read with Python's own system calls, without adding to the count of bytes."""
         with view.cast("B") as octets, self._handles.use(name) as fd:
             read_strided(partial(_read, fd, name), offset, octets, width, loops)
 
@@ -180,8 +182,8 @@ class LocalStorage(Storage):
                 pass
 
     def refuse_rewritten(self) -> None:
-        """Refuse files that were written to since they were first opened, but accept replaced files, as the old file
-        stays readable.
+        """Refuse files that were written to since they were first opened, but accept replaced files, because the old
+        file stays readable.
 
         Raises:
             Refused: with code CORRUPT for each file that was written to.
@@ -199,7 +201,9 @@ class LocalStorage(Storage):
         self._close_folder()
 
     def _replaced_error(self, name: str) -> TransaxleError | None:
-        """Return the error for a folder that was replaced since it was opened; None if the folder is still the same."""
+        """Return the error for a folder that was replaced since it was opened; None if the path still leads to the
+        opened folder.
+        """
         if not self._close_folder.alive:
             return None
         opened = os.fstat(self._folder)
@@ -239,7 +243,9 @@ class LocalStorage(Storage):
         return fd
 
     def _check(self, name: str, current: os.stat_result) -> None:
-        """Refuse a file that is not in the opened folder, or is not the file that was first opened under this name."""
+        """Refuse a file that is not in the opened folder, or is not the file that was first opened under the
+        same name.
+        """
         try:
             expected = os.stat(name, dir_fd=self._folder)
         except OSError:
@@ -252,7 +258,7 @@ class LocalStorage(Storage):
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """Read a small file that the user named, such as a table or a config; a symbolic link is followed.
+    """Read a small file that the user named, such as mapping rules or a config; a symbolic link is followed.
 
     Args:
         path: path of the file.
@@ -270,7 +276,7 @@ def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     fd, _ = _open_regular(os.path.realpath(shown), shown)
     with os.fdopen(fd, "rb", buffering=0) as file:
         data = bytearray()
-        while len(data) <= max_bytes:  # do not rely on the size: it is 0 for files in /proc
+        while len(data) <= max_bytes:  # the size is not used, because it is 0 for files in /proc
             try:
                 chunk = file.read(min(_BLOCK, max_bytes + 1 - len(data)))
             except OSError as error:
@@ -282,14 +288,15 @@ def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 
 def _open_regular(real: str, name: str) -> tuple[int, os.stat_result]:
-    """Open a regular file; its file type is checked before and after opening, as it may be replaced in between.
+    """Open a regular file; the type of the file is checked before and after opening, because the file may be replaced
+    in between.
 
     Args:
         real: path of the file, without symbolic links.
         name: name of the file, for error messages.
 
     Returns:
-        The file's descriptor, which the caller closes, and its status.
+        The descriptor of the file, which the caller closes, and the status of the file.
     """
     try:
         kind = stat.S_IFMT(os.lstat(real).st_mode)
@@ -327,7 +334,9 @@ def _read(fd: int, name: str, offset: int, octets: memoryview) -> None:
 
 
 def _kind_of(path: str) -> int:
-    """Return the file type at a path that the user typed; a missing path is an IO error with a suggestion."""
+    """Return the file type at a path that the user typed; for a missing path, raise a StorageError (code IO) that
+    suggests a similar path.
+    """
     if not path:
         raise refuse("IO", "'' is not a path", file=path)
     try:
@@ -342,7 +351,9 @@ def _kind_of(path: str) -> int:
 
 
 def _similar(path: str) -> str:
-    """Return a hint for a missing path: a URL with a missing slash, a similar name in its folder, or a repository."""
+    """Return a hint for a missing path: a URL with the missing slash, a similar name in the same folder, or a
+    repository of a hub.
+    """
     if at_home := home_hint(path):
         return at_home
     if slip := _ALMOST_URL.fullmatch(path):
@@ -361,7 +372,7 @@ def _similar(path: str) -> str:
 
 
 def home_hint(path: str) -> str:
-    """Return a hint for a path that begins with `~`; empty for other paths."""
+    """Return a hint for a path that begins with `~`; empty for any other path."""
     expanded = os.path.expanduser(path)  # noqa: PTH111 - of a text that stays one
     return "" if expanded == path else f"Only shells expand ~, and only outside quotes: write {expanded}."
 
@@ -397,14 +408,14 @@ _HINTS = {
 
 
 def storage_error(error: OSError, doing: str, file: str) -> TransaxleError:
-    """Return the StorageError for a failed system call: with code NO_SPACE for a full disk or quota, otherwise IO.
+    """Return the StorageError for a failed system call; the code is NO_SPACE for a full disk or quota, otherwise IO.
 
     Args:
         error: the exception of the system call.
-        doing: the failed action in words, such as `writing 4096 bytes at offset 0`.
-        file: path of the file that the call concerned.
+        doing: the action that failed, in words, such as `writing 4096 bytes at offset 0`.
+        file: path of the file for which the system call failed.
     """
-    if isinstance(error, TransaxleError):  # the error is already one of this package's
+    if isinstance(error, TransaxleError):  # the exception is already an error of Transaxle
         return error
     number = error.errno or 0
     reason = os.strerror(number) if number else str(error)

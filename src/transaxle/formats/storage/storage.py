@@ -1,13 +1,13 @@
-"""Storage: read access to the files of one checkpoint, in a local folder or at a URL.
+"""A storage reads the files of one checkpoint, in a local folder or at a URL.
 
-Readers of formats use only names, sizes and byte ranges of files. So the guarantees of storages (a name never leaves
-the checkpoint, a short read is an error, nothing is memory-mapped) apply to all formats.
+Readers of formats use only names, sizes and byte ranges of files. So what storages guarantee (a name never leads out of
+the checkpoint, a short read is an error, no file is mapped into memory) applies to all formats.
 
-Overlays change what a lower storage shows: they add virtual files (`VirtualFiles`), show a sub-folder as the whole
-checkpoint, or show a sub-folder's files in the folder above (`Renaming`). `NearReads` combines many small reads that
-are near each other, such as the reads of headers between small tensors.
+An overlay is a storage on top of a lower storage: it adds virtual files (`VirtualFiles`), shows a sub-folder as the
+whole checkpoint, or shows a sub-folder's files in the folder above (`Renaming`). `NearReads` combines many small reads
+that are near each other, such as the reads of headers between small tensors.
 
-**Strict JSON**: this module parses JSON from untrusted files, in which no key may occur twice.
+**Strict JSON**: this module also parses JSON from untrusted files, in which no key may occur twice in an object.
 
 JSON decoders silently keep the last of two equal keys, so that two readers of one file may see different tensors. For
 headers and indexes, which may be long, colons are counted: each decoded key has one colon in the text, so more colons
@@ -41,20 +41,21 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _PINNED = re.compile(r"(hf://(?:(?:datasets|spaces)/)?[^/@]+/[^/@]+)@[0-9a-f]{40}(?=/|$)")
 _MIN_DESCRIPTORS = 4
 _IDLE, _AT_ONCE = (128, 8), (64, 16)
-"""`(maximum, divisor of the process limit)` for idle open descriptors, and for descriptors that one thread uses at
-once."""
+"""`(maximum, divisor of the process's limit)`, for idle open descriptors, and for descriptors that one thread uses at
+the same time."""
 _INSIDE = "Names of files in a checkpoint are relative to its folder and stay inside it."
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """The direct contents of one folder of a checkpoint, sorted by name."""
+    """The names directly in one folder of a checkpoint, sorted."""
 
     names: tuple[str, ...]
     """Names of regular files, including symbolic links to files that may be followed."""
     folders: tuple[str, ...]
     """Names of the sub-folders."""
     special: Mapping[str, Refusal]
-    """Maps each member of any other kind (FIFO, device, socket, link that leads outside) to its refusal."""
+    """Name of each member of any other kind (FIFO, device, socket, link that leads outside) -> refusal of this
+    member."""
 
     def everything(self) -> tuple[str, ...]:
         """Return the names of all files, including files that will be refused when they are read."""
@@ -62,31 +63,31 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 class Storage(Protocol):
-    """Read access to the files of one checkpoint. Several threads can share it."""
+    """Reads the files of one checkpoint. Several threads can use one storage at the same time."""
 
     @property
     def batches_steps(self) -> bool:
-        """Whether one call can carry out many reads; true for local files."""
+        """Return whether one call can carry out many reads; true for local files."""
         return False
 
     @property
     def bytes_read(self) -> int:
-        """Number of bytes read from files so far, by all threads; numbers in memory do not count."""
+        """Return the number of bytes read from files so far, by all threads; numbers in memory do not count."""
         return 0
 
     @property
     def path(self) -> str:
-        """The path as the user typed it."""
+        """The path of the checkpoint as the user typed it."""
 
     @property
     def single(self) -> str | None:
-        """Name of the file if a single file was given; None for a folder."""
+        """Name of the file if the user named a single file; None for a folder."""
 
     def listing(self, folder: str = "") -> Listing:
-        """List the checkpoint's folder or one of its sub-folders; the names do not include the folder.
+        """List the checkpoint's folder or one of its sub-folders; the listed names do not include the folder.
 
         Raises:
-            Refused: with code PATH_ESCAPE for a folder outside of the checkpoint.
+            Refused: with code PATH_ESCAPE for a folder outside the checkpoint.
             StorageError: with code IO if the folder cannot be read.
         """
 
@@ -98,51 +99,53 @@ class Storage(Protocol):
         """Return the size of a file in bytes.
 
         Raises:
-            Refused: with code PATH_ESCAPE for a name that leads outside; with code UNSUPPORTED for anything but a
-                regular file; with code CORRUPT for a changed file.
+            Refused: with code PATH_ESCAPE for a name that leads out of the checkpoint; with code UNSUPPORTED for
+                anything but a regular file; with code CORRUPT for a changed file.
             StorageError: with code IO for a missing or unreadable file.
         """
 
     def version(self, name: str) -> str:
-        """Return a string that changes when the file does; for a local file its inode, size and times of change.
+        """Return a string that changes when the file changes; for a local file, it consists of inode, size and times of
+        change.
 
-        Raises the errors of `size`.
+        Raises the errors that `size` raises.
         """
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """Fill a writable contiguous view with the file's bytes that start at `offset`.
 
         Raises:
-            Refused: the codes of `size`; CORRUPT if the file ends before the view is full.
+            Refused: with the codes of `size`; with code CORRUPT if the file ends before the view is full.
             StorageError: with code IO if the read fails.
         """
 
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """Add to `steps` a read that fills a view, or a read of strided runs into the view.
+        """Add to the list `steps` a read of one range, or of strided runs, into a view.
 
         Args:
-            steps: the list of steps; errors are those of `read_into`, raised when the steps run.
+            steps: list of steps; when they run, they raise the errors of `read_into`.
             name: name of the file to read.
             offset: file offset of the first byte to read.
-            view: writable and contiguous memory; the first run is read into its beginning, and all runs must fit.
+            view: writable and contiguous memory; the first run is read into the view's beginning, and all runs must
+                fit.
             width: number of bytes of a run, if there are loops.
-            loops: `(count, stride in the file, stride in the view)` in bytes, the outermost loop first; empty: fill the
-                whole view.
+            loops: `(count, stride in the file, stride in the view)` in bytes, the outermost loop first; empty if one
+                range fills the whole view.
         """
         read = partial(self.read_into, name)
         steps.call(partial(read_strided, read, offset, view, width, loops), READING, view.nbytes)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        """Return `size` bytes of a file from `offset` on; the errors are those of `read_into`."""
+        """Return `size` bytes of a file, beginning at `offset`; raises the errors of `read_into`."""
         buffer = BytesIO(bytes(size))
         with buffer.getbuffer() as view:
             self.read_into(name, offset, view)
         return buffer.getvalue()  # the result shares the buffer's memory, so that a large file is in memory only once
 
     def recheck(self) -> None:
-        """Check that no file has changed since it was read; called before results are published.
+        """Check that no file has changed since it was read; called before the results of a conversion are published.
 
         Raises:
             Refused: with code CORRUPT for each file that has changed.
@@ -150,7 +153,7 @@ class Storage(Protocol):
         """
 
     def close(self) -> None:
-        """Close all open files. Reads after this call raise ValueError."""
+        """Close all open files. Reading after this call raises ValueError."""
 
 
 def walk_files(storage: Storage, folder: str = "") -> Iterator[str]:
@@ -163,10 +166,10 @@ def walk_files(storage: Storage, folder: str = "") -> Iterator[str]:
 
 
 class Overlay(Storage):
-    """A storage on top of a lower storage, which gets all calls that a subclass does not override.
+    """A storage on top of a lower storage, to which it passes all calls that a subclass does not override.
 
     Args:
-        below: the lower storage.
+        below: the lower storage, whose files the overlay shows.
     """
 
     def __init__(self, below: Storage) -> None:
@@ -174,12 +177,12 @@ class Overlay(Storage):
 
     @property
     def batches_steps(self) -> bool:
-        """Whether one call can carry out many reads in the lower storage; see `Storage.batches_steps`."""
+        """Return whether one call can carry out many reads in the lower storage; see `Storage.batches_steps`."""
         return self.below.batches_steps
 
     @property
     def bytes_read(self) -> int:
-        """Number of bytes read so far by the lower storage; see `Storage.bytes_read`."""
+        """Return the number of bytes read so far by the lower storage; see `Storage.bytes_read`."""
         return self.below.bytes_read
 
     @property
@@ -205,7 +208,7 @@ class Overlay(Storage):
         return self.below.version(name)
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """Read bytes of a file by `add_read`, at once; see `Storage.read_into`."""
+        """Read bytes of a file at once, with `add_read`; see `Storage.read_into`."""
         with Steps() as steps:
             self.add_read(steps, name, offset, view.cast("B"))
             steps.run()
@@ -230,10 +233,12 @@ class VirtualFile(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Size of the virtual file in bytes."""
+        """Return the size of the virtual file in bytes."""
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill a writable contiguous view with the file's bytes from `offset` on; several threads may call this."""
+        """Fill a writable contiguous view with the file's bytes, beginning at `offset`; several threads may call this
+        at the same time.
+        """
 
 
 class InMemoryFile(msgspec.Struct, frozen=True):
@@ -243,7 +248,7 @@ class InMemoryFile(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Size of the virtual file in bytes."""
+        """Return the size of the virtual file in bytes."""
         return len(self.data)
 
     def read_into(self, offset: int, view: memoryview) -> None:
@@ -257,7 +262,8 @@ class VirtualFiles(Overlay):
     Args:
         below: storage of the real files.
         files: the virtual files by name; no real file may have the same name.
-        others: further storages that the virtual files read from; these are rechecked and closed together with `below`.
+        others: further storages from which the virtual files are computed; they are rechecked and closed together with
+            `below`.
     """
 
     def __init__(self, below: Storage, files: Mapping[str, VirtualFile], others: Sequence[Storage] = ()) -> None:
@@ -266,13 +272,13 @@ class VirtualFiles(Overlay):
         self._others = others
 
     def recheck(self) -> None:
-        """Check that no file that was read has changed, in any of the storages; see `Storage.recheck`."""
+        """Check that no file that was read has changed, in `below` and in `others`; see `Storage.recheck`."""
         for storage in self._others:
             storage.recheck()
         super().recheck()
 
     def close(self) -> None:
-        """Close all of the storages; see `Storage.close`."""
+        """Close `below` and all of `others`; see `Storage.close`."""
         for storage in self._others:
             storage.close()
         super().close()
@@ -283,7 +289,9 @@ class VirtualFiles(Overlay):
         return super().size(name) if virtual is None else virtual.nbytes
 
     def version(self, name: str) -> str:
-        """Return a file's version (see `Storage.version`); virtual files, computed from real files, have none."""
+        """Return a file's version (see `Storage.version`); virtual files have no version, because they are computed
+        from real files.
+        """
         return "" if name in self._files else super().version(name)
 
     def add_read(
@@ -301,7 +309,7 @@ Layer = TypeVar("Layer", bound=Overlay)
 
 
 def layer(storage: Storage, kind: type[Layer]) -> Layer | None:
-    """Return the topmost overlay of a class in a storage; None if the storage has no such overlay."""
+    """Return the topmost overlay of a class in a stack of storages; None if the stack has no such overlay."""
     while isinstance(storage, Overlay):
         if isinstance(storage, kind):
             return storage
@@ -310,22 +318,22 @@ def layer(storage: Storage, kind: type[Layer]) -> Layer | None:
 
 
 _CLOSED: WeakSet[Storage] = WeakSet()
-"""The lowest storages that have been closed by `close`."""
+"""The storages without a lower storage that were closed by the function `close`."""
 
 
 def close(storage: Storage) -> None:
-    """Close a storage, and record its closing for `is_closed`."""
+    """Close a storage, and record for `is_closed` that it was closed."""
     storage.close()
     _CLOSED.add(lowest(storage))
 
 
 def is_closed(storage: Storage) -> bool:
-    """Tell whether a storage was closed by `close`, directly or through a different overlay."""
+    """Return whether a storage was closed by `close`, directly or through a different overlay."""
     return lowest(storage) in _CLOSED
 
 
 def lowest(storage: Storage) -> Storage:
-    """Return the storage under all overlays."""
+    """Return the storage under all overlays of a storage."""
     while isinstance(storage, Overlay):
         storage = storage.below
     return storage
@@ -345,7 +353,7 @@ def split_name(name: str) -> tuple[str, ...]:
 
 
 def is_plain(name: str) -> bool:
-    """Tell whether a name is a single path component, with no separator of any operating system."""
+    """Return whether a name is a single path component, without a separator of any operating system."""
     return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
 
 
@@ -355,7 +363,7 @@ def too_long(name: str) -> tuple[Code, str]:
 
 
 def without_commit(path: str) -> str:
-    """Remove the commit from the URL of a hub's repository; any other path or URL is returned unchanged."""
+    """Remove the commit from the URL of a hub's repository; return any other path or URL unchanged."""
     match = _PINNED.match(path)
     return path if match is None else match[1] + path[match.end() :]
 
@@ -366,7 +374,7 @@ def as_text(path: str) -> str:
 
 
 def is_url(path: str) -> bool:
-    """Tell whether a path is a URL, `scheme://…`."""
+    """Return whether a path is a URL, `scheme://…`."""
     return _URL.match(path) is not None
 
 
@@ -392,13 +400,15 @@ class _Handle(msgspec.Struct):
     fd: int
     """The open file descriptor."""
     users: int = 0
-    """Number of threads that use the descriptor now."""
+    """Number of threads that are using the descriptor now."""
     dropped: bool = False
-    """Whether to close the descriptor when its last user is done."""
+    """Whether to close the descriptor when its last user has released it."""
 
 
 class _Use:
-    """Context for the use of a descriptor; a class, as a generator would cost more than the read or write itself."""
+    """Context manager for the use of a descriptor; it is a class, because a generator would cost more than the read or
+    write itself.
+    """
 
     __slots__ = ("_handle", "_handles", "_name")
 
@@ -417,9 +427,9 @@ class _Use:
 class Handles:
     """A cache of open file descriptors by name, shared by threads; idle descriptors are closed when there are too many.
 
-    A checkpoint may have thousands of files, a process may open a thousand (on macOS 256), and a descriptor must not be
-    closed while another thread reads through it. So the users of each descriptor are counted, and only idle descriptors
-    are closed, the least recently used first.
+    A checkpoint may have thousands of files, while a process may open a thousand (on macOS 256); and a descriptor must
+    not be closed while a thread reads through it. So the users of each descriptor are counted, and only idle
+    descriptors are closed, beginning with the one that was not used for the longest time.
     """
 
     def __init__(
@@ -438,12 +448,16 @@ class Handles:
         self._closed = False
 
     def use(self, name: str) -> _Use:
-        """Return a context with a file's open descriptor; the file stays open at least until the block ends."""
+        """Return a context manager whose value is a file's open descriptor; the file stays open at least until the
+        block ends.
+        """
         return _Use(self, name)
 
     @contextmanager
     def use_all(self, names: Iterable[str]) -> Iterator[dict[str, int]]:
-        """Return a context with the open descriptors of several files, by name; each stays open as in `use`."""
+        """Return a context manager whose value is file name -> open descriptor, for several files; each file stays open
+        as with `use`.
+        """
         used: dict[str, _Handle] = {}
         try:
             for name in names:
@@ -454,14 +468,14 @@ class Handles:
                 self.release(name, handle)
 
     def drop(self, name: str) -> None:
-        """Close a file's descriptor now, or as soon as its last user is done."""
+        """Close a file's descriptor now, or as soon as its last user has released it."""
         with self._lock:
             handle = self._open.pop(name, None)
             if handle is not None:
                 self._retire(name, handle)
 
     def close(self) -> None:
-        """Close all descriptors (those in use once they are released); afterwards no file can be opened."""
+        """Close all descriptors (descriptors in use, once they are released); afterwards no file can be opened."""
         with self._lock:
             self._closed = True
             while self._open:
@@ -507,17 +521,17 @@ class Handles:
 
 
 def _descriptor_limit(most: int, share: int) -> int:
-    """Return a limit for descriptors: `most`, or if smaller the process's limit divided by `share`."""
+    """Return a limit for descriptors: `most`, or the process's limit divided by `share` if this is smaller."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if limit == resource.RLIM_INFINITY else max(_MIN_DESCRIPTORS, min(most, limit // share))
 
 
 _NEAR = 1 << 14
-"""Two reads are near each other if their distance in bytes is at most this."""
+"""Maximum distance in bytes between two reads that count as near each other."""
 _BLOCK = 1 << 16
 _NEAR_READS = 4
-"""After this number of near reads in a row, a whole block is read. Between large tensors only every second read is near
-the previous read.
+"""Number of near reads in a row after which a whole block of the file is read. The number is more than one or two
+because, between large tensors, every second read is near the previous read.
 """
 _MAX_FILES = 64
 
@@ -535,10 +549,10 @@ class _Block:
 
 
 class NearReads:
-    """Reads small parts of files; reads that are near each other are served from larger blocks.
+    """Reads small parts of files; reads that are near each other are answered from larger blocks.
 
     Args:
-        storage: storage of the files.
+        storage: storage that reads the files.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -591,7 +605,7 @@ class SubFolder(Renaming):
     """An overlay that shows a sub-folder as the whole checkpoint.
 
     Args:
-        below: storage of the checkpoint that contains the sub-folder.
+        below: storage that reads the checkpoint with the sub-folder.
         folder: path of the sub-folder, without a trailing `/`.
     """
 
@@ -612,8 +626,8 @@ class LiftedFiles(Renaming):
     """An overlay in which some files of sub-folders also appear in the top folder.
 
     Args:
-        below: storage of the checkpoint's files.
-        lifted: maps the new name of a file in the top folder to its path in the lower storage.
+        below: storage that reads the checkpoint's files.
+        lifted: maps the new name of a file in the top folder to the file's path in the lower storage.
     """
 
     def __init__(self, below: Storage, lifted: Mapping[str, str]) -> None:
@@ -625,14 +639,14 @@ class LiftedFiles(Renaming):
         return self._lifted.get(name, name)
 
     def listing(self, folder: str = "") -> Listing:
-        """List a folder; the top folder includes the lifted files; see `Storage.listing`."""
+        """List a folder; the top folder also lists the lifted files; see `Storage.listing`."""
         listing = self.below.listing(folder)
         return listing if folder else replace(listing, names=tuple(sorted((*listing.names, *self._lifted))))
 
 
 MAX_PAIRS = 4_000_000
-"""Maximum number of key-value pairs of a JSON text, enough for a million tensors; more pairs would take too much
-memory."""
+"""Maximum number of key-value pairs in a JSON text; it suffices for a million tensors, and more pairs would take too
+much memory."""
 _CHUNK = 1 << 16
 """Number of bytes of JSON text that are split at a time; the resulting objects take about twenty times as much
 memory."""
@@ -644,14 +658,16 @@ _top: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[s
 
 
 class NotJsonError(ValueError):
-    """Raised for a text that is not JSON in UTF-8, or not of the expected structure; the message gives the position."""
+    """Raised for a text that is not JSON in UTF-8, or does not have the expected structure; the message states the
+    position.
+    """
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse strict JSON.
+    """Parse strict JSON, in which no key may occur twice in an object.
 
     Raises:
-        NotJsonError: for invalid JSON, too deep nesting, or an object with a repeated key.
+        NotJsonError: if the text is invalid JSON, is nested too deeply, or has a repeated key.
     """
     try:
         plain = text if isinstance(text, str) else text.decode("utf-8-sig")
@@ -663,10 +679,10 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def parse_json_as(text: bytes | str, form: type[_Form]) -> _Form:
-    """Parse strict JSON into a msgspec type.
+    """Parse strict JSON (see `parse_json`) into a msgspec type.
 
     Raises:
-        NotJsonError: for invalid JSON as in `parse_json`, or for a structure that does not fit the type.
+        NotJsonError: with the reasons of `parse_json`, and for a structure that does not fit the type.
     """
     try:
         return msgspec.convert(parse_json(text), form)
@@ -683,10 +699,10 @@ def _unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def members(text: bytes) -> dict[str, msgspec.Raw]:
-    """Return the members of a JSON object by key; their values are not decoded.
+    """Return key -> value of a JSON object; the values are not decoded.
 
     Raises:
-        NotJsonError: for invalid JSON, too deep nesting, or text that is not UTF-8.
+        NotJsonError: if the text is invalid JSON, is nested too deeply, or is not UTF-8.
     """
     try:
         text.decode("utf-8")
@@ -698,8 +714,8 @@ def members(text: bytes) -> dict[str, msgspec.Raw]:
 
 
 def pairs_in(text: bytes) -> int:
-    """Count the key-value pairs of valid JSON text at all levels: the number of colons outside of strings."""
-    # In a string, a backslash escapes the next character, so remove `\\` first, then `\"`.
+    """Count the key-value pairs of valid JSON text at all levels, which is the number of colons outside of strings."""
+    # In a string, a backslash escapes the next character, so `\\` is removed first, then `\"`.
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
     pairs, within = 0, 0
     for start in range(0, len(plain), _CHUNK):
@@ -710,15 +726,15 @@ def pairs_in(text: bytes) -> int:
 
 
 def has_dropped_keys(text: bytes, top: Mapping[str, msgspec.Raw]) -> bool:
-    """Tell whether `top`, the result of `members(text)`, lacks a key that was repeated in the text."""
+    """Return whether `top`, the result of `members(text)`, lacks a key because the key was repeated in the text."""
     return pairs_in(text) != len(top) + sum(pairs_in(bytes(raw)) for raw in top.values())
 
 
 def repeated_keys(text: bytes) -> list[tuple[str, ...]]:
-    """Return the key paths of all repeated keys in valid JSON text; array items have the keys `0`, `1`, ….
+    """Return the key paths of all repeated keys in valid JSON text; elements of arrays have the keys `0`, `1`, ….
 
     Raises:
-        NotJsonError: for too deep nesting.
+        NotJsonError: if the text is nested too deeply.
     """
     try:
         top = json.loads(text, object_pairs_hook=_repeats, parse_int=str, parse_float=str)

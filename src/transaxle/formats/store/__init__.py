@@ -1,1 +1,3 @@
-"""The storage of checkpoints (folders, object stores, hubs): ranged reads, and atomic writes of whole checkpoints."""
+"""The places where checkpoints are stored (folders, object stores, hubs): reads of byte ranges, and atomic writes of
+whole checkpoints.
+"""

@@ -1,9 +1,9 @@
-"""File permissions of a new checkpoint: one that replaces a private checkpoint stays private.
+"""File permissions of a new checkpoint: a checkpoint that replaces a private one stays private.
 
-New files get the usual permissions: those that the process's umask and the folder's defaults give. A file or folder
-that replaces an existing one gets its predecessor's access: mode, access control lists (POSIX ACLs) and, where the
+New files get the permissions that the process's umask and the folder's defaults allow, as usual. A file or folder that
+replaces an existing one gets the access rights of its predecessor: mode, access control lists (POSIX ACLs) and, if the
 system permits it, owner and group. Until then only the owner can open the new file, so at no moment can more people
-read it than could read its predecessor.
+read the new file than could read its predecessor.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from typing import BinaryIO
 import msgspec
 
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
-"""Modes of a new folder and a new file that will replace existing ones, until they get the access of the existing
-ones."""
+"""Modes of a new folder and a new file that will replace existing ones, until the new ones get the access rights of
+those they replace."""
 _LISTS = ("system.posix_acl_access", "system.posix_acl_default")
-"""Linux's extended attributes for access control lists; a folder's second list is the default for new files in it."""
+"""Extended attributes in which Linux stores access control lists; the second list of a folder is the default for new
+files in the folder."""
 _NO_LIST = frozenset({ENODATA, ENOTSUP, ENOSYS})
 
 
@@ -36,13 +37,13 @@ class Access(msgspec.Struct, frozen=True):
     owner: int
     """User id of the owner."""
     group: int
-    """Group id."""
+    """Group id of the file or folder."""
     lists: tuple[bytes | None, ...]
     """POSIX access control lists, in the order of `_LISTS`; None for a list that the file does not have."""
 
 
 def access_of(path: Path) -> Access:
-    """Return the access to a file or folder; for a symbolic link, the access to its target.
+    """Return the access rights of a file or folder; for a symbolic link, those of the link's target.
 
     Raises:
         OSError: if the path does not exist.
@@ -53,8 +54,8 @@ def access_of(path: Path) -> Access:
 
 
 def set_access(path: Path, access: Access) -> None:
-    """Set the access to a file or folder; if its group cannot be set, the group's members get only the rights of all
-    other users.
+    """Set the access rights of a file or folder; if its group cannot be set, members of the group get only the rights
+    of all other users.
 
     Raises:
         OSError: if the system refuses the change.
@@ -76,15 +77,15 @@ def set_access(path: Path, access: Access) -> None:
 
 @contextmanager
 def open_draft(draft: Path, replaced: Path) -> Iterator[BinaryIO]:
-    """Create and open a draft, a temporary file that will be renamed to its final path; on exit it gets the access of
-    the file that it replaces, if any.
+    """Create and open a temporary file that will be renamed to its final path; on exit it gets the access rights of the
+    file that it replaces, if there is one.
 
     Args:
-        draft: path of the draft; a file left there by a killed run is removed first.
-        replaced: final path, at which the draft will replace an existing file.
+        draft: path of the temporary file; a file that a killed run left at this path is removed first.
+        replaced: final path, at which the temporary file will replace an existing file.
 
     Raises:
-        OSError: if the draft cannot be written.
+        OSError: if the temporary file cannot be written.
     """
     draft.unlink(missing_ok=True)
     access = access_of(replaced) if replaced.exists() else None
@@ -104,15 +105,15 @@ def is_empty(replaced: Path) -> bool:
 
 
 def copy_access(work: Path, replaced: Path) -> None:
-    """Give each new file and folder the access of its predecessor: the replaced one at the same relative path.
+    """Set the access rights of each new file and folder to those of the old one at the same relative path.
 
-    A new file without a predecessor gets only the rights that all replaced files have in common, so that private data
-    never becomes readable; the same holds for new folders. If the replaced folder has no files, the new files keep the
-    access that they were created with.
+    A new file without an old one at its path gets only the rights that all replaced files have in common, so that
+    private data never becomes readable; new folders likewise get the rights common to all replaced folders. If the
+    replaced folder contains no files, the new files keep the access rights with which they were created.
 
     Args:
-        work: the new file or folder, finished.
-        replaced: the file or folder that `work` replaces.
+        work: path of the new file or folder, which is finished.
+        replaced: path of the file or folder that `work` replaces.
 
     Raises:
         OSError: if a file disappears meanwhile, or the system refuses the change.
@@ -128,7 +129,9 @@ def copy_access(work: Path, replaced: Path) -> None:
 
 
 def _accesses(folder: Path) -> tuple[dict[str, Access], dict[str, Access]]:
-    """Return two mappings from relative path to access: for the files below a folder, and for its sub-folders."""
+    """Return two dicts from relative path to access rights: one for the files below a folder, one for its
+    sub-folders.
+    """
     files: dict[str, Access] = {}
     folders = {".": access_of(folder)}
     for path in _below(folder):
@@ -138,13 +141,15 @@ def _accesses(folder: Path) -> tuple[dict[str, Access], dict[str, Access]]:
 
 
 def _common(accesses: Collection[Access]) -> Access:
-    """Return the access that grants only the rights common to all given accesses."""
+    """Return the access rights that consist only of the rights common to all given ones."""
     first = next(iter(accesses))
     if all(access == first for access in accesses):
         return first
     mode = reduce(and_, (access.mode for access in accesses))
     if any(access.group != first.group or any(access.lists) for access in accesses):
-        mode &= ~0o070  # these bits cannot be combined: groups differ, or the bits are the mask of a list
+        # the rights of the group cannot be combined: the groups differ, or these bits are the mask of an access control
+        # list
+        mode &= ~0o070
     return Access(mode, first.owner, first.group, (None,) * len(_LISTS))
 
 

@@ -1,20 +1,20 @@
-"""Reads repositories of a Hugging Face hub at a fixed commit, by range requests.
+"""Reads repositories of a Hugging Face hub at a fixed commit, by requests for byte ranges.
 
-The revision is resolved to a commit when the repository is opened, and all later requests name the commit: it does not
-matter if a branch moves meanwhile. The hub stores large files on other hosts, under signed addresses that are valid for
-about an hour: an address is requested once per file, and again after it has expired.
+The revision is resolved to a commit when the repository is opened, and all later requests name this commit, so a branch
+may move meanwhile. The hub stores large files on other hosts, under signed addresses that are valid for about an hour.
+The address of a file is requested once, and again after it has expired.
 
-`huggingface_hub` provides the hub's address and the login; this module makes the requests, with httpx. (Its own file
-system has one client per process, which follows any redirect, even from https to http, reads responses of any length,
-accepts bytes of a wrong range, and waits as long as a server says.)
+The library `huggingface_hub` provides the hub's address and the login; this module makes the requests, with httpx. (The
+file system of `huggingface_hub` has one client per process, which follows any redirect, even from https to http, reads
+responses of any length, accepts bytes of a wrong range, and waits as long as a server asks.)
 
-- The token is sent only to the hub's own address: same scheme, host and port.
+- The user's token is sent only to the hub's own address: same scheme, host and port.
 
 - Redirects are followed only to http or https, and never from https to http.
 
-- No response is read beyond the requested bytes, nor without a time limit.
+- At most the requested bytes of a response are read, and always with a time limit.
 
-- Temporary failures are retried a few times, after the delay that the server asks for, unless that is too long.
+- Temporary failures are retried a few times, after the delay that the server asks for, unless the delay is too long.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MODELS = "models"
 _KINDS = (_MODELS, "datasets", "spaces")
 """Kinds of repositories on a hub; `models` may be omitted in URLs."""
 _OTHERS = ("buckets", "kernels")
-"""Kinds of storage on a hub that this package does not read."""
+"""Kinds of storage on a hub that Transaxle does not read."""
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _FORM = re.compile(
     rf"(?P<repository>{_NAME}/{_NAME})(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]*))?(?:/(?P<inside>.*))?",
@@ -64,9 +64,9 @@ class HubUrl(msgspec.Struct, frozen=True):
     kind: str
     """Kind of repository: `models`, `datasets` or `spaces`."""
     repository: str
-    """Name of the repository, `OWNER/NAME`."""
+    """Name of the repository, as `OWNER/NAME`."""
     revision: str
-    """Branch, tag or commit; `main` by default."""
+    """Branch, tag or commit of the repository; `main` by default."""
     inside: str
     """Path of a folder or file inside the repository; empty for the whole repository."""
 
@@ -85,7 +85,7 @@ class HubUrl(msgspec.Struct, frozen=True):
         return f"/api/{self.kind}/{self.repository}"
 
     def file(self, commit: str, path: str) -> str:
-        """Return the URL path of a file at a commit."""
+        """Return the URL path of a file in the repository at a commit."""
         return f"{self.page}/resolve/{commit}/{quote(path)}"
 
     def tree(self, commit: str, folder: str) -> str:
@@ -125,14 +125,15 @@ def parse_hub_url(url: str) -> HubUrl:
 
 
 ATTEMPTS = 5
-"""Maximum number of attempts at a request."""
+"""Maximum number of times that a request is tried."""
 LONGEST_WAIT = 300.0
-"""Longest delay in seconds that a server may ask for; the hub limits requests in windows of five minutes."""
+"""Longest delay in seconds that a server may ask for; the hub limits the number of requests in windows of five
+minutes."""
 _MAX_SECONDS = 600.0
 """Maximum duration of one response in seconds."""
 _MAX_REDIRECTS = 10
 OF_FILE = ("X-Repo-Commit", "X-Linked-Size", "X-Linked-ETag")
-"""Response headers that identify a file: its commit, size in bytes, and hash."""
+"""Response headers that identify a file by its commit, its size in bytes, and its hash."""
 _AGAIN = frozenset({408, 429, 500, 502, 503, 504})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _RATE = re.compile(r";\s*r=0\b.*?;\s*t=([0-9]+)")
@@ -140,7 +141,7 @@ _HOW_TO_REACH = "Check the network, and HF_ENDPOINT if it is set."
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A server's response."""
+    """The response of a server to one request."""
 
     status: int
     """HTTP status code of the response."""
@@ -149,13 +150,13 @@ class Answer(msgspec.Struct, frozen=True):
     body: bytes
     """Body of the response, up to the permitted size."""
     url: str
-    """URL of the response; it may be signed, so it is never shown in full."""
+    """URL of the response; it may contain a signature, so it is never shown in full."""
     had_token: bool
     """Whether the request included the user's token."""
     message: str = ""
-    """The server's error message, without secrets."""
+    """The server's error message, without passwords and tokens."""
     location: str | None = None
-    """Target of a redirect that was not followed; None without a redirect."""
+    """Address to which a redirect leads that was not followed; None if the response is no redirect."""
 
     def says(self, header: str) -> str:
         """Return the value of a response header; empty if the header is missing."""
@@ -163,14 +164,14 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def redirect_target(url: str, location: str) -> str:
-    """Return the absolute address to which a redirect leads.
+    """Return the absolute address to which a redirect leads, after checking the scheme.
 
     Args:
-        url: address that was requested.
+        url: address of the request that was redirected.
         location: the redirect's `Location` header, absolute or relative.
 
     Raises:
-        StorageError: with code IO for a scheme other than http and https, or a redirect from https to http.
+        StorageError: with code IO for a scheme other than http and https, and for a redirect from https to http.
     """
     import httpx
 
@@ -240,7 +241,7 @@ class HubRequests:
             url: address to request.
             file: name of the file, for error messages.
             max_bytes: maximum size of the response in bytes.
-            span: `(first byte, offset after the last byte)` of the range; None for the whole file.
+            span: `(first byte, offset after the last byte)` of the requested range; None for the whole file.
 
         Raises:
             StorageError: with code IO if the request fails.
@@ -254,11 +255,12 @@ class HubRequests:
         raise refuse("IO", f"{_host(url)} redirects without end", file=file)
 
     def head(self, url: str, file: str) -> Answer:
-        """Make a HEAD request for a file; the response's `location` is the address of the file's bytes, if it differs.
+        """Make a HEAD request for a file; if the file's bytes are at a different address, this address is the
+        response's `location`.
 
         Redirects (of a renamed repository, or from a mirror to the hub) are followed until a response identifies the
-        file by its headers. Redirects of the identifying response are not followed, as they may lead to addresses
-        signed for GET requests only.
+        file by its headers. A redirect in the response that identifies the file is not followed, because its target may
+        be an address signed for GET requests only.
 
         Raises:
             StorageError: with code IO if the request fails.
@@ -271,7 +273,7 @@ class HubRequests:
         raise refuse("IO", f"{_host(url)} redirects without end", file=file)
 
     def _request(self, method: str, url: str, headers: Mapping[str, str], file: str, max_bytes: int) -> Answer:
-        """Make one request, and retry it after temporary failures."""
+        """Make a request, and retry it after temporary failures."""
         for attempt in range(1, ATTEMPTS + 1):
             last = attempt == ATTEMPTS
             # the delay is partly random, so that workers do not all retry at the same time
@@ -334,7 +336,8 @@ class HubRequests:
 
 
 CLIENTS: dict[int, httpx.Client] = {}
-"""Process id -> HTTP client, shared by all repositories and threads of a process, but not with forked processes."""
+"""Process id -> HTTP client; all repositories and threads of a process share one client, and forked processes have
+separate clients."""
 
 
 def _client() -> httpx.Client:
@@ -345,7 +348,7 @@ def _client() -> httpx.Client:
 
 
 class _TemporaryError(Exception):
-    """Raised for a temporary failure, after which the request may be retried."""
+    """Raised for a temporary failure, after which the request is tried again."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -353,7 +356,7 @@ class _TemporaryError(Exception):
 
 
 def _login(shown: str) -> str:
-    """Return the token from the user's login or environment; empty if there is none."""
+    """Return the token of the user's login or environment; empty if there is no token."""
     from huggingface_hub import constants, get_token
 
     try:
@@ -372,7 +375,9 @@ def _without(token: str, text: str) -> str:
 
 
 def _read_body(response: httpx.Response, max_bytes: int, status: int, file: str) -> bytes:
-    """Read the raw body of a response; refuse a body that is too long, or truncate the body of an error response."""
+    """Read the raw body of a response; refuse a body that is too long, but only truncate the body of an error
+    response.
+    """
     start, data = time.monotonic(), bytearray()
     if response.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
         raise refuse("IO", "the server compresses what was requested as it is", file=file, hint=RANGES)
@@ -390,7 +395,7 @@ def _read_body(response: httpx.Response, max_bytes: int, status: int, file: str)
 
 
 def _wait(answer: Answer) -> float:
-    """Return the delay in seconds that a server asks for before a retry; 0 if it asks for none."""
+    """Return the delay in seconds that a server asks for before a retry; 0 if the server asks for none."""
     after = answer.says("Retry-After").strip()
     rate = _RATE.search(answer.says("RateLimit")) if answer.status == 429 else None
     return max(float(after) if after.isdecimal() else 0.0, float(rate[1]) if rate else 0.0)
@@ -410,13 +415,13 @@ _LOG_IN = "hf auth login, or HF_TOKEN"
 
 
 def refusal(answer: Answer, place: HubUrl, endpoint: str, file: str) -> TransaxleError:
-    """Return the error for an error response of the hub.
+    """Return the error to raise for an error response of the hub.
 
     Args:
         answer: the hub's response.
-        place: the URL that is being read.
+        place: parsed `hf://` URL that is being read.
         endpoint: address of the hub.
-        file: name of the file, for the message.
+        file: name of the file, for the error message.
     """
     repository, code, text = place.repository, answer.says("X-Error-Code"), answer.message
     page = f"{without_secrets(endpoint)}{place.page}"
@@ -450,7 +455,9 @@ def refusal(answer: Answer, place: HubUrl, endpoint: str, file: str) -> Transaxl
 
 
 def refusal_elsewhere(answer: Answer, file: str) -> TransaxleError:
-    """Return the error for an error response of a host to which the hub redirected; arguments as in `refusal`."""
+    """Return the error to raise for an error response of a host to which the hub redirected; the arguments are those of
+    `refusal`.
+    """
     message = f"the hub redirects to {urlsplit(answer.url).hostname}, which answers {answer.status}"
     return refuse("IO", message, file=file, hint="Run it again later. What the hub gives out is signed for some time.")
 
@@ -458,14 +465,13 @@ def refusal_elsewhere(answer: Answer, file: str) -> TransaxleError:
 _FOLDER = "directory"
 _LARGEST_PAGE = 16 << 20
 _LARGEST_WHOLE = 16 << 20
-"""Maximum size in bytes of a file for which a response with the whole file instead of the requested range is
-accepted."""
+"""Maximum size in bytes of a file for which the whole file is accepted as response to a request for a range."""
 _MAX_PAGES = 100
-"""Maximum number of pages of a listing; a page of the hub has a thousand files."""
+"""Maximum number of pages of a listing; one page of the hub lists a thousand files."""
 _NEXT = re.compile(r'<([^>]*)>\s*;\s*rel="?next"?')
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 _EXPIRED = frozenset({400, 401, 403, 404, 410})
-"""HTTP statuses of responses for an expired signed address."""
+"""HTTP status codes that a host returns for an expired signed address."""
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -497,19 +503,19 @@ class HubService:
     """The repository of one URL, at one commit (see `service.Readable`).
 
     Args:
-        url: `hf://OWNER/NAME`, optionally with a revision and with a folder or file.
+        url: `hf://OWNER/NAME`, optionally followed by a revision, and by a folder or file.
 
     Raises:
         Refused: with code UNSUPPORTED if the URL names no repository, or network access is forbidden; with code
-            PATH_ESCAPE if its path leads out of the repository.
+            PATH_ESCAPE if the URL's path leads out of the repository.
         StorageError: with code IO if the repository does not exist, this user has no access, or the hub cannot be
             reached.
     """
 
     scheme = HUB
-    """URL scheme of hubs, `hf`."""
+    """URL scheme of hubs, which is `hf`."""
     pinned = True
-    """True, since the content of a commit never changes."""
+    """True, because the content of a commit never changes."""
 
     def __init__(self, url: str) -> None:
         self._place = parse_hub_url(url)
@@ -532,7 +538,7 @@ class HubService:
         """Path of the URL in the repository, with a leading `/`; empty for the whole repository."""
 
     def info(self, path: str, file: str) -> Info | None:
-        """Return the listing's information on a file or folder; None if the path does not exist.
+        """Return what the listing states about a file or folder; None if the path does not exist.
 
         Raises:
             StorageError: with code IO if the hub cannot be read.
@@ -542,7 +548,7 @@ class HubService:
         return self._list(path.rpartition("/")[0], file).get(path)
 
     def members(self, path: str, file: str) -> list[Info]:
-        """Return the direct contents of a folder; empty if the folder does not exist.
+        """Return the files and folders directly in a folder; empty if the folder does not exist.
 
         Raises:
             StorageError: with code IO if the hub cannot be read.
@@ -550,7 +556,7 @@ class HubService:
         return list(self._list(path, file).values())
 
     def fetch(self, path: str, start: int, stop: int, file: str) -> bytes:
-        """Return a range of a file's bytes.
+        """Return the bytes of a range of a file.
 
         Raises:
             Refused: with code CORRUPT if the file at the address is not the listed file.
@@ -573,7 +579,7 @@ class HubService:
         return self._check_range(answer, start, stop, size, file)
 
     def _locate(self, path: str, info: Info, file: str) -> str:
-        """Return the address of a file's bytes, after checking that the response describes the listed file."""
+        """Return the address of a file's bytes, after checking that the response describes the file in the listing."""
         address = self._requests.endpoint + self._place.file(self._commit, path.removeprefix("/"))
         answer = self._requests.head(address, file)
         if answer.location is None:
@@ -589,7 +595,7 @@ class HubService:
         return answer.location or answer.url
 
     def _check_range(self, answer: Answer, start: int, stop: int, size: int, file: str) -> bytes:
-        """Check that a response has exactly the requested range, and return its bytes."""
+        """Check that a response contains exactly the requested range, and return the bytes."""
         if answer.status == 416:
             raise refuse("CORRUPT", f"the hub lists {size:,} bytes, and the file ends before {stop:,}", file=file)
         self._require_success(answer, file)
@@ -632,7 +638,7 @@ class HubService:
         raise refuse("UNSUPPORTED", f"the folder has more than {_MAX_PAGES:,} pages of files", file=file)
 
     def _require_success(self, answer: Answer, file: str) -> Answer:
-        """Return a successful response; raise the error for any other response."""
+        """Return a successful response; raise an error for an unsuccessful response."""
         if answer.status not in (200, 206):
             if self._requests.is_home(answer.url):
                 raise refusal(answer, self._place, self._requests.endpoint, file)

@@ -1,11 +1,12 @@
-"""Hidden folders next to a target: locks on unfinished work, and removal of what killed runs leave behind.
+"""The hidden folders next to a conversion's target: locks on unfinished work, and removal of what killed runs leave
+behind.
 
-A run locks its hidden folder (`Claim`); the lock is released when the process ends.
+A run locks its hidden folder by a `Claim`; the lock is released when the process ends.
 
 A target can have two hidden folders next to it, `.<name>.transaxle-partial` and `.<name>.transaxle-old`. The folder
-`-partial` contains unfinished work, or a replaced checkpoint. The folder `-old` is a checkpoint that was moved aside;
-if the target is missing, it is the only copy, and is put back. A folder is never removed while a process has its lock,
-nor if it contains anything but a checkpoint; the user must remove such a folder.
+`-partial` contains unfinished work, or a checkpoint that was replaced. The folder `-old` is a checkpoint that was moved
+aside; if the target is missing, this folder is the only copy and is moved back. A hidden folder is never removed while
+a process has its lock, nor if it contains anything but a checkpoint; in the second case the user must remove it.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ from transaxle.formats.store.service import S3, local_path, scheme
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BUSY = "another run is writing this target"
 _PATIENCE = 30.0
-"""Seconds to wait until the last workers of a run have released their shared lock."""
+"""Time in seconds to wait until the last workers of a run have released their shared lock."""
 _PAUSE = 0.05
 
 
 class Claim:
-    """The exclusive right of this process to change a hidden folder, as a lock on the folder.
+    """The exclusive right of this process to change a hidden folder; it is a lock on the folder.
 
     Args:
         path: path of the hidden folder.
-        typed: the target as the user typed it, for error messages.
-        mode: permission bits of the folder if it is created; the umask applies.
+        typed: path of the target as the user typed it, for error messages.
+        mode: permission bits of the folder, if the claim creates it; the umask applies.
     """
 
     def __init__(self, path: Path, typed: str, mode: int = 0o777) -> None:
@@ -72,7 +73,7 @@ class Claim:
         """Create the folder if necessary, and lock it; return whether the folder was created.
 
         Args:
-            unlocked: accept an existing folder even if the file system has no locks.
+            unlocked: whether to accept an existing folder even if the file system has no locks.
 
         Raises:
             UsageError: with code EXISTS if another run has the lock, or may be using the folder without a lock.
@@ -99,18 +100,20 @@ class Claim:
     def look(self, *, unlocked: bool = False) -> None:
         """Raise the error that `take` would raise, without changing anything.
 
-        Raises the errors of `take`, and OSError.
+        Raises the errors that `take` raises, and OSError.
         """
         with suppress(FileNotFoundError), open_folder(self._path) as fd:
             self._is_mine(fd, created=False, unlocked=unlocked)
 
     def share(self) -> None:
-        """Turn the exclusive lock into a shared one, which the run's worker processes can share (`lock_shared`)."""
+        """Turn the exclusive lock into a shared lock, which worker processes of the run can take as well
+        (`lock_shared`).
+        """
         if self._fd is not None and lock_shared(self._fd) is False:
             raise busy(self._typed)
 
     def take_back(self) -> None:
-        """Wait until all worker processes have released the shared lock, and make it exclusive again.
+        """Wait until all worker processes have released the shared lock, and make the lock exclusive again.
 
         Raises:
             UsageError: with code EXISTS if a worker does not release the lock in time.
@@ -132,12 +135,13 @@ class Claim:
             self._fd = None
 
     def _is_mine(self, fd: int, created: bool, *, unlocked: bool) -> bool:
-        """Lock an open folder; return False if the path now leads to a different folder."""
+        """Lock an open folder; return False if the folder's path now leads to a different folder."""
         locked = lock(fd)
         if locked is False:
             raise busy(self._typed)
         if locked is None and not created and not unlocked:
-            # This file system has no locks: only the run that created the folder, or a run that resumes it, may use it.
+            # If the file system has no locks, only the run that created the folder, or a run that resumes it, may use
+            # the folder.
             hint = f"If no run is writing this target, remove {self._path} or use --resume."
             raise refuse("EXISTS", f"{_BUSY}, or has died while doing so", file=self._typed, hint=hint)
         opened_folder = os.fstat(fd)
@@ -156,12 +160,16 @@ def busy(file: str) -> TransaxleError:
 
 
 def lock(fd: int) -> bool | None:
-    """Lock an open folder exclusively; return False if another process has the lock, None without lock support."""
+    """Lock an open folder exclusively; return False if a process has the lock already, None if the file system has no
+    locks.
+    """
     return _try_lock(fd, fcntl.LOCK_EX)
 
 
 def lock_shared(fd: int) -> bool | None:
-    """Take a shared lock on an open folder; return False if another process has it alone, None without lock support."""
+    """Take a shared lock on an open folder; return False if a process has the exclusive lock, None if the file system
+    has no locks.
+    """
     return _try_lock(fd, fcntl.LOCK_SH)
 
 
@@ -177,7 +185,7 @@ def _try_lock(fd: int, kind: int) -> bool | None:
 
 @contextmanager
 def open_folder(folder: Path) -> Iterator[int]:
-    """Return a context with the descriptor of a folder, which must not be a symbolic link.
+    """Return a context manager whose value is the descriptor of a folder; a symbolic link is refused.
 
     Raises:
         OSError: if the folder is missing, a file or a symbolic link.
@@ -199,7 +207,8 @@ def _mkdir(path: Path, mode: int) -> bool:
 
 
 _HASHED = re.compile(r"[0-9a-f]{64}")
-"""Pattern of the hash that replaces a target's name if the name is too long for the hidden folder's suffix."""
+"""Pattern of the hash that replaces a target's name in the name of a hidden folder, if the target's name is too
+long."""
 _IN_USE = "a live process is using it. Wait for that process, or end it."
 _SHOWN = 3
 
@@ -207,20 +216,22 @@ Outcome = Literal["found", "removed", "put back", "kept"]
 
 
 class Leftover(msgspec.Struct, frozen=True):
-    """A leftover of a killed run: a hidden folder with unfinished work or a replaced checkpoint, or an open upload."""
+    """A leftover of a killed run: a hidden folder with unfinished work or a replaced checkpoint, or an upload that is
+    still open.
+    """
 
     path: str
     """Path or URL of the leftover; for an open upload the URL ends in `?uploadId=…`."""
     target: str
-    """Path or URL of the target that the leftover belongs to."""
+    """Path or URL of the target to which the leftover belongs."""
     what: str
-    """Description of the leftover, which says whether its work can be resumed."""
+    """Description of the leftover for the user, which states whether its work can be resumed."""
     nbytes: int
     """Total size of the leftover's files in bytes."""
     outcome: Outcome = "found"
-    """Result of cleaning: `removed`, `put back` or `kept`; before cleaning it is `found`."""
+    """What was done with the leftover: `removed`, `put back` or `kept`; before cleaning it is `found`."""
     why: str = ""
-    """Reason why the leftover was kept; empty if it was not."""
+    """Reason why the leftover was kept; empty if it was not kept."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the leftover as plain JSON data."""
@@ -228,13 +239,15 @@ class Leftover(msgspec.Struct, frozen=True):
 
 
 def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
-    """Return the leftovers of killed runs next to a target, and, for a folder, directly inside it.
+    """Return the leftovers of killed runs next to a target and, if the path is a folder, directly inside it.
 
     Args:
-        path: a target, which need not exist, a folder of targets, or a leftover; on S3 a URL, also of a bucket.
+        path: path of a target (which need not exist), of a folder of targets, or of a leftover; on S3 a URL, also that
+            of a bucket.
 
     Raises:
-        Refused: with code UNSUPPORTED for a URL of a service other than S3; no other service can have leftovers.
+        Refused: with code UNSUPPORTED for a URL of a service other than S3, because no other service can have
+            leftovers.
         StorageError: with code IO if a folder or service cannot be read.
     """
     typed = os.fspath(path)
@@ -260,13 +273,16 @@ def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
 
 
 def _orphans_at(target: str, *, uploads: bool = True) -> tuple[Leftover, ...]:
-    from transaxle.formats.store.unfinished_uploads import orphans  # imported late: local targets need no services
+    # imported late, because local targets need no service
+    from transaxle.formats.store.unfinished_uploads import orphans
 
     return tuple(Leftover(each.url, each.target, each.what, each.nbytes) for each in orphans(target, uploads=uploads))
 
 
 def _candidates(typed: str) -> Iterator[tuple[Path, Path]]:
-    """Yield `(hidden folder, its target)` for hidden folders at a path, next to it, and inside it."""
+    """Yield `(hidden folder, target of the hidden folder)` for the hidden folders at a path, next to the path, and
+    inside it.
+    """
     place = Path(os.path.realpath(typed))
     own_match = OURS.fullmatch(place.name)
     if own_match and _is_folder(place):
@@ -293,7 +309,7 @@ def leftover_at(path: Path, target: Path) -> Leftover:
 
     Args:
         path: path of the hidden folder.
-        target: the target that the hidden folder belongs to.
+        target: path of the target to which the hidden folder belongs.
 
     Raises:
         OSError: if the hidden folder cannot be read.
@@ -318,7 +334,7 @@ def leftover_at(path: Path, target: Path) -> Leftover:
 
 
 def describe_progress(scratch: Path) -> str:
-    """Describe how much of the unfinished work is done and could be resumed; empty if none is done.
+    """Describe how much of the unfinished work is done and can be resumed; empty if nothing is done.
 
     Raises:
         OSError: if the hidden folder cannot be read.
@@ -334,7 +350,8 @@ def _count_written(journal: Path) -> int:
     if not journal.is_file():
         return 0
     with journal.open("rb") as lines:
-        return max(0, sum(bool(line.strip()) for line in lines) - 1)  # the first line of a journal is the task
+        # the first line of a journal describes the conversion
+        return max(0, sum(bool(line.strip()) for line in lines) - 1)
 
 
 def _count_done(items: Path) -> int:
@@ -343,7 +360,7 @@ def _count_done(items: Path) -> int:
 
 
 def _size(path: Path) -> int:
-    """Return the total size of the files in a folder, ignoring files that disappear meanwhile."""
+    """Return the total size in bytes of the files in a folder, ignoring files that disappear meanwhile."""
     size = 0
     for folder, _, names in os.walk(path):
         for name in names:
@@ -353,7 +370,8 @@ def _size(path: Path) -> int:
 
 
 def clean_target(target: str) -> tuple[str, ...]:
-    """Remove the leftovers of a complete target; return one note on each leftover, with its outcome.
+    """Remove the leftovers next to a finished target; return one note on each leftover, which states what was done with
+    it.
 
     Raises:
         StorageError: with code IO if a leftover cannot be removed.
@@ -377,7 +395,7 @@ def clean(leftover: Leftover) -> Leftover:
     """Remove a leftover; if it is the only copy of a checkpoint, move it back to its target instead.
 
     Returns:
-        The leftover with its new outcome.
+        The leftover, with what was done in `outcome`.
 
     Raises:
         StorageError: with code IO if the leftover cannot be removed or moved.
@@ -404,12 +422,12 @@ def clean(leftover: Leftover) -> Leftover:
 
 
 def discard(target: Path) -> None:
-    """Delete a checkpoint: first the folder disappears atomically, then its files are deleted.
+    """Delete a checkpoint: the folder first disappears atomically, then the files are deleted.
 
     Files that a killed deletion leaves behind count as unfinished work.
 
     Args:
-        target: folder of the checkpoint.
+        target: path of the checkpoint's folder.
 
     Raises:
         UsageError: with code EXISTS if a run is writing to the folder.
@@ -429,7 +447,7 @@ def discard(target: Path) -> None:
 
 
 def _clean_locked(leftover: Leftover, path: Path, target: Path) -> Leftover:
-    """Remove a leftover or move it back, while this process has the lock of its target."""
+    """Remove a leftover or move it back, while this process has the lock of the leftover's target."""
     if path.name.endswith(OLD):
         if _HASHED.fullmatch(target.name):
             return replace(
@@ -443,7 +461,7 @@ def _clean_locked(leftover: Leftover, path: Path, target: Path) -> Leftover:
             return replace(leftover, outcome="put back")
     foreign = [] if (path / SCRATCH).is_dir() else foreign_files(LocalFolder(path))
     if is_one_file(target.name):
-        foreign = [name for name in foreign if not is_one_file(name)]  # a checkpoint file may have any name
+        foreign = [name for name in foreign if not is_one_file(name)]  # the files of a checkpoint may have any name
     if foreign:
         more = f" and {len(foreign) - _SHOWN:,} more" if len(foreign) > _SHOWN else ""
         why = (
@@ -456,6 +474,7 @@ def _clean_locked(leftover: Leftover, path: Path, target: Path) -> Leftover:
 
 
 def _is_locked(path: Path) -> bool:
-    """Tell whether a process has the lock of a folder."""
+    """Return whether a process has the lock of a folder."""
     with open_folder(path) as fd:
-        return lock(fd) is False  # `lock` returns None without lock support: then only the lock of the target counts
+        # `lock` returns None if the file system has no locks; then only the lock of the target counts
+        return lock(fd) is False

@@ -1,13 +1,13 @@
-"""Multipart uploads on S3: several processes can send parts of one file, and one process completes it.
+"""Multipart uploads to S3: several processes can send parts of one file, and one process completes the file.
 
-An upload stream of the client library (s3fs) belongs to one process. In this module an upload is an id that any process
-can use. The requests go through the same client, with its credentials and endpoints. The client retries temporary
-failures (errors of the server, broken connections, truncated responses) with growing pauses; each attempt of this
-module has a time limit that grows with its bytes, since the client waits forever for a server that accepts no more
-bytes. If no existing file may be replaced, requests are made conditional on the file's absence (`If-None-Match`), so
-that of two runs with one target the second is refused. A conditional request may also be refused when it is repeated
-because its first response was lost. If a repeated request is refused, the file counts as this run's own if its upload
-is over, or if it has this request's random mark.
+An upload stream of the client library (s3fs) belongs to one process; in this module an upload is an id that any process
+can use. The requests go through the client library's client, with its credentials and endpoints. The client retries
+temporary failures (errors of the server, broken connections, truncated responses) with growing pauses. Each attempt
+that this module makes has a time limit that grows with the number of bytes, because the client would wait forever for a
+server that accepts no more bytes. If no existing file may be replaced, requests are conditional on the file's absence
+(`If-None-Match`), so that of two runs with the same target the second run is refused. A conditional request may also be
+refused when it is repeated because the response to the first attempt was lost. If a repeated request is refused, the
+file counts as written by this run if this run's upload is over, or if the file has the request's random mark.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.store.service import NO_CREDENTIALS, S3, Service
 
 PATIENCE = 120.0
-"""Time limit in seconds of one attempt at a request, not counting the transfer of its bytes."""
+"""Time limit in seconds for one attempt at a request, not counting the transfer of bytes."""
 SLOWEST = 1 << 20
-"""Bytes per second below which a connection counts as stalled."""
+"""Transfer rate in bytes per second below which a connection counts as stalled."""
 COMPLETION = 600.0
 """Time limit in seconds for a service to assemble a file from its parts; S3 needs minutes for large files."""
 _TRIES = 3
 _PAUSE = 1.0
 _LONGEST_PAUSE = 15.0
 _MAX_CHECKS = 6
-"""How often to look for the file of an upload that the service no longer knows, before reporting it missing."""
+"""Number of times to look for the file of an upload that the service no longer knows, before the file is reported
+missing."""
 _CONFLICT, _TAKEN, _SERVER_ERROR, _UNKNOWN = 409, 412, 500, 501
 _UNKNOWN_CODES = frozenset({"NotImplemented", "InvalidArgument", "InvalidRequest"})
 """Error codes of services that do not support conditional requests (`If-None-Match`)."""
 _CONDITION = {"IfNoneMatch": "*"}
 _MARK = "transaxle-mark"
-"""Metadata key of a random mark on files stored by a conditional request, to tell them from files of other runs."""
+"""Metadata key of the random mark of a file that was stored by a conditional request; the mark distinguishes the file
+from files of other runs."""
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _TYPE = "application/octet-stream"
 _COMPLETING = "completing the upload"
@@ -47,7 +49,7 @@ _LATER = "Try again when it does; with --resume what was sent is kept."
 
 
 class StoredPart(msgspec.Struct, frozen=True):
-    """A part of an upload that the service has stored."""
+    """A part of an upload that the service has already stored."""
 
     etag: str
     """ETag of the part, without quotation marks."""
@@ -55,7 +57,9 @@ class StoredPart(msgspec.Struct, frozen=True):
     """Size of the part in bytes."""
 
     def is_of(self, data: Buffer) -> bool:
-        """Tell whether the stored part certainly has the given bytes; False if its ETag is not their MD5 sum."""
+        """Return whether the stored part certainly consists of the given bytes; False if the part's ETag is not their
+        MD5 sum.
+        """
         return self.size == len(data) and self.etag == _md5(data)
 
 
@@ -63,19 +67,19 @@ class OpenUpload(msgspec.Struct, frozen=True):
     """A multipart upload that was neither completed nor aborted."""
 
     path: str
-    """Path of the file, as the client spells it."""
+    """Path of the uploaded file, in the form that the client uses."""
     upload: str
     """Id of the upload."""
     since: str
-    """Start time of the upload, as reported by the service; may be empty."""
+    """Time at which the upload began, as the service reports it; may be empty."""
 
 
 Buffer = bytes | bytearray
-"""Type of a part's bytes."""
+"""Type of the bytes of a part."""
 
 
 def multipart(service: Service) -> S3Multipart:
-    """Return the object with the multipart calls of a service.
+    """Return an object with a service's calls for multipart uploads.
 
     Raises:
         Refused: with code UNSUPPORTED for a service on which an upload belongs to one process.
@@ -88,26 +92,28 @@ def multipart(service: Service) -> S3Multipart:
 
 
 def expected_tag(tags: Sequence[str]) -> str | None:
-    """Compute a file's ETag from its parts' ETags; None if these are not MD5 sums, as with some encryption keys."""
+    """Compute a file's ETag from the ETags of its parts; None if the parts' ETags are not MD5 sums, as with some
+    encryption keys.
+    """
     if not all(_MD5.fullmatch(tag) for tag in tags):
         return None
     return f"{_md5(b''.join(map(bytes.fromhex, tags)))}-{len(tags)}"
 
 
 def _md5(data: Buffer) -> str:
-    import hashlib  # imported late: only remote services need OpenSSL
+    import hashlib  # imported late, because only remote services need OpenSSL
 
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
 class S3Multipart:
-    """Multipart calls of S3 and compatible services.
+    """Calls for multipart uploads to S3 and compatible services.
 
-    Each call takes a file's path as the client spells it, and the file's name for error messages. Each call raises
-    StorageError: IO, if the service fails or refuses.
+    Each call takes a file's path in the form that the client uses, and the file's name for error messages. Each call
+    raises StorageError with code IO if the service fails or refuses.
 
     Args:
-        service: the storage service that the calls go to.
+        service: the storage service to which requests are sent.
     """
 
     def __init__(self, service: Service) -> None:
@@ -122,7 +128,7 @@ class S3Multipart:
         return str(answer["UploadId"])
 
     def send_part(self, path: str, upload: str, number: int, data: Buffer, file: str) -> str:
-        """Send a part, which replaces an earlier part of the same number; return its ETag."""
+        """Send a part of an upload, which replaces an earlier part of the same number; return the part's ETag."""
         try:
             part = {**self._of(path), "UploadId": upload, "PartNumber": number}
             body = {"Body": bytes(data), "ContentLength": len(data)}
@@ -132,7 +138,7 @@ class S3Multipart:
         return str(answer["ETag"]).strip('"')
 
     def list_parts(self, path: str, upload: str, file: str) -> dict[int, StoredPart] | None:
-        """Return the stored parts of an upload, by number; None if the upload no longer exists."""
+        """Return number -> stored part, for the parts of an upload; None if the upload no longer exists."""
         parts: dict[int, StoredPart] = {}
         marker: dict[str, Any] = {}
         while True:
@@ -150,19 +156,21 @@ class S3Multipart:
     def complete(self, path: str, upload: str, tags: Sequence[str], file: str, *, new: bool = False) -> str:
         """Complete an upload, so that its file appears; the service refuses parts whose ETags differ.
 
-        A lost or late response, or a server error, does not show whether the request succeeded: the service may have
-        completed the upload, or still be completing it, and refuse meanwhile. So after each attempt this checks the
-        file's ETag, and retries until the limit `COMPLETION`, or until the service does not answer even the check.
+        After a lost or late response, or an error of the server, it is unknown whether the request succeeded: the
+        service may have completed the upload, or may still be completing it and refuse requests meanwhile. So after
+        each attempt this function checks the file's ETag, and retries until the time limit `COMPLETION`, or until the
+        service does not even answer the check.
 
         Args:
-            path: path of the file, as the client spells it.
+            path: path of the file, in the form that the client uses.
             upload: id of the upload to complete.
-            tags: ETags of the parts, in the order of the file.
+            tags: ETags of the parts, in the order of the parts.
             file: name of the file, for error messages.
-            new: fail if the file exists; on services without conditional requests its absence is checked beforehand.
+            new: whether to fail if the file exists; on services without conditional requests, the absence of the file
+                is checked beforehand.
 
         Returns:
-            The file's ETag, if it follows from the ETags of the parts; otherwise an empty string.
+            The file's ETag, if it can be computed from the ETags of the parts; otherwise an empty string.
 
         Raises:
             UsageError: with code EXISTS if `new` is set and the file exists.
@@ -182,7 +190,7 @@ class S3Multipart:
                 if _is_made_of(tags, current, before) and (is_over or not new):
                     return _confirm_tag(expected_tag(tags), current)
                 missed += isinstance(failure, FileNotFoundError) or is_over
-            except TransaxleError:  # this exception comes only after all of the client's own attempts
+            except TransaxleError:  # the client raises this exception only after all of its own attempts
                 is_lost = True
             if isinstance(failure, TransaxleError):
                 raise failure
@@ -197,14 +205,14 @@ class S3Multipart:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _head(self, path: str, file: str) -> dict[str, Any]:
-        """Return the service's metadata of a file; empty if the file does not exist."""
+        """Return the service's metadata of a file; an empty dict if the file does not exist."""
         try:
             return dict(self._call("head_object", "reading its status", file, self._of(path)))
         except FileNotFoundError:
             return {}
 
     def _new(self, path: str, file: str) -> Callable[[str, dict[str, Any], float], Any]:
-        """Return a version of `_ask` for a request that creates a file and must fail if the file exists."""
+        """Return a variant of `_ask` for a request that creates a file and must fail if the file exists."""
 
         def ask(method: str, options: dict[str, Any], limit: float) -> Any:
             if self._knows_conditions:
@@ -249,7 +257,7 @@ class S3Multipart:
             marker = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
 
     def put(self, path: str, data: bytes, file: str, *, new: bool = False) -> str:
-        """Store a small file by one request; `new`, the result and the errors are as in `complete`."""
+        """Store a small file by one request; `new`, the result and the errors are those of `complete`."""
         options = {**self._of(path), "Body": data, "ContentType": _TYPE}
         mark = {_MARK: os.urandom(8).hex()} if new else {}
         ask = self._new(path, file) if new else self._ask
@@ -265,7 +273,7 @@ class S3Multipart:
         return _confirm_tag(_md5(data), answer)
 
     def get(self, path: str, file: str) -> bytes | None:
-        """Return the content of a small file; None if it does not exist."""
+        """Return the content of a small file; None if the file does not exist."""
         try:
             with self._service.as_storage_error("reading it", file, missing=True):
                 return bytes(self._service.client.cat_file(path))
@@ -313,7 +321,7 @@ class S3Multipart:
 
 
 def abort_empty(calls: S3Multipart, upload: OpenUpload, file: str) -> None:
-    """Abort an upload, unless it has stored parts or no longer exists.
+    """Abort an upload, unless the upload has stored parts or no longer exists.
 
     Raises:
         StorageError: with code IO if the service fails or refuses.
@@ -323,7 +331,7 @@ def abort_empty(calls: S3Multipart, upload: OpenUpload, file: str) -> None:
 
 
 def _tag(answer: dict[str, Any]) -> str:
-    """Return the ETag in a response; empty if the response has none."""
+    """Return the ETag in a response; empty if the response contains none."""
     return str(answer.get("ETag", "")).removeprefix("W/").strip('"')
 
 
@@ -338,18 +346,22 @@ def _is_made_of(tags: Sequence[str], current: dict[str, Any], before: str) -> bo
     Args:
         tags: ETags of the upload's parts.
         current: the file's current metadata on the service.
-        before: the file's ETag before the upload was completed, needed if its new ETag cannot be computed.
+        before: ETag of the file before the upload was completed, which is needed if the file's new ETag cannot be
+            computed.
     """
     is_own_key = current.get("SSECustomerAlgorithm") or str(current.get("ServerSideEncryption", "")).startswith(
         "aws:kms"
     )
-    expected = None if is_own_key else expected_tag(tags)  # such ETags only look like MD5 sums
+    # the ETags of parts encrypted with one's own key only look like MD5 sums
+    expected = None if is_own_key else expected_tag(tags)
     tag = _tag(current)
     return tag == expected if expected else tag != before and tag.endswith(f"-{len(tags)}")
 
 
 def _answer(error: BaseException) -> tuple[int, str]:
-    """Return the response status and error code behind a client's exception; the status is 0 without a response."""
+    """Return the response status and the error code that a client's exception contains; the status is 0 if there was no
+    response.
+    """
     answer = getattr(error.__cause__ or error, "response", None)
     if not isinstance(answer, dict):
         return 0, ""
@@ -358,7 +370,9 @@ def _answer(error: BaseException) -> tuple[int, str]:
 
 
 def _is_open(error: Exception) -> bool:
-    """Tell whether a failed request may still have an effect: it had no response, or only a provisional response."""
+    """Return whether a failed request may still have an effect, because it had no response or only a
+    provisional one.
+    """
     status, _ = _answer(error)
     if not status:
         return not isinstance(error, PermissionError) and type(error).__name__ not in NO_CREDENTIALS

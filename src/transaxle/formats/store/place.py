@@ -1,20 +1,21 @@
-"""The place where a checkpoint is to be written: whether its present contents may be replaced, and the atomic
-replacement.
+"""The target of a conversion, a folder or file to write: whether its present contents may be replaced, and how they are
+replaced atomically.
 
-A target is a folder or, if its name ends like that of a tensor file, a single file. While needed, the target has two
-hidden files or folders next to it (neighbours): `.<name>.transaxle-partial`, the work in progress, and
-`.<name>.transaxle-old`, the replaced checkpoint, needed for an instant on file systems that cannot exchange two names.
+A target is a folder or, if its name has the ending of a tensor file, a single file. During a conversion, the target can
+have two hidden files or folders next to it (neighbours): `.<name>.transaxle-partial`, the work in progress, and
+`.<name>.transaxle-old`, the replaced checkpoint. The second exists only for an instant, on file systems that cannot
+exchange two names.
 
-A folder with weights may also contain the user's notes, adapters or a `.git`. Replacing a checkpoint deletes only the
-files of the checkpoint: unchanged files that Transaxle's manifest lists, and files with names that frameworks write.
-Sub-folders are entered only if a format uses them. All other files are foreign, and are reported before any file is
-deleted.
+A folder with weights may also contain the user's notes, adapters, or a `.git`. When a checkpoint is replaced, only its
+own files are deleted: unchanged files that Transaxle's manifest lists, and files with names that frameworks write.
+Sub-folders are entered only if a format uses them. All other files count as foreign, and are reported before any file
+is deleted.
 
-This module calls three Linux functions that Python lacks, with fallbacks for systems and file systems without them:
-reserving space for a file before it is written, so that a full disk is noticed before the work starts
-(`os.posix_fallocate` does not help: where the file system cannot reserve, it writes to every block instead); renaming
-only if the target does not exist; and exchanging two names atomically, so that at every moment the old or the new
-checkpoint is in place.
+This module calls three Linux functions that Python lacks, with fallbacks for systems and file systems without them. The
+first reserves space for a file before the file is written, so that a full disk is noticed before the work starts;
+`os.posix_fallocate` does not help, because it writes to every block if the file system cannot reserve space. The second
+renames a file only if the new name does not exist. The third exchanges two names atomically, so that at every moment
+either the old or the new checkpoint is in place.
 """
 
 from __future__ import annotations
@@ -57,19 +58,21 @@ from transaxle.formats.store.service import FILE, Service
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
 _IN_MEMORY = frozenset({0x01021994, 0x858458F6})
-"""Numbers that `statfs` returns as type of the in-memory file systems tmpfs and ramfs."""
+"""Numbers that `statfs` returns as type of a file system in memory (tmpfs and ramfs)."""
 _STATFS = 256
-"""Size in bytes of a buffer for `statfs`, large enough for every Linux; the buffer's first word is the type."""
+"""Size in bytes of a buffer for `statfs`, large enough for every Linux; its first word is the type of the file
+system."""
 _NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY})
 
 
 def reserve(fd: int, size: int) -> bool:
-    """Reserve disk space for the first `size` bytes of an open file; return False if that is impossible or pointless.
+    """Reserve disk space for the first `size` bytes of an open file; return False if this is impossible or useless.
 
-    Reserving is pointless on an in-memory file system: one thread would allocate all pages before the workers begin.
+    Reserving space is useless on a file system in memory, because one thread would allocate all pages before the
+    workers begin.
 
     Raises:
-        OSError: ENOSPC, EFBIG, EIO and so on, if the system cannot reserve the space.
+        OSError: with ENOSPC, EFBIG, EIO or the like, if the system cannot reserve the space.
     """
     if _is_in_memory(fd):
         return False
@@ -86,12 +89,12 @@ def _is_in_memory(fd: int) -> bool:
 def rename_new(old: str, new: str) -> None:
     """Rename a file or folder to a name that does not exist yet.
 
-    Where the file system cannot check and rename in one step, a file or empty folder that another process creates in
-    between is lost.
+    If the file system cannot check and rename in one step, a file or empty folder that another process creates between
+    the two steps is lost.
 
     Raises:
         FileExistsError: if the new name exists.
-        OSError: for any other failure.
+        OSError: for any failure except an existing new name.
     """
     if _renameat2(old, new, _NOREPLACE):
         return
@@ -101,10 +104,10 @@ def rename_new(old: str, new: str) -> None:
 
 
 def exchange(first: str, second: str) -> bool:
-    """Exchange two existing names atomically; return False if the file system does not support it.
+    """Exchange two existing names atomically; return False if the file system cannot do so.
 
     Raises:
-        OSError: for any other failure.
+        OSError: for any other failure of the system call.
     """
     return _renameat2(first, second, _EXCHANGE)
 
@@ -119,7 +122,7 @@ def _renameat2(old: str, new: str, flags: int) -> bool:
 
 @cache
 def _linux(name: str, *types: type) -> Callable[..., int] | None:
-    """Return a function of Linux's C library; None if the library does not have it."""
+    """Return a function of Linux's C library; None if the library does not contain the function."""
     if sys.platform != "linux":
         return None
     try:
@@ -131,7 +134,7 @@ def _linux(name: str, *types: type) -> Callable[..., int] | None:
 
 
 def _call_succeeds(call: Callable[[], int]) -> bool:
-    """Call a C function; return True if it succeeded, False if it is not supported; raise OSError for any other
+    """Call a C function; return True if it succeeds, False if it is not supported; raise OSError for any other
     failure.
     """
     while call() != 0:
@@ -167,17 +170,19 @@ class ReplaceableFolder(Protocol):
     """Interface of a folder, local or remote, that may be replaced by a new checkpoint."""
 
     def top(self) -> Mapping[str, EntryKind]:
-        """Return the direct contents of the folder, as a mapping from name to kind."""
+        """Return name -> kind (file, folder or special file), for the members of the folder."""
 
     def inside(self, name: str) -> Iterable[str]:
-        """Return the paths of all files below a sub-folder, `a/b/c`; a path that is no regular file ends in `/`."""
+        """Return the paths `a/b/c` of all files below a sub-folder; the path of anything but a regular file ends in
+        `/`.
+        """
 
     def read(self, name: str, max_bytes: int) -> bytes | None:
-        """Return the bytes of a file; None if the file has more than `max_bytes`."""
+        """Return the bytes of a file; None if the file is longer than `max_bytes`."""
 
 
 class _ListedFile(msgspec.Struct):
-    """The record of one file in a manifest."""
+    """What a manifest states about one file."""
 
     size: int
     head: int
@@ -191,14 +196,14 @@ class _ManifestFiles(msgspec.Struct):
 
 
 def several_files(target: str) -> TransaxleError:
-    """Return the refusal of several files for a target that is a single file."""
+    """Return the refusal to write several files to a target that is a single file."""
     return refuse(
         "UNSUPPORTED", "the target is a single file, but several are to be written", file=target, hint="Give a folder."
     )
 
 
 def irreplaceable(folder: ReplaceableFolder, overwrite: Overwrite) -> tuple[str, str]:
-    """Return `(reason, hint)` why a folder must not be replaced; two empty strings if it may be replaced.
+    """Return `(reason, hint)` if a folder must not be replaced; two empty strings if it may be replaced.
 
     Raises:
         StorageError: with code IO if the folder cannot be read.
@@ -220,11 +225,11 @@ def irreplaceable(folder: ReplaceableFolder, overwrite: Overwrite) -> tuple[str,
 
 
 def when_kept(reason: str, hint: str) -> tuple[str, str]:
-    """Return the end of the error about an existing target, and its hint, for a run without `--overwrite`.
+    """Return the end of the error about an existing target, and a hint, for a run without `--overwrite`.
 
     Args:
-        reason: why overwriting would be refused too; empty if overwriting would be allowed.
-        hint: the hint that belongs to `reason`.
+        reason: why `--overwrite` would be refused as well; empty if it would be allowed.
+        hint: hint that belongs to `reason`.
     """
     if not reason:
         return "", "Choose another place, or replace it with --overwrite (overwrite=True)."
@@ -232,13 +237,13 @@ def when_kept(reason: str, hint: str) -> tuple[str, str]:
 
 
 def foreign_files(folder: ReplaceableFolder) -> list[str]:
-    """Return the files of a folder that do not belong to a checkpoint; names of sub-folders end in `/`.
+    """Return the names of the files of a folder that do not belong to a checkpoint; names of sub-folders end in `/`.
 
     Raises:
         StorageError: with code IO if the folder cannot be read.
     """
     unknown = _unknown_to(builtin().values(), folder)
-    # Files unknown to the built-in formats may belong to a plugin format; plugins are loaded only if there are such
+    # Files that no built-in format knows may belong to a plugin's format; plugins are loaded only if there are such
     # files.
     return _unknown_to(every_format(), folder) if unknown and plugin_formats() else unknown
 
@@ -278,13 +283,13 @@ def _is_of(kind: Format, path: str) -> bool:
 
 
 def _tag(folder: ReplaceableFolder, name: str) -> str:
-    """Return the sub-folder that a tag file names; empty if the name in it is invalid."""
+    """Return the name of the sub-folder that a tag file names; empty if this name is invalid."""
     tag = (folder.read(name, _LONGEST_TAG) or b"").decode("utf-8", "replace").strip()
     return tag if is_plain(tag) else ""
 
 
 def _manifest_files(folder: ReplaceableFolder) -> Mapping[str, _ListedFile]:
-    """Return the manifest's records of files, by name; empty if the manifest cannot be read."""
+    """Return file name -> what the manifest states about the file; empty if the manifest cannot be read."""
     text = folder.read(MANIFEST, _LONGEST_MANIFEST)
     try:
         return {} if text is None else parse_json_as(text, _ManifestFiles).files
@@ -293,7 +298,9 @@ def _manifest_files(folder: ReplaceableFolder) -> Mapping[str, _ListedFile]:
 
 
 def _is_unchanged(folder: ReplaceableFolder, name: str, record: _ListedFile) -> bool:
-    """Tell whether a file still has the content recorded in the manifest; a file edited since then is the user's."""
+    """Return whether a file still has the content that the manifest states; a file that was edited since belongs to the
+    user.
+    """
     if record.head != record.size or record.size > _COMPARED:
         return True
     data = folder.read(name, record.size)
@@ -311,7 +318,9 @@ class LocalFolder:
         self._path = path
 
     def top(self) -> Mapping[str, EntryKind]:
-        """Return the direct contents; a symbolic link counts as a file, as removing it does not affect its target."""
+        """Return the members of the folder; a symbolic link counts as a file, because removing the link does not affect
+        its target.
+        """
         with os.scandir(self._path) as entries:
             return {entry.name: _kind(entry) for entry in entries}
 
@@ -347,7 +356,7 @@ class RemoteFolder:
         self._service = service
 
     def top(self) -> Mapping[str, EntryKind]:
-        """Return the direct contents of the folder; see `ReplaceableFolder.top`."""
+        """Return the members of the folder; see `ReplaceableFolder.top`."""
         contents: dict[str, EntryKind] = {}
         for member in self._service.members(self._service.path, self._service.shown):
             name = str(member["name"]).rstrip("/").rpartition("/")[2]
@@ -371,12 +380,12 @@ class RemoteFolder:
 
 
 def irreplaceable_file(name: str, head: bytes, overwrite: Overwrite) -> tuple[str, str]:
-    """Return `(reason, hint)` why a single file must not be replaced; see `irreplaceable`.
+    """Return `(reason, hint)` if a single file must not be replaced; see `irreplaceable`.
 
     Args:
         name: name of the file.
-        head: the file's first bytes, from `head_of` or `remote_head_of`.
-        overwrite: the user's `overwrite` option.
+        head: first bytes of the file, from `head_of` or `remote_head_of`.
+        overwrite: the option `overwrite` of the user.
     """
     if overwrite == EVERYTHING or has_right_signature(name, head):
         return "", ""
@@ -390,7 +399,7 @@ def head_of(path: Path) -> bytes:
 
 
 def remote_head_of(service: Service, size: int) -> bytes:
-    """Return the first bytes of the remote file at the service's path; `size` is the file's size."""
+    """Return the first bytes of the remote file at the service's path; `size` is the size of the file."""
     return service.fetch(service.path, 0, min(size, _HEAD), service.shown) if size else b""
 
 
@@ -402,7 +411,7 @@ def _kind(entry: os.DirEntry[str]) -> EntryKind:
 
 
 PARTIAL, OLD = "partial", "old"
-"""Suffixes of the two hidden neighbours of a target."""
+"""Suffixes of the names of a target's two hidden neighbours."""
 
 
 OURS = re.compile(rf"\.(.+)\.transaxle-({PARTIAL}|{OLD})", re.DOTALL)
@@ -410,22 +419,23 @@ OURS = re.compile(rf"\.(.+)\.transaxle-({PARTIAL}|{OLD})", re.DOTALL)
 
 
 _LONGEST = 200
-"""Maximum bytes of a target's name, so that with a suffix it has at most 255 bytes, the limit of file systems."""
+"""Maximum number of bytes of a target's name; with a suffix, the name then has at most 255 bytes, which is the limit of
+file systems."""
 
 
 _EXISTS = "the target already exists"
 JOURNAL, ITEMS, MOVES = "journal", "items", "moves"
-"""Names inside `SCRATCH`: the journal of finished tensors, the folder with the results of work items, and the file
-that describes the work items.
+"""Names inside the folder `SCRATCH`: the journal of finished tensors, the folder with the results of work items (parts
+of a conversion), and the file that describes the work items.
 """
 
 
 class TargetPlace:
-    """The place of a checkpoint that is to be written.
+    """The target of a conversion: the place where a checkpoint is to be written.
 
     Args:
-        target: the path as the user typed it; a symbolic link is followed, so that the target of the link is replaced.
-        overwrite: whether an existing checkpoint may be replaced; `everything`: together with all other files in the
+        target: path as the user typed it; if it is a symbolic link, the target of the link is replaced.
+        overwrite: whether an existing checkpoint may be replaced; `everything` also replaces all other files in the
             folder.
 
     Raises:
@@ -445,7 +455,7 @@ class TargetPlace:
             is_file = is_one_file(self.typed) and not self.target.is_dir()
             has_parent = self.target.parent.is_dir()
             with suppress(FileNotFoundError):
-                self.target.lstat()  # this raises now, not after the work, if the name is too long
+                self.target.lstat()  # if the name is too long, this raises the error before the work begins
         except OSError as error:
             raise storage_error(error, "reading its status", self.typed) from error
         if not self.target.name:
@@ -464,16 +474,16 @@ class TargetPlace:
         self.single = self.target.name if is_file else None
         """Name of the file to write; None if the target is a folder."""
         self.partial = neighbour(self.target, PARTIAL)
-        """Hidden folder for the work in progress."""
+        """Hidden folder that contains the work in progress."""
         self.old = neighbour(self.target, OLD)
-        """Hidden folder for the replaced checkpoint."""
+        """Hidden folder to which the replaced checkpoint is moved."""
 
     def check(self, leftover_hint: str = "") -> None:
-        """Check that a checkpoint may be written here; a folder is replaced only if it is empty or contains a
+        """Check that a checkpoint may be written to the target; a folder is replaced only if it is empty or contains a
         checkpoint.
 
-        The user can override this check with `everything`. By default, a typing error in the path must not delete a
-        project.
+        The user can override this check with `overwrite="everything"`. The default is strict so that a typing error in
+        the path does not delete a project.
 
         Args:
             leftover_hint: text about leftovers next to the target, for the error message.
@@ -503,7 +513,7 @@ class TargetPlace:
 
     @property
     def replaced(self) -> Path | None:
-        """Path that a commit would replace; None if there is none."""
+        """Path that a commit would replace; None if there is nothing to replace."""
         return next((path for path in (self.target, self.old) if os.path.lexists(path)), None)
 
     @property
@@ -514,7 +524,7 @@ class TargetPlace:
     def foresee(self) -> None:
         """Raise the errors that `recover` and `check` would raise, without changing anything.
 
-        Raises the errors of `check`.
+        Raises the errors that `check` raises.
         """
         if not self.moved_aside:
             partial_exists = os.path.lexists(self.partial)
@@ -532,21 +542,21 @@ class TargetPlace:
         """Check that files can be created next to the target.
 
         Raises:
-            OSError: EROFS or EACCES, if files cannot be created.
+            OSError: with EROFS or EACCES, if files cannot be created.
         """
         folder = self.target.parent
-        by_effect = os.geteuid() != os.getuid()  # with equal ids, the plain system call is more reliable
+        by_effect = os.geteuid() != os.getuid()  # if the two ids are equal, the plain system call is more reliable
         if not os.access(folder, os.W_OK | os.X_OK, effective_ids=by_effect):
             read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
             number = errno.EROFS if read_only else errno.EACCES
             raise OSError(number, os.strerror(number))
 
     def publish(self, work: Path) -> None:
-        """Move the finished work to the target. Afterwards a replaced folder has the name of a hidden neighbour; see
-        `sweep`.
+        """Move the finished checkpoint to the target. Afterwards, a replaced folder has the name of a hidden neighbour,
+        until `sweep` removes it.
 
         Args:
-            work: path of the finished work: `partial`, or the single file in it, with its final access rights.
+            work: path of the finished checkpoint: `partial`, or the single file in it, with its final access rights.
 
         Raises:
             UsageError: with code EXISTS if the target appeared in the meantime.
@@ -564,7 +574,9 @@ class TargetPlace:
             raise storage_error(error, "moving the finished checkpoint into place", self.typed) from error
 
     def sweep(self) -> None:
-        """Remove the hidden neighbours (abandoned work, or a replaced checkpoint); failures are ignored."""
+        """Remove the hidden neighbours (abandoned work, or a replaced checkpoint); failures to remove them are
+        ignored.
+        """
         shutil.rmtree(self.partial, ignore_errors=True)
         if os.path.lexists(self.target):
             shutil.rmtree(self.old, ignore_errors=True)
@@ -574,10 +586,10 @@ class TargetPlace:
             raise refuse("EXISTS", f"the target is not replaced: {reason}", file=self.typed, hint=hint)
 
     def _if_overwritten(self, look: Callable[[Overwrite], tuple[str, str]]) -> tuple[str, str]:
-        """Return the end of a message and a hint; both say whether `--overwrite` would help.
+        """Return the end of an error message, and a hint; both state whether `--overwrite` would help.
 
         Args:
-            look: function that returns why a target must not be replaced, as `irreplaceable` does.
+            look: function that returns why the target must not be replaced, as `irreplaceable` does.
         """
         try:
             return when_kept(*look(True))
@@ -585,7 +597,9 @@ class TargetPlace:
             return when_kept("it cannot be examined", ELSEWHERE)
 
     def _irreplaceable(self, overwrite: Overwrite) -> tuple[str, str]:
-        """Return `(reason, hint)` why an existing target must not be replaced; two empty strings if it may."""
+        """Return `(reason, hint)` if an existing target must not be replaced; two empty strings if it may be
+        replaced.
+        """
         try:
             if not os.path.lexists(self.target):  # a symbolic link without a target
                 return "", ""
@@ -616,12 +630,13 @@ class TargetPlace:
             rename_new(str(work), str(self.target))
         elif exchange(str(work), str(self.target)):
             try:
-                self._refuse(*irreplaceable(LocalFolder(work), self._overwrite))  # the contents may have changed
+                # the contents of the folder may have changed meanwhile
+                self._refuse(*irreplaceable(LocalFolder(work), self._overwrite))
             except BaseException:
                 exchange(str(work), str(self.target))
                 raise
         else:
-            # The replacement is not atomic, as it takes two renames. If the run is killed between the two renames,
+            # The replacement is not atomic, because it takes two renames. If the run is killed between the two renames,
             # `recover` moves the old checkpoint back.
             self.target.rename(self.old)
             try:
@@ -633,11 +648,11 @@ class TargetPlace:
 
 
 def neighbour(target: Path, ending: str) -> Path:
-    """Return the path of a hidden neighbour of a target.
+    """Return the path of one of a target's hidden neighbours.
 
     Args:
         target: path of the target, without symbolic links.
-        ending: suffix of the neighbour, `PARTIAL` or `OLD`.
+        ending: suffix of the neighbour's name, `PARTIAL` or `OLD`.
     """
     name = target.name
     if len(os.fsencode(name)) > _LONGEST:

@@ -1,15 +1,15 @@
-"""Remote storage: reads checkpoints from a service by range requests, with the guarantees of local files where
+"""Remote storage: reads checkpoints from a service by requests for byte ranges, with the guarantees of local files if
 possible.
 
-A service has no open files: the next request for a name may reach a new object. So each object is
-identified by its tag (its ETag, or the service's equivalent) from the first request on, and the tag is compared after
-each range is read: bytes of a replaced object are refused, never mixed in. Names of files in listings are checked like
-names from any other source. For an immutable version, such as a commit on a hub, no tags are compared.
+A service has no open files: the next request for a name may reach a new object (remote file). So each object is
+identified by its tag (ETag, or the service's equivalent) from the first request on. The tag is compared after each
+range is read, so that bytes of a replaced object are refused and never mixed with earlier bytes. Names of files in
+listings are checked like names from any other source. If the version cannot change, such as a commit on a hub, no tags
+are compared.
 
-One request takes as long as the transfer of about a megabyte. Readers of formats request headers first, then adjacent
-blocks of tensors. So a request that continues an earlier one reads twice as much as the earlier one, up to a limit; a
-request at a new place reads little more than was asked for. Data stays in the cache until the memory is needed for
-newer data.
+A request takes as long as the transfer of about a megabyte. Readers of formats request headers first, then adjacent
+blocks of tensors. So a request that continues an earlier request reads twice as much, up to a limit; a request at a new
+place reads little more than was asked for. Data stays in the cache until its memory is needed for newer data.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from transaxle.formats.storage.storage import ByteCount, Listing, Storage, is_pl
 from transaxle.formats.store.service import FILE, RANGES, WEB, Info, Readable, Service
 
 MEMORY = 64 << 20
-"""Default limit of cached data in bytes."""
+"""Default for the maximum number of bytes in the cache."""
 LEAST = 128 << 10
-"""Smallest request in bytes, unless the file is smaller; also the largest gap that is read instead of skipped."""
+"""Minimum number of bytes of a request, unless the file is smaller; also the largest gap that is read instead of
+skipped."""
 _SHARE = 8
-"""The largest request is the cache's memory divided by this number."""
+"""Divisor: the largest request is the maximum of the cache divided by this number."""
 
 Fetch = Callable[[str, int, int], bytes]
-"""`fetch(file, start, stop)` returns exactly the bytes `[start, stop)` of a file, or raises."""
+"""A function `fetch(file, start, stop)`, which returns exactly the bytes `[start, stop)` of a file, or raises
+an error."""
 
 
 class _Request(msgspec.Struct, eq=False):
-    """A requested range of a file, with its data."""
+    """A requested range of a file, and its data."""
 
     file: str
     """Name of the requested file."""
@@ -53,11 +55,11 @@ class _Request(msgspec.Struct, eq=False):
 
 
 class NearReads:
-    """Serves many reads by few requests: it caches data, and reads ahead.
+    """Answers many reads by few requests: it caches data, and reads ahead.
 
     Args:
         fetch: function that makes one request; it is called from several threads.
-        memory: maximum of cached bytes; the bytes of each thread's current request are not counted.
+        memory: maximum number of bytes in the cache; the bytes of each thread's current request do not count.
     """
 
     def __init__(self, fetch: Fetch, memory: int = MEMORY) -> None:
@@ -70,10 +72,11 @@ class NearReads:
         self._cached_bytes = 0
 
     def read_into(self, file: str, size: int, offset: int, view: memoryview) -> None:
-        """Fill a contiguous view with the bytes that start at `offset`; the file has `size` bytes, enough for the view.
+        """Fill a contiguous view with the bytes that start at `offset`; the file has `size` bytes, which is enough for
+        the view.
 
         Raises:
-            TransaxleError: if `fetch` raises it.
+            TransaxleError: if `fetch` raises a TransaxleError.
         """
         filled, size_wanted = 0, view.nbytes
         while filled < size_wanted:
@@ -86,13 +89,15 @@ class NearReads:
             filled += len(data)
 
     def clear(self) -> None:
-        """Drop all cached data."""
+        """Delete all cached data."""
         with self._lock:
             for window in list(self._recent):
                 self._drop(window)
 
     def _window(self, file: str, size: int, at: int, needed: int) -> tuple[_Request, bool]:
-        """Return `(request, is new)` for the request that covers a byte; the caller must fill a new request."""
+        """Return `(request, whether it is new)` for the request that covers a byte; the caller must make a new
+        request.
+        """
         with self._lock:
             requests_of_file = self._windows.setdefault(file, {})
             previous: _Request | None = None
@@ -108,7 +113,7 @@ class NearReads:
             read_length = LEAST
             if previous is not None:
                 read_length = 2 * (previous.stop - previous.start)
-                # drop the earlier request first, as it was read to its end
+                # the earlier request is dropped first, because it was read to its end
                 self._recent.move_to_end(previous, last=False)
             stop = min(stop, at + min(max(needed, read_length), self._largest))
             if not self._make_room(stop - at):
@@ -128,7 +133,9 @@ class NearReads:
             raise
 
     def _make_room(self, size: int) -> bool:
-        """Drop the least recently used data; return False if pending requests need all the memory."""
+        """Delete the data that was not used for the longest time; return False if pending requests need all the
+        memory.
+        """
         for window in list(self._recent):
             if self._cached_bytes + size <= self._memory:
                 break
@@ -143,29 +150,30 @@ class NearReads:
 
 
 _TAGS = ("ETag", "etag", "generation", "blob_id", "oid", "sha256", "Content-MD5", "Digest")
-"""Keys under which services report the tag of an object's content; the first key present is used."""
+"""Keys under which services report the tag (ETag, hash or generation) of an object's content; the first key present is
+used."""
 _TIMES = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "created")
 """Keys under which services report when an object was last changed."""
 
 
 class ObjectStamp(msgspec.Struct, frozen=True):
-    """Identity of one version of an object, to notice that it was replaced."""
+    """Identifies one version of an object, so that a replaced object is noticed."""
 
     size: int
     """Size of the object in bytes."""
     tag: str
-    """Tag of the content, or time of the last change; empty if the service reports neither."""
+    """Tag of the content, or time of the last change; empty if the service reports neither of them."""
 
 
 class RemoteStorage(Storage):
     """The files under a URL, or a single remote file (see `Storage`).
 
-    Listings are cached, so the files of a checkpoint stay those that it had when it was opened.
+    Listings are cached, so the names in a checkpoint stay those that existed when it was opened.
 
     Args:
         url: URL of a folder or file; a trailing `/` means a folder.
-        memory: maximum of cached bytes.
-        service: client of the service behind the URL; None: the fsspec client for the scheme.
+        memory: maximum number of bytes in the cache.
+        service: client of the service behind the URL; None means the fsspec client for the URL's scheme.
 
     Raises:
         Refused: with code UNSUPPORTED if no installed package supports the scheme of the URL.
@@ -197,18 +205,20 @@ class RemoteStorage(Storage):
 
     @property
     def path(self) -> str:
-        """The URL as the user typed it, without password and query string; for a hub, with the resolved commit."""
+        """The URL as the user typed it, without password and query string; the URL of a hub names the resolved
+        commit.
+        """
         return self._path
 
     @property
     def single(self) -> str | None:
-        """Name of the file if a single file was given; None for a folder."""
+        """Name of the file if the URL is that of a single file; None for a folder."""
         return self._single
 
     def listing(self, folder: str = "") -> Listing:
         """List the contents of one folder of the checkpoint; see `Storage.listing`.
 
-        For a single file whose folder the service refuses to list, the result is only that file.
+        For a single file in a folder that the service refuses to list, the result contains only this file.
         """
         if folder not in self._listings:
             try:
@@ -224,7 +234,7 @@ class RemoteStorage(Storage):
         return self._stamp(name).size
 
     def version(self, name: str) -> str:
-        """Return a string that changes when the file does: its tag and size; see `Storage.version`."""
+        """Return a string that changes when the file changes, made of tag and size; see `Storage.version`."""
         self._check(name)
         stamp = self._stamp(name)
         return f"{stamp.tag}-{stamp.size}"
@@ -250,7 +260,7 @@ class RemoteStorage(Storage):
             self._check(name)
 
     def close(self) -> None:
-        """Drop all cached data."""
+        """Delete all cached data."""
         self._closed = True
         self._ahead.clear()
 
@@ -261,7 +271,7 @@ class RemoteStorage(Storage):
         self._stamps[self._single] = _stamp(info)
 
     def _place(self, name: str) -> str:
-        """Return the name that the client uses for a file or folder of the checkpoint."""
+        """Return the client's path of a file or folder of the checkpoint."""
         parts = split_name(name)
         path = "/".join((self._root, *(map(quote, parts) if self._web else parts)))
         return f"{path}?{self._query}" if self._query and name == self._single else path
@@ -299,7 +309,7 @@ class RemoteStorage(Storage):
         return self._stamps[name]
 
     def _look(self, name: str) -> ObjectStamp:
-        """Request the current stamp (size and tag) of the object under a name."""
+        """Request the current version (size and tag) of the object under a name."""
         info = self._service.info(self._place(name), name)
         if info is None:
             raise refuse("IO", "no such file", file=name, system=FileNotFoundError)
@@ -308,12 +318,12 @@ class RemoteStorage(Storage):
         return _stamp(info)
 
     def _check(self, name: str) -> None:
-        """Refuse an object that is not the version first seen under the same name."""
+        """Refuse an object that is not the version which was first seen under the same name."""
         if not self._service.pinned and self._look(name) != self._stamp(name):
             raise refuse("CORRUPT", "the file was changed while the checkpoint was open", file=name)
 
     def _fetch(self, name: str, start: int, stop: int) -> bytes:
-        """Make one request; its bytes are used only if the object still has the same version afterwards."""
+        """Make one request; the received bytes are used only if the object still has the same version afterwards."""
         try:
             data = self._service.fetch(self._place(name), start, stop, name)
         except TransaxleError:
@@ -326,7 +336,7 @@ class RemoteStorage(Storage):
         return data
 
     def _similar(self) -> str:
-        """Return a hint with the existing name most similar to a missing one; empty if none is similar."""
+        """Return a hint with the existing name that is most similar to a missing name; empty if none is similar."""
         above, _, missing = self._root.rpartition("/")
         try:
             neighbours = [
@@ -344,7 +354,7 @@ def _stamp(info: Info) -> ObjectStamp:
         message = "the service does not tell the file's length"
         raise refuse("UNSUPPORTED", message, file=str(info.get("name", "")).partition("?")[0])
     tag = next((info[key] for key in (*_TAGS, *_TIMES) if info.get(key)), "")
-    # Azure's client puts tags in quotation marks, except in listings.
+    # Azure's client puts tags in quotation marks, but not in listings.
     return ObjectStamp(size, str(tag.timestamp() if isinstance(tag, datetime) else tag).strip('"'))
 
 

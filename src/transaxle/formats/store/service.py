@@ -1,10 +1,13 @@
-"""Remote services that store files under URLs: calls of their fsspec clients, with errors of this package.
+"""Remote services that store files under URLs: calls of their fsspec clients, whose exceptions become errors of
+Transaxle.
 
-The clients raise their own libraries' exceptions, whose messages contain addresses and keys. Errors that leave this
-module are this package's own, one line long. fsspec and the client are imported when the first URL is opened.
+The clients raise exceptions of their own libraries, with messages that contain addresses and keys. Errors that this
+module raises are Transaxle's own errors, with messages of one line. fsspec and the client are imported when the first
+URL is opened.
 
-A URL may contain a password, or in its query string a signature that gives everybody access. Other people read errors,
-reports and logs, so each URL and each message of a service is stripped of secrets before it is shown.
+A URL may contain a password, or a signature in its query string that allows everybody to read. Other people read
+errors, reports and logs, so passwords and signatures are removed from each URL and each message of a service before it
+is shown.
 
 Servers may send more than was requested: a whole file instead of a range, a wrong range, or endless bytes. fsspec's
 HTTP client reads each response to its end, but the session that this module gives it stops after the requested bytes.
@@ -29,11 +32,11 @@ _SECRET = re.compile(r"(?i)\b([\w-]*(?:secret|token|signature|password|credentia
 _KEY_ID = re.compile(r"\b(?:(?:AKIA|ASIA)[A-Z0-9]{8,}|hf_[A-Za-z0-9]{8,})\b")
 _LONGEST = 300
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "az": "abfs"}
-"""Maps an alternative URL scheme to the usual scheme of the same service."""
+"""Alternative URL scheme -> usual scheme of the same service."""
 
 
 def scheme(url: str) -> str:
-    """Return the scheme of a URL: the part before `://`."""
+    """Return the scheme of a URL, which is the text before `://`."""
     return url.partition("://")[0]
 
 
@@ -47,7 +50,9 @@ def local_path(url: str) -> str | None:
 
 
 def address(url: str) -> str:
-    """Return a canonical form of a URL, for comparison: one scheme per service, no repeated slashes, no query."""
+    """Return the canonical form of a URL, by which URLs are compared: one scheme per service, no repeated slashes, no
+    query.
+    """
     kind, _, after_scheme = url.partition("?")[0].partition("://")
     parts = [segment for segment in after_scheme.split("/") if segment not in ("", ".")]
     return "/".join((f"{_ALIASES.get(kind.lower(), kind.lower())}:/", *parts))
@@ -64,22 +69,22 @@ def harmless(message: str) -> str:
 WEB = frozenset({"http", "https"})
 """URL schemes of web servers."""
 _LONGEST_PAGE = 16 << 20
-"""Maximum bytes of a response to a request without a range, such as a listing of a folder."""
+"""Maximum number of bytes of a response to a request without a range, such as the listing of a folder."""
 _RANGE = re.compile(r"bytes=([0-9]+)-([0-9]+)")
 _SENT = re.compile(r"bytes ([0-9]{1,20})-([0-9]{1,20})/", re.IGNORECASE)
 _SHOWN = 60
 
 
 class TooMuchError(OSError):
-    """Raised if a server sends more bytes than were requested."""
+    """Raised if a server sends more bytes than a request asked for."""
 
 
 class OtherRangeError(OSError):
-    """Raised if a server sends a range different from the requested one."""
+    """Raised if a server sends a range that differs from the requested range."""
 
 
 def check_range(requested: str, received: str) -> None:
-    """Check that a response has the requested range; a response without `Content-Range` is accepted.
+    """Check that a response contains the requested range; a response without `Content-Range` is accepted.
 
     Args:
         requested: `Range` header of the request; may be empty.
@@ -107,7 +112,9 @@ def _max_bytes(headers: Any) -> int:
 
 
 async def session(**options: Any) -> Any:
-    """Return an aiohttp session that limits the size of responses, for fsspec's client, which passes `options`."""
+    """Return an aiohttp session that limits the size of responses; fsspec's client calls this function and passes
+    `options`.
+    """
     from aiohttp import ClientResponse, ClientSession
 
     class Response(ClientResponse):
@@ -127,11 +134,11 @@ async def session(**options: Any) -> Any:
 
 
 def s3_range(client: Any, path: str, start: int, stop: int) -> bytes:
-    """Read a range of an S3 object, possibly shortened by the service; raise the client's exceptions.
+    """Read a range of an S3 object, which the service may shorten; raises the client's exceptions.
 
     Args:
         client: the s3fs client of the service.
-        path: path of the object, as the client spells it.
+        path: path of the object, in the form that the client uses.
         start: offset of the first byte.
         stop: offset after the last byte.
     """
@@ -156,27 +163,28 @@ _CLIENTS = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp",
     "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "sftp": "paramiko", "oci": "ocifs",
 }  # fmt: skip
-"""Maps a URL scheme to the Python package that fsspec needs for it."""
+"""URL scheme -> Python package that fsspec needs for the scheme."""
 S3 = frozenset({"s3", "s3a"})
-"""URL schemes of S3-compatible services, on which several processes can share an upload."""
+"""URL schemes of S3-compatible services; several processes can share an upload to such a service."""
 NO_CREDENTIALS = frozenset({
     "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError",
     "UnauthorizedSSOTokenError", "ProfileNotFound", "DefaultCredentialsError", "RefreshError",
     "LocalTokenNotFoundError",
 })  # fmt: skip
-"""Names of the exceptions that clients raise for missing or invalid credentials."""
+"""Names of the exceptions that clients raise if credentials are missing or invalid."""
 _HOW_TO_LOG_IN = "Give the credentials in the way the service's client expects: environment, profile or login."
 
 Info = dict[str, Any]
-"""A service's information on a file or folder: `name`, `size`, `type`, and keys that differ between services."""
+"""What a service reports about a file or folder: `name`, `size`, `type`, and further keys that differ between
+services."""
 RANGES = "The server must support range requests."
-"""Hint for the user if a server ignores requests for a range."""
+"""Hint for the user if a server ignores requests for a byte range."""
 FILE = "file"
 """The value that the key `type` has for a file."""
 
 
 class Stream(Protocol):
-    """A file that is being written; it stays invisible until it is committed."""
+    """A remote file that is being written; it stays invisible until it is committed."""
 
     closed: bool
 
@@ -194,7 +202,7 @@ class Stream(Protocol):
 
 
 class Readable(Protocol):
-    """The read interface of a service; see `Service`."""
+    """The methods of a service that read; see `Service`."""
 
     @property
     def scheme(self) -> str:
@@ -202,24 +210,24 @@ class Readable(Protocol):
 
     @property
     def shown(self) -> str:
-        """The URL without secrets; for a pinned version, the URL that names the version."""
+        """The URL without passwords and signatures; if the version cannot change, the URL that names the version."""
 
     @property
     def path(self) -> str:
-        """The path in the URL, as the service's client spells it."""
+        """The path in the URL, in the form that the service's client uses."""
 
     @property
     def pinned(self) -> bool:
-        """Whether the files can never change, so that they need no later checks."""
+        """Whether the files can never change, so that no later checks are needed."""
 
     def info(self, path: str, file: str) -> Info | None:
-        """Return the current information on a file or folder; None if the path does not exist."""
+        """Return what the service currently reports about a file or folder; None if the path does not exist."""
 
     def members(self, path: str, file: str) -> list[Info]:
-        """Return the direct contents of a folder; empty if the folder does not exist."""
+        """Return the files and folders directly in a folder; empty if the folder does not exist."""
 
     def fetch(self, path: str, start: int, stop: int, file: str) -> bytes:
-        """Return the requested range of a file's bytes, which the service may shorten."""
+        """Return the requested byte range of a file, which the service may shorten."""
 
 
 class Service:
@@ -227,7 +235,7 @@ class Service:
 
     Args:
         url: any URL that fsspec supports.
-        writing: open the service for writing; new files stay invisible until they are committed.
+        writing: whether to open the service for writing; new files stay invisible until they are committed.
 
     Raises:
         Refused: with code UNSUPPORTED for an unknown URL scheme, or if the package for the scheme is missing.
@@ -235,7 +243,7 @@ class Service:
     """
 
     pinned = False
-    """False, since files may change between requests."""
+    """False, because files may change between requests."""
 
     def __init__(self, url: str, *, writing: bool = False) -> None:
         self.scheme = scheme(url)
@@ -246,7 +254,7 @@ class Service:
             from fsspec.core import url_to_fs
 
             try:
-                # The transaction below must not affect other users of a cached client.
+                # The transaction that follows must not affect other users of a cached client.
                 options = {"get_client": session} if self.scheme in WEB else {}
                 client_and_path = url_to_fs(url, **({"skip_instance_cache": True} if writing else {}), **options)
             except ImportError as error:
@@ -259,17 +267,17 @@ class Service:
             self.client: Any = client_and_path[0]
             """The fsspec file system for the URL scheme."""
             self.path = str(client_and_path[1]).rstrip("/")
-            """The path in the URL as the client spells it, without a trailing `/`."""
+            """The path in the URL in the form that the client uses, without a trailing `/`."""
             if writing:
                 self.client.start_transaction()
             else:
                 self.client.invalidate_cache()
 
     def info(self, path: str, file: str) -> Info | None:
-        """Return the current information on a file or folder; None if the path does not exist.
+        """Return what the service currently reports about a file or folder; None if the path does not exist.
 
         Args:
-            path: path of the file or folder, as the client spells it.
+            path: path of the file or folder, in the form that the client uses.
             file: name of the file or folder for error messages.
 
         Raises:
@@ -283,7 +291,7 @@ class Service:
                 return None
 
     def members(self, path: str, file: str) -> list[Info]:
-        """Return the direct contents of a folder; empty if the folder does not exist.
+        """Return the files and folders directly in a folder; empty if the folder does not exist.
 
         Raises:
             StorageError: with code IO if the service fails or refuses.
@@ -296,7 +304,7 @@ class Service:
                 return []
 
     def below(self, path: str, file: str) -> list[str]:
-        """Return the paths of all files below a folder, as the client spells them.
+        """Return the paths of all files below a folder, in the form that the client uses.
 
         Raises:
             StorageError: with code IO if the service fails or refuses.
@@ -306,7 +314,7 @@ class Service:
             return sorted(self.client.find(path))
 
     def fetch(self, path: str, start: int, stop: int, file: str) -> bytes:
-        """Return the requested range of a file's bytes, which the service may shorten.
+        """Return the requested byte range of a file, which the service may shorten.
 
         Raises:
             StorageError: with code IO if the service fails or refuses.
@@ -317,7 +325,7 @@ class Service:
             return bytes(self.client.cat_file(path, start=start, end=stop))
 
     def create(self, path: str, part: int, file: str) -> Stream:
-        """Begin to write a file that is sent in parts of `part` bytes.
+        """Begin to write a file, which is sent in parts of `part` bytes.
 
         Raises:
             Refused: with code UNSUPPORTED if the service cannot write files, or would show them before they are
@@ -357,7 +365,9 @@ class Service:
 
     @contextmanager
     def as_storage_error(self, doing: str, file: str, *, missing: bool = False) -> Iterator[None]:
-        """Convert the client's exceptions to StorageError; with `missing`, a FileNotFoundError stays as it is."""
+        """Convert the client's exceptions to StorageError; if `missing` is true, a FileNotFoundError is raised
+        unchanged.
+        """
         with self._convert_errors(doing, file, missing=missing):
             yield
 
@@ -370,12 +380,12 @@ class Service:
         except Exception as error:  # noqa: BLE001 - what clients raise has no common base
             if missing and isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(file) from None
-            # Raised without its cause: the client's message may contain a signed URL or a key.
+            # Raised without the client's exception as cause, because its message may contain a signed URL or a key.
             raise _storage_error(error, doing, file) from None
 
 
 def _system(error: Exception) -> type[OSError] | None:
-    """Return the OSError class that corresponds to a client's exception; None if none does."""
+    """Return the OSError class that corresponds to a client's exception; None if no class does."""
     return next((kind for kind in (FileNotFoundError, PermissionError) if isinstance(error, kind)), None)
 
 

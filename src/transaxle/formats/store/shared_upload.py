@@ -1,15 +1,15 @@
-"""An upload whose files several workers send; a driver process begins the upload, and the same or a later driver
-commits it.
+"""An upload of files that several workers send. A driver process begins the upload, and the same or a later driver
+process commits it.
 
 The driver begins a multipart upload for each file that workers write, and records the uploads in an object next to the
-target. Each file has one worker, which sends the file's parts and writes its result next to the target. The driver
-compares the results with the parts that the service has, and completes the uploads in the same order as `Upload`.
-Before that it records the commit, so that a run that resumes after a crash can recognise by their tags the files that
-are already visible, and continue.
+target. Each file has one worker, which sends the file's parts, and writes its result into an object next to the target.
+The driver compares the workers' results with the parts that the service has, and completes the uploads in the same
+order as `Upload` does. Before it completes the uploads it records the commit. A run that resumes after a crash can thus
+recognise, by their ETags, the files that are already visible, and continue.
 
-A worker's bytes may come in any order and from several threads. A full part is sent by separate threads while the next
-part is filled. A part that a killed worker has sent already is not sent again if its ETag is the MD5 sum of the part's
-bytes.
+The bytes that a worker writes may come in any order and from several threads. A full part is sent by a separate thread
+while the next part is filled. A part that a killed worker has already sent is not sent again if its ETag is the MD5 sum
+of the bytes.
 """
 
 from __future__ import annotations
@@ -52,26 +52,26 @@ _Result = TypeVar("_Result")
 
 
 class SharedUpload(Upload):
-    """A checkpoint that several workers write under a URL; used like `Staging`.
+    """A checkpoint that several workers write to a URL; it has the methods of `Staging`.
 
     Args:
-        target: URL of the target folder or file.
-        overwrite: replace an existing checkpoint; see `Upload`.
-        resume: continue an earlier run's upload, and keep this run's work if it fails too. Without `resume`, an earlier
-            upload is refused, since the run that began it may still be active.
+        target: URL of the folder or file to write.
+        overwrite: whether to replace an existing checkpoint; see `Upload`.
+        resume: whether to continue the upload of an earlier run, and to keep this run's work if it also fails. Without
+            `resume`, an earlier upload is refused, because the run that began it may still be active.
         part: usual size in bytes of a part; the last part may be smaller.
 
     Raises:
-        UsageError, Refused, StorageError as in `Upload`; UNSUPPORTED for a service on which an upload belongs to
-        one process.
+        UsageError, Refused, StorageError: with the codes of `Upload`; with code UNSUPPORTED for a service on which an
+        upload belongs to one process.
     """
 
     def __init__(self, target: str, *, overwrite: Overwrite = False, resume: bool = False, part: int = PART) -> None:
         super().__init__(target, overwrite=overwrite, part=part)
         self.calls: S3Multipart = multipart(self._service)
-        """The multipart calls of the service."""
+        """The service's calls for multipart uploads."""
         self.hidden = HiddenObjects(self._service, self.calls)
-        """The objects next to the target that record the upload."""
+        """The objects next to the target in which the upload is recorded."""
         self._resume = resume
         self._record: UploadRecord | None = None
         self._sizes: Mapping[str, int] = {}
@@ -83,25 +83,27 @@ class SharedUpload(Upload):
 
     @property
     def record(self) -> UploadRecord:
-        """Record of the upload; raises ValueError before `begin_or_continue`."""
+        """Record of the upload; reading it before `begin_or_continue` raises ValueError."""
         if self._record is None:
             raise ValueError("nothing has begun")
         return self._record
 
     def share(self) -> None:
-        """Do nothing, as a service needs no lock; see `Staging.share`."""
+        """Do nothing, because a service needs no lock; see `Staging.share`."""
 
     def take_back(self) -> None:
-        """Do nothing, as late workers send equal parts; see `Staging.take_back`."""
+        """Do nothing, because workers that are late send equal parts; see `Staging.take_back`."""
 
     def _check(self, info: Info | None) -> None:
-        """Accept files that an interrupted commit of this work made visible; check all other files as `Upload` does."""
+        """Accept files that an interrupted commit of the same conversion made visible; check all other files as
+        `Upload` does.
+        """
         if info is not None and self._resume and not self._overwrite and self._is_ours(info):
             return
         super()._check(info)
 
     def _is_ours(self, info: Info) -> bool:
-        """Return whether the interrupted commit made all files at the target visible."""
+        """Return whether all files at the target were made visible by the interrupted commit."""
         self._interrupted_record = self._interrupted_record or self._interrupted_commit()
         if self._interrupted_record is None:
             return False
@@ -118,7 +120,7 @@ class SharedUpload(Upload):
         return commit if begun is not None and commit is not None and commit.token == begun.token else None
 
     def was_committed(self, name: str) -> bool:
-        """Return whether the interrupted commit has made a file visible, to judge by the file's ETag."""
+        """Return whether the interrupted commit has made a file visible; the file's ETag shows it."""
         tags = {} if self._interrupted_record is None else self._interrupted_record.tags
         tag = tags.get(name) or (next(iter(tags.values()), "") if self._single else "")
         return bool(tag) and self._tag_of(name) == tag
@@ -132,12 +134,13 @@ class SharedUpload(Upload):
 
         Args:
             sizes: maps each file that workers write to its size in bytes.
-            task: the conversion, as text.
-            division: hash of the division of the files into work items.
+            task: the conversion, described as text.
+            division: hash of how the files are divided into work items (parts of a conversion).
             items: number of work items.
 
         Raises:
-            UsageError: with code EXISTS if there is an upload of different work, or any upload without `resume`.
+            UsageError: with code EXISTS if there is an upload of a different conversion, or any upload without
+                `resume`.
             StorageError: with code IO if the service fails or refuses.
         """
         self._sizes = sizes
@@ -159,7 +162,8 @@ class SharedUpload(Upload):
             places = {file: self._place(file) for file in sizes}
             token = secrets.token_hex(8)
             record = UploadRecord(token=token, task=task, division=division, uploads={}, places=places, items=items)
-            self._claim(record)  # before the uploads begin: a killed run must not leave unknown uploads
+            # written before the uploads begin, because a killed run must not leave uploads that no record lists
+            self._claim(record)
             self._stored = {file: {} for file in sizes}
             try:
                 self._record = self._with_uploads(record, sizes)
@@ -177,7 +181,7 @@ class SharedUpload(Upload):
             self._record = self._with_uploads(msgspec.structs.replace(record, continued=True), self.look_again())
 
     def _claim(self, record: UploadRecord) -> None:
-        """Write the record of the upload, unless another run has written one meanwhile."""
+        """Write the record of the upload, unless a different run has written one meanwhile."""
         try:
             self.hidden.begin(record, new=True)
         except TransaxleError as error:
@@ -195,10 +199,10 @@ class SharedUpload(Upload):
         return record
 
     def _remove_unnamed(self, record: UploadRecord) -> None:
-        """Remove uploads of the record's files that are not in the record, because their run was killed or lost a
-        response.
+        """Remove uploads of the record's files that are not in the record, because their run was killed or did not get
+        the response.
 
-        No run knows the ids of these uploads, so they have no parts. An upload that has parts belongs to another run.
+        No run knows the ids of such uploads, so they have no parts. An upload with parts belongs to a different run.
         """
         places, recorded = frozenset(record.places.values()), frozenset(record.uploads.values())
         for upload in list(self.calls.list_uploads(self._service.path, self._shown)):
@@ -206,12 +210,12 @@ class SharedUpload(Upload):
                 abort_empty(self.calls, upload, self._shown)
 
     def _remove_unanswered(self) -> None:
-        """Remove this run's uploads whose first request got no response; see `Upload`."""
+        """Remove this run's uploads for which the first request got no response; see `Upload`."""
         if self._record is not None:
             self._remove_unnamed(self._record)
 
     def _uploads(self, files: Iterable[str]) -> dict[str, str]:
-        """Begin uploads of files, either all or none; return a mapping from file to upload id."""
+        """Begin uploads of files, either of all files or of none; return file name -> upload id."""
         upload_ids: dict[str, str] = {}
 
         def begin(file: str) -> None:
@@ -238,7 +242,7 @@ class SharedUpload(Upload):
         return None if upload is None else self.calls.list_parts(self._place(file), upload, file)
 
     def look_again(self) -> list[str]:
-        """List the stored parts; return the files that are not visible and whose uploads no longer exist."""
+        """List the stored parts; return the names of files that are not visible and whose uploads no longer exist."""
         parts_by_file = self._at_once(self._look_up, self._sizes)
         ended = [file for file, parts in parts_by_file.items() if parts is None]
         self._over = frozenset(file for file in ended if self.was_committed(file))
@@ -249,7 +253,7 @@ class SharedUpload(Upload):
         """Return whether the last listing includes all parts that a worker has sent.
 
         Args:
-            part_tags: maps each file to the ETags of its parts, in order.
+            part_tags: maps the name of each file to the ETags of its parts, in order.
         """
         for file, tags in part_tags.items():
             if self.is_visible(file):
@@ -260,7 +264,7 @@ class SharedUpload(Upload):
         return True
 
     def prepare(self, files: Mapping[str, int]) -> frozenset[str]:
-        """Register the sizes of all files; see `Upload`."""
+        """Register the names and sizes of all files; see `Upload`."""
         if self._single and len(files) > 1:
             raise several_files(self._shown)
         for name, size in files.items():
@@ -278,7 +282,7 @@ class SharedUpload(Upload):
         self._streams[name] = file
 
     def take(self, part_tags: Mapping[str, Sequence[str]]) -> None:
-        """Register the parts that a worker has sent, with their ETags; see `holds`."""
+        """Register the parts that a worker has sent, with the parts' ETags; see `holds`."""
         for file, tags in part_tags.items():
             self._shared[file].tags = tags
 
@@ -293,16 +297,17 @@ class SharedUpload(Upload):
         self.hidden.begin_commit(CommitRecord(token=record.token, tags={name: self._final_tag(name) for name in names}))
 
     def appear(self) -> None:
-        """Make the files visible, several at once if their order does not matter; see `Upload`.
+        """Make the files visible, several at the same time if their order does not matter; see `Upload`.
 
-        The first file is completed alone, so that of two runs with one target one run fails there.
+        The first file is completed before all others, so that of two runs with the same target one run fails at this
+        file.
         """
         names = sorted(self._streams, key=turn)
         for _, group in itertools.groupby(names, key=lambda name: (name == names[0], turn(name)[0])):
             self._at_once(self._appear_one, group)
 
     def _looks(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the version stamps of the visible files; see `Upload`."""
+        """Return file name -> version of the file on the service, for the visible files; see `Upload`."""
         return self._at_once(lambda name: super(SharedUpload, self)._looks([name])[name], names)
 
     def _final_tag(self, name: str) -> str:
@@ -315,7 +320,7 @@ class SharedUpload(Upload):
         return file in self._over
 
     def keep(self) -> None:
-        """Keep the visible files, and delete the records next to the target."""
+        """Keep the visible files even if the context fails later, and delete the records next to the target."""
         super().keep()
         self.hidden.delete(finished=True)
         self._record = None
@@ -336,26 +341,26 @@ class SharedUpload(Upload):
         self._record = None
 
     def _remove(self, record: UploadRecord) -> None:
-        """Abort uploads, and delete the records next to the target, unless the records belong to a later run."""
+        """Abort uploads, and delete the records next to the target, unless these records belong to a later run."""
         self._abandon(record.places, record.uploads)
         current = self.hidden.upload_record()
         if current is None or current.token == record.token:
             self.hidden.delete()
 
     def _at_once(self, work: Callable[[_Item], _Result], items: Iterable[_Item]) -> dict[_Item, _Result]:
-        """Call `work` for each item, several at a time; return a mapping from item to result."""
+        """Call `work` for each item, several at the same time; return item -> result."""
         all_items = list(items)
         with ThreadPoolExecutor(_THREADS, "transaxle-upload") as pool:
             return dict(zip(all_items, pool.map(work, all_items), strict=True))
 
 
 class _SharedFile:
-    """A file that a worker sends; it replaces the `StreamedFile` of `Upload`.
+    """A file that a worker sends; it is used in place of the `StreamedFile` of `Upload`.
 
     Args:
         upload: the upload of the checkpoint.
         name: name of the file.
-        place: path of the file, as the client spells it.
+        place: path of the file, in the form that the client uses.
         size: size of the file in bytes.
     """
 
@@ -365,16 +370,16 @@ class _SharedFile:
         self.tags: Sequence[str] = ()
         """ETags of the file's parts, in order."""
         self.name = name
-        """Name of the file."""
+        """Name of the file in the checkpoint."""
         self._upload, self._place = upload, place
 
     @property
     def future_tag(self) -> str:
-        """ETag that the file will have; empty if it cannot be computed."""
+        """Return the ETag that the file will have; empty if it cannot be computed."""
         return expected_tag(self.tags) or ""
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Do nothing, as the worker sends all bytes of this file."""
+        """Do nothing, because the worker sends all bytes of this file."""
 
     def close(self) -> None:
         """Check that a worker has sent all bytes of the file."""
@@ -382,14 +387,14 @@ class _SharedFile:
             raise ValueError(f"{self.name}: no worker has sent it")
 
     def commit(self, *, new: bool) -> str:
-        """Make the file visible, unless an interrupted commit has already made it visible."""
+        """Make the file visible, unless an interrupted commit has already done so."""
         if self._upload.is_visible(self.name):
             return ""
         upload = self._upload.record.uploads[self.name]
         return self._upload.calls.complete(self._place, upload, self.tags, self.name, new=new)
 
     def discard(self) -> None:
-        """Do nothing, as the uploads of all files are kept or aborted together."""
+        """Do nothing, because the uploads of all files are kept or aborted together."""
 
 
 def _refuse_unfinished(target: str) -> TransaxleError:
@@ -402,7 +407,7 @@ class _OwnFile:
     Args:
         upload: the upload of the checkpoint.
         name: name of the file.
-        place: path of the file, as the client spells it.
+        place: path of the file, in the form that the client uses.
         size: size of the file in bytes.
     """
 
@@ -415,7 +420,7 @@ class _OwnFile:
 
     @property
     def future_tag(self) -> str:
-        """ETag that the file will have; empty if the service computes ETags in a different way."""
+        """Return the ETag that the file will have; empty if the service computes ETags in an unknown way."""
         return hashlib.md5(self._data, usedforsecurity=False).hexdigest()
 
     def write(self, offset: int, view: memoryview) -> None:
@@ -437,11 +442,11 @@ class _OwnFile:
         return self._upload.calls.put(self._place, bytes(self._data), self._name, new=new)
 
     def discard(self) -> None:
-        """Do nothing, as no bytes were sent yet."""
+        """Do nothing, because no bytes have been sent yet."""
 
 
 def part_sizes(size: int) -> list[int]:
-    """Return the sizes of a file's parts; all sizes but the last are equal, as some services require."""
+    """Return the sizes of a file's parts; all sizes except the last are equal, as some services require."""
     usual = part_size(size)
     return [min(usual, size - start) for start in range(0, size, usual)]
 
@@ -450,11 +455,11 @@ class FileSender:
     """Sends the files of a work item in parts, as a worker writes them.
 
     Args:
-        calls: the multipart calls of the service.
+        calls: the service's calls for multipart uploads.
         record: the record of the upload.
-        sizes: maps each file of the work item to its size in bytes; writes to any other file are ignored.
-        fragments: the files' bytes that belong to no tensor.
-        stored: the parts that the service already has, by file and number.
+        sizes: maps the name of each file of the work item to its size in bytes; writes to any other file are ignored.
+        fragments: the bytes of the files that belong to no tensor.
+        stored: maps file name to number to the part that the service already has.
     """
 
     def __init__(
@@ -497,7 +502,7 @@ class FileSender:
                 at = stop
 
     def _part(self, file: str, number: int) -> _FilledPart:
-        """Return an open part; if the part is new, it is created with its fragments."""
+        """Return a part that is being filled; if the part is new, create it with the fragments inside it."""
         with self._lock:
             if (file, number) in self._sent_parts:
                 raise ValueError(f"{file}: part {number} was full already")
@@ -531,7 +536,7 @@ class FileSender:
             self._failed = pending
 
     def _carry(self, part: _FilledPart) -> str:
-        """Send a part unless the service already has it, and return its ETag."""
+        """Send a part unless the service already has it, and return the part's ETag."""
         try:
             file, number, data = part.file, part.number, part.data
             upload = self._record.uploads.get(file)
@@ -545,7 +550,7 @@ class FileSender:
             self._room.release()
 
     def flush(self) -> dict[str, tuple[str, ...]]:
-        """Wait until all parts are sent; return each file's ETags of its parts, in order.
+        """Wait until all parts are sent; return file name -> ETags of the file's parts, in order.
 
         Raises:
             StorageError: with code IO if a part could not be sent.
@@ -557,7 +562,8 @@ class FileSender:
             for number in numbers:
                 if (file, number) in self._sent_parts:
                     continue
-                part = self._part(file, number)  # creates a part without bytes of tensors, as in a large header
+                # creates a part that contains no bytes of tensors, as in a large header
+                part = self._part(file, number)
                 if part.missing:
                     raise ValueError(f"{file}: {part.missing} bytes of part {number} were not written")
                 self._send(part)
@@ -565,7 +571,7 @@ class FileSender:
         return tags
 
     def close(self) -> None:
-        """Cancel the parts that wait to be sent, and wait for those being sent."""
+        """Cancel the parts that wait to be sent, and wait for the parts that are being sent."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._open.clear()
 
@@ -583,7 +589,7 @@ class _FilledPart:
     def __init__(self, file: str, number: int, start: int, size: int) -> None:
         self.file, self.number = file, number
         self.data = bytearray(size)
-        """The part's bytes."""
+        """The bytes of the part."""
         self.missing = size
         """Number of bytes of the part that are still missing."""
         self._start = start

@@ -1,12 +1,14 @@
-"""Writes a local checkpoint to a hidden folder and moves it into place; chooses by path or URL how to open and create
-checkpoints.
+"""Writes a local checkpoint into a hidden folder and moves it into place; also opens and creates checkpoints by path or
+URL.
 
-**Staging**: a checkpoint is written next to its target and moved there as a whole; until then the target is unchanged.
+**Staging**: a checkpoint is written next to its target and moved to the target as a whole; until then the target is
+unchanged.
 
 All files are written to a hidden folder next to the target. A commit makes this folder durable (files, folders, and the
-rename itself) and renames it atomically. A process that is killed leaves the target unchanged; a run that resumes
-continues the hidden folder, and any other run is refused if the folder contains finished work, unless that run
-overwrites. The hidden name is always the same, so leftovers do not accumulate, and its lock excludes a second run.
+rename itself), and renames it atomically to the target. A process that is killed leaves the target unchanged. A run
+that resumes continues with the hidden folder; any other run is refused if the hidden folder contains finished work,
+unless the run overwrites. The name of the hidden folder is always the same, so leftovers do not accumulate, and a lock
+on the folder excludes a second run.
 
 A `Writer` writes byte ranges into files that the `Staging` of another process has created.
 
@@ -59,16 +61,19 @@ _REOPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Staging:
-    """A local checkpoint that is being written; as a context, it leaves nothing behind unless `commit` is called.
+    """A local checkpoint that is being written; if the context ends without `commit`, nothing is left behind.
 
-    Several threads may write to it. After `commit` the target contains the new checkpoint and no file of the old one.
+    Several threads may write to one `Staging` at the same time. After `commit` the target contains the new checkpoint
+    and no file of the replaced checkpoint.
 
     Args:
         target: path of a folder, or of one file if the path ends in `.safetensors`, `.bin`, `.pt` or `.pth`.
-        overwrite: replace an existing checkpoint, which stays readable until the new one is complete. `everything`:
-            also delete all other files in its folder; otherwise a folder with other files is refused.
-        resume: continue the work of an earlier run, and keep this run's work if it fails too.
-        sync: make all files durable before the rename. Without syncing, a power failure may leave damaged files.
+        overwrite: whether to replace an existing checkpoint, which stays readable until the new checkpoint is complete.
+            `everything` also deletes all other files in the checkpoint's folder; otherwise a folder with other files is
+            refused.
+        resume: whether to continue the work of an earlier run, and to keep this run's work if it also fails.
+        sync: whether to make all files durable before the rename. Without syncing, a power failure may leave damaged
+            files.
 
     Raises:
         UsageError: with code EXISTS if the target exists and may not be replaced, or another run is writing to it.
@@ -76,7 +81,7 @@ class Staging:
     """
 
     ordered: Literal[False] = False
-    """False, as the bytes of a file may come in any order, and from several threads."""
+    """False, because the bytes of a file may come in any order, and from several threads."""
 
     def __init__(
         self, target: str | os.PathLike[str], *, overwrite: Overwrite = False, resume: bool = False, sync: bool = True
@@ -94,7 +99,7 @@ class Staging:
         self._file_mode = 0o666 if replaced is None or is_empty(replaced) else PRIVATE_FILE
         self._claim = Claim(self._place.partial, self._place.typed, self._folder_mode)
         self.found: tuple[str, ...] = ()
-        """Notes about leftovers of killed runs, and what happened to the leftovers."""
+        """Notes about the leftovers of killed runs, which state what was done with the leftovers."""
         self._given_up = False
 
     @property
@@ -109,22 +114,25 @@ class Staging:
 
     @property
     def single(self) -> str | None:
-        """Name of the target if it is a single file; exactly one file can then be written, under any name."""
+        """Name of the target if it is a single file; then exactly one file can be written, under any name."""
         return self._place.single
 
     @property
     def moved_aside(self) -> bool:
-        """Whether a run was killed while replacing the target; entering the context moves the old checkpoint back."""
+        """Whether a run was killed while it replaced the target; entering the context moves the replaced checkpoint
+        back.
+        """
         return self._place.moved_aside
 
     def look(self, folder: Mapping[str, int], file: Mapping[str, int]) -> None:
-        """Raise the errors that entering the context and `prepare` would raise, without creating or removing anything.
+        """Raise the errors that entering the context and calling `prepare` would raise, without creating or removing
+        anything.
 
         Args:
-            folder: size of each file by name, if the target is a folder.
-            file: size of the single file by name, if the target is a file.
+            folder: maps file name to size, if the target is a folder.
+            file: maps file name to size, if the target is a single file.
 
-        Raises the errors of both.
+        Raises the errors of `__enter__` and of `prepare`.
         """
         files = folder if self.single is None else file
         if self.single and len(files) > 1:
@@ -162,7 +170,7 @@ class Staging:
         return self
 
     def _refuse_unfinished(self) -> None:
-        """Refuse to discard finished work of another run, unless the user chose to overwrite or resume."""
+        """Refuse to discard finished work of a different run, unless the user chose to overwrite or to resume."""
         finished = "" if self._resume or self._overwrite else describe_progress(self.scratch)
         if finished:
             clean = f"transaxle clean {shlex.quote(self._place.typed)}"
@@ -171,7 +179,7 @@ class Staging:
             raise refuse("EXISTS", message, file=self._place.typed, hint=hint)
 
     def _describe_leftovers(self, *, created: bool) -> tuple[str, ...]:
-        """Return notes about the leftovers of an earlier run; called before anything is done with the leftovers."""
+        """Return notes about the leftovers of an earlier run; called before anything is done with these leftovers."""
         place, notes = self._place, []
         if os.path.lexists(place.old):
             leftover = leftover_at(place.old, place.target)
@@ -205,10 +213,10 @@ class Staging:
         return run
 
     def share(self) -> None:
-        """Let other processes write into the prepared files, each with a `Writer` that shares this run's lock.
+        """Let other processes write into the prepared files, each with a `Writer`, which shares this run's lock.
 
         Raises:
-            UsageError: with code EXISTS if another run took the lock meanwhile.
+            UsageError: with code EXISTS if a different run took the lock meanwhile.
         """
         self._claim.share()
 
@@ -216,20 +224,20 @@ class Staging:
         """Wait until the processes that share the lock have closed their writers, then exclude all writers.
 
         Raises:
-            UsageError: with code EXISTS if a process does not close its writer in time, or another run took the lock
-                meanwhile.
+            UsageError: with code EXISTS if a process does not close its writer in time, or a different run took the
+                lock meanwhile.
         """
         self._claim.take_back()
 
     def prepare(self, files: Mapping[str, int]) -> frozenset[str]:
-        """Create all files with known sizes, and reserve their disk space if the file system can.
+        """Create all files whose sizes are known, and reserve disk space for them if the file system can.
 
         Args:
-            files: maps each file name (`a` or `folder/a`) to its size in bytes.
+            files: maps each file name (`a` or `folder/a`) to the size of the file in bytes.
 
         Returns:
-            The files that an earlier run created with exactly this size; they still have the bytes that the
-            earlier run wrote.
+            The names of the files that an earlier run created with exactly this size; they still contain the bytes that
+            this run wrote.
 
         Raises:
             Refused: with code PATH_ESCAPE for a name that leads out of the target; with code UNSUPPORTED for several
@@ -245,9 +253,10 @@ class Staging:
         return frozenset(reused)
 
     def _check_space(self, needed: int, folder: Path, freed: int) -> None:
-        """Refuse files that do not fit before any space is reserved, as on some file systems reserving takes memory.
+        """Refuse files for which there is not enough space, before any space is reserved, because on some file systems
+        reserving takes memory.
 
-        Some FUSE file systems report a total size of 0 bytes; for these the check is skipped.
+        Some FUSE file systems report a total size of 0 bytes; on them the check is skipped.
         """
         space = shutil.disk_usage(folder)
         free = space.free + freed
@@ -272,13 +281,13 @@ class Staging:
             write_at(fd, octets, offset, file)
 
     def add_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
-        """Add a write of a contiguous view to `steps`; errors and arguments are those of `pwrite`."""
+        """Add a write of a contiguous view to the list `steps`; the errors and arguments are those of `pwrite`."""
         if view.nbytes:
             self._mark(file, offset, view)
             steps.write(steps.open_file(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
 
     def _mark(self, file: str, offset: int, view: memoryview) -> None:
-        """Mark a file as not synced, after checking that the written bytes are inside the file."""
+        """Mark a file as not durable, after checking that the written bytes are inside the file."""
         if offset < 0 or offset + view.nbytes > self._sizes[file]:
             raise ValueError(
                 f"{file}: bytes {offset} to {offset + view.nbytes} lie outside its {self._sizes[file]} bytes"
@@ -287,7 +296,8 @@ class Staging:
             self._unsynced.add(file)
 
     def write(self, file: str, data: bytes) -> None:
-        """Create a whole file with the given content; for files whose size was not known to `prepare`.
+        """Create a whole file with the given content; used for files whose size was not known when `prepare` was
+        called.
 
         Raises:
             Refused: with code PATH_ESCAPE for a file name that leads out of the target.
@@ -297,7 +307,7 @@ class Staging:
         self.pwrite(file, 0, memoryview(data))
 
     def flush(self, file: str) -> None:
-        """Make a file durable and close it; called when the file is complete, so that `commit` need not wait.
+        """Make a file durable and close it; called when the file is complete, so that `commit` need not wait for it.
 
         Raises:
             StorageError: with code NO_SPACE on a full disk; with code IO for other failures.
@@ -338,7 +348,8 @@ class Staging:
         if self._sync:
             for folder in sorted(folders, reverse=True):
                 make_durable(folder)
-        # The exchange gives the hidden folder's name to the old target: the lock protects it until it is removed.
+        # The exchange renames the replaced checkpoint to the hidden folder's name; the lock protects it until it is
+        # removed.
         with _lock_if_exists(self._place.target):
             self._place.publish(finished)
             if self._sync:
@@ -353,7 +364,7 @@ class Staging:
         return self.path.joinpath(*parts)
 
     def _create(self, name: str, path: Path, size: int) -> bool:
-        """Create a file, or reuse an existing one of the same size; return whether the file was reused."""
+        """Create a file, or reuse an existing file of the same size; return whether the file was reused."""
         if self.single and self._sizes.keys() - {name}:
             raise several_files(self._place.typed)
         with _as_storage_error(f"creating it with {size} bytes", name):
@@ -393,7 +404,7 @@ class Staging:
                 if path == self.scratch or self.scratch in path.parents or path in needed:
                     continue
                 if path.is_dir() and not path.is_symlink():
-                    with suppress(OSError):  # the folder cannot be removed: it still contains a needed file
+                    with suppress(OSError):  # the folder cannot be removed, because it still contains a needed file
                         path.rmdir()
                 else:
                     path.unlink()
@@ -410,9 +421,9 @@ def _as_storage_error(doing: str, file: str) -> Iterator[None]:
 
 @contextmanager
 def _lock_if_exists(folder: Path) -> Iterator[None]:
-    """Lock a folder that will become the hidden folder, so that no other run claims it."""
+    """Lock a folder that will get the hidden folder's name, so that no other run claims it."""
     with ExitStack() as stack:
-        with suppress(OSError):  # nothing to lock: the run replaces no folder
+        with suppress(OSError):  # there is nothing to lock, because the run replaces no folder
             lock(stack.enter_context(open_folder(folder)))
         yield
 
@@ -455,21 +466,21 @@ _CREATE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXE
 
 
 class Writer:
-    """Writes into the files of another process's staging folder.
+    """Writes into the files of the hidden folder that the `Staging` of another process created.
 
-    The hidden folder is kept open, and each file must be in it: if the folder is removed and created again, nothing is
-    written.
+    The hidden folder is kept open, and each file must be inside the opened folder: if the folder is removed and created
+    anew, nothing is written.
 
     Args:
         folder: path of the hidden folder.
-        sync: make all written bytes durable in `finish`.
-        shared: share the lock that `Staging.share` offers: until this writer is closed, no run commits, continues or
-            removes the work, if the file system has locks.
+        sync: whether `finish` makes all written bytes durable.
+        shared: whether to share the lock that `Staging.share` offers. If the file system has locks, no run commits,
+            continues or removes the work until this writer is closed.
         run: name of the marker file that `Staging.mark` returned; the folder of a different run is refused. An empty
-            name skips this check.
+            name means that any folder is accepted.
 
     Raises:
-        UsageError: with code EXISTS if another run has locked the folder.
+        UsageError: with code EXISTS if a different run has locked the folder.
         StorageError: with code IO if the folder does not exist.
     """
 
@@ -503,7 +514,7 @@ class Writer:
             write_at(fd, octets, offset, file)
 
     def add_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
-        """Add a write of a contiguous view to `steps`; errors and arguments are those of `pwrite`."""
+        """Add a write of a contiguous view to the list `steps`; the errors and arguments are those of `pwrite`."""
         if view.nbytes:
             self._dirty.add(file)
             steps.write(steps.open_file(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
@@ -530,7 +541,7 @@ class Writer:
             StorageError: with code NO_SPACE on a full disk; with code IO for other failures, also if the file's folder
                 does not exist.
         """
-        import secrets  # imported late: only workers need this module
+        import secrets  # imported late, because only workers need this module
 
         draft = f"{file}.{secrets.token_hex(8)}"
         try:
@@ -546,7 +557,7 @@ class Writer:
             raise storage_error(error, "creating it", file) from error
 
     def finish(self) -> None:
-        """Call `flush` and `close`; the errors are those of `flush`."""
+        """Call `flush` and `close`; raises the errors of `flush`."""
         try:
             self.flush()
         finally:
@@ -575,10 +586,10 @@ _PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?
 
 
 def storage_at(path: str | os.PathLike[str]) -> Storage:
-    """Open a path or URL for reading; the errors are those of `LocalStorage`, `RemoteStorage` and `HubService`.
+    """Open a path or URL for reading; raises the errors of `LocalStorage`, `RemoteStorage` and `HubService`.
 
     Raises:
-        Refused: with code UNSUPPORTED for the web page of a repository: a page has no checkpoint files.
+        Refused: with code UNSUPPORTED for the web page of a repository, because a page has no checkpoint files.
     """
     path = as_local_path(os.fspath(path))
     if not is_url(path):
@@ -598,9 +609,9 @@ def storage_at(path: str | os.PathLike[str]) -> Storage:
 def staging_at(
     target: str | os.PathLike[str], *, overwrite: Overwrite = False, resume: bool = False, sync: bool = True
 ) -> Stage:
-    """Return the stage for writing a checkpoint at a path or URL; the errors are those of `Staging` and `Upload`.
+    """Return an object that writes a checkpoint to a path or URL; raises the errors of `Staging` and `Upload`.
 
-    `sync` matters for local targets only, as bytes that a service has accepted are durable.
+    The argument `sync` matters only for local targets, because bytes that a service has accepted are durable.
     """
     target = as_local_path(os.fspath(target))
     if is_url(target):
@@ -617,7 +628,9 @@ def staging_at(
 def shared_staging_at(
     target: str | os.PathLike[str], *, overwrite: Overwrite = False, resume: bool = False, sync: bool = True
 ) -> SharedStage:
-    """Return the stage for a checkpoint of several workers; the errors are those of `Staging` and `SharedUpload`."""
+    """Return an object with which several workers write a checkpoint; raises the errors of `Staging` and
+    `SharedUpload`.
+    """
     target = as_local_path(os.fspath(target))
     if is_url(target):
         from transaxle.formats.store.shared_upload import SharedUpload
@@ -645,5 +658,7 @@ def as_local_path(path: str) -> str:
 
 
 def display_path(path: str) -> str:
-    """Return the form of a path or URL for reports and errors: a URL without secrets, any other path unchanged."""
+    """Return a path or URL as reports and errors show it: a URL without passwords and signatures, any other path
+    unchanged.
+    """
     return without_secrets(path) if is_url(path) else path

@@ -1,12 +1,13 @@
-"""Records of uploads in progress, stored next to their target on a service, and the leftovers of killed uploads.
+"""Records of uploads in progress, which are stored next to the uploads' target on a service, and the leftovers of
+killed uploads.
 
-On a service there is no hidden folder that could be renamed to the target. But a worker that may write the target may
-also write next to
-it: records of the upload and of finished work are small objects there, so that machines need no common file system. The
-folder of these objects has the name that a hidden folder on a local disk would have.
+On a service there is no hidden folder that could be renamed to the target. But a worker that may write to the target
+may also write next to it. So records of the upload and of finished work are small objects next to the target, and
+machines need no common file system. The folder of these objects has the name that the hidden folder would have on a
+local disk.
 
 A service does not know whether the process that began an upload is still alive. So the command `clean` shows the age of
-an upload, and a run whose uploads were removed fails with an error that says so.
+an upload, and a run whose uploads were removed fails with an error that states this.
 """
 
 from __future__ import annotations
@@ -31,51 +32,51 @@ _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 
 
 class UploadRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of a target's uploads, from which any process can continue them."""
+    """Record of the uploads to one target, from which any process can continue them."""
 
     form: int = _FORM
-    """Version of the record's fields."""
+    """Version of the fields of this record."""
     token: str
-    """Random token of the upload; results with another token are ignored."""
+    """Random token of the upload; results of workers with a different token are ignored."""
     task: str
-    """The conversion, as text; see `journal.Task`."""
+    """The conversion, described as text; see `journal.Task`."""
     division: str
-    """Hash of the division of the target's files into work items."""
+    """Hash of how the target's files are divided into work items (parts of a conversion)."""
     uploads: dict[str, str]
-    """Maps each file to the id of its multipart upload."""
+    """File name -> id of the file's multipart upload."""
     places: dict[str, str]
-    """Maps each file to its path as the client spells it."""
+    """File name -> path of the file, in the form that the client uses."""
     items: int = 0
     """Number of work items."""
     continued: bool = False
-    """Whether a run has resumed the upload; then there may be stored parts without a result."""
+    """Whether a run has resumed the upload; then parts may be stored although no worker has written a result."""
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of a commit in progress: the files that the commit makes visible."""
+    """Record of a commit in progress, which lists the files that the commit makes visible."""
 
     token: str
     """Token of the upload that the commit completes."""
     tags: dict[str, str]
-    """Maps each file to the ETag that it will have, in order of completion; empty if the ETag cannot be computed."""
+    """File name -> ETag that the file will have, in order of completion; the ETag is empty if it cannot be computed."""
 
 
 class HiddenObjects:
-    """The small objects next to a target that record an upload.
+    """The small objects next to a target in which an upload is recorded.
 
     Args:
-        service: storage service whose path is the target.
-        calls: multipart calls of the service.
+        service: storage service, whose path is the target.
+        calls: the service's calls for multipart uploads.
     """
 
     def __init__(self, service: Service, calls: S3Multipart) -> None:
         self._service = service
         self._calls = calls
         self.path = hidden_path(service.path)
-        """Path of the hidden folder, as the client spells it."""
+        """Path of the hidden folder, in the form that the client uses."""
 
     def upload_record(self) -> UploadRecord | None:
-        """Read the record of the upload; return None if there is none.
+        """Read the record of the upload; return None if there is no record.
 
         Raises:
             Refused: with code CORRUPT if the record cannot be parsed.
@@ -87,7 +88,7 @@ class HiddenObjects:
 
         Args:
             record: the record to write.
-            new: fail if there is a record already.
+            new: whether to fail if there is a record already.
 
         Raises:
             UsageError: with code EXISTS if `new` is set and there is a record already.
@@ -103,7 +104,7 @@ class HiddenObjects:
         self._put(_COMMIT, msgspec.json.encode(commit))
 
     def result(self, number: int) -> bytes | None:
-        """Read the result of a work item; return None if it has none."""
+        """Read the result of a work item; return None if the work item has no result."""
         return self._calls.get(f"{self.path}/{_ITEMS}/{number}", self._service.shown)
 
     def put_result(self, number: int, text: bytes) -> None:
@@ -123,9 +124,10 @@ class HiddenObjects:
         """Delete objects in the hidden folder.
 
         Args:
-            names: names of the objects to delete; None: all objects.
-            finished: whether the target is complete. If it is complete, the record of the upload is deleted first, so
-                that no run resumes it; otherwise last, so that the deletion can be repeated.
+            names: names of the objects to delete; None means all objects.
+            finished: whether the target of the upload is complete. If the target is complete, the record of the upload
+                is deleted first, so that no run resumes the upload; otherwise it is deleted last, so that the deletion
+                can be repeated.
         """
         all_names = self.names() if names is None else names
         last = (_BEGUN, _COMMIT) if finished else (_COMMIT, _BEGUN)
@@ -151,10 +153,10 @@ class HiddenObjects:
 
 
 def hidden_path(path: str) -> str:
-    """Return the path of the hidden folder next to a target, as the client spells it.
+    """Return the path of the hidden folder next to a target, in the form that the client uses.
 
     Args:
-        path: path of the target, as the client spells it.
+        path: path of the target, in the form that the client uses.
     """
     above, _, name = path.rpartition("/")
     return f"{above}/.{name}.{_ENDING}"
@@ -171,19 +173,19 @@ class Orphan(msgspec.Struct, frozen=True):
     url: str
     """URL of the leftover: a hidden folder, or a file with `?uploadId=…`."""
     target: str
-    """URL of the target that the leftover belongs to."""
+    """URL of the target to which the leftover belongs."""
     what: str
     """Description of the leftover for users."""
     nbytes: int
-    """Total size of its objects and parts in bytes."""
+    """Total size in bytes of the leftover's objects and parts."""
 
 
 def orphans(url: str, *, uploads: bool = True) -> Iterator[Orphan]:
     """Yield the leftovers of killed runs next to a URL, below it, and directly inside it.
 
     Args:
-        url: a target, which need not exist, a folder of targets, a bucket, or a hidden folder.
-        uploads: also list uploads without a record; the service may forbid this.
+        url: URL of a target (which need not exist), of a folder of targets, of a bucket, or of a hidden folder.
+        uploads: whether to list uploads without a record as well; the service may forbid listing uploads.
 
     Raises:
         Refused: with code UNSUPPORTED for services other than S3.
@@ -218,7 +220,7 @@ def orphans(url: str, *, uploads: bool = True) -> Iterator[Orphan]:
 
 
 def _targets(service: Service, path: str) -> Iterator[str]:
-    """Yield the paths of targets that may have a hidden folder, as the client spells them."""
+    """Yield the paths of targets that may have a hidden folder, in the form that the client uses."""
     above, _, name = path.rpartition("/")
     if above and (match := _HIDDEN.fullmatch(name)):
         yield f"{above}/{match[1]}"
@@ -237,12 +239,14 @@ def target_url(url: str) -> str:
 
 
 def _url(url: str, path: str) -> str:
-    """Return the URL for a path of the client; a `?` in the path belongs to the name and does not begin a query."""
+    """Return the URL for a path in the client's form; a `?` in the path belongs to the name and does not begin
+    a query.
+    """
     return f"{scheme(url)}://{path}"
 
 
 def _sizes(calls: S3Multipart, uploads: list[tuple[str, str]]) -> int:
-    """Return the total bytes of the stored parts of uploads, given as `(path, upload id)`."""
+    """Return the total number of bytes in the stored parts of uploads, given as `(path, upload id)`."""
 
     def size(which: tuple[str, str]) -> int:
         parts = calls.list_parts(*which, which[0]) or {}
@@ -256,8 +260,8 @@ def remove(url: str) -> None:
     """Remove a leftover of a killed run.
 
 
-    This also deletes files that a killed commit made visible, if the target has nothing else: without the last file
-    they are no checkpoint.
+    If a killed commit made files visible and the target contains no other files, these files are deleted as well:
+    without the last file they are not a checkpoint.
 
     Args:
         url: URL of the leftover.
@@ -289,14 +293,15 @@ def remove(url: str) -> None:
 
 
 def remove_unanswered_uploads(service: Service, own_uploads: Sequence[OpenUpload]) -> None:
-    """Remove uploads whose first request got no response, after which this run began a second upload of the same file.
+    """Remove uploads for which the first request got no response, so that this run began a second upload of the same
+    file.
 
-    An upload without a response has no parts. An upload of another run may have no parts yet either, but it began
-    later, or has a record.
+    An upload of this kind has no parts. An upload of a different run may have no parts yet either, but it began later,
+    or has a record.
 
     Args:
-        service: storage service whose path is the target.
-        own_uploads: the uploads of this run, which have ended.
+        service: storage service, whose path is the target.
+        own_uploads: the uploads of this run, all of which have ended.
 
     Raises:
         StorageError: with code IO if the service fails or refuses.
@@ -318,7 +323,9 @@ def _abort(calls: S3Multipart, record: UploadRecord, file: str) -> None:
 
 
 def _remove_appeared(service: Service, tags: Mapping[str, str]) -> None:
-    """Delete the files of a folder if a killed commit made all of them visible, but not the last one."""
+    """Delete the files of a folder if a killed commit made all of them visible, but had not made the last file
+    visible.
+    """
     start = f"{service.path}/"
     present = {path.removeprefix(start): path for path in service.below(service.path, service.shown)}
     if not present or not tags or list(tags)[-1] in present:

@@ -1,17 +1,18 @@
 """Uploads a checkpoint to a service: files are sent in parts, and no file becomes visible before all files are sent.
 
-Services have no rename, but they have multipart uploads: parts are sent, and the final call makes the file visible.
-Therefore all bytes of all files are sent first. The commit then makes the files visible: files that complete a
-checkpoint, such as an index, after the files that they refer to, and the manifest last. A run that fails deletes
-everything it sent; a killed run leaves invisible parts, which the service deletes if configured so.
+Services cannot rename files, but they have multipart uploads: the parts of a file are sent, and a final call makes the
+file visible. Therefore all bytes of all files are sent first. The commit then makes the files visible: files that
+complete a checkpoint, such as an index, come after the files to which they refer, and the manifest comes last. A run
+that fails deletes everything that it sent; a killed run leaves invisible parts, which the service deletes if it is
+configured to do so.
 
-Without `overwrite`, requests to S3 are conditional on the file's absence: of two runs with one target, the second one
-is refused. On any other service each run checks the target beforehand, and its own files afterwards.
+Without `overwrite`, requests to S3 are conditional on the file's absence, so that of two runs with the same target the
+second run is refused. On any other service, each run checks the target before it writes, and its own files afterwards.
 
-A file is written from beginning to end, by one thread at a time (`ordered`).
+A file is written from beginning to end, by one thread at a time (the attribute `ordered` is True).
 
-For this, each file is a stream of the service's client. On S3 a stream has a multipart upload, which `S3Multipart`
-completes, as its calls handle lost responses, and requests that must not replace a file.
+For this purpose, each file is a stream of the service's client. On S3 a stream has a multipart upload. `S3Multipart`
+completes it, because its calls handle lost responses, and requests that must not replace a file.
 """
 
 from __future__ import annotations
@@ -44,26 +45,26 @@ from transaxle.formats.store.service import FILE, S3, Info, Service, Stream
 from transaxle.formats.store.unfinished_uploads import remove_unanswered_uploads
 
 _MAX_BUFFERED = 64 << 20
-"""Maximum bytes of a file that are buffered because they were written too early."""
+"""Maximum number of bytes of a file that are buffered because they were written before the bytes that precede them."""
 
 
 class SentFile(Protocol):
-    """The interface of a file that is being uploaded."""
+    """The methods of a file that is being uploaded."""
 
     size: int
 
     def write(self, offset: int, view: memoryview, /) -> None:
-        """Take bytes."""
+        """Add bytes to the file at an offset."""
 
     def close(self) -> None:
         """Check that all bytes of the file were written, and send the last part."""
 
     @property
     def future_tag(self) -> str:
-        """ETag that the file will have, if it follows from the bytes; otherwise empty."""
+        """Return the ETag that the file will have, if it can be computed from the bytes; otherwise an empty string."""
 
     def commit(self, *, new: bool) -> str:
-        """Make the file visible; the result is that of `S3Multipart.complete`."""
+        """Make the file visible; returns what `S3Multipart.complete` returns."""
 
     def discard(self) -> None:
         """Abandon the file, unless it is visible already."""
@@ -77,7 +78,7 @@ class StreamedFile:
         stream: the client's stream for the file.
         name: name of the file, for error messages.
         size: size of the file in bytes.
-        part: size in bytes of each part but the last.
+        part: size in bytes of each part except the last.
     """
 
     def __init__(self, service: Service, stream: Stream, name: str, size: int, part: int) -> None:
@@ -90,10 +91,10 @@ class StreamedFile:
         self._copied = 0
         self._buffered: dict[int, memoryview] = {}
         self.beginning: OpenUpload | None = None
-        """The multipart upload of the file, set once it is over; None before, or if there was none."""
+        """The multipart upload of the file after it has ended; None before its end, or if there was no upload."""
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Send bytes in order; bytes that come too early are buffered."""
+        """Send bytes in order; bytes that are written too early are buffered."""
         octets = view.cast("B")
         if offset < self._sent_bytes or offset + octets.nbytes > self.size:
             message = (
@@ -121,8 +122,8 @@ class StreamedFile:
     def _send(self, octets: memoryview) -> None:
         count_sent = 0
         while count_sent < octets.nbytes:
-            # A write never crosses the end of a part, since some services require equal sizes of all parts but the
-            # last.
+            # A write never crosses the end of a part, because some services require that all parts except the last have
+            # equal sizes.
             count = min(octets.nbytes - count_sent, self._part - self._sent_bytes % self._part)
             with self._service.as_storage_error(f"sending {count} bytes at offset {self._sent_bytes}", self._name):
                 self._open.write(octets[count_sent : count_sent + count])
@@ -144,7 +145,7 @@ class StreamedFile:
 
     @property
     def future_tag(self) -> str:
-        """ETag that the file will have; see `SentFile`."""
+        """Return the ETag that the file will have; see `SentFile`."""
         tags = _tags_of(self._stream)
         return expected_tag(tags) or "" if tags else ""
 
@@ -167,7 +168,7 @@ class StreamedFile:
             try:
                 stream.discard()
             finally:
-                stream.closed = True  # otherwise the stream would send its bytes when it is garbage-collected
+                stream.closed = True  # otherwise the stream would send its bytes when Python deletes it
         self._buffered.clear()
 
     def _end(self, stream: Stream) -> None:
@@ -181,10 +182,10 @@ def _complete(service: Service, stream: Any, file: str, *, new: bool) -> str | N
         service: the service to which the stream belongs.
         stream: a stream of fsspec whose bytes have all been sent.
         file: name of the file, for error messages.
-        new: fail if the file exists.
+        new: whether to fail if the file exists.
 
     Returns:
-        The result of `S3Multipart.complete`; None if the stream must complete itself.
+        The result of `S3Multipart.complete`; None if the stream must complete the upload itself.
 
     Raises:
         UsageError: with code EXISTS if `new` is set and the file exists.
@@ -210,7 +211,7 @@ def _upload_of(service: Service, stream: Any) -> OpenUpload | None:
 
     Args:
         service: the service to which the stream belongs.
-        stream: the client's stream, neither committed nor discarded, or just committed.
+        stream: stream of the client, which was neither committed nor discarded, or was just committed.
     """
     upload = getattr(stream, "mpu", None)
     if service.scheme not in S3 or not upload:
@@ -220,7 +221,7 @@ def _upload_of(service: Service, stream: Any) -> OpenUpload | None:
 
 
 PART = 8 << 20
-"""Default size of a part in bytes; files that would have too many parts get larger ones."""
+"""Default size of a part in bytes; a file that would have too many parts gets larger parts."""
 _MAX_PARTS = 10_000
 _GRAIN = 1 << 20
 _IN_MEMORY = "memory"
@@ -230,15 +231,15 @@ _PAUSES = (0.25, 0.5, 1.0, 2.0, 0.0)
 
 
 class Upload:
-    """A checkpoint that is being written under a URL; used like `Staging`.
+    """A checkpoint that is being written to a URL; it has the methods of `Staging`.
 
     Args:
         target: URL of a folder, or of one file if it ends in `.safetensors`, `.bin`, `.pt` or `.pth`.
-        overwrite: replace an existing checkpoint, which stays readable until the new checkpoint is sent. `everything`:
-            also delete all other files under the URL; otherwise other files are refused.
-        resume: always refused, since another run cannot continue an upload.
-        part: size of a part in bytes; larger for files that would have more than 10,000 parts. S3 requires parts of at
-            least 5 MiB.
+        overwrite: whether to replace an existing checkpoint, which stays readable until the new checkpoint is sent.
+            `everything` also deletes all other files under the URL; otherwise a folder with other files is refused.
+        resume: always refused, because another run cannot continue an upload of this kind.
+        part: size of a part in bytes; it is increased for files that would have more than 10,000 parts. S3 requires
+            parts of at least 5 MiB.
 
     Raises:
         UsageError: with code EXISTS if the target exists and may not be replaced.
@@ -247,7 +248,7 @@ class Upload:
     """
 
     ordered: Literal[True] = True
-    """True, as the bytes of a file must come in order, and from one thread at a time."""
+    """True, because the bytes of a file must come in order, and from one thread at a time."""
 
     def __init__(self, target: str, *, overwrite: Overwrite = False, resume: bool = False, part: int = PART) -> None:
         self._service = Service(target, writing=True)
@@ -258,7 +259,7 @@ class Upload:
         if not self._service.path.strip("/").partition("/")[2] and self._service.scheme != _IN_MEMORY:
             raise refuse("EXISTS", "this is the root of the store", file=self._shown, hint="Name a folder in it.")
         self.found: tuple[str, ...] = ()
-        """Always empty, as a killed run leaves no visible parts; see `Staging.found`."""
+        """Always empty, because a killed run leaves no visible parts; see `Staging.found`."""
         self._overwrite = read_overwrite(overwrite)
         self._part = part
         self._single: str | None = None
@@ -276,30 +277,30 @@ class Upload:
 
     @property
     def scratch(self) -> Path:
-        """The same folder as `path`, since an upload cannot be resumed."""
+        """The folder `path`, since an upload of this kind cannot be resumed."""
         return self.path
 
     @property
     def single(self) -> str | None:
-        """Name of the target if it is a single file; exactly one file can then be written, under any name."""
+        """Name of the target if it is a single file; then exactly one file can be written, under any name."""
         return self._single
 
     def look(self, folder: Mapping[str, int], file: Mapping[str, int]) -> None:  # noqa: ARG002 - as in `Staging`
-        """Raise the errors that entering the context and `prepare` would raise, as far as known without sending
-        anything.
+        """Raise the errors that entering the context and calling `prepare` would raise, as far as they are known
+        without sending anything.
 
         Args:
-            folder: size of each file by name, if the target is a folder.
-            file: size of the single file by name, if the target is a file.
+            folder: maps file name to size, if the target is a folder.
+            file: maps file name to size, if the target is a single file.
 
-        Raises the errors of both.
+        Raises the errors of `__enter__` and of `prepare`.
         """
         self._begin_at()
         if self._single and len(file) > 1:
             raise several_files(self._shown)
 
     def _begin_at(self) -> None:
-        """Determine whether the target is a single file, and check that the target may be written."""
+        """Determine whether the target is a single file, and check that a checkpoint may be written to it."""
         info = self._service.info(self._service.path, self._shown)
         is_file = info is not None and info.get("type") == FILE
         if is_one_file(self._shown) and (info is None or is_file):
@@ -318,24 +319,24 @@ class Upload:
             file.discard()
         with suppress(TransaxleError):
             self._remove_unanswered()
-        for name in reversed(self._appeared):  # the commit failed half-way: delete the visible files
+        for name in reversed(self._appeared):  # the commit failed before its end, so the visible files are deleted
             with suppress(TransaxleError):
                 if not self._is_of_another(name):
                     self._service.delete(self._place(name), name)
         self._finish()
 
     def prepare(self, files: Mapping[str, int]) -> frozenset[str]:
-        """Open a stream for each file of known size.
+        """Open a stream for each file whose size is known.
 
         Args:
-            files: maps each file name (`a` or `folder/a`) to its size in bytes.
+            files: maps each file name (`a` or `folder/a`) to the size of the file in bytes.
 
         Returns:
-            An empty set, since no earlier run can have started a file.
+            An empty set, because no earlier run can have started a file.
 
         Raises:
-            Refused: with code PATH_ESCAPE; with code UNSUPPORTED for several files with a single-file target, or for a
-                read-only service.
+            Refused: with code PATH_ESCAPE for a name that leads out of the target; with code UNSUPPORTED for several
+                files with a single-file target, or for a read-only service.
             StorageError: with code IO if the service fails or refuses.
         """
         for name, size in files.items():
@@ -345,8 +346,8 @@ class Upload:
     def pwrite(self, file: str, offset: int, view: memoryview) -> None:
         """Write a contiguous view into a prepared file.
 
-        Bytes that come too early are buffered; the buffer is meant for headers and indexes, not for tensors. A
-        read-only view is kept without a copy, so its bytes must not change.
+        Bytes that are written too early are buffered; the buffer is meant for headers and indexes, and too small for
+        tensors. A read-only view is kept without a copy, so its bytes must not change.
 
         Raises:
             StorageError: with code IO if the service fails or refuses.
@@ -355,7 +356,7 @@ class Upload:
             self._streams[file].write(offset, view)
 
     def write(self, file: str, data: bytes) -> None:
-        """Write a whole file with the given content; for files whose size was not known to `prepare`.
+        """Write a whole file with the given content; used for files whose size was not known when `prepare` was called.
 
         Raises:
             Refused: with code PATH_ESCAPE for a file name that leads out of the target.
@@ -365,17 +366,17 @@ class Upload:
         self.pwrite(file, 0, memoryview(data))
 
     def flush(self, file: str) -> None:
-        """Do nothing, as a file is flushed after its last byte."""
+        """Do nothing, because a file is flushed after its last byte."""
 
     @property
     def shared(self) -> bool:
-        """Whether other processes can see the files."""
+        """Whether other processes can see the files that are being written."""
         return self._service.scheme != _IN_MEMORY
 
     def commit(self) -> None:
         """Make all files visible. All threads must have finished writing.
 
-        A replaced checkpoint is deleted first, starting with its manifest, so that no reader sees a mixture of old and
+        A replaced checkpoint is deleted first, beginning with its manifest, so that no reader sees a mixture of old and
         new files.
 
         Raises:
@@ -414,8 +415,8 @@ class Upload:
         again.
 
         Raises:
-            UsageError: with code EXISTS if another run has written one of the files since `make_way`, and nothing may
-                be replaced.
+            UsageError: with code EXISTS if a different run has written one of the files since `make_way`, and no file
+                may be replaced.
             StorageError: with code IO if the service fails or does not have all bytes that were sent.
         """
         for name in sorted(self._streams, key=turn):
@@ -434,10 +435,10 @@ class Upload:
         self._compare(name)
 
     def recheck(self, other_files: Collection[str] | None = None) -> None:
-        """Fourth step of `commit`, when all files are visible: check that this run wrote each of them.
+        """Fourth step of `commit`, when all files are visible: check that this run wrote each file.
 
-        There is no lock, so another run may have written to the same place meanwhile. Of two runs at one place, the run
-        that writes its manifest last finds the other run's files here, and does not delete them.
+        There is no lock, so a different run may have written to the same place meanwhile. Of two runs at one place, the
+        run that writes its manifest last finds the files of the other run, and does not delete them.
 
         Args:
             other_files: names of the files that other ranks write; any unknown file is then refused. None means that
@@ -469,23 +470,25 @@ class Upload:
         raise refuse("IO", message, file=strays[0], hint=hint)
 
     def _is_of_another(self, name: str) -> bool:
-        """Return whether another run has replaced one of this run's visible files."""
+        """Return whether a different run has replaced one of this run's visible files."""
         own_stamp, current_stamp = self._stamps.get(name, ""), self._looks([name])[name]
         return bool(own_stamp and current_stamp and own_stamp != current_stamp)
 
     def _looks(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the current version stamp of each visible file, by name."""
+        """Return file name -> current version of the file on the service, for each visible file."""
         return {name: _stamp(self._service.info(self._place(name), name)) for name in names}
 
     @property
     def is_whole(self) -> bool:
-        """Whether the manifest, which becomes visible last, is visible; False if the service does not answer."""
+        """Whether the manifest, which becomes visible last, is visible; False if the service does not answer the
+        request.
+        """
         with suppress(TransaxleError):
             return self._service.info(self._place(MANIFEST), MANIFEST) is not None
         return False
 
     def keep(self) -> None:
-        """Last step of `commit`: keep the visible files even if the context fails later."""
+        """Last step of `commit`: from this call on, the visible files stay even if the context fails."""
         with suppress(TransaxleError):  # the service may forbid these credentials to list uploads
             self._remove_unanswered()
         self._streams.clear()
@@ -493,7 +496,7 @@ class Upload:
         self._finish()
 
     def _remove_unanswered(self) -> None:
-        """Remove uploads whose first request got no response, after which the client began a second upload.
+        """Remove uploads for which the first request got no response, so that the client began a second upload.
 
         Raises:
             StorageError: with code IO if the service fails or refuses.
@@ -505,7 +508,7 @@ class Upload:
             remove_unanswered_uploads(self._service, uploads)
 
     def _place(self, name: str) -> str:
-        """Return the path of a file of the checkpoint, as the client spells it."""
+        """Return the path of a file of the checkpoint, in the form that the client uses."""
         parts = split_name(name)
         return self._service.path if self._single else "/".join((self._service.path, *parts))
 
@@ -522,7 +525,7 @@ class Upload:
         """Check that a checkpoint may be written to the target; only an empty folder or a checkpoint is replaced.
 
         Args:
-            info: the service's information on the target.
+            info: what the service reports about the target.
         """
         if info is None:
             return
@@ -534,7 +537,9 @@ class Upload:
             raise refuse("EXISTS", f"the target is not replaced: {reason}", file=self._shown, hint=hint)
 
     def _irreplaceable(self, info: Info, overwrite: Overwrite) -> tuple[str, str]:
-        """Return `(reason, hint)` why an existing target must not be replaced; two empty strings if it may."""
+        """Return `(reason, hint)` if an existing target must not be replaced; two empty strings if it may be
+        replaced.
+        """
         if info.get("type") != FILE:
             return irreplaceable(RemoteFolder(self._service), overwrite)
         if self._single:
@@ -550,11 +555,11 @@ class Upload:
                 self._service.delete(old[name], name)
 
     def is_visible(self, file: str) -> bool:  # noqa: ARG002 - for uploads that several workers send
-        """Return False: no interrupted commit has made a file visible, because an `Upload` cannot be resumed."""
+        """Return False, because an `Upload` cannot be resumed, and so no interrupted commit has made a file visible."""
         return False
 
     def _compare(self, name: str) -> None:
-        """Check that the service has as many bytes as were sent, and shows the same ETag that it returned before."""
+        """Check that the service stores as many bytes as were sent, and reports the ETag that it returned before."""
         size, tag, info = self._streams[name].size, self._stamps[name], None
         for pause in _PAUSES:
             info = self._service.info(self._place(name), name)
@@ -574,7 +579,7 @@ class Upload:
 
 
 def _stamp(info: Info | None) -> str:
-    """Return the ETag of a file, or if it has none its creation time; empty if there is no file."""
+    """Return the ETag of a file, or the time of its creation if it has no ETag; empty if there is no file."""
     return str((info or {}).get("ETag") or (info or {}).get("created") or "").removeprefix("W/").strip('"')
 
 
@@ -585,7 +590,8 @@ def _replaced_error(file: str) -> TransaxleError:
 
 
 def part_size(size: int, part: int = PART) -> int:
-    """Return the size of a part in bytes, such that the file has at most 10,000 parts, as services require.
+    """Return the size in bytes of the parts of a file, such that the file has at most 10,000 parts, as services
+    require.
 
     Args:
         size: size of the file in bytes.
@@ -596,14 +602,16 @@ def part_size(size: int, part: int = PART) -> int:
 
 
 def opens(name: str) -> bool:
-    """Tell whether a file completes a checkpoint, so that it must become visible after the other files."""
+    """Return whether a file completes a checkpoint, so that it must become visible after all other files."""
     return turn(name)[0] > 1
 
 
 def turn(name: str) -> tuple[int, str]:
-    """Return a sort key for the order in which files become visible: sidecars, tensors, indexes, the manifest.
+    """Return a sort key for the order in which files become visible: first sidecars, then tensor files, indexes, and
+    the manifest.
 
-    The optimizer's state comes before the model, since a model without optimizer state is a whole checkpoint.
+    The optimizer's state comes before the model, because a model without optimizer state would already be a whole
+    checkpoint.
     """
     if name == MANIFEST:
         return 3, name

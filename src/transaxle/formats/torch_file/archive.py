@@ -1,14 +1,15 @@
-"""The zip archive of a torch file: a strict reader, and a writer with torch's layout.
+"""The zip archive of a torch file: a strict reader, and a writer that reproduces torch's layout.
 
-A zip archive has all metadata twice, in its central directory and before each record, and readers differ in which copy
-they use, so two readers may see different contents. Here the two copies must agree, the records must fill the file from
-its first byte to the directory, no record may be compressed, and no name may occur twice. The archive is a
-`FileWindow`: usually a whole file, sometimes a range of a file that contains many archives.
+A zip archive contains all metadata twice, in its central directory and before each record (file inside the archive).
+Programs differ in which of the two they read, so two programs may see different contents. The reader in this module
+requires that the two agree, that the records fill the file from its first byte to the directory, that no record is
+compressed, and that no name occurs twice. An archive is read through a `FileWindow`: usually a whole file, sometimes a
+range of a file that contains many archives.
 
-A new archive is laid out before the bytes of its storages are known. The archive's bytes equal those of torch's own
-writer for the same records, including padding, so code that relies on the layout (mapping, computing offsets) works on
-files of this writer too. The only difference is a storage's checksum, which is 0 here, as it would have to be written
-before the bytes that it covers.
+A new archive is laid out before the bytes of its storages are known. The bytes of the archive equal those of torch's
+own writer for the same records, including padding, so code that relies on the layout (by mapping files, or by computing
+offsets) also works on files of this writer. The only difference is the checksum of a storage, which is 0 in files of
+this writer, because it would have to be written before the bytes that it covers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from transaxle.formats.storage.storage import Storage, split_name
 
 
 class FileWindow(msgspec.Struct, frozen=True):
-    """A byte range of a file, read by offsets within the range."""
+    """A byte range of a file, which is read by offsets that count from its beginning."""
 
     storage: Storage
     file: str
@@ -36,7 +37,7 @@ class FileWindow(msgspec.Struct, frozen=True):
     """Size of the range in bytes."""
 
     def read(self, offset: int, size: int) -> bytes:
-        """Read bytes of the range; refuse an offset or size outside of the range as CORRUPT."""
+        """Read bytes of the range; raise `Refused` (CORRUPT) if offset or size reach beyond the range."""
         if offset < 0 or size < 0 or offset + size > self.size:
             raise self.corrupt(f"bytes {offset} to {offset + size} lie outside its {self.size} bytes")
         return self.storage.read(self.file, self.start + offset, size)
@@ -46,12 +47,12 @@ class FileWindow(msgspec.Struct, frozen=True):
         return refuse("CORRUPT", message, file=self.file)
 
     def unsupported(self, message: str, hint: str = "") -> TransaxleError:
-        """Return the error for a file of an unsupported kind."""
+        """Return the error for a file of a kind that Transaxle cannot read."""
         return refuse("UNSUPPORTED", message, file=self.file, hint=hint)
 
 
 def window(storage: Storage, file: str, start: int = 0, size: int | None = None) -> FileWindow:
-    """Return the window of a whole file, or of a range.
+    """Return the `FileWindow` of a whole file, or of a range of the file.
 
     Raises:
         Refused: with code CORRUPT if the range is not inside the file.
@@ -81,31 +82,31 @@ _ENCRYPTED = 1
 _DESCRIPTORS = {16: struct.Struct("<4sIII"), 24: struct.Struct("<4sIQQ")}
 _MAX_DIRECTORY = 1 << 28
 _AHEAD = 512
-"""Number of bytes read at once for a local header, whose padding has at most 64 bytes."""
+"""Number of bytes that are read together for a local header, whose padding has at most 64 bytes."""
 
 
 class ZipRecord(msgspec.Struct, frozen=True):
     """A record: one file inside the zip archive."""
 
     name: str
-    """Name of the record, without the archive's only folder."""
+    """Name of the record, without the name of the archive's only folder."""
     offset: int
-    """Offset of the record's first byte in the `FileWindow`."""
+    """Offset of the record's first byte, counted from the beginning of the `FileWindow`."""
     size: int
     """Size of the record in bytes."""
     crc32: int
-    """CRC-32 of the record; 0 if the writer of the file computed none."""
+    """CRC-32 of the record; 0 if the program that wrote the file did not compute it."""
 
 
 class Archive(msgspec.Struct, frozen=True):
-    """The records of a torch file."""
+    """The records of a torch file, which are the files inside its zip archive."""
 
     window: FileWindow
     records: Mapping[str, ZipRecord]
-    """The archive's records by name, in file order."""
+    """Record name -> record, in file order."""
 
     def read(self, name: str) -> bytes:
-        """Read a small record, and check its checksum.
+        """Read a small record, and compare it with its checksum.
 
         Raises:
             Refused: with code CORRUPT if the record does not match its checksum.
@@ -117,7 +118,7 @@ class Archive(msgspec.Struct, frozen=True):
         return data
 
     def checksums(self) -> tuple[Checksum, ...]:
-        """Return the checksums of all records, without records that have none."""
+        """Return the checksums of all records that have one."""
         file, start = self.window.file, self.window.start
         return tuple(
             Checksum(file, start + record.offset, record.size, record.crc32, f"record {record.name}")
@@ -127,11 +128,11 @@ class Archive(msgspec.Struct, frozen=True):
 
 
 class _DirectoryEntry(NamedTuple):
-    """A record's entry in the central directory."""
+    """Entry of a record in the zip archive's central directory."""
 
     path: bytes
     fixed: bytes
-    """Version, flags, method and time, which must equal those in the local header."""
+    """Version, flags, method and time, which must equal the same fields in the record's local header."""
     flags: int
     crc32: int
     size: int
@@ -159,7 +160,7 @@ def read_archive(window: FileWindow) -> Archive:
         name = "/".join(parts[1:])
         if parts[0] != folder or not name:
             raise window.corrupt(f"record {'/'.join(parts)!r} is outside the archive's folder {folder!r}")
-        # torch reads zip archives with miniz, which ignores case in names
+        # torch reads zip archives with miniz, which ignores the case of names
         if name.lower() in folded:
             raise window.corrupt(f"record {name}: the archive has this name twice")
         folded.add(name.lower())
@@ -204,7 +205,9 @@ def _directory(window: FileWindow) -> tuple[int, int, int]:
 
 
 def _directory64(window: FileWindow, locator: int) -> tuple[int, tuple[int, int, int]]:
-    """Return the offset of the zip64 end record, and the directory's `(entries, size, offset)` that it states."""
+    """Return the offset of the zip64 end record, and `(entries, size, offset)` of the directory, as this record states
+    them.
+    """
     _, disk, at, disks = LOCATOR_FORM.unpack(window.read(locator, LOCATOR_FORM.size))
     if disk or disks != 1 or at != locator - END64_FORM.size:
         raise window.corrupt("the zip64 locator points to the wrong place")
@@ -276,7 +279,7 @@ def _fields(window: FileWindow, path: bytes, extra: bytes) -> Iterator[tuple[int
 
 
 def _widened(window: FileWindow, path: bytes, field: int, wide: list[int]) -> int:
-    """Return a 32-bit field, or the 64-bit number that replaces it if the field is full."""
+    """Return a 32-bit field of a record, or the 64-bit number that replaces it if all bits of the field are set."""
     if field != MAX32:
         return field
     if not wide:
@@ -295,7 +298,7 @@ def _parts(window: FileWindow, path: bytes) -> tuple[str, ...]:
 
 
 def _data_offset(window: FileWindow, name: str, entry: _DirectoryEntry, directory: int) -> int:
-    """Return the offset of a record's bytes, after checking its local header against the directory."""
+    """Return the offset of a record's bytes, after comparing its local header with the directory."""
     at = entry.header
     head = window.read(at, min(_AHEAD + len(entry.path), directory - at) if at < directory else 0)
     if len(head) < LOCAL_FORM.size:
@@ -335,20 +338,20 @@ ALIGNMENT = 64
 """The bytes of each record begin at a multiple of this number."""
 _FILLER, _FILLER_HEAD = 0x4246, struct.Struct("<HH")
 _MADE_BY, _NEEDED = 0x031E, 0x002D
-"""Version numbers in the zip64 end record, as miniz writes them."""
+"""Version numbers that miniz writes into the zip64 end record."""
 
 
 class ZipItem(msgspec.Struct, frozen=True):
-    """A record to be written."""
+    """A record to be written into a new archive."""
 
     name: str
-    """Name of the record, without the archive's folder."""
+    """Name of the record, without the name of the archive's folder."""
     size: int
     """Size of the record in bytes."""
     data: bytes | None = None
-    """Bytes of the record; None for a storage, whose bytes come later."""
+    """Bytes of the record; None for a storage, whose bytes are not known yet."""
     room: bool = False
-    """Whether the record reserves space for digests, which are written last; a record with digests has no checksum."""
+    """Whether the record reserves space for digests, which are written last; such a record gets no checksum."""
 
 
 class ZipLayout(msgspec.Struct, frozen=True):
@@ -357,11 +360,11 @@ class ZipLayout(msgspec.Struct, frozen=True):
     offsets: tuple[int, ...]
     """Offset of each record's bytes in the file."""
     fragments: tuple[tuple[int, bytes], ...]
-    """`(offset, bytes)` of all parts of the file outside the storages."""
+    """`(offset, bytes)` of all bytes of the file outside the storages."""
     size: int
     """Size of the archive in bytes."""
     room: int | None = None
-    """Offset of the space reserved for digests; None if the archive has no such space."""
+    """Offset of the space that is reserved for digests; None if the archive has no such space."""
 
 
 def lay_out(folder: str, items: Iterable[ZipItem]) -> ZipLayout:
@@ -402,7 +405,7 @@ def _fixed(size: int) -> bytes:
 
 
 def _wide_field(*numbers: int) -> bytes:
-    """Return the zip64 extra field that contains the given numbers; empty without numbers."""
+    """Return the zip64 extra field that contains the given numbers; empty if there are no numbers."""
     data = struct.pack(f"<{len(numbers)}Q", *numbers)
     return struct.pack("<HH", ZIP64, len(data)) + data if numbers else b""
 
@@ -432,7 +435,7 @@ def _central(path: bytes, size: int, crc32: int, at: int) -> bytes:
 
 
 def _end(at: int, size: int, count: int) -> bytes:
-    """Return the end records, which follow the directory; as in torch, they always include the zip64 records."""
+    """Return the end records, which follow the directory; as in torch, they always include the zip64 end records."""
     length = END64_FORM.size - 12
     wide = END64_FORM.pack(END64, length, _MADE_BY, _NEEDED, 0, 0, count, count, size, at)
     wide += LOCATOR_FORM.pack(LOCATOR, 0, at + size, 1)

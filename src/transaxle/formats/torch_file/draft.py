@@ -1,9 +1,9 @@
-"""Lays out torch files: `pytorch_model.bin`, or shards with an index.
+"""Lays out torch files: a single `pytorch_model.bin`, or shard files with an index.
 
-Each file contains one flat dict from names to tensors, each with a dense storage of its own;
-`torch.load(weights_only=True)` loads it, also with `mmap=True`, and `load_state_dict` accepts it. In a folder,
-optimizer state has flat names too (`optim/<parameter>/<state>`); in a single file it is nested, see
-`flattened_state.nesting`.
+Each file contains one flat dict from names to tensors, and each tensor has its own dense storage.
+`torch.load(weights_only=True)` loads the file, also with `mmap=True`, and `load_state_dict` accepts the dict. In a
+folder, optimizer state also has flat names (`optim/<parameter>/<state>`); in a single file it is nested, see
+`flattened_state.Nesting`.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from transaxle.formats.training_state import KEPT, ParamGroup
 
 _STEM, _ENDING = "pytorch_model", ".bin"
 _FOLDER = "archive"
-"""Name of the folder inside the zip archive, as torch writes it to a buffer."""
+"""Name of the folder inside a zip archive that torch writes to a buffer."""
 _NOTES = ((".format_version", b"1"), (".storage_alignment", str(ALIGNMENT).encode()), (BYTE_ORDER, LITTLE))
 _VERSION = b"3\n"
 _ID, _ID_DIGITS = ".data/serialization_id", 40
 _DEVICE = "cpu"
 _MAX_DIMS = 64
 _TYPED = frozenset(STORAGES.values())
-"""Dtypes that have a torch storage class; tensors of other dtypes get untyped storages."""
+"""Dtypes for which torch has a storage class; tensors of all other dtypes get untyped storages."""
 _BY_CODE = {DType(name).code: DType(name) for name in DTYPES if not name.startswith(("qint", "quint"))}
-"""Dtypes that can be written, by safetensors code; torch's quantized dtypes cannot, as their scales would be lost."""
+"""Safetensors code -> dtype, for the dtypes that can be written; torch's quantized dtypes cannot, because their scales
+would be lost."""
 
 
 def draft(
@@ -62,21 +63,21 @@ def draft(
     stem: str = _STEM,
     nesting: Nesting | None = None,
 ) -> Draft:
-    """Lay out torch files: decide where each tensor's bytes go.
+    """Lay out torch files: assign a file and an offset to each tensor.
 
     Args:
-        tensors: the tensors to write, in the order of the file.
-        metadata: ignored, as a torch file has no place for it.
-        shard_size: maximum bytes of tensors in one file; a larger tensor gets a file of its own. Without a shard size,
-            or if everything fits, there is one file `pytorch_model.bin` and no index.
+        tensors: the tensors to write, in the order in which the files list them.
+        metadata: not used, because a torch file has no place for it.
+        shard_size: maximum number of tensor bytes in one file; a larger tensor gets a separate file. Without a shard
+            size, or if everything fits into one file, there is one file `pytorch_model.bin` and no index.
         groups: parameter groups of the optimizer; stored in the first file as a list of dicts under a separate key.
-        sealed: reserve a record for digests in the file; only possible for a single file.
+        sealed: whether to reserve a record for digests in the file; only possible for a single file.
         stem: beginning of the file names.
-        nesting: nesting of the dict in a single file; None: a flat dict.
+        nesting: how the dict in a single file is nested; None means that the dict is flat.
 
     Raises:
-        Refused: for each tensor that cannot be stored: UNSUPPORTED (dtype, dims), NAME_COLLISION, SHAPE_MISMATCH (an
-            odd number of F4 elements in a row).
+        Refused: with each tensor that cannot be stored, and the code UNSUPPORTED (dtype, dims), NAME_COLLISION or
+            SHAPE_MISMATCH (an odd number of F4 elements in a row).
     """
     del metadata
     faults = Faults()
@@ -103,7 +104,7 @@ def draft(
 
 
 def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
-    """Return the size of a tensor in bytes; for each reason that it cannot be stored, add a problem."""
+    """Return the size of a tensor in bytes; add a fault for each reason why the tensor cannot be stored."""
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     if spec.name in names_so_far:
         faults.add("NAME_COLLISION", "two tensors have this name", None, shown)
@@ -133,7 +134,7 @@ def _lay_out(
 ) -> tuple[list[Entry], list[Fragment], int]:
     """Lay out one torch file; return its catalog entries, its bytes outside the storages, and its size.
 
-    The offset of the space for digests is appended to `room`, unless that is None.
+    The offset of the space for digests is appended to the list `room`, unless `room` is None.
     """
     value: dict[str, object] = {}
     for key, (spec, _) in enumerate(shard):
@@ -159,7 +160,9 @@ def _group_to_save(group: ParamGroup, storages: list[int | bytes]) -> dict[str, 
 
 
 def settings_to_save(setting: Any, storages: list[int | bytes]) -> object:
-    """Return an optimizer setting as torch saves it; a number with a dtype becomes a tensor, appended to `storages`."""
+    """Return an optimizer setting as torch saves it; a number with a dtype becomes a tensor, whose bytes are appended
+    to `storages`.
+    """
     if isinstance(setting, np.generic):
         storages.append(setting.tobytes())
         return reference(code_of(setting.dtype), (), len(storages) - 1)
@@ -177,9 +180,10 @@ def lay_out_value(file: str, value: object, storages: Sequence[int | bytes], dig
 
     Args:
         file: name of the file, for error messages.
-        value: plain values and descriptors; its tensors are made by `reference`, and refer to storages by number.
-        storages: for each storage, its size in bytes, or its bytes if these are known already.
-        digests: number of bytes to reserve for digests; None: the file gets no record for them.
+        value: plain values and descriptors; the tensors among them come from `reference`, and refer to storages by
+            number.
+        storages: for each storage, its size in bytes, or its bytes if they are known already.
+        digests: number of bytes to reserve for digests; None means that the file gets no record for digests.
 
     Returns:
         the layout of the file; its `offsets` are the offsets of the storages.
@@ -216,7 +220,7 @@ def _too_many(file: str, size: int) -> TransaxleError:
 
 
 def reference(code: str, shape: Sequence[int], key: int) -> TensorRef:
-    """Return a tensor's description for a pickle: a dense view of a whole storage.
+    """Return the description of a tensor for a pickle; the tensor is a dense view of a whole storage.
 
     Args:
         code: safetensors code of the tensor's dtype, which torch must support.

@@ -1,9 +1,11 @@
-"""Reads TransformerEngine's quantized tensors as plain tensors: views of their codes and scales, without padding.
+"""Reads TransformerEngine's quantized tensors as plain tensors, which are views of the codes and scales without
+padding.
 
-In memory, scales are padded for the kernels, and codes may exist twice: rowwise, and columnwise for the backward pass,
-in some cases transposed. In a catalog nothing is padded: codes have the tensor's rows and columns, and each tile has
-one scale. The tensors in the catalog are views of the stored bytes, so nothing is copied or computed. Tensors that no
-view can express are refused: tensors with scales in a kernel's order, and tensors with packed transposed codes.
+In memory, scales are padded for the kernels. Codes may exist twice: rowwise, and columnwise for the backward pass, in
+some cases transposed. In a catalog there is no padding: codes have the tensor's rows and columns, and each tile (block
+of codes with a common scale) has one scale. The tensors in the catalog are views of the stored bytes, so nothing is
+copied or computed. Tensors that no view can express are refused: tensors with scales in a kernel's order, and tensors
+with packed transposed codes.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from transaxle.formats.pickled.descriptors import Quantized, TensorRef
 from transaxle.formats.torch_file.saved import ViewFault
 
 NOTE = "transformer_engine"
-"""Metadata key: maps each quantized tensor to its description, see `StoringKind.describe`."""
+"""Metadata key of a dict from the name of each quantized tensor to its description, see `StoringKind.describe`."""
 CODES, SCALE, AMAX = "", "_scale_inv", "_amax"
-"""Suffixes that follow the tensor's name in the names of its buffers."""
+"""Suffixes that are added to the tensor's name in the names of its buffers."""
 TAKEN = "another item has this name, which a buffer of a quantized tensor needs"
 HALVED = "_256"
-"""Suffix for scales that were computed for a maximum of 256 instead of 448, so that they decode to different values."""
+"""Suffix for scales that were computed for a maximum code value of 256 instead of 448, so that they decode to different
+values."""
 
 PACKED = "U8"
 """Safetensors code under which packed 4-bit codes are stored, two per byte."""
@@ -41,34 +44,34 @@ _FULL, _HALF = 448, 256
 
 @dataclass(frozen=True, slots=True)
 class StoringKind:
-    """How codes and scales encode values; common to all buffers of a tensor."""
+    """How codes and scales encode the values of a tensor; it is the same for all buffers of the tensor."""
 
     encoding: str
     """Name of the encoding: `float8`, `float8_block`, `mxfp8` or `nvfp4`."""
     tile: tuple[int, int]
-    """Rows and columns of a tile whose elements share one scale; 0 stands for the whole dim."""
+    """Number of rows and columns of a tile, the block of elements that share one scale; 0 means the whole dim."""
     scale: str
     """Safetensors code of the scales' dtype."""
     number: int
-    """TransformerEngine's number for the dtype of the codes."""
+    """Number by which TransformerEngine denotes the dtype of the codes."""
     numbering: str
-    """Dtype numbering that `number` belongs to; see `codes`."""
+    """Numbering of dtypes to which `number` belongs; see `codes`."""
     scale_max: int = _FULL
     """Maximum code value for which the block scales of nvfp4 were computed."""
 
     def codes(self, *, old: bool) -> str:
         """Return the safetensors code of the codes' dtype.
 
-        Releases before 2.4 numbered dtypes differently, and 7 is a number in both numberings. If a pickle does not
-        record its numbering, the number itself may show it: 6 is only in the old numbering, 8 only in the new one. A 7
-        is read in the new numbering unless a 6 occurs elsewhere in the checkpoint. (Before 2.4 a 7 meant e5m2, which no
-        recipe used for weights.)
+        Releases before 2.4 numbered dtypes differently, and the number 7 occurs in both numberings. If a pickle does
+        not state its numbering, the number itself may show it: 6 occurs only in the old numbering, 8 only in the new
+        one. The number 7 is read in the new numbering, unless a 6 occurs elsewhere in the checkpoint. (Before release
+        2.4 the number 7 meant e5m2, which no recipe used for weights.)
 
         Args:
-            old: whether another tensor shows that the checkpoint was written before release 2.4.
+            old: whether another tensor of the checkpoint shows that it was written before release 2.4.
 
         Raises:
-            ViewFault: UNSUPPORTED for a dtype that codes cannot have.
+            ViewFault: with code UNSUPPORTED for a dtype that codes cannot have.
         """
         numbering = self.numbering or (te.OLD if old or self.is_old else te.NEW)
         code = te.CODES[numbering].get(self.number)
@@ -93,7 +96,7 @@ class StoringKind:
         return self.numbering == te.OLD or (self.numbering == te.UNKNOWN and self.number == _ONLY_OLD)
 
     def describe(self, *, old: bool) -> dict[str, Any]:
-        """Return the description of the tensor for a container's metadata."""
+        """Return the description of the tensor for the metadata of an opened checkpoint."""
         return {
             "encoding": self.encoding,
             "codes": self.codes(old=old),
@@ -112,7 +115,7 @@ class QuantizedPart:
     """One buffer of a quantized tensor."""
 
     view: TensorRef
-    """The buffer, as a view of its storage."""
+    """The buffer, as a view of the storage that contains it."""
     dtype: str | None
     """Safetensors code of the buffer's dtype; None for codes, see `StoringKind.stored_code`."""
 
@@ -125,17 +128,17 @@ class PlainLayout:
     shape: Shape
     """Shape of the tensor in elements."""
     parts: Mapping[str, QuantizedPart]
-    """Maps the suffix of each buffer's name to the buffer."""
+    """Suffix of the buffer's name -> buffer."""
     left: Mapping[str, str]
-    """Maps the suffix of each buffer that is not read to a description of it."""
+    """Suffix of the buffer's name -> description, for buffers that are not read."""
 
 
 def layout(tensor: Quantized) -> PlainLayout:
     """Return the plain tensors that make up a quantized tensor.
 
     Raises:
-        ViewFault: SHAPE_MISMATCH, DTYPE_MISMATCH or MISSING_TENSOR for inconsistent buffers; UNSUPPORTED for buffers
-            that no view can express.
+        ViewFault: with one of the codes SHAPE_MISMATCH, DTYPE_MISMATCH or MISSING_TENSOR for inconsistent buffers; with
+            code UNSUPPORTED for buffers that no view can express.
     """
     _check_settings(tensor)
     plain_layout = _LAYOUTS[tensor.kind](_Buffers(tensor))
@@ -172,7 +175,8 @@ class _Buffers:
         """Return the buffer with the given name.
 
         Raises:
-            ViewFault: MISSING_TENSOR if there is no such buffer, DTYPE_MISMATCH if it has the wrong dtype.
+            ViewFault: with code MISSING_TENSOR if there is no such buffer; with code DTYPE_MISMATCH if the buffer has
+                the wrong dtype.
         """
         buffer = self.tensor.buffers.get(name)
         if buffer is None:
@@ -195,12 +199,14 @@ class _Buffers:
 
         Args:
             name: name of the buffer.
-            grid: number of rows and columns without padding.
-            pad: rows and columns may be padded to multiples of these two numbers.
+            grid: number of rows and columns of the scales without padding.
+            pad: two numbers; the rows may be padded to a multiple of the first, the columns to a multiple of the
+                second.
             dtype: torch's name of the scales' dtype.
 
         Raises:
-            ViewFault: SHAPE_MISMATCH for a wrong shape; MISSING_TENSOR, DTYPE_MISMATCH as in `take`.
+            ViewFault: with code SHAPE_MISMATCH for a wrong shape; with the codes of `take` for a missing buffer or a
+                wrong dtype.
         """
         buffer = self.take(name, dtype)
         padded = tuple(-(-size // step) * step for size, step in zip(grid, pad, strict=True))
@@ -257,8 +263,8 @@ def _blockwise(buffers: _Buffers) -> PlainLayout:
     tile = (1 if by_rows and not is_2d else _BLOCK, _BLOCK if by_rows or is_2d else 1)
     rows, columns = _matrix(codes.shape, tile)
     grid = (-(-rows // tile[0]), -(-columns // tile[1]))
-    # Scales of square tiles are transposed together with their codes; scales of row tiles are always transposed, except
-    # in the compact format.
+    # The scales of square tiles are transposed together with the codes; the scales of row tiles are always transposed,
+    # except in the compact format.
     transposed = not by_rows if is_2d else by_rows and not compact
     name = te.ROW_SCALES if by_rows else te.COLUMN_SCALES
     pad = (1, 1) if compact else (1, 4)
@@ -303,26 +309,26 @@ _LAYOUTS = {te.FLOAT8: _float8, te.MXFP8: _mxfp8, te.BLOCKWISE: _blockwise, te.N
 
 
 def _first_dim_last(view: TensorRef) -> TensorRef:
-    """Return a view whose last dim is the given view's first, as TransformerEngine transposes."""
+    """Return a view whose last dim is the first dim of the given view, as TransformerEngine transposes."""
     return replace(view, shape=(*view.shape[1:], *view.shape[:1]), strides=(*view.strides[1:], *view.strides[:1]))
 
 
 def _expand(number: TensorRef, stack: Shape) -> TensorRef:
-    """Return a view of one number that repeats the number for every matrix of a stack."""
+    """Return a view of a single number that repeats the number for every matrix of a stack."""
     return replace(number, shape=stack, strides=(0,) * len(stack)) if stack else number
 
 
 def _matrix(shape: Shape, tile: tuple[int, int], *, whole: bool = False) -> tuple[int, int]:
-    """Return the rows and columns of a tensor seen as a matrix: all dims but the last form the rows.
+    """Return the number of rows and columns of a tensor seen as a matrix: all dims except the last form the rows.
 
     Args:
         shape: shape of the tensor in elements.
-        tile: rows and columns of a tile.
+        tile: number of rows and columns of a tile (block of elements with a common scale).
         whole: whether the matrix must consist of whole tiles.
 
     Raises:
-        ViewFault: SHAPE_MISMATCH for a tensor without dims or, if `whole`, with incomplete tiles; BLOCK_MISALIGNED for
-            tiles that cross the boundary between matrices of a stack.
+        ViewFault: with code SHAPE_MISMATCH for a tensor without dims or, if `whole`, with incomplete tiles; with code
+            BLOCK_MISALIGNED for tiles that cross the boundary between two matrices of a stack.
     """
     if not shape:
         raise ViewFault("SHAPE_MISMATCH", "its codes have no dims")
@@ -337,7 +343,7 @@ def _matrix(shape: Shape, tile: tuple[int, int], *, whole: bool = False) -> tupl
 
 
 def _with_leading_dims(scales: TensorRef, shape: Shape, tile: tuple[int, int]) -> TensorRef:
-    """Return a matrix of scales reshaped to the leading dims of the codes."""
+    """Return a matrix of scales, reshaped so that it has the leading dims of the codes."""
     if len(shape) == 1:
         return replace(scales, shape=scales.shape[1:], strides=scales.strides[1:])
     outer = (*shape[:-2], -(-shape[-2] // tile[0]))

@@ -1,4 +1,4 @@
-"""Opens torch files: one file, or the shards that an index names."""
+"""Opens torch files: a single file, or the shard files that an index names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from transaxle.formats.training_state import (
 )
 
 TIES = "ties"
-"""Metadata key for tied tensors: name -> name of an earlier tensor that is the same view of the same storage."""
+"""Metadata key of tied tensors: a dict from name to the name of an earlier tensor that is the same view of the same
+storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,30 +40,32 @@ class TorchContents:
     """The contents of one torch file."""
 
     entries: Mapping[str, Entry]
-    """Tensors and single numbers by name, in the order in which they were saved."""
+    """Name -> tensor or single number, in the order in which they were saved."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Metadata: the root key, ties, descriptions of quantized tensors, and the items that are not read."""
+    """Metadata: the key of the model's dict, ties, descriptions of quantized tensors, and a list of the values that are
+    not read."""
     checksums: tuple[Checksum, ...] = ()
     """CRC-32 sums of the records in the file's zip archive."""
     training: tuple[TrainingItem, ...] = ()
     """Training state other than model and optimizer, such as schedules and step numbers."""
     seal: Seal | None = None
-    """Location of the digests of the file's bytes; None if the file has no digests."""
+    """Where the digests of the file's bytes are; None if the file has no digests."""
     paths: Mapping[str, KeyPath] = field(default_factory=dict)
-    """Key paths of tensors in the saved dict; see `State.paths`."""
+    """Tensor name -> key path in the saved dict; see `State.paths`."""
 
 
 def open_torch(storage: Storage, path: str, member: str) -> Container:
-    """Open one torch file, or all shards of an index, with the optimizer's state in the index's sub-folder.
+    """Open one torch file, or all shard files that an index names, with the optimizer's state in the index's
+    sub-folder.
 
     Args:
-        storage: storage of the files to read.
+        storage: storage that reads the files.
         path: the path as the user typed it.
-        member: name of a file, `*.pt`, `*.pth` or `*.bin`, or of an index, `*.bin.index.json`.
+        member: name of a file (`*.pt`, `*.pth` or `*.bin`), or of an index (`*.bin.index.json`).
 
     Raises:
-        Refused: with one of the codes UNSAFE_PICKLE, CORRUPT, INCOMPLETE, NAME_COLLISION, PATH_ESCAPE, UNSUPPORTED; one
-            refusal lists all problems of all files.
+        Refused: with all problems of all files, and the code UNSAFE_PICKLE, CORRUPT, INCOMPLETE, NAME_COLLISION,
+            PATH_ESCAPE or UNSUPPORTED.
         StorageError: with code IO if a file cannot be read.
     """
     inline = NumbersInMemory(storage)
@@ -89,10 +92,10 @@ def open_torch(storage: Storage, path: str, member: str) -> Container:
 
 
 def read_part(inline: NumbersInMemory, file: str) -> TorchContents:
-    """Read the catalog of one torch file, which may be a shard.
+    """Read the catalog of one torch file, which may be one shard file of several.
 
     Raises:
-        Refused: with the same codes as `open_torch`.
+        Refused: with the codes of `open_torch`.
         StorageError: with code IO if the file cannot be read.
     """
     saved = read_saved(inline, file)
@@ -128,12 +131,12 @@ class _TensorCollector:
     """Collects the tensors of one torch file, with the places of their bytes.
 
     Attributes:
-        entries: catalog entries of tensors by name, in order.
+        entries: tensor name -> catalog entry, in order.
         ties: name -> name of the tensor that is the same view of the same storage.
-        quantized_notes: descriptions of the quantized tensors, for the metadata.
-        left_behind: maps the name of each buffer that is not read to a description of it.
-        repeated: number of bytes that expanded views (stride 0) would add by repeating their elements.
-        faults: the problems found so far.
+        quantized_notes: descriptions of the quantized tensors, which become part of the metadata.
+        left_behind: maps the name of each buffer that is not read to a description of the buffer.
+        repeated: number of bytes by which expanded views (stride 0) repeat stored elements.
+        faults: problems of tensors found so far.
     """
 
     def __init__(self, file: str) -> None:
@@ -147,7 +150,7 @@ class _TensorCollector:
         self._first: dict[tuple[object, ...], str] = {}
 
     def layouts(self, leaves: Mapping[str, Leaf]) -> dict[str, PlainLayout]:
-        """Return the layouts of the quantized tensors by name; add their problems to `faults`."""
+        """Return name -> layout, for the quantized tensors; add their problems to `faults`."""
         layouts = {}
         for name, leaf in leaves.items():
             if isinstance(leaf.value, Quantized):
@@ -211,7 +214,9 @@ def _number(name: str, value: Scalar | float | bool, inline: NumbersInMemory) ->
 
 
 def _merge_metadata(parts: Mapping[str, TorchContents]) -> dict[str, Any]:
-    """Merge the metadata of all files: dicts and parameter groups are united; other values come from the first file."""
+    """Merge the metadata of all files: dicts and parameter groups are united; any other value is that of the first file
+    with the key.
+    """
     merged: dict[str, Any] = {}
     for contents in parts.values():
         for key, value in contents.metadata.items():

@@ -1,13 +1,15 @@
-"""Reads a torch file, in the zip or the legacy format, as a value with the places of its storages and tensors.
+"""Reads a torch file, in the zip or the legacy format, into a value, with the places of the value's storages and
+tensors in the file.
 
 torch.load trusts the pickle: it may read a record of 8-byte elements as 4-byte elements, and for a storage without a
 record it returns uninitialised memory. This reader requires that a storage has one dtype, one size, and exactly that
-many bytes. Nor does torch check a tensor's view: a stride of zero makes a terabyte out of four bytes, and a
-storage of one dtype can be viewed as another. This reader refuses a tensor whose bytes are not inside its storage.
+many bytes. torch also does not check the view of a tensor: with a stride of zero, four bytes become a terabyte, and a
+storage of one dtype can be viewed as another dtype. This reader refuses a tensor whose bytes are not inside its
+storage.
 
-Torch files before 1.6 consist of five pickles in a row, then the storages, each preceded by its number of elements. A
-file in this legacy format does not state the length of its pickles. So the pickles are parsed from the beginning of the
-file, and if they extend beyond the bytes read so far, more bytes are read.
+Torch files of releases before 1.6 consist of five pickles in a row, then the storages, each preceded by its number of
+elements. A file in this legacy format does not state the length of its pickles. So the pickles are parsed from the
+beginning of the file, and if they extend beyond the bytes read so far, more bytes are read.
 """
 
 from __future__ import annotations
@@ -37,18 +39,18 @@ from transaxle.formats.storage.storage import Storage, is_plain
 from transaxle.formats.torch_file.archive import LOCAL, Archive, FileWindow, read_archive, window
 
 STORAGE, _MODULE = "storage", "module"
-"""Possible first items of a persistent id: a storage, or the source code of a module."""
+"""First elements that a persistent id can have: it denotes a storage, or the source code of a module."""
 _MAX_COUNT = 2**63 - 1
 BYTE = DType("uint8")
 
 
 def item_bytes(dtype: DType) -> int:
-    """Return the bytes of one element as torch counts elements; two F4 values are one torch element."""
+    """Return the number of bytes of one element as torch counts elements; torch counts two F4 values as one element."""
     return max(ITEM_BITS[dtype.code] // 8, 1)
 
 
 class StoredStorage(msgspec.Struct, eq=False):
-    """A storage of a torch file: the flat array behind tensors."""
+    """A storage of a torch file: the flat array of which tensors are views."""
 
     key: str
     """Key of the storage in the file."""
@@ -69,7 +71,7 @@ class Storages:
     """The storages that a pickle has referred to so far, by key.
 
     Args:
-        legacy: whether the file has torch's format from before release 1.6.
+        legacy: whether the file has the format that torch used before release 1.6.
     """
 
     def __init__(self, *, legacy: bool) -> None:
@@ -78,11 +80,12 @@ class Storages:
         self._views: dict[str, tuple[StoredStorage, int, StoredStorage]] = {}
 
     def refer(self, pid: object) -> StoredStorage:
-        """Resolve a persistent id, `("storage", type, key, device, elements)`; in legacy files, the id also has a view.
+        """Return the storage for a persistent id `("storage", type, key, device, elements)`; in legacy files, the id
+        also describes a view.
 
         Raises:
-            PickleFault: CORRUPT if the id is malformed, or contradicts an earlier id; UNSUPPORTED for the source code
-                of a module.
+            PickleFault: with code CORRUPT if the id is malformed, or contradicts an earlier id; with code UNSUPPORTED
+                for the source code of a module.
         """
         if type(pid) is not tuple or len(pid) < 2:
             raise malformed("a persistent id is not a storage")
@@ -103,7 +106,7 @@ class Storages:
 
     @property
     def clash(self) -> str | None:
-        """A key used both for a storage and for a view of a storage; None if there is none."""
+        """Return a key that is used both for a storage and for a view of a storage; None if there is no such key."""
         return min(self.by_key.keys() & self._views.keys(), default=None)
 
     def set_offsets(self, start: int) -> None:
@@ -162,13 +165,13 @@ class Head(NamedTuple):
     storages: Storages
     """The storages that the object refers to."""
     keys: Any
-    """Keys of the storages, in the order of their bytes in the file; not validated."""
+    """Keys of the storages, in the order of the storages' bytes in the file; these keys are not checked."""
     end: int
     """File offset of the first byte after the pickles."""
 
 
 def read_legacy(window: FileWindow) -> tuple[Any, Storages]:
-    """Read a torch file in the legacy format, from before torch 1.6.
+    """Read a torch file in the legacy format, which torch used before release 1.6.
 
     Returns:
         The saved object, and its storages with their offsets in the file.
@@ -192,7 +195,7 @@ def read_legacy(window: FileWindow) -> tuple[Any, Storages]:
 
 
 def _head(window: FileWindow, data: bytes, *, complete: bool) -> Head:
-    """Parse the five pickles; raise PickleEnds if they extend beyond the data."""
+    """Parse the five pickles of a legacy file; raise PickleEnds if they extend beyond the data."""
     at = 0
 
     def following(record: str, persistent: PersistentId = Persistent) -> Any:
@@ -219,7 +222,7 @@ def _head(window: FileWindow, data: bytes, *, complete: bool) -> Head:
 
 
 def _place(window: FileWindow, head: Head) -> None:
-    """Set the offsets of all storages; the file must contain exactly those storages that its pickle refers to."""
+    """Set the offsets of all storages; the file must contain exactly those storages to which its pickle refers."""
     storages, keys = head.storages.by_key, head.keys
     if not isinstance(keys, list) or any(type(key) is not str for key in keys):
         raise window.corrupt("the list of storages is malformed")
@@ -251,7 +254,7 @@ def _place(window: FileWindow, head: Head) -> None:
 PICKLE, DATA, BYTE_ORDER, VERSION = "data.pkl", "data/", "byteorder", "version"
 FORMAT_VERSION, ALIGNED = ".format_version", ".storage_alignment"
 SEALED = ".data/transaxle_digests"
-"""Name of the record with the digests of the file's bytes; torch ignores it."""
+"""Name of the record with the digests of the file's bytes; torch ignores this record."""
 LITTLE = b"little"
 _BIG = b"big"
 _SCRIPT = "constants.pkl"
@@ -266,13 +269,13 @@ class Saved(msgspec.Struct, frozen=True):
     """The contents of a file that `torch.save` wrote."""
 
     value: Any
-    """The saved object, as plain values and descriptors; the storage of each of its tensors is a `StoredStorage`."""
+    """The saved object, made of plain values and descriptors; the storage of each tensor in it is a `StoredStorage`."""
     storages: Mapping[str, StoredStorage]
-    """All storages by key; the offsets of the storages count from the beginning of the file."""
+    """Key -> storage, for all storages of the file; offsets count from the beginning of the file."""
     checksums: tuple[Checksum, ...]
     """Checksums of the records in the zip archive; empty for a legacy file."""
     seal: Seal | None = None
-    """Location of the digests of the file's bytes; None if the file has no digests."""
+    """Where the digests of the file's bytes are; None if the file has no digests."""
 
 
 def read_saved(
@@ -281,11 +284,11 @@ def read_saved(
     """Read a torch file, which may be a range of a larger file; the bytes of its storages are not read.
 
     Args:
-        storage: storage of the file.
+        storage: storage that reads the file.
         file: name of the file.
         start: offset at which the torch file begins in `file`.
-        size: size of the torch file in bytes; None: it extends to the end of `file`.
-        allowed: table of the globals that the file's pickle may name.
+        size: size of the torch file in bytes; None means that it extends to the end of `file`.
+        allowed: table of the globals (classes and functions) that the file's pickle may name.
 
     Raises:
         Refused: with one of the codes UNSAFE_PICKLE, CORRUPT, PATH_ESCAPE or UNSUPPORTED if the archive or its pickle
@@ -350,7 +353,7 @@ def _read_zip(area: FileWindow, allowed: Names) -> tuple[Any, Storages, tuple[Ch
 
 
 def _seal(area: FileWindow, archive: Archive) -> Seal | None:
-    """Return the places of the digests in a file; None if the file has none.
+    """Return where a file contains digests; None if it contains none.
 
     Only files written by Transaxle have digests; each storage of such a file is one tensor, in the order of the
     records.
@@ -365,7 +368,7 @@ def _seal(area: FileWindow, archive: Archive) -> Seal | None:
         stored.offset for name, stored in archive.records.items() if name.startswith(DATA) and stored.size
     ]
     count = record.size // DIGITS - 1
-    # the last storages may be settings of an optimizer, not tensors
+    # the last storages may contain settings of an optimizer instead of tensors
     if record.size % DIGITS or not 0 <= count <= len(tensor_offsets):
         raise area.corrupt("the record of the digests is incomplete")
     first = area.start + record.offset
@@ -399,11 +402,11 @@ def _note(area: FileWindow, archive: Archive, name: str) -> bytes | None:
 
 
 REPEATED = 1 << 30
-"""Maximum bytes that expanded views (stride 0) of one file may add, since a few stored bytes can expand to
-terabytes."""
+"""Maximum number of bytes by which expanded views (stride 0) of one file may repeat elements; without a maximum, a few
+stored bytes could expand to terabytes."""
 
 _PACKED = {"F4": 2}
-"""Maps the code of a packed dtype to the number of elements that torch counts as one."""
+"""Safetensors code of a packed dtype -> number of elements that torch counts as one."""
 _KINDS: dict[str, str] = {
     "_rebuild_sparse_tensor": "a sparse tensor",
     "_rebuild_sparse_csr_tensor": "a sparse tensor",
@@ -420,7 +423,7 @@ _HINT = "Save it as plain dense tensors."
 
 
 class ViewFault(Exception):
-    """Raised if a tensor cannot be read; the message gives the reason."""
+    """Raised if a tensor cannot be read; the message states the reason."""
 
     def __init__(self, code: Code, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -430,15 +433,16 @@ class ViewFault(Exception):
 
 
 def place(name: str, tensor: TensorRef | Object | Quantized, file: str) -> tuple[Entry, int]:
-    """Return the catalog entry of a tensor, and the number of bytes that its view adds by repetition.
+    """Return the catalog entry of a tensor, and the number of bytes by which its view repeats stored elements.
 
     Args:
         name: name of the tensor.
-        tensor: description of the tensor in the pickle; its storage is a `StoredStorage`.
+        tensor: description of the tensor in the pickle; the tensor's storage is a `StoredStorage`.
         file: name of the file that contains the storage.
 
     Raises:
-        ViewFault: CORRUPT if the tensor is not inside its storage; UNSUPPORTED for tensors that are not plain views.
+        ViewFault: with code CORRUPT if the tensor is not inside its storage; with code UNSUPPORTED for tensors that are
+            not plain views.
     """
     if isinstance(tensor, Object):
         kind = _KINDS.get(tensor.cls.name, f"a tensor of the class {tensor.cls}")
@@ -469,7 +473,7 @@ def place(name: str, tensor: TensorRef | Object | Quantized, file: str) -> tuple
 
 
 def identity(tensor: TensorRef) -> tuple[object, ...] | None:
-    """Return a key that is equal for two tensors if both are the same view of one storage; None for an empty tensor."""
+    """Return a key that is equal for two tensors if they are the same view of one storage; None for an empty tensor."""
     if not isinstance(tensor.storage, StoredStorage) or not prod(tensor.shape):
         return None
     return tensor.storage.key, tensor.dtype, tensor.offset, tensor.shape, tensor.strides
@@ -483,14 +487,14 @@ def _count(tensor: TensorRef) -> int:
 
 
 def _span(tensor: TensorRef) -> int:
-    """Return the number of storage elements from a view's first element to its last, both included."""
+    """Return the number of elements of the storage from a view's first element to its last element, both included."""
     if 0 in tensor.shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
 
 
 def _in_elements(tensor: TensorRef, dtype: DType) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Return a tensor's shape and strides in elements; the strides are None of a row-major view without gaps."""
+    """Return a tensor's shape and strides in elements; the strides are None for a row-major view without gaps."""
     shape, strides = tensor.shape, tensor.strides
     dense = _is_dense(shape, strides)
     pack = _PACKED.get(dtype.code)
@@ -522,7 +526,7 @@ def find_copies(storage: Storage, files: Iterable[tuple[str, tuple[Checksum, ...
     """Yield `(file, earlier file)` for each file whose bytes equal those of an earlier file with equal checksums.
 
     Args:
-        storage: storage of the files.
+        storage: storage that reads the files.
         files: pairs of a file's name and the checksums of its records.
     """
     alike: dict[tuple[object, ...], str] = {}
