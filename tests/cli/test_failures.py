@@ -223,7 +223,7 @@ def test_hints_for_files_of_other_formats(ck: Path, transaxle: Transaxle) -> Non
         outcome = transaxle("ls", path)
         assert outcome.code == REFUSED
         assert "are not read" in outcome.err
-        assert "Give the checkpoint that it was made from, or save its tensors as safetensors." in outcome.err
+        assert "Give the checkpoint from which this file was made, or save its tensors as safetensors." in outcome.err
         assert "--format" not in outcome.err
     assert f"Give the folder: {ck}\n" in transaxle("ls", ck / "config.json").err
     assert "--format safetensors" in transaxle("ls", __file__).err

@@ -1,9 +1,9 @@
 """The catalog of a checkpoint: its tensors and the places of their bytes, known before any data is read.
 
-The readers of checkpoint formats, the drafts of new checkpoints, and conversion plans all use catalogs. An existing
-checkpoint (`Container`) and a checkpoint that is not yet written (`Draft`) are described in the same way: by one entry
-for each tensor, with extents, which are the tensor's chunks in files. A conversion plan is therefore a list of copies
-from one catalog to a second catalog.
+The readers of checkpoint formats, drafts (descriptions of checkpoints that do not exist yet), and conversion plans all
+use catalogs. An existing checkpoint (`Container`) and a checkpoint that is not yet written (`Draft`) are described in
+the same way: by one entry for each tensor, with extents, which are the tensor's chunks in files. A conversion plan is
+therefore a list of copies from one catalog to a second catalog.
 
 A file that is a whole checkpoint has no manifest beside it; it contains digests (hashes) of its own bytes instead: one
 digest for each tensor, and one for all bytes outside the tensors. A `Seal` records where the digests are. Digests are
@@ -131,7 +131,7 @@ def packed_width(code: str, width: int) -> int:
     """Return the number of bytes that `width` consecutive elements of a tensor's row occupy.
 
     Raises:
-        Refused: with code SHAPE_MISMATCH if packed elements do not fill whole bytes.
+        Refused: with the code SHAPE_MISMATCH if packed elements do not fill whole bytes.
     """
     bits = ITEM_BITS[code] * width
     if bits % 8:
@@ -174,7 +174,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     shape: tuple[int, ...]
     """Shape of the tensor, always in elements, even if the dtype is packed."""
     extents: tuple[Extent, ...]
-    """Chunks that tile the tensor without gaps or overlaps."""
+    """Chunks that cover the tensor without gaps or overlaps."""
 
     @property
     def nbytes(self) -> int:
@@ -192,9 +192,9 @@ class Checksum(msgspec.Struct, frozen=True, gc=False):
     offset: int
     """Offset in the file of the byte range's first byte."""
     size: int
-    """Size of the byte range."""
+    """Size of the byte range, in bytes."""
     crc32: int
-    """CRC-32 of the byte range."""
+    """CRC-32 of the bytes in the range."""
     what: str
     """Description of the byte range for error messages, such as the name of an archive's record."""
 
@@ -237,7 +237,7 @@ class Recoding(msgspec.Struct, frozen=True):
     adapter: Container | None = None
     """The LoRA adapter that is merged into the weights."""
     notes: tuple[str, ...] = ()
-    """Sentences about the recoding that are shown together with a conversion plan."""
+    """Sentences about the decoding, casts and merges, which are shown together with a conversion plan."""
     compact: Mapping[str, Entry] = msgspec.field(default_factory=dict)
     """Name of a scales tensor that is stored in a kernel's element order -> entry of the same scales in row-major
     order."""
@@ -318,10 +318,10 @@ class Container(msgspec.Struct, frozen=True):
         return sum(entry.nbytes for entry in self.entries.values())
 
     def without(self, names: Collection[str]) -> Container:
-        """Return the opened checkpoint without some tensors: these tensors move to `left`, and their twins to
-        `uncompared`.
+        """Return the opened checkpoint without some tensors: these tensors move to `left`, and the pairs of equal
+        tensors that contain them (twins) to `uncompared`.
 
-        Twins that prove that all files come from one save (`dates`) are still compared.
+        Pairs of equal tensors that prove that all files come from one save (`dates`) are still compared.
         """
         omitted = {name: entry for name, entry in self.entries.items() if name in names}
         places = {(extent.file, extent.offset) for entry in omitted.values() for extent in entry.extents}
@@ -433,7 +433,7 @@ class Seal(msgspec.Struct, frozen=True):
 
 
 def make_seal(file: str, head: int, begin: int, offsets: Iterable[int]) -> Seal:
-    """Return the seal of a file whose tensor digests are contiguous.
+    """Return the `Seal` (where the digests are) of a file in which the digests of tensors are contiguous.
 
     Args:
         file: name of the file with the digests.
@@ -454,7 +454,7 @@ def digest_outside(storage: Storage, seal: Seal, tensors: Iterable[tuple[int, in
 
     Args:
         storage: storage that reads the file.
-        seal: where the file's digests are.
+        seal: where the digests are in the file.
         tensors: `(first byte, offset after the last byte)` of each tensor in the file.
     """
     return _digest(_bytes_outside(storage, seal.file, tensors), seal.head)
@@ -485,7 +485,7 @@ def fill_digests(parts: Iterable[tuple[int, bytes]], seal: Seal, hashes: Mapping
 
     Args:
         parts: `(offset, bytes)` of all bytes outside the tensors, in file order.
-        seal: where the file's digests are.
+        seal: where the digests are in the file.
         hashes: maps the offset of each tensor in the file to the tensor's digest.
     """
     pieces = []

@@ -159,8 +159,8 @@ class Witness(Overlay):
         checksum.
 
         Raises:
-            Refused: with code CORRUPT for each range whose bytes do not match its checksum.
-            StorageError: with code IO if a file cannot be read.
+            Refused: with the code CORRUPT for each range whose bytes do not match its checksum.
+            StorageError: with the code IO if a file cannot be read.
         """
         super().recheck()
         self.check_rest(self.open())
@@ -184,8 +184,8 @@ class Witness(Overlay):
         A range of which at least half was read is first read to its end and checked instead.
 
         Raises:
-            Refused: with code CORRUPT for each range whose bytes do not match its checksum.
-            StorageError: with code IO if a file cannot be read.
+            Refused: with the code CORRUPT for each range whose bytes do not match its checksum.
+            StorageError: with the code IO if a file cannot be read.
         """
         self.check_rest([each for each in self.open() if 2 * self.tally(each).read >= each.size])
         self.refuse_wrong()
@@ -250,7 +250,7 @@ class Witness(Overlay):
             places: `(file, first byte, number of bytes)` of the byte ranges that may be refused; None means all ranges.
 
         Raises:
-            Refused: with code CORRUPT for each range that is refused.
+            Refused: with the code CORRUPT for each range that is refused.
         """
         with self._lock:
             wrong = {checksum: None for checksum, right in self._results.items() if not right}
@@ -275,7 +275,7 @@ class Witness(Overlay):
             return tally.gaps(start, stop)
 
     def _check_whole(self, checksum: Checksum, crc: c_uint32) -> None:
-        """Check a range that was read in one piece and whose checksum `crc` has been computed."""
+        """Check a range that was read as a whole by one step, and whose checksum `crc` has been computed."""
         with self._lock:
             self._results.setdefault(checksum, crc.value == checksum.crc32)
             self._tallies.pop(checksum, None)

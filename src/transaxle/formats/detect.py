@@ -1,8 +1,9 @@
 """Detects the format of a path: tries the clues (recognisable file names) of all formats in a fixed order, and uses the
 first format that matches.
 
-One folder may contain a checkpoint twice, in two formats or two precisions. So the order of the clues is fixed, files
-that were not chosen are listed as ignored, and if one clue matches two checkpoints the user must choose between them.
+One folder may contain a checkpoint twice, in two formats or two precisions. For this reason the order of the clues is
+fixed, files that were not chosen are listed as ignored, and if one clue matches two checkpoints the user must choose
+between them.
 
 """
 
@@ -63,7 +64,7 @@ _OF_RANKS = (
 _MAX_SUBFOLDERS = 50
 _SNAPSHOTS = "snapshots"
 """Name of the folder in huggingface_hub's cache that contains one sub-folder per revision."""
-_ORIGIN = "Give the checkpoint that it was made from, or save its tensors as safetensors."
+_ORIGIN = "Give the checkpoint from which this file was made, or save its tensors as safetensors."
 _WRITTEN_AS = re.compile(rb'\{\s*"transaxle":\s*\d+,\s*"format":\s*"([A-Za-z0-9_.+-]{1,100})"')
 """Pattern for the start of Transaxle's manifests; the rest of a manifest, which may be long, is not read."""
 _LONGEST_BEGINNING = 512
@@ -110,11 +111,11 @@ def open_container(
         naming: function that names an optimizer's parameters, if the checkpoint lists them only by number.
 
     Raises:
-        UsageError: with code AMBIGUOUS if the first matching clue matches two checkpoints, or if there is no format of
-            this name.
-        Refused: with code UNSUPPORTED if there is no checkpoint; with code INCOMPLETE if the path is one shard file of
-            several; with the codes of the format's reader if it refuses the files.
-        StorageError: with code IO if a file cannot be read.
+        UsageError: with the code AMBIGUOUS if the first matching clue matches two checkpoints, or if there is no format
+            of this name.
+        Refused: with the code UNSUPPORTED if there is no checkpoint; with the code INCOMPLETE if the path is one shard
+            file of several; with the codes of the format's reader if it refuses the files.
+        StorageError: with the code IO if a file cannot be read.
     """
     kind = None if format is None else find(format)
     if format is not None and kind is None:
@@ -166,7 +167,7 @@ def _open(storage: Storage, path: str, choices: _Choices) -> Container:
     folder = _folder(storage)
     if SCRATCH in folder.folders or (storage.single and _unfinished_around(path)):
         message = "a run that was killed, or is still at work, has not written all of this: the rest is zeros"
-        hint = "Continue it with --resume and its other options, or remove it with transaxle clean."
+        hint = "Continue the run with --resume and its other options, or remove its work with transaxle clean."
         raise refuse("INCOMPLETE", message, file=path, hint=hint)
     matches = _first_matches(folder, choices.kind)
     if not matches and storage.single and choices.kind and choices.kind.one_file:
@@ -248,8 +249,8 @@ def _folder(storage: Storage, inside: str = "") -> Folder:
     if storage.single:
         return Folder(storage, "", (storage.single,), ())
     listing = storage.listing(inside)
-    # Candidates include files that must not be read: trying to open one explains the reason to the user, which "nothing
-    # here" would not.
+    # Candidates include files that must not be read, because opening such a file explains to the user why it is
+    # refused.
     return Folder(storage, f"{inside}/" if inside else "", listing.everything(), listing.folders)
 
 
@@ -269,7 +270,7 @@ def _written_format(folder: Folder) -> Format | None:
     The files of a plugin's format may have names like those of a built-in format, whose clue would then match first.
 
     Raises:
-        Refused: with code UNSUPPORTED if no installed package provides the format.
+        Refused: with the code UNSUPPORTED if no installed package provides the format.
     """
     if folder.storage.single or MANIFEST not in folder.names:
         return None
@@ -285,7 +286,7 @@ def _written_format(folder: Folder) -> Format | None:
     kind = find(name)
     if kind is None:
         message = f"{MANIFEST} says it was written as {name!r}, which no installed package provides"
-        hint = "Install its package, or say the format: --format NAME."
+        hint = "Install the package of the format, or name the format: --format NAME."
         raise refuse("UNSUPPORTED", message, file=folder.storage.path, hint=hint)
     return kind
 
@@ -357,13 +358,13 @@ def _refuse_several(path: str, matches: Sequence[_Match]) -> TransaxleError:
     members = [match.member for match in matches]
     kinds = list(dict.fromkeys(match.kind.name for match in matches))
     if len(kinds) > 1:
-        hint = f"Give one of them, or say its format: --format {' or --format '.join(kinds)}."
+        hint = f"Give one of these checkpoints, or name its format: --format {' or --format '.join(kinds)}."
     elif _rank(members[0]) and len({rank and rank[0] for rank in map(_rank, members)}) == 1:
         hint = _OF_RANKS
     elif all(_shard(member) for member in members):
         hint = f"These look like the shards of one checkpoint: its index (*{INDEX}) is missing."
     else:
-        hint = f"Give one of them: {path.rstrip('/')}/{members[0]}"
+        hint = f"Give one of these checkpoints: {path.rstrip('/')}/{members[0]}"
     return refuse("AMBIGUOUS", f"the folder holds several checkpoints: {join_names(members)}", file=path, hint=hint)
 
 
@@ -382,7 +383,7 @@ def _refuse_nothing(folder: Folder, only: Format | None) -> TransaxleError:
         message = (
             "the file is missing, which DCP writes last: the save was interrupted, or a copy left out hidden files"
         )
-        hint = "Copy the missing file; without it nothing says what the others hold."
+        hint = "Copy the missing file, which describes the contents of all other files."
         return refuse("INCOMPLETE", message, file=DCP_METADATA, hint=hint)
     names = [*folder.names, *(f"{name}/" for name in folder.folders)]
     path = storage.path.rstrip("/")
@@ -411,7 +412,7 @@ def _refuse_file(path: str, summary: str, only: Format | None) -> TransaxleError
     elif not is_url(path) and _is_checkpoint(around := os.path.dirname(path) or "."):  # noqa: PTH120 - as typed
         hint = f"Give the folder: {around}"
     else:  # safetensors files may have any name; the files of all other formats have fixed endings
-        hint = f"If it is a safetensors file all the same, say so: --format {SAFETENSORS.name}."
+        hint = f"If the file is a safetensors file all the same, name the format: --format {SAFETENSORS.name}."
     return refuse("UNSUPPORTED", f"{summary}: the file's name does not tell a known format", file=path, hint=hint)
 
 

@@ -53,16 +53,16 @@ def is_tensor(value: object) -> bool:
 def flatten(value: object, file: str) -> list[Leaf]:
     """Return the leaves of an unpickled value, in the order of the value.
 
-    The leaves inside dicts, lists and tuples are listed one by one. But an empty dict is one leaf, and so is a list or
-    tuple that contains neither tensors nor dicts, lists or tuples.
+    The leaves inside dicts, lists and tuples are listed one by one. An empty dict counts as one leaf, and so does a
+    list or tuple that contains neither tensors nor dicts, lists or tuples.
 
     Args:
         value: an unpickled value, made of plain values and tensor descriptors.
         file: name of the pickle file, for error messages.
 
     Raises:
-        Refused: with code CORRUPT for a container that contains itself, for too deep nesting, and for more leaves than
-            any real file has.
+        Refused: with the code CORRUPT for a container that contains itself, for too deep nesting, and for more leaves
+            than any real file has.
     """
     if is_tensor(value):
         return [Leaf((_ALONE,), "tensor", value)]
@@ -216,7 +216,7 @@ def nest_state(
         groups: parameter groups of the optimizer.
 
     Raises:
-        Refused: with code NAME_COLLISION if two tensors have one key path, or one tensor's path begins with that of
+        Refused: with the code NAME_COLLISION if two tensors have one key path, or one tensor's path begins with that of
             another tensor.
     """
     top: dict[Any, Any] = {}
@@ -229,7 +229,12 @@ def nest_state(
         inner = containers.get(path[:-1])
         if inner is None or path[-1] in inner:
             message = f"its place in a nested state dict is {list(path)}, and another tensor is in the way"
-            raise refuse("NAME_COLLISION", message, tensor=name, hint="Write a folder: it has a file for each.")
+            raise refuse(
+                "NAME_COLLISION",
+                message,
+                tensor=name,
+                hint="Convert to a folder, in which each tensor has a flat name.",
+            )
         inner[path[-1]] = value
     for path in sorted(containers, key=len, reverse=True):
         container = containers[path]

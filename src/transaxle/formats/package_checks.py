@@ -1,4 +1,5 @@
-"""Checks the catalogs and drafts that formats of plugin packages return.
+"""Checks what the formats of plugin packages return: catalogs of checkpoints, and drafts (descriptions of checkpoints
+that do not exist yet).
 
 All later code relies on catalogs being right: shapes are integers, bytes are inside their files, and chunks cover their
 tensor exactly once. The built-in formats check their catalogs while they parse files. This project does not test the
@@ -137,8 +138,8 @@ def check_container(kind: Format, container: Any, member: str) -> None:
         member: name of the file or sub-folder that was read.
 
     Raises:
-        Refused: with code CORRUPT, and the names of the file, the tensor and the package.
-        StorageError: with code IO if a file cannot be read.
+        Refused: with the code CORRUPT, and the names of the file, the tensor and the package.
+        StorageError: with the code IO if a file cannot be read.
     """
     if not _is_a(container, Container):
         checks = _Checks(kind, {})
@@ -183,11 +184,11 @@ def check_draft(kind: Format, draft: Any, specs: Sequence[Spec]) -> None:
 
     Args:
         kind: the plugin's format.
-        draft: the value that the format's draft function returned.
+        draft: the value that the format's function `draft` returned.
         specs: the tensors to be written.
 
     Raises:
-        Refused: with code CORRUPT, OVERLAP or UNSUPPORTED, and the names of the file, the tensor and the package.
+        Refused: with the code CORRUPT, OVERLAP or UNSUPPORTED, and the names of the file, the tensor and the package.
     """
     hint = f"This is a bug of {kind.package}. Nothing was written."
     if not _is_a(draft, Draft) or not _is_a(draft.files, Mapping) or not _is_a(draft.entries, Mapping):
@@ -319,7 +320,7 @@ def _span_bytes(dtype: str, extent: Extent) -> int:
     """Return the number of bytes from the beginning of a chunk's first element to the end of its last element.
 
     Raises:
-        Refused: with code SHAPE_MISMATCH if packed elements do not fill whole bytes.
+        Refused: with the code SHAPE_MISMATCH if packed elements do not fill whole bytes.
     """
     if extent.strides is None or not prod(extent.shape):
         return nbytes(dtype, extent.shape)

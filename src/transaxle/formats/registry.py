@@ -49,7 +49,7 @@ INDEX = ".index.json"
 HERE = "."
 """Candidate that represents the folder itself, if the folder is the checkpoint of one training step."""
 LAST = 100
-"""The `place` of a clue that is tried after the clues of all built-in formats."""
+"""The `place` of a clue (recognisable name) that is tried after the clues of all built-in formats."""
 
 
 class Folder(msgspec.Struct, frozen=True):
@@ -75,8 +75,8 @@ class Clue(msgspec.Struct, frozen=True):
     """Function that returns the candidates for a checkpoint, or the function's name `module:function`, which is
     imported only if `hint` matches."""
     place: int = LAST
-    """Sort key: clues with a smaller place are tried first. Two candidates whose clues have equal places are refused as
-    ambiguous."""
+    """Sort key of the clue: clues with a smaller place are tried first. Two candidates whose clues have equal places
+    are refused as ambiguous."""
     hint: str = ""
     """Regular expression; the clue is tried only if `hint` matches the whole name of some file or sub-folder."""
     reader: str = ""
@@ -102,7 +102,7 @@ class Format:
     title: str
     """Description of a checkpoint in this format, with an article, for messages."""
     clues: tuple[Clue, ...]
-    """Clues by which the format is recognised."""
+    """Clues (recognisable names) by which the format is recognised."""
     reader: str
     """`module:function(storage, path, member)`, which returns a `Container`; `member` is the name of the file or folder
     to open."""
@@ -286,8 +286,8 @@ def check_newest(folder: Folder, file: str) -> None:
     """Refuse a tag file that names a missing sub-folder, because reading a different step would be wrong.
 
     Raises:
-        Refused: with code PATH_ESCAPE for a path out of the folder; with code CORRUPT for an empty tag; with code
-            INCOMPLETE for a missing sub-folder.
+        Refused: with the code PATH_ESCAPE for a path out of the folder; with the code CORRUPT for an empty tag; with
+            the code INCOMPLETE for a missing sub-folder.
     """
     if not file or file not in folder.names or newest_step(folder, file) is not None:
         return
@@ -359,7 +359,7 @@ TORCH = Format(
     clues=(
         Clue(ending(*(f"{end}{INDEX}" for end in _TORCH_FILES), unless=_NO_WEIGHTS), 60),
         Clue(ending(*_TORCH_FILES, unless=_NO_WEIGHTS), 80),
-        Clue(ending(".ckpt"), 90),  # the ending of the files of Lightning; Transaxle writes no such files
+        Clue(ending(".ckpt"), 90),  # `.ckpt` is the ending of Lightning's files; Transaxle writes no such files
     ),
     reader="transaxle.formats.torch_file.reader:open_torch",
     draft="transaxle.formats.torch_file.draft:draft",
@@ -395,7 +395,7 @@ DCP = Format(
     parts=(DCP_DATA, DCP_METADATA),
     openers=(DCP_METADATA,),
     files=rf"\.metadata|__\d+_\d+{re.escape(DCP_DATA)}",
-    sidecars=frozenset({"common.pt", "metadata.json"}),  # names of small files in Megatron's distributed checkpoints
+    sidecars=frozenset({"common.pt", "metadata.json"}),  # these are small files in Megatron's distributed checkpoints
 )
 
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
@@ -551,8 +551,8 @@ def plugin_formats() -> tuple[Format, ...]:
     """Return the formats that other installed packages provide.
 
     Raises:
-        Refused: with code UNSUPPORTED for a plugin that cannot be used; with code NAME_COLLISION if two plugins claim
-            the same file endings.
+        Refused: with the code UNSUPPORTED for a plugin that cannot be used; with the code NAME_COLLISION if two plugins
+            claim the same file endings.
     """
     kinds = tuple(map(_load_format, plugins(GROUP)))
     claimed = {end: "Transaxle" for kind in builtin().values() for end in (*kind.one_file, *kind.parts)}
@@ -572,7 +572,7 @@ def _load_format(plugin: Plugin) -> Format:
     if kind.name != plugin.name:
         raise plugin.refusal("UNSUPPORTED", f"the format is called {kind.name!r}; both names must be the same")
     if kind.name in builtin():
-        raise plugin.refusal("NAME_COLLISION", "Transaxle has a format of this name itself")
+        raise plugin.refusal("NAME_COLLISION", "Transaxle has a built-in format of this name")
     ordinary = [end for end in (*kind.one_file, *kind.parts) if _suffix(end) in _ORDINARY]
     if ordinary:
         raise plugin.refusal("NAME_COLLISION", f"it claims files that end in {ordinary[0]}, which may be anything")
@@ -740,7 +740,7 @@ def sort_sidecars(storage: Storage, files: Collection[str], *, of_run: bool = Fa
     Raises:
         Refused: with one of the codes PATH_ESCAPE or UNSUPPORTED if the folder's config.json exists but must not be
             read.
-        StorageError: with code IO if the folder cannot be read.
+        StorageError: with the code IO if the folder cannot be read.
     """
     listing = storage.listing()
     if _CONFIG in listing.special:

@@ -6,11 +6,10 @@ the header; a JSON header with the place of each tensor follows, then the tensor
   checks every field, reports all faults together, and parses a header of 70,000 tensors in a fraction of a second. The
   library accepts every header that this parser accepts.
 
-- Parts of tensors: torch can save chunks of tensors in such files, with a note about them in the header. The header
+- Chunks of tensors: torch can save chunks of tensors in such files, with a note about them in the header. The header
   lists each chunk as if it were a tensor; the note states where the chunk begins in the whole tensor. The shape of the
-  whole tensor is not
-  recorded: the tensor extends as far as its chunks. So it cannot be detected if the last chunk of every tensor is
-  missing.
+  whole tensor is not recorded: the tensor extends as far as its chunks. A checkpoint in which the last chunk of every
+  tensor is missing can therefore not be recognised as incomplete.
 
 - Opening: a checkpoint is one file, or the shard files that an index names. The library transformers trusts the index:
   it follows any path in the index, looks in the wrong shard file for a tensor that was moved, and leaves a missing
@@ -130,7 +129,7 @@ def read_header(storage: Storage, file: str, begin: int = 0) -> Header:
     Raises:
         Refused: with every problem of the header, with file and tensor, and the code CORRUPT, NAME_COLLISION, OVERLAP
             or UNSUPPORTED.
-        StorageError: with code IO if the file cannot be read.
+        StorageError: with the code IO if the file cannot be read.
     """
     size = storage.size(file) - begin
     start = storage.read(file, begin, min(size, len(_LFS_POINTER)))
@@ -202,7 +201,7 @@ def _seal(text: bytes, metadata: Mapping[str, str], entries: Mapping[str, Entry]
     """Return where a header contains digests; None if it has no digests.
 
     Raises:
-        Refused: with code CORRUPT if some of the digests are missing.
+        Refused: with the code CORRUPT if some of the digests are missing.
     """
     digest_texts = [metadata.get(key) for key in SEALED]
     if digest_texts == [None, None]:
@@ -260,7 +259,8 @@ def encode_header(tensors: Iterable[tuple[Spec, int, int]], metadata: Mapping[st
         metadata: strings for the key `__metadata__`, which is omitted if there are no strings.
 
     Raises:
-        Refused: with code UNSUPPORTED for names or metadata that are not valid Unicode, and for a header over 100 MB.
+        Refused: with the code UNSUPPORTED for names or metadata that are not valid Unicode, and for a header over 100
+            MB.
     """
     document: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
     for spec, begin, end in tensors:
@@ -506,7 +506,7 @@ def open_safetensors(storage: Storage, path: str, member: str) -> Container:
     Raises:
         Refused: with all problems of the index and the headers, and the code CORRUPT, INCOMPLETE (a missing shard file
             or tensor), NAME_COLLISION, OVERLAP, PATH_ESCAPE or UNSUPPORTED.
-        StorageError: with code IO if a file cannot be read.
+        StorageError: with the code IO if a file cannot be read.
     """
     read = read_files(storage, member, lambda file: read_header(storage, file))
     _check_whole(read.parts)
@@ -536,8 +536,8 @@ def _check_whole(headers: Mapping[str, Header]) -> None:
     """Refuse files in which torch saved only chunks of tensors.
 
     Raises:
-        Refused: with code INCOMPLETE for a file with chunks of tensors; with code CORRUPT for a malformed note about
-            chunks.
+        Refused: with the code INCOMPLETE for a file with chunks of tensors; with the code CORRUPT for a malformed note
+            about chunks.
     """
     faults = Faults()
     for file, header in headers.items():
@@ -601,7 +601,7 @@ def draft(
             Unicode), NAME_COLLISION or SHAPE_MISMATCH (packed elements that do not fill whole bytes).
     """
     faults = Faults()
-    if _are_plain(tensors):  # a fast path for drafts of very many tensors
+    if _are_plain(tensors):  # drafts of very many tensors take this fast path
         sized = list(zip(tensors, map(nbytes, map(_dtype, tensors), map(_shape, tensors)), strict=True))
     else:
         sized, names_so_far = [], set[str]()

@@ -88,7 +88,7 @@ def encode_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
     if not weight_map:
         index = {INDEX_METADATA: {TOTAL_SIZE: total_size}, WEIGHT_MAP: {}}
         return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-    # This text is formatted without `json`, which takes five times as long with indentation; there may be a hundred
+    # The index is formatted without `json`, which takes five times as long with indentation; there may be a hundred
     # thousand tensors.
     lines = [f"    {_quoted(name)}: {_quoted(weight_map[name])}" for name in sorted(weight_map)]
     head = f'{{\n  "{INDEX_METADATA}": {{\n    "{TOTAL_SIZE}": {total_size}\n  }},\n  "{WEIGHT_MAP}": {{\n'
@@ -100,9 +100,9 @@ def read_index(storage: Storage, index: str) -> tuple[dict[str, str], dict[str, 
     files.
 
     Raises:
-        Refused: with code CORRUPT for an invalid index; with code NAME_COLLISION if the index lists a tensor twice;
-            with code UNSUPPORTED for too many keys.
-        StorageError: with code IO if the index cannot be read.
+        Refused: with the code CORRUPT for an invalid index; with the code NAME_COLLISION if the index lists a tensor
+            twice; with the code UNSUPPORTED for too many keys.
+        StorageError: with the code IO if the index cannot be read.
     """
     size = storage.size(index)
     if size > _MAX_INDEX:
@@ -138,7 +138,7 @@ def read_files(storage: Storage, member: str, read: Callable[[str], FileContent]
 
     Raises:
         Refused: with the codes of `read` and of `read_index`; one refusal lists all problems together.
-        StorageError: with code IO if a file cannot be read.
+        StorageError: with the code IO if a file cannot be read.
     """
     faults = Faults()
     parts, entries, index_texts = _read_set(storage, member, read, faults)
@@ -214,12 +214,12 @@ def _check_index(storage: Storage, index: str, weight_map: Mapping[str, str], fa
         if match and match.groups() in sets and shard not in index_shards:
             message = f"its name makes it a shard of the same set, but the index {index} does not list it"
             faults.add(
-                "CORRUPT", message, f"{folder}{shard}", hint="Copy the index that belongs to it, or remove the shard."
+                "CORRUPT", message, f"{folder}{shard}", hint="Copy the index of this shard, or remove the shard."
             )
     if whole_file not in index_shards and whole_file in files_here:
         message = f"{folder}{whole_file} and the shards of {index} are two checkpoints in one folder"
         faults.add(
-            "AMBIGUOUS", message, storage.path, hint=f"Name the one you mean: the file {whole_file}, or the index."
+            "AMBIGUOUS", message, storage.path, hint=f"Name the one to read: the file {whole_file}, or the index."
         )
 
 
@@ -237,7 +237,7 @@ def read_shards(
             result.
 
     Raises:
-        StorageError: with code IO if the folder cannot be listed.
+        StorageError: with the code IO if the folder cannot be listed.
     """
     begin = _folder_of(index)
     listing = storage.listing(begin.rstrip("/"))
@@ -369,7 +369,7 @@ def refuse_many(files: int, size: int, shard_size: int) -> None:
         shard_size: maximum size of a shard file in bytes, as the user gave it.
 
     Raises:
-        UsageError: with code AMBIGUOUS if there would be too many files.
+        UsageError: with the code AMBIGUOUS if there would be too many files.
     """
     if files <= MAX_FILES:
         return

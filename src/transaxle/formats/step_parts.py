@@ -7,7 +7,7 @@ step as separate checkpoints.
     epoch_0_step_3/model/                optim/           NeMo Automodel, with the model's config in model/.hf_metadata
 
 The step folder is opened as one checkpoint; file names are relative to the step folder. Each of the two separate
-checkpoints can also be opened without the other.
+checkpoints can also be opened alone.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _schedule(storage: Storage, path: str, file: str) -> Container:
 
     Raises:
         Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if the schedule's pickle cannot be read.
-        StorageError: with code IO if the file cannot be read.
+        StorageError: with the code IO if the file cannot be read.
     """
     item = TrainingItem((_SCHEDULER,), None, read_saved(storage, file).value, _SETTINGS)
     metadata = {TRAINING: [_SCHEDULER], LEFT_BEHIND: {_SCHEDULER: _SETTINGS}}
@@ -165,7 +165,7 @@ def _merge(storage: Storage, weights: Container, states: Sequence[Container]) ->
     """Merge opened checkpoints into one, whose file names are relative to the step folder.
 
     Raises:
-        Refused: with code NAME_COLLISION for a tensor that two of the checkpoints have.
+        Refused: with the code NAME_COLLISION for a tensor that two of the checkpoints have.
     """
     faults = Faults()
     numbers = NumbersInMemory(storage)
@@ -271,7 +271,8 @@ def _named_below(storage: Storage, below: Storage, name: str) -> str:
 
 
 def _with_sidecars(container: Container, storage: Storage, inner: Sequence[Container], *, apart: bool) -> Container:
-    """Return an opened checkpoint with its sidecar files: those in the step folder and those in its sub-folders.
+    """Return an opened checkpoint with its sidecar files (files without tensors): those in the step folder and those in
+    its sub-folders.
 
     Args:
         container: the opened checkpoint of the step folder; unless `apart`, it already has the sidecars of its weights.

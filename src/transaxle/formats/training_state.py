@@ -8,10 +8,10 @@ neither tensors, numbers nor settings are not read, but the metadata lists them.
 Training programs also save schedulers, counters, the position in the data and averages of the weights, in the same dict
 as the model (torchtitan: `train_state`, `lr_scheduler`, `dataloader`; Lightning: `loops`, `callbacks`,
 `hyper_parameters`; nanoGPT: `model_args`, `iter_num`). A value belongs to this training state if the names of the dicts
-around it, or its place next to the model's dict, show it, or if it is a Python number (`epoch`). Its tensors and
-numbers are ordinary tensors of the catalog; a `TrainingItem` refers to them, and stores all values that are not
-tensors, if they are plain data. Formats without a place for counters and schedules store these with the optimizer's
-state (`KEPT_RUN`).
+around it, or its place next to the model's dict, show it, or if it is a Python number (`epoch`). The tensors and
+numbers of training state are ordinary tensors of the catalog; a `TrainingItem` refers to them, and stores all values
+that are not tensors, if they are plain data. Formats without a place for counters and schedules store these with the
+optimizer's state (`KEPT_RUN`).
 
 **Parameter groups**: the settings of an optimizer, with the names of the parameters to which each group applies.
 
@@ -227,8 +227,8 @@ def is_training(path: tuple[str | int, ...], kind: str, root: str | None, holdin
     state.
 
     Args:
-        path: key path of the leaf.
-        kind: kind of the leaf, see `Leaf`; a tensor is a parameter, unless it is in a dict of training state, or is at
+        path: key path of the value.
+        kind: kind of the value, see `Leaf`; a tensor is a parameter, unless it is in a dict of training state, or is at
             the top level while the model is in a dict of its own.
         root: key of the model's dict at the top level; None if the model's tensors are at the top level.
         holding: keys at the top level whose values contain tensors.
@@ -303,7 +303,7 @@ def _plain_value(value: Any, depth: int) -> object:
 
 
 KeyPath = tuple[str | int, ...]
-"""Keys and list indices from the top of a nested state to a leaf."""
+"""Keys and list indices from the top of a nested state to one of its values."""
 LeafKind = Literal["tensor", "number", "other", "empty"]
 
 ROOT = "root"
@@ -331,22 +331,20 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
     """One leaf of a nested state: a value that is not itself a dict or list with tensors."""
 
     path: KeyPath
-    """Key path of the leaf."""
+    """Key path of the value."""
     kind: LeafKind
-    """Kind of the leaf: a tensor, a number, an empty dict or list, or any other value."""
+    """Kind of the value: a tensor, a number, an empty dict or list, or anything else."""
     value: Any = None
-    """Value of the leaf, as the format's reader represents it; for `params` and `param_names` it is the list itself."""
+    """The value itself, as the format's reader represents it; for `params` and `param_names` it is the list."""
     what: str = ""
-    """Description of a leaf that cannot be read."""
+    """Description of a value that cannot be read."""
 
 
 class State(msgspec.Struct, frozen=True):
-    """The named leaves of a state dict, with the parameter groups of the optimizer and the values of the training
-    state.
-    """
+    """The named values of a state dict, with the parameter groups of the optimizer and the training state."""
 
     leaves: Mapping[str, Leaf]
-    """Name -> leaf, for tensors and numbers, in the order of the file."""
+    """Name -> value, for tensors and numbers, in the order of the file."""
     root: str | None
     """Key of the model's dict at the top level, which was removed from the names; None if there is no such dict."""
     left_behind: Mapping[str, str]
@@ -356,7 +354,7 @@ class State(msgspec.Struct, frozen=True):
     training: Sequence[TrainingItem] = ()
     """Training state other than model and optimizer, such as schedulers and counters."""
     paths: Mapping[str, KeyPath] = msgspec.field(default_factory=dict)
-    """Name -> key path, for each leaf that is neither directly in the model's dict nor optimizer state."""
+    """Name -> key path, for each value that is neither directly in the model's dict nor optimizer state."""
 
     def metadata(self) -> dict[str, Any]:
         """Return the metadata entries that describe this state."""
@@ -367,17 +365,17 @@ class State(msgspec.Struct, frozen=True):
 
 
 def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] | None = None) -> State:
-    """Name the leaves of a state dict, and sort them into model, optimizer and training state.
+    """Name the values of a state dict, and sort them into model, optimizer and training state.
 
     Args:
-        leaves: all leaves of the state dict; their order is preserved.
+        leaves: all values of the state dict (see `Leaf`); their order is preserved.
         file: name of the file, for error messages.
         read: function that returns the value of a tensor without dims in an optimizer's settings, or `NOTHING`; its
-            argument is the value of the leaf.
+            argument is the tensor as the reader represents it.
 
     Raises:
-        Refused: with code NAME_COLLISION for two leaves with one name; with code CORRUPT if the total length of the
-            names is too large.
+        Refused: with the code NAME_COLLISION for two values with one name; with the code CORRUPT if the total length of
+            the names is too large.
     """
     leaves, empty = _without_empty(leaves)
     optimizers = _OptimizerNames(leaves)
@@ -437,13 +435,13 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
 
 
 def _without_empty(leaves: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
-    """Split leaves into those with contents, and empty dicts and lists, which only training state contains."""
+    """Split values into those with contents, and empty dicts and lists, which only training state contains."""
     empty = [leaf for leaf in leaves if leaf.kind == "empty"]
     return ([leaf for leaf in leaves if leaf.kind != "empty"] if empty else leaves), empty
 
 
 def _outside(leaves_by_name: Mapping[str, Leaf], root: str | None) -> dict[str, KeyPath]:
-    """Return the key paths of leaves that belong to neither the model nor the optimizer; see `State.paths`."""
+    """Return the key paths of values that belong to neither the model nor the optimizer; see `State.paths`."""
     min_length = 2 if root is None else 1
     return {
         name: leaf.path
@@ -487,8 +485,8 @@ def _root(leaves: Sequence[Leaf]) -> str | None:
 
 
 def _settings(leaves: Sequence[Leaf]) -> set[KeyPath]:
-    """Return the paths of dicts and lists without tensors that contain values other than numbers; these are settings
-    rather than state.
+    """Return the paths of dicts and lists without tensors that contain values other than numbers; these dicts and lists
+    are settings rather than state.
     """
     holding = _prefixes(leaf.path for leaf in leaves if leaf.kind == "tensor")
     containers: set[KeyPath] = set()
@@ -521,7 +519,7 @@ class _OptimizerNames:
         return None
 
     def _numbered_root(self, leaf: Leaf) -> KeyPath | None:
-        """Return the path of the optimizer that contains a leaf, if this optimizer numbers its parameters."""
+        """Return the path of the optimizer that contains a value, if this optimizer numbers its parameters."""
         root = self.root_of(leaf.path)
         if root is None:
             return None
@@ -532,7 +530,7 @@ class _OptimizerNames:
         return root if _is_number(parts[0]) else None
 
     def name(self, root: KeyPath, path: KeyPath) -> str:
-        """Return the name of a leaf in an optimizer, such as `optim/<parameter>/<state>`."""
+        """Return the name of a value in an optimizer, such as `optim/<parameter>/<state>`."""
         parts = _parts(path[len(root) :])
         if parts is None:
             return join_path(path)
@@ -548,7 +546,7 @@ class _OptimizerNames:
 
 
 class _GroupSettings:
-    """Collects the settings of optimizers from the leaves of a state dict.
+    """Collects the settings of optimizers from the values of a state dict.
 
     torch saves settings either in a list of groups, as `param_groups, 0, lr`, or flattened by parameter, as
     `param_groups.<parameter>.lr`. If an optimizer has settings in both forms, those in the list are used.
@@ -563,7 +561,7 @@ class _GroupSettings:
         self._flat: dict[KeyPath, dict[str, dict[str, Any]]] = {}
 
     def add(self, root: KeyPath, leaf: Leaf) -> bool:
-        """Add the setting in a leaf; return False if a parameter group cannot contain the setting."""
+        """Add a setting; return False if a parameter group cannot contain the setting."""
         inner = leaf.path[len(root) :]
         if leaf.kind == "tensor":
             value = NOTHING if self._read is None else self._read(leaf.value)
@@ -614,7 +612,9 @@ def _inside(key: str | int) -> bool:
 
 
 def _optimizers(leaf: Leaf) -> Iterator[KeyPath]:
-    """Yield the prefixes of a leaf's path that must be the path of an optimizer, as the keys after the prefix show."""
+    """Yield the prefixes of a value's key path that must be the path of an optimizer, as the keys after the prefix
+    show.
+    """
     path = leaf.path
     for at, key in enumerate(path):
         following = path[at + 1 :]
@@ -674,7 +674,7 @@ def facts_as_text(run: Mapping[str, Any]) -> str | None:
     """Return the counters of a training run as text; None if the run has no counters. `facts_in` parses the text again.
 
     Args:
-        run: facts about the training run, as drafts receive them.
+        run: facts about the training run, as the functions `draft` of formats receive them.
     """
     counts = {key: run[key] for key in _COUNTS if isinstance(run.get(key), int)}
     facts = {RUN: counts, MEGATRON: run.get(MEGATRON) or {}}
@@ -705,7 +705,7 @@ def with_full_precision(container: Container, *, strict: bool) -> Container:
         strict: whether to refuse a low-precision weight without a full-precision copy, instead of keeping the weight.
 
     Raises:
-        Refused: with code UNSUPPORTED, if `strict`, for each low-precision weight without a full-precision copy.
+        Refused: with the code UNSUPPORTED, if `strict`, for each low-precision weight without a full-precision copy.
     """
     faults = Faults()
     entries: dict[str, Entry] = {}

@@ -1,10 +1,11 @@
 """Checks that chunks cover every element of a tensor exactly once, without comparing pairs of chunks.
 
-A chunk is a box of indices. The indicator function of a box (1 inside, 0 outside) is the cumulative sum, along every
-dim, of +1 and -1 at the box's corners. Cumulative sums are invertible: the boxes cover every index once if and only if
-the signed corners of all boxes add up to the signed corners of the tensor. So a single pass over the chunks gives an
-exact answer for any arrangement of chunks. Where the two sums differ, the first differing corner in row-major order is
-the first wrong index, and the sign of the difference distinguishes a hole from an overlap.
+A chunk of a tensor is a box of indices. The indicator function of a box (1 inside, 0 outside) is the cumulative sum,
+along every dim, of +1 and -1 at the box's corners. Cumulative sums are invertible: the boxes cover every index once if
+and only if the signed corners of all boxes add up to the signed corners of the tensor. So a single pass over a tensor's
+chunks decides for any arrangement of chunks whether they cover the tensor exactly once. Where the two sums differ, the
+first differing corner in row-major order is the first wrong index, and the sign of the difference distinguishes a hole
+from an overlap.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def outside(shape: Shape, box: ChunkBox) -> bool:
 
 
 def flaw(shape: Shape, boxes: Sequence[ChunkBox]) -> Flaw | None:
-    """Return the first element of a tensor that its chunks do not cover exactly once; None if the chunks tile the
-    tensor.
+    """Return the first element of a tensor that its chunks do not cover exactly once; None if they cover every element
+    exactly once.
 
     Args:
         shape: the tensor's shape.
@@ -141,8 +142,8 @@ def boxes_containing(index: Shape, boxes: Iterable[ChunkBox]) -> list[int]:
 
 
 def _add(corners: defaultdict[Shape, int], spans: Sequence[tuple[int, int]], weight: int) -> None:
-    """Add the signed corners of a box: +1 for corners with an even number of stop coordinates, -1 for all other
-    corners.
+    """Add the signed corners of a box: +1 for corners with an even number of stop coordinates, -1 for corners with an
+    odd number.
 
     Args:
         corners: corner -> sum of the signs of all boxes so far; changed in place.

@@ -216,7 +216,7 @@ class DataFiles:
         size: total bytes of all tensors.
 
     Raises:
-        UsageError: with code AMBIGUOUS if `shard_size` would give too many files.
+        UsageError: with the code AMBIGUOUS if `shard_size` would result in too many files.
     """
 
     def __init__(self, shard_size: int | None, size: int) -> None:
@@ -232,7 +232,8 @@ class DataFiles:
         self._end = 0
         """Number of bytes in the current file so far."""
         self._tensor_bytes = 0
-        """Number of tensor bytes in the current file so far, without frames and padding."""
+        """Number of tensor bytes in the current file so far, without padding and without the archives' bytes around
+        tensors."""
         self._begin()
 
     def place(self, dtype: DType, shape: Shape) -> tuple[Payload, int]:

@@ -53,7 +53,7 @@ _MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRES
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 GLOBALS = {name: tuple(Global(f"{package}.{module}", name) for package in MODULES) for name, module in _CLASSES.items()}
 """Class name -> all (module, name) pairs under which the class can be pickled."""
-GLOBALS["Metadata"] += (Global(_MEGATRON, "MCoreMetadata"),)  # since megatron-core 0.15
+GLOBALS["Metadata"] += (Global(_MEGATRON, "MCoreMetadata"),)  # megatron-core pickles this class since release 0.15
 _PLANNER = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
 """Classes of torch's save planner; Megatron stores the save plans of all ranks in the metadata file."""
 _KINDS_OF_ITEM = ("TENSOR", "SHARD", "BYTE_IO")
@@ -67,7 +67,7 @@ def _names() -> Iterator[tuple[str, str]]:
         yield f"{MODULES[0]}.planner", name
     for member in _KINDS_OF_ITEM:  # up to Python 3.11.3, members of an Enum were pickled by name
         yield f"{MODULES[0]}.planner", f"WriteItemType.{member}"
-    yield _MEGATRON, "MCoreSavePlan"  # up to megatron-core 0.15
+    yield _MEGATRON, "MCoreSavePlan"  # megatron-core pickles this class up to release 0.15
     for module in _PROPERTIES:
         yield module, "TensorProperties"
         for formats in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"):
@@ -95,7 +95,7 @@ def fields_of(value: object, name: str, *, bare: bool = False) -> Mapping[str, A
     """Return the fields of a pickled dataclass by field name; None if the value is not an instance of the class.
 
     Args:
-        value: any value from the pickle.
+        value: any value that the pickle contains.
         name: name of the dataclass.
         bare: whether to accept an instance without any fields.
     """
@@ -178,7 +178,7 @@ class Payload(NamedTuple):
     offset: int
     """Offset of the byte range in the data file."""
     length: int
-    """Size of the byte range."""
+    """Size of the byte range, in bytes."""
 
 
 class SavedChunk(NamedTuple):
@@ -230,7 +230,7 @@ def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem
 
     Raises:
         Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if the file as a whole cannot be read.
-        StorageError: with code IO if the file cannot be read.
+        StorageError: with the code IO if the file cannot be read.
     """
     bounds = Bounds()
     size = storage.size(file)
@@ -257,7 +257,7 @@ def _items(top: object, file: str, faults: Faults) -> list[SavedItem]:
     """Return the items that a metadata file describes.
 
     Raises:
-        Refused: with code CORRUPT if the file is not a checkpoint's metadata.
+        Refused: with the code CORRUPT if the file is not a checkpoint's metadata.
     """
     fields = fields_of(top, "Metadata")
     if fields is None:
@@ -635,7 +635,7 @@ def path_of(name: str) -> KeyPath:
     """Return the state-dict path under which DCP stores a tensor of a catalog.
 
     `optim/<parameter>/<state>` becomes the path (`optimizer`, `state`, parameter, state), where a numbered parameter
-    `#<i>` becomes the number. A tensor with any other name has a path of one key.
+    `#<i>` becomes the number. The path of a tensor with any other name is a single key.
     """
     path = optimizer_path(name)
     return (name,) if path is None else tuple(map(str, path))

@@ -3,9 +3,9 @@ file's end.
 
 The metadata may be wrong about a chunk, so every archive must be read: dtype, shape and byte offset of a chunk's tensor
 come from the chunk's archive and are then compared with the metadata. Reading one archive with all checks is slow, and
-a checkpoint may have a hundred thousand archives. But the archives of two tensors of one shape differ only in the
-tensor's bytes, the tensor's checksum and a serial number. So an archive that was read with all checks is used as a
-stencil, with which similar archives are compared.
+a checkpoint may have a hundred thousand archives. Reading every archive with all checks is not necessary, because the
+archives of two tensors of one shape differ only in the tensor's bytes, the tensor's checksum and a serial number. An
+archive that was read with all checks is therefore used as a stencil, with which similar archives are compared.
 
 The frame of an archive is its bytes around the tensor (head and tail), and its skeleton is the frame without checksums
 and serial number. If two archives have the same skeleton, byte for byte, their tensors have the same dtype, shape and
@@ -78,7 +78,7 @@ class _Arrangement(NamedTuple):
     """How an archive is divided: where its tensor is, and which of the bytes around the tensor must match.
 
     The bytes before and after the tensor (head and tail), joined, are the archive's frame. `fixed_spans` and
-    `checksums` are positions in the frame.
+    `checksums` are positions in the frame (the bytes of an archive around its tensor).
     """
 
     head: int
@@ -86,7 +86,8 @@ class _Arrangement(NamedTuple):
     tail: int
     """Offset in the archive of the first byte after the tensor."""
     fixed_spans: tuple[tuple[int, int], ...]
-    """Spans (start, stop) of the frame whose bytes must be equal in all archives of this arrangement."""
+    """Spans (start, stop) of the frame (the bytes around the tensor) whose bytes must be equal in all archives of this
+    arrangement."""
     checksums: tuple[tuple[int, int], ...]
     """For each CRC-32, the positions in the frame of its two copies; the tensor's CRC-32 comes first."""
 
@@ -183,7 +184,7 @@ class Stencils(Generic[Result]):
         return read(file, offset, head) + read(file, offset + tail, length - tail)
 
     def _frames(self, file: str, length: int, offsets: Sequence[int], arrangement: _Arrangement) -> NDArray[np.uint8]:
-        """Read the frame of each archive; return an array with one row per archive."""
+        """Read the frame (the bytes around the tensor) of each archive; return an array with one row per archive."""
         if length > _MAX_WHOLE_READ:
             return self._distant_frames(file, length, offsets, arrangement)
         head, tail = arrangement.head, arrangement.tail
@@ -208,8 +209,8 @@ class Stencils(Generic[Result]):
     def _distant_frames(
         self, file: str, length: int, offsets: Sequence[int], arrangement: _Arrangement
     ) -> NDArray[np.uint8]:
-        """Read the frames of long archives, one row per archive; if the archives are evenly spaced, few read calls
-        suffice.
+        """Read the frames (the bytes around the tensor) of long archives, one row per archive; if the archives are
+        evenly spaced, few read calls suffice.
         """
         head, tail = arrangement.head, arrangement.tail
         width = length - (tail - head)
@@ -259,7 +260,7 @@ def _matches(
     """Yield the groups of archives that have a known skeleton.
 
     Args:
-        frames: the frames, one row per archive.
+        frames: the bytes around the tensor of each archive, one row per archive.
         arrangement: how the archives are divided.
         contents: known skeleton -> contents of the archive.
     """
@@ -291,14 +292,17 @@ def _numbers(frames: NDArray[np.uint8], at: int) -> NDArray[np.uint32]:
 
 def _are_all(frames: NDArray[np.uint8], model: NDArray[np.uint8], arrangement: _Arrangement) -> bool:
     """Return whether the frames in all rows have the same skeleton as the frame `model`."""
-    filled = frames.copy()  # compared as bytes objects, which takes a tenth of the time that comparing arrays takes
+    # frames are compared as bytes objects, which takes a tenth of the time that comparing arrays takes
+    filled = frames.copy()
     for (_, start), (stop, _) in pairwise(arrangement.fixed_spans):
         filled[:, start:stop] = model[start:stop]
     return filled.tobytes() == model.tobytes() * len(filled)
 
 
 def _skeleton_of(frame: bytes, arrangement: _Arrangement) -> bytes:
-    """Return the skeleton of a frame: its bytes without checksums and serial number."""
+    """Return the skeleton of a frame (the bytes of an archive around its tensor): the frame without checksums and
+    serial number.
+    """
     return b"".join([frame[start:stop] for start, stop in arrangement.fixed_spans])
 
 
@@ -677,7 +681,7 @@ class Payloads:
             return None
         if start != elements_shape(chunk.start, code):
             message = f"the file should hold the part at {list(chunk.start)}, but holds the one at {list(start or ())}"
-            hint = "In this format torch writes only one part of a tensor to a file; the others are lost."
+            hint = "In this format torch writes only one chunk of a tensor to a file; its other chunks are lost."
             self._faults.add("INCOMPLETE", message, payload.file, item.key, hint)
             return None
         if entry.dtype != code:
@@ -728,7 +732,7 @@ def _similar_chunks(chunks: Sequence[SavedChunk]) -> dict[tuple[str, int, Shape]
         shapes = list(map(_shape, chunks))
         files, _, lengths = zip(*map(_place, chunks), strict=True)
         kinds = files, lengths, shapes
-        # the usual case: very many chunks that agree in file, length and shape
+        # in the usual case very many chunks have the same file, length and shape
         if all(kind.count(kind[0]) == len(chunks) for kind in kinds):
             return {(files[0], lengths[0], shapes[0]): list(range(len(chunks)))}
     alike: dict[tuple[str, int, Shape], list[int]] = {}

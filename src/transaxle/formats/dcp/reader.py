@@ -7,8 +7,8 @@ agrees with the metadata, and that every byte exists.
 A quantized tensor consists of codes and scales; each rank saves a chunk of the codes together with the scales of these
 codes. The metadata states the dtype and shape that the tensor reports to torch. Codes are cut like an unquantized
 tensor; the scales of a chunk begin at the chunk's first index divided by the tile (the block of codes that share one
-scale). A scale of the whole tensor is in every chunk and must be equal in all chunks; the opened checkpoint's `twins`
-contain this requirement.
+scale). A scale of the whole tensor is in every chunk and must be equal in all chunks; the field `twins` of the opened
+checkpoint states this.
 
 Files of torch's `HuggingFaceStorageWriter` look like a safetensors checkpoint, but each file lists the chunks on one
 rank as if they were whole tensors. A note in each file's header states which chunks of the tensors are in the file.
@@ -74,7 +74,7 @@ def open_dcp(storage: Storage, path: str, member: str) -> Container:
     """Open the DCP folder that a metadata file describes.
 
     Ranks that saved without coordination wrote one metadata file each, and these files are read together. Chunks that
-    several ranks saved must be equal; the opened checkpoint's `twins` contain this requirement.
+    several ranks saved must be equal; the field `twins` of the opened checkpoint states this.
 
     Args:
         storage: storage that reads the checkpoint's files.
@@ -84,7 +84,7 @@ def open_dcp(storage: Storage, path: str, member: str) -> Container:
     Raises:
         Refused: with every problem found, each with file and item, and one of the codes UNSAFE_PICKLE, CORRUPT,
             DTYPE_MISMATCH, INCOMPLETE, NAME_COLLISION, OVERLAP, PATH_ESCAPE, SHAPE_MISMATCH or UNSUPPORTED.
-        StorageError: with code IO if a file cannot be read.
+        StorageError: with the code IO if a file cannot be read.
     """
     metadata_names = (member,) if member == METADATA else metadata_files(set(storage.names()) - {METADATA})
     return read_folder(storage, path, metadata_names, Conventions())
@@ -101,7 +101,7 @@ def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conv
 
     Raises:
         Refused: with the codes that `open_dcp` lists.
-        StorageError: with code IO if a file cannot be read.
+        StorageError: with the code IO if a file cannot be read.
     """
     faults = Faults()
     member = metadata_names[0]
@@ -112,7 +112,7 @@ def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conv
     inline = NumbersInMemory(storage)
     payloads = Payloads(inline, sizes, faults)
     leaves_of_items = (conventions.known_leaf(item.item) or _leaf(item, payloads, faults) for item in items)
-    # several items may have been read as the same leaf object
+    # several items may have been read as the same object
     leaves = list({id(leaf): leaf for leaf in leaves_of_items if leaf is not None}.values())
     payloads.check_overlaps()
     if faults:
@@ -170,8 +170,8 @@ class Conventions:
     paths: Callable[[Sequence[KeyPath]], tuple[list[KeyPath], str | None]] = paths_within
     """Function that returns each item's key path without the program's wrapper, and the wrapper's name."""
     known_leaf: Callable[[SavedItem], Leaf | None] = _read_it
-    """Function that returns the leaf to list for an item that need not be read, or None for an item that must be
-    read."""
+    """Function that returns the leaf (a value with its key path) to list for an item that need not be read, or None for
+    an item that must be read."""
     select: Callable[[Sequence[SavedItem]], Sequence[SavedItem]] = list
     """Function that selects the items of a metadata file that belong to the checkpoint."""
 
@@ -396,10 +396,10 @@ def _bytes(value: Number | Scalar) -> tuple[str, bytes]:
     return code_and_bytes
 
 
-# Quantized tensors.
+# Functions for quantized tensors.
 
 _ONE_FOR_ALL = "one number applies to the whole of {!r}, but each chunk has its own"
-_HINT = "Save it unsharded, or dequantized."
+_HINT = "Save the tensor unsharded, or dequantized."
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,8 +471,8 @@ def assemble(
 
 
 def _split_tile(shape: Shape, tile: Shape, start: Shape, chunks: Sequence[SavedChunk]) -> SplitTile | None:
-    """Describe the tile that a chunk's first index splits, along the first dim with a split; None if the tile is too
-    large for the error's drawing.
+    """Describe the tile (block of codes with one scale) that a chunk's first index splits, along the first dim with a
+    split; None if the tile is too large for the error's drawing.
     """
     from transaxle.axes.layout.tile import DRAWN, SplitTile
 
@@ -531,8 +531,8 @@ def buffers(
         metadata: metadata of the opened checkpoint, to which the description of quantized tensors is added.
 
     Raises:
-        Refused: with code NAME_COLLISION if a buffer's name is also a tensor's name; with code UNSUPPORTED if codes
-            have an unknown dtype.
+        Refused: with the code NAME_COLLISION if a buffer's name is also a tensor's name; with the code UNSUPPORTED if
+            codes have an unknown dtype.
     """
     faults = Faults()
     old = any(tensor.kind.is_old for tensor in quantized.values())
@@ -596,7 +596,7 @@ def open_shards(storage: Storage, path: str, member: str) -> Container:
     Raises:
         Refused: with every problem found, and one of the codes CORRUPT, DTYPE_MISMATCH, INCOMPLETE, NAME_COLLISION,
             OVERLAP or UNSUPPORTED.
-        StorageError: with code IO if a file cannot be read.
+        StorageError: with the code IO if a file cannot be read.
     """
     faults = Faults()
     headers: dict[str, Header] = {}

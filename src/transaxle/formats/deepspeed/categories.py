@@ -32,7 +32,7 @@ class Patterns:
     """Finds the patterns that match a parameter name; patterns for exactly one name are looked up in a dict.
 
     Raises:
-        Refused: with code UNSUPPORTED if a pattern is malformed, or RE2 cannot run it.
+        Refused: with the code UNSUPPORTED if a pattern is malformed, or RE2 cannot run it.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -52,7 +52,7 @@ class Patterns:
         """Return the patterns that match a parameter name.
 
         Raises:
-            Refused: with code UNSUPPORTED if matching takes far longer than for any real checkpoint.
+            Refused: with the code UNSUPPORTED if matching takes far longer than for any real checkpoint.
         """
         whole = [self._of_name[name]] if name in self._of_name else []
         try:
@@ -97,8 +97,8 @@ class Categories:
         info: the model's universal-checkpoint metadata.
 
     Raises:
-        Refused: with code CORRUPT if the metadata is malformed; with code UNSUPPORTED if its version is too new or a
-            pattern cannot be run.
+        Refused: with the code CORRUPT if the metadata is malformed; with the code UNSUPPORTED if its version is too new
+            or a pattern cannot be run.
     """
 
     def __init__(self, info: CheckedValue) -> None:
@@ -139,8 +139,9 @@ class Categories:
             shards: shape of the parameter's shard on each rank.
 
         Raises:
-            Refused: with code CORRUPT if lists contradict each other; with code SHAPE_MISMATCH if the shards' shapes do
-                not fit the cut; with code UNSUPPORTED for an uneven cut that the metadata does not describe.
+            Refused: with the code CORRUPT if lists contradict each other; with the code SHAPE_MISMATCH if the shards'
+                shapes do not fit the cut; with the code UNSUPPORTED for an uneven cut that the metadata does not
+                describe.
         """
         kind = self.kind(name)
         if kind in (keys.REPLICATED_PATTERNS, keys.AVERAGED_PATTERNS):
@@ -162,12 +163,12 @@ class Categories:
         """Return how a parameter is distributed over the ranks, without padding rows if the parameter is a padded
         vocabulary.
 
-        AutoTP pads nothing, but lists every parameter with `embed` in its name as a vocabulary. So AutoTP's list of
-        vocabularies is used only if the metadata also states the padded size.
+        AutoTP pads nothing, but lists every parameter with `embed` in its name as a vocabulary. AutoTP's list of
+        vocabularies is therefore used only if the metadata also states the padded size.
 
         Raises:
-            Refused: with code CORRUPT if the unpadded size is missing; with code SHAPE_MISMATCH if sizes contradict the
-                shards.
+            Refused: with the code CORRUPT if the unpadded size is missing; with the code SHAPE_MISMATCH if sizes
+                contradict the shards.
         """
         if not self.is_padded_vocabulary(name):
             return spread
@@ -205,7 +206,7 @@ class Categories:
         along dim 0 as a single block.
 
         Raises:
-            Refused: with code CORRUPT if lists contradict each other.
+            Refused: with the code CORRUPT if lists contradict each other.
         """
         kinds = self._kinds(name)
         if len(kinds) > 1:
@@ -241,7 +242,7 @@ class Categories:
         return bool(patterns.match(name))
 
     def _rows(self, name: str, shards: Sequence[Shape], dim: int) -> tuple[int, ...]:
-        """Return the size of each shard along the cut dim; the shards must agree in all other dims."""
+        """Return the size of each shard along the cut dim; in all other dims the shards must have equal sizes."""
         if any(len(shape) <= dim for shape in shards):
             raise self._fault(
                 name, f"it is cut along dim {dim}, which not all of its shards have: {_shapes_text(shards)}"
@@ -327,7 +328,7 @@ def size_of(node: CheckedValue) -> int | tuple[int, ...]:
     -1 means that the size is inferred from the number of elements.
 
     Raises:
-        Refused: with code CORRUPT if the value is neither an int nor a list of ints.
+        Refused: with the code CORRUPT if the value is neither an int nor a list of ints.
     """
     if node.is_list:
         sizes = node.naturals()

@@ -64,8 +64,8 @@ def sort_files(names: Iterable[str], folder: str) -> RankFiles:
         folder: name of the folder, for error messages.
 
     Raises:
-        Refused: with code INCOMPLETE if files of ranks are missing; with code CORRUPT if several files claim the same
-            rank.
+        Refused: with the code INCOMPLETE if files of ranks are missing; with the code CORRUPT if several files claim
+            the same rank.
     """
     model: dict[int, dict[int, str]] = {}
     optimizer: dict[int, dict[int, str]] = {}
@@ -162,7 +162,7 @@ def universal(folder: Folder) -> tuple[str, ...]:
 
 
 def _is_universal(folder: Folder, name: str) -> bool:
-    """Tell whether a folder is a universal checkpoint."""
+    """Return whether a folder is a universal checkpoint."""
     inside = f"{folder.inside}" if name == HERE else f"{folder.inside}{name}/"
     zero = keys.ZERO_FOLDER
     subfolders = folder.folders if name == HERE else folder.storage.listing(inside.rstrip("/")).folders

@@ -22,7 +22,7 @@ from transaxle.formats.pickled.descriptors import Global, Object
 
 HINTS = "cuts"
 """Key of the hints among the facts about a run; the value is a dict from parameter name to hint."""
-_CUT_AGAIN = "DeepSpeed could not cut this parameter again. Convert the run's own checkpoint once more."
+_CUT_AGAIN = "DeepSpeed could not cut this parameter when it loads. Convert the run's own checkpoint once more."
 Hint = Mapping[str, Any]
 """How one parameter is cut: a dict with some of the keys `cat_dim`, `param_n_sub_params`, `sub_param_shape`,
 `vocab_tensor`."""
@@ -36,8 +36,8 @@ def hints_of(models: Sequence[RankModel]) -> dict[str, Hint]:
         models: the model files of the run's ranks.
 
     Raises:
-        Refused: with code CORRUPT if the metadata is malformed; with code UNSUPPORTED if its version or its patterns
-            cannot be read.
+        Refused: with the code CORRUPT if the metadata is malformed; with the code UNSUPPORTED if its version or its
+            patterns cannot be read.
     """
     hints: dict[str, Hint] = {}
     for model in models:
@@ -77,7 +77,7 @@ def read_hint(file: CheckedValue) -> dict[str, Any]:
     along dim 0.
 
     Raises:
-        Refused: with code CORRUPT if the hint is malformed.
+        Refused: with the code CORRUPT if the hint is malformed.
     """
     hint: dict[str, Any] = {}
     for key in (keys.CAT_DIM, keys.SUB_COUNT):
@@ -108,7 +108,7 @@ def check_hint(hint: Hint, name: str, shape: Shape, file: str) -> None:
         file: name of the file with the hint, for error messages.
 
     Raises:
-        Refused: with code SHAPE_MISMATCH if the hint does not fit the shape.
+        Refused: with the code SHAPE_MISMATCH if the hint does not fit the shape.
     """
     sub_shape = hint.get(keys.SUB_SHAPE)
     dim, parts = hint.get(keys.CAT_DIM, 0), hint.get(keys.SUB_COUNT, 1)
@@ -133,7 +133,7 @@ def hint_fields(hint: Hint, name: str, shape: Shape) -> dict[str, Any]:
         shape: shape of the whole tensor.
 
     Raises:
-        Refused: with code SHAPE_MISMATCH if the hint does not fit the shape.
+        Refused: with the code SHAPE_MISMATCH if the hint does not fit the shape.
     """
     fields = {key: value for key, value in hint.items() if key != keys.SUB_SHAPE}
     sub_shape = hint.get(keys.SUB_SHAPE)

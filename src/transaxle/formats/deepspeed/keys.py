@@ -3,8 +3,8 @@
 The keys are those of DeepSpeed 0.19.8 (`checkpoint/constants.py`, `module_inject/layers.py`); the code that reads a key
 describes the key's value.
 
-`CheckedValue` wraps a value of an untrusted dict. Code that reads such a value calls a method for the type that it
-expects; a value of any other type is refused, with the file's name and the path to the value.
+`CheckedValue` wraps a value of an untrusted dict. Code that reads a value from such a dict calls the method for the
+type that it expects; a value of any other type is refused, with the file's name and the path to the value.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class CheckedValue:
         """Return the value of a key in this dict; None if the key is missing or its value is None.
 
         Raises:
-            Refused: with code CORRUPT if this `CheckedValue` is not a dict.
+            Refused: with the code CORRUPT if this `CheckedValue` is not a dict.
         """
         value = self._dict().get(key)
         return None if value is None else CheckedValue(value, self.file, (*self.path, str(key)))
@@ -182,7 +182,7 @@ class CheckedValue:
         """Yield the keys and values of this dict.
 
         Raises:
-            Refused: with code CORRUPT if this `CheckedValue` is not a dict.
+            Refused: with the code CORRUPT if this `CheckedValue` is not a dict.
         """
         for key, value in self._dict().items():
             yield key, CheckedValue(value, self.file, (*self.path, str(key)))
@@ -191,7 +191,7 @@ class CheckedValue:
         """Yield the keys and values of this dict; all keys must be strings.
 
         Raises:
-            Refused: with code CORRUPT if this `CheckedValue` is not a dict, or a key is not a string.
+            Refused: with the code CORRUPT if this `CheckedValue` is not a dict, or a key is not a string.
         """
         for key, node in self.items():
             if not isinstance(key, str):
@@ -202,7 +202,7 @@ class CheckedValue:
         """Return the elements of this list or tuple.
 
         Raises:
-            Refused: with code CORRUPT if this `CheckedValue` is neither a list nor a tuple.
+            Refused: with the code CORRUPT if this `CheckedValue` is neither a list nor a tuple.
         """
         if not isinstance(self.value, list | tuple):
             raise self.fault(f"expected a list, not {_summary(self.value)}")
@@ -222,7 +222,7 @@ class CheckedValue:
         """Return the value as a non-negative int.
 
         Raises:
-            Refused: with code CORRUPT if the value is not a non-negative int.
+            Refused: with the code CORRUPT if the value is not a non-negative int.
         """
         value = self.value
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _LARGEST:
@@ -233,7 +233,7 @@ class CheckedValue:
         """Return the value as a finite float.
 
         Raises:
-            Refused: with code CORRUPT if the value is not a finite number.
+            Refused: with the code CORRUPT if the value is not a finite number.
         """
         value = self.value
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
@@ -241,20 +241,20 @@ class CheckedValue:
         return float(value)
 
     def text(self) -> str:
-        """Return the value as a string.
+        """Return the value, which must be a string.
 
         Raises:
-            Refused: with code CORRUPT if the value is not a string.
+            Refused: with the code CORRUPT if the value is not a string.
         """
         if not isinstance(self.value, str):
             raise self.fault(f"expected a text, not {_summary(self.value)}")
         return self.value
 
     def flag(self) -> bool:
-        """Return the value as a bool.
+        """Return the value, which must be a bool.
 
         Raises:
-            Refused: with code CORRUPT if the value is not a bool.
+            Refused: with the code CORRUPT if the value is not a bool.
         """
         if not isinstance(self.value, bool):
             raise self.fault(f"expected True or False, not {_summary(self.value)}")
@@ -264,7 +264,7 @@ class CheckedValue:
         """Return the value as a tuple of non-negative ints, such as a shape.
 
         Raises:
-            Refused: with code CORRUPT if the value is not a list of non-negative ints.
+            Refused: with the code CORRUPT if the value is not a list of non-negative ints.
         """
         return tuple(item.natural() for item in self.list())
 
@@ -272,7 +272,7 @@ class CheckedValue:
         """Return the value as a tuple of strings.
 
         Raises:
-            Refused: with code CORRUPT if the value is not a list of strings.
+            Refused: with the code CORRUPT if the value is not a list of strings.
         """
         return tuple(item.text() for item in self.list())
 

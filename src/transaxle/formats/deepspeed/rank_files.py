@@ -210,8 +210,8 @@ class TensorReader:
         """Return the catalog entry of a tensor in the file.
 
         Raises:
-            Refused: with code CORRUPT if the value is not a tensor; with code UNSUPPORTED if the tensor is not a
-                strided view of its storage.
+            Refused: with the code CORRUPT if the value is not a tensor; with the code UNSUPPORTED if the tensor is not
+                a strided view of its storage.
         """
         value = node.value
         if not isinstance(value, TensorRef | Object):
@@ -230,7 +230,7 @@ class TensorReader:
         """Return a tensor in the file as a flat buffer.
 
         Raises:
-            Refused: with code CORRUPT if the tensor is not a contiguous vector.
+            Refused: with the code CORRUPT if the tensor is not a contiguous vector.
         """
         entry = self.tensor(" > ".join(node.path), node)
         if len(entry.shape) != 1 or any(extent.strides not in (None, (1,)) for extent in entry.extents):
@@ -264,7 +264,7 @@ def read_state(inline: NumbersInMemory, file: str) -> RankState:
 
     Raises:
         Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if the file cannot be read as DeepSpeed's.
-        StorageError: with code IO if the file cannot be read.
+        StorageError: with the code IO if the file cannot be read.
     """
     saved = read_saved(inline, file)
     root = CheckedValue(saved.value, file)[keys.STATE]
@@ -355,7 +355,7 @@ def read_model(inline: NumbersInMemory, file: str) -> RankModel:
 
     Raises:
         Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if the file cannot be read as DeepSpeed's.
-        StorageError: with code IO if the file cannot be read.
+        StorageError: with the code IO if the file cannot be read.
     """
     saved = read_saved(inline, file)
     root = CheckedValue(saved.value, file)
@@ -389,7 +389,7 @@ def read_layer(inline: NumbersInMemory, file: str) -> tuple[Mapping[str, Entry],
 
     Raises:
         Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if the file cannot be read as DeepSpeed's.
-        StorageError: with code IO if the file cannot be read.
+        StorageError: with the code IO if the file cannot be read.
     """
     saved = read_saved(inline, file)
     return dict(_tensors(TensorReader(inline, file), CheckedValue(saved.value, file))), saved.checksums
@@ -426,7 +426,7 @@ def plain(node: CheckedValue) -> Any:
     """Return a setting as plain data (numbers, strings, lists, dicts); None if the setting is not plain data.
 
     Raises:
-        Refused: with code CORRUPT if a setting contains more values than any real setting; by repeating one list, a
+        Refused: with the code CORRUPT if a setting contains more values than any real setting; by repeating one list, a
             short pickle can describe exponentially many values.
     """
     return _plain(node, _MAX_DEPTH, [_MAX_VALUES])
@@ -456,7 +456,7 @@ class RankShard:
     dtype: str
     shape: Shape
     extents: tuple[Extent, ...]
-    """Byte ranges in files that together tile the shard."""
+    """Byte ranges in files that together contain every element of the shard once."""
     file: str
     """Name of a file that describes the shard, for error messages."""
 
@@ -473,8 +473,8 @@ def merge_shards(name: str, shards: Sequence[RankShard], spread: Spread) -> tupl
         the whole tensor, and pairs of blocks that must be equal because several ranks have the same block.
 
     Raises:
-        Refused: with code DTYPE_MIXED if shards have different dtypes; with code INCOMPLETE if there is an element that
-            no rank has.
+        Refused: with the code DTYPE_MIXED if shards have different dtypes; with the code INCOMPLETE if there is an
+            element that no rank has.
     """
     # A rank without elements has an empty tensor, whose dtype does not matter.
     holders = [shard for shard, blocks in zip(shards, spread.blocks, strict=True) if blocks]
@@ -500,7 +500,7 @@ def merge_shards(name: str, shards: Sequence[RankShard], spread: Spread) -> tupl
 
 
 def full_spread(shards: Sequence[RankShard]) -> Spread:
-    """Return the spread of a tensor of which every rank has a whole copy."""
+    """Return the spread (which boxes each rank has) of a tensor of which every rank has a whole copy."""
     return whole(shards[0].shape, len(shards))
 
 

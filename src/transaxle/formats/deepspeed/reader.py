@@ -72,8 +72,8 @@ def unscale(entry: Entry, factor: float, inline: NumbersInMemory) -> Entry:
     """Return a tensor divided by the factor that its stored values include.
 
     Raises:
-        Refused: with code LOSSY if the division is not exact; with code UNSUPPORTED if the tensor is large, or its
-            dtype is not a floating-point dtype.
+        Refused: with the code LOSSY if the division is not exact; with the code UNSUPPORTED if the tensor is large, or
+            its dtype is not a floating-point dtype.
     """
     dtype = numpy_dtype(entry.dtype)
     if entry.nbytes > _LARGEST or entry.dtype not in ("F32", "F16", "BF16", "F64"):
@@ -127,8 +127,8 @@ def read_numbered_state(
         optimizer's groups.
 
     Raises:
-        Refused: with code CORRUPT if the state is malformed; with code UNSUPPORTED if a tensor is not a strided view of
-            its storage.
+        Refused: with the code CORRUPT if the state is malformed; with the code UNSUPPORTED if a tensor is not a strided
+            view of its storage.
     """
     node = model.root.get(keys.OPTIMIZER)
     if node is None:
@@ -221,7 +221,7 @@ def open_deepspeed(
 
     Raises:
         Refused: with every problem in the files, and codes such as UNSAFE_PICKLE, CORRUPT, INCOMPLETE and UNSUPPORTED.
-        StorageError: with code IO if a file cannot be read.
+        StorageError: with the code IO if a file cannot be read.
     """
     prefix = "" if member == HERE else f"{member}/"
     listing = storage.listing(prefix.rstrip("/"))
@@ -339,7 +339,7 @@ def check_one_save(models: Sequence[RankModel]) -> None:
     """Check that all model files were saved after the same number of steps.
 
     Raises:
-        Refused: with code CORRUPT if the folder mixes files of two saves.
+        Refused: with the code CORRUPT if the folder mixes files of two saves.
     """
     first_file, first_steps = "", None
     for model in models:
@@ -357,7 +357,7 @@ def _refuse_copies(storage: Storage, models: _Models, states: _States) -> None:
     wrote them.
 
     Raises:
-        Refused: with code CORRUPT if two ranks' files are identical.
+        Refused: with the code CORRUPT if two ranks' files are identical.
     """
     faults = Faults()
     for number, parts in states.items():
@@ -402,8 +402,8 @@ def degrees(models: _Models, layers: Collection[Mapping[int, str]], parts: int =
         parts: number of data-parallel ranks with optimizer files; 0 if there are no such files.
 
     Raises:
-        Refused: with code CORRUPT if the files contradict each other; with code INCOMPLETE if files of ranks are
-            missing.
+        Refused: with the code CORRUPT if the files contradict each other; with the code INCOMPLETE if files of ranks
+            are missing.
     """
     first_model = models[0][0]
     dimensions = first_model.root.get(keys.DIMENSIONS)
@@ -582,8 +582,8 @@ def _add_numbered(
 ) -> dict[str, str]:
     """Add the optimizer state of a run without ZeRO; return path -> description of each unread value.
 
-    Each model-parallel rank numbers its parameters separately from the other ranks. So with several model-parallel
-    ranks it is unknown which shards belong to one parameter, and no optimizer state is read.
+    Each model-parallel rank numbers its parameters separately from the other ranks. With several model-parallel ranks
+    it is therefore unknown which shards belong to one parameter, and no optimizer state is read.
     """
     left_behind = dict.fromkeys(files.numbered, f"{_WITHOUT_ZERO}, of one expert-parallel rank")
     if states or models[0][0].root.get(keys.OPTIMIZER) is None:

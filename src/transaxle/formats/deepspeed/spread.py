@@ -15,8 +15,9 @@ are row-major. `locations` lists the ranks that have the box; `scale` (a factor 
 be missing. Every entry of `pieces` must be a box in the parameter, and also a box in the shard.
 
 If no metadata describes the cut of a parameter, the family's table of tensor names or the user's mapping rules describe
-it. This module does not read such tables: the caller passes a function (`Cutter`). The `Cutter` is called once with all
-parameter names and returns a second function (`Divider`), which is called for each name with the shapes of the shards.
+it. This module does not read tables of tensor names: the caller passes a function (`Cutter`). The `Cutter` is called
+once with all parameter names and returns a second function (`Divider`), which is called for each name with the shapes
+of the shards.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def cut(shape: Shape, dim: int | None, rule: ChunkRule, ranks: int) -> Spread:
     the whole parameter.
 
     Raises:
-        Refused: with code SHAPE_MISMATCH if the rule for cutting does not fit the shape.
+        Refused: with the code SHAPE_MISMATCH if the rule for cutting does not fit the shape.
     """
     shards, blocks = [], []
     for rank in range(ranks):
@@ -145,7 +146,7 @@ def by_widths(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> Spread
     """Return the spread of a parameter that is a concatenation of blocks along a dim; each block has a width per rank.
 
     Raises:
-        Refused: with code SHAPE_MISMATCH if the widths do not add up to the size of the dim.
+        Refused: with the code SHAPE_MISMATCH if the widths do not add up to the size of the dim.
     """
     rules = tuple(Widths(tuple(part_widths)) for part_widths in widths)
     rule: ChunkRule = (
@@ -267,13 +268,13 @@ def fold_dims(spread: Spread, shards: Sequence[Shape]) -> Spread:
     shards.
 
     Raises:
-        Refused: with code SHAPE_MISMATCH if merging dims does not result in the shards' shapes.
+        Refused: with the code SHAPE_MISMATCH if merging dims does not result in the shards' shapes.
     """
     dims = len(shards[0]) if shards else 0
     extra = len(spread.shape) - dims + 1
     folds = extra > 1 and dims > 0
     merged = tuple((prod(shard[:extra]), *shard[extra:]) if folds else shard for shard in spread.shards)
-    if tuple(shards) != merged:  # checked before folding, since untrusted metadata may claim very many rows
+    if tuple(shards) != merged:  # shapes are checked before folding, since untrusted metadata may claim very many rows
         expected_text, shard_text = (
             ", ".join(str(list(shape)) for shape in shapes[:8]) for shapes in (merged, tuple(shards))
         )
@@ -320,8 +321,8 @@ def maps_of(info: CheckedValue) -> dict[str, CheckedValue]:
     affine descriptions.
 
     Raises:
-        Refused: with code UNSUPPORTED for an unknown version of the affine form; with code CORRUPT if the metadata is
-            malformed.
+        Refused: with the code UNSUPPORTED for an unknown version of the affine form; with the code CORRUPT if the
+            metadata is malformed.
     """
     affine = info.get(keys.AFFINE)
     if affine is None:
@@ -342,8 +343,8 @@ def read_affine(node: CheckedValue, ranks: int) -> Spread:
         ranks: the tensor-parallel degree of the checkpoint.
 
     Raises:
-        Refused: with code CORRUPT if a box is outside the parameter or shard, or the boxes do not fill the shards
-            exactly once; with code UNSUPPORTED if a strided view is not a box; with code SHAPE_MISMATCH if the
+        Refused: with the code CORRUPT if a box is outside the parameter or shard, or the boxes do not fill the shards
+            exactly once; with the code UNSUPPORTED if a strided view is not a box; with the code SHAPE_MISMATCH if the
             description has a different number of ranks.
     """
     shape = node[keys.LOGICAL_SHAPE].naturals()
@@ -490,7 +491,7 @@ files, and are needed if the checkpoint has no config.json.
 
 UNKNOWN_CUTS = "the checkpoint does not say how it was cut over the tensor-parallel ranks, so they cannot be joined"
 HINT = (
-    "The table of the model's family can say it: give --family NAME and --config FILE, or --rules FILE for a model "
+    "A table of tensor names can describe the cuts: give --family NAME and --config FILE, or --rules FILE for a model "
     "without a table. The guide on DeepSpeed checkpoints has an example."
 )
 
@@ -499,7 +500,7 @@ def refuse_unknown_cuts(_storage: Storage, names: Sequence[str], _config: Mappin
     """Refuse every checkpoint; this function is the `Cutter` if the caller passes none.
 
     Raises:
-        Refused: always, with code UNSUPPORTED.
+        Refused: always, with the code UNSUPPORTED.
     """
     raise refuse("UNSUPPORTED", UNKNOWN_CUTS, tensor=names[0] if names else None, hint=HINT)
 
@@ -531,10 +532,10 @@ class TableCuts:
             shards: shape of the parameter's shard on each rank.
 
         Raises:
-            Refused: with code UNSUPPORTED if the table of tensor names lacks the name; with code SHAPE_MISMATCH if the
-                table does not fit the shards' shapes.
-            UsageError: with code UNKNOWN_AXIS or AMBIGUOUS if the table of tensor names needs more information about
-                the model.
+            Refused: with the code UNSUPPORTED if the table of tensor names lacks the name; with the code SHAPE_MISMATCH
+                if the table does not fit the shards' shapes.
+            UsageError: with the code UNKNOWN_AXIS or AMBIGUOUS if the table of tensor names needs more information
+                about the model.
         """
         division = self._divide(name, shards)
         return cut(division.shape, division.dim, division.rule, len(shards))

@@ -1,8 +1,8 @@
 """Assembles the tensors of a run's pipeline stages from the DeepSpeed files of all ranks.
 
 The trained parameters of a model-parallel rank are read from the flat buffers of the rank's data-parallel ranks. Every
-length is checked: parameters and padding must add up exactly to the buffers, and a map of fragments in a rank's file
-must agree with the computed positions.
+length is checked: parameters and padding must add up exactly to the buffers. If a rank's file has a map of fragments
+(DeepSpeed's record of where each parameter is in the buffers), the map must agree with the computed positions.
 
 In DeepSpeed's own MoE layers, each expert-parallel rank counts its experts from zero. The module tensors of experts are
 in separate files, where experts have the numbers of the whole model. In the optimizer's files, a group of expert
@@ -65,8 +65,8 @@ class ExpertShares:
         one list for a dense group.
 
         Raises:
-            Refused: with code CORRUPT if the numbers of ranks do not fit; with code UNSUPPORTED if it is unknown
-                whether the group's parameters belong to experts.
+            Refused: with the code CORRUPT if the numbers of ranks do not fit; with the code UNSUPPORTED if it is
+                unknown whether the group's parameters belong to experts.
         """
         total = len(self._states)
         counts = self._states[0].root.get(keys.PARTITION_COUNT)
@@ -165,7 +165,7 @@ def add_experts(
     return replace(model, module=module)
 
 
-OF_ONE_RUN = "The folder mixes files of two runs; keep those of one."
+OF_ONE_RUN = "The folder mixes files of two runs; keep only the files of one run."
 """Hint for errors about files that contradict each other."""
 _SLACK = 16
 """Maximum number of elements of alignment padding at the end of a group's vector, per rank."""
@@ -196,8 +196,8 @@ def read_trained(model: RankModel, states: Sequence[RankState]) -> tuple[dict[st
         the parameters in the order of the flat buffers, and the pairs of numbers that must be equal on all ranks.
 
     Raises:
-        Refused: with code CORRUPT if lengths contradict each other; with code INCOMPLETE if a rank lacks an optimizer
-            state; with code NAME_COLLISION if a parameter is in two groups.
+        Refused: with the code CORRUPT if lengths contradict each other; with the code INCOMPLETE if a rank lacks an
+            optimizer state; with the code NAME_COLLISION if a parameter is in two groups.
     """
     stages = {state.stage for state in states}
     if len(stages) > 1:
@@ -406,7 +406,8 @@ def _check_map(
     cut: Mapping[str, Sequence[FlatInterval]],
     cut_before: Mapping[str, Sequence[FlatInterval]],
 ) -> None:
-    """Check the maps of fragments in the ranks' files, if there are any, against the computed intervals.
+    """Check the maps of fragments (where each parameter is in the buffers) in the ranks' files, if there are any,
+    against the computed intervals.
 
     Args:
         states: contents of the ranks' optimizer files.
@@ -435,7 +436,7 @@ def _check_map(
 
 
 def _fragments(cut: Mapping[str, Sequence[FlatInterval]], dp_rank: int) -> dict[str, tuple[int, int]]:
-    """Return parameter name -> (first element in the flat buffer, number of elements), for the fragments on one
+    """Return parameter name -> (first element in the flat buffer, number of elements), for the intervals on one
     rank.
     """
     return {
@@ -605,7 +606,9 @@ def _names(ranks: Sequence[ModelRank]) -> list[str]:
 
 
 class _Spreads:
-    """Looks up the spread of each parameter once and remembers it, so that each problem is reported only once."""
+    """Looks up the spread of each parameter (which boxes each rank has) once and remembers it, so that each problem is
+    reported only once.
+    """
 
     def __init__(self, info: UniversalInfo | TableCuts | None, ranks: int, faults: Faults) -> None:
         self._info, self._ranks, self._faults = info, ranks, faults
@@ -613,7 +616,9 @@ class _Spreads:
         self._reported = False
 
     def of(self, name: str, shards: Sequence[RankShard], *, buffer: bool = False) -> Spread | None:
-        """Return the spread of a parameter; if it is unknown, add a fault and return None."""
+        """Return the spread of a parameter (which boxes each rank has); if it is unknown, add a fault and
+        return None.
+        """
         shapes = tuple(shard.shape for shard in shards)
         # A buffer of the module that has the same shape on all ranks counts as replicated, because the metadata lists
         # only parameters.

@@ -188,8 +188,8 @@ def _common_step(
     step is stored.
 
     ZeRO-1 and 2 read one step per group from the files of the group's parameters. ZeRO-3 reads one step for all groups
-    from the settings. So different steps within a group are a fault; if only the steps of different groups differ, no
-    step is written into the settings.
+    from the settings. Different steps within a group are therefore a fault; if only the steps of different groups
+    differ, no step is written into the settings.
     """
     group_of = {name: at for at, group in enumerate(facts.get(keys.GROUPS, ())) for name in group[keys.PARAMS]}
     first_of: dict[int | None, tuple[str, float]] = {}
@@ -239,8 +239,8 @@ def _fragments_of(file: str, parts: _Data) -> Iterator[Fragment]:
 def _settings(facts: Mapping[str, Any], step_state: Mapping[str, object]) -> dict[str, Any]:
     """Return the optimizer's settings: ZeRO-1 and 2 read `param_groups`, ZeRO-3 reads `optimizer_state_dict`.
 
-    ZeRO-3 applies the settings of the first group to all groups. So the first group is written with only those settings
-    that are equal in all groups; for all other settings the resuming run keeps its own values.
+    ZeRO-3 applies the settings of the first group to all groups. The first group is therefore written with only those
+    settings that are equal in all groups; for all other settings the resuming run keeps its own values.
     """
     groups = [
         {key: _plain(value) for key, value in group.items() if key != keys.PARAMS}

@@ -1,9 +1,9 @@
 """Opens universal checkpoints, which have one folder per parameter; each folder has one file per optimizer state.
 
-DeepSpeed writes two variants. In the first variant (ZeRO below stage 3, or tensor parallelism) a file contains a dict
-with the tensor in its real shape, and untrained tensors also have files. In the second variant (ZeRO-3 without other
-parallelism) a file contains only the flattened tensor; the tensor's shape, and all untrained tensors, are in the model
-files.
+DeepSpeed writes two variants of universal checkpoints. In the first variant (ZeRO below stage 3, or tensor parallelism)
+a file contains a dict with the tensor in its real shape, and untrained tensors also have files. In the second variant
+(ZeRO-3 without other parallelism) a file contains only the flattened tensor; the tensor's shape, and all untrained
+tensors, are in the model files.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def open_universal(storage: Storage, path: str, member: str, weights: Weights = 
 
     Raises:
         Refused: with every problem in the files, and codes such as UNSAFE_PICKLE, CORRUPT, INCOMPLETE and UNSUPPORTED.
-        StorageError: with code IO if a file cannot be read.
+        StorageError: with the code IO if a file cannot be read.
     """
     prefix = "" if member == HERE else f"{member}/"
     inline = NumbersInMemory(storage)

@@ -99,7 +99,7 @@ class Record:
             bias: whether the parameter is a bias.
 
         Raises:
-            Refused: with code SHAPE_MISMATCH if view, widths and shape contradict each other.
+            Refused: with the code SHAPE_MISMATCH if view, widths and shape contradict each other.
         """
         logical, sizes = resolve_view(view, dim, shape, len(widths))
         _check_widths(widths, sizes, None)
@@ -121,8 +121,8 @@ class Record:
         new order.
 
         Raises:
-            Refused: with code SHAPE_MISMATCH if the spread does not have this shape; with code INCOMPLETE if there is
-                an element that no rank has.
+            Refused: with the code SHAPE_MISMATCH if the spread does not have this shape; with the code INCOMPLETE if
+                there is an element that no rank has.
         """
         _check_spread(spread, shape)
         return cls(kind, shape, shape, dim, spread, output=shape if bias else shape[:-1], bias=bias)
@@ -182,9 +182,9 @@ def read(record: Mapping[str, Any], name: str, ranks: int) -> Record:
         ranks: tensor-parallel degree.
 
     Raises:
-        Refused: with code UNSUPPORTED for a later version, or an uneven cut in a version that only describes even cuts;
-            with code CORRUPT if fields contradict each other; with code SHAPE_MISMATCH if sizes and widths do not add
-            up; with code INCOMPLETE if there is an element that no rank has.
+        Refused: with the code UNSUPPORTED for a later version, or an uneven cut in a version that only describes even
+            cuts; with the code CORRUPT if fields contradict each other; with the code SHAPE_MISMATCH if sizes and
+            widths do not add up; with the code INCOMPLETE if there is an element that no rank has.
     """
     with _tensor_context(name):
         node = CheckedValue(dict(record), keys.RECORD)
@@ -310,7 +310,9 @@ class _RecordReader:
         return tuple((size // self._ranks,) * self._ranks for size in sizes)
 
     def _affine_spread(self) -> Spread | None:
-        """Return the spread that the record's affine map describes; None if the record has no affine map."""
+        """Return the spread (which boxes each rank has) that the record's affine map describes; None if the record has
+        no affine map.
+        """
         node = self._conversion.get(keys.AFFINE)
         if node is None:
             return None
@@ -328,8 +330,8 @@ class _RecordReader:
 def resolve_view(view: View | None, dim: int, shape: Shape, count: int | None) -> tuple[Shape, tuple[int, ...]]:
     """Return the logical shape that a view describes, and the sizes of the sub-parameters along the cut dim.
 
-    An int at the cut dim of a view is the number of sub-parameters. But if there are widths for only one sub-parameter,
-    the int is the size of this sub-parameter, as DeepSpeed writes it for biases.
+    An int at the cut dim of a view is the number of sub-parameters. If there are widths for only one sub-parameter,
+    however, the int is the size of this sub-parameter, as DeepSpeed writes it for biases.
 
     Args:
         view: the view; None means that the parameter has the shape `shape` and a single sub-parameter.
@@ -338,7 +340,7 @@ def resolve_view(view: View | None, dim: int, shape: Shape, count: int | None) -
         count: number of sub-parameters for which there are widths; None if unknown.
 
     Raises:
-        Refused: with code SHAPE_MISMATCH if the view does not have as many elements as the parameter.
+        Refused: with the code SHAPE_MISMATCH if the view does not have as many elements as the parameter.
     """
     view_sizes = shape if view is None else view
     if dim >= len(view_sizes):
@@ -373,7 +375,7 @@ def resolve_view(view: View | None, dim: int, shape: Shape, count: int | None) -
 
 
 def _view_size(size: Size, *, counted: bool) -> int:
-    """Return the size of one dim of a view; -1 if it must be inferred from the other dims.
+    """Return the size of one dim of a view; -1 if the size must be inferred from the sizes of the other dims.
 
     Args:
         size: entry of this dim in the view.
@@ -483,7 +485,8 @@ class UniversalInfo:
         ranks: tensor-parallel degree.
 
     Raises:
-        Refused: with code CORRUPT if the metadata is malformed; with code UNSUPPORTED if its version is too new.
+        Refused: with the code CORRUPT if the metadata is malformed; with the code UNSUPPORTED if its version is too
+            new.
     """
 
     def __init__(self, node: CheckedValue, ranks: int) -> None:
@@ -501,9 +504,9 @@ class UniversalInfo:
             shards: shape of the parameter's shard on each rank.
 
         Raises:
-            Refused: with code UNSUPPORTED if the metadata does not describe the parameter; with code CORRUPT if the
-                affine map and the pattern lists disagree; with code SHAPE_MISMATCH if the metadata does not fit the
-                shards' shapes.
+            Refused: with the code UNSUPPORTED if the metadata does not describe the parameter; with the code CORRUPT if
+                the affine map and the pattern lists disagree; with the code SHAPE_MISMATCH if the metadata does not fit
+                the shards' shapes.
         """
         reason = self._categories.why_unsupported(name)
         if reason is not None:
@@ -530,8 +533,8 @@ class UniversalInfo:
         return self._categories.without_padding(name, affine)
 
     def _reconcile(self, name: str, affine: Spread, from_lists: Spread) -> Spread:
-        """Compare the spread from the affine map with the pattern lists, and return it; only the affine map can
-        describe a new order of blocks.
+        """Compare the spread (which boxes each rank has) from the affine map with the pattern lists, and return it;
+        only the affine map can describe a new order of blocks.
         """
         finer = self._categories.only_rows(name) and _along(affine, 1) and affine.shards == from_lists.shards
         if affine.shape != from_lists.shape or not (finer or same(affine, from_lists)):
@@ -543,7 +546,9 @@ class UniversalInfo:
         return affine
 
     def _with_tensor_name(self, name: str, make: Callable[[], Spread]) -> Spread:
-        """Return the spread that `make` returns; if `make` raises `Refused`, add the parameter's name to the error."""
+        """Return the spread (which boxes each rank has) that `make` returns; if `make` raises `Refused`, add the
+        parameter's name to the error.
+        """
         try:
             return make()
         except TransaxleError as error:
@@ -553,7 +558,7 @@ class UniversalInfo:
 
 
 def _along(spread: Spread, dim: int) -> bool:
-    """Return whether a spread cuts the parameter along `dim` and along no other dim."""
+    """Return whether a spread cuts the parameter along `dim` and no further dim."""
     return all(
         size == full_size
         for blocks in spread.blocks

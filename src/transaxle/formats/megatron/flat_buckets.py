@@ -322,13 +322,13 @@ def _fit_chunk(
         parameters += len(added)
         if elements > head.size:
             break
-        # `elements` and `parameters` do not count the copy of an embedding of another stage.
+        # `elements` and `parameters` do not count the copy of an embedding that belongs to a different stage.
         if elements + parameters * _GAP < head.size and not model.items[stop - 1].may_copy:
             continue
         contents = _fit(model.local(range(first, stop), order, experts_only=experts_only), groups, unread)
         if contents is not None:
             while not first and stop < len(model.items) and not model.items[stop].parameters:
-                stop += 1  # model parts without parameters, such as an output tied to the embedding of the same stage
+                stop += 1  # skips model parts without parameters, such as an output tied to the embedding
             return stop, contents
     raise NoFitError(f"{head.key} does not hold consecutive parts of the model from number {first} on")
 
@@ -624,7 +624,7 @@ def _pieces(slot: Shape, box: Box, starts: Sequence[int], first: int) -> Iterato
     single = (1,) * len(slot)
     stop = first + prod(box.shape)
     number = bisect_right(starts, first) - 1
-    if number + 1 == len(starts) or stop <= starts[number + 1]:  # the usual case: the box is inside one stored chunk
+    if number + 1 == len(starts) or stop <= starts[number + 1]:  # in the usual case the box is inside one stored chunk
         yield _Piece(slot + box.start, single + box.shape, number, first - starts[number])
         return
     at = first

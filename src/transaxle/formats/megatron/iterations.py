@@ -37,7 +37,7 @@ _SUPPORTED: dict[str, str | int] = {
 """Key in `metadata.json` -> value that Transaxle supports."""
 _KEYS = _SUPPORTED.keys()
 _ZARR_UNSUPPORTED = "it is of Megatron's older format, zarr, which is not read"
-_ZARR_HINT = "Let the release that wrote it load it, and save it in torch_dist (--ckpt-format torch_dist)."
+_ZARR_HINT = "Load the checkpoint with the Megatron release that wrote it, and save it with --ckpt-format torch_dist."
 COMMON_FILE = "common.pt"
 """Name of the file with that part of the run's state which is not sharded, such as arguments and counters; written up
 to megatron-core 0.18."""
@@ -55,9 +55,9 @@ def distributed(folder: Folder) -> tuple[str, ...]:
     folder itself is one.
 
     Raises:
-        Refused: with code CORRUPT if the tracker file is malformed; with code INCOMPLETE if the iteration that it names
-            is missing.
-        StorageError: with code IO if a file cannot be read.
+        Refused: with the code CORRUPT if the tracker file is malformed; with the code INCOMPLETE if the iteration that
+            it names is missing.
+        StorageError: with the code IO if a file cannot be read.
     """
     if folder.storage.single:
         return ()
@@ -82,9 +82,9 @@ def legacy(folder: Folder) -> tuple[str, ...]:
     folder itself does.
 
     Raises:
-        Refused: with code CORRUPT if the tracker file is malformed; with code INCOMPLETE if the iteration that it names
-            is missing.
-        StorageError: with code IO if a file cannot be read.
+        Refused: with the code CORRUPT if the tracker file is malformed; with the code INCOMPLETE if the iteration that
+            it names is missing.
+        StorageError: with the code IO if a file cannot be read.
     """
     if folder.storage.single:
         return ()
@@ -108,7 +108,7 @@ def _check_backend(folder: Folder, name: str) -> None:
     """Refuse a sub-folder in Megatron's older format, zarr.
 
     Raises:
-        Refused: with code UNSUPPORTED if the folder's `metadata.json` names zarr.
+        Refused: with the code UNSUPPORTED if the folder's `metadata.json` names zarr.
     """
     if _backend(folder, f"{name}/") == _ZARR:
         raise refuse("UNSUPPORTED", _ZARR_UNSUPPORTED, file=f"{folder.inside}{name}", hint=_ZARR_HINT)
@@ -118,7 +118,7 @@ def _check_ranks(folder: Folder, newest: str) -> None:
     """Check that an iteration's folder contains rank folders, if it is not a distributed checkpoint.
 
     Raises:
-        Refused: with code INCOMPLETE if the folder contains no rank folders.
+        Refused: with the code INCOMPLETE if the folder contains no rank folders.
     """
     where = f"{folder.inside}{newest}"
     if any(map(_RANK.fullmatch, folder.storage.listing(where).folders)):
@@ -133,9 +133,9 @@ def newest_iteration(folder: Folder) -> str | None:
     file.
 
     Raises:
-        Refused: with code CORRUPT if the tracker file is malformed; with code INCOMPLETE if the iteration's folder is
-            missing.
-        StorageError: with code IO if a file cannot be read.
+        Refused: with the code CORRUPT if the tracker file is malformed; with the code INCOMPLETE if the iteration's
+            folder is missing.
+        StorageError: with the code IO if a file cannot be read.
     """
     if MEGATRON_TRACKER not in folder.names:
         return None
@@ -185,7 +185,7 @@ def check_complete(storage: Storage, *, has_state: bool) -> None:
             so that `common.pt` may be missing.
 
     Raises:
-        Refused: with code INCOMPLETE and each missing file.
+        Refused: with the code INCOMPLETE and each missing file.
     """
     names, faults = storage.names(), Faults()
     for file in (BACKEND_FILE, *(() if has_state else (COMMON_FILE,))):
@@ -201,9 +201,9 @@ def check_backend(storage: Storage) -> None:
     """Check the backend and versions in a distributed checkpoint's `metadata.json`, if this file exists.
 
     Raises:
-        Refused: with code CORRUPT if the file is malformed; with code UNSUPPORTED for an unknown backend or a later
-            version.
-        StorageError: with code IO if a file cannot be read.
+        Refused: with the code CORRUPT if the file is malformed; with the code UNSUPPORTED for an unknown backend or a
+            later version.
+        StorageError: with the code IO if a file cannot be read.
     """
     if BACKEND_FILE not in storage.names():
         return
@@ -217,7 +217,7 @@ def check_backend(storage: Storage) -> None:
         if about.get(key, supported) != supported:
             read = f"version {supported}" if isinstance(supported, int) else supported
             message = f"{key} is {about[key]!r}; {read} is read, and another may mean something else"
-            hint = "Use a newer transaxle; or load it with its own Megatron, and save it with a release from before."
+            hint = "Use a newer transaxle; or load it with the Megatron that wrote it, and save it with an older one."
             raise refuse("UNSUPPORTED", message, file=BACKEND_FILE, hint=hint)
 
 

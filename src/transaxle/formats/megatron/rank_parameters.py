@@ -2,8 +2,8 @@
 parameters in a module.
 
 A stored tensor may stack the parameters of all layers and experts; each chunk is what one rank saved of one layer and
-expert. So the chunks show how a parameter was cut: not at all, into one chunk per rank, or, for a fused gate and up
-projection, into two chunks per rank, one from the gate and one from the up projection.
+expert. The chunks therefore show how a parameter was cut: not at all, into one chunk per rank, or, for a fused gate and
+up projection, into two chunks per rank, one from the gate and one from the up projection.
 
 Flat buckets contain the parameters in the reverse of the order in which Megatron's modules register them. Constructors
 create submodules in this order, and register a module's own parameters before those of its submodules. The order was

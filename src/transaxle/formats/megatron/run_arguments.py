@@ -333,7 +333,7 @@ def with_settings_of_run(
 
     Raises:
         Refused: with one of the codes UNSAFE_PICKLE or CORRUPT if a pickled settings file cannot be unpickled safely.
-        StorageError: with code IO if a file cannot be read.
+        StorageError: with the code IO if a file cannot be read.
     """
     inside = "" if member == HERE else f"{member}/"
     args = dict(state.args)

@@ -1,8 +1,8 @@
 """Derives Megatron's training arguments, which a new checkpoint stores, from the model's config and tensor names.
 
 When Megatron loads a checkpoint, it compares a few of the stored arguments with its own arguments. With
-`--use-checkpoint-args` it takes the model's sizes from the stored arguments. An argument that cannot be derived is left
-out, because Megatron has a default for a missing argument, but would trust a wrong value.
+`--use-checkpoint-args`, Megatron takes the model's sizes from the stored arguments. An argument that cannot be derived
+is left out, because Megatron has a default for a missing argument, but would trust a wrong value.
 """
 
 from __future__ import annotations

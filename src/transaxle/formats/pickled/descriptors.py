@@ -3,8 +3,8 @@
 Numbers, strings, bytes, lists, tuples and dicts represent themselves. A class or function that a pickle names is
 represented by a `Global`, and the result of a call of it by an `Object`, which contains the name, the arguments and the
 state. If a pickle uses one object in several places, the interpreter's values share it as well, and a value may contain
-itself. So code that walks through the values must limit its number of steps. This module also defines the exceptions
-for pickles that are malformed or cannot be read.
+itself. Code that walks through the values must therefore limit its number of steps. This module also defines the
+exceptions for pickles that are malformed or cannot be read.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ _SMALL = 2**64
 def put(target: dict[Any, Any], flat: Sequence[Any]) -> None:
     """Add keys and values to a dict; `flat` contains them alternately, and the keys are untrusted.
 
-    So only plain scalars are hashed; any other key becomes a `Key`, which equals only itself. PickleFault: with code
-    CORRUPT for a key without a value, an unhashable key, or a repeated key.
+    Only plain scalars are therefore hashed; any other key becomes a `Key`, which equals only itself. PickleFault: with
+    the code CORRUPT for a key without a value, an unhashable key, or a repeated key.
 
     Raises:
         PickleFault: CORRUPT for a key without a value, an unhashable key, or a repeated key.
@@ -193,7 +193,7 @@ def put(target: dict[Any, Any], flat: Sequence[Any]) -> None:
         raise malformed("a key without a value")
     expected = len(target) + len(flat) // 2
     keys, values = flat[::2], flat[1::2]
-    if _PLAIN.issuperset(map(type, keys)):  # the common case: only plain scalars
+    if _PLAIN.issuperset(map(type, keys)):  # in the common case all keys are plain scalars
         target.update(zip(keys, values, strict=True))
     else:
         for key, value in zip(keys, values, strict=True):

@@ -2,13 +2,13 @@
 
 Python's own unpickler imports and calls the classes and functions that a pickle names. This interpreter has a table of
 allowed names (`allowed`): a name in the table becomes a `Global`, and a call of a `Global` becomes a description of the
-call (see `descriptors`). A pickle that names any other class or function is refused. The number of opcodes, the memory
-and the size of numbers are limited, and the interpreter does not recurse. So reading a pickle takes at most the memory
-that the caller allows.
+call (see `descriptors`). A pickle that names a class or function outside the table is refused. The number of opcodes,
+the memory and the size of numbers are limited, and the interpreter does not recurse. Reading a pickle therefore takes
+at most the memory that the caller allows.
 
 The interpreter supports the opcodes of protocols 1 to 5, and those opcodes of protocol 0 that name globals. Opcodes
-that refer to objects outside the pickle (extension codes, out-of-band buffers) are refused. It also reads numbers in
-text form, which occur in pickles of `torch.save(pickle_protocol=1)` and of Python 2.
+that refer to objects outside the pickle (extension codes, out-of-band buffers) are refused. The interpreter also reads
+numbers in text form, which occur in pickles of `torch.save(pickle_protocol=1)` and of Python 2.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from transaxle.formats.pickled.descriptors import (
 )
 
 _UNSAFE = "the pickle asks for {}, which is not on the list of harmless names; nothing was imported or run"
-_HINT = "Only if you trust its author: load it with the program that wrote it, and save plain tensors."
+_HINT = "Only if you trust the author of the file: load it with the program that wrote it, and save plain tensors."
 _MIB = 1 << 20
 _TOO_MUCH = "it builds more objects than any real checkpoint"
 _NESTED_CALLS = 8
@@ -96,8 +96,8 @@ def read_pickle(
         persistent: function that returns the value for a persistent id.
 
     Raises:
-        Refused: with code UNSAFE_PICKLE and each forbidden global; with code CORRUPT for a malformed pickle; with code
-            UNSUPPORTED for buffers outside the pickle.
+        Refused: with the code UNSAFE_PICKLE and each forbidden global; with the code CORRUPT for a malformed pickle;
+            with the code UNSUPPORTED for buffers outside the pickle.
         PickleEnds: if the pickle continues beyond `data`, see `complete`.
     """
     record_prefix = f"record {record}: " if record else ""
@@ -156,7 +156,7 @@ class Machine:
         """Subtract an estimated number of bytes from the memory budget.
 
         Raises:
-            PickleFault: with code CORRUPT if the budget is exceeded.
+            PickleFault: with the code CORRUPT if the budget is exceeded.
         """
         self.budget -= amount
         if self.budget < 0:
@@ -232,7 +232,7 @@ class Machine:
         """Return the result of a call of a global, or a description of the call.
 
         Raises:
-            PickleFault: with code CORRUPT if `function` is not a global, or cannot be called with these arguments.
+            PickleFault: with the code CORRUPT if `function` is not a global, or cannot be called with these arguments.
         """
         if type(args) is not tuple:
             raise malformed(f"the arguments of a call are a {type(args).__name__}")

@@ -152,7 +152,7 @@ class Graph:
         self._texts: dict[int, str] = {}
         self._check()
 
-    # the same checks that the interpreter makes when it runs each opcode
+    # These are the checks that the interpreter makes when it runs each opcode.
 
     def _check(self) -> None:
         names = self._nodes(_GLOBAL)
@@ -211,7 +211,7 @@ class Graph:
         for at in range(0, len(tuples), _BLOCK):
             self.integers(self.parts(tuples[at : at + _BLOCK]))
 
-    # Methods that read values.
+    # Methods of the graph that read values.
 
     def _are(self, references: References, tag: int) -> bool:
         return bool((references < _SMALL).all() and (self._tag[references] == tag).all())
@@ -354,7 +354,7 @@ class Graph:
 
         Args:
             reference: number of the node, or a small integer with the highest bit set.
-            depth: current nesting depth.
+            depth: nesting depth of the node in the value that is being built.
             is_fixed: whether to raise Unread for mutable values; set for arguments of calls, since later opcodes could
                 change them.
         """

@@ -1,5 +1,5 @@
-"""Reads pickles of TransformerEngine's quantized tensors. It contains a table of the names in these pickles, and the
-order of arguments in each TransformerEngine release.
+"""Reads pickles of TransformerEngine's quantized tensors. This module contains a table of the names in these pickles,
+and the order of arguments in each TransformerEngine release.
 
 A tensor of TransformerEngine's classes is pickled as a call that recreates the tensor. Since release 2.16 (pull request
 2974) the pickle calls a function of the module. Earlier releases called the class method `_make_in_reduce_ex`, which a

@@ -1,13 +1,13 @@
 """Local storage: reads regular files inside one folder with `preadv`, and refuses files of any other kind.
 
 The contents of a checkpoint's folder are untrusted. A name in the folder can be a symbolic link to your keys, a FIFO
-that never answers, or a device without an end. So a name is resolved first and must stay inside the folder (except for
-a link of the Hugging Face cache to its `blobs`), and the type of the file is checked before it is opened, and again on
-the open descriptor. Files are not mapped into memory: if a mapped file is truncated while in use, the process is
-killed, whereas a failed read raises an error.
+that never answers, or a device without an end. Therefore a name is resolved first and must stay inside the folder
+(except for a link of the Hugging Face cache to its `blobs`), and the type of the file is checked before it is opened,
+and again on the open descriptor. Files are not mapped into memory: if a mapped file is truncated while in use, the
+process is killed, whereas a failed read raises an error.
 
-The folder may be replaced by a new checkpoint while it is read. So the folder is kept open, and each file must be in
-the opened folder. This ensures that all data comes from one checkpoint.
+The folder may be replaced by a new checkpoint while it is read. Therefore the folder is kept open, and each file must
+be in the opened folder. As all files are in one opened folder, all data comes from one checkpoint.
 
 The function `storage_error` converts each `OSError` to a `StorageError`.
 """
@@ -49,7 +49,7 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FOLDER_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _REPLACED = "the checkpoint was replaced while it was open"
 _CHANGED = "the file was changed while the checkpoint was open"
-_AGAIN = "Open it again to read the new one."
+_AGAIN = "Open the checkpoint again to read its new state."
 
 FileStamp = tuple[int, int, int, int, int]
 """`(device, inode, size, mtime, ctime)` of a file; if the file changes, at least one of these numbers changes. The
@@ -64,8 +64,8 @@ class LocalStorage(Storage):
     place inside the folder, or in a Hugging Face cache from `snapshots/<revision>/` to `blobs/<hash>`.
 
     Raises:
-        Refused: with code UNSUPPORTED if the path is a FIFO, a socket or a device.
-        StorageError: with code IO if the path is missing or unreadable; the hint suggests a similar path.
+        Refused: with the code UNSUPPORTED if the path is a FIFO, a socket or a device.
+        StorageError: with the code IO if the path is missing or unreadable; the hint suggests a similar path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -151,7 +151,7 @@ class LocalStorage(Storage):
     def version(self, name: str) -> str:
         """Return a string that changes whenever the file changes; see `Storage.version`."""
         with self._handles.use(name):
-            # without the device number, which differs between machines
+            # the version does not include the device number, which differs between machines
             return "-".join(map(str, self._stamps[name][1:]))
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
@@ -186,8 +186,8 @@ class LocalStorage(Storage):
         file stays readable.
 
         Raises:
-            Refused: with code CORRUPT for each file that was written to.
-            StorageError: with code IO if a file's status cannot be read.
+            Refused: with the code CORRUPT for each file that was written to.
+            StorageError: with the code IO if a file's status cannot be read.
         """
         for name, (_, _, *expected, _) in tuple(self._stamps.items()):
             with self._handles.use(name) as fd:
@@ -226,7 +226,7 @@ class LocalStorage(Storage):
                 "PATH_ESCAPE",
                 f"the link leads outside the checkpoint, to {real}",
                 file=name,
-                hint="If you trust it, copy the file into the checkpoint.",
+                hint="If you trust the link, copy its file into the checkpoint.",
             )
         return real
 
@@ -265,14 +265,14 @@ def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
         max_bytes: maximum size of the file in bytes.
 
     Raises:
-        Refused: with code UNSUPPORTED if the path is a folder, a FIFO, a socket or a device; with code CORRUPT if the
-            file is too large.
-        StorageError: with code IO if the file is missing or unreadable.
+        Refused: with the code UNSUPPORTED if the path is a folder, a FIFO, a socket or a device; with the code CORRUPT
+            if the file is too large.
+        StorageError: with the code IO if the file is missing or unreadable.
     """
     shown = os.fspath(path)
     kind = _kind_of(shown)
     if kind != stat.S_IFREG:
-        raise _not_regular(shown, kind, "Give a regular file; save the data to one first.")
+        raise _not_regular(shown, kind, "Give a regular file; save the data to a file first.")
     fd, _ = _open_regular(os.path.realpath(shown), shown)
     with os.fdopen(fd, "rb", buffering=0) as file:
         data = bytearray()

@@ -1,7 +1,7 @@
 """A storage reads the files of one checkpoint, in a local folder or at a URL.
 
-Readers of formats use only names, sizes and byte ranges of files. So what storages guarantee (a name never leads out of
-the checkpoint, a short read is an error, no file is mapped into memory) applies to all formats.
+Readers of formats use only names, sizes and byte ranges of files. What storages guarantee therefore applies to all
+formats: a name never leads out of the checkpoint, a short read is an error, and no file is mapped into memory.
 
 An overlay is a storage on top of a lower storage: it adds virtual files (`VirtualFiles`), shows a sub-folder as the
 whole checkpoint, or shows a sub-folder's files in the folder above (`Renaming`). `NearReads` combines many small reads
@@ -87,8 +87,8 @@ class Storage(Protocol):
         """List the checkpoint's folder or one of its sub-folders; the listed names do not include the folder.
 
         Raises:
-            Refused: with code PATH_ESCAPE for a folder outside the checkpoint.
-            StorageError: with code IO if the folder cannot be read.
+            Refused: with the code PATH_ESCAPE for a folder outside the checkpoint.
+            StorageError: with the code IO if the folder cannot be read.
         """
 
     def names(self) -> tuple[str, ...]:
@@ -99,9 +99,9 @@ class Storage(Protocol):
         """Return the size of a file in bytes.
 
         Raises:
-            Refused: with code PATH_ESCAPE for a name that leads out of the checkpoint; with code UNSUPPORTED for
-                anything but a regular file; with code CORRUPT for a changed file.
-            StorageError: with code IO for a missing or unreadable file.
+            Refused: with the code PATH_ESCAPE for a name that leads out of the checkpoint; with the code UNSUPPORTED
+                for anything but a regular file; with the code CORRUPT for a changed file.
+            StorageError: with the code IO for a missing or unreadable file.
         """
 
     def version(self, name: str) -> str:
@@ -115,8 +115,8 @@ class Storage(Protocol):
         """Fill a writable contiguous view with the file's bytes that start at `offset`.
 
         Raises:
-            Refused: with the codes of `size`; with code CORRUPT if the file ends before the view is full.
-            StorageError: with code IO if the read fails.
+            Refused: with the codes of `size`; with the code CORRUPT if the file ends before the view is full.
+            StorageError: with the code IO if the read fails.
         """
 
     def add_read(
@@ -148,8 +148,8 @@ class Storage(Protocol):
         """Check that no file has changed since it was read; called before the results of a conversion are published.
 
         Raises:
-            Refused: with code CORRUPT for each file that has changed.
-            StorageError: with code IO if a file cannot be examined.
+            Refused: with the code CORRUPT for each file that has changed.
+            StorageError: with the code IO if a file cannot be examined.
         """
 
     def close(self) -> None:
@@ -257,7 +257,7 @@ class InMemoryFile(msgspec.Struct, frozen=True):
 
 
 class VirtualFiles(Overlay):
-    """An overlay that adds virtual files to a storage.
+    """An overlay (a storage on top of a lower storage) that adds virtual files.
 
     Args:
         below: storage of the real files.
@@ -343,8 +343,8 @@ def split_name(name: str) -> tuple[str, ...]:
     """Split the relative name of a file, such as `a/b/c`, and check that it stays inside its folder.
 
     Raises:
-        Refused: with code PATH_ESCAPE for an empty or absolute name, for components that are empty, `.` or `..` (also
-            between backslashes, which are separators on Windows), and for names that contain a NUL.
+        Refused: with the code PATH_ESCAPE for an empty or absolute name, for components that are empty, `.` or `..`
+            (also between backslashes, which are separators on Windows), and for names that contain a NUL.
     """
     parts = tuple(name.split("/"))
     if "\0" in name or any(segment in ("", ".", "..") for segment in parts) or ".." in name.split("\\"):
@@ -428,7 +428,7 @@ class Handles:
     """A cache of open file descriptors by name, shared by threads; idle descriptors are closed when there are too many.
 
     A checkpoint may have thousands of files, while a process may open a thousand (on macOS 256); and a descriptor must
-    not be closed while a thread reads through it. So the users of each descriptor are counted, and only idle
+    not be closed while a thread reads through it. Therefore the users of each descriptor are counted, and only idle
     descriptors are closed, beginning with the one that was not used for the longest time.
     """
 
@@ -580,7 +580,7 @@ class NearReads:
 
 
 class Renaming(Overlay):
-    """An overlay that shows files under different names."""
+    """An overlay (a storage on top of a lower storage) that shows files under different names."""
 
     @abstractmethod
     def name_below(self, name: str) -> str:
@@ -602,7 +602,7 @@ class Renaming(Overlay):
 
 
 class SubFolder(Renaming):
-    """An overlay that shows a sub-folder as the whole checkpoint.
+    """An overlay (a storage on top of a lower storage) that shows a sub-folder as the whole checkpoint.
 
     Args:
         below: storage that reads the checkpoint with the sub-folder.
@@ -623,7 +623,8 @@ class SubFolder(Renaming):
 
 
 class LiftedFiles(Renaming):
-    """An overlay in which some files of sub-folders also appear in the top folder.
+    """An overlay (a storage on top of a lower storage) in which some files of sub-folders also appear in the top
+    folder.
 
     Args:
         below: storage that reads the checkpoint's files.
@@ -719,7 +720,8 @@ def pairs_in(text: bytes) -> int:
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
     pairs, within = 0, 0
     for start in range(0, len(plain), _CHUNK):
-        pieces = plain[start : start + _CHUNK].split(b'"')  # every second piece is inside a string
+        # after the split at quotation marks, every second piece is inside a string
+        pieces = plain[start : start + _CHUNK].split(b'"')
         pairs += b"".join(pieces[within::2]).count(b":")
         within = (within + len(pieces) - 1) % 2
     return pairs

@@ -135,7 +135,7 @@ def _accesses(folder: Path) -> tuple[dict[str, Access], dict[str, Access]]:
     files: dict[str, Access] = {}
     folders = {".": access_of(folder)}
     for path in _below(folder):
-        with suppress(FileNotFoundError):  # a symbolic link without a target
+        with suppress(FileNotFoundError):  # the path is a symbolic link without a target
             (folders if path.is_dir() else files)[str(path.relative_to(folder))] = access_of(path)
     return files, folders
 

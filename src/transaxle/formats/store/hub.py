@@ -105,8 +105,8 @@ def parse_hub_url(url: str) -> HubUrl:
     """Parse an `hf://` URL.
 
     Raises:
-        Refused: with code UNSUPPORTED for a URL without a repository; with code PATH_ESCAPE for a path that leads out
-            of the repository.
+        Refused: with the code UNSUPPORTED for a URL without a repository; with the code PATH_ESCAPE for a path that
+            leads out of the repository.
     """
     body = url.partition("://")[2]
     first, _, rest_of_path = body.partition("/")
@@ -171,7 +171,7 @@ def redirect_target(url: str, location: str) -> str:
         location: the redirect's `Location` header, absolute or relative.
 
     Raises:
-        StorageError: with code IO for a scheme other than http and https, and for a redirect from https to http.
+        StorageError: with the code IO for a scheme other than http and https, and for a redirect from https to http.
     """
     import httpx
 
@@ -188,7 +188,7 @@ def redirect_target(url: str, location: str) -> str:
     return str(after)
 
 
-_NO_REDIRECT = "Nothing was requested there. Tell those who run the hub, or check HF_ENDPOINT."
+_NO_REDIRECT = "No request was sent to that address. Tell those who run the hub, or check HF_ENDPOINT."
 
 
 class HubRequests:
@@ -198,8 +198,8 @@ class HubRequests:
         shown: URL of the repository, for error messages.
 
     Raises:
-        Refused: with code UNSUPPORTED if a package is missing, network access is forbidden, or the hub's address is not
-            http(s).
+        Refused: with the code UNSUPPORTED if a package is missing, network access is forbidden, or the hub's address is
+            not http(s).
     """
 
     def __init__(self, shown: str) -> None:
@@ -244,7 +244,7 @@ class HubRequests:
             span: `(first byte, offset after the last byte)` of the requested range; None for the whole file.
 
         Raises:
-            StorageError: with code IO if the request fails.
+            StorageError: with the code IO if the request fails.
         """
         headers = {} if span is None else {"Range": f"bytes={span[0]}-{span[1] - 1}"}
         for _ in range(_MAX_REDIRECTS):
@@ -263,7 +263,7 @@ class HubRequests:
         be an address signed for GET requests only.
 
         Raises:
-            StorageError: with code IO if the request fails.
+            StorageError: with the code IO if the request fails.
         """
         for _ in range(_MAX_REDIRECTS):
             answer = self._request("HEAD", url, {}, file, 0)
@@ -276,7 +276,7 @@ class HubRequests:
         """Make a request, and retry it after temporary failures."""
         for attempt in range(1, ATTEMPTS + 1):
             last = attempt == ATTEMPTS
-            # the delay is partly random, so that workers do not all retry at the same time
+            # the delay before a retry is partly random, so that workers do not all retry at the same time
             pause = 2 ** (attempt - 2) * (1 + random.random() / 4)
             try:
                 answer = self._request_once(method, url, headers, file, max_bytes)
@@ -289,7 +289,7 @@ class HubRequests:
                 delay = _wait(answer)
                 if delay > LONGEST_WAIT:
                     message = f"{_host(url)} answers {answer.status}, and asks to come back in {delay:,.0f} seconds"
-                    raise refuse("IO", message, file=file, hint="Run it again then.")
+                    raise refuse("IO", message, file=file, hint="Run the command again after this time.")
                 pause = max(pause, delay)
             time.sleep(pause)
         raise AssertionError
@@ -437,7 +437,7 @@ def refusal(answer: Answer, place: HubUrl, endpoint: str, file: str) -> Transaxl
         message, hint = "the hub lists this file, but does not have it", f"See {page}."
     elif answer.status == 401 and answer.had_token and code != "RepoNotFound":
         message = "the hub does not accept the token"
-        hint = f"It may have expired: log in again ({_LOG_IN}), or remove it to read what is public."
+        hint = f"The token may have expired: log in again ({_LOG_IN}), or remove it to read what is public."
     elif code == "RepoNotFound" or answer.status in (401, 404):
         who = "that this token may see" if answer.had_token else "that everybody may see"
         message = f"the hub has no repository {repository} {who}"
@@ -448,9 +448,9 @@ def refusal(answer: Answer, place: HubUrl, endpoint: str, file: str) -> Transaxl
     elif answer.status == 429:
         message, hint = f"too many requests: refused {ATTEMPTS} times", f"Wait, or log in for more ({_LOG_IN})."
     elif answer.status >= 500:
-        message, hint = f"the hub answers {answer.status}, {ATTEMPTS} times", "Run it again later."
+        message, hint = f"the hub answers {answer.status}, {ATTEMPTS} times", "Run the command again later."
     else:
-        message, hint = f"the hub answers {answer.status}", "Run it again later."
+        message, hint = f"the hub answers {answer.status}", "Run the command again later."
     return refuse("IO", f"{message} ({text})" if text else message, file=file, hint=hint)
 
 
@@ -459,7 +459,7 @@ def refusal_elsewhere(answer: Answer, file: str) -> TransaxleError:
     `refusal`.
     """
     message = f"the hub redirects to {urlsplit(answer.url).hostname}, which answers {answer.status}"
-    return refuse("IO", message, file=file, hint="Run it again later. What the hub gives out is signed for some time.")
+    return refuse("IO", message, file=file, hint="Run the command again: addresses that a hub returns expire.")
 
 
 _FOLDER = "directory"
@@ -506,9 +506,9 @@ class HubService:
         url: `hf://OWNER/NAME`, optionally followed by a revision, and by a folder or file.
 
     Raises:
-        Refused: with code UNSUPPORTED if the URL names no repository, or network access is forbidden; with code
+        Refused: with the code UNSUPPORTED if the URL names no repository, or network access is forbidden; with the code
             PATH_ESCAPE if the URL's path leads out of the repository.
-        StorageError: with code IO if the repository does not exist, this user has no access, or the hub cannot be
+        StorageError: with the code IO if the repository does not exist, this user has no access, or the hub cannot be
             reached.
     """
 
@@ -541,7 +541,7 @@ class HubService:
         """Return what the listing states about a file or folder; None if the path does not exist.
 
         Raises:
-            StorageError: with code IO if the hub cannot be read.
+            StorageError: with the code IO if the hub cannot be read.
         """
         if not path:
             return {"name": path, "type": _FOLDER}
@@ -551,7 +551,7 @@ class HubService:
         """Return the files and folders directly in a folder; empty if the folder does not exist.
 
         Raises:
-            StorageError: with code IO if the hub cannot be read.
+            StorageError: with the code IO if the hub cannot be read.
         """
         return list(self._list(path, file).values())
 
@@ -559,8 +559,8 @@ class HubService:
         """Return the bytes of a range of a file.
 
         Raises:
-            Refused: with code CORRUPT if the file at the address is not the listed file.
-            StorageError: with code IO if the hub cannot be read.
+            Refused: with the code CORRUPT if the file at the address is not the listed file.
+            StorageError: with the code IO if the hub cannot be read.
         """
         if start >= stop:
             return b""

@@ -76,8 +76,8 @@ class Claim:
             unlocked: whether to accept an existing folder even if the file system has no locks.
 
         Raises:
-            UsageError: with code EXISTS if another run has the lock, or may be using the folder without a lock.
-            StorageError: with code IO if the folder cannot be created or locked.
+            UsageError: with the code EXISTS if another run has the lock, or may be using the folder without a lock.
+            StorageError: with the code IO if the folder cannot be created or locked.
         """
         try:
             while True:
@@ -116,7 +116,7 @@ class Claim:
         """Wait until all worker processes have released the shared lock, and make the lock exclusive again.
 
         Raises:
-            UsageError: with code EXISTS if a worker does not release the lock in time.
+            UsageError: with the code EXISTS if a worker does not release the lock in time.
         """
         end = time.monotonic() + _PATIENCE
         while self._fd is not None and lock(self._fd) is False:
@@ -246,9 +246,9 @@ def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
             of a bucket.
 
     Raises:
-        Refused: with code UNSUPPORTED for a URL of a service other than S3, because no other service can have
+        Refused: with the code UNSUPPORTED for a URL of a service other than S3, because no other service can have
             leftovers.
-        StorageError: with code IO if a folder or service cannot be read.
+        StorageError: with the code IO if a folder or service cannot be read.
     """
     typed = os.fspath(path)
     if is_url(typed):
@@ -273,7 +273,7 @@ def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
 
 
 def _orphans_at(target: str, *, uploads: bool = True) -> tuple[Leftover, ...]:
-    # imported late, because local targets need no service
+    # this module is imported late, because local targets need no service
     from transaxle.formats.store.unfinished_uploads import orphans
 
     return tuple(Leftover(each.url, each.target, each.what, each.nbytes) for each in orphans(target, uploads=uploads))
@@ -346,7 +346,9 @@ def describe_progress(scratch: Path) -> str:
 
 
 def _count_written(journal: Path) -> int:
-    """Return the number of tensors that a journal records as written."""
+    """Return the number of tensors that are written according to a journal, the list of an unfinished conversion's
+    finished tensors.
+    """
     if not journal.is_file():
         return 0
     with journal.open("rb") as lines:
@@ -355,7 +357,7 @@ def _count_written(journal: Path) -> int:
 
 
 def _count_done(items: Path) -> int:
-    """Return the number of work items that have a result."""
+    """Return the number of work items (parts of a conversion) that have a result."""
     return sum(path.name.isdigit() for path in items.iterdir()) if items.is_dir() else 0
 
 
@@ -374,7 +376,7 @@ def clean_target(target: str) -> tuple[str, ...]:
     it.
 
     Raises:
-        StorageError: with code IO if a leftover cannot be removed.
+        StorageError: with the code IO if a leftover cannot be removed.
     """
     notes = []
     if is_url(target) and local_path(target) is None:
@@ -398,7 +400,7 @@ def clean(leftover: Leftover) -> Leftover:
         The leftover, with what was done in `outcome`.
 
     Raises:
-        StorageError: with code IO if the leftover cannot be removed or moved.
+        StorageError: with the code IO if the leftover cannot be removed or moved.
     """
     if is_url(leftover.path):
         from transaxle.formats.store.unfinished_uploads import remove
@@ -430,8 +432,8 @@ def discard(target: Path) -> None:
         target: path of the checkpoint's folder.
 
     Raises:
-        UsageError: with code EXISTS if a run is writing to the folder.
-        StorageError: with code IO if the checkpoint cannot be deleted.
+        UsageError: with the code EXISTS if a run is writing to the folder.
+        StorageError: with the code IO if the checkpoint cannot be deleted.
     """
     hidden = neighbour(target, PARTIAL)
     claim = Claim(hidden, str(target))

@@ -45,7 +45,7 @@ from files of other runs."""
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _TYPE = "application/octet-stream"
 _COMPLETING = "completing the upload"
-_LATER = "Try again when it does; with --resume what was sent is kept."
+_LATER = "Try again later; with --resume, the bytes that were sent are kept."
 
 
 class StoredPart(msgspec.Struct, frozen=True):
@@ -82,7 +82,7 @@ def multipart(service: Service) -> S3Multipart:
     """Return an object with a service's calls for multipart uploads.
 
     Raises:
-        Refused: with code UNSUPPORTED for a service on which an upload belongs to one process.
+        Refused: with the code UNSUPPORTED for a service on which an upload belongs to one process.
     """
     if service.scheme not in S3:
         message = f"several workers cannot write to a service like {service.scheme}://, only to s3://"
@@ -101,7 +101,7 @@ def expected_tag(tags: Sequence[str]) -> str | None:
 
 
 def _md5(data: Buffer) -> str:
-    import hashlib  # imported late, because only remote services need OpenSSL
+    import hashlib  # hashlib is imported late, because it loads OpenSSL, which only remote services need
 
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
@@ -110,7 +110,7 @@ class S3Multipart:
     """Calls for multipart uploads to S3 and compatible services.
 
     Each call takes a file's path in the form that the client uses, and the file's name for error messages. Each call
-    raises StorageError with code IO if the service fails or refuses.
+    raises StorageError with the code IO if the service fails or refuses.
 
     Args:
         service: the storage service to which requests are sent.
@@ -157,9 +157,9 @@ class S3Multipart:
         """Complete an upload, so that its file appears; the service refuses parts whose ETags differ.
 
         After a lost or late response, or an error of the server, it is unknown whether the request succeeded: the
-        service may have completed the upload, or may still be completing it and refuse requests meanwhile. So after
-        each attempt this function checks the file's ETag, and retries until the time limit `COMPLETION`, or until the
-        service does not even answer the check.
+        service may have completed the upload, or may still be completing it and refuse requests meanwhile. After each
+        attempt this function therefore checks the file's ETag, and retries until the time limit `COMPLETION`, or until
+        the service does not even answer the check.
 
         Args:
             path: path of the file, in the form that the client uses.
@@ -173,7 +173,7 @@ class S3Multipart:
             The file's ETag, if it can be computed from the ETags of the parts; otherwise an empty string.
 
         Raises:
-            UsageError: with code EXISTS if `new` is set and the file exists.
+            UsageError: with the code EXISTS if `new` is set and the file exists.
         """
         parts = [{"PartNumber": number, "ETag": f'"{tag}"'} for number, tag in enumerate(tags, 1)]
         options = {**self._of(path), "UploadId": upload, "MultipartUpload": {"Parts": parts}}
@@ -293,8 +293,8 @@ class S3Multipart:
         size: int = 0,
         ask: Callable[[str, dict[str, Any], float], Any] | None = None,
     ) -> Any:
-        """Make one request with retries; raise FileNotFoundError for a missing upload, StorageError for other
-        failures.
+        """Make one request with retries; raise FileNotFoundError for a missing upload, and StorageError for any other
+        failure.
         """
         from fsspec.exceptions import FSTimeoutError
 
@@ -324,7 +324,7 @@ def abort_empty(calls: S3Multipart, upload: OpenUpload, file: str) -> None:
     """Abort an upload, unless the upload has stored parts or no longer exists.
 
     Raises:
-        StorageError: with code IO if the service fails or refuses.
+        StorageError: with the code IO if the service fails or refuses.
     """
     if calls.list_parts(upload.path, upload.upload, file) == {}:
         calls.abort(upload.path, upload.upload, file)

@@ -206,7 +206,7 @@ def irreplaceable(folder: ReplaceableFolder, overwrite: Overwrite) -> tuple[str,
     """Return `(reason, hint)` if a folder must not be replaced; two empty strings if it may be replaced.
 
     Raises:
-        StorageError: with code IO if the folder cannot be read.
+        StorageError: with the code IO if the folder cannot be read.
     """
     top = folder.top()
     if not top:
@@ -240,7 +240,7 @@ def foreign_files(folder: ReplaceableFolder) -> list[str]:
     """Return the names of the files of a folder that do not belong to a checkpoint; names of sub-folders end in `/`.
 
     Raises:
-        StorageError: with code IO if the folder cannot be read.
+        StorageError: with the code IO if the folder cannot be read.
     """
     unknown = _unknown_to(builtin().values(), folder)
     # Files that no built-in format knows may belong to a plugin's format; plugins are loaded only if there are such
@@ -389,7 +389,7 @@ def irreplaceable_file(name: str, head: bytes, overwrite: Overwrite) -> tuple[st
     """
     if overwrite == EVERYTHING or has_right_signature(name, head):
         return "", ""
-    return "the file does not begin like a file of tensors", f"Move it elsewhere, or replace it anyway: {_WAY_OUT}"
+    return "the file does not begin like a file of tensors", f"Move it away, or replace it anyway: {_WAY_OUT}"
 
 
 def head_of(path: Path) -> bytes:
@@ -439,9 +439,10 @@ class TargetPlace:
             folder.
 
     Raises:
-        UsageError: with code EXISTS for the root of the file system; with code AMBIGUOUS for an invalid `overwrite`.
-        Refused: with code NAME_COLLISION for a name that is reserved for hidden neighbours.
-        StorageError: with code IO if the target is not a valid path, or its parent folder is missing.
+        UsageError: with the code EXISTS for the root of the file system; with the code AMBIGUOUS for an invalid
+            `overwrite`.
+        Refused: with the code NAME_COLLISION for a name that is reserved for hidden neighbours.
+        StorageError: with the code IO if the target is not a valid path, or its parent folder is missing.
     """
 
     def __init__(self, target: str | os.PathLike[str], *, overwrite: Overwrite) -> None:
@@ -468,7 +469,7 @@ class TargetPlace:
             raise refuse("NAME_COLLISION", message, file=self.typed, hint="Choose another name.")
         if not has_parent:
             message = f"the folder {self.target.parent} does not exist"
-            hint = home_hint(self.typed) or "Create it first."
+            hint = home_hint(self.typed) or "Create the folder first."
             raise refuse("IO", message, file=self.typed, hint=hint, system=FileNotFoundError)
         self._overwrite = read_overwrite(overwrite)
         self.single = self.target.name if is_file else None
@@ -489,8 +490,8 @@ class TargetPlace:
             leftover_hint: text about leftovers next to the target, for the error message.
 
         Raises:
-            UsageError: with code EXISTS if the target may not be replaced.
-            StorageError: with code IO if the target cannot be examined.
+            UsageError: with the code EXISTS if the target may not be replaced.
+            StorageError: with the code IO if the target cannot be examined.
         """
         if not os.path.lexists(self.typed if not self._overwrite else self.target):
             return
@@ -545,7 +546,8 @@ class TargetPlace:
             OSError: with EROFS or EACCES, if files cannot be created.
         """
         folder = self.target.parent
-        by_effect = os.geteuid() != os.getuid()  # if the two ids are equal, the plain system call is more reliable
+        # if the real and the effective user id are equal, the plain system call is more reliable
+        by_effect = os.geteuid() != os.getuid()
         if not os.access(folder, os.W_OK | os.X_OK, effective_ids=by_effect):
             read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
             number = errno.EROFS if read_only else errno.EACCES
@@ -559,8 +561,8 @@ class TargetPlace:
             work: path of the finished checkpoint: `partial`, or the single file in it, with its final access rights.
 
         Raises:
-            UsageError: with code EXISTS if the target appeared in the meantime.
-            StorageError: with code IO if the rename fails.
+            UsageError: with the code EXISTS if the target appeared in the meantime.
+            StorageError: with the code IO if the rename fails.
         """
         try:
             if self.single:
@@ -601,7 +603,7 @@ class TargetPlace:
         replaced.
         """
         try:
-            if not os.path.lexists(self.target):  # a symbolic link without a target
+            if not os.path.lexists(self.target):  # the path is a symbolic link without a target
                 return "", ""
             mode = os.lstat(self.target).st_mode
             if self.single:
@@ -636,8 +638,8 @@ class TargetPlace:
                 exchange(str(work), str(self.target))
                 raise
         else:
-            # The replacement is not atomic, because it takes two renames. If the run is killed between the two renames,
-            # `recover` moves the old checkpoint back.
+            # The replacement is not atomic, because it consists of two renames. If the run is killed between the two
+            # renames, `recover` moves the old checkpoint back.
             self.target.rename(self.old)
             try:
                 self._refuse(*irreplaceable(LocalFolder(self.old), self._overwrite))
@@ -666,7 +668,7 @@ def make_durable(folder: Path) -> None:
     """Write a folder's directory entries to the disk, on file systems that support it.
 
     Raises:
-        StorageError: with code IO if the sync fails.
+        StorageError: with the code IO if the sync fails.
     """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,15 +1,15 @@
 """Remote storage: reads checkpoints from a service by requests for byte ranges, with the guarantees of local files if
 possible.
 
-A service has no open files: the next request for a name may reach a new object (remote file). So each object is
+A service has no open files: the next request for a name may reach a new object (remote file). Therefore each object is
 identified by its tag (ETag, or the service's equivalent) from the first request on. The tag is compared after each
 range is read, so that bytes of a replaced object are refused and never mixed with earlier bytes. Names of files in
 listings are checked like names from any other source. If the version cannot change, such as a commit on a hub, no tags
 are compared.
 
 A request takes as long as the transfer of about a megabyte. Readers of formats request headers first, then adjacent
-blocks of tensors. So a request that continues an earlier request reads twice as much, up to a limit; a request at a new
-place reads little more than was asked for. Data stays in the cache until its memory is needed for newer data.
+blocks of tensors. Therefore a request that continues an earlier request reads twice as much, up to a limit; a request
+at a new place reads little more than was asked for. Data stays in the cache until its memory is needed for newer data.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class NearReads:
                     self._recent.move_to_end(window)
                     return window, False
                 if window.start > at:
-                    stop = min(stop, window.start)  # do not request bytes that are cached already
+                    stop = min(stop, window.start)  # bytes that are cached already are not requested again
                 elif at - window.stop <= LEAST and (previous is None or window.stop > previous.stop):
                     previous = window
             read_length = LEAST
@@ -176,8 +176,8 @@ class RemoteStorage(Storage):
         service: client of the service behind the URL; None means the fsspec client for the URL's scheme.
 
     Raises:
-        Refused: with code UNSUPPORTED if no installed package supports the scheme of the URL.
-        StorageError: with code IO if the URL is missing or unreadable; the hint suggests a similar name.
+        Refused: with the code UNSUPPORTED if no installed package supports the scheme of the URL.
+        StorageError: with the code IO if the URL is missing or unreadable; the hint suggests a similar name.
     """
 
     def __init__(self, url: str, memory: int = MEMORY, service: Readable | None = None) -> None:
@@ -327,7 +327,7 @@ class RemoteStorage(Storage):
         try:
             data = self._service.fetch(self._place(name), start, stop, name)
         except TransaxleError:
-            self._check(name)  # raises a clearer error if the object has changed
+            self._check(name)  # this raises a clearer error if the object has changed
             raise
         self._check(name)
         if len(data) != stop - start:

@@ -238,8 +238,8 @@ class Service:
         writing: whether to open the service for writing; new files stay invisible until they are committed.
 
     Raises:
-        Refused: with code UNSUPPORTED for an unknown URL scheme, or if the package for the scheme is missing.
-        StorageError: with code IO if the service fails or refuses.
+        Refused: with the code UNSUPPORTED for an unknown URL scheme, or if the package for the scheme is missing.
+        StorageError: with the code IO if the service fails or refuses.
     """
 
     pinned = False
@@ -254,7 +254,7 @@ class Service:
             from fsspec.core import url_to_fs
 
             try:
-                # The transaction that follows must not affect other users of a cached client.
+                # The transaction of this object must not affect other users of a cached client.
                 options = {"get_client": session} if self.scheme in WEB else {}
                 client_and_path = url_to_fs(url, **({"skip_instance_cache": True} if writing else {}), **options)
             except ImportError as error:
@@ -281,7 +281,7 @@ class Service:
             file: name of the file or folder for error messages.
 
         Raises:
-            StorageError: with code IO if the service fails or refuses.
+            StorageError: with the code IO if the service fails or refuses.
         """
         with self._convert_errors("reading its status", file):
             self.client.invalidate_cache()
@@ -294,7 +294,7 @@ class Service:
         """Return the files and folders directly in a folder; empty if the folder does not exist.
 
         Raises:
-            StorageError: with code IO if the service fails or refuses.
+            StorageError: with the code IO if the service fails or refuses.
         """
         with self._convert_errors("opening it" if self.scheme in WEB else "listing the folder", file):
             self.client.invalidate_cache()
@@ -307,7 +307,7 @@ class Service:
         """Return the paths of all files below a folder, in the form that the client uses.
 
         Raises:
-            StorageError: with code IO if the service fails or refuses.
+            StorageError: with the code IO if the service fails or refuses.
         """
         with self._convert_errors("listing the folder", file):
             self.client.invalidate_cache()
@@ -317,7 +317,7 @@ class Service:
         """Return the requested byte range of a file, which the service may shorten.
 
         Raises:
-            StorageError: with code IO if the service fails or refuses.
+            StorageError: with the code IO if the service fails or refuses.
         """
         with self._convert_errors(f"reading {stop - start} bytes at offset {start}", file):
             if self.scheme in S3 and start < stop:
@@ -328,9 +328,9 @@ class Service:
         """Begin to write a file, which is sent in parts of `part` bytes.
 
         Raises:
-            Refused: with code UNSUPPORTED if the service cannot write files, or would show them before they are
+            Refused: with the code UNSUPPORTED if the service cannot write files, or would show them before they are
                 complete.
-            StorageError: with code IO if the service fails or refuses.
+            StorageError: with the code IO if the service fails or refuses.
         """
         from fsspec.spec import AbstractBufferedFile
 
@@ -354,7 +354,7 @@ class Service:
         """Delete a file; a missing file is not an error.
 
         Raises:
-            StorageError: with code IO if the service fails or refuses.
+            StorageError: with the code IO if the service fails or refuses.
         """
         with self._convert_errors("deleting it", file):
             self.client.invalidate_cache()
@@ -380,7 +380,8 @@ class Service:
         except Exception as error:  # noqa: BLE001 - what clients raise has no common base
             if missing and isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(file) from None
-            # Raised without the client's exception as cause, because its message may contain a signed URL or a key.
+            # The error is raised without the client's exception as its cause, because that exception's message may
+            # contain a signed URL or a key.
             raise _storage_error(error, doing, file) from None
 
 

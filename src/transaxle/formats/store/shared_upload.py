@@ -46,7 +46,7 @@ SENDERS = 4
 """Number of parts that a worker sends at the same time."""
 _THREADS = 16
 """Number of small requests that the driver makes at the same time."""
-_CLEAN = "Continue it with --resume (resume=True), or remove it:  transaxle clean URL."
+_CLEAN = "Continue that work with --resume (resume=True), or remove it:  transaxle clean URL."
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -62,8 +62,8 @@ class SharedUpload(Upload):
         part: usual size in bytes of a part; the last part may be smaller.
 
     Raises:
-        UsageError, Refused, StorageError: with the codes of `Upload`; with code UNSUPPORTED for a service on which an
-        upload belongs to one process.
+        UsageError, Refused, StorageError: with the codes of `Upload`; with the code UNSUPPORTED for a service on which
+        an upload belongs to one process.
     """
 
     def __init__(self, target: str, *, overwrite: Overwrite = False, resume: bool = False, part: int = PART) -> None:
@@ -136,12 +136,12 @@ class SharedUpload(Upload):
             sizes: maps each file that workers write to its size in bytes.
             task: the conversion, described as text.
             division: hash of how the files are divided into work items (parts of a conversion).
-            items: number of work items.
+            items: number of work items (parts of a conversion).
 
         Raises:
-            UsageError: with code EXISTS if there is an upload of a different conversion, or any upload without
+            UsageError: with the code EXISTS if there is an upload of a different conversion, or any upload without
                 `resume`.
-            StorageError: with code IO if the service fails or refuses.
+            StorageError: with the code IO if the service fails or refuses.
         """
         self._sizes = sizes
         if self._single and len(sizes) > 1:
@@ -152,7 +152,7 @@ class SharedUpload(Upload):
                 raise _refuse_unfinished(self._shown)
             if record.task != task:
                 message = "beside the target is the unfinished work of another conversion"
-                hint = "Remove it:  transaxle clean URL. Or continue it with the original options."
+                hint = "Remove that work:  transaxle clean URL. Or continue it with the original options."
                 raise refuse("EXISTS", message, file=self._shown, hint=hint)
             if record.division != division:
                 self.found = ("the work of an earlier run, divided otherwise, was removed",)
@@ -162,7 +162,8 @@ class SharedUpload(Upload):
             places = {file: self._place(file) for file in sizes}
             token = secrets.token_hex(8)
             record = UploadRecord(token=token, task=task, division=division, uploads={}, places=places, items=items)
-            # written before the uploads begin, because a killed run must not leave uploads that no record lists
+            # the record is written before the uploads begin, because a killed run must not leave uploads that no record
+            # lists
             self._claim(record)
             self._stored = {file: {} for file in sizes}
             try:
@@ -202,7 +203,8 @@ class SharedUpload(Upload):
         """Remove uploads of the record's files that are not in the record, because their run was killed or did not get
         the response.
 
-        No run knows the ids of such uploads, so they have no parts. An upload with parts belongs to a different run.
+        No run knows the ids of uploads without a record, so these uploads have no parts. An upload with parts belongs
+        to a different run.
         """
         places, recorded = frozenset(record.places.values()), frozenset(record.uploads.values())
         for upload in list(self.calls.list_uploads(self._service.path, self._shown)):
@@ -452,7 +454,7 @@ def part_sizes(size: int) -> list[int]:
 
 
 class FileSender:
-    """Sends the files of a work item in parts, as a worker writes them.
+    """Sends the files of a work item (a part of a conversion) while a worker writes them.
 
     Args:
         calls: the service's calls for multipart uploads.
@@ -487,7 +489,7 @@ class FileSender:
         """Copy bytes into the parts of a file, and send full parts.
 
         Raises:
-            StorageError: with code IO if this part or an earlier one could not be sent.
+            StorageError: with the code IO if this part or an earlier one could not be sent.
         """
         if file not in self._parts:
             return
@@ -553,7 +555,7 @@ class FileSender:
         """Wait until all parts are sent; return file name -> ETags of the file's parts, in order.
 
         Raises:
-            StorageError: with code IO if a part could not be sent.
+            StorageError: with the code IO if a part could not be sent.
             ValueError: if the worker has not written all bytes of a file.
         """
         tags = dict[str, tuple[str, ...]]()
@@ -562,7 +564,7 @@ class FileSender:
             for number in numbers:
                 if (file, number) in self._sent_parts:
                     continue
-                # creates a part that contains no bytes of tensors, as in a large header
+                # this creates a part that contains no bytes of tensors, as in a large header
                 part = self._part(file, number)
                 if part.missing:
                     raise ValueError(f"{file}: {part.missing} bytes of part {number} were not written")

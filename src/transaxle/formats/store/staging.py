@@ -76,8 +76,8 @@ class Staging:
             files.
 
     Raises:
-        UsageError: with code EXISTS if the target exists and may not be replaced, or another run is writing to it.
-        StorageError: with code IO if the parent folder is missing or not writable.
+        UsageError: with the code EXISTS if the target exists and may not be replaced, or another run is writing to it.
+        StorageError: with the code IO if the parent folder is missing or not writable.
     """
 
     ordered: Literal[False] = False
@@ -109,7 +109,7 @@ class Staging:
 
     @property
     def scratch(self) -> Path:
-        """Folder for files that only a resumed run needs, such as the journal."""
+        """Folder for files that only a resumed run needs, such as the journal (the list of finished tensors)."""
         return self.path / SCRATCH
 
     @property
@@ -174,7 +174,7 @@ class Staging:
         finished = "" if self._resume or self._overwrite else describe_progress(self.scratch)
         if finished:
             clean = f"transaxle clean {shlex.quote(self._place.typed)}"
-            hint = f"Continue it with --resume (resume=True), or remove it:  {clean}"
+            hint = f"Continue that work with --resume (resume=True), or remove it:  {clean}"
             message = f"beside the target is unfinished work: {finished}"
             raise refuse("EXISTS", message, file=self._place.typed, hint=hint)
 
@@ -205,7 +205,7 @@ class Staging:
         """Create a marker file that identifies this run's folder for a `Writer`, and return its name.
 
         Raises:
-            StorageError: with code NO_SPACE on a full disk; with code IO for other failures.
+            StorageError: with the code NO_SPACE on a full disk; with the code IO for other failures.
         """
         run = f"run-{os.urandom(8).hex()}"
         with _as_storage_error(_MAKING, str(self.path)):
@@ -216,7 +216,7 @@ class Staging:
         """Let other processes write into the prepared files, each with a `Writer`, which shares this run's lock.
 
         Raises:
-            UsageError: with code EXISTS if a different run took the lock meanwhile.
+            UsageError: with the code EXISTS if a different run took the lock meanwhile.
         """
         self._claim.share()
 
@@ -224,7 +224,7 @@ class Staging:
         """Wait until the processes that share the lock have closed their writers, then exclude all writers.
 
         Raises:
-            UsageError: with code EXISTS if a process does not close its writer in time, or a different run took the
+            UsageError: with the code EXISTS if a process does not close its writer in time, or a different run took the
                 lock meanwhile.
         """
         self._claim.take_back()
@@ -240,9 +240,9 @@ class Staging:
             this run wrote.
 
         Raises:
-            Refused: with code PATH_ESCAPE for a name that leads out of the target; with code UNSUPPORTED for several
-                files with a single-file target.
-            StorageError: with code NO_SPACE on a full disk; with code IO for other failures.
+            Refused: with the code PATH_ESCAPE for a name that leads out of the target; with the code UNSUPPORTED for
+                several files with a single-file target.
+            StorageError: with the code NO_SPACE on a full disk; with the code IO for other failures.
         """
         paths = {name: self._path(name) for name in files}
         self._remove_others(frozenset(paths.values()))
@@ -272,7 +272,7 @@ class Staging:
         """Write a contiguous view into a prepared file.
 
         Raises:
-            StorageError: with code NO_SPACE on a full disk; with code IO for other failures.
+            StorageError: with the code NO_SPACE on a full disk; with the code IO for other failures.
         """
         if not view.nbytes:
             return
@@ -300,8 +300,8 @@ class Staging:
         called.
 
         Raises:
-            Refused: with code PATH_ESCAPE for a file name that leads out of the target.
-            StorageError: with code NO_SPACE on a full disk; with code IO for other failures.
+            Refused: with the code PATH_ESCAPE for a file name that leads out of the target.
+            StorageError: with the code NO_SPACE on a full disk; with the code IO for other failures.
         """
         self._create(file, self._path(file), len(data))
         self.pwrite(file, 0, memoryview(data))
@@ -310,7 +310,7 @@ class Staging:
         """Make a file durable and close it; called when the file is complete, so that `commit` need not wait for it.
 
         Raises:
-            StorageError: with code NO_SPACE on a full disk; with code IO for other failures.
+            StorageError: with the code NO_SPACE on a full disk; with the code IO for other failures.
         """
         with self._unsynced_lock:
             dirty = file in self._unsynced
@@ -324,9 +324,9 @@ class Staging:
         """Make all files durable and move the checkpoint to its target. All threads must have finished writing.
 
         Raises:
-            UsageError: with code EXISTS if the target appeared in the meantime.
-            StorageError: with code NO_SPACE on a full disk; with code IO for other failures, also if a file was removed
-                or changed its size meanwhile.
+            UsageError: with the code EXISTS if the target appeared in the meantime.
+            StorageError: with the code NO_SPACE on a full disk; with the code IO for other failures, also if a file was
+                removed or changed its size meanwhile.
         """
         self._place.check()
         for file in sorted(self._sizes):
@@ -438,8 +438,8 @@ def write_at(fd: int, octets: memoryview, offset: int, file: str) -> None:
         file: name of the file, for error messages.
 
     Raises:
-        StorageError: with code NO_SPACE on a full disk; with code IO for other failures, also if the system silently
-            writes no bytes.
+        StorageError: with the code NO_SPACE on a full disk; with the code IO for other failures, also if the system
+            silently writes no bytes.
     """
     written = 0
     while written < octets.nbytes:
@@ -480,8 +480,8 @@ class Writer:
             name means that any folder is accepted.
 
     Raises:
-        UsageError: with code EXISTS if a different run has locked the folder.
-        StorageError: with code IO if the folder does not exist.
+        UsageError: with the code EXISTS if a different run has locked the folder.
+        StorageError: with the code IO if the folder does not exist.
     """
 
     def __init__(self, folder: str | Path, *, sync: bool, shared: bool = False, run: str = "") -> None:
@@ -507,7 +507,7 @@ class Writer:
         """Write a contiguous view into an existing file.
 
         Raises:
-            StorageError: with code NO_SPACE on a full disk; with code IO for other failures.
+            StorageError: with the code NO_SPACE on a full disk; with the code IO for other failures.
         """
         with view.cast("B") as octets, self._handles.use(file) as fd:
             self._dirty.add(file)
@@ -523,8 +523,8 @@ class Writer:
         """Make all bytes durable that this writer has written.
 
         Raises:
-            StorageError: with code NO_SPACE on a full disk; with code IO for other failures, including delayed write
-                errors.
+            StorageError: with the code NO_SPACE on a full disk; with the code IO for other failures, including delayed
+                write errors.
         """
         for file in sorted(self._dirty) if self._sync else ():
             with self._handles.use(file) as fd:
@@ -538,10 +538,10 @@ class Writer:
         """Create or replace a small file atomically.
 
         Raises:
-            StorageError: with code NO_SPACE on a full disk; with code IO for other failures, also if the file's folder
-                does not exist.
+            StorageError: with the code NO_SPACE on a full disk; with the code IO for other failures, also if the file's
+                folder does not exist.
         """
-        import secrets  # imported late, because only workers need this module
+        import secrets  # `secrets` is imported late, because only workers need it
 
         draft = f"{file}.{secrets.token_hex(8)}"
         try:
@@ -589,7 +589,7 @@ def storage_at(path: str | os.PathLike[str]) -> Storage:
     """Open a path or URL for reading; raises the errors of `LocalStorage`, `RemoteStorage` and `HubService`.
 
     Raises:
-        Refused: with code UNSUPPORTED for the web page of a repository, because a page has no checkpoint files.
+        Refused: with the code UNSUPPORTED for the web page of a repository, because a page has no checkpoint files.
     """
     path = as_local_path(os.fspath(path))
     if not is_url(path):

@@ -1,13 +1,13 @@
 """Records of uploads in progress, which are stored next to the uploads' target on a service, and the leftovers of
 killed uploads.
 
-On a service there is no hidden folder that could be renamed to the target. But a worker that may write to the target
-may also write next to it. So records of the upload and of finished work are small objects next to the target, and
-machines need no common file system. The folder of these objects has the name that the hidden folder would have on a
-local disk.
+On a service there is no hidden folder that could be renamed to the target. A worker that may write to the target,
+however, may also write next to it. Records of the upload and of finished work are therefore small objects next to the
+target, and machines need no common file system. The folder of these objects has the name that the hidden folder would
+have on a local disk.
 
-A service does not know whether the process that began an upload is still alive. So the command `clean` shows the age of
-an upload, and a run whose uploads were removed fails with an error that states this.
+A service does not know whether the process that began an upload is still alive. The command `clean` therefore shows the
+age of an upload, and a run whose uploads were removed fails with an error that states this.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class UploadRecord(msgspec.Struct, frozen=True, kw_only=True):
     places: dict[str, str]
     """File name -> path of the file, in the form that the client uses."""
     items: int = 0
-    """Number of work items."""
+    """Number of work items (parts of a conversion)."""
     continued: bool = False
     """Whether a run has resumed the upload; then parts may be stored although no worker has written a result."""
 
@@ -79,7 +79,7 @@ class HiddenObjects:
         """Read the record of the upload; return None if there is no record.
 
         Raises:
-            Refused: with code CORRUPT if the record cannot be parsed.
+            Refused: with the code CORRUPT if the record cannot be parsed.
         """
         return self._read(_BEGUN, UploadRecord)
 
@@ -91,7 +91,7 @@ class HiddenObjects:
             new: whether to fail if there is a record already.
 
         Raises:
-            UsageError: with code EXISTS if `new` is set and there is a record already.
+            UsageError: with the code EXISTS if `new` is set and there is a record already.
         """
         self._put(_BEGUN, msgspec.json.encode(record), new=new)
 
@@ -104,11 +104,11 @@ class HiddenObjects:
         self._put(_COMMIT, msgspec.json.encode(commit))
 
     def result(self, number: int) -> bytes | None:
-        """Read the result of a work item; return None if the work item has no result."""
+        """Read the result of a work item (a part of a conversion); return None if the work item has no result."""
         return self._calls.get(f"{self.path}/{_ITEMS}/{number}", self._service.shown)
 
     def put_result(self, number: int, text: bytes) -> None:
-        """Write the result of a work item."""
+        """Write the result of a work item (a part of a conversion)."""
         self._put(f"{_ITEMS}/{number}", text)
 
     def names(self) -> list[str]:
@@ -116,7 +116,7 @@ class HiddenObjects:
         return [path.removeprefix(f"{self.path}/") for path in self._service.below(self.path, self._service.shown)]
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the work items that have a result."""
+        """Return the numbers of the work items (parts of a conversion) that have a result."""
         parts = (name.split("/") for name in self.names())
         return sorted(int(part[1]) for part in parts if len(part) == 2 and part[0] == _ITEMS and part[1].isdigit())
 
@@ -136,7 +136,7 @@ class HiddenObjects:
             self._service.delete(f"{self.path}/{name}", self._service.shown)
 
     def delete_result(self, number: int) -> None:
-        """Delete the result of a work item."""
+        """Delete the result of a work item (a part of a conversion)."""
         self.delete([f"{_ITEMS}/{number}"])
 
     def _put(self, name: str, data: bytes, *, new: bool = False) -> None:
@@ -188,8 +188,8 @@ def orphans(url: str, *, uploads: bool = True) -> Iterator[Orphan]:
         uploads: whether to list uploads without a record as well; the service may forbid listing uploads.
 
     Raises:
-        Refused: with code UNSUPPORTED for services other than S3.
-        StorageError: with code IO if the service fails or refuses.
+        Refused: with the code UNSUPPORTED for services other than S3.
+        StorageError: with the code IO if the service fails or refuses.
     """
     service = Service(url)
     calls = multipart(service)
@@ -267,7 +267,7 @@ def remove(url: str) -> None:
         url: URL of the leftover.
 
     Raises:
-        StorageError: with code IO if the service fails or refuses.
+        StorageError: with the code IO if the service fails or refuses.
     """
     at, _, upload = url.partition(_UPLOAD)
     service = Service(at)
@@ -304,7 +304,7 @@ def remove_unanswered_uploads(service: Service, own_uploads: Sequence[OpenUpload
         own_uploads: the uploads of this run, all of which have ended.
 
     Raises:
-        StorageError: with code IO if the service fails or refuses.
+        StorageError: with the code IO if the service fails or refuses.
     """
     calls = multipart(service)
     since = {each.path: each.since for each in own_uploads}

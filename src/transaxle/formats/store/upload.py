@@ -11,8 +11,8 @@ second run is refused. On any other service, each run checks the target before i
 
 A file is written from beginning to end, by one thread at a time (the attribute `ordered` is True).
 
-For this purpose, each file is a stream of the service's client. On S3 a stream has a multipart upload. `S3Multipart`
-completes it, because its calls handle lost responses, and requests that must not replace a file.
+Each file is therefore a stream of the service's client. On S3 a stream has a multipart upload. `S3Multipart` completes
+it, because its calls handle lost responses, and requests that must not replace a file.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class StreamedFile:
             try:
                 stream.discard()
             finally:
-                stream.closed = True  # otherwise the stream would send its bytes when Python deletes it
+                stream.closed = True  # a stream that is not closed would send its bytes when Python deletes it
         self._buffered.clear()
 
     def _end(self, stream: Stream) -> None:
@@ -188,8 +188,8 @@ def _complete(service: Service, stream: Any, file: str, *, new: bool) -> str | N
         The result of `S3Multipart.complete`; None if the stream must complete the upload itself.
 
     Raises:
-        UsageError: with code EXISTS if `new` is set and the file exists.
-        StorageError: with code IO if the service fails or refuses.
+        UsageError: with the code EXISTS if `new` is set and the file exists.
+        StorageError: with the code IO if the service fails or refuses.
     """
     upload = getattr(stream, "mpu", None)
     if service.scheme not in S3 or not upload:
@@ -242,9 +242,9 @@ class Upload:
             parts of at least 5 MiB.
 
     Raises:
-        UsageError: with code EXISTS if the target exists and may not be replaced.
-        Refused: with code UNSUPPORTED if `resume` is set, or the service has no multipart uploads.
-        StorageError: with code IO if the service fails or refuses.
+        UsageError: with the code EXISTS if the target exists and may not be replaced.
+        Refused: with the code UNSUPPORTED if `resume` is set, or the service has no multipart uploads.
+        StorageError: with the code IO if the service fails or refuses.
     """
 
     ordered: Literal[True] = True
@@ -254,10 +254,10 @@ class Upload:
         self._service = Service(target, writing=True)
         self._shown = self._service.shown
         if resume:
-            hint = "Run it without --resume, or convert to a local folder and upload that; with --on, work is resumed."
+            hint = "Write without --resume, or convert to a local folder and upload that; with --on, work is resumed."
             raise refuse("UNSUPPORTED", "an upload cannot be resumed", file=self._shown, hint=hint)
         if not self._service.path.strip("/").partition("/")[2] and self._service.scheme != _IN_MEMORY:
-            raise refuse("EXISTS", "this is the root of the store", file=self._shown, hint="Name a folder in it.")
+            raise refuse("EXISTS", "this is the root of the store", file=self._shown, hint="Name a folder inside.")
         self.found: tuple[str, ...] = ()
         """Always empty, because a killed run leaves no visible parts; see `Staging.found`."""
         self._overwrite = read_overwrite(overwrite)
@@ -335,9 +335,9 @@ class Upload:
             An empty set, because no earlier run can have started a file.
 
         Raises:
-            Refused: with code PATH_ESCAPE for a name that leads out of the target; with code UNSUPPORTED for several
-                files with a single-file target, or for a read-only service.
-            StorageError: with code IO if the service fails or refuses.
+            Refused: with the code PATH_ESCAPE for a name that leads out of the target; with the code UNSUPPORTED for
+                several files with a single-file target, or for a read-only service.
+            StorageError: with the code IO if the service fails or refuses.
         """
         for name, size in files.items():
             self._begin(name, size)
@@ -350,7 +350,7 @@ class Upload:
         tensors. A read-only view is kept without a copy, so its bytes must not change.
 
         Raises:
-            StorageError: with code IO if the service fails or refuses.
+            StorageError: with the code IO if the service fails or refuses.
         """
         if view.nbytes:
             self._streams[file].write(offset, view)
@@ -359,8 +359,8 @@ class Upload:
         """Write a whole file with the given content; used for files whose size was not known when `prepare` was called.
 
         Raises:
-            Refused: with code PATH_ESCAPE for a file name that leads out of the target.
-            StorageError: with code IO if the service fails or refuses.
+            Refused: with the code PATH_ESCAPE for a file name that leads out of the target.
+            StorageError: with the code IO if the service fails or refuses.
         """
         self._begin(file, len(data))
         self.pwrite(file, 0, memoryview(data))
@@ -380,8 +380,8 @@ class Upload:
         new files.
 
         Raises:
-            UsageError: with code EXISTS if the target appeared in the meantime.
-            StorageError: with code IO if the service fails or does not have all bytes that were sent.
+            UsageError: with the code EXISTS if the target appeared in the meantime.
+            StorageError: with the code IO if the service fails or does not have all bytes that were sent.
         """
         self.complete()
         self.make_way()
@@ -393,7 +393,7 @@ class Upload:
         """First step of `commit`, for callers whose checkpoint several ranks upload: send the remaining bytes.
 
         Raises:
-            StorageError: with code IO if the service fails or refuses.
+            StorageError: with the code IO if the service fails or refuses.
         """
         for file in self._streams.values():
             file.close()
@@ -402,8 +402,8 @@ class Upload:
         """Second step of `commit`, on one rank only: check the target again, and delete the replaced checkpoint.
 
         Raises:
-            UsageError: with code EXISTS if the target appeared in the meantime.
-            StorageError: with code IO if the service fails or refuses.
+            UsageError: with the code EXISTS if the target appeared in the meantime.
+            StorageError: with the code IO if the service fails or refuses.
         """
         info = self._service.info(self._service.path, self._shown)
         self._check(info)
@@ -415,9 +415,9 @@ class Upload:
         again.
 
         Raises:
-            UsageError: with code EXISTS if a different run has written one of the files since `make_way`, and no file
-                may be replaced.
-            StorageError: with code IO if the service fails or does not have all bytes that were sent.
+            UsageError: with the code EXISTS if a different run has written one of the files since `make_way`, and no
+                file may be replaced.
+            StorageError: with the code IO if the service fails or does not have all bytes that were sent.
         """
         for name in sorted(self._streams, key=turn):
             self._appear_one(name)
@@ -445,7 +445,7 @@ class Upload:
             the names of the files of other ranks are unknown.
 
         Raises:
-            StorageError: with code IO if the service fails or refuses.
+            StorageError: with the code IO if the service fails or refuses.
         """
         names = list(self._appeared)
         foreign = [name for name, stamp in self._looks(names).items() if stamp != self._stamps.get(name)]
@@ -499,7 +499,7 @@ class Upload:
         """Remove uploads for which the first request got no response, so that the client began a second upload.
 
         Raises:
-            StorageError: with code IO if the service fails or refuses.
+            StorageError: with the code IO if the service fails or refuses.
         """
         uploads = [
             file.beginning for file in self._streams.values() if isinstance(file, StreamedFile) and file.beginning
@@ -607,8 +607,8 @@ def opens(name: str) -> bool:
 
 
 def turn(name: str) -> tuple[int, str]:
-    """Return a sort key for the order in which files become visible: first sidecars, then tensor files, indexes, and
-    the manifest.
+    """Return a sort key for the order in which files become visible: first sidecars (files without tensors), then
+    tensor files, indexes, and the manifest.
 
     The optimizer's state comes before the model, because a model without optimizer state would already be a whole
     checkpoint.

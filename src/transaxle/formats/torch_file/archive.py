@@ -55,8 +55,8 @@ def window(storage: Storage, file: str, start: int = 0, size: int | None = None)
     """Return the `FileWindow` of a whole file, or of a range of the file.
 
     Raises:
-        Refused: with code CORRUPT if the range is not inside the file.
-        StorageError: with code IO if the file's size cannot be read.
+        Refused: with the code CORRUPT if the range is not inside the file.
+        StorageError: with the code IO if the file's size cannot be read.
     """
     file_size = storage.size(file)
     size = file_size - start if size is None else size
@@ -109,7 +109,7 @@ class Archive(msgspec.Struct, frozen=True):
         """Read a small record, and compare it with its checksum.
 
         Raises:
-            Refused: with code CORRUPT if the record does not match its checksum.
+            Refused: with the code CORRUPT if the record does not match its checksum.
         """
         record = self.records[name]
         data = self.window.read(record.offset, record.size)
@@ -144,9 +144,9 @@ def read_archive(window: FileWindow) -> Archive:
     """Read the directory of an archive, and check that each record's local header agrees with it.
 
     Raises:
-        Refused: with code CORRUPT for a malformed archive; with code PATH_ESCAPE for a name that leads outside; with
-            code UNSUPPORTED for compressed or encrypted records.
-        StorageError: with code IO if the file cannot be read.
+        Refused: with the code CORRUPT for a malformed archive; with the code PATH_ESCAPE for a name that leads outside;
+            with the code UNSUPPORTED for compressed or encrypted records.
+        StorageError: with the code IO if the file cannot be read.
     """
     begin, size, count = _directory(window)
     listed = sorted(_entries(window, begin, size, count), key=lambda entry: entry.header)

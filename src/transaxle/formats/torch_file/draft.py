@@ -189,7 +189,7 @@ def lay_out_value(file: str, value: object, storages: Sequence[int | bytes], dig
         the layout of the file; its `offsets` are the offsets of the storages.
 
     Raises:
-        Refused: with code UNSUPPORTED if the pickle would be too long to be read back.
+        Refused: with the code UNSUPPORTED if the pickle would be too long to be read back.
     """
     pickle = write_pickle(value)
     if len(pickle) > Bounds().size:

@@ -71,7 +71,7 @@ class StoringKind:
             old: whether another tensor of the checkpoint shows that it was written before release 2.4.
 
         Raises:
-            ViewFault: with code UNSUPPORTED for a dtype that codes cannot have.
+            ViewFault: with the code UNSUPPORTED for a dtype that codes cannot have.
         """
         numbering = self.numbering or (te.OLD if old or self.is_old else te.NEW)
         code = te.CODES[numbering].get(self.number)
@@ -138,7 +138,7 @@ def layout(tensor: Quantized) -> PlainLayout:
 
     Raises:
         ViewFault: with one of the codes SHAPE_MISMATCH, DTYPE_MISMATCH or MISSING_TENSOR for inconsistent buffers; with
-            code UNSUPPORTED for buffers that no view can express.
+            the code UNSUPPORTED for buffers that no view can express.
     """
     _check_settings(tensor)
     plain_layout = _LAYOUTS[tensor.kind](_Buffers(tensor))
@@ -151,7 +151,7 @@ def layout(tensor: Quantized) -> PlainLayout:
 def _check_settings(tensor: Quantized) -> None:
     if tensor.settings.get(te.SWIZZLED):
         message = "its scales are in the order of a matrix-multiply kernel (`with_gemm_swizzled_scales`)"
-        raise ViewFault("UNSUPPORTED", message, "Save it with a quantizer whose `optimize_for_gemm` is False.")
+        raise ViewFault("UNSUPPORTED", message, "Save the tensor with a quantizer whose `optimize_for_gemm` is False.")
     if tensor.settings.get(te.ROW_SCALED):
         raise ViewFault("UNSUPPORTED", "it has a separate amax for every row (`row_scaled_nvfp4`)", _DEQUANTIZE)
     if tensor.settings.get(te.FORMAT, 0) > te.COMPACT:
@@ -175,8 +175,8 @@ class _Buffers:
         """Return the buffer with the given name.
 
         Raises:
-            ViewFault: with code MISSING_TENSOR if there is no such buffer; with code DTYPE_MISMATCH if the buffer has
-                the wrong dtype.
+            ViewFault: with the code MISSING_TENSOR if there is no such buffer; with the code DTYPE_MISMATCH if the
+                buffer has the wrong dtype.
         """
         buffer = self.tensor.buffers.get(name)
         if buffer is None:
@@ -205,8 +205,8 @@ class _Buffers:
             dtype: torch's name of the scales' dtype.
 
         Raises:
-            ViewFault: with code SHAPE_MISMATCH for a wrong shape; with the codes of `take` for a missing buffer or a
-                wrong dtype.
+            ViewFault: with the code SHAPE_MISMATCH for a wrong shape; with the codes of `take` for a missing buffer or
+                a wrong dtype.
         """
         buffer = self.take(name, dtype)
         padded = tuple(-(-size // step) * step for size, step in zip(grid, pad, strict=True))
@@ -263,8 +263,8 @@ def _blockwise(buffers: _Buffers) -> PlainLayout:
     tile = (1 if by_rows and not is_2d else _BLOCK, _BLOCK if by_rows or is_2d else 1)
     rows, columns = _matrix(codes.shape, tile)
     grid = (-(-rows // tile[0]), -(-columns // tile[1]))
-    # The scales of square tiles are transposed together with the codes; the scales of row tiles are always transposed,
-    # except in the compact format.
+    # The scales of square tiles (blocks with a common scale) are transposed together with the codes; the scales of row
+    # tiles are always transposed, except in the compact format.
     transposed = not by_rows if is_2d else by_rows and not compact
     name = te.ROW_SCALES if by_rows else te.COLUMN_SCALES
     pad = (1, 1) if compact else (1, 4)
@@ -283,7 +283,7 @@ def _blockwise(buffers: _Buffers) -> PlainLayout:
 def _nvfp4(buffers: _Buffers) -> PlainLayout:
     if te.ROWS not in buffers and te.COLUMNS in buffers:
         message = "it has only columnwise codes, whose pairs of 4 bits lie along the other dim"
-        raise ViewFault("UNSUPPORTED", message, "Save it with a quantizer that keeps rowwise codes.")
+        raise ViewFault("UNSUPPORTED", message, "Save the tensor with a quantizer that keeps rowwise codes.")
     settings = buffers.tensor.settings
     scale_max = settings.get(te.E4M3_MAX, _FULL) if settings.get(te.FOUR_OVER_SIX) else _FULL
     if scale_max not in (_FULL, _HALF):
@@ -327,8 +327,9 @@ def _matrix(shape: Shape, tile: tuple[int, int], *, whole: bool = False) -> tupl
         whole: whether the matrix must consist of whole tiles.
 
     Raises:
-        ViewFault: with code SHAPE_MISMATCH for a tensor without dims or, if `whole`, with incomplete tiles; with code
-            BLOCK_MISALIGNED for tiles that cross the boundary between two matrices of a stack.
+        ViewFault: with the code SHAPE_MISMATCH for a tensor without dims or, if `whole`, with incomplete tiles (blocks
+            with a common scale); with the code BLOCK_MISALIGNED for tiles that cross the boundary between two matrices
+            of a stack.
     """
     if not shape:
         raise ViewFault("SHAPE_MISMATCH", "its codes have no dims")

@@ -66,7 +66,7 @@ def open_torch(storage: Storage, path: str, member: str) -> Container:
     Raises:
         Refused: with all problems of all files, and the code UNSAFE_PICKLE, CORRUPT, INCOMPLETE, NAME_COLLISION,
             PATH_ESCAPE or UNSUPPORTED.
-        StorageError: with code IO if a file cannot be read.
+        StorageError: with the code IO if a file cannot be read.
     """
     inline = NumbersInMemory(storage)
     read = read_files(storage, member, lambda file: read_part(inline, file))
@@ -96,7 +96,7 @@ def read_part(inline: NumbersInMemory, file: str) -> TorchContents:
 
     Raises:
         Refused: with the codes of `open_torch`.
-        StorageError: with code IO if the file cannot be read.
+        StorageError: with the code IO if the file cannot be read.
     """
     saved = read_saved(inline, file)
     leaves = flatten(saved.value, file)

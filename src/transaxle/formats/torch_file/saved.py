@@ -4,12 +4,12 @@ tensors in the file.
 torch.load trusts the pickle: it may read a record of 8-byte elements as 4-byte elements, and for a storage without a
 record it returns uninitialised memory. This reader requires that a storage has one dtype, one size, and exactly that
 many bytes. torch also does not check the view of a tensor: with a stride of zero, four bytes become a terabyte, and a
-storage of one dtype can be viewed as another dtype. This reader refuses a tensor whose bytes are not inside its
-storage.
+storage of one dtype can be viewed as another dtype. This reader therefore refuses a tensor whose bytes are not inside
+its storage.
 
 Torch files of releases before 1.6 consist of five pickles in a row, then the storages, each preceded by its number of
-elements. A file in this legacy format does not state the length of its pickles. So the pickles are parsed from the
-beginning of the file, and if they extend beyond the bytes read so far, more bytes are read.
+elements. A file in this legacy format does not state the length of its pickles. The reader therefore parses the pickles
+from the beginning of the file, and reads more bytes whenever the pickles extend beyond the bytes read so far.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Storages:
         also describes a view.
 
         Raises:
-            PickleFault: with code CORRUPT if the id is malformed, or contradicts an earlier id; with code UNSUPPORTED
-                for the source code of a module.
+            PickleFault: with the code CORRUPT if the id is malformed, or contradicts an earlier id; with the code
+                UNSUPPORTED for the source code of a module.
         """
         if type(pid) is not tuple or len(pid) < 2:
             raise malformed("a persistent id is not a storage")
@@ -179,7 +179,7 @@ def read_legacy(window: FileWindow) -> tuple[Any, Storages]:
     Raises:
         Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if the file's pickles or storages are at
             fault.
-        StorageError: with code IO if the file cannot be read.
+        StorageError: with the code IO if the file cannot be read.
     """
     max_bytes = Bounds().size
     size = min(_FIRST_READ, window.size)
@@ -205,7 +205,7 @@ def _head(window: FileWindow, data: bytes, *, complete: bool) -> Head:
         return pickled.value
 
     if following("magic number") != MAGIC:
-        hint = "Load it with the program that wrote it, and save its tensors with torch.save or as safetensors."
+        hint = "Load the file with the program that wrote it, and save the tensors with torch.save or as safetensors."
         raise window.unsupported("the file is a pickle, but not one that torch wrote", hint)
     if following("protocol version") != _PROTOCOL:
         raise window.corrupt(f"the protocol version is not {_PROTOCOL}")
@@ -214,7 +214,7 @@ def _head(window: FileWindow, data: bytes, *, complete: bool) -> Head:
         raise window.corrupt("the file does not say which system wrote it")
     if not system[_LITTLE]:
         raise window.unsupported(
-            "the file was written on a big-endian machine", "Load and save it again on a little-endian machine."
+            "the file was written on a big-endian machine", "Load and save the file again on a little-endian machine."
         )
     storages = Storages(legacy=True)
     value = following("object", storages.refer)
@@ -293,7 +293,7 @@ def read_saved(
     Raises:
         Refused: with one of the codes UNSAFE_PICKLE, CORRUPT, PATH_ESCAPE or UNSUPPORTED if the archive or its pickle
             is at fault.
-        StorageError: with code IO if the file cannot be read.
+        StorageError: with the code IO if the file cannot be read.
     """
     area = window(storage, file, start, size)
     begin = area.read(0, min(len(_LFS_POINTER), area.size))
@@ -316,7 +316,7 @@ def _refuse_file(area: FileWindow, begin: bytes) -> Exception:
         return area.corrupt("the file is empty")
     if area.size > _TAR_AT + len(_TAR) and area.read(_TAR_AT, len(_TAR)) == _TAR:
         return area.unsupported(
-            "this is the tar format of torch before 0.1.10", "Load it with torch and save it again."
+            "this is the tar format of torch before 0.1.10", "Load the file with torch and save it again."
         )
     return area.unsupported("not a torch file: neither a zip archive nor a pickle")
 
@@ -359,7 +359,7 @@ def _seal(area: FileWindow, archive: Archive) -> Seal | None:
     records.
 
     Raises:
-        Refused: with code CORRUPT if some of the digests are missing.
+        Refused: with the code CORRUPT if some of the digests are missing.
     """
     record = archive.records.get(SEALED)
     if record is None:
@@ -380,7 +380,7 @@ def _check_notes(area: FileWindow, archive: Archive) -> None:
     order, version = (_note(area, archive, name) for name in (BYTE_ORDER, VERSION))
     if order == _BIG:
         raise area.unsupported(
-            "the file was written on a big-endian machine", "Load and save it again on a little-endian machine."
+            "the file was written on a big-endian machine", "Load and save the file again on a little-endian machine."
         )
     if order not in (None, LITTLE):
         raise area.corrupt(f"record {BYTE_ORDER}: {order!r} is not a byte order")
@@ -419,7 +419,7 @@ _KINDS: dict[str, str] = {
     "UninitializedParameter": "a parameter without values",
     "UninitializedBuffer": "a buffer without values",
 }
-_HINT = "Save it as plain dense tensors."
+_HINT = "Save the tensor as plain dense tensors."
 
 
 class ViewFault(Exception):
@@ -441,8 +441,8 @@ def place(name: str, tensor: TensorRef | Object | Quantized, file: str) -> tuple
         file: name of the file that contains the storage.
 
     Raises:
-        ViewFault: with code CORRUPT if the tensor is not inside its storage; with code UNSUPPORTED for tensors that are
-            not plain views.
+        ViewFault: with the code CORRUPT if the tensor is not inside its storage; with the code UNSUPPORTED for tensors
+            that are not plain views.
     """
     if isinstance(tensor, Object):
         kind = _KINDS.get(tensor.cls.name, f"a tensor of the class {tensor.cls}")
@@ -454,7 +454,7 @@ def place(name: str, tensor: TensorRef | Object | Quantized, file: str) -> tuple
         raise ViewFault("UNSUPPORTED", "its storage is pickled inside another pickle", _HINT)
     if tensor.flags:
         message = f"the stored values are not the tensor's: they need {' and '.join(tensor.flags)}"
-        raise ViewFault("UNSUPPORTED", message, "Save it after resolve_conj() and resolve_neg().")
+        raise ViewFault("UNSUPPORTED", message, "Save the tensor after resolve_conj() and resolve_neg().")
     dtype = tensor.dtype or stored.dtype
     if stored.dtype not in (dtype, BYTE):
         raise ViewFault("CORRUPT", f"it views elements of {stored.dtype.name} as {dtype.name}")

@@ -117,7 +117,7 @@ class ModelDivision:
         """Return the ranks that have a parameter.
 
         Raises:
-            Refused: with code UNSUPPORTED if the parameter's name does not show its pipeline stage.
+            Refused: with the code UNSUPPORTED if the parameter's name does not show its pipeline stage.
         """
         last = self.degrees.pp - 1
         match, expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
@@ -142,7 +142,7 @@ def divide_model(names: Sequence[str], degrees: Degrees) -> ModelDivision:
     """Divide a model's layers and experts evenly among ranks, given the model's parameter names.
 
     Raises:
-        Refused: with code UNSUPPORTED if layers or experts do not divide evenly among the ranks.
+        Refused: with the code UNSUPPORTED if layers or experts do not divide evenly among the ranks.
     """
     layers = 1 + max((int(match[1]) for name in names if (match := _LAYER.fullmatch(name))), default=-1)
     experts = 1 + max((int(match[2]) for name in names if (match := _EXPERT.fullmatch(name))), default=-1)
@@ -206,7 +206,7 @@ class RankContents:
                 step is stored in the groups' settings, and the step tensors in a separate entry.
 
         Raises:
-            Refused: with code UNSUPPORTED if the order of the parameters is unknown, or a full-precision copy is
+            Refused: with the code UNSUPPORTED if the order of the parameters is unknown, or a full-precision copy is
                 missing.
         """
         parts, steps = [], []
@@ -353,7 +353,7 @@ def draft(
 
     Raises:
         Refused: with every tensor that cannot be stored, and the code UNSUPPORTED, NAME_COLLISION or SHAPE_MISMATCH; or
-            with code UNSUPPORTED if Megatron could not load the optimizer state.
+            with the code UNSUPPORTED if Megatron could not load the optimizer state.
     """
     del metadata, shard_size
     degrees = degrees or Degrees()
@@ -396,7 +396,7 @@ def _refuse_codes(tensors: Sequence[Spec], weights: Mapping[str, Spec]) -> None:
     values.
 
     Raises:
-        Refused: with code UNSUPPORTED for each quantized weight with optimizer state.
+        Refused: with the code UNSUPPORTED for each quantized weight with optimizer state.
     """
     trained = dict.fromkeys(split_slot(spec.name)[0] for spec in tensors if spec.name.startswith(OPTIMIZER))
     faults = Faults()
@@ -511,7 +511,7 @@ def _cut_of(weight: Spec, parts: Parts, degrees: Degrees) -> tuple[int, Sequence
         return 0, [((rank * rows_per_rank, (rank + 1) * rows_per_rank),) for rank in range(degrees.tp)]
     if weight.name not in parts:
         message = "the table has no line for it, so it is not known how tensor-parallel ranks share it out"
-        raise refuse("UNSUPPORTED", message, tensor=weight.name, hint="Add a line with --rules FILE, or write --tp 1.")
+        raise refuse("UNSUPPORTED", message, tensor=weight.name, hint="Add a rule (--rules FILE), or write --tp 1.")
     return parts[weight.name]
 
 
@@ -542,7 +542,7 @@ def _settings(
     With expert parallelism, the parameters of experts are in separate groups.
 
     Raises:
-        Refused: with code UNSUPPORTED if the parameters have taken different numbers of steps.
+        Refused: with the code UNSUPPORTED if the parameters have taken different numbers of steps.
     """
     states = [(spec, *split_slot(spec.name)) for spec in tensors if spec.name.startswith(OPTIMIZER)]
     parameters = dict.fromkeys(parameter for _, parameter, _ in states)
@@ -584,8 +584,8 @@ def _args(config: Mapping[str, Any], weights: Mapping[str, Spec], degrees: Degre
     sizes.
 
     Raises:
-        Refused: with code UNSUPPORTED if there are several ranks but the sizes are unknown, or attention heads do not
-            divide evenly.
+        Refused: with the code UNSUPPORTED if there are several ranks but the sizes are unknown, or attention heads do
+            not divide evenly.
     """
     rows = weights[EMBEDDING].shape[0] if EMBEDDING in weights else None
     args = arguments(config, list(weights), rows)
@@ -595,7 +595,7 @@ def _args(config: Mapping[str, Any], weights: Mapping[str, Spec], degrees: Degre
     heads = args.get("num_attention_heads", 0)
     if heads % degrees.tp:
         message = f"{heads} attention heads do not divide over {degrees.tp} tensor-parallel ranks"
-        raise refuse("UNSUPPORTED", message, hint="Give another --tp.")
+        raise refuse("UNSUPPORTED", message, hint="Choose a different --tp.")
     ranks = {
         "tensor_model_parallel_size": degrees.tp,
         "pipeline_model_parallel_size": degrees.pp,

@@ -7,8 +7,8 @@ the files must agree with the arguments.
 Optimizer state in the files has no parameter names: it is listed by parameter number, or is in flat buffers. A
 parameter's shape and name determine its optimizer group: vectors and biases have no weight decay, and expert-parallel
 experts have a separate optimizer. An optimizer group lists parameters in the module's order, a flat buffer contains
-them in the reverse order. These assumptions about groups and order are checked against the files; if they do not fit,
-or are ambiguous, the optimizer state is not read.
+them in the reverse order. These assumptions about groups and order are checked against the files; if an assumption does
+not fit, or is ambiguous, the optimizer state is not read.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def stage_layers(args: Mapping[str, Any], mesh: Mesh, file: str) -> list[list[ra
         file: name of the file with the arguments, for error messages.
 
     Raises:
-        Refused: with code CORRUPT if the arguments are malformed; with code UNSUPPORTED if they do not determine which
-            stage has which layers.
+        Refused: with the code CORRUPT if the arguments are malformed; with the code UNSUPPORTED if they do not
+            determine which stage has which layers.
     """
     layers = args.get("num_layers")
     if mesh.pp == 1 and mesh.vp == 1:
@@ -137,8 +137,9 @@ class Numbering:
         """Return a dict from each local tensor name to the tensor's name in the whole model.
 
         Raises:
-            Refused: with code CORRUPT if the rank cannot have a layer or expert of this number; with code INCOMPLETE if
-                layers or experts are missing; with code UNSUPPORTED if all experts are stored as one tensor.
+            Refused: with the code CORRUPT if the rank cannot have a layer or expert of this number; with the code
+                INCOMPLETE if layers or experts are missing; with the code UNSUPPORTED if all experts are stored as one
+                tensor.
         """
         global_names, layers = {}, set()
         mixtures: dict[str, set[int]] = {}
@@ -187,7 +188,7 @@ def experts_of(args: Mapping[str, Any], mesh: Mesh, rank: int, file: str) -> ran
     """Return the numbers of a rank's experts in the whole model; an empty range without expert parallelism.
 
     Raises:
-        Refused: with code CORRUPT if the number of experts is not divisible by the number of ranks.
+        Refused: with the code CORRUPT if the number of experts is not divisible by the number of ranks.
     """
     count = args.get("num_experts")
     if mesh.ep == 1:
@@ -260,7 +261,7 @@ def by_groups(
 
     Raises:
         OrderUnknown: if the settings do not determine the group of a parameter.
-        Refused: with code CORRUPT if the settings are malformed.
+        Refused: with the code CORRUPT if the settings are malformed.
     """
     if len(groups) == 1:
         return [list(parameters)]

@@ -78,9 +78,9 @@ def read_rank(inline: NumbersInMemory, prefix: str, folder: str) -> RankFile:
         folder: name of the rank's folder in the iteration's folder.
 
     Raises:
-        Refused: with one of the codes UNSAFE_PICKLE or CORRUPT if the file is no valid pickle; with code UNSUPPORTED if
-            its version is too old.
-        StorageError: with code IO if the file cannot be read.
+        Refused: with one of the codes UNSAFE_PICKLE or CORRUPT if the file is no valid pickle; with the code
+            UNSUPPORTED if its version is too old.
+        StorageError: with the code IO if the file cannot be read.
     """
     file = f"{prefix}{folder}/{MEGATRON_MODEL}"
     saved = read_saved(inline, file, allowed=NAMES)
@@ -108,13 +108,13 @@ def _check_version(root: CheckedValue) -> None:
     """Refuse files of old checkpoint versions, in which the rows of fused qkv weights may be in a different order.
 
     Raises:
-        Refused: with code CORRUPT if the version is malformed; with code UNSUPPORTED if the version is too old.
+        Refused: with the code CORRUPT if the version is malformed; with the code UNSUPPORTED if the version is too old.
     """
     node = root.get(_VERSION)
     version = 0.0 if node is None else node.real()
     if version < _MIN_VERSION:
         message = f"its checkpoint_version is {version:g}; below {_MIN_VERSION:g}, q, k and v may be in another order"
-        hint = "Load it with the Megatron-LM of its time, save it with one from 2021 or later, and convert that."
+        hint = "Load it with the Megatron-LM that wrote it, save it with a release since 2021, and convert the result."
         raise refuse("UNSUPPORTED", message, file=root.file, hint=hint)
 
 
@@ -129,7 +129,7 @@ def _chunk(reader: TensorReader, model: CheckedValue, unread: dict[str, str]) ->
                 extra.append(name)
         elif isinstance(node.value, dict):
             message = f"{name!r} is a module in a module: this is the model of a Megatron-LM before megatron-core"
-            hint = "Load it with Megatron-LM, save it with --use-mcore-models, and convert that."
+            hint = "Load the file with Megatron-LM, save it with --use-mcore-models, and convert the result."
             raise refuse("UNSUPPORTED", message, file=model.file, hint=hint)
         elif isinstance(node.value, TensorRef | Object) and is_tensor(node.value):
             entry = reader.tensor(name, node)
@@ -157,7 +157,7 @@ _EQUAL_ARGUMENTS = (
 """Megatron arguments that determine how files are read; each must have the same value in all files."""
 _OTHER_RANKS = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
 """Megatron arguments of runs in which the first ranks have a separate model, an encoder."""
-_COPY = "Copy the missing folders; where each machine wrote to its own disk, gather them in one place first."
+_COPY = "Copy the missing folders; where each machine wrote to its own disk, gather the folders in one place first."
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +195,8 @@ def place_ranks(files: Sequence[RankFile]) -> tuple[Mesh, Mapping[MeshPlace, Ran
     """Find the coordinates of each rank on the mesh of the run.
 
     Raises:
-        Refused: with code CORRUPT if files contradict each other or the names of their folders; with code INCOMPLETE if
-            folders of ranks are missing; with code UNSUPPORTED if the mesh cannot be determined.
+        Refused: with the code CORRUPT if files contradict each other or the names of their folders; with the code
+            INCOMPLETE if folders of ranks are missing; with the code UNSUPPORTED if the mesh cannot be determined.
     """
     faults = Faults()
     first = files[0]
@@ -204,7 +204,7 @@ def place_ranks(files: Sequence[RankFile]) -> tuple[Mesh, Mapping[MeshPlace, Ran
         for key in _conflicting_keys(first.run, file.run):
             value, first_value = _value_of(file.run, key), _value_of(first.run, key)
             message = f"its args have {key} {value!r}; those of {first.folder} have {first_value!r}"
-            hint = "The folder belongs to another checkpoint: remove it, or copy the right one."
+            hint = "The folder belongs to another checkpoint: remove it, or copy the right folder."
             faults.add("CORRUPT", message, file.file, hint=hint)
     if faults:
         raise faults.error()

@@ -104,7 +104,7 @@ def read_optimizer(
     Raises:
         OrderUnknown: if the files do not show which optimizer state belongs to which parameter.
         Refused: with one of the codes UNSAFE_PICKLE, CORRUPT or UNSUPPORTED if a file cannot be read as Megatron's.
-        StorageError: with code IO if a file cannot be read.
+        StorageError: with the code IO if a file cannot be read.
     """
     optimizer = RankOptimizer()
     top = rank.root.get(OPTIMIZER_KEY)
@@ -283,7 +283,7 @@ def _check_form(node: CheckedValue) -> None:
     coalesced = node.get(_COALESCED)
     if coalesced is None or not coalesced.flag():
         message = "its flat buffers have the form of Megatron-LM before February 2024, one tensor for each bucket"
-        hint = "Load and save it with --ckpt-convert-update-legacy-dist-opt-format."
+        hint = "Load and save the checkpoint with --ckpt-convert-update-legacy-dist-opt-format."
         raise refuse("UNSUPPORTED", message, file=node.file, hint=hint)
 
 
@@ -324,7 +324,7 @@ def check_copies(inline: NumbersInMemory, weights: Mapping[tuple[int, str], Entr
 
     Raises:
         OrderUnknown: if a copy differs from its weight, which shows that the assumed order of parameters is wrong.
-        StorageError: with code IO if a file cannot be read.
+        StorageError: with the code IO if a file cannot be read.
     """
     keys = [key for key, state in optimizer.states.items() if MASTER in state.states and weights[key].dtype in LOW]
     for key in keys[:: max(1, len(keys) // _SAMPLES)]:

@@ -96,7 +96,7 @@ def open_legacy(
         Refused: with every problem in the files, and codes such as UNSAFE_PICKLE, CORRUPT, INCOMPLETE and UNSUPPORTED.
         UsageError: if the family's table of tensor names needs information that the checkpoint lacks, such as a number
             of attention heads.
-        StorageError: with code IO if a file cannot be read.
+        StorageError: with the code IO if a file cannot be read.
     """
     prefix = "" if member == HERE else f"{member}/"
     inline = NumbersInMemory(storage)
@@ -118,7 +118,7 @@ def open_legacy(
     if why_not:
         unread[OPTIMIZER_KEY] = why_not
     if why_not and optimizer:
-        hint = "Leave it out (--no-optimizer), or save the checkpoint with --ckpt-format torch_dist."
+        hint = "Leave the optimizer out (--no-optimizer), or save the checkpoint with --ckpt-format torch_dist."
         raise refuse("UNSUPPORTED", f"optimizer: {why_not}", file=path, hint=hint)
     entries = _entries(whole, weights, path)
     sizes = {model.file.file: inline.size(model.file.file) for model in models}
@@ -142,7 +142,7 @@ def _read_files(inline: NumbersInMemory, prefix: str, path: str) -> list[RankFil
     """Read the model files of all ranks; a file that cannot be read is added to the faults.
 
     Raises:
-        Refused: with every problem in the files; with code INCOMPLETE if there are no model files.
+        Refused: with every problem in the files; with the code INCOMPLETE if there are no model files.
     """
     listing = inline.listing(prefix.rstrip("/"))
     faults = Faults()
@@ -173,7 +173,7 @@ def _refuse_copies(inline: NumbersInMemory, files: Sequence[RankFile]) -> None:
     different rank.
 
     Raises:
-        Refused: with code CORRUPT if two ranks' files are identical.
+        Refused: with the code CORRUPT if two ranks' files are identical.
     """
     faults = Faults()
     for file, first in find_copies(inline, [(each.file, each.checksums) for each in files]):
@@ -189,8 +189,8 @@ def _with_global_names(
     """Return each rank's share of the model, under the tensor names of the whole model.
 
     Raises:
-        Refused: with the codes of `Numbering.names` if the names do not fit; with code CORRUPT if a rank's number of
-            virtual stages contradicts its arguments.
+        Refused: with the codes of `Numbering.names` if the names do not fit; with the code CORRUPT if a rank's number
+            of virtual stages contradicts its arguments.
     """
     first = next(iter(ranks.values()))
     args = first.run.args
@@ -305,7 +305,7 @@ def _entries(whole: JoinedTensors, weights: Weights | None, path: str) -> dict[s
     """Return the catalog entries: first those of the weights, then those of the optimizer state.
 
     Raises:
-        Refused: with code UNSUPPORTED if `weights` is `fp32` and a full-precision copy is missing.
+        Refused: with the code UNSUPPORTED if `weights` is `fp32` and a full-precision copy is missing.
     """
     entries: dict[str, Entry] = {}
     for name, entry in whole.weights.items():

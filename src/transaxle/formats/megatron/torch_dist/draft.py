@@ -6,7 +6,7 @@ degrees.
     OUT/release/common.pt                     arguments, versions
     OUT/release/metadata.json
 
-When Megatron loads a checkpoint, it reads whole chunks of tensors. So a tensor that stacks all layers is cut as
+When Megatron loads a checkpoint, it reads whole chunks of tensors. A tensor that stacks all layers is therefore cut as
 Megatron itself cuts it: one chunk for each layer, each expert, and each half of a fused gate and up projection.
 Megatron requires an `_extra_state` for every module; in the new checkpoint all modules share one empty archive. The
 optimizer's step is written twice: in the settings of the parameter groups, where Megatron reads it, and as tensors.
@@ -53,8 +53,9 @@ _MODULE = re.compile(
     r"\.(?:weight|layer_norm_weight)(?:\.[A-Za-z]+)?"
 )
 _HEAD, _LISTED = "output_layer", (".layers.", ".deepstack_merger_list.")
-"""First the module name of the output head, which has an `_extra_state` in only some models. Then the name segments of
-module lists: the tensors of a list are stacked along an axis, unless a number follows the segment in the name.
+"""First the module name of the output head, which has an `_extra_state` in only some models. The second constant
+contains the name segments of module lists: the tensors of a list are stacked along an axis, unless a number follows the
+segment in the name.
 """
 _NORM_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -95,7 +96,7 @@ def draft(
 
     Raises:
         Refused: with every tensor that cannot be stored, and the code UNSUPPORTED, NAME_COLLISION or SHAPE_MISMATCH; or
-            with code UNSUPPORTED or INCOMPLETE if Megatron could not load the optimizer state.
+            with the code UNSUPPORTED or INCOMPLETE if Megatron could not load the optimizer state.
     """
     del metadata
     facts = run_facts(run or {})
@@ -138,7 +139,7 @@ def _optimizer(
     """Return the optimizer's settings (None if there is no optimizer state), and notes for the user.
 
     Raises:
-        Refused: with code UNSUPPORTED if the parameters have made different numbers of steps.
+        Refused: with the code UNSUPPORTED if the parameters have made different numbers of steps.
     """
     states = [(spec, *split_slot(spec.name)) for spec in tensors if spec.name.startswith(OPTIMIZER)]
     parameters = dict.fromkeys(parameter for _, parameter, _ in states)

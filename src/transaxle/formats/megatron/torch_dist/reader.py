@@ -23,8 +23,8 @@ Checkpoints of Megatron-FSDP (`--ckpt-format fsdp_dtensor`) are DCP folders with
     optimizer.state.module.module.module.decoder.….exp_avg       the parameter before the state
     args, iteration, opt_param_scheduler.max_lr, …               pickled, each an item of its own
 
-In these checkpoints, layers and experts have the numbers of the whole model, and the weights are the optimizer's
-full-precision weights.
+In checkpoints of Megatron-FSDP, layers and experts have the numbers of the whole model, and the weights are the
+optimizer's full-precision weights.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def join_gates(container: Container) -> Container:
     """Join the separately stored gate and up projections of each MLP into one tensor, as in the model.
 
     Raises:
-        Refused: with code INCOMPLETE if only one of the two projections exists; with code SHAPE_MISMATCH if the two do
-            not fit together.
+        Refused: with the code INCOMPLETE if only one of the two projections exists; with the code SHAPE_MISMATCH if the
+            two do not fit together.
     """
     faults = Faults()
     entries: dict[str, Entry] = {}
@@ -169,7 +169,7 @@ def join_gates(container: Container) -> Container:
         second = container.entries.get(other_name)
         if second is None:
             message = f"the other half of its projection, {other_name}, is missing"
-            faults.add("INCOMPLETE", message, container.path, name, "Copy the missing files, or save again.")
+            faults.add("INCOMPLETE", message, container.path, name, "Copy the missing files, or save it again.")
         elif entry.dtype != second.dtype or entry.shape[1:] != second.shape[1:]:
             faults.add("SHAPE_MISMATCH", f"it does not fit to {other_name}, the other half", container.path, name)
         elif match[2] == _GATE:
@@ -202,8 +202,8 @@ def restore_shapes(container: Container, shapes: Mapping[str, Shape], file: str)
         file: name of the metadata file, for error messages.
 
     Raises:
-        Refused: with code CORRUPT if the shards do not fit the shape; with code UNSUPPORTED if a chunk spans several
-            shards.
+        Refused: with the code CORRUPT if the shards do not fit the shape; with the code UNSUPPORTED if a chunk spans
+            several shards.
     """
     faults = Faults()
     entries = dict(container.entries)
@@ -427,9 +427,9 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
             optimizer's full-precision copies (`fp32`).
 
     Raises:
-        Refused: with the codes of `open_dcp`; with code INCOMPLETE if the save was interrupted; with code UNSUPPORTED
-            if `fp32` copies are missing.
-        StorageError: with code IO if a file cannot be read.
+        Refused: with the codes of `open_dcp`; with the code INCOMPLETE if the save was interrupted; with the code
+            UNSUPPORTED if `fp32` copies are missing.
+        StorageError: with the code IO if a file cannot be read.
     """
     files = storage if member == HERE else SubFolder(storage, member)
     names = metadata_files(files.names())
@@ -450,7 +450,7 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
     state, unread = with_settings_of_run(state, storage, member, _number)
     metadata = {**container.metadata, MEGATRON: state.to_metadata()}
     unread = {**metadata.pop(LEFT_BEHIND, {}), **unread}
-    # not read again: `_run_state` has read this item, with the globals that only Megatron's pickles may name
+    # the item COMMON is not listed as unread, because `_run_state` has read it
     unread.pop(_without_shard(COMMON), None)
     metadata |= {LEFT_BEHIND: unread} if unread else {}
     container = replace(container, metadata=metadata, config=state.config())
@@ -480,8 +480,8 @@ class _Items:
         """Tensor name -> original shape, for each flattened tensor."""
         self._unread: dict[str, Leaf] = {}
         self._shard_leaves: dict[str, Leaf] = {}
-        """Key of an unread object, without the number of its shard -> the leaf that represents all shards of the
-        object."""
+        """Key of an unread object, without the number of its shard -> the leaf (listed value) that represents all
+        shards of the object."""
 
     def select(self, items: Sequence[SavedItem]) -> list[SavedItem]:
         """Return the items, except those that are second keys of a tensor; remember the original shapes of flattened
@@ -498,7 +498,7 @@ class _Items:
         return [(fsdp_path if self.is_of_fsdp else _path)(join_path(path)) for path in paths], None
 
     def object_leaf(self, item: SavedItem) -> Leaf | None:
-        """Return the leaf to list for an object, which is not read; None for a tensor, which must be read."""
+        """Return the leaf to list for an object, which is not read; return None for a tensor, which must be read."""
         if item.key == COMMON:
             self.common = item.payload
         if item.dtype is not None:
@@ -507,7 +507,7 @@ class _Items:
             if is_fact(item.key) and item.payload is not None:
                 self.facts[item.key] = item.payload
             return Leaf((short_key(item.key),), "other", None, "pickled state of Megatron's")
-        # The shards of an object (one for each layer, expert and rank) are listed as one leaf.
+        # The shards of an object (one for each layer, expert and rank) are listed as one value.
         begin, shard, number = item.key.rpartition(_SHARD)
         leaf = self._shard_leaves.get(begin)
         if leaf is not None and shard and _NUMBERS_OF_SHARD.fullmatch(number):

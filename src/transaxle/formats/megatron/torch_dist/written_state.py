@@ -1,11 +1,11 @@
 """Makes the run's state that a new Megatron checkpoint stores: arguments, versions, scheduler and optimizer groups.
 
 If the source is a Megatron run, its optimizer groups are copied; otherwise they are made from the source optimizer's
-groups. When Megatron loads a checkpoint, it does not match optimizer groups by position. Since megatron-core 0.19 it
-matches groups by four properties: whether they have weight decay, whether they contain experts, and the minimum and the
-maximum of the learning rate, which Megatron takes from its command line. Megatron then takes the learning rate and
-weight decay from its arguments, but betas, epsilon and the number of steps from the matching group. Megatron applies
-weight decay to matrices, not to vectors and biases.
+groups. When Megatron loads a checkpoint, it does not match optimizer groups by position. Since megatron-core 0.19
+Megatron matches groups by four properties: whether they have weight decay, whether they contain experts, and the
+minimum and the maximum of the learning rate, which Megatron takes from its command line. From its arguments Megatron
+then takes the learning rate and the weight decay, and from the matching group betas, epsilon and the number of steps.
+Megatron applies weight decay to matrices, not to vectors and biases.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def make_groups(
         the groups, and notes that tell the user which command-line arguments to pass to Megatron.
 
     Raises:
-        Refused: with code UNSUPPORTED if no group has a learning rate, or the groups differ in more than weight decay.
+        Refused: with the code UNSUPPORTED if no group has a learning rate, or the groups differ in more than weight
+            decay.
     """
     settings: dict[bool, dict[str, Any]] = {}
     for group in groups:
@@ -87,14 +88,15 @@ def refuse_other_optimizers(groups: Sequence[ParamGroup], states: Collection[str
         states: names of the optimizer states, except steps and copies of weights.
 
     Raises:
-        Refused: with code UNSUPPORTED if the optimizer is not Adam.
+        Refused: with the code UNSUPPORTED if the optimizer is not Adam.
     """
     other_states = sorted(set(states) - _MOMENTS)
     reasons = [f"it has the state {', '.join(other_states)}"] if other_states else []
     if states and not other_states and _MOMENTS - set(states):
         reasons.append(f"it has no {', '.join(sorted(_MOMENTS - set(states)))}")
     reasons += [f"{key} is set" for key in _OTHER_UPDATES if any(group.get(key) for group in groups)]
-    if any(_COUPLED in group and _AMSGRAD not in group for group in groups):  # torch's Adam sets both
+    # torch's Adam writes both `decoupled_weight_decay` and `amsgrad`
+    if any(_COUPLED in group and _AMSGRAD not in group for group in groups):
         reasons.append("its settings are those of torch's RAdam or NAdam")
     if reasons:
         message = f"its optimizer is not the Adam that Megatron would go on with: {'; '.join(reasons)}"
@@ -257,7 +259,7 @@ def optimizer_settings(
         the settings, and notes that tell the user which command-line arguments to pass to Megatron.
 
     Raises:
-        Refused: with code UNSUPPORTED if the source's optimizer is not Adam, or its groups differ in ways that
+        Refused: with the code UNSUPPORTED if the source's optimizer is not Adam, or its groups differ in ways that
             Megatron's groups cannot.
     """
     has_experts = any(_EXPERTS in name for name in parameters)
