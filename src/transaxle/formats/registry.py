@@ -300,7 +300,7 @@ def check_newest(folder: Folder, file: str) -> None:
         raise refuse("PATH_ESCAPE" if tag else "CORRUPT", message, file=f"{folder.inside}{file}", hint=hint)
     if folder.folders:
         message = f"the file names the step {tag!r}, whose folder is missing; present: {join_names(folder.folders)}"
-        hint = "Copy that folder, or give the folder of a step itself."
+        hint = "Copy the missing folder, or give the folder of a step itself."
         raise refuse("INCOMPLETE", message, file=f"{folder.inside}{file}", hint=hint)
 
 

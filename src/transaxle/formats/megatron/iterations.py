@@ -149,7 +149,7 @@ def newest_iteration(folder: Folder) -> str | None:
         message = (
             f"the file names {text}, but there is no folder {name}; present: {join_names(folder.folders) or 'none'}"
         )
-        hint = "Copy that folder, or give the folder of an iteration itself."
+        hint = "Copy the missing folder, or give the folder of an iteration itself."
         raise refuse("INCOMPLETE", message, file=file, hint=hint)
     return name
 

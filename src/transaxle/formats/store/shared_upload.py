@@ -46,7 +46,7 @@ SENDERS = 4
 """Number of parts that a worker sends at the same time."""
 _THREADS = 16
 """Number of small requests that the driver makes at the same time."""
-_CLEAN = "Continue that work with --resume (resume=True), or remove it:  transaxle clean URL."
+_CLEAN = "Continue the unfinished work with --resume (resume=True), or remove it:  transaxle clean URL."
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -152,7 +152,7 @@ class SharedUpload(Upload):
                 raise _refuse_unfinished(self._shown)
             if record.task != task:
                 message = "beside the target is the unfinished work of another conversion"
-                hint = "Remove that work:  transaxle clean URL. Or continue it with the original options."
+                hint = "Remove the unfinished work:  transaxle clean URL. Or continue it with the original options."
                 raise refuse("EXISTS", message, file=self._shown, hint=hint)
             if record.division != division:
                 self.found = ("the work of an earlier run, divided otherwise, was removed",)
